@@ -1,0 +1,1 @@
+"""The bookie server, and the local cluster of them."""

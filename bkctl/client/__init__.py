@@ -1,0 +1,1 @@
+"""The BookKeeper client: create, open, add, read, recover, close, delete."""

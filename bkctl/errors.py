@@ -1,0 +1,260 @@
+"""The one error tree. Each class has an exit code and, where a bookie can send it, its wire status codes.
+
+`str(error)` is one line that says what and where; `error.hint` says what to try. `main` alone prints them.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Final
+
+EXIT_CODES: Final[dict[int, str]] = {
+    0: "done",
+    1: "failed",
+    2: "usage error",
+    3: "finished with findings",
+    4: "not found",
+    5: "conflict (version, fenced, exists)",
+    6: "unreachable or timed out",
+    7: "corrupt data",
+    8: "unsupported version",
+    130: "interrupted",
+}
+
+
+class BkctlError(Exception):
+    """Failed."""
+
+    exit_code: ClassVar[int] = 1
+    #: BookKeeper's client-side code (BKException.Code), where there is one.
+    client_code: ClassVar[int | None] = None
+    #: BookieProtocol (v2) and StatusCode (v3) numbers that a bookie sends for this error.
+    v2_code: ClassVar[int | None] = None
+    v3_code: ClassVar[int | None] = None
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}; {self.hint}" if self.hint else self.message
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for codes, code in ((BY_V2_CODE, cls.__dict__.get("v2_code")), (BY_V3_CODE, cls.__dict__.get("v3_code"))):
+            if code is not None and codes.setdefault(code, cls) is not cls:
+                raise TypeError(f"{cls.__name__} and {codes[code].__name__} both claim status code {code}")
+
+
+#: Bookie status code → error class, filled as the classes are made.
+BY_V2_CODE: Final[dict[int, type[BkctlError]]] = {}
+BY_V3_CODE: Final[dict[int, type[BkctlError]]] = {}
+
+
+class UsageError(BkctlError):
+    """What was asked for does not make sense."""
+
+    exit_code = 2
+    client_code = -14
+
+
+class IllegalOperation(UsageError):
+    """The protocol or the ledger cannot do this (BKIllegalOpException)."""
+
+    client_code = -100
+
+
+class Unauthorized(BkctlError):
+    """Wrong ledger password, master key or login."""
+
+    client_code = -102
+    v2_code = 102
+    v3_code = 502
+
+
+class BadRequest(BkctlError):
+    """The bookie refused the request as malformed."""
+
+    v2_code = 100
+    v3_code = 404
+
+
+class BookieIOError(BkctlError):
+    """The bookie failed on its disk."""
+
+    v2_code = 101
+    v3_code = 501
+
+
+class ReadOnlyBookie(BkctlError):
+    """The bookie accepts no writes at present."""
+
+    client_code = -104
+    v2_code = 105
+    v3_code = 505
+
+
+class TooManyRequests(BkctlError):
+    """The bookie is overloaded."""
+
+    client_code = -105
+    v2_code = 106
+    v3_code = 506
+
+
+class UnknownLedgerState(BkctlError):
+    """The bookie may have lost data of this ledger, and so gives no negative answer."""
+
+    client_code = -108
+    v2_code = 107
+    v3_code = 507
+
+
+class LedgerRecoveryFailed(BkctlError):
+    """Recovery could not decide where the ledger ends; it stays IN_RECOVERY and can be tried again."""
+
+    client_code = -10
+
+
+class FindingsError(BkctlError):
+    """A check finished, and found problems."""
+
+    exit_code = 3
+
+
+class NotFound(BkctlError):
+    """What was named does not exist."""
+
+    exit_code = 4
+
+
+class LedgerNotFound(NotFound):
+    """No such ledger (NoSuchLedgerExistsException)."""
+
+    client_code = -7
+    v2_code = 1
+    v3_code = 402
+
+
+class EntryNotFound(NotFound):
+    """No such entry (NoSuchEntryException)."""
+
+    client_code = -13
+    v2_code = 2
+    v3_code = 403
+
+
+class Conflict(BkctlError):
+    """Somebody else got there first."""
+
+    exit_code = 5
+
+
+class MetadataVersionConflict(Conflict):
+    """The metadata changed since it was read (MetadataVersionException)."""
+
+    client_code = -17
+
+
+class AlreadyExists(Conflict):
+    """What was to be created exists."""
+
+
+class LedgerExists(AlreadyExists):
+    """A ledger of this id exists (LedgerExistException)."""
+
+    client_code = -20
+
+
+class LedgerFenced(Conflict):
+    """The ledger is fenced: somebody recovers or recovered it."""
+
+    client_code = -101
+    v2_code = 104
+    v3_code = 504
+
+
+class LedgerClosed(Conflict):
+    """The ledger is closed."""
+
+    client_code = -11
+
+
+class DuplicateEntryId(Conflict):
+    """The entry id was added before (DuplicateEntryIdException)."""
+
+    client_code = -22
+
+
+class DirectoryInUse(Conflict):
+    """A bookie or another command holds the directory."""
+
+
+class Unreachable(BkctlError):
+    """A server cannot be reached, or did not answer in time."""
+
+    exit_code = 6
+
+
+class TimedOut(Unreachable):
+    """No progress within the timeout."""
+
+    client_code = -23
+
+
+class BookieUnavailable(Unreachable):
+    """A bookie cannot be reached, or cannot serve this ledger."""
+
+    client_code = -8
+
+
+class NotEnoughBookies(Unreachable):
+    """Too few bookies for the ensemble."""
+
+    client_code = -6
+
+
+class Corrupt(BkctlError):
+    """Bytes that no bookie writes."""
+
+    exit_code = 7
+
+
+class TruncatedRecord(Corrupt):
+    """The bytes end inside a record."""
+
+    def __init__(self, what: str, *, offset: int, needed: int, present: int, where: str = "") -> None:
+        super().__init__(f"{where + ': ' if where else ''}{what} at byte {offset} needs {needed} bytes, {present} are there")
+        self.what, self.offset, self.needed, self.present = what, offset, needed, present
+
+
+class CorruptRecord(Corrupt):
+    """A record whose fields contradict the format."""
+
+    def __init__(self, problem: str, *, offset: int, where: str = "", hint: str | None = None) -> None:
+        super().__init__(f"{where + ': ' if where else ''}{problem} at byte {offset}", hint=hint)
+        self.problem, self.offset = problem, offset
+
+
+class DigestMismatch(Corrupt):
+    """An entry that does not match its digest, or another entry than was asked for."""
+
+    client_code = -5
+
+
+class ProtocolError(Corrupt):
+    """The peer sent what the protocol does not allow."""
+
+
+class Unsupported(BkctlError):
+    """A version, store or storage class that this release does not speak."""
+
+    exit_code = 8
+
+
+class BadVersion(Unsupported):
+    """The bookie does not speak this protocol version."""
+
+    client_code = -16
+    v2_code = 103
+    v3_code = 503

@@ -1,0 +1,222 @@
+"""Names of ledgers and bookies: 128-bit ledger ids (scope id + ledger id) in all their text forms. Source: BP-35."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Final, NamedTuple
+
+from bkctl.errors import UsageError
+
+U64_MAX: Final = (1 << 64) - 1
+I64_MAX: Final = (1 << 63) - 1
+
+_QUALIFIED_NAME = re.compile(r"(?:0[xX])?([0-9a-fA-F]{32})", re.ASCII)
+_DASHED_UUID = re.compile(
+    r"([0-9a-fA-F]{8})-([0-9a-fA-F]{4})-([0-9a-fA-F]{4})-([0-9a-fA-F]{4})-([0-9a-fA-F]{12})", re.ASCII
+)
+_DECIMAL = re.compile(r"[0-9]{1,40}", re.ASCII)
+_NEGATIVE = re.compile(r"-[0-9]{1,40}", re.ASCII)
+_HEX = re.compile(r"0[xX]([0-9a-fA-F]{1,16})", re.ASCII)
+_BOOKIE_ID = re.compile(r"[a-zA-Z0-9:-_.\-]+", re.ASCII)
+
+FORMS_HELP: Final = (
+    "accepted are a decimal or 0x ledger id, SCOPE:ID, 32 hex digits (the qualified name) or a UUID"
+)
+
+
+def to_signed(value: int) -> int:
+    """The int64 (two's complement) that carries the unsigned 64-bit `value` in protobuf and files."""
+    return value - (1 << 64) if value > I64_MAX else value
+
+
+def to_unsigned(value: int) -> int:
+    """The unsigned 64-bit number that the int64 `value` carries."""
+    return value & U64_MAX
+
+
+class _LedgerIdFields(NamedTuple):
+    scope_id: int
+    ledger_id: int
+
+
+class LedgerId(_LedgerIdFields):
+    """A ledger's 128-bit name: `scope_id` (high 64 bits) and `ledger_id` (low 64 bits), both 0 … 2^64−1.
+
+    Immutable, hashable, and ordered as the unsigned 128-bit number. Scope 0 is today's BookKeeper. Source: BP-35.
+    Raises UsageError when a half is outside its 64 bits.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, scope_id: int, ledger_id: int) -> LedgerId:
+        if not (0 <= scope_id <= U64_MAX and 0 <= ledger_id <= U64_MAX):
+            raise UsageError(f"Ledger id ({scope_id}, {ledger_id}) does not fit in two unsigned 64-bit halves")
+        return super().__new__(cls, scope_id, ledger_id)
+
+    @classmethod
+    def from_signed(cls, scope_id: int, ledger_id: int) -> LedgerId:
+        """The id whose halves are carried as int64 in protobuf and files."""
+        return cls(scope_id & U64_MAX, ledger_id & U64_MAX)
+
+    @classmethod
+    def from_value(cls, value: int) -> LedgerId:
+        """The id that is the unsigned 128-bit number `value`."""
+        return cls(value >> 64, value & U64_MAX)
+
+    @classmethod
+    def random(cls) -> LedgerId:
+        """A new id from a random (version 4) UUID split in two; needs no central counter."""
+        import uuid
+
+        return cls.from_value(uuid.uuid4().int)
+
+    @classmethod
+    def parse(cls, text: str, scope_id: int | None = None) -> LedgerId:
+        """Read any text form; a bare ledger id is in `scope_id`, else in scope 0.
+
+        Raises UsageError when the text is no form of a ledger id, or names a scope other than `scope_id`.
+        """
+        full = _parse_qualified(text)
+        if full is None and ":" in text:
+            scope_text, _, id_text = text.partition(":")
+            scope, ledger = _parse_half(scope_text), _parse_half(id_text)
+            if scope is None or ledger is None:
+                raise UsageError(f"Not a ledger id: {text!r}", hint=FORMS_HELP)
+            full = cls(scope, ledger)
+        if full is not None:
+            if scope_id is not None and full.scope_id != scope_id:
+                raise UsageError(
+                    f"Ledger {text!r} is in scope {full.scope_id}, but the scope id given is {scope_id}",
+                    hint="drop one of the two",
+                )
+            return full
+        ledger = _parse_half(text, negative=True)
+        if ledger is None:
+            raise UsageError(f"Not a ledger id: {text!r}", hint=FORMS_HELP)
+        return cls(scope_id or 0, ledger)
+
+    @property
+    def value(self) -> int:
+        """The unsigned 128-bit number."""
+        return self[0] << 64 | self[1]
+
+    @property
+    def signed(self) -> tuple[int, int]:
+        """Scope and ledger id as int64 (two's complement), as protobuf and files carry them."""
+        return to_signed(self[0]), to_signed(self[1])
+
+    @property
+    def qualified_name(self) -> str:
+        """`ledgerQualifiedName`: 32 lower-case hex digits, scope first."""
+        return f"{self[0]:016x}{self[1]:016x}"
+
+    @property
+    def uuid(self) -> str:
+        """The dashed UUID form."""
+        name = self.qualified_name
+        return f"{name[:8]}-{name[8:12]}-{name[12:16]}-{name[16:20]}-{name[20:]}"
+
+    @property
+    def is_scoped(self) -> bool:
+        """Whether the scope is not 0, so that BP-35's formats apply."""
+        return self[0] != 0
+
+    def to_json(self) -> dict[str, str]:
+        """The three id fields of every JSON object that names a ledger; unsigned decimal strings."""
+        return {
+            "ledgerScopeId": str(self[0]),
+            "ledgerId": str(self[1]),
+            "ledgerQualifiedName": self.qualified_name,
+        }
+
+    def __str__(self) -> str:
+        return self.qualified_name if self[0] else str(self[1])
+
+    def __repr__(self) -> str:
+        return f"LedgerId({self[0]}, {self[1]})"
+
+
+def _parse_qualified(text: str) -> LedgerId | None:
+    if match := _QUALIFIED_NAME.fullmatch(text):
+        return LedgerId.from_value(int(match[1], 16))
+    if match := _DASHED_UUID.fullmatch(text):
+        return LedgerId.from_value(int("".join(match.groups()), 16))
+    return None
+
+
+def _parse_half(text: str, *, negative: bool = False) -> int | None:
+    if match := _HEX.fullmatch(text):
+        return int(match[1], 16)
+    if _DECIMAL.fullmatch(text):
+        value = int(text)
+    elif negative and _NEGATIVE.fullmatch(text):
+        value = int(text)
+        return to_unsigned(value) if value >= -(1 << 63) else None
+    else:
+        return None
+    return value if value <= U64_MAX else None
+
+
+def parse_scope_id(text: str) -> int:
+    """Read a scope id: decimal (negative: two's complement) or `0x` hex, at most 64 bits. Raises UsageError."""
+    value = _parse_half(text, negative=True)
+    if value is None:
+        raise UsageError(f"Not a ledger scope id: {text!r}", hint="a decimal or 0x number of at most 64 bits")
+    return value
+
+
+def resolve_ledger(
+    argument: str | None = None,
+    *,
+    ledger_id: str | None = None,
+    ledger_scope_id: str | None = None,
+    ledger_qualified_name: str | None = None,
+) -> LedgerId | None:
+    """The one ledger that the given text forms name together; None when no form names a ledger.
+
+    Raises UsageError when a form does not parse, two disagree, or only a scope is given.
+    """
+    scope = None if ledger_scope_id is None else parse_scope_id(ledger_scope_id)
+    found: list[tuple[str, LedgerId]] = []
+    if ledger_qualified_name is not None:
+        full = _parse_qualified(ledger_qualified_name)
+        if full is None:
+            raise UsageError(
+                f"Not a ledger qualified name: {ledger_qualified_name!r}", hint="give 32 hex digits or a UUID"
+            )
+        if scope is not None and full.scope_id != scope:
+            raise UsageError(
+                f"--ledger-qualified-name is in scope {full.scope_id}, but --ledger-scope-id is {scope}",
+                hint="drop one of the two",
+            )
+        found.append((ledger_qualified_name, full))
+        scope = full.scope_id
+    for text in (argument, ledger_id):
+        if text is not None:
+            found.append((text, LedgerId.parse(text, scope)))
+    if not found:
+        if scope is not None:
+            raise UsageError(
+                f"Scope {scope} is given, but no ledger id", hint="add the ledger id, or use --ledger-qualified-name"
+            )
+        return None
+    first_text, first = found[0]
+    for text, other in found[1:]:
+        if other != first:
+            raise UsageError(
+                f"{first_text!r} and {text!r} name different ledgers ({first} and {other})", hint="give one of them"
+            )
+    return first
+
+
+def check_bookie_id(text: str) -> str:
+    """Return `text` when it is a valid bookie id. Raises UsageError otherwise. Source: BookieId."""
+    if not _BOOKIE_ID.fullmatch(text) or text.lower() == "readonly":
+        raise UsageError(f"Not a bookie id: {text!r}", hint="a bookie id is HOST:PORT or a name without spaces")
+    return text
+
+
+def random_u64() -> int:
+    """An unpredictable unsigned 64-bit number."""
+    return int.from_bytes(os.urandom(8), "big")

@@ -1,0 +1,1 @@
+"""Metadata stores (ZooKeeper, SQLite) and what a cluster keeps in them."""

@@ -1,0 +1,1 @@
+"""A bookie's files: readers, writers and the ledger storage built from them."""
