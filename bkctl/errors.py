@@ -224,7 +224,9 @@ class TruncatedRecord(Corrupt):
     """The bytes end inside a record."""
 
     def __init__(self, what: str, *, offset: int, needed: int, present: int, where: str = "") -> None:
-        super().__init__(f"{where + ': ' if where else ''}{what} at byte {offset} needs {needed} bytes, {present} are there")
+        super().__init__(
+            f"{where + ': ' if where else ''}{what} at byte {offset} needs {needed} bytes, {present} are there"
+        )
         self.what, self.offset, self.needed, self.present = what, offset, needed, present
 
 

@@ -20,9 +20,7 @@ _NEGATIVE = re.compile(r"-[0-9]{1,40}", re.ASCII)
 _HEX = re.compile(r"0[xX]([0-9a-fA-F]{1,16})", re.ASCII)
 _BOOKIE_ID = re.compile(r"[a-zA-Z0-9:-_.\-]+", re.ASCII)
 
-FORMS_HELP: Final = (
-    "accepted are a decimal or 0x ledger id, SCOPE:ID, 32 hex digits (the qualified name) or a UUID"
-)
+FORMS_HELP: Final = "accepted are a decimal or 0x ledger id, SCOPE:ID, 32 hex digits (the qualified name) or a UUID"
 
 
 def to_signed(value: int) -> int:
@@ -192,9 +190,7 @@ def resolve_ledger(
             )
         found.append((ledger_qualified_name, full))
         scope = full.scope_id
-    for text in (argument, ledger_id):
-        if text is not None:
-            found.append((text, LedgerId.parse(text, scope)))
+    found.extend((text, LedgerId.parse(text, scope)) for text in (argument, ledger_id) if text is not None)
     if not found:
         if scope is not None:
             raise UsageError(

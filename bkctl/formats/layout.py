@@ -1,10 +1,10 @@
 """Fixed-width records, each declared once: reading, writing, size and offsets come from the same declaration.
 
-    class EntryLogHeader(NamedTuple):
-        fingerprint: Annotated[bytes, "4s"]
-        version: Annotated[int, "i"]
+class EntryLogHeader(NamedTuple):
+    fingerprint: Annotated[bytes, "4s"]
+    version: Annotated[int, "i"]
 
-    ENTRY_LOG_HEADER = Layout(EntryLogHeader, size=1024)
+ENTRY_LOG_HEADER = Layout(EntryLogHeader, size=1024)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ R = TypeVar("R", bound=NamedTuple)
 class Layout(Generic[R]):
     """The bytes of a NamedTuple whose fields are `Annotated[type, struct code]`, big-endian.
 
-    `size` is in bytes (a larger `size` than the fields need pads with zeros), `offsets` maps a field to its byte offset.
+    `size` is in bytes (a larger one than the fields need pads with zeros); `offsets` maps a field to its byte offset.
     """
 
     def __init__(self, record: type[R], *, size: int | None = None) -> None:

@@ -1,0 +1,34 @@
+"""The error tree: every class has a documented exit code, and no two claim one wire status."""
+
+from __future__ import annotations
+
+import pytest
+
+from bkctl import errors
+
+
+def classes(base: type[errors.BkctlError] = errors.BkctlError) -> list[type[errors.BkctlError]]:
+    return [base] + [found for child in base.__subclasses__() for found in classes(child)]
+
+
+def test_every_error_has_a_documented_exit_code_and_says_what_it_is() -> None:
+    for error in classes():
+        assert error.exit_code in errors.EXIT_CODES, error
+        assert error.__doc__, error
+
+
+def test_wire_codes_map_to_the_classes_that_name_them() -> None:
+    assert errors.BY_V2_CODE[104] is errors.LedgerFenced
+    assert errors.BY_V3_CODE[402] is errors.LedgerNotFound
+    assert len(errors.BY_V2_CODE) == len(errors.BY_V3_CODE)
+
+
+def test_two_classes_that_claim_one_status_code_fail_at_import() -> None:
+    with pytest.raises(TypeError, match="both claim status code 104"):
+        type("Usurper", (errors.BkctlError,), {"v2_code": 104})
+
+
+def test_the_hint_follows_the_message() -> None:
+    assert str(errors.NotFound("Ledger 5 does not exist", hint="see 'bkctl ledger list'")) == (
+        "Ledger 5 does not exist; see 'bkctl ledger list'"
+    )
