@@ -1,0 +1,6 @@
+"""`python -m bkctl`: the command line."""
+
+from bkctl.commands.main import main
+
+if __name__ == "__main__":
+    main()

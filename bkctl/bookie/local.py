@@ -1,0 +1,332 @@
+"""The local cluster: bookies of our own as background processes over one SQLite metadata store.
+
+    DIR/cluster.json            how many bookies, which ledger storage, the metadata URI
+    DIR/metadata.db             the metadata store
+    DIR/bookie-I/bk_server.conf bookie I's configuration; its id is `bookie-I`
+    DIR/bookie-I/journal, ledgers
+    DIR/bookie-I/bookie.log     what its process printed
+    DIR/bookie-I/bookie.pid     process id and start time, while it runs
+
+The cluster that is up is named by a pointer file in the user's data directory, so that every command finds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from bkctl.errors import BkctlError, DirectoryInUse, NotFound, TimedOut, Unsupported, UsageError
+
+BOOKIE_COUNT_DEFAULT: Final = 3
+BOOKIE_COUNT_MAX: Final = 64
+_POLL_S: Final = 0.05
+_LOG_TAIL_BYTES: Final = 4096
+
+#: `--storage` words → Java's ledgerStorageClass; None: not built into our bookie yet.
+STORAGE_CLASSES: Final[dict[str, str | None]] = {
+    "sorted": "org.apache.bookkeeper.bookie.SortedLedgerStorage",
+    "interleaved": "org.apache.bookkeeper.bookie.InterleavedLedgerStorage",
+    "db": None,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LocalBookie:
+    """One bookie of the local cluster; `pid` is None when it does not run."""
+
+    index: int
+    bookie_id: str
+    directory: Path
+    port: int
+    pid: int | None
+
+
+def data_directory() -> Path:
+    """The user's data directory for bkctl: `$XDG_DATA_HOME/bkctl`, else `~/.local/share/bkctl`."""
+    base = os.environ.get("XDG_DATA_HOME") or os.path.join(os.path.expanduser("~"), ".local", "share")
+    return Path(base) / "bkctl"
+
+
+def active_cluster() -> LocalCluster | None:
+    """The local cluster that is up (last started and not taken down), or None."""
+    try:
+        directory = Path((data_directory() / "local-cluster").read_text().strip())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    cluster = LocalCluster(directory)
+    return cluster if cluster.exists() else None
+
+
+class LocalCluster:
+    """The local cluster kept in one directory."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self.directory = (directory or data_directory() / "cluster").absolute()
+
+    @property
+    def metadata_uri(self) -> str:
+        """The URI of its metadata store."""
+        return f"sqlite://{self.directory / 'metadata.db'}"
+
+    def exists(self) -> bool:
+        """Whether `up` was ever completed far enough here that the cluster is described."""
+        return (self.directory / "cluster.json").is_file()
+
+    def bookies(self) -> list[LocalBookie]:
+        """The cluster's bookies by index, running or not. Raises NotFound when there is no cluster here."""
+        described = self._description()
+        found = []
+        for index, port in enumerate(described["ports"]):
+            directory = self.directory / f"bookie-{index}"
+            found.append(LocalBookie(index, f"bookie-{index}", directory, port, _running_pid(directory / "bookie.pid")))
+        return found
+
+    def up(
+        self,
+        bookie_count: int | None = None,
+        *,
+        storage: str | None = None,
+        timeout_s: float = 30.0,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> list[LocalBookie]:
+        """Start every bookie that does not run, creating the cluster first where there is none; wait until all serve.
+
+        `bookie_count` None keeps what is there (3 for a new cluster); more than there are adds bookies. `progress` is
+        told what is waited for. Returns the bookies. Raises UsageError for a count or storage that does not fit what is
+        there, TimedOut when a bookie does not register within `timeout_s` of the last progress, BkctlError with the end
+        of its log when it died.
+        """
+        from bkctl.metadata.cluster import open_cluster
+
+        if bookie_count is not None and not 1 <= bookie_count <= BOOKIE_COUNT_MAX:
+            raise UsageError(f"A local cluster has 1 to {BOOKIE_COUNT_MAX} bookies, not {bookie_count}")
+        if storage is not None and storage not in STORAGE_CLASSES:
+            raise UsageError(f"Unknown ledger storage {storage!r}", hint=f"one of {', '.join(STORAGE_CLASSES)}")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with self._lock(), open_cluster(self.metadata_uri, timeout_s=timeout_s, create=True) as cluster:
+            self._describe(bookie_count, storage)
+            started: dict[str, subprocess.Popen[bytes]] = {}
+            for bookie in self.bookies():
+                if bookie.pid is None:
+                    progress(f"starting {bookie.bookie_id}")
+                    started[bookie.bookie_id] = self._start(bookie)
+            waiting = {bookie.bookie_id: bookie for bookie in self.bookies()}
+            deadline = time.monotonic() + timeout_s
+            while waiting:
+                serving = {found.bookie_id for found in cluster.bookies.list() if found.state in ("rw", "ro")}
+                for bookie_id in sorted(serving & waiting.keys()):
+                    # A stale registration of a killed predecessor does not count: its own process must be alive.
+                    if bookie_id in started and started[bookie_id].poll() is not None:
+                        continue
+                    del waiting[bookie_id]
+                    deadline = time.monotonic() + timeout_s
+                    progress(f"{bookie_id} serves")
+                for bookie_id, process in started.items():
+                    if bookie_id in waiting and process.poll() is not None:
+                        raise self._died(waiting[bookie_id], process.returncode)
+                if waiting and time.monotonic() > deadline:
+                    names = ", ".join(sorted(waiting))
+                    raise TimedOut(
+                        f"{names} did not register within {timeout_s:g} s",
+                        hint=f"read {waiting[min(waiting)].directory / 'bookie.log'}",
+                    )
+                if waiting:
+                    time.sleep(_POLL_S)
+        self._make_active()
+        return self.bookies()
+
+    def down(
+        self,
+        bookie_id: str | None = None,
+        *,
+        timeout_s: float = 30.0,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> list[LocalBookie]:
+        """Stop the cluster's bookies (or one of them) cleanly and wait; the data stays. Returns the bookies stopped.
+
+        Raises NotFound when there is no cluster, or no such bookie, here; TimedOut when a bookie does not stop.
+        """
+        with self._lock():
+            bookies = self.bookies()
+            if bookie_id is not None:
+                bookies = [bookie for bookie in bookies if bookie_id in (bookie.bookie_id, str(bookie.index))]
+                if not bookies:
+                    raise NotFound(
+                        f"No bookie {bookie_id!r} in the local cluster at {self.directory}",
+                        hint="'bkctl cluster status' lists them",
+                    )
+            stopping = [bookie for bookie in bookies if bookie.pid is not None]
+            for bookie in stopping:
+                assert bookie.pid is not None
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(bookie.pid, signal.SIGTERM)
+            deadline = time.monotonic() + timeout_s
+            for bookie in stopping:
+                progress(f"stopping {bookie.bookie_id}")
+                while _running_pid(bookie.directory / "bookie.pid") is not None:
+                    if time.monotonic() > deadline:
+                        raise TimedOut(
+                            f"{bookie.bookie_id} (process {bookie.pid}) did not stop within {timeout_s:g} s",
+                            hint=f"read {bookie.directory / 'bookie.log'}",
+                        )
+                    time.sleep(_POLL_S)
+                (bookie.directory / "bookie.pid").unlink(missing_ok=True)
+            if bookie_id is None:
+                self._drop_active()
+        return stopping
+
+    def _description(self) -> dict[str, list[int]]:
+        path = self.directory / "cluster.json"
+        try:
+            described = json.loads(path.read_text())
+            ports = described["ports"]
+            if not isinstance(ports, list) or not all(isinstance(port, int) for port in ports):
+                raise ValueError("ports")
+        except FileNotFoundError:
+            raise NotFound(f"No local cluster at {self.directory}", hint="'bkctl cluster up' starts one") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise BkctlError(f"{path} is not the description of a local cluster", hint="remove it") from error
+        return {"ports": ports}
+
+    def _describe(self, bookie_count: int | None, storage: str | None) -> None:
+        ports: list[int] = self._description()["ports"] if self.exists() else []
+        if bookie_count is not None and bookie_count < len(ports):
+            raise UsageError(
+                f"The local cluster at {self.directory} has {len(ports)} bookies, not {bookie_count}",
+                hint="leave --bookies out, or give another --dir",
+            )
+        count = bookie_count or len(ports) or BOOKIE_COUNT_DEFAULT
+        for index in range(count):
+            directory = self.directory / f"bookie-{index}"
+            if index < len(ports):
+                self._check_storage(directory, storage)
+            else:
+                ports.append(_free_port())
+                self._write_conf(index, ports[index], storage or "interleaved")
+        target = self.directory / "cluster.json"
+        beside = target.with_suffix(".json.new")
+        beside.write_text(json.dumps({"metadataUri": self.metadata_uri, "ports": ports}, indent=2) + "\n")
+        beside.replace(target)
+
+    def _check_storage(self, directory: Path, storage: str | None) -> None:
+        if storage is None:
+            return
+        text = (directory / "bk_server.conf").read_text()
+        if f"ledgerStorageClass={STORAGE_CLASSES[storage]}\n" not in text:
+            raise UsageError(
+                f"{directory.name} was created with another ledger storage than {storage!r}",
+                hint="leave --storage out, or give another --dir",
+            )
+
+    def _write_conf(self, index: int, port: int, storage: str) -> None:
+        storage_class = STORAGE_CLASSES[storage]
+        if storage_class is None:
+            raise Unsupported(f"Our bookie has no {storage!r} ledger storage yet", hint="use --storage interleaved")
+        directory = self.directory / f"bookie-{index}"
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "bk_server.conf").write_text(
+            f"# Bookie {index} of the local cluster at {self.directory}\n"
+            f"metadataServiceUri={self.metadata_uri}\n"
+            f"bookieId=bookie-{index}\n"
+            f"bookiePort={port}\n"
+            "allowLoopback=true\n"
+            "advertisedAddress=127.0.0.1\n"
+            f"journalDirectory={directory / 'journal'}\n"
+            f"ledgerDirectories={directory / 'ledgers'}\n"
+            f"ledgerStorageClass={storage_class}\n"
+            "journalPreAllocSizeMB=1\n"
+            "diskUsageThreshold=0.99\n"
+            "diskUsageWarnThreshold=0.98\n"
+        )
+
+    def _start(self, bookie: LocalBookie) -> subprocess.Popen[bytes]:
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("BKCTL_")}
+        conf = bookie.directory / "bk_server.conf"
+        with open(bookie.directory / "bookie.log", "ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "bkctl", "bookie", "start", "--conf", str(conf)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=bookie.directory,
+                env=environment,
+                start_new_session=True,
+            )
+        (bookie.directory / "bookie.pid").write_text(f"{process.pid} {_start_time(process.pid)}\n")
+        return process
+
+    def _died(self, bookie: LocalBookie, code: int) -> BkctlError:
+        path = bookie.directory / "bookie.log"
+        with open(path, "rb") as log:
+            log.seek(max(0, path.stat().st_size - _LOG_TAIL_BYTES))
+            lines = log.read().decode(errors="replace").strip().splitlines()
+        last = lines[-1] if lines else "it printed nothing"
+        return BkctlError(f"{bookie.bookie_id} stopped with exit code {code}: {last}", hint=f"read {path}")
+
+    def _make_active(self) -> None:
+        pointer = data_directory() / "local-cluster"
+        pointer.parent.mkdir(parents=True, exist_ok=True)
+        beside = pointer.with_name(f"local-cluster.{os.getpid()}")
+        beside.write_text(f"{self.directory}\n")
+        beside.replace(pointer)
+
+    def _drop_active(self) -> None:
+        active = active_cluster()
+        if active is not None and active.directory == self.directory:
+            (data_directory() / "local-cluster").unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
+        if not self.directory.is_dir():
+            raise NotFound(f"No local cluster at {self.directory}", hint="'bkctl cluster up' starts one")
+        with open(self.directory / "cluster.lock", "a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise DirectoryInUse(
+                    f"Another command is starting or stopping the local cluster at {self.directory}",
+                    hint="try again when it is done",
+                ) from None
+            yield
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _start_time(pid: int) -> str:
+    """The kernel's start time of a process, which tells a reused process id apart; `-` where it cannot be read."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "-"
+    fields = stat.rpartition(")")[2].split()
+    return "-" if fields[0] == "Z" else fields[19]
+
+
+def _running_pid(path: Path) -> int | None:
+    try:
+        pid_text, _, started = path.read_text().strip().partition(" ")
+        pid = int(pid_text)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    if os.path.isdir("/proc/self"):
+        return pid if started != "-" and _start_time(pid) == started else None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    return pid
