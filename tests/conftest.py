@@ -1,0 +1,101 @@
+"""Fixtures for the whole test tree. The servers start when the first test asks for them, once a test run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import servers
+from servers import ApacheBookie, ApacheCluster, Java, ZooKeeperServer
+
+
+@pytest.fixture(scope="session")
+def java() -> Java:
+    """Java with Apache BookKeeper on its class path: `run_source`, `shell`, `start`."""
+    return Java()
+
+
+@pytest.fixture(scope="session")
+def zookeeper(java: Java, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ZooKeeperServer]:
+    """One ZooKeeper for the test run. Use `new_root()`, and leave it running."""
+    server = ZooKeeperServer(java, tmp_path_factory.mktemp("zookeeper"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def zookeeper_server(java: Java, tmp_path: Path) -> Iterator[Callable[[], ZooKeeperServer]]:
+    """Makes started ZooKeepers that belong to the test alone, to be killed and started again."""
+    made: list[ZooKeeperServer] = []
+
+    def make() -> ZooKeeperServer:
+        made.append(ZooKeeperServer(java, tmp_path / f"zookeeper-{len(made)}"))
+        made[-1].start()
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.kill()
+
+
+@pytest.fixture(scope="session")
+def _apache_cluster(
+    java: Java, zookeeper: ZooKeeperServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ApacheCluster]:
+    cluster = ApacheCluster(java, zookeeper, tmp_path_factory.mktemp("apache"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def apache_cluster(_apache_cluster: ApacheCluster) -> ApacheCluster:
+    """Three Apache bookies (Sorted, Interleaved, Db storage) on one ZooKeeper root, all up; shared by the test run.
+
+    A test may stop or kill bookies: what is down is started before the next test that asks for the cluster.
+    """
+    _apache_cluster.ensure_up()
+    return _apache_cluster
+
+
+@pytest.fixture
+def apache_bookie(java: Java, tmp_path: Path) -> Iterator[Callable[..., ApacheBookie]]:
+    """Makes Apache bookies of the test's own, not started: `apache_bookie(metadata_uri, storage, port=…, settings=…)`.
+
+    Settings name directories of somebody else's bookie to take them over; each gets its own below tmp_path else.
+    """
+    made: list[ApacheBookie] = []
+
+    def make(metadata_uri: str, storage: str = servers.SORTED, **options: Any) -> ApacheBookie:
+        made.append(ApacheBookie(java, metadata_uri, tmp_path / f"apache-bookie-{len(made)}", storage, **options))
+        return made[-1]
+
+    yield make
+    for bookie in made:
+        bookie.kill()
+
+
+_log_sizes: pytest.StashKey[dict[Path, int]] = pytest.StashKey()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[_log_sizes] = {server.log: server.log.stat().st_size for server in servers.running_servers()}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Show what the servers logged during a test that failed."""
+    report = yield
+    if report.failed:
+        sizes = item.stash.get(_log_sizes, {})
+        for server in servers.running_servers():
+            text = server.log_tail(sizes.get(server.log, 0))
+            if text:
+                report.sections.append((f"log of {server.name} ({server.log})", text))
+    return report

@@ -1,0 +1,532 @@
+"""Apache's servers for the tests: ZooKeeper, BookKeeper and Java programs, as child processes on loopback ports.
+
+Every process has its own process group and is ended by its id: by `stop()` and `kill()`, when the interpreter exits,
+and by a small reaper process when the test run itself is killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Final, NoReturn
+
+import pytest
+
+REPOSITORY: Final = Path(__file__).resolve().parent.parent
+JAVA_SOURCES: Final = REPOSITORY / "tests" / "java"
+CACHE: Final = Path(os.environ.get("BKCTL_TEST_CACHE") or REPOSITORY / ".cache") / "java"
+BOOKKEEPER_VERSION: Final = os.environ.get("BKCTL_TEST_BOOKKEEPER") or "4.18.0"
+START_TIMEOUT_S: Final = 90.0
+STOP_TIMEOUT_S: Final = 30.0
+
+#: Cheap to start, small, and open where BookKeeper and Netty reflect.
+JVM_OPTIONS: Final = (
+    "-XX:+UseSerialGC",
+    "-XX:TieredStopAtLevel=1",
+    "-Xshare:auto",
+    "-XX:-UsePerfData",
+    "--add-opens=java.base/java.io=ALL-UNNAMED",
+    "--add-opens=java.base/java.nio=ALL-UNNAMED",
+    "--add-opens=java.base/java.util.zip=ALL-UNNAMED",
+    "-Dio.netty.tryReflectionSetAccessible=true",
+)
+
+SORTED: Final = "org.apache.bookkeeper.bookie.SortedLedgerStorage"
+INTERLEAVED: Final = "org.apache.bookkeeper.bookie.InterleavedLedgerStorage"
+DB: Final = "org.apache.bookkeeper.bookie.storage.ldb.DbLedgerStorage"
+
+
+def require(what: str, reason: str) -> NoReturn:
+    """Skip the test because `what` cannot be had; fail it where BKCTL_TEST_REQUIRE is `all` or names `what`."""
+    required = {name.strip() for name in os.environ.get("BKCTL_TEST_REQUIRE", "").split(",")}
+    if required & {"all", what}:
+        pytest.fail(f"BKCTL_TEST_REQUIRE asks for {what}: {reason}", pytrace=False)
+    pytest.skip(f"{what}: {reason}")
+
+
+def free_port() -> int:
+    """A TCP port on 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_for(condition: Callable[[], object], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
+    """Poll `condition` until it is true. Raises TimeoutError naming `what`."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {timeout_s:.0f} s")
+        time.sleep(0.05)
+
+
+# --- processes ---------------------------------------------------------------------------------------------------
+
+_REAPER = """
+import os, signal, sys
+alive = set()
+for line in sys.stdin:
+    (alive.add if line[0] == "+" else alive.discard)(int(line[1:]))
+for group in alive:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+"""
+
+
+class _Reaper:
+    """A process that outlives us and kills the process groups we left, if we are killed before we could."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[str] | None = None
+
+    def tell(self, sign: str, group: int) -> None:
+        if self.process is None:
+            self.process = subprocess.Popen(
+                [sys.executable, "-S", "-c", _REAPER], stdin=subprocess.PIPE, text=True, start_new_session=True
+            )
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(f"{sign}{group}\n")
+            self.process.stdin.flush()
+
+    def close(self) -> None:
+        if self.process is not None and self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
+            self.process.wait()
+
+
+_reaper = _Reaper()
+_servers: list[Server] = []
+
+
+@atexit.register
+def _stop_all() -> None:
+    for server in reversed(_servers):
+        server.kill()
+    _reaper.close()
+
+
+def running_servers() -> list[Server]:
+    """The servers that are up now, in the order of their start."""
+    return [server for server in _servers if server.running]
+
+
+class Server:
+    """One child process with a log file; may be started, stopped and killed again and again.
+
+    `command` is called at each start and gives the argument list.
+    """
+
+    def __init__(self, name: str, log: Path, command: Callable[[], list[str]], ready: Callable[[], bool]) -> None:
+        self.name = name
+        self.log = log
+        self._command = command
+        self._ready = ready
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def launch(self) -> None:
+        """Start the process without waiting until it serves."""
+        assert not self.running, f"{self.name} is up already"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self._command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        _reaper.tell("+", self.process.pid)
+        if self not in _servers:
+            _servers.append(self)
+
+    def wait_ready(self) -> None:
+        """Wait until it serves. Raises RuntimeError with the end of its log if it ended or is not ready in time."""
+        def ready() -> bool:
+            if not self.running:
+                raise RuntimeError(f"{self.name} ended:\n{self.log_tail()}")
+            return self._ready()
+
+        try:
+            wait_for(ready, f"{self.name} ready")
+        except TimeoutError as error:
+            raise RuntimeError(f"{error}:\n{self.log_tail()}") from error
+
+    def start(self) -> None:
+        self.launch()
+        self.wait_ready()
+
+    def stop(self) -> None:
+        """SIGTERM, and wait until it is gone; nothing if it is down."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone; nothing if it is down."""
+        self._end(signal.SIGKILL)
+
+    def _end(self, number: signal.Signals) -> None:
+        if self.process is None:
+            return
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+            try:
+                self.process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+        _reaper.tell("-", self.process.pid)
+
+    def log_tail(self, since: int = 0, size_max: int = 8000) -> str:
+        """The end of the log, from byte `since` on."""
+        if not self.log.exists():
+            return ""
+        with self.log.open("rb") as log:
+            end = log.seek(0, os.SEEK_END)
+            log.seek(max(since, end - size_max))
+            return log.read().decode(errors="replace")
+
+
+# --- Java --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold `path` as a lock between test runs that share one cache."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def fetch_jars(version: str = BOOKKEEPER_VERSION) -> Path:
+    """The directory that holds Apache BookKeeper `version` and all it needs; fetched by Maven if it is not there.
+
+    Calls `require` (skips or fails) if there is no Maven, or it cannot fetch.
+    """
+    jars = CACHE / version
+    with _locked(CACHE / f"{version}.lock"):
+        if jars.is_dir():
+            return jars
+        maven = shutil.which("mvn")
+        if maven is None:
+            require("java", f"mvn is not installed, and {jars} does not exist")
+        partial = CACHE / f"{version}.partial"
+        failure = ""
+        for attempt in range(3):
+            shutil.rmtree(partial, ignore_errors=True)
+            done = subprocess.run(
+                [maven, "-q", "-B", "-ntp", "-f", str(JAVA_SOURCES / "pom.xml"), f"-Dbookkeeper.version={version}",
+                 "dependency:copy-dependencies", "-DincludeScope=runtime", f"-DoutputDirectory={partial}"],
+                stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            if done.returncode == 0:
+                partial.rename(jars)
+                return jars
+            failure = done.stdout.strip()[-2000:]
+            time.sleep(2 * attempt)
+        require("java", f"Maven cannot fetch BookKeeper {version}: {failure}")
+
+
+class JavaFailed(AssertionError):
+    """A Java program ended with another exit code than 0."""
+
+
+class Java:
+    """Java with Apache BookKeeper of one version on its class path."""
+
+    def __init__(self, version: str = BOOKKEEPER_VERSION) -> None:
+        home = os.environ.get("JAVA_HOME")
+        path = str(Path(home, "bin")) if home else None
+        java, javac = shutil.which("java", path=path), shutil.which("javac", path=path)
+        if java is None or javac is None:
+            require("java", "no Java development kit (java and javac, 17 or newer) is installed")
+        found = re.search(r'version "(\d+)', subprocess.run([java, "-version"], capture_output=True, text=True).stderr)
+        if found is None or int(found[1]) < 17:
+            require("java", f"{java} is not Java 17 or newer")
+        self.java, self.javac = java, javac
+        self.version = version
+        self.jars = fetch_jars(version)
+        self._classes: Path | None = None
+
+    def classes(self) -> Path:
+        """The directory of the compiled programs of tests/java; compiled anew when a source changed."""
+        if self._classes is None:
+            sources = sorted(JAVA_SOURCES.glob("*.java"))
+            digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+            classes = CACHE / "classes" / f"{self.version}-{digest}"
+            with _locked(CACHE / "classes.lock"):
+                if not classes.is_dir():
+                    partial = classes.with_suffix(".partial")
+                    shutil.rmtree(partial, ignore_errors=True)
+                    done = subprocess.run(
+                        [self.javac, "-nowarn", "-proc:none", "-cp", f"{self.jars}/*", "-d", str(partial),
+                         *map(str, sources)],
+                        capture_output=True, text=True, check=False,
+                    )  # fmt: skip
+                    if done.returncode != 0:
+                        raise JavaFailed(done.stderr)
+                    partial.rename(classes)
+            self._classes = classes
+        return self._classes
+
+    def command(
+        self, main_class: str, *arguments: object, log4j: str = "shell", heap_mb: int = 256, own: bool = False,
+        options: tuple[str, ...] = (),
+    ) -> list[str]:  # fmt: skip
+        """The argument list that runs `main_class`; `own` puts the programs of tests/java on the class path."""
+        class_path = f"{self.classes()}:{self.jars}/*" if own else f"{self.jars}/*"
+        return [
+            self.java, f"-Xmx{heap_mb}m", *JVM_OPTIONS, f"-Dlog4j2.configurationFile={JAVA_SOURCES}/log4j2-{log4j}.xml",
+            *options, "-cp", class_path, main_class, *map(str, arguments),
+        ]  # fmt: skip
+
+    def run(
+        self, main_class: str, *arguments: object, check: bool = True, timeout_s: float = 240.0, own: bool = True,
+        input: str | None = None, heap_mb: int = 256,
+    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
+        """Run a program to its end. Raises JavaFailed (with its stderr) for another exit code than 0 if `check`."""
+        process = subprocess.Popen(
+            self.command(main_class, *arguments, own=own, heap_mb=heap_mb), start_new_session=True, text=True,
+            stdin=subprocess.DEVNULL if input is None else subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        _reaper.tell("+", process.pid)
+        try:
+            stdout, stderr = process.communicate(input, timeout_s)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            _reaper.tell("-", process.pid)
+        if check and process.returncode != 0:
+            shown = " ".join([main_class, *map(str, arguments)])
+            raise JavaFailed(f"{shown}: exit {process.returncode}\n{stdout[-4000:]}\n{stderr[-6000:]}")
+        return subprocess.CompletedProcess([main_class, *map(str, arguments)], process.returncode, stdout, stderr)
+
+    def run_source(
+        self, source: str | Path, *arguments: object, check: bool = True, timeout_s: float = 240.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a program of tests/java, named by its file (`WriteLedgers.java`) or class."""
+        return self.run(Path(source).stem, *arguments, check=check, timeout_s=timeout_s)
+
+    def shell(
+        self, conf: Path | ApacheBookie, *arguments: object, check: bool = False, timeout_s: float = 120.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Apache's shell (`bookkeeper shell …`): what it answers is on stdout, a message a line.
+
+        Its exit code says little, so it is checked on request only.
+        """
+        path = conf.conf if isinstance(conf, ApacheBookie) else conf
+        shell = "org.apache.bookkeeper.bookie.BookieShell"
+        return self.run(shell, "-conf", path, *arguments, check=check, timeout_s=timeout_s, own=False)
+
+    def start(self, main_class: str, *arguments: object) -> subprocess.Popen[str]:
+        """Start a program of tests/java with pipes on stdin and stdout, its stderr is ours.
+
+        The caller ends it; when the test run ends it is killed.
+        """
+        process = subprocess.Popen(
+            self.command(main_class, *arguments, own=True), start_new_session=True, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        _reaper.tell("+", process.pid)
+        return process
+
+
+# --- ZooKeeper ---------------------------------------------------------------------------------------------------
+
+
+class ZooKeeperServer(Server):
+    """A standalone ZooKeeper on a free port; `start()` after `kill()` serves the same data on the same port."""
+
+    _roots = itertools.count(1)
+
+    def __init__(self, java: Java, directory: Path) -> None:
+        self.java = java
+        self.directory = directory
+        self.port = free_port()
+        super().__init__(f"zookeeper:{self.port}", directory / "zookeeper.log", self._arguments, self._serves)
+
+    @property
+    def connect_string(self) -> str:
+        """`127.0.0.1:PORT`."""
+        return f"127.0.0.1:{self.port}"
+
+    def metadata_uri(self, root: str = "/ledgers", manager: str = "hierarchical") -> str:
+        """BookKeeper's metadata URI of a root path here; `manager` is flat, hierarchical, longhierarchical, …"""
+        return f"zk+{manager}://{self.connect_string}{root}"
+
+    def new_root(self) -> str:
+        """A root path (`/test-7`) that nobody uses; it does not exist yet."""
+        return f"/test-{next(self._roots)}"
+
+    def _arguments(self) -> list[str]:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        config = self.directory / "zoo.cfg"
+        config.write_text(
+            f"tickTime=500\ndataDir={self.directory}/data\nclientPort={self.port}\nclientPortAddress=127.0.0.1\n"
+            "maxClientCnxns=0\nadmin.enableServer=false\n4lw.commands.whitelist=*\nmaxSessionTimeout=60000\n"
+        )
+        options = ("-Dzookeeper.forceSync=no", "-Dzookeeper.preAllocSize=256", "-Dzookeeper.jmx.log4j.disable=true")
+        return self.java.command(
+            "org.apache.zookeeper.server.quorum.QuorumPeerMain", config, log4j="server", options=options
+        )
+
+    def _serves(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), 5) as connection:
+                connection.sendall(b"srvr")
+                return b"Mode:" in connection.recv(4096)
+        except OSError:
+            return False
+
+
+# --- BookKeeper --------------------------------------------------------------------------------------------------
+
+
+def apache_settings(
+    metadata_uri: str, port: int, directory: Path, storage: str, settings: Mapping[str, object] = {}
+) -> dict[str, object]:
+    """The settings of one small Apache bookie below `directory`; `settings` add and replace."""
+    return {
+        "metadataServiceUri": metadata_uri,
+        "bookiePort": port,
+        "advertisedAddress": "127.0.0.1",
+        "allowLoopback": "true",
+        "journalDirectory": directory / "journal",
+        "ledgerDirectories": directory / "ledgers",
+        "ledgerStorageClass": storage,
+        "zkTimeout": 8000,
+        "journalMaxSizeMB": 16,
+        "journalPreAllocSizeMB": 1,
+        "logSizeLimit": 4 * 1024 * 1024,
+        "flushInterval": 1000,
+        "skipListSizeLimit": 4 * 1024 * 1024,
+        "diskUsageThreshold": 0.99,
+        "diskUsageWarnThreshold": 0.985,
+        "dbStorage_writeCacheMaxSizeMb": 16,
+        "dbStorage_readAheadCacheMaxSizeMb": 16,
+        "dbStorage_rocksDB_blockCacheSize": 8 * 1024 * 1024,
+        "dbStorage_rocksDB_writeBufferSizeMB": 4,
+        "numReadWorkerThreads": 2,
+        "serverNumIOThreads": 2,
+        "allocatorPoolingPolicy": "UnpooledHeap",
+        **settings,
+    }
+
+
+def write_conf(path: Path, settings: Mapping[str, object]) -> Path:
+    """Write a Java `bk_server.conf`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
+    return path
+
+
+class ApacheBookie(Server):
+    """One bookie of Apache BookKeeper.
+
+    Below `directory`: `bk_server.conf` (`.conf`), `journal/` (`.journal_dir`), `ledgers/` (`.ledger_dir`; the files are
+    in their `current/`). `.bookie_id` is `127.0.0.1:PORT`. The cluster's metadata must be there (`format_cluster`).
+    """
+
+    def __init__(
+        self, java: Java, metadata_uri: str, directory: Path, storage: str = SORTED, *, port: int | None = None,
+        settings: Mapping[str, object] = {},
+    ) -> None:  # fmt: skip
+        self.java = java
+        self.directory = directory
+        self.storage = storage
+        self.port = port or free_port()
+        self.settings = apache_settings(metadata_uri, self.port, directory, storage, settings)
+        self.journal_dir = Path(str(self.settings["journalDirectory"]))
+        self.ledger_dir = Path(str(self.settings["ledgerDirectories"]))
+        self.conf = write_conf(directory / "bk_server.conf", self.settings)
+        super().__init__(f"bookie:{self.port}", directory / "bookie.log", self._arguments, self._serves)
+
+    @property
+    def bookie_id(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def _arguments(self) -> list[str]:
+        options = ("-XX:MaxDirectMemorySize=256m",)
+        return self.java.command(
+            "org.apache.bookkeeper.server.Main", "--conf", self.conf, log4j="server", options=options
+        )
+
+    def launch(self) -> None:
+        self._log_size = self.log.stat().st_size if self.log.exists() else 0
+        super().launch()
+
+    def _serves(self) -> bool:
+        """Registered and serving: its port is open long before, while the journal is replayed."""
+        return "Started component" in self.log_tail(self._log_size, 1 << 20)
+
+
+def format_cluster(java: Java, metadata_uri: str, directory: Path) -> None:
+    """Write the metadata of a new cluster (LAYOUT, INSTANCEID, available) as Apache's shell does."""
+    conf = write_conf(directory / "format.conf", {"metadataServiceUri": metadata_uri, "zkTimeout": 8000})
+    java.shell(conf, "metaformat", "-nonInteractive", check=True)
+
+
+class ApacheCluster:
+    """Apache bookies on one metadata root, each with another storage class."""
+
+    def __init__(
+        self, java: Java, zookeeper: ZooKeeperServer, directory: Path, *, root: str = "/ledgers",
+        storages: tuple[str, ...] = (SORTED, INTERLEAVED, DB), settings: Mapping[str, object] = {},
+    ) -> None:  # fmt: skip
+        self.java = java
+        self.zookeeper = zookeeper
+        self.directory = directory
+        self.root = root
+        self.metadata_uri = zookeeper.metadata_uri(root)
+        self.bookies = [
+            ApacheBookie(java, self.metadata_uri, directory / f"bookie-{index}", storage, settings=settings)
+            for index, storage in enumerate(storages)
+        ]
+
+    def start(self) -> None:
+        format_cluster(self.java, self.metadata_uri, self.directory)
+        for bookie in self.bookies:
+            bookie.launch()
+        for bookie in self.bookies:
+            bookie.wait_ready()
+
+    def stop(self) -> None:
+        for bookie in self.bookies:
+            bookie.kill()
+
+    def ensure_up(self) -> None:
+        """Start what a test left down."""
+        down = [bookie for bookie in self.bookies if not bookie.running]
+        for bookie in down:
+            bookie.launch()
+        for bookie in down:
+            bookie.wait_ready()
+
+    def bookie(self, storage: str) -> ApacheBookie:
+        """The bookie of one storage class (SORTED, INTERLEAVED or DB)."""
+        return next(bookie for bookie in self.bookies if bookie.storage == storage)
