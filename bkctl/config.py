@@ -1,0 +1,379 @@
+"""Java's configuration files (`bk_server.conf`, Pulsar's `bookkeeper.conf`) → one typed, immutable value.
+
+The file is read as Java reads it: comments, continuation lines, escapes, comma lists, repeated keys, `${key}` and
+`include`. Names and defaults are Java's (ServerConfiguration); a value that does not parse is refused, never replaced.
+Source: commons-configuration's PropertiesConfiguration, ServerConfiguration, AbstractConfiguration.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+from bkctl.errors import NotFound, Unsupported, UsageError
+
+CONF_SIZE_BYTES_MAX: Final = 4 * 1024 * 1024
+INCLUDE_DEPTH_MAX: Final = 16
+_INTERPOLATION_DEPTH_MAX: Final = 16
+
+_ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|[0-7]{1,3}|.)", re.DOTALL)
+_ESCAPES: Final = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "b": "\b"}
+_VARIABLE = re.compile(r"\$\{([^${}]+)\}")
+_SEPARATORS: Final = "=:"
+
+
+@dataclass(frozen=True, slots=True)
+class Property:
+    """One key's values in file order (commas and repeated keys make several) and where it was first set."""
+
+    values: tuple[str, ...]
+    where: str
+
+
+class Properties(Mapping[str, str]):
+    """The settings of a Java properties file: key → first value, as Java's getString gives it."""
+
+    def __init__(self, path: Path, entries: Mapping[str, Property]) -> None:
+        self.path = path
+        self._entries = dict(entries)
+
+    def __getitem__(self, key: str) -> str:
+        return self._entries[key].values[0]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def list(self, key: str) -> tuple[str, ...]:
+        """Every value of `key`, without empty ones; `()` when it is not set."""
+        found = self._entries.get(key)
+        return tuple(value for value in found.values if value) if found else ()
+
+    def where(self, key: str) -> str:
+        """`FILE line N` of the key's first appearance; the file alone when it is not set."""
+        found = self._entries.get(key)
+        return found.where if found else str(self.path)
+
+    @property
+    def metadata_service_uri(self) -> str | None:
+        """`metadataServiceUri`, else the URI that the old `zkServers` and `zkLedgersRootPath` stand for, else None.
+
+        Source: AbstractConfiguration.getMetadataServiceUri.
+        """
+        uris = self.list("metadataServiceUri")
+        if uris:
+            return ",".join(uris)
+        servers = self.list("zkServers")
+        if not servers:
+            return None
+        root = self.get("zkLedgersRootPath") or "/ledgers"
+        return f"zk+{self._ledger_manager_type()}://{';'.join(servers)}{root}"
+
+    def _ledger_manager_type(self) -> str:
+        factory = self.get("ledgerManagerFactoryClass") or self.get("ledgerManagerType") or ""
+        name = factory.rpartition(".")[2].removesuffix("LedgerManagerFactory").lower()
+        return name if name in ("hierarchical", "flat", "longhierarchical") else "null"
+
+
+def read_properties(path: str | os.PathLike[str]) -> Properties:
+    """Read a Java properties file. Raises NotFound when it is missing, UsageError when it cannot be read as one."""
+    location = Path(path)
+    raw: dict[str, tuple[list[str], str]] = {}
+    _read_into(location, raw, depth=0)
+    plain = {key: values for key, (values, _) in raw.items()}
+    return Properties(
+        location,
+        {
+            key: Property(tuple(_interpolate(value, plain, f"{where}: {key}") for value in values), where)
+            for key, (values, where) in raw.items()
+        },
+    )
+
+
+def _read_into(path: Path, into: dict[str, tuple[list[str], str]], depth: int) -> None:
+    if depth > INCLUDE_DEPTH_MAX:
+        raise UsageError(f"{path}: more than {INCLUDE_DEPTH_MAX} files include one another")
+    try:
+        with open(path, "rb") as file:
+            data = file.read(CONF_SIZE_BYTES_MAX + 1)
+    except FileNotFoundError:
+        raise NotFound(f"No configuration file {path}") from None
+    except OSError as error:
+        raise UsageError(f"Cannot read the configuration file {path}: {error.strerror}") from error
+    if len(data) > CONF_SIZE_BYTES_MAX:
+        raise UsageError(f"{path} is larger than {CONF_SIZE_BYTES_MAX} bytes", hint="is it a configuration file?")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        text = data.decode("iso-8859-1")
+    for line_number, line in _logical_lines(text):
+        key, value = _split_property(line)
+        where = f"{path} line {line_number}"
+        if not key:
+            raise UsageError(f"{where}: a value without a key")
+        parts = [_unescape(part) for part in _split_list(value)]
+        if key.lower() == "include":
+            for name in parts:
+                _read_into(path.parent / name, into, depth + 1)
+            continue
+        into.setdefault(key, ([], where))[0].extend(parts)
+
+
+def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Lines joined over trailing backslashes, without comments and empty lines, with the number of the first one."""
+    pending, start = "", 0
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.strip()
+        if not pending and (not line or line[0] in "#!"):
+            continue
+        start = start or number
+        backslashes = len(line) - len(line.rstrip("\\"))
+        if backslashes % 2:
+            pending += line[:-1]
+            continue
+        yield start, pending + line
+        pending, start = "", 0
+    if pending:
+        yield start, pending
+
+
+def _split_property(line: str) -> tuple[str, str]:
+    """Key and raw value: the key ends at the first `=`, `:` or white space that no backslash precedes."""
+    key: list[str] = []
+    at = 0
+    while at < len(line):
+        char = line[at]
+        if char == "\\" and at + 1 < len(line):
+            key.append(line[at + 1])
+            at += 2
+            continue
+        if char in _SEPARATORS or char.isspace():
+            break
+        key.append(char)
+        at += 1
+    rest = line[at:].lstrip()
+    if rest and rest[0] in _SEPARATORS:
+        rest = rest[1:].lstrip()
+    return "".join(key), rest
+
+
+def _split_list(value: str) -> list[str]:
+    parts, part, at = [], "", 0
+    while at < len(value):
+        char = value[at]
+        if char == "\\" and at + 1 < len(value):
+            part += "," if value[at + 1] == "," else value[at : at + 2]
+            at += 2
+            continue
+        if char == ",":
+            parts.append(part.strip())
+            part = ""
+        else:
+            part += char
+        at += 1
+    parts.append(part.strip())
+    return parts
+
+
+def _unescape(value: str) -> str:
+    def plain(match: re.Match[str]) -> str:
+        code = match[1]
+        if code[0] == "u" and len(code) == 5:
+            return chr(int(code[1:], 16))
+        if code[0] in "01234567":
+            return chr(int(code, 8))
+        return _ESCAPES.get(code, code)
+
+    return _ESCAPE.sub(plain, value) if "\\" in value else value
+
+
+def _interpolate(value: str, plain: Mapping[str, list[str]], what: str) -> str:
+    """Replace `${key}` and `${env:NAME}`; an unknown name stays as it is, as in commons-configuration."""
+    for _ in range(_INTERPOLATION_DEPTH_MAX):
+        replaced = _VARIABLE.sub(lambda match: _variable(match, plain), value)
+        if replaced == value:
+            return value
+        value = replaced
+    raise UsageError(f"{what} refers to itself")
+
+
+def _variable(match: re.Match[str], plain: Mapping[str, list[str]]) -> str:
+    name = match[1]
+    if name.startswith("env:"):
+        return os.environ.get(name[4:], match[0])
+    return plain[name][0] if name in plain else match[0]
+
+
+def _setting(key: str, default: Any, *, least: float | None = None, most: float | None = None) -> Any:
+    """A dataclass field that is read from the Java `key`; numbers are checked against `least` and `most`."""
+    return field(default=default, metadata={"key": key, "least": least, "most": most})
+
+
+_STORAGE_NAMES: Final = {
+    "org.apache.bookkeeper.bookie.SortedLedgerStorage": "sorted",
+    "org.apache.bookkeeper.bookie.InterleavedLedgerStorage": "interleaved",
+    "org.apache.bookkeeper.bookie.storage.ldb.DbLedgerStorage": "db",
+}
+#: logSizeLimit's own upper bound. Source: ServerConfiguration.validate.
+LOG_SIZE_LIMIT_MAX: Final = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BookieConfig:
+    """A bookie's settings under Java's names (in snake case) with Java's units and defaults.
+
+    Built from a file with `load`, or by keyword. `conf_path` is the file, None when there is none.
+    Source: ServerConfiguration.
+    """
+
+    metadata_service_uri: str | None = None
+    bookie_id: str | None = _setting("bookieId", None)
+    bookie_port: int = _setting("bookiePort", 3181, least=0, most=65535)
+    listening_interface: str | None = _setting("listeningInterface", None)
+    advertised_address: str | None = _setting("advertisedAddress", None)
+    allow_loopback: bool = _setting("allowLoopback", False)
+    use_host_name_as_bookie_id: bool = _setting("useHostNameAsBookieID", False)
+    use_short_host_name: bool = _setting("useShortHostName", False)
+    zk_timeout: int = _setting("zkTimeout", 10_000, least=1)
+
+    journal_directories: tuple[str, ...] = ("/tmp/bk-txn",)
+    ledger_directories: tuple[str, ...] = ("/tmp/bk-data",)
+    index_directories: tuple[str, ...] = ()
+    allow_storage_expansion: bool = _setting("allowStorageExpansion", False)
+    ledger_storage_class: str = "org.apache.bookkeeper.bookie.SortedLedgerStorage"
+
+    journal_format_version_to_write: int = _setting("journalFormatVersionToWrite", 6, least=4, most=6)
+    journal_max_size_mb: int = _setting("journalMaxSizeMB", 2048, least=1)
+    journal_max_backups: int = _setting("journalMaxBackups", 5, least=0)
+    journal_pre_alloc_size_mb: int = _setting("journalPreAllocSizeMB", 16, least=0)
+    journal_alignment_size: int = _setting("journalAlignmentSize", 512, least=1, most=1 << 20)
+    journal_sync_data: bool = _setting("journalSyncData", True)
+    journal_write_data: bool = _setting("journalWriteData", True)
+    journal_adaptive_group_writes: bool = _setting("journalAdaptiveGroupWrites", True)
+    journal_max_group_wait_msec: int = _setting("journalMaxGroupWaitMSec", 2, least=0, most=60_000)
+    journal_buffered_writes_threshold: int = _setting("journalBufferedWritesThreshold", 512 * 1024, least=0)
+    journal_buffered_entries_threshold: int = _setting("journalBufferedEntriesThreshold", 0, least=0)
+    journal_flush_when_queue_empty: bool = _setting("journalFlushWhenQueueEmpty", False)
+    journal_queue_size: int = _setting("journalQueueSize", 10_000, least=1)
+
+    log_size_limit: int = _setting("logSizeLimit", LOG_SIZE_LIMIT_MAX, least=1, most=LOG_SIZE_LIMIT_MAX)
+    flush_interval: int = _setting("flushInterval", 10_000, least=1)
+    page_size: int = _setting("pageSize", 8192, least=8, most=1 << 24)
+    page_limit: int = _setting("pageLimit", -1, least=-1)
+    open_file_limit: int = _setting("openFileLimit", 20_000, least=1)
+    file_info_format_version_to_write: int = _setting("fileInfoFormatVersionToWrite", 1, least=0, most=1)
+
+    netty_max_frame_size_bytes: int = _setting("nettyMaxFrameSizeBytes", 5 * 1024 * 1024, least=1024, most=1 << 30)
+    max_batch_read_size: int = _setting("maxBatchReadSize", 5 * 1024 * 1024, least=1)
+
+    disk_usage_threshold: float = _setting("diskUsageThreshold", 0.95, least=0.0, most=1.0)
+    disk_usage_warn_threshold: float = _setting("diskUsageWarnThreshold", 0.90, least=0.0, most=1.0)
+    #: A full directory is used again below this; None: `disk_usage_threshold`.
+    disk_usage_lwm_threshold: float | None = _setting("diskUsageLwmThreshold", None, least=0.0, most=1.0)
+    disk_check_interval: int = _setting("diskCheckInterval", 10_000, least=1)
+    read_only_mode_enabled: bool = _setting("readOnlyModeEnabled", True)
+    read_only_mode_on_any_disk_full_enabled: bool = _setting("readOnlyModeOnAnyDiskFullEnabled", True)
+    force_read_only_bookie: bool = _setting("forceReadOnlyBookie", False)
+
+    tls_provider_factory_class: str | None = _setting("tlsProviderFactoryClass", None)
+    tls_key_store_type: str = _setting("tlsKeyStoreType", "JKS")
+    tls_key_store: str | None = _setting("tlsKeyStore", None)
+    tls_key_store_password_path: str | None = _setting("tlsKeyStorePasswordPath", None)
+    tls_certificate_path: str | None = _setting("tlsCertificatePath", None)
+    tls_trust_store_type: str = _setting("tlsTrustStoreType", "JKS")
+    tls_trust_store: str | None = _setting("tlsTrustStore", None)
+    tls_client_authentication: bool = _setting("tlsClientAuthentication", False)
+
+    conf_path: Path | None = None
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> BookieConfig:
+        """Read a `bk_server.conf`. Raises NotFound (no such file) or UsageError (naming file, line and key)."""
+        return cls.from_properties(read_properties(path))
+
+    @classmethod
+    def from_properties(cls, properties: Properties) -> BookieConfig:
+        """The settings in `properties`, Java's defaults for the others. Raises UsageError naming file, line and key."""
+        given: dict[str, Any] = {"conf_path": properties.path}
+        for declared in fields(cls):
+            key: str = declared.metadata.get("key", "")
+            if key in properties and not (_optional(declared) and properties[key] == ""):
+                given[declared.name] = _parse(declared, properties[key], f"{properties.where(key)}: {key}")
+        given["metadata_service_uri"] = properties.metadata_service_uri
+        journals = properties.list("journalDirectories") or properties.list("journalDirectory")[:1]
+        directories = {
+            "journal_directories": journals,
+            "ledger_directories": properties.list("ledgerDirectories"),
+            "index_directories": properties.list("indexDirectories"),
+        }
+        given |= {name: values for name, values in directories.items() if values}
+        storage = properties.list("ledgerStorageClass")
+        if storage:
+            given["ledger_storage_class"] = storage[0]
+        config = cls(**given)
+        for key, name in (("journalDirectory", "journal_directories"), ("ledgerDirectories", "ledger_directories")):
+            if len(set(getattr(config, name))) != len(getattr(config, name)):
+                raise UsageError(f"{properties.where(key)}: {key} names a directory twice")
+        if config.page_size % 8:
+            where = properties.where("pageSize")
+            raise UsageError(f"{where}: pageSize must be a multiple of 8, not {config.page_size}")
+        return config
+
+    def with_changes(self, **changes: Any) -> BookieConfig:
+        """A copy with some settings changed."""
+        return replace(self, **changes)
+
+    @property
+    def ledger_storage(self) -> str:
+        """`sorted`, `interleaved` or `db`. Raises Unsupported for a class that is none of Apache's."""
+        name = _STORAGE_NAMES.get(self.ledger_storage_class)
+        if name is None:
+            raise Unsupported(
+                f"Unknown ledgerStorageClass {self.ledger_storage_class}", hint=f"one of {', '.join(_STORAGE_NAMES)}"
+            )
+        return name
+
+
+def _optional(declared: Field[Any]) -> bool:
+    return "None" in str(declared.type)
+
+
+def _parse(declared: Field[Any], text: str, what: str) -> Any:
+    kind = str(declared.type).removesuffix(" | None")
+    if kind == "str":
+        return text
+    if kind == "bool":
+        word = text.lower()
+        if word in ("true", "yes", "on", "t", "y"):
+            return True
+        if word in ("false", "no", "off", "f", "n"):
+            return False
+        raise UsageError(f"{what} must be true or false, not {text!r}")
+    value: int | float
+    try:
+        value = _whole_number(text) if kind == "int" else float(text)
+    except ValueError:
+        words = "a whole number" if kind == "int" else "a number"
+        raise UsageError(f"{what} must be {words}, not {text!r}") from None
+    least, most = declared.metadata["least"], declared.metadata["most"]
+    if value != value or (least is not None and value < least) or (most is not None and value > most):
+        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise UsageError(f"{what} must be {bounds}, not {text}")
+    return value
+
+
+def _whole_number(text: str) -> int:
+    if re.fullmatch(r"[+-]?[0-9]{1,20}", text, re.ASCII):
+        return int(text)
+    if re.fullmatch(r"0[xX][0-9a-fA-F]{1,16}", text, re.ASCII):
+        return int(text, 16)
+    raise ValueError(text)
+
+
+assert all(declared.default is not MISSING for declared in fields(BookieConfig)), "every setting has a default"
