@@ -63,6 +63,19 @@ def apache_cluster(_apache_cluster: ApacheCluster) -> ApacheCluster:
     return _apache_cluster
 
 
+@pytest.fixture(scope="session")
+def apache_ledgers(_apache_cluster: ApacheCluster, java: Java) -> list[dict[str, Any]]:
+    """The known ledgers that WriteLedgers.java wrote into `apache_cluster` in v3 and v2, as it printed them."""
+    cluster = _apache_cluster
+    ledgers: list[dict[str, Any]] = []
+    for protocol in ("v3", "v2"):
+        cluster.ensure_up()
+        stop = lambda bookie_id: cluster.by_id(bookie_id).stop()  # noqa: E731
+        ledgers += servers.write_ledgers(java, cluster.metadata_uri, protocol, stop=stop)
+    cluster.ensure_up()
+    return ledgers
+
+
 @pytest.fixture
 def apache_bookie(java: Java, tmp_path: Path) -> Iterator[Callable[..., ApacheBookie]]:
     """Makes Apache bookies of the test's own, not started: `apache_bookie(metadata_uri, storage, port=…, settings=…)`.

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import hashlib
 import itertools
+import json
 import os
 import re
 import shutil
@@ -19,9 +20,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import pytest
 
@@ -346,7 +347,7 @@ class Java:
     def start(self, main_class: str, *arguments: object) -> subprocess.Popen[str]:
         """Start a program of tests/java with pipes on stdin and stdout, its stderr is ours.
 
-        The caller ends it; when the test run ends it is killed.
+        The caller ends it with `end`; else it is killed when the test run ends.
         """
         process = subprocess.Popen(
             self.command(main_class, *arguments, own=True), start_new_session=True, text=True,
@@ -354,6 +355,53 @@ class Java:
         )  # fmt: skip
         _reaper.tell("+", process.pid)
         return process
+
+    def end(self, process: subprocess.Popen[str]) -> None:
+        """Wait a moment for what `start` started, then kill it."""
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        _reaper.tell("-", process.pid)
+
+
+def write_ledgers(
+    java: Java, metadata_uri: str, protocol: str, salt: int = 0, stop: Callable[[str], None] | None = None
+) -> list[dict[str, Any]]:
+    """Run WriteLedgers.java: the ledgers it wrote through Apache's client, each as what a reader must find.
+
+    With `stop` there is a ledger with an ensemble change among them: `stop(bookie_id)` ends that bookie.
+    """
+    arguments = [metadata_uri, protocol, salt, *(["ensemble-change"] if stop else [])]
+    ledgers = []
+    with java.start("WriteLedgers", *arguments) as program:
+        try:
+            assert program.stdin is not None
+            assert program.stdout is not None
+            for line in program.stdout:
+                item = json.loads(line)
+                if stop is not None and "stop" in item:
+                    stop(item["stop"])
+                    program.stdin.write("stopped\n")
+                    program.stdin.flush()
+                else:
+                    ledgers.append(item)
+        finally:
+            java.end(program)
+    if program.returncode != 0:
+        raise JavaFailed(f"WriteLedgers {protocol}: exit {program.returncode} after {len(ledgers)} ledgers")
+    return ledgers
+
+
+def read_ledgers(
+    java: Java, metadata_uri: str, protocol: str, ledgers: Iterable[Mapping[str, Any]], recover: bool = False
+) -> list[dict[str, Any]]:
+    """Run ReadLedgers.java over `ledgers` (ledgerId, digestType, password in base64 as WriteLedgers prints them)."""
+    how = "recover" if recover else "no-recover"
+    lines = "".join(f"{one['ledgerId']} {one['digestType']} {one['password'] or '-'} {how}\n" for one in ledgers)
+    answers = java.run("ReadLedgers", metadata_uri, protocol, input=lines).stdout
+    return [json.loads(line) for line in answers.splitlines()]
 
 
 # --- ZooKeeper ---------------------------------------------------------------------------------------------------
@@ -419,7 +467,7 @@ def apache_settings(
         "journalDirectory": directory / "journal",
         "ledgerDirectories": directory / "ledgers",
         "ledgerStorageClass": storage,
-        "zkTimeout": 8000,
+        "zkTimeout": 5000,
         "journalMaxSizeMB": 16,
         "journalPreAllocSizeMB": 1,
         "logSizeLimit": 4 * 1024 * 1024,
@@ -487,7 +535,7 @@ class ApacheBookie(Server):
 
 def format_cluster(java: Java, metadata_uri: str, directory: Path) -> None:
     """Write the metadata of a new cluster (LAYOUT, INSTANCEID, available) as Apache's shell does."""
-    conf = write_conf(directory / "format.conf", {"metadataServiceUri": metadata_uri, "zkTimeout": 8000})
+    conf = write_conf(directory / "format.conf", {"metadataServiceUri": metadata_uri, "zkTimeout": 5000})
     java.shell(conf, "metaformat", "-nonInteractive", check=True)
 
 
@@ -526,6 +574,9 @@ class ApacheCluster:
             bookie.launch()
         for bookie in down:
             bookie.wait_ready()
+
+    def by_id(self, bookie_id: str) -> ApacheBookie:
+        return next(bookie for bookie in self.bookies if bookie.bookie_id == bookie_id)
 
     def bookie(self, storage: str) -> ApacheBookie:
         """The bookie of one storage class (SORTED, INTERLEAVED or DB)."""

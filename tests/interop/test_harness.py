@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from servers import ApacheCluster, Java
+from typing import Any
+
+from servers import ApacheCluster, Java, read_ledgers
 
 
 def test_three_storage_classes_serve_one_cluster_and_come_back_after_a_kill(
@@ -15,3 +17,17 @@ def test_three_storage_classes_serve_one_cluster_and_come_back_after_a_kill(
     victim.start()
     listed = java.shell(victim, "listbookies", "-rw", check=True).stdout
     assert all(f"127.0.0.1:{bookie.port}" in listed for bookie in apache_cluster.bookies)
+
+
+def test_the_java_programs_agree_on_the_known_ledgers(
+    apache_cluster: ApacheCluster, apache_ledgers: list[dict[str, Any]], java: Java
+) -> None:
+    there = [ledger for ledger in apache_ledgers if not ledger["deleted"]]
+    for protocol in ("v2", "v3"):
+        found = read_ledgers(java, apache_cluster.metadata_uri, protocol, there)
+        for expected, ledger in zip(there, found, strict=True):
+            read = expected["entries"][: expected["lastAddConfirmed"] + 1]
+            assert ledger["entries"] == [{k: v for k, v in e.items() if k != "lastAddConfirmed"} for e in read]
+            assert {name: expected[name] for name in ledger if name != "entries"} == {
+                name: value for name, value in ledger.items() if name != "entries"
+            }
