@@ -1,0 +1,548 @@
+"""What BookKeeper keeps in its metadata store: ledger metadata, cookies, layout, bookie registration.
+
+Every writer's bytes equal those of Apache BookKeeper. Source: LedgerMetadataSerDe, Cookie, LedgerLayout,
+BookieServiceInfo, DataFormats.proto.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+from bkctl.errors import Corrupt, Unsupported, UsageError
+from bkctl.formats.entry import INVALID_ENTRY_ID, DigestType
+from bkctl.ids import check_bookie_id
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+    from bkctl.formats.data_formats_pb2 import LedgerMetadataFormat
+
+M = TypeVar("M", bound="Message")
+
+#: Larger than any metadata store takes in one value; what is larger is refused before it is parsed.
+METADATA_SIZE_BYTES_MAX: Final = 64 << 20
+METADATA_FORMAT_VERSION_MAX: Final = 3
+COOKIE_LAYOUT_VERSION: Final = 5
+LAYOUT_FORMAT_VERSION: Final = 2
+
+_METADATA_HEADER = re.compile(rb"BookieMetadataFormatVersion\t([+-]?[0-9]{1,9})\n")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,20}", re.ASCII)
+_LINE_END = re.compile(r"\r\n|\n|\r")
+_V1_CLOSED = "CLOSED"
+_V1_IN_RECOVERY_ENTRY_ID = -102
+#: LAYOUT format 1 names a type where format 2 names a class.
+_LAYOUT_TYPES = {
+    "flat": "org.apache.bookkeeper.meta.FlatLedgerManagerFactory",
+    "hierarchical": "org.apache.bookkeeper.meta.HierarchicalLedgerManagerFactory",
+}
+
+
+class LedgerState(IntEnum):
+    """Where a ledger is in its life; the numbers are those of the metadata."""
+
+    OPEN = 1
+    IN_RECOVERY = 2
+    CLOSED = 3
+
+
+class Fragment(NamedTuple):
+    """Entries from `first_entry_id` on are on `bookies`, one a position of the ensemble."""
+
+    first_entry_id: int
+    bookies: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerMetadata:
+    """One ledger's metadata; changes are made with `dataclasses.replace`.
+
+    `ensembles` is in order of the first entry id. `digest_type` and `password` are both known or both None (ledgers
+    of BookKeeper 4.1 and metadata version 1). `length` (bytes) and `last_entry_id` are 0 and -1 unless CLOSED.
+    `ctime_ms` is None where the creation time is not stored in the metadata itself, `c_token` where it carries none.
+    Source: LedgerMetadataImpl, LedgerMetadataFormat.
+    """
+
+    ensemble_size: int
+    write_quorum_size: int
+    ack_quorum_size: int
+    digest_type: DigestType | None
+    password: bytes | None = field(repr=False)
+    ensembles: tuple[Fragment, ...]
+    state: LedgerState = LedgerState.OPEN
+    length: int = 0
+    last_entry_id: int = INVALID_ENTRY_ID
+    ctime_ms: int | None = None
+    custom_metadata: Mapping[str, bytes] = field(default_factory=dict)
+    c_token: int | None = None
+    format_version: int = METADATA_FORMAT_VERSION_MAX
+
+    @classmethod
+    def parse(cls, data: bytes, where: str = "") -> LedgerMetadata:
+        """The metadata that a store's value `data` holds, in any of the versions 1 to 3.
+
+        Raises Unsupported for another version or an unknown digest type, Corrupt for all else; `where` names the value.
+        """
+        at = f"{where}: " if where else ""
+        if len(data) > METADATA_SIZE_BYTES_MAX:
+            raise Corrupt(f"{at}Ledger metadata has {len(data)} bytes, at most {METADATA_SIZE_BYTES_MAX} are possible")
+        header = _METADATA_HEADER.match(data)
+        if header is None:
+            raise Corrupt(f"{at}Ledger metadata does not begin with a BookieMetadataFormatVersion line")
+        version = int(header[1])
+        body = data[header.end() :]
+        if version == 1:
+            metadata = _parse_v1(body, at)
+        elif version == 2:
+            metadata = _from_message(_parse_text("LedgerMetadataFormat", body, f"{at}Ledger metadata"), 2, at)
+        elif version == 3:
+            metadata = _from_message(_parse_v3(body, at), 3, at)
+        else:
+            raise Unsupported(f"{at}Ledger metadata has format version {version}, 1 to 3 are known")
+        if problem := metadata._problem():
+            raise Corrupt(f"{at}Ledger metadata: {problem}")
+        return metadata
+
+    def serialize(self) -> bytes:
+        """The bytes that a store keeps, in `format_version`.
+
+        Version 1 has no place for password, digest, ack quorum, ctime and custom metadata; only version 3 has one for
+        `c_token`. Raises UsageError when the values contradict each other.
+        """
+        if problem := self._problem():
+            raise UsageError(f"Ledger metadata cannot be written: {problem}")
+        closed = self.state is LedgerState.CLOSED
+        header = b"BookieMetadataFormatVersion\t%d\n" % self.format_version
+        if self.format_version == 1:
+            return header + self._serialize_v1(closed)
+        message = self._to_message(closed)
+        if self.format_version == 2:
+            return header + print_text(message).encode("ascii")
+        body = message.SerializeToString()
+        return header + _varint(len(body)) + body
+
+    def fragment_of(self, entry_id: int) -> Fragment:
+        """The fragment that entry `entry_id` is in. Raises UsageError for an entry before the first fragment."""
+        index = bisect_right(self.ensembles, entry_id, key=lambda fragment: fragment.first_entry_id)
+        if index == 0:
+            raise UsageError(f"Entry {entry_id} is before the ledger's first entry")
+        return self.ensembles[index - 1]
+
+    @property
+    def last_fragment(self) -> Fragment:
+        """The fragment that the next entry of an open ledger goes to."""
+        return self.ensembles[-1]
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `length` and `last_entry_id` are final."""
+        return self.state is LedgerState.CLOSED
+
+    def _problem(self) -> str | None:
+        if not 1 <= self.format_version <= METADATA_FORMAT_VERSION_MAX:
+            return f"format version {self.format_version} is not 1 to {METADATA_FORMAT_VERSION_MAX}"
+        if self.ensemble_size < 1:
+            return f"ensemble size {self.ensemble_size} is below 1"
+        if not self.ensemble_size >= self.write_quorum_size >= self.ack_quorum_size >= 0:
+            return (
+                f"ensemble size {self.ensemble_size}, write quorum {self.write_quorum_size} and "
+                f"ack quorum {self.ack_quorum_size} are not in descending order"
+            )
+        if (self.digest_type is None) != (self.password is None):
+            return "only one of digest type and password is known"
+        if not self.ensembles:
+            return "there is no ensemble"
+        previous = None
+        for first_entry_id, bookies in self.ensembles:
+            if len(bookies) != self.ensemble_size:
+                return f"the ensemble from entry {first_entry_id} has {len(bookies)} bookies, not {self.ensemble_size}"
+            if previous is not None and first_entry_id <= previous:
+                return f"the ensemble from entry {first_entry_id} comes after that from entry {previous}"
+            previous = first_entry_id
+            for bookie_id in bookies:
+                try:
+                    check_bookie_id(bookie_id)
+                except UsageError:
+                    return f"the ensemble from entry {first_entry_id} has the impossible bookie id {bookie_id!r}"
+        return None
+
+    def _serialize_v1(self, closed: bool) -> bytes:
+        lines = [str(self.write_quorum_size), str(self.ensemble_size), str(self.length if closed else 0)]
+        lines += ["\t".join((str(first), *bookies)) for first, bookies in self.ensembles]
+        if closed:
+            lines.append(f"{self.last_entry_id}\t{_V1_CLOSED}")
+        elif self.state is LedgerState.IN_RECOVERY:
+            lines.append(f"{_V1_IN_RECOVERY_ENTRY_ID}\t{_V1_CLOSED}")
+        else:
+            lines.append("")
+        return "\n".join(lines).encode()
+
+    def _to_message(self, closed: bool) -> LedgerMetadataFormat:
+        from bkctl.formats.data_formats_pb2 import LedgerMetadataFormat
+
+        message = LedgerMetadataFormat(
+            quorumSize=self.write_quorum_size,
+            ensembleSize=self.ensemble_size,
+            length=self.length if closed else 0,
+            lastEntryId=self.last_entry_id if closed else INVALID_ENTRY_ID,
+            state=self.state.name,
+            digestType=None if self.digest_type is None else self.digest_type.name,
+            password=self.password,
+            ackQuorumSize=self.ack_quorum_size,
+        )
+        for first_entry_id, bookies in self.ensembles:
+            message.segment.add(ensembleMember=bookies, firstEntryId=first_entry_id)
+        if self.ctime_ms is not None:
+            message.ctime = self.ctime_ms
+        for key, value in self.custom_metadata.items():
+            message.customMetadata.add(key=key, value=value)
+        if self.c_token is not None and self.format_version > 2:
+            message.cToken = self.c_token
+        return message
+
+
+def _parse_v1(body: bytes, at: str) -> LedgerMetadata:
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        raise Corrupt(f"{at}Ledger metadata (version 1) is not UTF-8") from error
+    lines = _LINE_END.split(text)
+    if lines and not lines[-1]:
+        lines.pop()
+    if len(lines) < 3:
+        raise Corrupt(f"{at}Ledger metadata (version 1) has {len(lines)} lines, at least 3 are needed")
+    write_quorum_size, ensemble_size = (_integer(line, 32, at) for line in lines[:2])
+    length = _integer(lines[2], 64, at)
+    fragments: list[Fragment] = []
+    state, last_entry_id = LedgerState.OPEN, INVALID_ENTRY_ID
+    for line in lines[3:]:
+        first, *bookies = line.rstrip("\t").split("\t")
+        if not bookies:
+            raise Corrupt(f"{at}Ledger metadata (version 1): the line {line[:80]!r} names no bookie")
+        entry_id = _integer(first, 64, at)
+        if bookies[0] == _V1_CLOSED:
+            if entry_id == _V1_IN_RECOVERY_ENTRY_ID:
+                state = LedgerState.IN_RECOVERY
+            else:
+                state, last_entry_id = LedgerState.CLOSED, entry_id
+            break
+        fragments.append(Fragment(entry_id, tuple(bookies)))
+    return LedgerMetadata(
+        ensemble_size=ensemble_size,
+        write_quorum_size=write_quorum_size,
+        ack_quorum_size=write_quorum_size,
+        digest_type=None,
+        password=None,
+        ensembles=tuple(fragments),
+        state=state,
+        length=length if state is LedgerState.CLOSED else 0,
+        last_entry_id=last_entry_id,
+        format_version=1,
+    )
+
+
+def _parse_v3(body: bytes, at: str) -> LedgerMetadataFormat:
+    from bkctl.formats.data_formats_pb2 import LedgerMetadataFormat
+
+    size = shift = index = 0
+    while True:
+        if index == len(body) or index == 5:
+            raise Corrupt(f"{at}Ledger metadata (version 3): its message length is cut short or malformed")
+        size |= (body[index] & 0x7F) << shift
+        shift += 7
+        index += 1
+        if body[index - 1] < 0x80:
+            break
+    if size > len(body) - index:
+        raise Corrupt(f"{at}Ledger metadata (version 3) needs {size} bytes of message, {len(body) - index} are there")
+    return _parse_message(LedgerMetadataFormat, body[index : index + size], f"{at}Ledger metadata")
+
+
+def _from_message(message: LedgerMetadataFormat, version: int, at: str) -> LedgerMetadata:
+    from google.protobuf.unknown_fields import UnknownFieldSet
+
+    from bkctl.formats.data_formats_pb2 import LedgerMetadataFormat
+
+    unknown = UnknownFieldSet(message)
+    for index in range(len(unknown)):
+        if unknown[index].field_number == LedgerMetadataFormat.DIGESTTYPE_FIELD_NUMBER:
+            raise Unsupported(f"{at}Ledger metadata names the unknown digest type {unknown[index].data}")
+    state = LedgerState(message.state)
+    closed = state is LedgerState.CLOSED
+    has_password = message.HasField("password")
+    try:
+        return LedgerMetadata(
+            ensemble_size=message.ensembleSize,
+            write_quorum_size=message.quorumSize,
+            ack_quorum_size=message.ackQuorumSize if message.HasField("ackQuorumSize") else message.quorumSize,
+            digest_type=DigestType(message.digestType) if has_password else None,
+            password=message.password if has_password else None,
+            ensembles=tuple(Fragment(each.firstEntryId, tuple(each.ensembleMember)) for each in message.segment),
+            state=state,
+            length=message.length if closed else 0,
+            last_entry_id=message.lastEntryId if closed else INVALID_ENTRY_ID,
+            ctime_ms=message.ctime if message.HasField("ctime") else None,
+            custom_metadata={each.key: each.value for each in message.customMetadata},
+            c_token=message.cToken if message.HasField("cToken") else None,
+            format_version=version,
+        )
+    except UnicodeDecodeError as error:
+        raise Corrupt(f"{at}Ledger metadata has a text that is not UTF-8") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Cookie:
+    """What ties a bookie's directories to its id, kept as `VERSION` in each directory and in the metadata store.
+
+    Directories are as configured, without `/current`; `index_dirs` and `instance_id` may be unknown. Source: Cookie.
+    """
+
+    bookie_id: str
+    journal_dirs: tuple[str, ...]
+    ledger_dirs: tuple[str, ...]
+    instance_id: str | None = None
+    index_dirs: tuple[str, ...] | None = None
+    layout_version: int = COOKIE_LAYOUT_VERSION
+
+    @classmethod
+    def parse(cls, data: bytes, where: str = "") -> Cookie:
+        """The cookie in a `VERSION` file or a store's value.
+
+        Raises Unsupported for a layout older than 3, else Corrupt; `where` names the file or node.
+        """
+        at = f"{where}: " if where else ""
+        first, _, rest = bytes(data).partition(b"\n")
+        try:
+            version = _integer(first.decode().strip(), 32, "")
+        except (UnicodeDecodeError, Corrupt) as error:
+            raise Corrupt(f"{at}Cookie does not begin with its layout version") from error
+        if version < 3:
+            raise Unsupported(f"{at}Cookie has layout version {version}, 3 and later are known")
+        try:
+            if version == 3:
+                lines = [*_LINE_END.split(rest.decode()), "", ""]
+                bookie_id, journal_dirs, ledger_dirs = lines[:3]
+                instance_id = index_dirs = None
+            else:
+                message = _parse_text("CookieFormat", rest, f"{at}Cookie")
+                bookie_id, journal_dirs, ledger_dirs = message.bookieHost, message.journalDir, message.ledgerDirs
+                instance_id, index_dirs = message.instanceId or None, message.indexDirs or None
+        except UnicodeDecodeError as error:
+            raise Corrupt(f"{at}Cookie is not UTF-8") from error
+        if not bookie_id or not journal_dirs or not ledger_dirs:
+            raise Corrupt(f"{at}Cookie does not name its bookie, journal directories and ledger directories")
+        return cls(
+            bookie_id=bookie_id,
+            journal_dirs=tuple(journal_dirs.split(",")),
+            ledger_dirs=_decode_dirs(ledger_dirs, at),
+            instance_id=instance_id,
+            index_dirs=None if index_dirs is None else _decode_dirs(index_dirs, at),
+            layout_version=version,
+        )
+
+    def serialize(self) -> bytes:
+        """The bytes of the `VERSION` file, in today's layout (a layout 3 cookie keeps its plain lines, as Apache's)."""
+        if self.layout_version == 3:
+            lines = (self.bookie_id, ",".join(self.journal_dirs), _encode_dirs(self.ledger_dirs))
+            return f"{COOKIE_LAYOUT_VERSION}\n{lines[0]}\n{lines[1]}\n{lines[2]}\n".encode()
+        from bkctl.formats.data_formats_pb2 import CookieFormat
+
+        message = CookieFormat(
+            bookieHost=self.bookie_id,
+            journalDir=",".join(self.journal_dirs),
+            ledgerDirs=_encode_dirs(self.ledger_dirs),
+            instanceId=self.instance_id,
+            indexDirs=None if self.index_dirs is None else _encode_dirs(self.index_dirs),
+        )
+        return f"{COOKIE_LAYOUT_VERSION}\n{print_text(message)}".encode("ascii")
+
+    def differences(self, stored: Cookie, *, allow_expansion: bool = False) -> list[str]:
+        """What forbids a bookie configured as `self` to start where `stored` lies; empty when it may.
+
+        With `allow_expansion` the ledger and index directories may be more than the stored ones. Source: Cookie.verify.
+        """
+        found = []
+        for name, mine, theirs in (
+            ("bookie id", self.bookie_id, stored.bookie_id),
+            ("journal directories", ",".join(self.journal_dirs), ",".join(stored.journal_dirs)),
+            ("instance id", self.instance_id, stored.instance_id),
+        ):
+            if mine != theirs:
+                found.append(f"the {name} is {mine!r}, the cookie has {theirs!r}")
+        for name, dirs, stored_dirs in (
+            ("ledger", self.ledger_dirs, stored.ledger_dirs),
+            ("index", self.index_dirs or self.ledger_dirs, stored.index_dirs or stored.ledger_dirs),
+        ):
+            same = set(dirs) >= set(stored_dirs) if allow_expansion else dirs == stored_dirs
+            if not same:
+                found.append(f"the {name} directories are {','.join(dirs)}, the cookie has {','.join(stored_dirs)}")
+        return found
+
+
+def _encode_dirs(dirs: tuple[str, ...]) -> str:
+    return "\t".join((str(len(dirs)), *dirs))
+
+
+def _decode_dirs(text: str, at: str) -> tuple[str, ...]:
+    count, *dirs = text.split("\t")
+    if _integer(count, 32, at) != len(dirs):
+        raise Corrupt(f"{at}Cookie says {count} directories and names {len(dirs)}")
+    return tuple(dirs)
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerLayout:
+    """The `LAYOUT` node: which ledger manager lays out a cluster's ledgers. Source: LedgerLayout."""
+
+    format_version: int
+    factory_class: str
+    manager_version: int
+
+    @classmethod
+    def parse(cls, data: bytes, where: str = "") -> LedgerLayout:
+        """The layout in a store's value. Raises Unsupported for a format version other than 1 or 2, else Corrupt."""
+        at = f"{where}: " if where else ""
+        try:
+            lines = bytes(data).decode().split("\n")
+        except UnicodeDecodeError as error:
+            raise Corrupt(f"{at}Layout is not UTF-8") from error
+        version = _integer(lines[0], 32, f"{at}Layout: ")
+        if not 1 <= version <= LAYOUT_FORMAT_VERSION:
+            raise Unsupported(f"{at}Layout has format version {version}, 1 and 2 are known")
+        factory_class, colon, number = (lines[1] if len(lines) > 1 else "").partition(":")
+        if not colon or not factory_class or ":" in number:
+            raise Corrupt(f"{at}Layout does not name its ledger manager as CLASS:VERSION")
+        return cls(version, _LAYOUT_TYPES.get(factory_class, factory_class), _integer(number, 32, f"{at}Layout: "))
+
+    def serialize(self) -> bytes:
+        """The bytes of the `LAYOUT` node, in format version 2, without a line end at the end."""
+        return f"{LAYOUT_FORMAT_VERSION}\n{self.factory_class}:{self.manager_version}".encode()
+
+
+class Endpoint(NamedTuple):
+    """An address that a bookie serves `protocol` at (`bookie-rpc`, `http`). Source: BookieServiceInfo.Endpoint."""
+
+    id: str
+    port: int
+    host: str
+    protocol: str
+    auth: tuple[str, ...] = ()
+    extensions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BookieServiceInfo:
+    """What a bookie publishes about itself when it registers. Source: BookieServiceInfo."""
+
+    endpoints: tuple[Endpoint, ...] = ()
+    properties: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, data: bytes, where: str = "") -> BookieServiceInfo:
+        """The service info in a registration node; empty bytes (a legacy bookie) give an empty one. Raises Corrupt."""
+        from bkctl.formats.data_formats_pb2 import BookieServiceInfoFormat
+
+        at = f"{where}: " if where else ""
+        message = _parse_message(BookieServiceInfoFormat, data, f"{at}Bookie service info")
+        try:
+            return cls(
+                tuple(
+                    Endpoint(each.id, each.port, each.host, each.protocol, tuple(each.auth), tuple(each.extensions))
+                    for each in message.endpoints
+                ),
+                dict(message.properties),
+            )
+        except UnicodeDecodeError as error:
+            raise Corrupt(f"{at}Bookie service info has a text that is not UTF-8") from error
+
+    def serialize(self) -> bytes:
+        """The bytes of the registration node."""
+        from bkctl.formats.data_formats_pb2 import BookieServiceInfoFormat
+
+        message = BookieServiceInfoFormat(properties=self.properties)
+        for each in self.endpoints:
+            message.endpoints.add(**each._asdict())
+        return message.SerializeToString(deterministic=True)
+
+
+def _integer(text: str, bits: int, at: str) -> int:
+    value = int(text) if _INTEGER.fullmatch(text) else None
+    if value is None or not -(1 << bits - 1) <= value < 1 << bits - 1:
+        raise Corrupt(f"{at}{text[:80]!r} is not a number of {bits} bits")
+    return value
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _parse_message(kind: type[M], data: bytes, what: str) -> M:
+    from google.protobuf.message import DecodeError
+
+    message = kind()
+    try:
+        message.ParseFromString(bytes(data))
+    except DecodeError as error:
+        raise Corrupt(f"{what} is not a protobuf message of that kind") from error
+    return _complete(message, what)
+
+
+def _parse_text(kind: str, data: bytes, what: str) -> Any:
+    from google.protobuf import text_format
+
+    from bkctl.formats import data_formats_pb2
+
+    message = getattr(data_formats_pb2, kind)()
+    try:
+        text_format.Merge(data.decode(), message)
+    except UnicodeDecodeError as error:
+        raise Corrupt(f"{what} is not UTF-8") from error
+    except (text_format.ParseError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise Corrupt(f"{what} is not a text of that kind: {reason}") from error
+    return _complete(message, what)
+
+
+def _complete(message: M, what: str) -> M:
+    missing: list[str] = []
+    if not message.IsInitialized(missing):  # type: ignore[call-arg]
+        raise Corrupt(f"{what} lacks {', '.join(missing)}")
+    return message
+
+
+_ESCAPES: Final = {
+    **{byte: chr(byte) for byte in range(0x20, 0x7F)},
+    **{ord(char): f"\\{name}" for char, name in zip("\a\b\f\n\r\t\v\\'\"", "abfnrtv\\'\"", strict=True)},
+}
+
+
+def print_text(message: Message, indent: str = "") -> str:
+    """The protobuf text format of `message`, character for character as Java prints it (TextFormat.printer)."""
+    return "".join(_text_lines(message, indent))
+
+
+def _text_lines(message: Message, indent: str) -> Iterator[str]:
+    for descriptor, value in message.ListFields():
+        for each in value if descriptor.is_repeated else (value,):
+            if descriptor.message_type is not None:
+                yield f"{indent}{descriptor.name} {{\n{print_text(each, indent + '  ')}{indent}}}\n"
+                continue
+            if descriptor.enum_type is not None:
+                text = descriptor.enum_type.values_by_number[each].name
+            elif isinstance(each, bool):
+                text = "true" if each else "false"
+            elif isinstance(each, str | bytes):
+                data = each.encode() if isinstance(each, str) else each
+                text = '"' + "".join(_ESCAPES.get(byte) or f"\\{byte:03o}" for byte in data) + '"'
+            else:
+                text = str(each)
+            yield f"{indent}{descriptor.name}: {text}\n"
