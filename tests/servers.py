@@ -19,10 +19,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import IO, Any, Final, NoReturn
 
 import pytest
 
@@ -344,14 +345,14 @@ class Java:
         shell = "org.apache.bookkeeper.bookie.BookieShell"
         return self.run(shell, "-conf", path, *arguments, check=check, timeout_s=timeout_s, own=False)
 
-    def start(self, main_class: str, *arguments: object) -> subprocess.Popen[str]:
-        """Start a program of tests/java with pipes on stdin and stdout, its stderr is ours.
+    def start(self, main_class: str, *arguments: object, stderr: IO[str] | None = None) -> subprocess.Popen[str]:
+        """Start a program of tests/java with pipes on stdin and stdout; its stderr is ours, or goes to the file given.
 
         The caller ends it with `end`; else it is killed when the test run ends.
         """
         process = subprocess.Popen(
             self.command(main_class, *arguments, own=True), start_new_session=True, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
         )  # fmt: skip
         _reaper.tell("+", process.pid)
         return process
@@ -375,7 +376,10 @@ def write_ledgers(
     """
     arguments = [metadata_uri, protocol, salt, *(["ensemble-change"] if stop else [])]
     ledgers = []
-    with java.start("WriteLedgers", *arguments) as program:
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        java.start("WriteLedgers", *arguments, stderr=errors) as program,
+    ):
         try:
             assert program.stdin is not None
             assert program.stdout is not None
@@ -389,8 +393,10 @@ def write_ledgers(
                     ledgers.append(item)
         finally:
             java.end(program)
-    if program.returncode != 0:
-        raise JavaFailed(f"WriteLedgers {protocol}: exit {program.returncode} after {len(ledgers)} ledgers")
+        if program.returncode != 0:
+            errors.seek(0)
+            problem = f"exit {program.returncode} after {len(ledgers)} ledgers"
+            raise JavaFailed(f"WriteLedgers {protocol}: {problem}\n{errors.read()[-6000:]}")
     return ledgers
 
 

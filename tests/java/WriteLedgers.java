@@ -24,9 +24,9 @@ import org.apache.bookkeeper.conf.ClientConfiguration;
  * one cluster apart. With `ensemble-change` the program prints {"stop": BOOKIE-ID}, waits for a line on stdin (that bookie
  * is down now) and goes on writing.
  *
- * <p>Each object: name, protocol, the ledger's metadata (as it is in the store at the end), lastAddConfirmed (what a reader
- * without recovery learns), deleted, and entries {entryId, size, length (ledger length so far), sha256,
- * lastAddConfirmed (null where it depends on timing)}.
+ * <p>Each object: name, protocol, the ledger's metadata (as it is in the store at the end), lastAddConfirmed (what a v2
+ * reader learns without recovery), explicitLac (what READ_LAC, and so a v3 reader, knows instead; null without one), deleted,
+ * and entries {entryId, size, length (ledger length so far), sha256, lastAddConfirmed (null where it depends on timing)}.
  */
 public final class WriteLedgers {
     private static final int[] SIZES = {0, 1, 2, 15, 16, 17, 100, 472, 511, 512, 513, 1024, 4095, 8192, 65536, 100_000, 5};
@@ -161,7 +161,7 @@ public final class WriteLedgers {
         reader.close();
     }
 
-    /** An open ledger whose last entry is confirmed by an explicit LAC. */
+    /** An open ledger whose last entry is confirmed by an explicit LAC only. */
     private void writeExplicitLac() throws Exception {
         ClientConfiguration configuration = Support.configuration(metadataUri, false);
         configuration.setExplictLacInterval(50);
@@ -175,7 +175,8 @@ public final class WriteLedgers {
             Thread.sleep(50);
         }
         owner.close();
-        Support.print(writer.object(reader, writer.lastEntryId()));
+        writer.explicitLac = writer.lastEntryId();
+        Support.print(writer.object(reader, writer.lastEntryId() - 1));
         reader.close();
     }
 
@@ -227,6 +228,7 @@ public final class WriteLedgers {
         final LedgerHandle handle;
         final List<Map<String, Object>> entries = new ArrayList<>();
         boolean lengthsKnown = true;
+        Long explicitLac;
         long length;
 
         Writer(String name, LedgerHandle handle) {
@@ -303,6 +305,7 @@ public final class WriteLedgers {
             object.put("protocol", protocol);
             object.putAll(Support.ledger(from, from.getLedgerMetadata()));
             object.put("lastAddConfirmed", lastAddConfirmed);
+            object.put("explicitLac", explicitLac);
             object.put("deleted", false);
             object.put("entries", entries);
             return object;
