@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(bkctl/protocol/bookkeeper_protocol.proto\x12\x0e\x62kctl.protocol\"X\n\x0e\x42KPacketHeader\x12\x0f\n\x07version\x18\x01 \x02(\x05\x12\x11\n\toperation\x18\x02 \x02(\x05\x12\r\n\x05txnId\x18\x03 \x02(\x04\x12\x13\n\x08priority\x18\x04 \x01(\r:\x01\x30\")\n\x0b\x43ontextPair\x12\x0b\n\x03key\x18\x01 \x02(\t\x12\r\n\x05value\x18\x02 \x02(\t\"\x8d\x05\n\x07Request\x12.\n\x06header\x18\x01 \x02(\x0b\x32\x1e.bkctl.protocol.BKPacketHeader\x12\x30\n\x0breadRequest\x18\x64 \x01(\x0b\x32\x1b.bkctl.protocol.ReadRequest\x12.\n\naddRequest\x18\x65 \x01(\x0b\x32\x1a.bkctl.protocol.AddRequest\x12\x30\n\x0b\x61uthRequest\x18\x66 \x01(\x0b\x32\x1b.bkctl.protocol.AuthMessage\x12\x38\n\x0fwriteLacRequest\x18g \x01(\x0b\x32\x1f.bkctl.protocol.WriteLacRequest\x12\x36\n\x0ereadLacRequest\x18h \x01(\x0b\x32\x1e.bkctl.protocol.ReadLacRequest\x12\x42\n\x14getBookieInfoRequest\x18i \x01(\x0b\x32$.bkctl.protocol.GetBookieInfoRequest\x12\x38\n\x0fstartTLSRequest\x18j \x01(\x0b\x32\x1f.bkctl.protocol.StartTLSRequest\x12>\n\x12\x66orceLedgerRequest\x18k \x01(\x0b\x32\".bkctl.protocol.ForceLedgerRequest\x12X\n\x1fgetListOfEntriesOfLedgerRequest\x18l \x01(\x0b\x32/.bkctl.protocol.GetListOfEntriesOfLedgerRequest\x12\x34\n\x0erequestContext\x18\xc8\x01 \x03(\x0b\x32\x1b.bkctl.protocol.ContextPair\"\x8e\x01\n\x0bReadRequest\x12\x10\n\x08ledgerId\x18\x01 \x02(\x03\x12\x0f\n\x07\x65ntryId\x18\x02 \x02(\x03\x12\x11\n\tmasterKey\x18\x03 \x01(\x0c\x12\x13\n\x0bpreviousLAC\x18\x04 \x01(\x03\x12\x0f\n\x07timeOut\x18\x05 \x01(\x03\x12\x15\n\rledgerScopeId\x18\x0f \x01(\x03\x12\x0c\n\x04\x66lag\x18\x64 \x01(\x05\"\x89\x01\n\nAddRequest\x12\x10\n\x08ledgerId\x18\x01 \x02(\x03\x12\x0f\n\x07\x65ntryId\x18\x02 \x02(\x03\x12\x11\n\tmasterKey\x18\x03 \x02(\x0c\x12\x0c\n\x04\x62ody\x18\x04 \x02(\x0c\x12\x12\n\nwriteFlags\x18\x05 \x01(\x05\x12\x15\n\rledgerScopeId\x18\x0f \x01(\x03\x12\x0c\n\x04\x66lag\x18\x64 \x01(\x05\"\x11\n\x0fStartTLSRequest\"h\n\x0fWriteLacRequest\x12\x10\n\x08ledgerId\x18\x01 \x02(\x03\x12\x0b\n\x03lac\x18\x02 \x02(\x03\x12\x11\n\tmasterKey\x18\x03 \x02(\x0c\x12\x0c\n\x04\x62ody\x18\x04 \x02(\x0c\x12\x15\n\rledgerScopeId\x18\x0f \x01(\x03\"=\n\x12\x46orceLedgerRequest\x12\x10\n\x08ledgerId\x18\x01 \x02(\x03\x12\x15\n\rledgerScopeId\x18\x0f \x01(\x03\"9\n\x0eReadLacRequest\x12\x10\n\x08ledgerId\x18\x01 \x02(\x03\x12\x15\n\rledgerScopeId\x18\x0f \x01(\x03\"J\n\x1fGetListOfEntriesOfLedgerRequest\x12\x10\n\x08ledgerId\x18\x01 \x02(\x03\x12\x15\n\rledgerScopeId\x18\x0f \x01(\x03\")\n\x14GetBookieInfoRequest\x12\x11\n\trequested\x18\x01 \x01(\x03\"\xf9\x04\n\x08Response\x12.\n\x06header\x18\x01 \x02(\x0b\x32\x1e.bkctl.protocol.BKPacketHeader\x12\x0e\n\x06status\x18\x02 \x02(\x05\x12\x32\n\x0creadResponse\x18\x64 \x01(\x0b\x32\x1c.bkctl.protocol.ReadResponse\x12\x30\n\x0b\x61\x64\x64Response\x18\x65 \x01(\x0b\x32\x1b.bkctl.protocol.AddResponse\x12\x31\n\x0c\x61uthResponse\x18\x66 \x01(\x0b\x32\x1b.bkctl.protocol.AuthMessage\x12:\n\x10writeLacResponse\x18g \x01(\x0b\x32 .bkctl.protocol.WriteLacResponse\x12\x38\n\x0freadLacResponse\x18h \x01(\x0b\x32\x1f.bkctl.protocol.ReadLacResponse\x12\x44\n\x15getBookieInfoResponse\x18i \x01(\x0b\x32%.bkctl.protocol.GetBookieInfoResponse\x12:\n\x10startTLSResponse\x18j \x01(\x0b\x32 .bkctl.protocol.StartTLSResponse\x12@\n\x13\x66orceLedgerResponse\x18k \x01(\x0b\x32#.bkctl.protocol.ForceLedgerResponse\x12Z\n getListOfEntriesOfLedgerResponse\x18l \x01(\x0b\x32\x30.bkctl.protocol.GetListOfEntriesOfLedgerResponse\"\x92\x01\n\x0cReadResponse\x12\x0e\n\x06status\x18\x01 \x02(\x05\x12\x10\n\x08ledgerId\x18\x02 \x02(\x03\x12\x0f\n\x07\x65ntryId\x18\x03 \x02(\x03\x12\x0c\n\x04\x62ody\x18\x04 \x01(\x0c\x12\x0e\n\x06maxLAC\x18\x05 \x01(\x03\x12\x1a\n\x12lacUpdateTimestamp\x18\x06 \x01(\x03\x12\x15\n\rledgerScopeId\x18\x0f \x01(\x03\"W\n\x0b\x41\x64\x64Response\x12\x0e\n\x06status\x18\x01 \x02(\x05\x12\x10\n\x08ledgerId\x18\x02 \x02(\x03\x12\x0f\n\x07\x65ntryId\x18\x03 \x02(\x03\x12\x15\n\rledgerScopeId\x18\x0f \x01(\x03\"6\n\x0b\x41uthMessage\x12\x16\n\x0e\x61uthPluginName\x18\x01 \x02(\t\x12\x0f\n\x07payload\x18\x02 \x02(\x0c\"K\n\x10WriteLacResponse\x12\x0e\n\x06status\x18\x01 \x02(\x05\x12\x10\n\x08ledgerId\x18\x02 \x02(\x03\x12\x15\n\rledgerScopeId\x18\x0f \x01(\x03\"N\n\x13\x46orceLedgerResponse\x12\x0e\n\x06status\x18\x01 \x02(\x05\x12\x10\n\x08ledgerId\x18\x02 \x02(\x03\x12\x15\n\rledgerScopeId\x18\x0f \x01(\x03\"r\n\x0fReadLacResponse\x12\x0e\n\x06status\x18\x01 \x02(\x05\x12\x10\n\x08ledgerId\x18\x02 \x02(\x03\x12\x0f\n\x07lacBody\x18\x03 \x01(\x0c\x12\x15\n\rlastEntryBody\x18\x04 \x01(\x0c\x12\x15\n\rledgerScopeId\x18\x0f \x01(\x03\"Y\n\x15GetBookieInfoResponse\x12\x0e\n\x06status\x18\x01 \x02(\x05\x12\x19\n\x11totalDiskCapacity\x18\x02 \x01(\x03\x12\x15\n\rfreeDiskSpace\x18\x03 \x01(\x03\"\x82\x01\n GetListOfEntriesOfLedgerResponse\x12\x0e\n\x06status\x18\x01 \x02(\x05\x12\x10\n\x08ledgerId\x18\x02 \x02(\x03\x12%\n\x1d\x61vailabilityOfEntriesOfLedger\x18\x03 \x01(\x0c\x12\x15\n\rledgerScopeId\x18\x0f \x01(\x03\"\x12\n\x10StartTLSResponse')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(bkctl/protocol/bookkeeper_protocol.proto\x12\x0e\x62kctl.protocol\"X\n\x0e\x42KPacketHeader\x12\x0f\n\x07version\x18\x01 \x02(\x05\x12\x11\n\toperation\x18\x02 \x02(\x05\x12\r\n\x05txnId\x18\x03 \x02(\x04\x12\x13\n\x08priority\x18\x04 \x01(\r:\x01\x30\"\xd7\x04\n\x07Request\x12.\n\x06header\x18\x01 \x02(\x0b\x32\x1e.bkctl.protocol.BKPacketHeader\x12\x30\n\x0breadRequest\x18\x64 \x01(\x0b\x32\x1b.bkctl.protocol.ReadRequest\x12.\n\naddRequest\x18\x65 \x01(\x0b\x32\x1a.bkctl.protocol.AddRequest\x12\x30\n\x0b\x61uthRequest\x18\x66 \x01(\x0b\x32\x1b.bkctl.protocol.AuthMessage\x12\x38\n\x0fwriteLacRequest\x18g \x01(\x0b\x32\x1f.bkctl.protocol.WriteLacRequest\x12\x36\n\x0ereadLacRequest\x18h \x01(\x0b\x32\x1e.bkctl.protocol.ReadLacRequest\x12\x42\n\x14getBookieInfoRequest\x18i \x01(\x0b\x32$.bkctl.protocol.GetBookieInfoRequest\x12\x38\n\x0fstartTLSRequest\x18j \x01(\x0b\x32\x1f.bkctl.protocol.StartTLSRequest\x12>\n\x12\x66orceLedgerRequest\x18k \x01(\x0b\x32\".bkctl.protocol.ForceLedgerRequest\x12X\n\x1fgetListOfEntriesOfLedgerRequest\x18l \x01(\x0b\x32/.bkctl.protocol.GetListOfEntriesOfLedgerRequest\"\x8e\x01\n\x0bReadRequest\x12\x10\n\x08ledgerId\x18\x01 \x02(\x03\x12\x0f\n\x07\x65ntryId\x18\x02 \x02(\x03\x12\x11\n\tmasterKey\x18\x03 \x01(\x0c\x12\x13\n\x0bpreviousLAC\x18\x04 \x01(\x03\x12\x0f\n\x07timeOut\x18\x05 \x01(\x03\x12\x15\n\rledgerScopeId\x18\x0f \x01(\x03\x12\x0c\n\x04\x66lag\x18\x64 \x01(\x05\"\x89\x01\n\nAddRequest\x12\x10\n\x08ledgerId\x18\x01 \x02(\x03\x12\x0f\n\x07\x65ntryId\x18\x02 \x02(\x03\x12\x11\n\tmasterKey\x18\x03 \x02(\x0c\x12\x0c\n\x04\x62ody\x18\x04 \x02(\x0c\x12\x12\n\nwriteFlags\x18\x05 \x01(\x05\x12\x15\n\rledgerScopeId\x18\x0f \x01(\x03\x12\x0c\n\x04\x66lag\x18\x64 \x01(\x05\"\x11\n\x0fStartTLSRequest\"h\n\x0fWriteLacRequest\x12\x10\n\x08ledgerId\x18\x01 \x02(\x03\x12\x0b\n\x03lac\x18\x02 \x02(\x03\x12\x11\n\tmasterKey\x18\x03 \x02(\x0c\x12\x0c\n\x04\x62ody\x18\x04 \x02(\x0c\x12\x15\n\rledgerScopeId\x18\x0f \x01(\x03\"=\n\x12\x46orceLedgerRequest\x12\x10\n\x08ledgerId\x18\x01 \x02(\x03\x12\x15\n\rledgerScopeId\x18\x0f \x01(\x03\"9\n\x0eReadLacRequest\x12\x10\n\x08ledgerId\x18\x01 \x02(\x03\x12\x15\n\rledgerScopeId\x18\x0f \x01(\x03\"J\n\x1fGetListOfEntriesOfLedgerRequest\x12\x10\n\x08ledgerId\x18\x01 \x02(\x03\x12\x15\n\rledgerScopeId\x18\x0f \x01(\x03\")\n\x14GetBookieInfoRequest\x12\x11\n\trequested\x18\x01 \x01(\x03\"\xf9\x04\n\x08Response\x12.\n\x06header\x18\x01 \x02(\x0b\x32\x1e.bkctl.protocol.BKPacketHeader\x12\x0e\n\x06status\x18\x02 \x02(\x05\x12\x32\n\x0creadResponse\x18\x64 \x01(\x0b\x32\x1c.bkctl.protocol.ReadResponse\x12\x30\n\x0b\x61\x64\x64Response\x18\x65 \x01(\x0b\x32\x1b.bkctl.protocol.AddResponse\x12\x31\n\x0c\x61uthResponse\x18\x66 \x01(\x0b\x32\x1b.bkctl.protocol.AuthMessage\x12:\n\x10writeLacResponse\x18g \x01(\x0b\x32 .bkctl.protocol.WriteLacResponse\x12\x38\n\x0freadLacResponse\x18h \x01(\x0b\x32\x1f.bkctl.protocol.ReadLacResponse\x12\x44\n\x15getBookieInfoResponse\x18i \x01(\x0b\x32%.bkctl.protocol.GetBookieInfoResponse\x12:\n\x10startTLSResponse\x18j \x01(\x0b\x32 .bkctl.protocol.StartTLSResponse\x12@\n\x13\x66orceLedgerResponse\x18k \x01(\x0b\x32#.bkctl.protocol.ForceLedgerResponse\x12Z\n getListOfEntriesOfLedgerResponse\x18l \x01(\x0b\x32\x30.bkctl.protocol.GetListOfEntriesOfLedgerResponse\"\x92\x01\n\x0cReadResponse\x12\x0e\n\x06status\x18\x01 \x02(\x05\x12\x10\n\x08ledgerId\x18\x02 \x02(\x03\x12\x0f\n\x07\x65ntryId\x18\x03 \x02(\x03\x12\x0c\n\x04\x62ody\x18\x04 \x01(\x0c\x12\x0e\n\x06maxLAC\x18\x05 \x01(\x03\x12\x1a\n\x12lacUpdateTimestamp\x18\x06 \x01(\x03\x12\x15\n\rledgerScopeId\x18\x0f \x01(\x03\"W\n\x0b\x41\x64\x64Response\x12\x0e\n\x06status\x18\x01 \x02(\x05\x12\x10\n\x08ledgerId\x18\x02 \x02(\x03\x12\x0f\n\x07\x65ntryId\x18\x03 \x02(\x03\x12\x15\n\rledgerScopeId\x18\x0f \x01(\x03\"6\n\x0b\x41uthMessage\x12\x16\n\x0e\x61uthPluginName\x18\x01 \x02(\t\x12\x0f\n\x07payload\x18\x02 \x02(\x0c\"K\n\x10WriteLacResponse\x12\x0e\n\x06status\x18\x01 \x02(\x05\x12\x10\n\x08ledgerId\x18\x02 \x02(\x03\x12\x15\n\rledgerScopeId\x18\x0f \x01(\x03\"N\n\x13\x46orceLedgerResponse\x12\x0e\n\x06status\x18\x01 \x02(\x05\x12\x10\n\x08ledgerId\x18\x02 \x02(\x03\x12\x15\n\rledgerScopeId\x18\x0f \x01(\x03\"r\n\x0fReadLacResponse\x12\x0e\n\x06status\x18\x01 \x02(\x05\x12\x10\n\x08ledgerId\x18\x02 \x02(\x03\x12\x0f\n\x07lacBody\x18\x03 \x01(\x0c\x12\x15\n\rlastEntryBody\x18\x04 \x01(\x0c\x12\x15\n\rledgerScopeId\x18\x0f \x01(\x03\"Y\n\x15GetBookieInfoResponse\x12\x0e\n\x06status\x18\x01 \x02(\x05\x12\x19\n\x11totalDiskCapacity\x18\x02 \x01(\x03\x12\x15\n\rfreeDiskSpace\x18\x03 \x01(\x03\"\x82\x01\n GetListOfEntriesOfLedgerResponse\x12\x0e\n\x06status\x18\x01 \x02(\x05\x12\x10\n\x08ledgerId\x18\x02 \x02(\x03\x12%\n\x1d\x61vailabilityOfEntriesOfLedger\x18\x03 \x01(\x0c\x12\x15\n\rledgerScopeId\x18\x0f \x01(\x03\"\x12\n\x10StartTLSResponse')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,44 +33,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_BKPACKETHEADER']._serialized_start=60
   _globals['_BKPACKETHEADER']._serialized_end=148
-  _globals['_CONTEXTPAIR']._serialized_start=150
-  _globals['_CONTEXTPAIR']._serialized_end=191
-  _globals['_REQUEST']._serialized_start=194
-  _globals['_REQUEST']._serialized_end=847
-  _globals['_READREQUEST']._serialized_start=850
-  _globals['_READREQUEST']._serialized_end=992
-  _globals['_ADDREQUEST']._serialized_start=995
-  _globals['_ADDREQUEST']._serialized_end=1132
-  _globals['_STARTTLSREQUEST']._serialized_start=1134
-  _globals['_STARTTLSREQUEST']._serialized_end=1151
-  _globals['_WRITELACREQUEST']._serialized_start=1153
-  _globals['_WRITELACREQUEST']._serialized_end=1257
-  _globals['_FORCELEDGERREQUEST']._serialized_start=1259
-  _globals['_FORCELEDGERREQUEST']._serialized_end=1320
-  _globals['_READLACREQUEST']._serialized_start=1322
-  _globals['_READLACREQUEST']._serialized_end=1379
-  _globals['_GETLISTOFENTRIESOFLEDGERREQUEST']._serialized_start=1381
-  _globals['_GETLISTOFENTRIESOFLEDGERREQUEST']._serialized_end=1455
-  _globals['_GETBOOKIEINFOREQUEST']._serialized_start=1457
-  _globals['_GETBOOKIEINFOREQUEST']._serialized_end=1498
-  _globals['_RESPONSE']._serialized_start=1501
-  _globals['_RESPONSE']._serialized_end=2134
-  _globals['_READRESPONSE']._serialized_start=2137
-  _globals['_READRESPONSE']._serialized_end=2283
-  _globals['_ADDRESPONSE']._serialized_start=2285
-  _globals['_ADDRESPONSE']._serialized_end=2372
-  _globals['_AUTHMESSAGE']._serialized_start=2374
-  _globals['_AUTHMESSAGE']._serialized_end=2428
-  _globals['_WRITELACRESPONSE']._serialized_start=2430
-  _globals['_WRITELACRESPONSE']._serialized_end=2505
-  _globals['_FORCELEDGERRESPONSE']._serialized_start=2507
-  _globals['_FORCELEDGERRESPONSE']._serialized_end=2585
-  _globals['_READLACRESPONSE']._serialized_start=2587
-  _globals['_READLACRESPONSE']._serialized_end=2701
-  _globals['_GETBOOKIEINFORESPONSE']._serialized_start=2703
-  _globals['_GETBOOKIEINFORESPONSE']._serialized_end=2792
-  _globals['_GETLISTOFENTRIESOFLEDGERRESPONSE']._serialized_start=2795
-  _globals['_GETLISTOFENTRIESOFLEDGERRESPONSE']._serialized_end=2925
-  _globals['_STARTTLSRESPONSE']._serialized_start=2927
-  _globals['_STARTTLSRESPONSE']._serialized_end=2945
+  _globals['_REQUEST']._serialized_start=151
+  _globals['_REQUEST']._serialized_end=750
+  _globals['_READREQUEST']._serialized_start=753
+  _globals['_READREQUEST']._serialized_end=895
+  _globals['_ADDREQUEST']._serialized_start=898
+  _globals['_ADDREQUEST']._serialized_end=1035
+  _globals['_STARTTLSREQUEST']._serialized_start=1037
+  _globals['_STARTTLSREQUEST']._serialized_end=1054
+  _globals['_WRITELACREQUEST']._serialized_start=1056
+  _globals['_WRITELACREQUEST']._serialized_end=1160
+  _globals['_FORCELEDGERREQUEST']._serialized_start=1162
+  _globals['_FORCELEDGERREQUEST']._serialized_end=1223
+  _globals['_READLACREQUEST']._serialized_start=1225
+  _globals['_READLACREQUEST']._serialized_end=1282
+  _globals['_GETLISTOFENTRIESOFLEDGERREQUEST']._serialized_start=1284
+  _globals['_GETLISTOFENTRIESOFLEDGERREQUEST']._serialized_end=1358
+  _globals['_GETBOOKIEINFOREQUEST']._serialized_start=1360
+  _globals['_GETBOOKIEINFOREQUEST']._serialized_end=1401
+  _globals['_RESPONSE']._serialized_start=1404
+  _globals['_RESPONSE']._serialized_end=2037
+  _globals['_READRESPONSE']._serialized_start=2040
+  _globals['_READRESPONSE']._serialized_end=2186
+  _globals['_ADDRESPONSE']._serialized_start=2188
+  _globals['_ADDRESPONSE']._serialized_end=2275
+  _globals['_AUTHMESSAGE']._serialized_start=2277
+  _globals['_AUTHMESSAGE']._serialized_end=2331
+  _globals['_WRITELACRESPONSE']._serialized_start=2333
+  _globals['_WRITELACRESPONSE']._serialized_end=2408
+  _globals['_FORCELEDGERRESPONSE']._serialized_start=2410
+  _globals['_FORCELEDGERRESPONSE']._serialized_end=2488
+  _globals['_READLACRESPONSE']._serialized_start=2490
+  _globals['_READLACRESPONSE']._serialized_end=2604
+  _globals['_GETBOOKIEINFORESPONSE']._serialized_start=2606
+  _globals['_GETBOOKIEINFORESPONSE']._serialized_end=2695
+  _globals['_GETLISTOFENTRIESOFLEDGERRESPONSE']._serialized_start=2698
+  _globals['_GETLISTOFENTRIESOFLEDGERRESPONSE']._serialized_end=2828
+  _globals['_STARTTLSRESPONSE']._serialized_start=2830
+  _globals['_STARTTLSRESPONSE']._serialized_end=2848
 # @@protoc_insertion_point(module_scope)

@@ -19,7 +19,7 @@ FRAME_SIZE_BYTES_MAX: Final = 5 * 1024 * 1024
 MASTER_KEY_SIZE_BYTES: Final = 20
 #: The entry id of "the last entry on that bookie".
 LAST_ENTRY: Final = -1
-#: Plug-in name of a peer without authentication. Source: AuthProviderFactoryFactory.AUTHENTICATION_DISABLED_PLUGIN_NAME.
+#: Plug-in name of a peer without authentication. Source: AuthProviderFactoryFactory.
 AUTH_DISABLED_PLUGIN: Final = "AuthDisabledPlugin"
 #: The priority that Java's client sends with recovery reads and adds. Source: PerChannelBookieClient.
 HIGH_PRIORITY: Final = 100
@@ -60,12 +60,11 @@ class Status(IntEnum):
         return _BY_V2_CODE.get(code)
 
 
-_V2_CODES: Final[dict[int, int]] = {Status.EOK: 0} | {
-    status: error.v2_code
-    for status, error in ((status, BY_V3_CODE[status]) for status in Status if status)
-    if error.v2_code is not None
-}
-_BY_V2_CODE: Final[dict[int, Status]] = {code: Status(status) for status, code in _V2_CODES.items()}
+_V2_CODES: Final[dict[Status, int]] = {Status.EOK: 0}
+for _status in Status:
+    if _status and (_code := BY_V3_CODE[_status].v2_code) is not None:
+        _V2_CODES[_status] = _code
+_BY_V2_CODE: Final[dict[int, Status]] = {code: status for status, code in _V2_CODES.items()}
 
 
 def error_for(status: Status, message: str, *, hint: str | None = None) -> BkctlError:
@@ -115,7 +114,7 @@ class ReadRequest(NamedTuple):
 
 
 class BatchReadRequest(NamedTuple):
-    """Read consecutive entries from `entry_id`, at most `max_count` (≤ 0: no limit) and about `max_size` bytes; v2 only.
+    """Read consecutive entries from `entry_id`, at most `max_count` (≤ 0: no limit), about `max_size` bytes; v2 only.
 
     `request_id` is the caller's choice, unique among the requests in flight on one connection.
     """

@@ -1,0 +1,777 @@
+"""One TCP connection to or from a bookie: frames, correlation, timeouts, back-pressure, START_TLS; both ends.
+
+Both ends are asyncio protocols that receive straight into their own buffer (no streams) and write once a loop tick.
+A decoded body is a view of that buffer and keeps it alive; a new buffer is taken instead of reusing one in view.
+Source: BookieNettyServer, BookieRequestHandler, PerChannelBookieClient, LengthFieldBasedFrameDecoder's bounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import ssl
+import struct
+import typing
+from collections import deque
+from collections.abc import Coroutine
+from typing import Any, Final, TypeAlias, TypeVar, cast
+
+from bkctl.errors import BkctlError, BookieUnavailable, IllegalOperation, ProtocolError, TimedOut, UsageError
+from bkctl.ids import I64_MAX, LedgerId
+from bkctl.protocol import v2, v3
+from bkctl.protocol.messages import (
+    AUTH_DISABLED_PLUGIN,
+    FRAME_SIZE_BYTES_MAX,
+    AddRequest,
+    AddResponse,
+    AuthMessage,
+    AuthResponse,
+    BareResponse,
+    BatchReadRequest,
+    BytesLike,
+    ForceLedgerRequest,
+    ForceLedgerResponse,
+    ListEntriesRequest,
+    ListEntriesResponse,
+    Protocol,
+    ReadLacRequest,
+    ReadLacResponse,
+    ReadRequest,
+    ReadResponse,
+    Request,
+    Respond,
+    Response,
+    StartTlsRequest,
+    StartTlsResponse,
+    Status,
+    WriteLacRequest,
+    WriteLacResponse,
+    refusal,
+)
+
+_T = TypeVar("_T")
+
+#: The ledger that only a bookie with scopes answers with its scope (design: lock 2). Nothing is ever stored there.
+SCOPE_PROBE: Final = LedgerId(1, I64_MAX)
+_PROBE: Final = ReadLacRequest(SCOPE_PROBE)
+
+#: Bytes that may wait for a slow reader before its connection is no longer read (server) or `drain` waits (client).
+WRITE_BUFFER_BYTES_MAX: Final = 1 << 20
+#: Requests, and bytes of requests, of one connection that a bookie works on before it stops reading more.
+IN_FLIGHT_REQUESTS_MAX: Final = 10_000
+IN_FLIGHT_BYTES_MAX: Final = 64 << 20
+
+_RECEIVE_BYTES_MIN: Final = 1 << 16
+_RECEIVE_BYTES_MAX: Final = 1 << 18
+_FRAME_LENGTH: Final = struct.Struct(">i")
+
+
+def run(coroutine: Coroutine[Any, Any, _T]) -> _T:
+    """Run `coroutine` to its end on a new event loop, uvloop's where it is installed; returns its result."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(coroutine)
+    return uvloop.run(coroutine)
+
+
+class _FramedProtocol(asyncio.BufferedProtocol):
+    """Splits what arrives into frames, and collects what is sent into one write a loop tick."""
+
+    def __init__(self, frame_size_bytes_max: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._body_size_max = frame_size_bytes_max - 4
+        self._chunk_size = _RECEIVE_BYTES_MIN
+        self._buffer = memoryview(b"")
+        self._start = 0  # the first byte that is not consumed
+        self._end = 0  # behind the last byte received
+        self._halted = False  # frames wait in the buffer for _continue()
+        self._out: list[BytesLike] = []
+        self._out_size = 0
+        self._flush_due = False
+        self._write_paused = False
+        self._lost = False
+        self._gone: asyncio.Future[None] = self._loop.create_future()
+
+    # What the two ends supply.
+
+    def _frame(self, buffer: memoryview, at: int, end: int) -> None:
+        """Take one frame's body. Raises ProtocolError for bytes that end the connection."""
+        raise AssertionError
+
+    def _broken(self, problem: str) -> None:
+        """The peer broke the protocol: close."""
+        raise AssertionError
+
+    # Receiving.
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        buffer, start, end = self._buffer, self._start, self._end
+        if len(buffer) - end >= self._chunk_size >> 3:
+            return buffer[end:]
+        present = end - start
+        size = present + self._chunk_size
+        self._chunk_size = min(2 * self._chunk_size, _RECEIVE_BYTES_MAX)
+        if present >= 4:
+            # A large frame gets room as it arrives, not as its length claims.
+            (body_size,) = _FRAME_LENGTH.unpack_from(buffer, start)
+            size = max(size, min(4 + body_size, 4 * present))
+        fresh = memoryview(bytearray(size))
+        fresh[:present] = buffer[start:end]
+        self._buffer, self._start, self._end = fresh, 0, present
+        return fresh[present:]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._end += nbytes
+        if not self._halted:
+            self._parse()
+
+    def _parse(self) -> None:
+        buffer, at, end = self._buffer, self._start, self._end
+        length_of, size_max, frame = _FRAME_LENGTH.unpack_from, self._body_size_max, self._frame
+        try:
+            while end - at >= 4:
+                (size,) = length_of(buffer, at)
+                if not 0 <= size <= size_max:
+                    raise ProtocolError(f"a frame of {size} bytes, the limit is {size_max}")
+                stop = at + 4 + size
+                if stop > end:
+                    break
+                self._start = stop
+                frame(buffer, at + 4, stop)
+                at = stop
+                if self._halted:
+                    return
+        except ProtocolError as error:
+            self._halted = True
+            self._broken(error.message)
+            return
+        if at == end and len(buffer) - end < self._chunk_size >> 3:
+            # Nothing left in a used buffer: an idle connection holds none.
+            self._buffer, self._start, self._end = memoryview(b""), 0, 0
+
+    # Sending.
+
+    def _queued(self, size: int) -> None:
+        """`size` bytes were appended to `_out`: see that they leave."""
+        self._out_size += size
+        if self._out_size > WRITE_BUFFER_BYTES_MAX:
+            self._flush()
+        elif not self._flush_due:
+            self._flush_due = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_due = False
+        if self._out and self._transport is not None and not self._lost:
+            out = b"".join(self._out)
+            self._out.clear()
+            self._out_size = 0
+            self._transport.write(out)
+
+    def pause_writing(self) -> None:
+        self._write_paused = True
+
+    def resume_writing(self) -> None:
+        self._write_paused = False
+
+    # Life.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._use(cast("asyncio.Transport", transport))
+
+    def _use(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES_MAX)
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = self._halted = True
+        self._out.clear()
+        self._buffer, self._start, self._end = memoryview(b""), 0, 0
+        if not self._gone.done():
+            self._gone.set_result(None)
+
+
+#: What waits for an answer: its future, its request, and the tick at which it has failed.
+_Waiting: TypeAlias = tuple["asyncio.Future[Response]", Request, int]
+_TICKS_PER_TIMEOUT: Final = 8
+_LEDGER_REQUESTS: Final = frozenset(
+    {
+        AddRequest,
+        ReadRequest,
+        BatchReadRequest,
+        WriteLacRequest,
+        ReadLacRequest,
+        ForceLedgerRequest,
+        ListEntriesRequest,
+    }
+)
+_LEDGER_RESPONSES: Final = frozenset(
+    {AddResponse, ReadResponse, WriteLacResponse, ReadLacResponse, ForceLedgerResponse, ListEntriesResponse}
+)
+
+
+class BookieConnection(_FramedProtocol):
+    """A client's connection to one bookie; made by `open`. All of it belongs to the event loop's thread.
+
+    Any number of requests may be in flight. v3 answers are matched by transaction id, v2's by operation, ledger and
+    entry (equal requests: first in, first out; batch reads by request id). An answer nobody waits for is dropped.
+    """
+
+    def __init__(self, bookie_id: str, protocol: Protocol, timeout_s: float, frame_size_bytes_max: int) -> None:
+        super().__init__(frame_size_bytes_max)
+        self.bookie_id = bookie_id
+        self.protocol = protocol
+        self._is_v2 = False  # also with Protocol.V2 the TLS request before is v3
+        self._frame_size_max = frame_size_bytes_max
+        self._timeout_s = timeout_s
+        self._tick_s = timeout_s / _TICKS_PER_TIMEOUT
+        self._tick = 0
+        self._ticker: asyncio.TimerHandle | None = None
+        self._txn_id = 0
+        self._calls: dict[int, _Waiting] = {}
+        self._packets: dict[v2.Key, _Waiting | deque[_Waiting]] = {}
+        self._scopes: bool | None = None
+        self._probe: asyncio.Future[Response] | None = None
+        self._failure: BkctlError | None = None
+        self._writable: asyncio.Future[None] | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        host: str,
+        port: int,
+        *,
+        bookie_id: str,
+        protocol: Protocol = Protocol.V3,
+        tls: ssl.SSLContext | None = None,
+        timeout_s: float = 5.0,
+        frame_size_bytes_max: int = FRAME_SIZE_BYTES_MAX,
+    ) -> BookieConnection:
+        """Connect to the bookie at `host`:`port`, with START_TLS when `tls` is given.
+
+        `timeout_s` bounds connecting, and each request after it (a long poll: beside its own wait). `bookie_id` is the
+        name in errors. Raises BookieUnavailable when the bookie cannot be reached or refuses TLS.
+        """
+        loop = asyncio.get_running_loop()
+        where = f"Bookie {bookie_id}" if bookie_id == f"{host}:{port}" else f"Bookie {bookie_id} at {host}:{port}"
+        made: list[BookieConnection] = []
+
+        def factory() -> BookieConnection:
+            made.append(cls(bookie_id, protocol, timeout_s, frame_size_bytes_max))
+            return made[-1]
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                _, connection = await loop.create_connection(factory, host, port)
+                if tls is not None:
+                    await connection._start_tls(tls, host)
+        except TimeoutError as error:
+            raise BookieUnavailable(f"{where} cannot be reached: no answer within {timeout_s:g} s") from error
+        except OSError as error:
+            what = "and this client do not agree on TLS" if isinstance(error, ssl.SSLError) else "cannot be reached"
+            raise BookieUnavailable(f"{where} {what}: {error.strerror or error}") from error
+        else:
+            connection._is_v2 = protocol is Protocol.V2
+            made.clear()
+            return connection
+        finally:
+            for failed in made:
+                failed._abort()
+
+    async def _start_tls(self, context: ssl.SSLContext, host: str) -> None:
+        answer = await self.send(StartTlsRequest())
+        if answer.status is not Status.EOK:
+            raise BookieUnavailable(f"Bookie {self.bookie_id} refuses TLS ({answer.status.name})")
+        if self._start != self._end:
+            raise ProtocolError(f"Bookie {self.bookie_id} sent more in clear after it had agreed on TLS")
+        assert self._transport is not None
+        server_name = host if context.check_hostname else None
+        transport = await self._loop.start_tls(self._transport, self, context, server_hostname=server_name)
+        if transport is None:
+            raise BookieUnavailable(f"Bookie {self.bookie_id} closed the connection in the TLS handshake")
+        self._use(transport)
+
+    # Requests.
+
+    @property
+    def closed(self) -> bool:
+        """Whether no request can be sent any more."""
+        return self._failure is not None
+
+    def send(self, request: Request) -> asyncio.Future[Response]:
+        """Send `request`; the future gives the bookie's answer, whatever its status. Never blocks.
+
+        Raises at once, before a byte is sent: IllegalOperation for what the protocol cannot carry (v2: a scope other
+        than 0, and all but plain adds, reads and batch reads; v3: batch reads); UsageError for a master key of the
+        wrong size or an entry larger than a frame. The future fails with TimedOut; with BookieUnavailable when the
+        connection is lost or closed, or for a scope other than 0 unless `supports_scopes` gave True; with
+        ProtocolError when the bookie's answer makes no sense.
+        """
+        future: asyncio.Future[Response] = self._loop.create_future()
+        out = self._out
+        count = len(out)
+        expiry = self._tick + _TICKS_PER_TIMEOUT + 1
+        if self._is_v2:
+            key, size = v2.encode_request(request, out)
+            if self._refused(future, size, count):
+                return future
+            waiting = (future, request, expiry)
+            earlier = self._packets.setdefault(key, waiting)
+            if earlier is not waiting:
+                if isinstance(earlier, deque):
+                    earlier.append(waiting)
+                else:
+                    self._packets[key] = deque((earlier, waiting))
+        else:
+            if not self._scopes and _scope_of(request) and request is not _PROBE:
+                ledger = cast("ReadRequest", request).ledger
+                message = f"Bookie {self.bookie_id} cannot serve scopes, so not ledger {ledger}"
+                future.set_exception(BookieUnavailable(message))
+                return future
+            txn_id = self._txn_id + 1
+            size = v3.encode_request(txn_id, request, out)
+            if self._refused(future, size, count):
+                return future
+            self._txn_id = txn_id
+            if type(request) is ReadRequest and request.timeout_ms is not None:
+                expiry += math.ceil(request.timeout_ms / 1000 / self._tick_s)
+            self._calls[txn_id] = (future, request, expiry)
+        if self._ticker is None:
+            self._ticker = self._loop.call_later(self._tick_s, self._expire)
+        self._queued(size)
+        return future
+
+    def _refused(self, future: asyncio.Future[Response], size: int, count: int) -> bool:
+        """Whether the frame just appended behind `count` pieces must not leave; takes it back then."""
+        if size <= self._frame_size_max and self._failure is None:
+            return False
+        del self._out[count:]
+        if self._failure is None:
+            raise UsageError(f"A request of {size} bytes does not fit in a frame of {self._frame_size_max}")
+        future.set_exception(_copy(self._failure))
+        return True
+
+    async def drain(self) -> None:
+        """Wait while more is queued than the bookie takes. Raises BookieUnavailable when the connection is lost."""
+        if self._out_size > WRITE_BUFFER_BYTES_MAX // 2:
+            self._flush()
+        while self._write_paused and self._failure is None:
+            if self._writable is None:
+                self._writable = self._loop.create_future()
+            await asyncio.shield(self._writable)
+        if self._failure is not None:
+            raise _copy(self._failure)
+
+    async def supports_scopes(self) -> bool:
+        """Whether the bookie serves scopes other than 0; asked once a connection (READ_LAC of SCOPE_PROBE).
+
+        Only an answer that echoes the scope is True; a bare status or none in time is False for this connection, and
+        so is v2. Raises BookieUnavailable when the connection is lost. Source: BP-35, lock 2.
+        """
+        if self._scopes is None and self._is_v2:
+            self._scopes = False
+        if self._scopes is None:
+            if self._probe is None:
+                self._probe = self.send(_PROBE)
+            try:
+                answer = await asyncio.shield(self._probe)
+            except (TimedOut, ProtocolError):
+                self._scopes = False
+            else:
+                if self._scopes is None:
+                    # An answer with another ledger or scope than SCOPE_PROBE was a ProtocolError.
+                    self._scopes = isinstance(answer, ReadLacResponse)
+        if self._failure is not None:
+            raise BookieUnavailable(self._failure.message)
+        return self._scopes
+
+    # Answers.
+
+    def _frame(self, buffer: memoryview, at: int, end: int) -> None:
+        if self._is_v2:
+            key, response = v2.decode_response(buffer, at, end)
+            waiting = self._packets.pop(key, None)
+            if waiting is None:
+                return
+            if isinstance(waiting, deque):
+                queue, waiting = waiting, waiting.popleft()
+                if queue:
+                    self._packets[key] = queue
+            future = waiting[0]
+            if not future.done():
+                future.set_result(response)
+            return
+        txn_id, operation, answer, problem = v3.decode_response(buffer, at, end)
+        call = self._calls.pop(txn_id, None)
+        if call is None:
+            return
+        future, request, _ = call
+        if future.done():
+            return
+        if operation != v3.OPERATIONS[type(request)]:
+            problem = f"operation {operation} in answer to {type(request).__name__}"
+        elif answer is None:
+            problem = f"an answer to {type(request).__name__} that makes no sense: {problem}"
+        elif type(answer) in _LEDGER_RESPONSES and answer[1] != request[0]:  # type: ignore[misc]
+            asked, told = cast("ReadRequest", request).ledger, cast("ReadResponse", answer).ledger
+            problem = f"an answer for ledger {told!r} to {type(request).__name__} of {asked!r}"
+            if told[0] != asked[0]:
+                self._scopes = False
+        else:
+            future.set_result(answer)
+            return
+        future.set_exception(ProtocolError(f"Bookie {self.bookie_id} sent {problem}"))
+
+    def _expire(self) -> None:
+        self._tick = tick = self._tick + 1
+        for txn_id in [txn_id for txn_id, call in self._calls.items() if call[2] <= tick]:
+            self._time_out(self._calls.pop(txn_id))
+        if self._packets:
+            for key, waiting in list(self._packets.items()):
+                if isinstance(waiting, deque):
+                    while waiting and waiting[0][2] <= tick:
+                        self._time_out(waiting.popleft())
+                    if not waiting:
+                        del self._packets[key]
+                elif waiting[2] <= tick:
+                    del self._packets[key]
+                    self._time_out(waiting)
+        more = self._calls or self._packets
+        self._ticker = self._loop.call_later(self._tick_s, self._expire) if more else None
+
+    def _time_out(self, waiting: _Waiting) -> None:
+        future, request, _ = waiting
+        if not future.done():
+            what = type(request).__name__
+            if type(request) in _LEDGER_REQUESTS:
+                what += f" of ledger {cast('ReadRequest', request).ledger}"
+            if isinstance(request, AddRequest | ReadRequest | BatchReadRequest):
+                what += f" entry {request.entry_id}"
+            message = f"Bookie {self.bookie_id} gave no answer within {self._timeout_s:g} s: {what}"
+            future.set_exception(TimedOut(message))
+
+    # Life.
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._wake_writers()
+
+    def _wake_writers(self) -> None:
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+        self._writable = None
+
+    def _broken(self, problem: str) -> None:
+        self._fail(ProtocolError(f"Bookie {self.bookie_id} sent {problem}"))
+        self._abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        reason = f": {exc}" if exc is not None and str(exc) else ""
+        self._fail(BookieUnavailable(f"Bookie {self.bookie_id} is unavailable, the connection is lost{reason}"))
+
+    def _fail(self, failure: BkctlError) -> None:
+        if self._failure is not None:
+            return
+        self._failure = failure
+        if self._ticker is not None:
+            self._ticker.cancel()
+            self._ticker = None
+        waiting = list(self._calls.values())
+        for packet in self._packets.values():
+            if isinstance(packet, deque):
+                waiting.extend(packet)
+            else:
+                waiting.append(packet)
+        self._calls.clear()
+        self._packets.clear()
+        for future, _, _ in waiting:
+            if not future.done():
+                future.set_exception(_copy(failure))
+        self._wake_writers()
+
+    def _abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def close(self) -> None:
+        """Close once what is queued was sent; requests in flight fail with BookieUnavailable."""
+        self._halted = True
+        self._fail(BookieUnavailable(f"The connection to bookie {self.bookie_id} is closed"))
+        self._flush()
+        if self._transport is not None:
+            self._transport.close()
+
+    async def wait_closed(self) -> None:
+        """Wait until the socket is closed."""
+        await asyncio.shield(self._gone)
+
+
+def _scope_of(request: Request) -> int:
+    return cast("ReadRequest", request).ledger[0] if type(request) in _LEDGER_REQUESTS else 0
+
+
+def _copy(error: BkctlError) -> BkctlError:
+    """The same error anew, since each raise adds to an error's traceback."""
+    return type(error)(error.message, hint=error.hint)
+
+
+class RequestHandler(typing.Protocol):
+    """What a BookieServer serves: the bookie."""
+
+    def handle(self, request: Request, respond: Respond) -> None:
+        """Take one request, and see that `respond` is called exactly once, now or later, from the loop's thread.
+
+        Never given: authentication, START_TLS, and what the protocol itself refuses. A BkctlError raised here is
+        answered with its status (EIO when it has none).
+        """
+
+
+class _ServedConnection(_FramedProtocol):
+    """A bookie's end of one connection. It speaks v3 until the first frame that is none, and v2 from then on."""
+
+    def __init__(self, server: BookieServer) -> None:
+        super().__init__(server.frame_size_bytes_max)
+        self._server = server
+        self._is_v2 = False
+        self._secure = False
+        self._upgrade: asyncio.Task[None] | None = None
+        self._in_flight = 0
+        self._in_flight_size = 0
+        self._finishing = False
+        self._continue_due = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._server.connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._server.connections.discard(self)
+
+    # Requests.
+
+    def _frame(self, buffer: memoryview, at: int, end: int) -> None:
+        size = end - at
+        respond: Respond
+        request: Request | None
+        if not self._is_v2:
+            call = v3.decode_request(buffer, at, end)
+            if call is not None:
+                header, request = call
+                if request is None or header.version != v3.VERSION or type(request) in _OWN_REQUESTS:
+                    self._answer_call(header, request)
+                    return
+                respond = functools.partial(self._respond_call, header, _scope_of(request), size)
+                self._dispatch(request, respond, size)
+                return
+            self._is_v2 = True
+        head, request = v2.decode_request(buffer, at, end)
+        if isinstance(request, AuthMessage):
+            self._queued(v2.encode_response(head, _NO_AUTH, self._out))
+        elif head >> 24 > v2.VERSION:
+            self._queued(v2.encode_response(head, refusal(request, Status.EBADVERSION), self._out))
+        else:
+            self._dispatch(request, functools.partial(self._respond_packet, head, size), size)
+
+    def _dispatch(self, request: Request, respond: Respond, size: int) -> None:
+        self._in_flight += 1
+        self._in_flight_size += size
+        if self._in_flight >= IN_FLIGHT_REQUESTS_MAX or self._in_flight_size >= IN_FLIGHT_BYTES_MAX:
+            self._halt()
+        try:
+            self._server.handler.handle(request, respond)
+        except BkctlError as error:
+            status = Status.EIO if error.v3_code is None else Status(error.v3_code)
+            respond(refusal(request, status))
+
+    def _answer_call(self, header: v3.Header, request: Request | None) -> None:
+        """Answer a v3 request that is none of the bookie's business."""
+        response: Response
+        if header.version != v3.VERSION:
+            response = BareResponse(Status.EBADVERSION) if request is None else refusal(request, Status.EBADVERSION)
+        elif isinstance(request, AuthMessage):
+            response = _NO_AUTH
+        elif isinstance(request, StartTlsRequest) and self._may_upgrade():
+            self._queued(v3.encode_response(header, StartTlsResponse(Status.EOK), 0, self._out))
+            self._flush()
+            self._halt()
+            self._upgrade = self._loop.create_task(self._start_tls())
+            return
+        else:
+            response = BareResponse(Status.EBADREQ)
+        scope_id = 0 if request is None else _scope_of(request)
+        self._queued(v3.encode_response(header, response, scope_id, self._out))
+
+    def _may_upgrade(self) -> bool:
+        return self._server.tls is not None and not self._secure and self._upgrade is None and not self._in_flight
+
+    async def _start_tls(self) -> None:
+        assert self._transport is not None
+        assert self._server.tls is not None
+        if self._start != self._end:
+            # Requests in clear behind START_TLS would be taken for authenticated ones.
+            self._transport.abort()
+            return
+        try:
+            transport = await self._loop.start_tls(self._transport, self, self._server.tls, server_side=True)
+        except OSError:
+            transport = None
+        if transport is None:
+            self._transport.abort()
+            return
+        self._use(transport)
+        self._secure = True
+        self._upgrade = None
+        self._continue()
+
+    # Answers.
+
+    def _respond_packet(self, head: int, size: int, response: Response) -> None:
+        if self._lost:
+            return
+        self._in_flight -= 1
+        self._in_flight_size -= size
+        try:
+            written = v2.encode_response(head, response, self._out)
+        except IllegalOperation as error:
+            self._broken(error.message)
+            return
+        self._queued(written)
+        if self._halted:
+            self._unblock()
+
+    def _respond_call(self, header: v3.Header, scope_id: int, size: int, response: Response) -> None:
+        if self._lost:
+            return
+        self._in_flight -= 1
+        self._in_flight_size -= size
+        self._queued(v3.encode_response(header, response, scope_id, self._out))
+        if self._halted:
+            self._unblock()
+
+    # Back-pressure: a halted connection neither reads nor parses.
+
+    def _halt(self) -> None:
+        if not self._halted:
+            self._halted = True
+            if self._transport is not None:
+                self._transport.pause_reading()
+
+    def _unblock(self) -> None:
+        """Continue soon, when what halted the connection is over."""
+        if self._finishing:
+            if not self._in_flight:
+                self._close()
+        elif not self._continue_due:
+            self._continue_due = True
+            self._loop.call_soon(self._continue)
+
+    def _continue(self) -> None:
+        self._continue_due = False
+        if not self._halted or self._lost or self._finishing or self._write_paused or self._upgrade is not None:
+            return
+        if self._in_flight > IN_FLIGHT_REQUESTS_MAX // 2 or self._in_flight_size > IN_FLIGHT_BYTES_MAX // 2:
+            return
+        self._halted = False
+        self._parse()
+        if not self._halted and self._transport is not None:
+            self._transport.resume_reading()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._halt()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._unblock()
+
+    # Life.
+
+    def _broken(self, problem: str) -> None:
+        self._finishing = True
+        self._close()
+
+    def finish(self) -> None:
+        """Read no more, answer what was read, then close."""
+        self._finishing = True
+        self._halt()
+        if not self._in_flight:
+            self._close()
+
+    def _close(self) -> None:
+        self._halted = True
+        self._flush()
+        self._lost = True
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Close at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def wait_closed(self) -> None:
+        """Wait until the socket is closed."""
+        await asyncio.shield(self._gone)
+
+
+_OWN_REQUESTS: Final = frozenset({AuthMessage, StartTlsRequest})
+_NO_AUTH: Final = AuthResponse(Status.EOK, AUTH_DISABLED_PLUGIN, b"")
+
+
+class BookieServer:
+    """Serves a bookie's requests on one address, v2 and v3 on each connection as its client speaks.
+
+    It answers by itself what needs no bookie: authentication (none is required), START_TLS (when `tls` is given), other
+    protocol versions (EBADVERSION), and v3 operations that do not exist (EBADREQ). Bytes that are no frame or no
+    request close their connection. A scope in a v3 request is echoed in the answer.
+    """
+
+    def __init__(
+        self,
+        handler: RequestHandler,
+        *,
+        tls: ssl.SSLContext | None = None,
+        frame_size_bytes_max: int = FRAME_SIZE_BYTES_MAX,
+    ) -> None:
+        self.handler = handler
+        self.tls = tls
+        self.frame_size_bytes_max = frame_size_bytes_max
+        self.connections: set[_ServedConnection] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int = 0) -> None:
+        """Listen on `host`:`port` (0: any free port, see `port`). Raises OSError when the address cannot be had."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _ServedConnection(self), host, port, backlog=1024)
+
+    @property
+    def port(self) -> int:
+        """The port that is listened on."""
+        assert self._server is not None
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def close(self, grace_s: float = 5.0) -> None:
+        """Take no more requests, answer those that were read for at most `grace_s` seconds, then close all."""
+        if self._server is None:
+            return
+        self._server.close()
+        connections = list(self.connections)
+        for connection in connections:
+            connection.finish()
+        if connections:
+            closing = [asyncio.ensure_future(connection.wait_closed()) for connection in connections]
+            _, late = await asyncio.wait(closing, timeout=grace_s)
+            if late:
+                for connection in connections:
+                    connection.abort()
+                await asyncio.wait(late)
+        await self._server.wait_closed()
+        self._server = None
