@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import pytest
 from servers import ApacheCluster, Java, read_ledgers
 
 
@@ -36,3 +38,23 @@ def test_the_java_programs_agree_on_the_known_ledgers(
             entries = [without(entry, "lastAddConfirmed") for entry in expected["entries"][: last + 1]]
             names = {"name", "protocol", "explicitLac", "deleted"}
             assert ledger == without(expected, *names) | {"entries": entries, "lastAddConfirmed": last}
+
+
+@pytest.mark.parametrize("protocol", ["v2", "v3"])
+def test_the_round_trip_program_passes_on_apaches_bookies(
+    apache_cluster: ApacheCluster, java: Java, protocol: str
+) -> None:
+    lines = java.run_source("Roundtrip.java", apache_cluster.metadata_uri, protocol).stdout.splitlines()
+    steps = {json.loads(line)["step"] for line in lines}
+    assert {"write, close, read", "recovery", "fencing", "delete"} <= steps
+    assert ("long poll" in steps) == (protocol == "v3")
+
+
+@pytest.mark.parametrize("protocol", ["v2", "v3"])
+def test_the_benchmark_program_counts_what_it_adds_and_reads(
+    apache_cluster: ApacheCluster, java: Java, protocol: str
+) -> None:
+    uri = apache_cluster.metadata_uri
+    added = json.loads(java.run("Bench", uri, protocol, "add", 1000, 100, 3, 2, 2).stdout)
+    read = json.loads(java.run("Bench", uri, protocol, "read", added["ledgerId"]).stdout)
+    assert added["entries"] == read["entries"] == 1000
