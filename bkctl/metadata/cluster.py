@@ -1,0 +1,383 @@
+"""A cluster as its metadata store shows it: ledgers, registered bookies, cookies, layout, instance id.
+
+Source: ZKRegistrationManager, ZKRegistrationClient, ZkLayoutManager, AbstractZkLedgerManagerFactory.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from typing import Final, NamedTuple, Self
+
+from bkctl.errors import AlreadyExists, Corrupt, MetadataVersionConflict, NotFound, Unsupported, UsageError
+from bkctl.formats.metadata import BookieServiceInfo, Cookie, LedgerLayout
+from bkctl.ids import check_bookie_id
+from bkctl.metadata.ledgers import (
+    INSTANCE_ID,
+    FlatLedgerManager,
+    HierarchicalLedgerManager,
+    LedgerManager,
+    LegacyHierarchicalLedgerManager,
+    LongHierarchicalLedgerManager,
+    QualifiedNameLedgerManager,
+)
+from bkctl.metadata.store import NEW, MetadataStore, Versioned
+from bkctl.metadata.uri import MetadataUri, parse_uri
+
+LAYOUT: Final = "LAYOUT"
+AVAILABLE: Final = "available"
+READ_ONLY: Final = "available/readonly"
+COOKIES: Final = "cookies"
+#: BookieServiceInfo property of a bookie that knows ledger scopes (BP-35).
+LEDGER_SCOPES_PROPERTY: Final = "ledgerScopes"
+BOOKIE_RPC_PROTOCOL: Final = "bookie-rpc"
+_PACKAGE: Final = "org.apache.bookkeeper.meta."
+_SQLITE_CLASS: Final = "bkctl.QualifiedNameLedgerManager"
+_MANAGER_VERSION: Final = 1
+
+#: Simple name of the LAYOUT's class → (URI types that fit it beside `null`, the best first; the manager).
+_ZOOKEEPER_LAYOUTS: Final[dict[str, tuple[tuple[str, ...], Callable[[MetadataStore], LedgerManager]]]] = {
+    "HierarchicalLedgerManagerFactory": (("hierarchical",), HierarchicalLedgerManager),
+    "LongHierarchicalLedgerManagerFactory": (
+        ("longhierarchical", "longlonghierarchical"),
+        LongHierarchicalLedgerManager,
+    ),
+    "LongLongHierarchicalLedgerManagerFactory": (("longlonghierarchical",), LongHierarchicalLedgerManager),
+    "FlatLedgerManagerFactory": (("flat",), FlatLedgerManager),
+    "LegacyHierarchicalLedgerManagerFactory": ((), LegacyHierarchicalLedgerManager),
+}
+#: URI type → simple class name that a new root gets; never one that Apache's clients lack.
+_NEW_LAYOUTS: Final = {
+    "null": "HierarchicalLedgerManagerFactory",
+    "hierarchical": "HierarchicalLedgerManagerFactory",
+    "longhierarchical": "LongHierarchicalLedgerManagerFactory",
+    "longlonghierarchical": "LongHierarchicalLedgerManagerFactory",
+    "flat": "FlatLedgerManagerFactory",
+}
+
+
+class RegisteredBookie(NamedTuple):
+    """A bookie as the cluster knows it.
+
+    `state` is "rw" or "ro" while it is registered, "down" when only its cookie is there. `info` is what it registered;
+    None for a bookie that is down, published nothing (BookKeeper before 4.11), or published what is no service info.
+    """
+
+    bookie_id: str
+    state: str
+    info: BookieServiceInfo | None
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Host and port of its `bookie-rpc` endpoint, else of a bookie id `HOST:PORT`; None where neither is there."""
+        for endpoint in self.info.endpoints if self.info else ():
+            if endpoint.protocol == BOOKIE_RPC_PROTOCOL:
+                return endpoint.host, endpoint.port
+        match = re.fullmatch(r"(.+):([0-9]{1,5})", self.bookie_id, re.ASCII)
+        return (match[1], int(match[2])) if match and int(match[2]) <= 65535 else None
+
+    @property
+    def ledger_scopes(self) -> bool:
+        """Whether it may be given ledgers of scopes ≠ 0 (lock 1 of BP-35's reading)."""
+        return self.info is not None and self.info.properties.get(LEDGER_SCOPES_PROPERTY) == "1"
+
+
+class CookieStore:
+    """The bookies' cookies in the metadata store. Source: ZKRegistrationManager."""
+
+    def __init__(self, store: MetadataStore) -> None:
+        self.store = store
+
+    def list(self) -> list[str]:
+        """Ids of the bookies that have a cookie, ascending."""
+        return self.store.children(COOKIES) or []
+
+    def read(self, bookie_id: str) -> Versioned[Cookie] | None:
+        """The bookie's cookie, None when there is none. Raises Corrupt or Unsupported, naming the bookie."""
+        found = self.store.get(_cookie_path(bookie_id))
+        if found is None:
+            return None
+        cookie = Cookie.parse(found.value, f"cookie of {bookie_id} in {self.store.name}")
+        return Versioned(cookie, found.version, found.ctime_ms)
+
+    def write(self, bookie_id: str, cookie: Cookie, expected: int | None) -> int:
+        """Store the cookie and return its version; `expected` NEW creates, a version replaces that one, None either.
+
+        Raises AlreadyExists, NotFound, MetadataVersionConflict.
+        """
+        try:
+            return self.store.put(_cookie_path(bookie_id), cookie.serialize(), expected)
+        except AlreadyExists as error:
+            raise AlreadyExists(f"Bookie {bookie_id} has a cookie") from error
+        except NotFound as error:
+            raise NotFound(f"Bookie {bookie_id} has no cookie") from error
+        except MetadataVersionConflict as error:
+            raise MetadataVersionConflict(f"The cookie of bookie {bookie_id} changed meanwhile") from error
+
+    def remove(self, bookie_id: str, expected: int | None) -> None:
+        """Delete the cookie, in version `expected` only if given. Raises NotFound, MetadataVersionConflict."""
+        try:
+            self.store.delete(_cookie_path(bookie_id), expected)
+        except NotFound as error:
+            raise NotFound(f"Bookie {bookie_id} has no cookie") from error
+        except MetadataVersionConflict as error:
+            raise MetadataVersionConflict(f"The cookie of bookie {bookie_id} changed meanwhile") from error
+
+
+class Registration:
+    """Which bookies are there: ephemeral nodes that vanish with the bookie. Source: ZKRegistrationManager."""
+
+    def __init__(self, store: MetadataStore) -> None:
+        self.store = store
+
+    def register(
+        self, bookie_id: str, info: BookieServiceInfo, read_only: bool = False, *, wait_s: float | None = None
+    ) -> None:
+        """Show the bookie as writable or read-only, until `unregister` or the store is closed; lost sessions included.
+
+        A registration that another process left or holds is waited for (`wait_s`, None: the store's session timeout).
+        Raises AlreadyExists when it is still there then: a bookie of this id is running.
+        """
+        path, other = _registration_path(bookie_id, read_only), _registration_path(bookie_id, not read_only)
+        try:
+            self.store.ephemeral(path, info.serialize(), wait_s=wait_s)
+        except AlreadyExists as error:
+            raise AlreadyExists(
+                f"Bookie {bookie_id} is registered by another process", hint="stop that bookie, or give this one another id"
+            ) from error
+        self._delete(other)
+
+    def set_read_only(self, bookie_id: str, read_only: bool, info: BookieServiceInfo) -> None:
+        """Move a registered bookie to read-only or back: the new node first, then the old one goes."""
+        self.register(bookie_id, info, read_only)
+
+    def unregister(self, bookie_id: str) -> None:
+        """Take the bookie off both lists; nothing happens when it is on none."""
+        for read_only in (False, True):
+            self._delete(_registration_path(bookie_id, read_only))
+
+    def list(self, include_down: bool = True) -> list[RegisteredBookie]:
+        """All bookies by id; with `include_down` also those that have a cookie and are not registered."""
+        writable, read_only, cookies = self.store.children_many(
+            (AVAILABLE, READ_ONLY, COOKIES) if include_down else (AVAILABLE, READ_ONLY, READ_ONLY)
+        )
+        states = dict.fromkeys(cookies or () if include_down else (), "down")
+        states.update(dict.fromkeys(read_only or (), "ro"))
+        states.update((name, "rw") for name in writable or () if name != "readonly")
+        names = sorted(states)
+        up = [name for name in names if states[name] != "down"]
+        infos = dict(
+            zip(
+                up,
+                self.store.get_many(f"{AVAILABLE if states[name] == 'rw' else READ_ONLY}/{name}" for name in up),
+                strict=True,
+            )
+        )
+        bookies = []
+        for name in names:
+            state, found = states[name], infos.get(name)
+            if state != "down" and found is None:  # It left between the two steps.
+                if not include_down or name not in (cookies or ()):
+                    continue
+                state = "down"
+            bookies.append(RegisteredBookie(name, state, _service_info(name, found)))
+        return bookies
+
+    def get(self, bookie_id: str) -> RegisteredBookie | None:
+        """One bookie, down ones included; None when neither a registration nor a cookie names it."""
+        check_bookie_id(bookie_id)
+        writable, read_only, cookie = self.store.get_many(
+            (f"{AVAILABLE}/{bookie_id}", f"{READ_ONLY}/{bookie_id}", f"{COOKIES}/{bookie_id}")
+        )
+        if writable is not None:
+            return RegisteredBookie(bookie_id, "rw", _service_info(bookie_id, writable))
+        if read_only is not None:
+            return RegisteredBookie(bookie_id, "ro", _service_info(bookie_id, read_only))
+        return None if cookie is None else RegisteredBookie(bookie_id, "down", None)
+
+    def watch(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback()` when bookies come, go or change their state; see MetadataStore.watch. Returns the cancel."""
+        cancels = [self.store.watch(path, callback, children=True) for path in (AVAILABLE, READ_ONLY)]
+
+        def cancel() -> None:
+            for each in cancels:
+                each()
+
+        return cancel
+
+    def _delete(self, path: str) -> None:
+        try:
+            self.store.delete(path)
+        except NotFound:
+            return
+
+
+class Cluster:
+    """One cluster's metadata, open until `close`; a context manager. Made by `open_cluster`."""
+
+    def __init__(self, location: MetadataUri, store: MetadataStore) -> None:
+        self.location = location
+        self.uri = location.text
+        self.store = store
+        self.cookies = CookieStore(store)
+        self.bookies = Registration(store)
+        self._ledgers: LedgerManager | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def ledgers(self) -> LedgerManager:
+        """The ledger manager that the LAYOUT names; read on first use.
+
+        Raises NotFound when there is no cluster, UsageError when the URI names another type than the LAYOUT, Unsupported
+        for a LAYOUT of a manager that is not known here.
+        """
+        with self._lock:
+            if self._ledgers is None:
+                self._ledgers = self._open_ledgers()
+            return self._ledgers
+
+    def _open_ledgers(self) -> LedgerManager:
+        layout = self.layout()
+        name = layout.factory_class.rpartition(".")[2]
+        if self.location.driver == "sqlite" and layout.factory_class == _SQLITE_CLASS:
+            return QualifiedNameLedgerManager(self.store)
+        known = _ZOOKEEPER_LAYOUTS.get(name) if self.location.driver == "zk" else None
+        if known is None:
+            raise Unsupported(f"{self.store.name} is laid out by {layout.factory_class}, which bkctl does not have")
+        if layout.manager_version != _MANAGER_VERSION:
+            raise Unsupported(
+                f"{self.store.name} is laid out by {layout.factory_class} version {layout.manager_version}; "
+                f"version {_MANAGER_VERSION} is known"
+            )
+        types, manager = known
+        if self.location.manager_type != "null" and self.location.manager_type not in types:
+            right = self.location._replace(manager_type=types[0] if types else "null").text
+            raise UsageError(
+                f"{self.store.name} is laid out by {name}, which zk+{self.location.manager_type}:// does not fit",
+                hint=f"use {right}",
+            )
+        return manager(self.store)
+
+    def layout(self) -> LedgerLayout:
+        """The stored layout; where none was stored yet, the one that the URI stands for (Apache's default: hierarchical).
+
+        Raises NotFound when there is no cluster at all, Corrupt or Unsupported for a damaged or later LAYOUT.
+        """
+        found = self.store.get(LAYOUT)
+        if found is not None:
+            return LedgerLayout.parse(found.value, f"{LAYOUT} in {self.store.name}")
+        if self.store.get("") is None:
+            raise NotFound(
+                f"No BookKeeper cluster in {self.store.name}", hint="check the path at the end of the metadata URI"
+            )
+        return _new_layout(self.location)
+
+    def instance_id(self) -> str:
+        """The cluster's instance id; "" where none was stored. Raises Corrupt when it is no text."""
+        found = self.store.get(INSTANCE_ID)
+        try:
+            return "" if found is None else found.value.decode()
+        except UnicodeDecodeError as error:
+            raise Corrupt(f"{INSTANCE_ID} in {self.store.name} is not UTF-8") from error
+
+    def close(self) -> None:
+        """Give up the store's session; a second call does nothing."""
+        self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_cluster(uri: str, *, timeout_s: float = 30.0, create: bool = False) -> Cluster:
+    """Connect to the metadata store that `uri` names.
+
+    `timeout_s` is the longest wait without progress. With `create`, a cluster is made where there is none, as
+    `init_cluster` does. Raises UsageError or Unsupported for the URI, Unreachable within `timeout_s`, NotFound for a
+    SQLite file that is not there.
+    """
+    location = parse_uri(uri)
+    store = _open_store(location, timeout_s, create)
+    try:
+        cluster = Cluster(location, store)
+        if create:
+            init_cluster(cluster)
+    except BaseException:
+        store.close()
+        raise
+    return cluster
+
+
+def init_cluster(cluster: Cluster) -> bool:
+    """Make a new cluster in the store: root, registration nodes, a random instance id, LAYOUT; False if it was there.
+
+    Several processes may do it at once. A cluster that somebody began is completed. Source:
+    ZKRegistrationManager.initNewCluster.
+    """
+    import uuid
+
+    store = cluster.store
+    if store.get(LAYOUT) is not None:
+        return False
+    root = [] if store.get("") is not None else [("", b"")]
+    nodes = [(AVAILABLE, b""), (READ_ONLY, b""), (INSTANCE_ID, str(uuid.uuid4()).encode())]
+    try:
+        store.put_all([*root, *nodes])
+    except AlreadyExists:
+        for path, value in nodes:
+            _put_new(store, path, value)
+    return _put_new(store, LAYOUT, _new_layout(cluster.location).serialize())
+
+
+def _put_new(store: MetadataStore, path: str, value: bytes) -> bool:
+    try:
+        store.put(path, value, NEW)
+    except AlreadyExists:
+        return False
+    return True
+
+
+def _new_layout(location: MetadataUri) -> LedgerLayout:
+    if location.driver == "sqlite":
+        return LedgerLayout(2, _SQLITE_CLASS, _MANAGER_VERSION)
+    return LedgerLayout(2, _PACKAGE + _NEW_LAYOUTS[location.manager_type], _MANAGER_VERSION)
+
+
+def _open_store(location: MetadataUri, timeout_s: float, create: bool) -> MetadataStore:
+    if location.driver == "sqlite":
+        from bkctl.metadata.sqlite import SqliteStore
+
+        return SqliteStore(location.path, timeout_s=timeout_s, create=create)
+    if location.driver == "zk":
+        from bkctl.metadata.zookeeper import ZooKeeperStore
+
+        if not location.pulsar:
+            return ZooKeeperStore(location.connect_string, location.path, timeout_s=timeout_s)
+        # Pulsar takes PATH for a chroot and puts its root at `ledgers` in it; operators also write the root itself.
+        store = ZooKeeperStore(location.connect_string, f"{location.path.rstrip('/')}/ledgers", timeout_s=timeout_s)
+        if location.path != "/" and store.get(INSTANCE_ID) is None:
+            store.change_root(location.path)
+        return store
+    raise Unsupported(
+        f"The {location.driver} metadata store is not in this release", hint="use a zk:// or sqlite:// metadata URI"
+    )
+
+
+def _service_info(bookie_id: str, found: Versioned[bytes] | None) -> BookieServiceInfo | None:
+    if found is None or not found.value:
+        return None
+    try:
+        return BookieServiceInfo.parse(found.value, f"registration of {bookie_id}")
+    except Corrupt:
+        return None
+
+
+def _registration_path(bookie_id: str, read_only: bool) -> str:
+    return f"{READ_ONLY if read_only else AVAILABLE}/{check_bookie_id(bookie_id)}"
+
+
+def _cookie_path(bookie_id: str) -> str:
+    return f"{COOKIES}/{check_bookie_id(bookie_id)}"

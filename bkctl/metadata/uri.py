@@ -1,0 +1,172 @@
+"""Where a cluster's metadata is: every URI form that Apache BookKeeper, Pulsar and bkctl know.
+
+    zk[+TYPE]://HOST[:PORT][;HOST…][/ROOT]      TYPE: hierarchical, longhierarchical, longlonghierarchical, flat, null
+    etcd://HOST:PORT[;HOST…][/SCOPE]
+    sqlite:///FILE                               absolute, as in file:///
+    metadata-store:[zk:]HOSTS[/PATH]             Pulsar's
+
+Source: ZKMetadataDriverBase, ServiceURI, EtcdMetadataDriverBase; Pulsar's AbstractMetadataDriver.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final, NamedTuple
+
+from bkctl.errors import Unsupported, UsageError
+
+ROOT_PATH_DEFAULT: Final = "/ledgers"
+ZOOKEEPER_PORT_DEFAULT: Final = 2181
+ETCD_PORT_DEFAULT: Final = 2379
+LEDGER_MANAGER_TYPES: Final = ("hierarchical", "longhierarchical", "longlonghierarchical", "flat", "null")
+FORMS_HINT: Final = "write it as zk+hierarchical://HOST:2181/ledgers or sqlite:///FILE"
+_URI_LENGTH_MAX: Final = 4096
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9.-]*)(?:\+([A-Za-z0-9.-]*))?://(.*)", re.DOTALL)
+_HOST = re.compile(r"[A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.]{2,45}(?:%[A-Za-z0-9._-]+)?\]", re.ASCII)
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
+_PORT = re.compile(r"[0-9]{1,5}", re.ASCII)
+_PULSAR_STORES = ("rocksdb", "memory", "etcd", "oxia")
+
+
+class MetadataUri(NamedTuple):
+    """A parsed metadata URI.
+
+    `driver` is "zk", "etcd" or "sqlite"; `manager_type` one of LEDGER_MANAGER_TYPES ("null": take what the LAYOUT says);
+    `hosts` are (host, port) pairs, empty for sqlite; `path` is the ledgers root, key scope or file, with leading "/".
+    `pulsar`: it came as `metadata-store:`, where Pulsar puts the root at PATH/ledgers, and may write no LAYOUT.
+    """
+
+    driver: str
+    manager_type: str
+    hosts: tuple[tuple[str, int], ...]
+    path: str
+    pulsar: bool = False
+
+    @property
+    def connect_string(self) -> str:
+        """The hosts as `HOST:PORT,HOST:PORT`."""
+        return ",".join(f"{host}:{port}" for host, port in self.hosts)
+
+    @property
+    def text(self) -> str:
+        """The URI in its plain form, which parses to an equal value (`metadata-store:` stays itself)."""
+        if self.driver == "sqlite":
+            return f"sqlite://{self.path}"
+        if self.pulsar:
+            return f"metadata-store:{self.driver}:{self.connect_string}{'' if self.path == '/' else self.path}"
+        kind = "" if self.manager_type == "null" else f"+{self.manager_type}"
+        return f"{self.driver}{kind}://{self.connect_string.replace(',', ';')}{self.path}"
+
+
+def parse_uri(text: str) -> MetadataUri:
+    """Read any form of metadata URI.
+
+    Raises UsageError, naming what is wrong, when the text is no metadata URI; Unsupported (exit 8) when it names a store
+    or a ledger manager type that this release does not have.
+    """
+    if len(text) > _URI_LENGTH_MAX:
+        raise UsageError(f"Metadata URI of {len(text)} characters; at most {_URI_LENGTH_MAX} are read")
+    if not text.strip():
+        raise UsageError("The metadata URI is empty", hint=FORMS_HINT)
+    if _UNPRINTABLE.search(text) or (not text.lower().startswith("sqlite:") and re.search(r"\s", text)):
+        raise _bad(text, "it contains blanks or control characters")
+    if text.lower().startswith("metadata-store:"):
+        return _parse_pulsar(text)
+    match = _SCHEME.fullmatch(text)
+    if match is None:
+        problem = "its scheme is not followed by '://'" if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", text) else "it has no scheme"
+        raise _bad(text, problem)
+    driver, kind, rest = match[1].lower(), match[2], match[3]
+    if driver == "sqlite":
+        return _parse_sqlite(text, kind, rest)
+    if driver == "zk":
+        manager_type = "null" if kind is None else kind.lower()
+        if manager_type not in LEDGER_MANAGER_TYPES:
+            raise Unsupported(
+                f"Metadata URI {text!r} names the ledger manager type {kind!r}, which bkctl does not have",
+                hint=f"it has {', '.join(LEDGER_MANAGER_TYPES)}",
+            )
+        authority, path = _split_authority(text, rest)
+        return MetadataUri("zk", manager_type, _parse_hosts(text, authority, ZOOKEEPER_PORT_DEFAULT), path)
+    if driver == "etcd":
+        if kind not in (None, "null", "hierarchical"):
+            raise _bad(text, f"etcd has no ledger manager type {kind!r}")
+        authority, path = _split_authority(text, rest)
+        return MetadataUri("etcd", "null", _parse_hosts(text, authority, ETCD_PORT_DEFAULT), path)
+    raise Unsupported(f"Metadata URI {text!r} names the store {match[1]!r}, which bkctl does not have", hint=FORMS_HINT)
+
+
+def assemble_uri(
+    zk_servers: str, zk_ledgers_root_path: str = ROOT_PATH_DEFAULT, manager_type: str | None = None
+) -> MetadataUri:
+    """The URI of the old settings `zkServers`, `zkLedgersRootPath` and `ledgerManagerType`.
+
+    A chroot behind the servers (`HOST:2181/chroot`) comes before the root path. Raises UsageError, Unsupported.
+    Source: AbstractConfiguration.getMetadataServiceUri.
+    """
+    if not zk_ledgers_root_path.startswith("/"):
+        raise UsageError(f"zkLedgersRootPath {zk_ledgers_root_path!r} does not begin with '/'")
+    servers = zk_servers.strip().replace(",", ";")
+    return parse_uri(f"zk+{manager_type or 'null'}://{servers.rstrip('/')}{zk_ledgers_root_path}")
+
+
+def _bad(text: str, problem: str) -> UsageError:
+    return UsageError(f"Not a metadata URI: {text!r}: {problem}", hint=FORMS_HINT)
+
+
+def _parse_sqlite(text: str, kind: str | None, rest: str) -> MetadataUri:
+    if kind is not None:
+        raise _bad(text, f"sqlite has no ledger manager type {kind!r}")
+    if not rest.startswith("/"):
+        raise _bad(text, "the file must be absolute, as in sqlite:///var/lib/bkctl/metadata.db")
+    if rest.endswith("/"):
+        raise _bad(text, "it names a directory, not a file")
+    return MetadataUri("sqlite", "null", (), rest)
+
+
+def _split_authority(text: str, rest: str) -> tuple[str, str]:
+    if "?" in rest or "#" in rest:
+        raise _bad(text, "a query or fragment has no meaning in it")
+    authority, slash, path = rest.partition("/")
+    if "@" in authority:
+        raise _bad(text, "a user name has no meaning in it")
+    path = slash + path
+    if not path:
+        return authority, ROOT_PATH_DEFAULT
+    path = path.rstrip("/")
+    if not path:
+        raise _bad(text, "the ledgers root path is empty")
+    if any(part in ("", ".", "..") for part in path[1:].split("/")):
+        raise _bad(text, "the ledgers root path has an empty, '.' or '..' part")
+    return authority, path
+
+
+def _parse_hosts(text: str, authority: str, port_default: int) -> tuple[tuple[str, int], ...]:
+    hosts = []
+    for item in re.split("[;,]", authority):
+        if not item:
+            raise _bad(text, "it names no host" if not authority else "an empty host between separators")
+        host, colon, port_text = item.rpartition(":")
+        if not colon or item.endswith("]"):
+            host, port_text = item, str(port_default)
+        if not _HOST.fullmatch(host):
+            raise _bad(text, f"{item!r} is not HOST:PORT")
+        if not _PORT.fullmatch(port_text) or not 0 < int(port_text) <= 65535:
+            raise _bad(text, f"{port_text!r} is not a port")
+        hosts.append((host, int(port_text)))
+    return tuple(hosts)
+
+
+def _parse_pulsar(text: str) -> MetadataUri:
+    rest = text[len("metadata-store:") :]
+    store, colon, tail = rest.partition(":")
+    if store.lower() in _PULSAR_STORES and colon:
+        raise Unsupported(f"Metadata URI {text!r} names Pulsar's {store.lower()} store, which bkctl does not have")
+    if store.lower() == "zk" and colon:
+        rest = tail
+    authority, slash, _ = rest.partition("/")
+    if slash and not rest[len(authority) :].strip("/"):
+        rest = authority
+    authority, path = _split_authority(text, rest)
+    hosts = _parse_hosts(text, authority, ZOOKEEPER_PORT_DEFAULT)
+    return MetadataUri("zk", "null", hosts, path if "/" in rest else "/", pulsar=True)
