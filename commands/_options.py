@@ -1,0 +1,616 @@
+"""Option types that commands share, and where to connect.
+
+A parameter annotated with one of the types below (`OneLedger`, `ScopeFilter`, `LedgerPassword` …) becomes one or more
+arguments and options on the command line, and arrives in the command's function as one domain value.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from inspect import Parameter
+from pathlib import Path
+from typing import Annotated, Any, Final, NamedTuple
+
+import typer
+
+from bkctl.errors import NotFound, UsageError
+from bkctl.ids import LedgerId, parse_scope_id, resolve_ledger
+
+from ._output import Output
+
+PASSWORD_SIZE_BYTES_MAX: Final = 65536
+TIMEOUT_S_DEFAULT: Final = 30.0
+GLOBAL_PANEL: Final = "Connection and output"
+
+
+class Composite(NamedTuple):
+    """Several command-line parameters that make one value: `resolve` gets their values by name, None where absent."""
+
+    parameters: tuple[Parameter, ...]
+    resolve: Callable[[Mapping[str, Any]], Any]
+
+
+def parameter(name: str, annotation: Any, default: Any = None) -> Parameter:
+    """A keyword-only parameter of a command's signature."""
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+# --- numbers --------------------------------------------------------------------------------------------------------
+
+_SIZE: Final = re.compile(r"(\d{1,19})\s*(?:([kmgt])(i?)b?|b)?", re.ASCII | re.IGNORECASE)
+_DURATION: Final = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)\s*(ms|s|m|h|d)?", re.ASCII)
+_NUMBER: Final = re.compile(r"-?[0-9]{1,19}|0[xX][0-9a-fA-F]{1,16}", re.ASCII)
+
+
+def parse_size(text: str) -> int:
+    """Bytes: a number, with KB, MB, GB, TB (powers of 1000) or K, KiB, M, MiB … (powers of 1024). Raises UsageError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"Not a size: {text!r}", hint="give bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
+    power = " kmgt".index(match[2].lower()) if match[2] else 0
+    decimal = bool(match[2]) and not match[3] and text.strip().lower().endswith("b")
+    unit: int = (1000 if decimal else 1024) ** power
+    return int(match[1]) * unit
+
+
+def parse_duration(text: str) -> float:
+    """Seconds: a number, with ms, s, m, h or d. Raises UsageError."""
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"Not a duration: {text!r}", hint="give seconds, or a number with ms, s, m, h or d")
+    return float(match[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2] or "s"]
+
+
+def parse_number(text: str, what: str) -> int:
+    """A decimal (also negative) or 0x number of at most 64 bits. Raises UsageError, naming `what`."""
+    if not _NUMBER.fullmatch(text) or not -(1 << 63) <= int(text, 0 if text[1:2] in "xX" else 10) < 1 << 64:
+        raise UsageError(f"{what}: not a number: {text!r}", hint="give a decimal or 0x number of at most 64 bits")
+    return int(text, 0 if text[1:2] in "xX" else 10)
+
+
+def _converted(name: str, option: Any, convert: Callable[[str], Any], default: str | None = None) -> Composite:
+    """One option whose text `convert` reads."""
+
+    def resolve(values: Mapping[str, Any]) -> Any:
+        return None if values[name] is None else convert(values[name])
+
+    return Composite((parameter(name, Annotated[str, option], default),), resolve)
+
+
+def number_option(flag: str, help: str) -> Composite:
+    """An option for an entry id, a position or an offset: decimal or 0x; None when absent."""
+    name = flag.removeprefix("--").replace("-", "_")
+    return _converted(
+        f"{name}_number", typer.Option(flag, help=help, metavar="N"), lambda text: parse_number(text, flag)
+    )
+
+
+def count_option(flag: str, help: str, *, default: int | None = None) -> Composite:
+    """An option for a count that is 1 or more."""
+
+    def convert(text: str) -> int:
+        number = parse_number(text, flag)
+        if number < 1:
+            raise UsageError(f"{flag} {text}: must be 1 or more")
+        return number
+
+    name = flag.removeprefix("--").replace("-", "_")
+    option = typer.Option(flag, help=help, metavar="N", show_default=default is not None)
+    return _converted(f"{name}_count", option, convert, None if default is None else str(default))
+
+
+def size_option(flag: str, help: str) -> Composite:
+    """An option for a size in bytes."""
+    name = flag.removeprefix("--").replace("-", "_")
+    return _converted(f"{name}_size", typer.Option(flag, help=help, metavar="SIZE"), parse_size)
+
+
+def duration_option(flag: str, help: str, *, default: str | None = None) -> Composite:
+    """An option for a duration, in seconds."""
+    name = flag.removeprefix("--").replace("-", "_")
+    option = typer.Option(flag, help=help, metavar="DURATION", show_default=default is not None)
+    return _converted(f"{name}_duration", option, parse_duration, default)
+
+
+# --- ledgers --------------------------------------------------------------------------------------------------------
+
+LEDGER_FORMS: Final = "decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID"
+
+_LEDGER_ID = parameter(
+    "ledger_id",
+    Annotated[
+        str, typer.Option("--ledger-id", metavar="ID", help="Ledger id; a negative decimal is two's complement.")
+    ],
+)
+_LEDGER_SCOPE_ID = parameter(
+    "ledger_scope_id",
+    Annotated[str, typer.Option("--ledger-scope-id", metavar="SCOPE", help="Ledger scope id of a bare ledger id.")],
+)
+_LEDGER_QUALIFIED_NAME = parameter(
+    "ledger_qualified_name",
+    Annotated[
+        str,
+        typer.Option("--ledger-qualified-name", metavar="NAME", help="Ledger as 32 hex digits or UUID, scope first."),
+    ],
+)
+_LEDGER_PARAMETERS = (_LEDGER_ID, _LEDGER_SCOPE_ID, _LEDGER_QUALIFIED_NAME)
+
+
+def _one_ledger(values: Mapping[str, Any]) -> LedgerId:
+    ledger = resolve_ledger(
+        values["ledger"],
+        ledger_id=values["ledger_id"],
+        ledger_scope_id=values["ledger_scope_id"],
+        ledger_qualified_name=values["ledger_qualified_name"],
+    )
+    if ledger is None:
+        raise UsageError("No ledger is given", hint=f"name it as {LEDGER_FORMS}")
+    return ledger
+
+
+def _many_ledgers(values: Mapping[str, Any]) -> list[LedgerId]:
+    texts: list[str] = values["ledgers"] or []
+    if len(texts) < 2:
+        return [_one_ledger({**values, "ledger": texts[0] if texts else None})]
+    for name, flag in (("ledger_id", "--ledger-id"), ("ledger_qualified_name", "--ledger-qualified-name")):
+        if values[name] is not None:
+            raise UsageError(f"{flag} names one ledger, and {len(texts)} are given", hint="give all as arguments")
+    return [_one_ledger({**values, "ledger": text}) for text in texts]
+
+
+#: The one ledger that a command acts on, named by argument or options.
+OneLedger = Annotated[
+    LedgerId,
+    Composite(
+        (
+            parameter(
+                "ledger",
+                Annotated[
+                    str,
+                    typer.Argument(metavar="LEDGER", help=f"The ledger: {LEDGER_FORMS}.", show_default=False),
+                ],
+            ),
+            *_LEDGER_PARAMETERS,
+        ),
+        _one_ledger,
+    ),
+]
+
+#: One ledger or more.
+ManyLedgers = Annotated[
+    list[LedgerId],
+    Composite(
+        (
+            parameter(
+                "ledgers",
+                Annotated[
+                    list[str],
+                    typer.Argument(metavar="LEDGER...", help=f"The ledgers: {LEDGER_FORMS}.", show_default=False),
+                ],
+            ),
+            *_LEDGER_PARAMETERS,
+        ),
+        _many_ledgers,
+    ),
+]
+
+
+class NewLedger(NamedTuple):
+    """What `ledger write` was asked to create: a given id, or one that is generated in `scope_id`."""
+
+    ledger: LedgerId | None
+    scope_id: int
+
+
+def _new_ledger(values: Mapping[str, Any]) -> NewLedger:
+    scope_text, name, id_text = values["ledger_scope_id"], values["ledger_qualified_name"], values["ledger_id"]
+    if values["uuid"]:
+        if (id_text, name, scope_text) != (None, None, None):
+            raise UsageError("--uuid makes a new id, and another option gives one", hint="drop one of the two")
+        ledger = LedgerId.random()
+        return NewLedger(ledger, ledger.scope_id)
+    if id_text is None and name is None:
+        return NewLedger(None, 0 if scope_text is None else parse_scope_id(scope_text))
+    given = resolve_ledger(None, ledger_id=id_text, ledger_scope_id=scope_text, ledger_qualified_name=name)
+    assert given is not None
+    return NewLedger(given, given.scope_id)
+
+
+#: The id of a ledger that is to be created.
+LedgerToCreate = Annotated[
+    NewLedger,
+    Composite(
+        (
+            parameter("uuid", Annotated[bool, typer.Option("--uuid", help="A random UUID as the 128-bit id.")], False),
+            *_LEDGER_PARAMETERS,
+        ),
+        _new_ledger,
+    ),
+]
+
+
+def _scope_filter(default: int | None) -> Callable[[Mapping[str, Any]], int | None]:
+    def resolve(values: Mapping[str, Any]) -> int | None:
+        text = values["ledger_scope_id"]
+        if values["all_scopes"]:
+            if text is not None:
+                raise UsageError("--all-scopes and --ledger-scope-id are given", hint="give one of them")
+            return None
+        return default if text is None else parse_scope_id(text)
+
+    return resolve
+
+
+def _scope_parameters(help: str) -> tuple[Parameter, ...]:
+    return (
+        parameter("ledger_scope_id", Annotated[str, typer.Option("--ledger-scope-id", metavar="SCOPE", help=help)]),
+        parameter("all_scopes", Annotated[bool, typer.Option("--all-scopes", help="Ledgers of every scope.")], False),
+    )
+
+
+#: The scope that a command lists (scope 0 when none is named); None: all scopes.
+ScopeToList = Annotated[
+    int | None, Composite(_scope_parameters("Only ledgers of this scope (default 0)."), _scope_filter(0))
+]
+
+#: The scope that a scan is limited to; None (the default): all scopes.
+ScopeFilter = Annotated[int | None, Composite(_scope_parameters("Only ledgers of this scope."), _scope_filter(None))]
+
+#: The ledger that a scan is limited to.
+LedgerFilter = Annotated[
+    LedgerId | None,
+    Composite(
+        (
+            parameter(
+                "ledger_filter",
+                Annotated[str, typer.Option("--ledger", metavar="LEDGER", help=f"Only this ledger: {LEDGER_FORMS}.")],
+            ),
+        ),
+        lambda values: None if values["ledger_filter"] is None else LedgerId.parse(values["ledger_filter"]),
+    ),
+]
+
+
+class ScanFilter(NamedTuple):
+    """Which ledgers a scan shows: one ledger, one scope, or (both None) all."""
+
+    ledger: LedgerId | None
+    scope_id: int | None
+
+
+def _scan_filter(values: Mapping[str, Any]) -> ScanFilter:
+    scope = _scope_filter(None)(values)
+    if values["ledger_filter"] is None:
+        return ScanFilter(None, scope)
+    return ScanFilter(LedgerId.parse(values["ledger_filter"], scope), scope)
+
+
+#: `--ledger`, `--ledger-scope-id` and `--all-scopes` of a scan; a bare `--ledger` is in the scope given.
+ScanLedgers = Annotated[
+    ScanFilter,
+    Composite(
+        (
+            parameter(
+                "ledger_filter",
+                Annotated[str, typer.Option("--ledger", metavar="LEDGER", help=f"Only this ledger: {LEDGER_FORMS}.")],
+            ),
+            *_scope_parameters("Only ledgers of this scope."),
+        ),
+        _scan_filter,
+    ),
+]
+
+
+# --- passwords ------------------------------------------------------------------------------------------------------
+
+
+def _password(values: Mapping[str, Any]) -> bytes:
+    text, file = values["password"], values["password_file"]
+    if text is not None and file is not None:
+        raise UsageError("--password and --password-file are given", hint="give one of them")
+    if file is not None:
+        with open(file, "rb") as stream:
+            content = stream.read(PASSWORD_SIZE_BYTES_MAX + 1)
+        if len(content) > PASSWORD_SIZE_BYTES_MAX:
+            raise UsageError(f"{file}: larger than {PASSWORD_SIZE_BYTES_MAX} bytes, so not a password file")
+        return content.removesuffix(b"\n").removesuffix(b"\r")
+    if text is None:
+        text = os.environ.get("BKCTL_LEDGER_PASSWORD", "")
+    return os.fsencode(text)
+
+
+#: The ledger's password as bytes; empty when none is given.
+LedgerPassword = Annotated[
+    bytes,
+    Composite(
+        (
+            parameter(
+                "password",
+                Annotated[
+                    str,
+                    typer.Option(
+                        "--password",
+                        metavar="TEXT",
+                        help="Ledger password (default empty; also BKCTL_LEDGER_PASSWORD). Other users see it in ps.",
+                    ),
+                ],
+            ),
+            parameter(
+                "password_file",
+                Annotated[
+                    Path,
+                    typer.Option("--password-file", metavar="FILE", help="File with the password; one last LF is cut."),
+                ],
+            ),
+        ),
+        _password,
+    ),
+]
+
+
+class EntryRange(NamedTuple):
+    """`--from` and `--to`, both inclusive; None where not given."""
+
+    first: int | None
+    last: int | None
+
+
+def _entry_range(values: Mapping[str, Any]) -> EntryRange:
+    bounds: list[int | None] = []
+    for name, flag in (("range_from", "--from"), ("range_to", "--to")):
+        text = values[name]
+        number = None if text is None else parse_number(text, flag)
+        if number is not None and not 0 <= number < 1 << 63:
+            raise UsageError(f"{flag} {text}: entry ids are 0 or more, below 2^63")
+        bounds.append(number)
+    first, last = bounds
+    if first is not None and last is not None and first > last:
+        raise UsageError(f"--from {first} is after --to {last}")
+    return EntryRange(first, last)
+
+
+#: `--from` and `--to` of entry ids.
+Entries = Annotated[
+    EntryRange,
+    Composite(
+        (
+            parameter(
+                "range_from",
+                Annotated[str, typer.Option("--from", metavar="ENTRY", help="First entry id (default 0).")],
+            ),
+            parameter(
+                "range_to",
+                Annotated[str, typer.Option("--to", metavar="ENTRY", help="Last entry id, itself included.")],
+            ),
+        ),
+        _entry_range,
+    ),
+]
+
+
+# --- global options -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Globals:
+    """The options that stand before the group or after the command; None where not given."""
+
+    metadata_uri: str | None = None
+    conf: Path | None = None
+    context: str | None = None
+    bookie_addresses: tuple[str, ...] = ()
+    output: Output | None = None
+    timeout_s: float | None = None
+    yes: bool = False
+
+    def over(self, earlier: Globals) -> Globals:
+        """These options where they are given, else the `earlier` ones. Connections merge elsewhere: see connect_to."""
+        return replace(
+            self,
+            bookie_addresses=earlier.bookie_addresses + self.bookie_addresses,
+            output=self.output or earlier.output,
+            timeout_s=self.timeout_s if self.timeout_s is not None else earlier.timeout_s,
+            yes=self.yes or earlier.yes,
+            conf=self.conf or earlier.conf,
+        )
+
+
+def _global(name: str, annotation: Any, *declarations: str, default: Any = None, **settings: Any) -> Parameter:
+    option = typer.Option(*declarations, rich_help_panel=GLOBAL_PANEL, **settings)
+    return parameter(name, Annotated[annotation, option], default)
+
+
+def global_parameters(*, connects: bool, asks: bool) -> tuple[Parameter, ...]:
+    """The options accepted before the group and after the command. Those that the command has no use for are hidden."""
+    return (
+        _global(
+            "g_metadata_uri",
+            str,
+            "--metadata-uri",
+            "-u",
+            metavar="URI",
+            hidden=not connects,
+            help="Metadata store: zk+hierarchical://HOST:PORT/ledgers, etcd://…, sqlite:///FILE. [BKCTL_METADATA_URI]",
+        ),
+        _global(
+            "g_conf",
+            Path,
+            "--conf",
+            "-c",
+            metavar="FILE",
+            help="A bookie's bk_server.conf (or Pulsar's bookkeeper.conf): its cluster and directories. [BKCTL_CONF]",
+        ),
+        _global(
+            "g_context",
+            str,
+            "--context",
+            "-x",
+            metavar="NAME",
+            hidden=not connects,
+            help="A named connection of the configuration file. [BKCTL_CONTEXT]",
+        ),
+        _global(
+            "g_bookie_address",
+            list[str],
+            "--bookie-address",
+            metavar="ID=HOST:PORT",
+            hidden=not connects,
+            help="Reach bookie ID at HOST:PORT instead of its advertised one; repeatable. [BKCTL_BOOKIE_ADDRESS]",
+        ),
+        _global(
+            "g_timeout",
+            str,
+            "--timeout",
+            metavar="DURATION",
+            hidden=not connects,
+            help="Longest wait without progress from a server (default 30s). [BKCTL_TIMEOUT]",
+        ),
+        _global(
+            "g_output",
+            Output,
+            "--output",
+            "-o",
+            metavar="FORM",
+            help=f"Form of output: {', '.join(Output)} (default table). [BKCTL_OUTPUT]",
+        ),
+        _global("g_yes", bool, "--yes", "-y", default=False, hidden=not asks, help="Do not ask before destroying."),
+    )
+
+
+def read_globals(values: Mapping[str, Any]) -> Globals:
+    """The values of `global_parameters`."""
+    return Globals(
+        metadata_uri=values["g_metadata_uri"],
+        conf=values["g_conf"],
+        context=values["g_context"],
+        bookie_addresses=tuple(values["g_bookie_address"] or ()),
+        output=values["g_output"],
+        timeout_s=None if values["g_timeout"] is None else parse_duration(values["g_timeout"]),
+        yes=bool(values["g_yes"]),
+    )
+
+
+def environment_globals(environment: Mapping[str, str]) -> Globals:
+    """The options that the environment gives as BKCTL_… variables; an empty variable counts as absent."""
+
+    def get(name: str) -> str | None:
+        return environment.get(f"BKCTL_{name}") or None
+
+    output, timeout, conf = get("OUTPUT"), get("TIMEOUT"), get("CONF")
+    if output is not None and output not in set(Output):
+        raise UsageError(f"BKCTL_OUTPUT={output!r}: not a form of output", hint=f"one of {', '.join(Output)}")
+    return Globals(
+        metadata_uri=get("METADATA_URI"),
+        conf=None if conf is None else Path(conf),
+        context=get("CONTEXT"),
+        bookie_addresses=tuple((get("BOOKIE_ADDRESS") or "").replace(",", " ").split()),
+        output=None if output is None else Output(output),
+        timeout_s=None if timeout is None else parse_duration(timeout),
+    )
+
+
+# --- where to connect -----------------------------------------------------------------------------------------------
+
+
+class Connection(NamedTuple):
+    """The metadata store to open, and what named it (for messages)."""
+
+    uri: str
+    source: str
+
+
+def connect_to(levels: list[tuple[str, Globals]], environment: Mapping[str, str]) -> Connection:
+    """Where to connect: the first of `levels` (nearest first) that names a place, current context, local cluster.
+
+    Within a level a URI goes before a configuration file, and that before a context.
+    Raises UsageError when nothing names a cluster, NotFound for a context or file that is not there.
+    """
+    from bkctl.config import read_properties
+
+    for source, options in levels:
+        if options.metadata_uri is not None:
+            return Connection(options.metadata_uri, f"--metadata-uri {source}")
+        if options.conf is not None:
+            uri = read_properties(options.conf).metadata_service_uri
+            if uri is None:
+                raise UsageError(f"{options.conf}: no metadataServiceUri and no zkServers", hint="add --metadata-uri")
+            return Connection(uri, str(options.conf))
+        if options.context is not None:
+            return _context(options.context, environment)
+    current = _current_context(environment)
+    if current is not None:
+        return current
+    uri = _local_cluster()
+    if uri is not None:
+        return Connection(uri, "the local cluster")
+    raise UsageError(
+        "No cluster is named", hint="add --metadata-uri URI or --conf FILE, or start one with 'bkctl cluster up'"
+    )
+
+
+def context_file(environment: Mapping[str, str]) -> Path:
+    """The configuration file: BKCTL_CONFIG, else bkctl/config.toml under XDG_CONFIG_HOME or ~/.config."""
+    if given := environment.get("BKCTL_CONFIG"):
+        return Path(given)
+    home = environment.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    return Path(home) / "bkctl" / "config.toml"
+
+
+def _read_contexts(environment: Mapping[str, str]) -> dict[str, Any] | None:
+    """The configuration file's content; None when there is no file."""
+    path = context_file(environment)
+    try:
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    import tomllib
+
+    try:
+        return tomllib.loads(content.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: not TOML: {error}") from error
+
+
+def _current_context(environment: Mapping[str, str]) -> Connection | None:
+    document = _read_contexts(environment)
+    name = None if document is None else document.get("current-context")
+    return None if name is None else _context(str(name), environment)
+
+
+def _context(name: str, environment: Mapping[str, str]) -> Connection:
+    document = _read_contexts(environment)
+    path = context_file(environment)
+    if document is None:
+        raise NotFound(
+            f"Context {name!r}: there is no {path}", hint="use --metadata-uri, or write [contexts.NAME] there"
+        )
+    contexts = document.get("contexts")
+    settings = contexts.get(name) if isinstance(contexts, dict) else None
+    if not isinstance(settings, dict):
+        raise NotFound(f"Context {name!r} is not in {path}", hint=f"add [contexts.{name}] with metadata-uri")
+    uri = settings.get("metadata-uri")
+    if not isinstance(uri, str):
+        raise UsageError(f"{path}: context {name!r} has no metadata-uri")
+    return Connection(uri, f"context {name}")
+
+
+def _local_cluster() -> str | None:
+    from bkctl.bookie.local import active_cluster
+
+    cluster = active_cluster()
+    return None if cluster is None else cluster.metadata_uri
+
+
+def parse_bookie_addresses(texts: tuple[str, ...]) -> dict[str, tuple[str, int]]:
+    """`ID=HOST:PORT` → {bookie id: (host, port)}; the later of two for one id counts. Raises UsageError."""
+    addresses: dict[str, tuple[str, int]] = {}
+    for text in texts:
+        bookie_id, equals, address = text.rpartition("=")
+        host, colon, port = address.rpartition(":")
+        if not (equals and colon and bookie_id and host and port.isascii() and port.isdigit() and int(port) < 65536):
+            raise UsageError(f"--bookie-address {text!r}: not ID=HOST:PORT")
+        addresses[bookie_id] = (host.removeprefix("[").removesuffix("]"), int(port))
+    return addresses

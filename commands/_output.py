@@ -1,0 +1,702 @@
+"""The one output layer: columns declared once, printed as table, json, ndjson, csv or ids.
+
+A `Columns` says for each field where it is on the domain's value, its JSON name and its table title. The JSON line of
+a row is one compiled f-string, so listing the records of an entry log costs no dict and no `json.dumps` a row. Rows
+stream in every format: memory does not grow with their number. Data goes to stdout, all else to stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import UTC, datetime
+from enum import Enum, StrEnum
+from json.encoder import encode_basestring_ascii as quote
+from types import TracebackType
+from typing import Any, Final, Protocol, TextIO
+
+from bkctl.errors import UsageError
+from bkctl.ids import LedgerId
+
+
+class Output(StrEnum):
+    """The forms of output; `table` for people, the rest for scripts."""
+
+    TABLE = "table"
+    JSON = "json"
+    NDJSON = "ndjson"
+    CSV = "csv"
+    ID = "id"
+
+
+class Kind(Enum):
+    """How a column's value is written; None is `null` in JSON and `-` in a table."""
+
+    LEDGER = "ledger"  # a LedgerId: three fields in JSON and csv, one cell in a table
+    INTEGER = "integer"
+    SIZE = "size"  # bytes: a number in JSON, KiB and MiB in a table
+    TEXT = "text"
+    BOOLEAN = "boolean"
+    TIME = "time"  # milliseconds since 1970 → ISO 8601 UTC
+    BINARY = "binary"  # bytes-like → base64
+    NESTED = "nested"  # lists, dicts and scalars as json.dumps writes them
+
+
+class Column:
+    """One field: `source` is an attribute path on the row (`header.size`) or a function of the row.
+
+    `title` is the table's (None: not in the table), `name` the JSON name. `flexible` cells are cut when the terminal
+    is too narrow. `text` overrides how a table shows the value; `style` gives the ANSI colour of a value's cell.
+    """
+
+    __slots__ = ("flexible", "kind", "name", "source", "style", "text", "title")
+
+    def __init__(
+        self,
+        title: str | None,
+        name: str,
+        source: str | Callable[[Any], Any],
+        kind: Kind = Kind.TEXT,
+        *,
+        flexible: bool = False,
+        text: Callable[[Any], str] | None = None,
+        style: Mapping[str, str] | None = None,
+    ) -> None:
+        self.title, self.name, self.source, self.kind = title, name, source, kind
+        self.flexible, self.text, self.style = flexible, text, style
+
+
+def ledger_column(source: str = "ledger") -> Column:
+    """The column of a row's LedgerId: the three id fields in JSON and csv, decimal or qualified name in a table."""
+    return Column("LEDGER", "ledger", source, Kind.LEDGER)
+
+
+class Columns:
+    """The fields of one kind of row. `key` names the column that `-o id` prints; None: the command has no ids."""
+
+    def __init__(self, *columns: Column, key: str | None = None) -> None:
+        self.columns = columns
+        self.key = key
+        if key is not None and all(column.name != key for column in columns):
+            raise ValueError(f"no column {key}")
+
+    def __add__(self, more: Iterable[Column]) -> Columns:
+        return Columns(*self.columns, *more, key=self.key)
+
+    def names(self) -> list[str]:
+        """The JSON names in order."""
+        names: list[str] = []
+        for column in self.columns:
+            names.extend(LEDGER_FIELDS if column.kind is Kind.LEDGER else [column.name])
+        return names
+
+
+LEDGER_FIELDS: Final = ("ledgerScopeId", "ledgerId", "ledgerQualifiedName")
+NULL: Final = "-"
+SAMPLE_ROWS: Final = 100
+BATCH_ROWS: Final = 512
+#: Rows that wait for a full batch or for the table's sample are printed after this long all the same.
+PATIENCE_S: Final = 0.25
+
+BOLD: Final = "\x1b[1m"
+GREEN: Final = "\x1b[32m"
+YELLOW: Final = "\x1b[33m"
+RED: Final = "\x1b[31m"
+CYAN: Final = "\x1b[36m"
+RESET: Final = "\x1b[0m"
+
+_CSV_SPECIAL: Final = re.compile(r'[,"\r\n]').search
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+
+def iso_time(milliseconds: int) -> str:
+    """ISO 8601 in UTC with milliseconds, ending in Z; out of the calendar's range: the number itself."""
+    try:
+        moment = datetime.fromtimestamp(milliseconds / 1000, UTC)
+    except (ValueError, OverflowError, OSError):
+        return str(milliseconds)
+    return f"{moment:%Y-%m-%dT%H:%M:%S}.{milliseconds % 1000:03d}Z"
+
+
+def size_text(size_bytes: int) -> str:
+    """`size_bytes` for people: exact below 10 KiB, else three digits and a binary unit."""
+    if size_bytes < 10240:
+        return f"{size_bytes} B"
+    value, unit = size_bytes / 1024, "KiB"
+    for larger in ("MiB", "GiB", "TiB", "PiB"):
+        if value < 999.5:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.1f} {unit}" if value < 99.95 else f"{value:.0f} {unit}"
+
+
+def base64_text(data: bytes | bytearray | memoryview) -> str:
+    """Standard base64 without line breaks."""
+    import binascii
+
+    return binascii.b2a_base64(data, newline=False).decode("ascii")
+
+
+def plain(text: str) -> str:
+    """`text` without control characters (each as `\\xNN`), so that no value can steer the terminal or break a row."""
+    return text if text.isprintable() else _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+def width_of(text: str) -> int:
+    """Terminal cells that `text` takes."""
+    if text.isascii():
+        return len(text)
+    from unicodedata import combining, east_asian_width
+
+    return sum(0 if combining(char) else 2 if east_asian_width(char) in "WF" else 1 for char in text)
+
+
+def cut(text: str, width: int) -> str:
+    """`text` in at most `width` cells, ending in `…` where something was cut."""
+    if width_of(text) <= width:
+        return text
+    while text and width_of(text) > width - 1:
+        text = text[:-1]
+    return text + "…"
+
+
+# --- compiling a row ------------------------------------------------------------------------------------------------
+
+
+class _LedgerTexts(dict[LedgerId, str]):
+    """LedgerId → its text in one format; a scan meets the same few ledgers again and again."""
+
+    def __init__(self, text: Callable[[LedgerId], str]) -> None:
+        super().__init__()
+        self._text = text
+
+    def __missing__(self, ledger: LedgerId) -> str:
+        if len(self) > 10_000:
+            self.clear()
+        text = self[ledger] = self._text(ledger)
+        return text
+
+
+def _ledger_json(ledger: LedgerId) -> str:
+    return ",".join(f'"{name}":"{value}"' for name, value in ledger.to_json().items())
+
+
+def _ledger_csv(ledger: LedgerId) -> str:
+    return ",".join(ledger.to_json().values())
+
+
+def _dumps(value: Any) -> str:
+    import json
+
+    return json.dumps(value, separators=(",", ":"), default=_json_default)
+
+
+def _json_default(value: Any) -> Any:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return base64_text(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+# How a value is written, per kind and format; `{v}` is the value. Evaluated in the scope of `_compile`.
+_JSON: Final[dict[Kind, str]] = {
+    Kind.LEDGER: "_null_ledger if {v} is None else _ledgers[{v}]",
+    Kind.INTEGER: '"null" if {v} is None else {v}',
+    Kind.SIZE: '"null" if {v} is None else {v}',
+    Kind.TEXT: '"null" if {v} is None else _quote({v})',
+    Kind.BOOLEAN: '"null" if {v} is None else "true" if {v} else "false"',
+    Kind.TIME: '"null" if {v} is None else _quote(_iso({v}))',
+    Kind.BINARY: '"null" if {v} is None else _quote(_base64({v}))',
+    Kind.NESTED: "_dumps({v})",
+}
+_CSV: Final[dict[Kind, str]] = {
+    Kind.LEDGER: '",," if {v} is None else _ledger_cells[{v}]',
+    Kind.INTEGER: '"" if {v} is None else {v}',
+    Kind.SIZE: '"" if {v} is None else {v}',
+    Kind.TEXT: '"" if {v} is None else _cell({v})',
+    Kind.BOOLEAN: '"" if {v} is None else "true" if {v} else "false"',
+    Kind.TIME: '"" if {v} is None else _iso({v})',
+    Kind.BINARY: '"" if {v} is None else _base64({v})',
+    Kind.NESTED: '"" if {v} is None else _cell({v} if isinstance({v}, str) else _dumps({v}))',
+}
+
+
+def _compile(columns: Columns, codes: Mapping[Kind, str], field: Callable[[Column, str], str]) -> Callable[[Any], str]:
+    """One f-string for a whole row: an order of magnitude faster than a dict and json.dumps, or a loop over columns."""
+    scope: dict[str, Any] = {
+        "_ledgers": _LedgerTexts(_ledger_json),
+        "_ledger_cells": _LedgerTexts(_ledger_csv),
+        "_null_ledger": '"ledgerScopeId":null,"ledgerId":null,"ledgerQualifiedName":null',
+        "_quote": quote,
+        "_iso": iso_time,
+        "_base64": base64_text,
+        "_dumps": _dumps,
+        "_cell": csv_cell,
+    }
+    parts: list[str] = []
+    for index, column in enumerate(columns.columns):
+        if callable(column.source):
+            scope[f"_f{index}"] = column.source
+            first = f"_f{index}(r)"
+        else:
+            first = f"r.{column.source}"
+        # The value is taken once, where the code names it first in the order of evaluation: the test for None.
+        code = codes[column.kind]
+        if code.count("{v}") > 1:
+            at = code.index("{v} is None")
+            code = code[:at] + f"(_v{index} := {first})" + code[at + 3 :]
+            code = code.replace("{v}", f"_v{index}")
+        parts.append(field(column, "{(" + code.replace("{v}", first) + ")}"))
+    compiled: Callable[[Any], str] = eval("lambda r: f'''" + ",".join(parts) + "'''", scope)
+    return compiled
+
+
+def compile_json(columns: Columns) -> Callable[[Any], str]:
+    """The function row → its JSON object on one line, without line end."""
+    fields = _compile(
+        columns, _JSON, lambda column, code: code if column.kind is Kind.LEDGER else f'"{column.name}":{code}'
+    )
+    return lambda row: f"{{{fields(row)}}}"
+
+
+def compile_csv(columns: Columns) -> Callable[[Any], str]:
+    """The function row → its csv line, without line end; names and text are quoted where RFC 4180 wants it."""
+    return _compile(columns, _CSV, lambda column, code: code)
+
+
+def csv_cell(text: str) -> str:
+    """`text` as one csv cell."""
+    return '"' + text.replace('"', '""') + '"' if _CSV_SPECIAL(text) else text
+
+
+def getter(column: Column) -> Callable[[Any], Any]:
+    """The function row → the column's value."""
+    if callable(column.source):
+        return column.source
+    from operator import attrgetter
+
+    return attrgetter(column.source)
+
+
+def cell_text(column: Column, value: Any) -> str:
+    """How a table shows `value`."""
+    if value is None:
+        return NULL
+    if column.text is not None:
+        return plain(column.text(value))
+    match column.kind:
+        case Kind.SIZE:
+            return size_text(value)
+        case Kind.BOOLEAN:
+            return "yes" if value else "no"
+        case Kind.TIME:
+            return iso_time(value)
+        case Kind.BINARY:
+            return base64_text(value)
+        case Kind.NESTED:
+            return _nested_text(value)
+        case Kind.TEXT:
+            return plain(str(value))
+        case _:
+            return str(value)
+
+
+def _cell_function(column: Column) -> Callable[[Any], str]:
+    if column.text is None and column.kind in (Kind.INTEGER, Kind.LEDGER):
+        return lambda value: NULL if value is None else str(value)
+    return lambda value: cell_text(column, value)
+
+
+def _nested_text(value: Any) -> str:
+    if isinstance(value, str):
+        return plain(value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return base64_text(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{plain(str(key))}={_nested_text(item)}" for key, item in value.items()) or NULL
+    if isinstance(value, list | tuple):
+        return ", ".join(_nested_text(item) for item in value) or NULL
+    return NULL if value is None else str(value)
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+class ClosedOutput(Exception):
+    """The reader of stdout is gone (`| head`): what is left to print is not wanted."""
+
+
+class Terminal(Protocol):
+    """What the output layer asks of the terminal; replaced in tests."""
+
+    def write(self, text: str, /) -> int: ...
+    def flush(self) -> None: ...
+    def isatty(self) -> bool: ...
+
+
+def emit(text: str, stream: Terminal | None = None) -> None:
+    """Write `text` to stdout. Raises ClosedOutput when nobody reads it any more."""
+    try:
+        (stream or sys.stdout).write(text)
+    except BrokenPipeError:
+        raise ClosedOutput from None
+
+
+def emit_bytes(data: bytes | bytearray | memoryview) -> None:
+    """Write raw bytes to stdout. Raises ClosedOutput when nobody reads it any more."""
+    try:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(data)
+    except BrokenPipeError:
+        raise ClosedOutput from None
+
+
+class RowWriter:
+    """Prints rows one by one; a context manager, since json closes its array and a short table is laid out at the end.
+
+    What was given before an exception is printed all the same: data precedes damage.
+    """
+
+    def __init__(
+        self,
+        columns: Columns,
+        output: Output,
+        *,
+        stream: Terminal | None = None,
+        color: bool = False,
+        live: bool = False,
+        written: Callable[[int], None] | None = None,
+    ) -> None:
+        """`live` prints every row at once; `written` is told the number of rows of each batch."""
+        self._columns, self._output = columns, output
+        self._stream: Terminal = stream or sys.stdout
+        self._tty = self._stream.isatty()
+        self._color = color
+        self._live = live or (self._tty and output is not Output.TABLE)
+        self._written = written
+        self._batch: list[str] = []
+        self._pushed = time.monotonic()
+        self.row: Callable[[Any], None]
+        if output is Output.ID:
+            if columns.key is None:
+                raise UsageError("-o id: this command prints nothing that has an id", hint="use -o ndjson or -o csv")
+            column = next(column for column in columns.columns if column.name == columns.key)
+            value = getter(column)
+            self._line: Callable[[Any], str] = lambda row: f"{_id_text(column, value(row))}\n"
+        elif output is Output.NDJSON:
+            compiled = compile_json(columns)
+            self._line = lambda row: compiled(row) + "\n"
+        elif output is Output.JSON:
+            compiled = compile_json(columns)
+            self._line = lambda row: ",\n" + compiled(row)
+        elif output is Output.CSV:
+            compiled = compile_csv(columns)
+            self._line = lambda row: compiled(row) + "\n"
+        self._table: _Table | None = None
+        if output is Output.TABLE:
+            self._table = _Table(columns, self._stream, color)
+            self.row = self._table_row
+        else:
+            self.row = self._plain_row
+
+    def __enter__(self) -> RowWriter:
+        if self._output is Output.CSV:
+            self._batch.append(",".join(self._columns.names()) + "\n")
+        self._first = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and issubclass(kind, ClosedOutput):
+            return
+        if self._table is not None:
+            self._batch.extend(self._table.finish())
+        if self._output is Output.JSON:
+            self._flush_json()
+            emit("[]\n" if self._first else "\n]\n", self._stream)
+        else:
+            self._flush()
+        self._push()
+
+    def _plain_row(self, row: Any) -> None:
+        batch = self._batch
+        batch.append(self._line(row))
+        if self._live or len(batch) >= BATCH_ROWS:
+            self._flush_batch()
+        elif time.monotonic() - self._pushed > PATIENCE_S:
+            self._flush_batch()
+            self._push()
+
+    def _table_row(self, row: Any) -> None:
+        assert self._table is not None
+        self._batch.extend(self._table.add(row, now=self._live))
+        if self._live or self._tty or len(self._batch) >= BATCH_ROWS:
+            self._flush_batch()
+
+    def _flush_batch(self) -> None:
+        if self._output is Output.JSON:
+            self._flush_json()
+        else:
+            self._flush()
+        if self._live:
+            self._push()
+
+    def _flush(self) -> None:
+        if self._batch:
+            if self._written is not None:
+                self._written(len(self._batch))
+            emit("".join(self._batch), self._stream)
+            self._batch.clear()
+
+    def _flush_json(self) -> None:
+        if self._batch and self._first:
+            self._batch[0] = "[\n" + self._batch[0][2:]
+            self._first = False
+        self._flush()
+
+    def _push(self) -> None:
+        self._pushed = time.monotonic()
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            raise ClosedOutput from None
+
+
+class _Table:
+    """A table whose widths come from its first rows; later rows stream into them."""
+
+    def __init__(self, columns: Columns, stream: Terminal, color: bool) -> None:
+        self._columns = [column for column in columns.columns if column.title is not None]
+        self._cells = [(getter(column), _cell_function(column)) for column in self._columns]
+        self._right = [column.kind in (Kind.INTEGER, Kind.SIZE) for column in self._columns]
+        self._sample: list[list[str]] | None = []
+        self._sample_started = 0.0
+        self._color = color
+        self._room = terminal_width() if stream.isatty() else None
+        self._widths: list[int] = []
+        #: Plain rows are laid out by one % operation; colours, wide characters and cutting take the slower way.
+        self._template: str | None = None
+
+    def add(self, row: Any, *, now: bool) -> list[str]:
+        """The lines that can be printed once `row` is there."""
+        cells = [text(get(row)) for get, text in self._cells]
+        if self._sample is None:
+            line = self._template % tuple(cells) if self._template else ""
+            return [line.rstrip() + "\n"] if line.isascii() and line else [self._format(cells)]
+        self._sample.append(cells)
+        moment = time.monotonic()
+        self._sample_started = self._sample_started or moment
+        if now or len(self._sample) >= SAMPLE_ROWS or moment - self._sample_started > PATIENCE_S:
+            return self._settle()
+        return []
+
+    def finish(self) -> list[str]:
+        """The lines that still wait for more rows."""
+        return self._settle() if self._sample is not None else []
+
+    def _settle(self) -> list[str]:
+        assert self._sample is not None
+        titles = [column.title or "" for column in self._columns]
+        self._widths = [
+            max([len(title), *(width_of(row[index]) for row in self._sample)]) for index, title in enumerate(titles)
+        ]
+        self._fit()
+        if not self._color and not (self._room is not None and any(column.flexible for column in self._columns)):
+            self._template = "  ".join(
+                f"%{width}s" if right else f"%-{width}s" for width, right in zip(self._widths, self._right, strict=True)
+            )
+        header = self._format(titles, header=True)
+        lines = [header, *(self._format(row) for row in self._sample)]
+        self._sample = None
+        return lines
+
+    def _fit(self) -> None:
+        """Take what the terminal lacks from the flexible columns, the widest first, never below 12 cells."""
+        if self._room is None:
+            return
+        excess = sum(self._widths) + 2 * (len(self._widths) - 1) - self._room
+        flexible = [index for index, column in enumerate(self._columns) if column.flexible]
+        while excess > 0 and flexible:
+            widest = max(flexible, key=lambda index: self._widths[index])
+            if self._widths[widest] <= 12:
+                return
+            self._widths[widest] -= 1
+            excess -= 1
+
+    def _format(self, cells: list[str], *, header: bool = False) -> str:
+        parts: list[str] = []
+        last = len(cells) - 1
+        for index, (cell, width) in enumerate(zip(cells, self._widths, strict=True)):
+            column = self._columns[index]
+            if self._room is not None and column.flexible:
+                cell = cut(cell, width)
+            space = " " * (width - (len(cell) if cell.isascii() else width_of(cell)))
+            style = None
+            if self._color:
+                style = BOLD if header else (column.style or {}).get(cell)
+            shown = f"{style}{cell}{RESET}" if style else cell
+            parts.append(space + shown if self._right[index] else shown if index == last else shown + space)
+        return "  ".join(parts).rstrip() + "\n"
+
+
+def _id_text(column: Column, value: Any) -> str:
+    # Control characters are escaped, so that one row stays one line.
+    return cell_text(Column("", column.name, column.source, column.kind), value)
+
+
+def show(value: Any, columns: Columns, output: Output, *, stream: Terminal | None = None, color: bool = False) -> None:
+    """Print one object: name and value a line as a table, one indented document as json."""
+    target: Terminal = stream or sys.stdout
+    if output is Output.TABLE:
+        fields = [(column, getter(column)(value)) for column in columns.columns if column.title is not None]
+        width = max(len(column.title or "") for column, _ in fields)
+        lines: list[str] = []
+        for column, item in fields:
+            lines.extend(_field_lines(column, item, width, color))
+        emit("\n".join(lines) + "\n", target)
+    elif output is Output.JSON:
+        import json
+
+        document = json.loads(compile_json(columns)(value))
+        emit(json.dumps(document, indent=2) + "\n", target)
+    else:
+        with RowWriter(columns, output, stream=target) as writer:
+            writer.row(value)
+        return
+    try:
+        target.flush()
+    except BrokenPipeError:
+        raise ClosedOutput from None
+
+
+def _field_lines(column: Column, value: Any, width: int, color: bool) -> Iterator[str]:
+    """The lines of one field of an object; each item of a mapping has a line of its own."""
+    label = (column.title or "").ljust(width)
+    shown = f"{BOLD}{label}{RESET}" if color else label
+    if column.kind is Kind.NESTED and isinstance(value, Mapping) and value and column.text is None:
+        for key, item in value.items():
+            yield f"{shown}  {plain(str(key))}: {_nested_text(item)}"
+            shown = " " * width
+        return
+    if column.kind is Kind.LEDGER and value is not None and value.is_scoped:
+        cell = f"{value}  (scope {value.scope_id}, ledger {value.ledger_id})"
+    elif column.kind is Kind.SIZE and value is not None and value >= 10240:
+        cell = f"{size_text(value)}  ({value:,} bytes)"
+    else:
+        cell = cell_text(column, value)
+    style = (column.style or {}).get(cell) if color else None
+    yield f"{shown}  {style}{cell}{RESET}" if style else f"{shown}  {cell}"
+
+
+# --- the terminal ---------------------------------------------------------------------------------------------------
+
+
+def terminal_width() -> int:
+    """Columns of the terminal on stdout, or what COLUMNS says; 80 when neither is known."""
+    from shutil import get_terminal_size
+
+    return max(get_terminal_size((80, 24)).columns, 20)
+
+
+def wants_color(stream: Terminal, *, no_color: bool) -> bool:
+    """Colours go to terminals only, and not where NO_COLOR is set (to anything but nothing) or the terminal is dumb."""
+    return not no_color and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and stream.isatty()
+
+
+class Activity:
+    """A line on stderr that shows that long work goes on; only on a terminal, and only after `PATIENCE_S` seconds.
+
+    A context manager. `advance` counts what was done; with a `total` the line has a bar and a percentage.
+    """
+
+    DELAY_S: Final = 0.6
+    PERIOD_S: Final = 0.1
+    FRAMES: Final = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+
+    def __init__(
+        self,
+        label: str,
+        *,
+        total: int | None = None,
+        unit: str = "",
+        stream: TextIO | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self.label, self.total, self.unit = label, total, unit
+        self.done = 0
+        self._stream = stream or sys.stderr
+        self._enabled = enabled and self._stream.isatty()
+        self._shown = False
+        self._thread: Any = None
+
+    def __enter__(self) -> Activity:
+        if self._enabled:
+            import threading
+
+            self._stopped = threading.Event()
+            self._lock = threading.Lock()
+            self._thread = threading.Thread(target=self._draw, name="activity", daemon=True)
+            self._began = time.monotonic()
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def advance(self, count: int = 1) -> None:
+        """Note that `count` more units are done."""
+        self.done += count
+
+    def update(self, done: int, total: int | None = None) -> None:
+        """Set what is done so far and, if it is known now, the total."""
+        self.done = done
+        if total is not None:
+            self.total = total
+
+    def stop(self) -> None:
+        """Take the line away and draw no more; data may go to the terminal now."""
+        if self._thread is None:
+            return
+        self._stopped.set()
+        self._thread.join()
+        self._thread = None
+        if self._shown:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+    def text(self, elapsed_s: float) -> str:
+        """The line without its spinner."""
+        unit = f" {self.unit}" if self.unit else ""
+        if self.total:
+            share = min(self.done / self.total, 1.0)
+            filled = int(share * 24)
+            if self.unit == "bytes":
+                amount = f"{size_text(self.done)} of {size_text(self.total)}"
+            else:
+                amount = f"{self.done:,} of {self.total:,}{unit}"
+            return f"{self.label}  {'━' * filled}{'╌' * (24 - filled)} {share:4.0%}  {amount}"
+        if self.done:
+            amount = size_text(self.done) if self.unit == "bytes" else f"{self.done:,}{unit}"
+            return f"{self.label}: {amount}, {elapsed_s:.0f} s"
+        return f"{self.label}, {elapsed_s:.0f} s"
+
+    def _draw(self) -> None:
+        frame = 0
+        if self._stopped.wait(self.DELAY_S):
+            return
+        while True:
+            line = f"{self.FRAMES[frame % len(self.FRAMES)]} {self.text(time.monotonic() - self._began)}"
+            self._stream.write(f"\r\x1b[K{cut(line, terminal_width() - 1)}")
+            self._stream.flush()
+            self._shown = True
+            frame += 1
+            if self._stopped.wait(self.PERIOD_S):
+                return

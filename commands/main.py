@@ -1,0 +1,224 @@
+"""The root of the command line: groups, the options before them, and the one place that turns errors into codes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from importlib import import_module
+from inspect import Parameter, Signature
+from typing import Annotated, Any, Final
+
+import typer
+
+from bkctl import __version__
+from bkctl.errors import BkctlError
+
+from ._command import Group, Session
+from ._options import global_parameters, parameter, read_globals
+from ._output import ClosedOutput
+
+#: Group → its help; the module of the same name (with `app`) is imported when the group is used.
+GROUPS: Final[dict[str, str]] = {
+    "ledger": "Write, list, read, recover and verify ledgers.",
+    "bookie": "One bookie: run it, look into its files and indexes.",
+    "bookies": "The set of bookies of a cluster.",
+    "journal": "Journal files and last marks of a bookie.",
+    "entrylog": "Entry log files of a bookie.",
+    "metadata": "The metadata store as it is.",
+    "cluster": "The cluster as a whole; local clusters.",
+}
+
+#: What an operating system error means for the exit code.
+OS_ERROR_EXIT_CODES: Final[dict[int, int]] = {
+    errno.ENOENT: 4,
+    errno.ENOTDIR: 4,
+    errno.EISDIR: 2,
+    errno.EEXIST: 5,
+    errno.ECONNREFUSED: 6,
+    errno.ECONNRESET: 6,
+    errno.ECONNABORTED: 6,
+    errno.EHOSTUNREACH: 6,
+    errno.EHOSTDOWN: 6,
+    errno.ENETUNREACH: 6,
+    errno.ETIMEDOUT: 6,
+}
+
+# typer.BadParameter → … → ClickException: what every usage error of the parser is.
+_ParserError: Final[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+
+class RootGroup(Group):
+    """The groups by name; a group's module is imported when a command of it is asked for."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for name, text in GROUPS.items():
+            self.commands[name] = Group(name=name, help=text, rich_markup_mode=None)
+        self._loaded: set[str] = set()
+
+    def load(self, name: str) -> Group:
+        """The group `name` with its commands."""
+        if name not in self._loaded:
+            app: typer.Typer = import_module(f".{name.replace('-', '_')}", __package__).app
+            app.info.name, app.info.help = name, GROUPS[name]
+            self.commands[name] = typer.main.get_group(app)
+            self._loaded.add(name)
+        group = self.commands[name]
+        assert isinstance(group, Group)
+        return group
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The group that `args` begin with, loaded."""
+        if args and args[0] in GROUPS:
+            self.load(args[0])
+        return super().resolve_command(ctx, args)
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"bkctl {__version__}")
+        raise typer.Exit
+
+
+def _flag(name: str, *declarations: str, **settings: Any) -> Parameter:
+    return parameter(name, Annotated[bool, typer.Option(*declarations, **settings)], False)
+
+
+def _root(**values: Any) -> None:
+    context: typer.Context = values["context"]
+    context.obj = Session(
+        globals=read_globals(values),
+        verbose=values["verbose"],
+        quiet=values["quiet"],
+        no_color=values["no_color"],
+        debug=values["debug"],
+    )
+
+
+_root.__signature__ = Signature(  # type: ignore[attr-defined]
+    [
+        Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context),
+        _flag("verbose", "--verbose", "-v", help="Say more on stderr: where it connects, what it does."),
+        _flag("quiet", "--quiet", "-q", help="Say nothing on stderr but errors."),
+        _flag("no_color", "--no-color", help="No colours (also NO_COLOR)."),
+        _flag("debug", "--debug", help="Show the traceback of an error."),
+        _flag("version", "--version", help="Print the version.", is_eager=True, callback=_version),
+        *global_parameters(connects=True, asks=True),
+    ]
+)
+_root.__annotations__ = {}
+
+app = typer.Typer(name="bkctl", cls=RootGroup, add_completion=False, rich_markup_mode=None)
+app.callback(
+    help="Administer Apache BookKeeper with 128-bit ledger ids.",
+    epilog="Connection and output options stand before the group or after the command; the later one counts.",
+)(_root)
+
+
+def root() -> RootGroup:
+    """The root command, made anew."""
+    group = typer.main.get_group(app)
+    assert isinstance(group, RootGroup)
+    group.name = "bkctl"
+    group.context_settings = {"max_content_width": 100}
+    return group
+
+
+def error_line(error: BaseException) -> tuple[str, int]:
+    """What stderr says about `error` (one line, without the program's name), and the exit code."""
+    if isinstance(error, BkctlError):
+        return str(error), error.exit_code
+    if isinstance(error, _ParserError):
+        return _parser_error_line(error), error.exit_code
+    if isinstance(error, OSError):
+        text = error.strerror or str(error)
+        where = ": ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+        return f"{where}: {text}" if where else text, os_error_exit_code(error)
+    return f"Internal error: {type(error).__name__}: {error}; run it again with --debug and report what it prints", 1
+
+
+def os_error_exit_code(error: OSError) -> int:
+    """The exit code for an error of the operating system."""
+    if isinstance(error, TimeoutError):
+        return 6
+    return OS_ERROR_EXIT_CODES.get(error.errno or 0, 1)
+
+
+def _parser_error_line(error: Any) -> str:
+    context = getattr(error, "ctx", None)
+    message = error.format_message()
+    if type(error).__name__ == "NoArgsIsHelpError":
+        message = "Missing command"
+    path = context.command_path if context is not None else "bkctl"
+    option = getattr(error, "option_name", "")
+    if type(error).__name__ == "NoSuchOption" and option[1:2].isdigit():
+        hint = "put a negative id after -- or in --ledger-id"
+    else:
+        hint = f"try '{path} --help'"
+    return f"{message.strip().rstrip('.')}; {hint}"
+
+
+def one_line(text: str) -> str:
+    """`text` without line breaks and control characters."""
+    from ._output import plain
+
+    return plain(" ".join(text.split()))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line; returns the exit code. Prints the error, if there is one, as one line on stderr."""
+    try:
+        code = root().main(arguments, prog_name="bkctl", standalone_mode=False)
+        sys.stdout.flush()
+    except (ClosedOutput, BrokenPipeError) as error:
+        if isinstance(error, BrokenPipeError) and error.filename is not None:
+            raise
+        # Nobody reads stdout any more; the interpreter's own flush at exit must not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (BkctlError, OSError, _ParserError) as error:
+        return _report(error, arguments)
+    except (typer.Abort, EOFError):
+        code = 130
+    if code == 130:
+        print("bkctl: Interrupted", file=sys.stderr)
+    return code if isinstance(code, int) else 0
+
+
+def _report(error: BaseException, arguments: list[str]) -> int:
+    line, code = error_line(error)
+    _drop_output()
+    if "--debug" in arguments:
+        import traceback
+
+        traceback.print_exception(error)
+    print(f"bkctl: {one_line(line)}", file=sys.stderr)
+    return code
+
+
+def _drop_output() -> None:
+    """What was printed goes out before the error; where stdout itself failed there is nothing more to say."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _unexpected(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    line, _ = error_line(error)
+    print(f"bkctl: {one_line(line)}", file=sys.stderr)
+
+
+def main() -> None:
+    """The entry point: run the command line of this process and exit."""
+    if "_BKCTL_COMPLETE" in os.environ:
+        from ._completion import complete
+
+        complete(os.environ["_BKCTL_COMPLETE"], sys.argv[1:])
+    for stream in (sys.stdout, sys.stderr):
+        # File names may hold bytes that no encoding has; a listing must not fail on them.
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    if "--debug" not in sys.argv:
+        sys.excepthook = _unexpected
+    sys.exit(run(sys.argv[1:]))
