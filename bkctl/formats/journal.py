@@ -1,0 +1,161 @@
+"""The journal: file header, records, alignment, the bookie's own notes, and the last mark.
+
+    file     header | records …                       header: none (version 1), 8 bytes (2 to 4), 512 bytes (5 to 7)
+    header   "BKLG" | version i32 | zeros
+    record   size i32 | body[size]                    size 0: the end; see `record`
+    padding  -0x100 i32 | count i32 | zeros[count]    version 5 and later
+
+Special records, after their ids (`record.write_ids`): ledger key: size i32 | master key; fence: nothing; explicit LAC:
+size i32 | LAC packet. Version 7 is 6 with scoped records. Source: JournalChannel, Journal, LogMark; BP-35.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Final, NamedTuple
+
+from bkctl.errors import CorruptRecord, Unsupported, UsageError
+from bkctl.formats.layout import Buffer, Layout
+from bkctl.formats.record import (
+    EXPLICIT_LAC_ENTRY_ID,
+    FENCE_ENTRY_ID,
+    FORCE_LEDGER_ENTRY_ID,
+    LEDGER_KEY_ENTRY_ID,
+    RECORD_SIZE,
+    write_ids,
+)
+from bkctl.ids import LedgerId
+
+MAGIC: Final = b"BKLG"
+VERSION_MIN: Final = 1
+#: What a bookie without scoped ledgers writes, and what one with them does.
+VERSION_CURRENT: Final = 6
+VERSION_SCOPED: Final = 7
+#: The first versions that may hold each kind of record.
+VERSION_LEDGER_KEY: Final = 3
+VERSION_FENCE: Final = 4
+VERSION_PADDING: Final = 5
+VERSION_EXPLICIT_LAC: Final = 6
+
+HEADER_SIZE_V2: Final = 8
+HEADER_SIZE_V5: Final = 512
+ALIGNMENT_DEFAULT: Final = 512
+PADDING_MASK: Final = -0x100
+PADDING_HEADER_SIZE: Final = 8
+
+_FILE_NAME = re.compile(r"([0-9a-fA-F]{1,16})\.txn", re.ASCII)
+
+
+class JournalHeader(NamedTuple):
+    """The first 8 bytes of a journal file of version 2 or later. Source: JournalChannel.writeHeader."""
+
+    magic: Annotated[bytes, "4s"]
+    version: Annotated[int, "i"]
+
+
+HEADER: Final = Layout(JournalHeader)
+
+
+def header_size(version: int) -> int:
+    """Bytes before the first record."""
+    return 0 if version < 2 else HEADER_SIZE_V2 if version < VERSION_PADDING else HEADER_SIZE_V5
+
+
+def write_header(version: int) -> bytes:
+    """The bytes that begin a journal file of `version` (2 to 7); 8 or 512 of them."""
+    if not 2 <= version <= VERSION_SCOPED:
+        raise UsageError(f"Journal version {version} is not 2 to {VERSION_SCOPED}")
+    return HEADER.pack(JournalHeader(MAGIC, version)).ljust(header_size(version), b"\0")
+
+
+def read_header(start: Buffer, where: str = "") -> int:
+    """The version of a journal file whose first 8 bytes (or all that it has) are `start`.
+
+    A file without the magic, or with fewer than 8 bytes, is version 1. Raises Unsupported for an unknown version.
+    """
+    if len(start) < HEADER.size or bytes(start[:4]) != MAGIC:
+        return VERSION_MIN
+    version = HEADER.unpack_from(start).version
+    if not VERSION_MIN <= version <= VERSION_SCOPED:
+        at = f"{where}: " if where else ""
+        raise Unsupported(f"{at}Journal has version {version}, {VERSION_MIN} to {VERSION_SCOPED} are known")
+    return version
+
+
+def write_record(body: bytes) -> bytes:
+    """A record: the size, then `body`."""
+    return RECORD_SIZE.pack(len(body)) + body
+
+
+def write_padding(position: int, alignment: int = ALIGNMENT_DEFAULT) -> bytes:
+    """The padding record that brings a file of `position` bytes to a multiple of `alignment`; empty if it is one.
+
+    Source: Journal.writePaddingBytes.
+    """
+    gap = -position % alignment
+    if gap == 0:
+        return b""
+    if gap < PADDING_HEADER_SIZE:
+        gap += alignment
+    count = gap - PADDING_HEADER_SIZE
+    return RECORD_SIZE.pack(PADDING_MASK) + RECORD_SIZE.pack(count) + bytes(count)
+
+
+def ledger_key_record(ledger: LedgerId, master_key: bytes) -> bytes:
+    """The record that makes a ledger's master key known before its first entry; 44 bytes in scope 0, else 53."""
+    return write_record(write_ids(ledger, LEDGER_KEY_ENTRY_ID) + RECORD_SIZE.pack(len(master_key)) + master_key)
+
+
+def fence_record(ledger: LedgerId) -> bytes:
+    """The record that fences a ledger; 20 bytes in scope 0, else 29."""
+    return write_record(write_ids(ledger, FENCE_ENTRY_ID))
+
+
+def force_ledger_record(ledger: LedgerId) -> bytes:
+    """The record that Apache's bookie queues, and never writes, to sync a ledger's entries."""
+    return write_record(write_ids(ledger, FORCE_LEDGER_ENTRY_ID))
+
+
+def explicit_lac_record(ledger: LedgerId, packet: bytes) -> bytes:
+    """The record that keeps a ledger's explicit LAC; `packet` is the whole LAC packet."""
+    return write_record(write_ids(ledger, EXPLICIT_LAC_ENTRY_ID) + RECORD_SIZE.pack(len(packet)) + packet)
+
+
+def file_name(journal_id: int) -> str:
+    """The name of a journal file, `<hex id>.txn`."""
+    return f"{journal_id:x}.txn"
+
+
+def journal_id_of(name: str) -> int | None:
+    """The id that a journal file's name says; None when it is no journal file's name."""
+    match = _FILE_NAME.fullmatch(name)
+    return int(match[1], 16) if match else None
+
+
+class LogMark(NamedTuple):
+    """A place in the journal, ordered: everything before it is in ledger storage. Source: LogMark."""
+
+    journal_id: Annotated[int, "q"]
+    offset: Annotated[int, "q"]
+
+    def serialize(self) -> bytes:
+        """The 16 bytes of a `lastMark` file."""
+        return LAST_MARK.pack(self)
+
+    @classmethod
+    def parse(cls, data: Buffer, where: str = "") -> LogMark:
+        """The mark in a `lastMark` file. Raises CorruptRecord for another size than 16 bytes, or a negative number."""
+        if len(data) != LAST_MARK.size:
+            raise CorruptRecord(f"Last mark has {len(data)} bytes, not {LAST_MARK.size}", offset=0, where=where)
+        mark = LAST_MARK.unpack_from(data)
+        if not (mark.journal_id >= 0 and mark.offset >= 0):
+            raise CorruptRecord(f"Last mark is ({mark.journal_id}, {mark.offset})", offset=0, where=where)
+        return mark
+
+
+LAST_MARK: Final = Layout(LogMark)
+
+
+def last_mark_name(journal_index: int = 0, journal_count: int = 1) -> str:
+    """The name of the file that keeps the last mark of the journal directory `journal_index` of `journal_count`."""
+    return "lastMark" if journal_count == 1 else f"lastMark.{journal_index}"

@@ -1,0 +1,176 @@
+"""Records as journals and entry logs keep them: a size, then an entry or one of the bookie's own notes.
+
+    record   size i32 | body[size]            the offset of a record is that of its size field
+    body     an entry (see `entry`), or ledger id, special entry id, and what that id says
+
+Source: Journal.scanJournal, DefaultEntryLogger.scanEntryLog; BP-35.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from struct import Struct
+from typing import Final, NamedTuple
+
+from bkctl.errors import CorruptRecord
+from bkctl.formats.entry import ENTRY_V1, ENTRY_V2, HEADER_SIZE_V1, HEADER_SIZE_V2, DigestType, digest_of_flags
+from bkctl.ids import U64_MAX, LedgerId
+
+#: Far above every frame size that bookies are run with (5 MiB by default); a larger size field is damage.
+RECORD_SIZE_BYTES_MAX: Final = 512 << 20
+#: Ledger and entry id of V1: no body is shorter.
+BODY_SIZE_MIN: Final = 16
+
+RECORD_SIZE: Final = Struct(">i")
+IDS_V1: Final = Struct(">Qq")
+IDS_V2: Final = Struct(">BQQq")
+
+LEDGER_KEY_ENTRY_ID: Final = -0x1000
+FENCE_ENTRY_ID: Final = -0x2000
+FORCE_LEDGER_ENTRY_ID: Final = -0x4000
+EXPLICIT_LAC_ENTRY_ID: Final = -0x8000
+LEDGERS_MAP_ENTRY_ID: Final = -2
+
+#: Stands for the ledger in records that have none (−1, as Apache writes it).
+NO_LEDGER: Final = LedgerId(0, U64_MAX)
+NO_ENTRY: Final = -1
+
+
+class RecordType(StrEnum):
+    """What a record is; the values are the words of every output."""
+
+    ENTRY = "entry"
+    LEDGER_KEY = "ledgerKey"
+    FENCE = "fence"
+    FORCE_LEDGER = "forceLedger"
+    EXPLICIT_LAC = "explicitLac"
+    PADDING = "padding"
+    LEDGERS_MAP = "ledgersMap"
+    UNKNOWN = "unknown"
+
+
+_SPECIAL_TYPES: Final = {
+    LEDGER_KEY_ENTRY_ID: RecordType.LEDGER_KEY,
+    FENCE_ENTRY_ID: RecordType.FENCE,
+    FORCE_LEDGER_ENTRY_ID: RecordType.FORCE_LEDGER,
+    EXPLICIT_LAC_ENTRY_ID: RecordType.EXPLICIT_LAC,
+}
+
+
+class Record(NamedTuple):
+    """One record of a journal or an entry log.
+
+    `offset` is the byte offset of its size field, `record_size` that field (for padding: the bytes after both its
+    fields). `ledger` and `entry_id` are NO_LEDGER and a negative number where the record belongs to no ledger.
+    `last_add_confirmed` and `length` are those of entries, else None. `digest_type` is what the record itself says,
+    so None in V1. `body` is the whole record after the size field; in entry logs its location is `offset` + 4.
+    """
+
+    offset: int
+    record_size: int
+    type: RecordType
+    ledger: LedgerId
+    entry_id: int
+    last_add_confirmed: int | None
+    length: int | None
+    format_version: int
+    digest_type: DigestType | None
+    body: bytes
+
+    def payload_offset(self, digest_type: DigestType | None = None) -> int | None:
+        """Bytes of `body` before the payload; None where it is no entry, or V1 and the ledger's digest is not given."""
+        if self.type is not RecordType.ENTRY or self.length is None:
+            return None
+        if self.format_version == 2:
+            offset = HEADER_SIZE_V2 + (0 if self.digest_type is None else self.digest_type.code_length)
+        elif digest_type is None:
+            return None
+        else:
+            offset = HEADER_SIZE_V1 + digest_type.code_length
+        return offset if offset <= self.record_size else None
+
+    def payload_size(self, digest_type: DigestType | None = None) -> int | None:
+        """Payload bytes, None where `payload_offset` is."""
+        offset = self.payload_offset(digest_type)
+        return None if offset is None else self.record_size - offset
+
+    def payload(self, digest_type: DigestType | None = None) -> bytes | None:
+        """The payload, None where `payload_offset` is."""
+        offset = self.payload_offset(digest_type)
+        return None if offset is None else self.body[offset:]
+
+    @property
+    def special_payload(self) -> bytes:
+        """What follows the ids in a record that is no entry: the key of a ledgerKey, the packet of an explicitLac.
+
+        Raises CorruptRecord when its length field does not fit.
+        """
+        return special_payload(self.body, self.offset)
+
+
+_new_record = tuple.__new__
+_make_id = LedgerId._make
+_ENTRY = RecordType.ENTRY
+
+
+def read_record(buffer: bytes, begin: int, size: int, offset: int, where: str = "") -> Record:
+    """The record whose body is the `size` bytes of `buffer` from `begin`, and whose size field is at file `offset`.
+
+    Raises CorruptRecord for a body too short for its ids, Unsupported for a flags byte of another format version.
+    """
+    body = buffer[begin : begin + size]
+    if size < BODY_SIZE_MIN:
+        raise CorruptRecord(
+            f"Record of {size} bytes is too short for a ledger and an entry id", offset=offset, where=where
+        )
+    flags = body[0]
+    if flags < 0x80:
+        if size >= HEADER_SIZE_V1:
+            ledger_id, entry_id, lac, length = ENTRY_V1.unpack_from(body)
+            if entry_id >= 0:
+                ledger = _make_id((0, ledger_id))
+                return _new_record(Record, (offset, size, _ENTRY, ledger, entry_id, lac, length, 1, None, body))
+        else:
+            ledger_id, entry_id = IDS_V1.unpack_from(body)
+        record_type = _ENTRY if entry_id >= 0 else _SPECIAL_TYPES.get(entry_id, RecordType.UNKNOWN)
+        return Record(offset, size, record_type, _make_id((0, ledger_id)), entry_id, None, None, 1, None, body)
+    if flags == 0xFF:
+        _, entry_id = IDS_V1.unpack_from(body)
+        if body[:8] == b"\xff" * 8:
+            record_type = RecordType.LEDGERS_MAP if entry_id == LEDGERS_MAP_ENTRY_ID else RecordType.PADDING
+            return Record(offset, size, record_type, NO_LEDGER, entry_id, None, None, 1, None, body)
+    digest_type = digest_of_flags(flags, offset, where)
+    if size < IDS_V2.size:
+        raise CorruptRecord(f"Record of {size} bytes is too short for a scoped ledger id", offset=offset, where=where)
+    if size >= HEADER_SIZE_V2:
+        _, scope_id, ledger_id, entry_id, lac, length = ENTRY_V2.unpack_from(body)
+        if entry_id >= 0:
+            ledger = _make_id((scope_id, ledger_id))
+            return _new_record(Record, (offset, size, _ENTRY, ledger, entry_id, lac, length, 2, digest_type, body))
+    else:
+        _, scope_id, ledger_id, entry_id = IDS_V2.unpack_from(body)
+    record_type = _ENTRY if entry_id >= 0 else _SPECIAL_TYPES.get(entry_id, RecordType.UNKNOWN)
+    return Record(
+        offset, size, record_type, _make_id((scope_id, ledger_id)), entry_id, None, None, 2, digest_type, body
+    )
+
+
+def write_ids(ledger: LedgerId, entry_id: int) -> bytes:
+    """The ids that begin a special record: 16 bytes in scope 0, else the flags byte 0xA0 and 24."""
+    if ledger.is_scoped:
+        return IDS_V2.pack(0xA0, ledger.scope_id, ledger.ledger_id, entry_id)
+    return IDS_V1.pack(ledger.ledger_id, entry_id)
+
+
+def special_payload(body: bytes, offset: int = 0, where: str = "") -> bytes:
+    """The bytes that a ledgerKey (master key) or explicitLac (LAC packet) record carries.
+
+    `offset` is that of the record, for messages. Raises CorruptRecord when the length field does not fit the record.
+    """
+    at = IDS_V1.size if body[:1] < b"\x80" else IDS_V2.size
+    if len(body) < at + 4:
+        raise CorruptRecord(f"Record of {len(body)} bytes ends before its key or packet", offset=offset, where=where)
+    (size,) = RECORD_SIZE.unpack_from(body, at)
+    if not 0 <= size <= len(body) - at - 4:
+        raise CorruptRecord(f"Record says {size} bytes of key or packet", offset=offset, where=where)
+    return body[at + 4 : at + 4 + size]
