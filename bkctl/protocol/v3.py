@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from bkctl.errors import IllegalOperation, ProtocolError
 from bkctl.ids import LedgerId, to_signed, to_unsigned
 from bkctl.protocol import bookkeeper_protocol_pb2 as pb
+from bkctl.protocol import v3_hot
 from bkctl.protocol.messages import (
     HIGH_PRIORITY,
     AddRequest,
@@ -64,6 +65,7 @@ OPERATIONS: Final[dict[type, int]] = {
 _LENGTH: Final = struct.Struct(">i")
 _STATUSES: Final[dict[int, Status]] = {int(status): status for status in Status}
 _EOK: Final = Status.EOK
+_new = tuple.__new__
 
 
 def _join(body: BytesLike | tuple[BytesLike, ...]) -> bytes:
@@ -75,6 +77,16 @@ def encode_request(txn_id: int, request: Request, out: list[BytesLike]) -> int:
 
     Raises IllegalOperation for a batch read, which v3 does not have.
     """
+    size = 0
+    if type(request) is AddRequest:
+        size = v3_hot.encode_add(txn_id, request, out)
+    elif type(request) is ReadRequest:
+        size = v3_hot.encode_read(txn_id, request, out)
+    return size or encode_request_protobuf(txn_id, request, out)
+
+
+def encode_request_protobuf(txn_id: int, request: Request, out: list[BytesLike]) -> int:
+    """`encode_request` for every request, by protobuf."""
     operation = OPERATIONS.get(type(request))
     if operation is None:
         raise IllegalOperation("Protocol v3 has no batch read", hint="use v2, or pipelined reads")
@@ -151,7 +163,18 @@ class Answer(NamedTuple):
 
 
 def decode_response(buffer: memoryview, at: int, end: int) -> Answer:
-    """The response whose body is `buffer[at:end]`. Raises ProtocolError when the bytes are no `Response`."""
+    """The response whose body is `buffer[at:end]`; the body of a plain read is a view of `buffer`.
+
+    Raises ProtocolError when the bytes are no `Response`.
+    """
+    hot = v3_hot.decode_response(buffer, at, end)
+    if hot is not None:
+        return _new(Answer, (*hot, ""))
+    return decode_response_protobuf(buffer, at, end)
+
+
+def decode_response_protobuf(buffer: memoryview, at: int, end: int) -> Answer:
+    """`decode_response` for every response, by protobuf."""
     message = pb.Response()
     try:
         message.ParseFromString(buffer[at:end])  # type: ignore[arg-type]
@@ -273,7 +296,19 @@ class Call(NamedTuple):
 
 
 def decode_request(buffer: memoryview, at: int, end: int) -> Call | None:
-    """The request whose body is `buffer[at:end]`; None when the bytes are no `Request`, so that v2 is to be tried."""
+    """The request whose body is `buffer[at:end]`; the body of a plain add is a view of `buffer`.
+
+    None when the bytes are no `Request`, so that v2 is to be tried.
+    """
+    hot = v3_hot.decode_request(buffer, at, end)
+    if hot is not None:
+        txn_id, operation, request = hot
+        return _new(Call, (_new(Header, (txn_id, operation, VERSION, 0)), request))
+    return decode_request_protobuf(buffer, at, end)
+
+
+def decode_request_protobuf(buffer: memoryview, at: int, end: int) -> Call | None:
+    """`decode_request` for every request, by protobuf."""
     message = pb.Request()
     try:
         message.ParseFromString(buffer[at:end])  # type: ignore[arg-type]
@@ -337,6 +372,16 @@ def encode_response(header: Header, response: Response, scope_id: int, out: list
 
     A `scope_id` other than 0 is echoed in the nested message. Raises IllegalOperation for a batch read's answer.
     """
+    size = 0
+    if type(response) is AddResponse:
+        size = v3_hot.encode_add_response(header[0], response, scope_id, out)
+    elif type(response) is ReadResponse:
+        size = v3_hot.encode_read_response(header[0], response, scope_id, out)
+    return size or encode_response_protobuf(header, response, scope_id, out)
+
+
+def encode_response_protobuf(header: Header, response: Response, scope_id: int, out: list[BytesLike]) -> int:
+    """`encode_response` for every response, by protobuf."""
     message = pb.Response()
     head = message.header
     head.version, head.operation, head.txnId = VERSION, header.operation, header.txn_id
