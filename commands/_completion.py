@@ -7,7 +7,6 @@ The scripts in completions/ know groups, commands and options themselves; for a 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path

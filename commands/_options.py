@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
@@ -113,6 +114,24 @@ def duration_option(flag: str, help: str, *, default: str | None = None) -> Comp
     name = flag.removeprefix("--").replace("-", "_")
     option = typer.Option(flag, help=help, metavar="DURATION", show_default=default is not None)
     return _converted(f"{name}_duration", option, parse_duration, default)
+
+
+class BinaryFormat(StrEnum):
+    """How bytes are shown."""
+
+    BASE64 = "base64"
+    UTF8 = "utf8"
+    HEX = "hex"
+    RAW = "raw"
+
+
+#: `--format` of what prints bytes; None: base64 in json, ndjson and csv.
+BinaryFormatOption = Annotated[
+    BinaryFormat | None,
+    typer.Option(
+        "--format", help="How bytes are shown: base64, utf8, hex, or raw (nothing else is printed).", metavar="FORMAT"
+    ),
+]
 
 
 # --- ledgers --------------------------------------------------------------------------------------------------------

@@ -48,11 +48,12 @@ class Kind(Enum):
 class Column:
     """One field: `source` is an attribute path on the row (`header.size`) or a function of the row.
 
-    `title` is the table's (None: not in the table), `name` the JSON name. `flexible` cells are cut when the terminal
+    `title` is the table's (None: not in the table), `name` the JSON name. An `optional` field is left out of JSON (and
+    of an object's table) where it is None. `flexible` cells are cut when the terminal
     is too narrow. `text` overrides how a table shows the value; `style` gives the ANSI colour of a value's cell.
     """
 
-    __slots__ = ("flexible", "kind", "name", "source", "style", "text", "title")
+    __slots__ = ("flexible", "kind", "name", "optional", "source", "style", "text", "title")
 
     def __init__(
         self,
@@ -62,11 +63,12 @@ class Column:
         kind: Kind = Kind.TEXT,
         *,
         flexible: bool = False,
+        optional: bool = False,
         text: Callable[[Any], str] | None = None,
         style: Mapping[str, str] | None = None,
     ) -> None:
         self.title, self.name, self.source, self.kind = title, name, source, kind
-        self.flexible, self.text, self.style = flexible, text, style
+        self.flexible, self.optional, self.text, self.style = flexible, optional, text, style
 
 
 def ledger_column(source: str = "ledger") -> Column:
@@ -141,6 +143,24 @@ def base64_text(data: bytes | bytearray | memoryview) -> str:
     import binascii
 
     return binascii.b2a_base64(data, newline=False).decode("ascii")
+
+
+def binary_text(data: bytes | bytearray | memoryview, format: str | None) -> str:
+    """`data` as text: `utf8` (a byte that is none as U+FFFD), `hex`, else base64."""
+    if format == "utf8":
+        return bytes(data).decode("utf-8", "replace")
+    if format == "hex":
+        return data.hex()
+    return base64_text(data)
+
+
+def readable_text(data: bytes | bytearray | memoryview) -> str:
+    """`data` for a table: as text where it is printable UTF-8, else base64."""
+    try:
+        text = bytes(data).decode()
+    except UnicodeDecodeError:
+        return base64_text(data)
+    return text if text.replace("\n", "").replace("\t", "").isprintable() else base64_text(data)
 
 
 def plain(text: str) -> str:
@@ -260,10 +280,25 @@ def _compile(columns: Columns, codes: Mapping[Kind, str], field: Callable[[Colum
 
 def compile_json(columns: Columns) -> Callable[[Any], str]:
     """The function row → its JSON object on one line, without line end."""
+    always = Columns(*(column for column in columns.columns if not column.optional))
     fields = _compile(
-        columns, _JSON, lambda column, code: code if column.kind is Kind.LEDGER else f'"{column.name}":{code}'
+        always, _JSON, lambda column, code: code if column.kind is Kind.LEDGER else f'"{column.name}":{code}'
     )
-    return lambda row: f"{{{fields(row)}}}"
+    optional = [
+        (getter(column), compile_json(Columns(_required(column)))) for column in columns.columns if column.optional
+    ]
+    if not optional:
+        return lambda row: f"{{{fields(row)}}}"
+
+    def with_optional(row: Any) -> str:
+        parts = [fields(row), *(line(row)[1:-1] for get, line in optional if get(row) is not None)]
+        return f"{{{','.join(parts)}}}"
+
+    return with_optional
+
+
+def _required(column: Column) -> Column:
+    return Column(column.title, column.name, column.source, column.kind)
 
 
 def compile_csv(columns: Columns) -> Callable[[Any], str]:
@@ -557,6 +592,7 @@ def show(value: Any, columns: Columns, output: Output, *, stream: Terminal | Non
     target: Terminal = stream or sys.stdout
     if output is Output.TABLE:
         fields = [(column, getter(column)(value)) for column in columns.columns if column.title is not None]
+        fields = [(column, item) for column, item in fields if not (column.optional and item is None)]
         width = max(len(column.title or "") for column, _ in fields)
         lines: list[str] = []
         for column, item in fields:
@@ -584,6 +620,11 @@ def _field_lines(column: Column, value: Any, width: int, color: bool) -> Iterato
     if column.kind is Kind.NESTED and isinstance(value, Mapping) and value and column.text is None:
         for key, item in value.items():
             yield f"{shown}  {plain(str(key))}: {_nested_text(item)}"
+            shown = " " * width
+        return
+    if column.kind is Kind.TEXT and isinstance(value, str) and "\n" in value and column.text is None:
+        for line in value.splitlines():
+            yield f"{shown}  {plain(line)}"
             shown = " " * width
         return
     if column.kind is Kind.LEDGER and value is not None and value.is_scoped:

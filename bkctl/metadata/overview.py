@@ -1,0 +1,120 @@
+"""A cluster at a glance: its bookies counted, its auditor, and the tree of its metadata nodes.
+
+Source: ClusterInfoService, ZkLedgerAuditorManager.getCurrentAuditor, ZkLedgerUnderreplicationManager.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from bkctl.errors import NotFound
+from bkctl.metadata.cluster import Cluster
+from bkctl.metadata.store import MetadataStore, Versioned
+
+UNDERREPLICATION: Final = "underreplication"
+TREE_DEPTH_MAX: Final = 64
+_UNDERREPLICATED_LEDGER: Final = re.compile(r"urL[0-9a-f]+", re.ASCII)
+_VOTE: Final = re.compile(rb'bookieId:\s*"([^"\\]*)"')
+
+
+class ClusterInfo(NamedTuple):
+    """The state of a cluster. `auditor_id` is None where no auditor is elected; bookie counts are by registration."""
+
+    metadata_uri: str
+    instance_id: str
+    factory_class: str
+    bookie_count: int
+    writable_count: int
+    read_only_count: int
+    down_count: int
+    scopes_count: int
+    auditor_id: str | None
+    underreplicated: bool
+    replication_enabled: bool
+
+    @property
+    def auditor_elected(self) -> bool:
+        """Whether an auditor is elected."""
+        return self.auditor_id is not None
+
+
+def cluster_info(cluster: Cluster) -> ClusterInfo:
+    """What the metadata store says of the cluster now. Raises NotFound when there is no cluster."""
+    store = cluster.store
+    layout = cluster.layout()
+    bookies = cluster.bookies.list()
+    states = Counter(bookie.state for bookie in bookies)
+    return ClusterInfo(
+        metadata_uri=cluster.uri,
+        instance_id=cluster.instance_id(),
+        factory_class=layout.factory_class,
+        bookie_count=len(bookies),
+        writable_count=states["rw"],
+        read_only_count=states["ro"],
+        down_count=states["down"],
+        scopes_count=sum(bookie.ledger_scopes for bookie in bookies),
+        auditor_id=_auditor(store),
+        underreplicated=any(
+            _has_underreplicated(store, path)
+            for path in (f"{UNDERREPLICATION}/ledgers", f"{UNDERREPLICATION}/scopes/ledgers")
+        ),
+        replication_enabled=store.get(f"{UNDERREPLICATION}/disable") is None,
+    )
+
+
+def _auditor(store: MetadataStore) -> str | None:
+    """The bookie with the lowest vote. Source: ZkLedgerAuditorManager.getCurrentAuditor."""
+    election = f"{UNDERREPLICATION}/auditorelection"
+    votes = [name for name in store.children(election) or [] if name.startswith("V_")]
+    if not votes:
+        return None
+    found = store.get(f"{election}/{min(votes)}")
+    match = _VOTE.search(found.value) if found is not None else None
+    return match[1].decode("utf-8", "replace") if match else None
+
+
+def _has_underreplicated(store: MetadataStore, path: str, depth: int = 0) -> bool:
+    names = store.children(path) or []
+    if any(_UNDERREPLICATED_LEDGER.fullmatch(name) for name in names):
+        return True
+    return depth < TREE_DEPTH_MAX and any(_has_underreplicated(store, f"{path}/{name}", depth + 1) for name in names)
+
+
+class Node(NamedTuple):
+    """One node of the tree below a path. `lasts` says, for the node and each ancestor below the start, whether it is
+    the last of its siblings; empty for the start itself. `found` is None where the node went away meanwhile."""
+
+    path: str
+    lasts: tuple[bool, ...]
+    found: Versioned[bytes] | None
+
+    @property
+    def name(self) -> str:
+        """The last part of the path; "" for the root."""
+        return self.path.rpartition("/")[2]
+
+
+def walk(store: MetadataStore, path: str = "", *, depth: int | None = None) -> Iterator[Node]:
+    """The node at `path` and all below it, parents first, siblings in ascending order; `depth` limits the levels.
+
+    Raises NotFound when there is no node at `path`.
+    """
+    found = store.get(path)
+    if found is None:
+        raise NotFound(f"No node {path!r} in {store.name}", hint="'bkctl metadata tree' lists the nodes")
+    yield Node(path, (), found)
+    yield from _walk_below(store, path, (), TREE_DEPTH_MAX if depth is None else depth)
+
+
+def _walk_below(store: MetadataStore, path: str, lasts: tuple[bool, ...], depth: int) -> Iterator[Node]:
+    if depth < 1:
+        return
+    names = store.children(path) or []
+    paths = [f"{path}/{name}" if path else name for name in names]
+    for index, (below, found) in enumerate(zip(paths, store.get_many(paths), strict=True)):
+        node = Node(below, (*lasts, index == len(paths) - 1), found)
+        yield node
+        yield from _walk_below(store, below, node.lasts, depth - 1)
