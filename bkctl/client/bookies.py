@@ -1,0 +1,280 @@
+"""Connections to bookies: one channel a bookie and protocol, opened when first used and again after a failure.
+
+A channel never lets a scoped request reach a bookie that does not serve scopes: before the first one it asks the
+connection (the second lock of BP-35). Such a bookie is unavailable to the ledger, whatever it would have answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from bkctl.errors import BkctlError, BookieUnavailable
+from bkctl.protocol.connection import BookieConnection
+from bkctl.protocol.messages import (
+    FRAME_SIZE_BYTES_MAX,
+    Protocol,
+    Request,
+    Response,
+    Status,
+    error_for,
+)
+
+if TYPE_CHECKING:
+    import ssl
+
+    from bkctl.ids import LedgerId
+    from bkctl.metadata.cluster import Cluster, RegisteredBookie
+
+T = TypeVar("T")
+
+BACK_OFF_S_MIN: Final = 0.1
+BACK_OFF_S_MAX: Final = 5.0
+#: For how long reads and placement prefer other bookies after a failure.
+SUSPECT_S: Final = 30.0
+
+
+class BookieChannel:
+    """Requests to one bookie over one protocol. `send` works at any time; the connection is the channel's own business.
+
+    While the bookie cannot be reached, attempts to connect are at least 0.1 s apart, doubling to 5 s, and requests in
+    between fail at once with the last attempt's error.
+    """
+
+    __slots__ = ("_attempt", "_connection", "_error", "_failures", "_pool", "_retry_at", "_scoped", "_waiting",
+                 "bookie_id", "protocol", "suspect_until")  # fmt: skip
+
+    def __init__(self, pool: BookiePool, bookie_id: str, protocol: Protocol) -> None:
+        self.bookie_id = bookie_id
+        self.protocol = protocol
+        #: `time.monotonic()` until which others are preferred, because this bookie failed.
+        self.suspect_until = 0.0
+        self._pool = pool
+        self._connection: BookieConnection | None = None
+        self._scoped: bool | None = None
+        self._attempt: asyncio.Task[None] | None = None
+        self._waiting: list[tuple[Request, bool, asyncio.Future[Response]]] = []
+        self._failures = 0
+        self._retry_at = 0.0
+        self._error: BkctlError | None = None
+
+    def send(self, request: Request, scoped: bool = False) -> asyncio.Future[Response]:
+        """Send `request` (now, or once connected) and return the future of its answer; never blocks.
+
+        The future fails with BookieUnavailable (unreachable, or no scopes for a `scoped` request), TimedOut,
+        ProtocolError, IllegalOperation. Its exception needs no retrieval.
+        """
+        connection = self._connection
+        if connection is not None and not connection.closed:
+            if not scoped or self._scoped:
+                try:
+                    return connection.send(request)
+                except BkctlError as error:
+                    return failed_future(error)
+            if self._scoped is False:
+                return failed_future(self._no_scopes())
+        if self._attempt is None:
+            if connection is not None and connection.closed:
+                self._connection = self._scoped = None
+            if self._error is not None and time.monotonic() < self._retry_at:
+                return failed_future(BookieUnavailable(self._error.message, hint=self._error.hint))
+            self._attempt = asyncio.create_task(self._connect())
+        future: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+        self._waiting.append((request, scoped, future))
+        return future
+
+    def failed(self) -> None:
+        """Remember that this bookie did not serve a request that it should have."""
+        self.suspect_until = time.monotonic() + SUSPECT_S
+
+    async def close(self) -> None:
+        """Close the connection; what waits for it fails with BookieUnavailable."""
+        if self._attempt is not None:
+            self._attempt.cancel()
+            await asyncio.gather(self._attempt, return_exceptions=True)
+            self._attempt = None
+        self._fail_waiting(BookieUnavailable(f"Connection to bookie {self.bookie_id} was closed"))
+        if self._connection is not None:
+            self._connection.close()
+            await self._connection.wait_closed()
+            self._connection = None
+
+    async def _connect(self) -> None:
+        """One attempt, shared by all that wait; also asks the second lock when a scoped request waits."""
+        try:
+            connection = self._connection
+            if connection is None:
+                host, port = await self._pool.address(self.bookie_id)
+                connection = await BookieConnection.open(
+                    host, port, bookie_id=self.bookie_id, protocol=self.protocol, tls=self._pool.tls,
+                    timeout_s=self._pool.timeout_s, frame_size_bytes_max=FRAME_SIZE_BYTES_MAX,
+                )  # fmt: skip
+                self._connection, self._scoped = connection, None
+                self._failures, self._error = 0, None
+            while self._waiting:
+                if self._scoped is None and any(scoped for _, scoped, _ in self._waiting):
+                    self._scoped = await connection.supports_scopes()
+                waiting, self._waiting = self._waiting, []
+                for request, scoped, future in waiting:
+                    if not future.done():
+                        self._forward(connection, request, scoped, future)
+        except BkctlError as error:
+            self._failures += 1
+            back_off_s = min(BACK_OFF_S_MIN * 2 ** min(self._failures - 1, 10), BACK_OFF_S_MAX)
+            self._retry_at = time.monotonic() + back_off_s
+            self._error = error
+            self._pool.forget_address(self.bookie_id)
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+            self.failed()
+            self._fail_waiting(error)
+        finally:
+            self._attempt = None
+
+    def _forward(
+        self, connection: BookieConnection, request: Request, scoped: bool, future: asyncio.Future[Response]
+    ) -> None:
+        if scoped and not self._scoped:
+            fail(future, self._no_scopes())
+            return
+        try:
+            answer = connection.send(request)
+        except BkctlError as error:
+            fail(future, error)
+            return
+        answer.add_done_callback(lambda done: _copy_outcome(done, future))
+
+    def _no_scopes(self) -> BookieUnavailable:
+        return BookieUnavailable(
+            f"Bookie {self.bookie_id} does not serve ledger scopes", hint="it needs a bookie that implements BP-35"
+        )
+
+    def _fail_waiting(self, error: BkctlError) -> None:
+        waiting, self._waiting = self._waiting, []
+        for _, _, future in waiting:
+            fail(future, error)
+
+
+class BookiePool:
+    """The channels of one client, and where its bookies are.
+
+    `addresses` overrides what the bookies registered. Not thread safe: it belongs to one event loop.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        protocol: Protocol,
+        tls: ssl.SSLContext | None,
+        timeout_s: float,
+        addresses: Mapping[str, tuple[str, int]],
+    ) -> None:
+        self.cluster = cluster
+        self.protocol = protocol
+        self.tls = tls
+        self.timeout_s = timeout_s
+        self._overrides = dict(addresses)
+        self._addresses: dict[str, tuple[str, int]] = {}
+        self._channels: dict[tuple[str, Protocol], BookieChannel] = {}
+
+    def channel(self, bookie_id: str, protocol: Protocol | None = None) -> BookieChannel:
+        """The one channel to that bookie over `protocol` (None: the client's)."""
+        key = (bookie_id, protocol or self.protocol)
+        channel = self._channels.get(key)
+        if channel is None:
+            channel = self._channels[key] = BookieChannel(self, *key)
+        return channel
+
+    def suspects(self) -> set[str]:
+        """Bookies that failed lately."""
+        now = time.monotonic()
+        return {bookie_id for (bookie_id, _), channel in self._channels.items() if channel.suspect_until > now}
+
+    async def address(self, bookie_id: str) -> tuple[str, int]:
+        """Host and port: the override, else the registered `bookie-rpc` endpoint, else what a `host:port` id says.
+
+        Raises BookieUnavailable when nothing says where the bookie is.
+        """
+        found = self._overrides.get(bookie_id) or self._addresses.get(bookie_id)
+        if found is None:
+            registered = await in_thread(self.cluster.bookies.get, bookie_id)
+            found = (registered.address if registered is not None else None) or _parsed_address(bookie_id)
+            if found is None:
+                raise BookieUnavailable(
+                    f"Bookie {bookie_id} is not registered, and its id is no HOST:PORT",
+                    hint=f"start it, or say where it is with --bookie-address {bookie_id}=HOST:PORT",
+                )
+            self._addresses[bookie_id] = found
+        return found
+
+    def forget_address(self, bookie_id: str) -> None:
+        """Look the bookie's registration up again before the next attempt."""
+        self._addresses.pop(bookie_id, None)
+
+    def registered(self) -> list[RegisteredBookie]:
+        """The bookies that are up. Blocks."""
+        return self.cluster.bookies.list(include_down=False)
+
+    async def close(self) -> None:
+        """Close every connection."""
+        channels = list(self._channels.values())
+        self._channels.clear()
+        for channel in channels:
+            await channel.close()
+
+
+def _parsed_address(bookie_id: str) -> tuple[str, int] | None:
+    host, _, port = bookie_id.rpartition(":")
+    return (host, int(port)) if host and port.isascii() and port.isdecimal() and int(port) <= 0xFFFF else None
+
+
+async def in_thread(call: Callable[..., T], *arguments: Any) -> T:
+    """Run a blocking call (metadata) in a thread."""
+    return await asyncio.to_thread(call, *arguments)
+
+
+def fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    """Fail `future` unless it is done; nobody has to look at the exception."""
+    if not future.done():
+        future.set_exception(error)
+        future.exception()
+
+
+def failed_future(error: BaseException) -> asyncio.Future[Any]:
+    """A future that has failed already."""
+    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    fail(future, error)
+    return future
+
+
+def _copy_outcome(done: asyncio.Future[Response], future: asyncio.Future[Response]) -> None:
+    if future.done():
+        return
+    if done.cancelled():
+        future.cancel()
+    elif (error := done.exception()) is not None:
+        fail(future, error)
+    else:
+        future.set_result(done.result())
+
+
+def failure(
+    future: asyncio.Future[Response], ledger: LedgerId, entry_id: int | None, bookie_id: str
+) -> BkctlError | None:
+    """What went wrong with the request of the done `future`; None when its status is EOK."""
+    if future.cancelled():
+        return BookieUnavailable(f"Request to bookie {bookie_id} was cancelled")
+    error = future.exception()
+    if error is not None:
+        if not isinstance(error, BkctlError):
+            raise error
+        return error
+    status = future.result().status
+    if status is Status.EOK:
+        return None
+    what = f"Ledger {ledger}" if entry_id is None or entry_id < 0 else f"Entry {entry_id} of ledger {ledger}"
+    return error_for(status, f"{what}: bookie {bookie_id} answered {status.name}")

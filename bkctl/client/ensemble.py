@@ -1,0 +1,204 @@
+"""Which bookies hold an entry, which answers decide, and how an ensemble is chosen, changed and written to metadata.
+
+Nothing here speaks to a bookie. Source: RoundRobinDistributionSchedule, EnsembleUtils, DefaultEnsemblePlacementPolicy,
+MetadataUpdateLoop.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from bkctl.errors import MetadataVersionConflict, NotEnoughBookies, UsageError
+from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
+from bkctl.ids import LedgerId
+
+if TYPE_CHECKING:
+    from bkctl.metadata.cluster import RegisteredBookie
+    from bkctl.metadata.ledgers import LedgerManager, VersionedMetadata
+
+#: What Apache's formats allow is far more; an ensemble above this is a mistake in the request.
+ENSEMBLE_SIZE_MAX: Final = 1000
+UPDATE_ATTEMPTS_MAX: Final = 100
+
+
+def check_quorums(ensemble_size: int, write_quorum_size: int, ack_quorum_size: int) -> None:
+    """Raises UsageError unless ensemble ≥ write quorum ≥ ack quorum ≥ 1. Source: LedgerCreateOp.validate."""
+    if not ENSEMBLE_SIZE_MAX >= ensemble_size >= write_quorum_size >= ack_quorum_size >= 1:
+        raise UsageError(
+            f"Ensemble size {ensemble_size}, write quorum {write_quorum_size}, ack quorum {ack_quorum_size} do not fit",
+            hint=f"{ENSEMBLE_SIZE_MAX} ≥ ensemble ≥ write quorum ≥ ack quorum ≥ 1 is needed",
+        )
+
+
+class RoundRobinDistributionSchedule:
+    """Where entries stand in an ensemble: entry e is on the indexes (e + w) mod E, w = 0 … Wq−1, e being absolute."""
+
+    __slots__ = ("_write_sets", "ack_quorum_size", "ensemble_size", "write_quorum_size")
+
+    def __init__(self, ensemble_size: int, write_quorum_size: int, ack_quorum_size: int) -> None:
+        self.ensemble_size = ensemble_size
+        self.write_quorum_size = write_quorum_size
+        self.ack_quorum_size = ack_quorum_size
+        self._write_sets = tuple(
+            tuple((at + w) % ensemble_size for w in range(write_quorum_size)) for at in range(ensemble_size)
+        )
+
+    @classmethod
+    def of(cls, metadata: LedgerMetadata) -> RoundRobinDistributionSchedule:
+        """The schedule of one ledger."""
+        return cls(metadata.ensemble_size, metadata.write_quorum_size, metadata.ack_quorum_size)
+
+    def write_set(self, entry_id: int) -> tuple[int, ...]:
+        """Ensemble indexes that hold the entry, in the order in which they are asked."""
+        return self._write_sets[entry_id % self.ensemble_size]
+
+    @property
+    def missing_count_for_recovery(self) -> int:
+        """How many bookies of a write set must lack an entry for it never to have been acknowledged: Wq − Aq + 1."""
+        return self.write_quorum_size - self.ack_quorum_size + 1
+
+    def covered(self, answered: Collection[int]) -> bool:
+        """Whether no entry can have been acknowledged by bookies outside `answered` (ensemble indexes) alone.
+
+        An index counts as answered when its bookie said what it has, or that it has nothing.
+        Source: RRQuorumCoverageSet.
+        """
+        return all(
+            sum(index not in answered for index in write_set) < self.ack_quorum_size for write_set in self._write_sets
+        )
+
+
+def choose_bookies(
+    bookies: Iterable[RegisteredBookie],
+    count: int,
+    *,
+    scoped: bool,
+    exclude: Collection[str] = (),
+    avoid: Collection[str] = (),
+    rng: random.Random | None = None,
+) -> tuple[str, ...]:
+    """`count` different bookie ids, at random among the writable ones that are not in `exclude`.
+
+    `scoped`: only bookies registered with `ledgerScopes` = 1 (the first lock of BP-35). Those in `avoid` (they failed
+    lately) are taken only when the others do not suffice.
+    Raises NotEnoughBookies, which names what there is and, for `scoped`, the bookies that serve scope 0 only.
+    """
+    writable = [each for each in bookies if each.state == "rw"]
+    candidates = [each.bookie_id for each in writable if not scoped or each.ledger_scopes]
+    usable = [bookie_id for bookie_id in candidates if bookie_id not in exclude]
+    if len(usable) < count:
+        raise _not_enough(writable, candidates, usable, count, exclude)
+    rng = rng or random.SystemRandom()
+    rng.shuffle(usable)
+    usable.sort(key=lambda bookie_id: bookie_id in avoid)
+    return tuple(usable[:count])
+
+
+def _not_enough(
+    writable: Sequence[RegisteredBookie],
+    candidates: Sequence[str],
+    usable: Sequence[str],
+    count: int,
+    exclude: Collection[str],
+) -> NotEnoughBookies:
+    problem = f"{count} {'more ' if exclude else ''}writable {'bookie is' if count == 1 else 'bookies are'} needed, "
+    problem += f"{len(usable)} {'is' if len(usable) == 1 else 'are'} there"
+    notes = []
+    if usable:
+        notes.append(f"writable: {_names(usable)}")
+    without = [each.bookie_id for each in writable if each.bookie_id not in candidates]
+    if without:
+        notes.append(f"without ledger scopes: {_names(without)}")
+    taken = [bookie_id for bookie_id in candidates if bookie_id in exclude]
+    if taken:
+        notes.append(f"in use or failed: {_names(taken)}")
+    return NotEnoughBookies(
+        f"{problem} ({'; '.join(notes)})" if notes else problem,
+        hint="start bookies that serve ledger scopes" if without else "see 'bkctl bookies list'",
+    )
+
+
+def _names(bookie_ids: Sequence[str], count_max: int = 10) -> str:
+    shown = ", ".join(bookie_ids[:count_max])
+    return f"{shown}, and {len(bookie_ids) - count_max} more" if len(bookie_ids) > count_max else shown
+
+
+def replace_bookies(
+    ensemble: Sequence[str],
+    failed: Mapping[int, str],
+    bookies: Iterable[RegisteredBookie],
+    *,
+    scoped: bool,
+    exclude: Collection[str] = (),
+    avoid: Collection[str] = (),
+    rng: random.Random | None = None,
+) -> tuple[str, ...]:
+    """The ensemble with another bookie at each failed index; `failed` maps an index to the bookie that failed there.
+
+    An index that holds another bookie by now is left alone. Nobody stands in the ensemble twice, and nobody of `failed`
+    or `exclude` comes in. Raises NotEnoughBookies. Source: EnsembleUtils.replaceBookiesInEnsemble.
+    """
+    indexes = [index for index, bookie_id in sorted(failed.items()) if ensemble[index] == bookie_id]
+    if not indexes:
+        return tuple(ensemble)
+    taken = {*ensemble, *failed.values(), *exclude}
+    chosen = choose_bookies(bookies, len(indexes), scoped=scoped, exclude=taken, avoid=avoid, rng=rng)
+    changed = list(ensemble)
+    for index, bookie_id in zip(indexes, chosen, strict=True):
+        changed[index] = bookie_id
+    return tuple(changed)
+
+
+def changed_indexes(before: Sequence[str], after: Sequence[str]) -> list[int]:
+    """The indexes at which two ensembles of one size differ."""
+    return [index for index, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
+
+
+def with_fragment(metadata: LedgerMetadata, first_entry_id: int, ensemble: tuple[str, ...]) -> LedgerMetadata:
+    """`metadata` whose entries from `first_entry_id` on are on `ensemble`.
+
+    The last fragment is replaced when it starts there, else a new one follows it. Raises MetadataVersionConflict when
+    another client wrote a later fragment. Source: LedgerHandle.ensembleChangeLoop.
+    """
+    last = metadata.last_fragment
+    if first_entry_id < last.first_entry_id:
+        raise MetadataVersionConflict(
+            f"Another client wrote a fragment from entry {last.first_entry_id}, after our entry {first_entry_id}"
+        )
+    kept = metadata.ensembles[:-1] if first_entry_id == last.first_entry_id else metadata.ensembles
+    return replace(metadata, ensembles=(*kept, Fragment(first_entry_id, ensemble)))
+
+
+def closed(metadata: LedgerMetadata, last_entry_id: int, length: int) -> LedgerMetadata:
+    """`metadata` in state CLOSED. Source: LedgerMetadataBuilder.withClosedState."""
+    return replace(metadata, state=LedgerState.CLOSED, last_entry_id=last_entry_id, length=length)
+
+
+def update_metadata(
+    ledgers: LedgerManager,
+    ledger: LedgerId,
+    current: VersionedMetadata,
+    change: Callable[[LedgerMetadata], LedgerMetadata | None],
+) -> VersionedMetadata:
+    """Compare-and-set loop: write what `change` makes of the metadata, on a conflict read it again and repeat.
+
+    `change` returns None when there is nothing (more) to write, and may raise to give up. Blocks; run it in a thread.
+    Returns the metadata as it stands then. Raises what the store and `change` raise, and MetadataVersionConflict when
+    others were always faster. Source: MetadataUpdateLoop.
+    """
+    for _ in range(UPDATE_ATTEMPTS_MAX):
+        changed = change(current.metadata)
+        if changed is None:
+            return current
+        try:
+            version = ledgers.write(ledger, changed, current.version)
+        except MetadataVersionConflict:
+            current = ledgers.read(ledger)
+        else:
+            return current._replace(metadata=changed, version=version)
+    raise MetadataVersionConflict(
+        f"Metadata of ledger {ledger} changed {UPDATE_ATTEMPTS_MAX} times while it was being written", hint="try again"
+    )

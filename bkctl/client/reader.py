@@ -1,0 +1,477 @@
+"""Reading one ledger from its bookies: entries in order with fallback to other replicas, the last add confirmed, tails.
+
+Source: PendingReadOp, ReadLastConfirmedOp, PendingReadLacOp, ReadLastConfirmedAndEntryOp.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from bkctl.client.bookies import BookieChannel, BookiePool, failure
+from bkctl.client.ensemble import RoundRobinDistributionSchedule
+from bkctl.errors import (
+    BkctlError,
+    BookieUnavailable,
+    DigestMismatch,
+    EntryNotFound,
+    LedgerNotFound,
+    NotFound,
+    ProtocolError,
+    Unauthorized,
+)
+from bkctl.formats.entry import INVALID_ENTRY_ID, DigestManager, read_entry_header
+from bkctl.formats.metadata import LedgerMetadata
+from bkctl.protocol.messages import (
+    LAST_ENTRY,
+    BytesLike,
+    Protocol,
+    ReadLacRequest,
+    ReadLacResponse,
+    ReadRequest,
+    ReadResponse,
+    Response,
+    Status,
+)
+
+if TYPE_CHECKING:
+    from bkctl.ids import LedgerId
+    from bkctl.metadata.ledgers import VersionedMetadata
+
+#: Reads in flight of one range: at most so many, and about so many bytes.
+WINDOW_COUNT_MAX: Final = 512
+WINDOW_COUNT_MIN: Final = 4
+WINDOW_BYTES: Final = 16 << 20
+#: What an entry is taken to have before one was seen.
+ENTRY_SIZE_BYTES_GUESS: Final = 256 << 10
+#: A replica that is silent for so long is asked no more alone: the next one is asked too (speculative read).
+SPECULATIVE_READ_S: Final = 2.0
+#: One long poll; the bookie answers at the latest then. A tail is a sequence of them.
+LONG_POLL_S_MAX: Final = 10.0
+#: How long after its end a long poll's answer is still waited for.
+LONG_POLL_GRACE_S: Final = 1.0
+#: Pause before the next long poll where no bookie could wait (the ledger has no entry yet, or all are down).
+LONG_POLL_PAUSE_S: Final = 0.2
+
+
+class LedgerEntry(NamedTuple):
+    """One entry as it was read. `length` is the ledger's payload bytes up to and with it; `format_version` 1 or 2."""
+
+    entry_id: int
+    last_add_confirmed: int
+    length: int
+    payload: bytes
+    format_version: int
+
+
+class LedgerAccess:
+    """What every operation on one open ledger needs: the metadata as last seen, the digest, the bookies."""
+
+    __slots__ = ("digest", "ledger", "piggybacked", "pool", "schedule", "scoped", "versioned")
+
+    def __init__(self, pool: BookiePool, ledger: LedgerId, digest: DigestManager, versioned: VersionedMetadata) -> None:
+        self.pool = pool
+        self.ledger = ledger
+        self.digest = digest
+        self.versioned = versioned
+        self.scoped = ledger.is_scoped
+        self.schedule = RoundRobinDistributionSchedule.of(versioned.metadata)
+        #: An entry that came with a long poll's answer: its id and the whole entry.
+        self.piggybacked: tuple[int, BytesLike] | None = None
+
+    @property
+    def metadata(self) -> LedgerMetadata:
+        """The ledger's metadata as last read or written."""
+        return self.versioned.metadata
+
+    @property
+    def format_version(self) -> int:
+        """Of its entries: 1 in scope 0, else 2."""
+        return 2 if self.scoped else 1
+
+    def replicas(self, bookies: Sequence[str]) -> list[tuple[BookieChannel, ...]]:
+        """For each entry id modulo the ensemble size: the channels of its write set, in the order of asking."""
+        channels = [self.pool.channel(bookie_id) for bookie_id in bookies]
+        schedule = self.schedule
+        return [tuple(channels[index] for index in schedule.write_set(at)) for at in range(schedule.ensemble_size)]
+
+    def open_entry(self, body: BytesLike | None, entry_id: int, verify: bool = True) -> LedgerEntry:
+        """The entry in a bookie's answer. Raises DigestMismatch, ProtocolError (no body), Corrupt without `verify`."""
+        if body is None:
+            raise ProtocolError(f"Entry {entry_id} of ledger {self.ledger} was answered without a body")
+        if verify:
+            found_id, last_add_confirmed, length, payload = self.digest.open(body, entry_id)
+            return LedgerEntry(found_id, last_add_confirmed, length, bytes(payload), self.format_version)
+        header = read_entry_header(body)
+        if header.ledger != self.ledger or header.entry_id != entry_id:
+            raise DigestMismatch(
+                f"Entry {header.entry_id} of ledger {header.ledger} came where entry {entry_id} of ledger "
+                f"{self.ledger} was asked for"
+            )
+        payload_bytes = bytes(memoryview(body)[self.digest.overhead_size :])
+        return LedgerEntry(
+            entry_id, header.last_add_confirmed, header.length, payload_bytes, header.format_version
+        )
+
+
+def graver(first: BkctlError | None, later: BkctlError) -> BkctlError:
+    """Which of two replicas' errors to report: the first, unless a later one says that the entry may well exist.
+
+    Source: ReadOpBase.logErrorAndReattemptRead (`firstError`).
+    """
+    if first is None or isinstance(first, (EntryNotFound, LedgerNotFound)):
+        return later
+    if isinstance(first, BookieUnavailable) and not isinstance(later, (EntryNotFound, LedgerNotFound)):
+        return later
+    return first
+
+
+def restate(error: BkctlError, message: str, hint: str | None = None) -> BkctlError:
+    """An error of the same class with another message, caused by `error`."""
+    if type(error).__init__ is BkctlError.__init__:
+        restated = type(error)(message, hint=hint or error.hint)
+    else:
+        restated = BkctlError(message, hint=hint or error.hint)
+    restated.__cause__ = error
+    return restated
+
+
+class _Read:
+    """One entry on its way: the replica asked last, and those asked before that may still answer."""
+
+    __slots__ = ("channel", "entry_id", "error", "first_error", "future", "others", "problems", "replicas", "untried")
+
+    def __init__(
+        self,
+        entry_id: int,
+        replicas: tuple[BookieChannel, ...],
+        channel: BookieChannel,
+        future: asyncio.Future[Response],
+    ) -> None:
+        self.entry_id = entry_id
+        self.replicas = replicas
+        self.channel = channel
+        self.future = future
+        self.untried: list[BookieChannel] | None = None
+        self.others: list[tuple[BookieChannel, asyncio.Future[Response]]] | None = None
+        self.first_error: BkctlError | None = None
+        self.problems: list[str] | None = None
+        self.error: BkctlError | None = None
+
+
+class _RangeReader:
+    """Pipelined reads of consecutive entries, given out in order."""
+
+    def __init__(self, access: LedgerAccess, first: int, last: int, verify: bool) -> None:
+        self._access = access
+        self._verify = verify
+        self._next_id = first
+        self._last = last
+        self._window: deque[_Read] = deque()
+        self._fragment_end = first  # the first entry that `_replicas` does not hold for
+        self._replicas: list[tuple[BookieChannel, ...]] = []
+        metadata = access.metadata
+        if metadata.is_closed and metadata.last_entry_id >= 0:
+            self._entry_size = metadata.length // (metadata.last_entry_id + 1)
+        else:
+            self._entry_size = ENTRY_SIZE_BYTES_GUESS
+        self._size_seen = self._count_seen = 0
+
+    async def entries(self) -> AsyncIterator[LedgerEntry]:
+        window = self._window
+        refill_at = 0
+        while True:
+            if len(window) <= refill_at and self._next_id <= self._last:
+                refill_at = self._fill() // 2
+            if not window:
+                return
+            read = window[0]
+            if not read.future.done():
+                await self._settle(read)
+            entry = self._outcome(read)
+            if entry is None:
+                if read.error is not None:
+                    raise read.error
+                for other in window:
+                    # What else failed is asked for elsewhere now, not when its turn comes.
+                    if other is not read and other.future.done() and other.error is None and self._failed(other):
+                        self._try_next(other)
+                continue
+            window.popleft()
+            yield entry
+
+    def _fill(self) -> int:
+        """Send reads until the window is full; returns how many it holds then."""
+        access, window = self._access, self._window
+        if self._count_seen:
+            self._entry_size = max(self._size_seen // self._count_seen, self._entry_size * 3 // 4)
+            self._size_seen = self._count_seen = 0
+        count_max = min(max(WINDOW_BYTES // (self._entry_size + 64), WINDOW_COUNT_MIN), WINDOW_COUNT_MAX)
+        now = time.monotonic()
+        ensemble_size, ledger, scoped = access.schedule.ensemble_size, access.ledger, access.scoped
+        entry_id, last = self._next_id, self._last
+        while entry_id <= last and len(window) < count_max:
+            if entry_id >= self._fragment_end:
+                self._enter_fragment(entry_id)
+            replicas = self._replicas[entry_id % ensemble_size]
+            channel = replicas[0]
+            if channel.suspect_until > now:
+                channel = next((each for each in replicas if each.suspect_until <= now), channel)
+            if access.piggybacked is not None and access.piggybacked[0] == entry_id:
+                future: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+                future.set_result(ReadResponse(Status.EOK, ledger, entry_id, access.piggybacked[1]))
+                access.piggybacked = None
+            else:
+                future = channel.send(ReadRequest(ledger, entry_id), scoped)
+            window.append(_Read(entry_id, replicas, channel, future))
+            entry_id += 1
+        self._next_id = entry_id
+        return len(window)
+
+    def _enter_fragment(self, entry_id: int) -> None:
+        fragment = self._access.metadata.fragment_of(entry_id)
+        self._replicas = self._access.replicas(fragment.bookies)
+        self._fragment_end = next(
+            (each.first_entry_id for each in self._access.metadata.ensembles if each.first_entry_id > entry_id),
+            self._last + 1,
+        )
+
+    async def _settle(self, read: _Read) -> None:
+        """Wait until a replica answered for `read`; after a while without an answer ask others too."""
+        while True:
+            futures = [read.future, *(future for _, future in read.others or ())]
+            can_ask = read.untried != [] and len(read.replicas) > 1
+            done, _ = await asyncio.wait(
+                futures, timeout=SPECULATIVE_READ_S if can_ask else None, return_when=asyncio.FIRST_COMPLETED
+            )
+            if done:
+                break
+            silent = read.channel
+            silent.failed()
+            for other in self._window:
+                if other.channel is silent and not other.future.done():
+                    self._ask_another(other)
+        if not read.future.done() and read.others:
+            for at, (channel, future) in enumerate(read.others):
+                if future.done():
+                    read.others[at] = (read.channel, read.future)
+                    read.channel, read.future = channel, future
+                    return
+
+    def _outcome(self, read: _Read) -> LedgerEntry | None:
+        """The entry, verified; None when its replica failed (the next one is asked, or `error` is set)."""
+        if read.error is not None:
+            return None
+        future = read.future
+        if not future.done():
+            return None
+        if not future.cancelled() and future.exception() is None:
+            response = future.result()
+            if response.status is Status.EOK and type(response) is ReadResponse:
+                body = response.body
+                try:
+                    entry = self._access.open_entry(body, read.entry_id, self._verify)
+                except BkctlError as error:
+                    self._record(read, error)
+                    self._try_next(read)
+                    return None
+                self._count_seen += 1
+                self._size_seen += len(entry.payload)
+                return entry
+        if self._failed(read):
+            self._try_next(read)
+        return None
+
+    def _failed(self, read: _Read) -> bool:
+        """Whether the replica answered with an error, which is recorded then."""
+        error = failure(read.future, self._access.ledger, read.entry_id, read.channel.bookie_id)
+        if error is None:
+            response = read.future.result()
+            if type(response) is ReadResponse:
+                return False
+            error = ProtocolError(f"Bookie {read.channel.bookie_id} answered a read with something else")
+        self._record(read, error)
+        return True
+
+    def _record(self, read: _Read, error: BkctlError) -> None:
+        if not isinstance(error, NotFound):
+            read.channel.failed()
+        read.first_error = graver(read.first_error, error)
+        if read.problems is None:
+            read.problems = []
+        read.problems.append(f"{read.channel.bookie_id}: {error.message}")
+
+    def _ask_another(self, read: _Read) -> bool:
+        """Ask the next replica, and go on waiting for the present one; False when there is none."""
+        if read.untried is None:
+            now = time.monotonic()
+            read.untried = [each for each in read.replicas if each is not read.channel]
+            read.untried.sort(key=lambda each: each.suspect_until > now)
+        if not read.untried:
+            return False
+        if not read.future.done():
+            if read.others is None:
+                read.others = []
+            read.others.append((read.channel, read.future))
+        read.channel = read.untried.pop(0)
+        read.future = read.channel.send(ReadRequest(self._access.ledger, read.entry_id), self._access.scoped)
+        return True
+
+    def _try_next(self, read: _Read) -> None:
+        if self._ask_another(read):
+            return
+        if read.others:
+            read.channel, read.future = read.others.pop()
+            return
+        assert read.first_error is not None
+        if len(read.problems or ()) < 2:
+            read.error = read.first_error
+            return
+        read.error = restate(
+            read.first_error,
+            f"Entry {read.entry_id} of ledger {self._access.ledger} cannot be read from any of its bookies "
+            f"({'; '.join(read.problems or ())})",
+        )
+
+
+def read_entries(access: LedgerAccess, first: int, last: int, *, verify: bool = True) -> AsyncIterator[LedgerEntry]:
+    """Yield the entries `first` to `last` (inclusive) in order, each from the first replica that gives it intact.
+
+    Reads are pipelined within a bounded window, which moves on as entries are taken. Raises the gravest replica's
+    error when no replica of an entry gives it; the entries before it were yielded then.
+    """
+    return _RangeReader(access, first, last, verify).entries()
+
+
+class LastConfirmed(NamedTuple):
+    """The highest last add confirmed that bookies told, and the `length` field of the entry that told it.
+
+    Source: DigestManager.RecoveryData.
+    """
+
+    last_add_confirmed: int
+    length: int
+
+
+async def read_last_confirmed(access: LedgerAccess, *, fence: bool = False) -> LastConfirmed:
+    """Ask all bookies of the last fragment for the last add confirmed, until what they say covers the ensemble.
+
+    With `fence` each fences the ledger first. NoSuchEntry and NoSuchLedger are valid answers ("nothing here"); a bookie
+    that cannot serve the ledger's scope gives none. Raises Unauthorized at once; else, when too few answer, the
+    last error. Source: ReadLastConfirmedOp, PendingReadLacOp.
+    """
+    ledger, digest = access.ledger, access.digest
+    by_entry = fence or access.pool.protocol is Protocol.V2
+    request: ReadRequest | ReadLacRequest
+    if by_entry:
+        request = ReadRequest(ledger, LAST_ENTRY, digest.master_key if fence else None, fence)
+    else:
+        request = ReadLacRequest(ledger)
+    pending: dict[asyncio.Future[Response], int] = {}
+    bookies = access.metadata.last_fragment.bookies
+    for index, bookie_id in enumerate(bookies):
+        pending[access.pool.channel(bookie_id).send(request, access.scoped)] = index
+    found = LastConfirmed(INVALID_ENTRY_ID, 0)
+    answered: set[int] = set()
+    problems: list[str] = []
+    last_error: BkctlError | None = None
+    while pending:
+        done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for future in done:
+            index = pending.pop(future)
+            try:
+                said = _last_confirmed_of(future, access, bookies[index])
+            except Unauthorized:
+                raise
+            except BkctlError as error:
+                access.pool.channel(bookies[index]).failed()
+                problems.append(f"{bookies[index]}: {error.message}")
+                last_error = error
+                continue
+            answered.add(index)
+            if said is not None and said.last_add_confirmed > found.last_add_confirmed:
+                found = said
+        if access.schedule.covered(answered):
+            return found
+    assert last_error is not None
+    raise restate(
+        last_error,
+        f"Last add confirmed of ledger {ledger} is not known: too few of its bookies answer ({'; '.join(problems)})",
+    )
+
+
+def _last_confirmed_of(future: asyncio.Future[Response], access: LedgerAccess, bookie_id: str) -> LastConfirmed | None:
+    """What one bookie's answer says; None for a bookie that has nothing. Raises what makes it no answer."""
+    error = failure(future, access.ledger, None, bookie_id)
+    if error is None:
+        response = future.result()
+        if isinstance(response, ReadLacResponse):
+            return _last_confirmed_in(response, access)
+        if isinstance(response, ReadResponse) and response.body is not None:
+            entry = access.digest.open(response.body, None)
+            return LastConfirmed(entry.last_add_confirmed, entry.length)
+        raise ProtocolError(f"Bookie {bookie_id} answered without the last entry")
+    if isinstance(error, (EntryNotFound, LedgerNotFound)):
+        return None
+    if not future.cancelled() and future.exception() is None:
+        response = future.result()
+        # An explicit LAC without any entry: the bookie says EIO, and gives the LAC.
+        if isinstance(response, ReadLacResponse) and response.lac_body:
+            return _last_confirmed_in(response, access)
+    raise error
+
+
+def _last_confirmed_in(response: ReadLacResponse, access: LedgerAccess) -> LastConfirmed:
+    found = LastConfirmed(INVALID_ENTRY_ID, 0)
+    if response.last_entry_body:
+        entry = access.digest.open(response.last_entry_body, None)
+        found = LastConfirmed(entry.last_add_confirmed, entry.length)
+    if response.lac_body:
+        explicit = access.digest.open_lac(response.lac_body)
+        if explicit > found.last_add_confirmed:
+            found = LastConfirmed(explicit, found.length)
+    return found
+
+
+async def long_poll(access: LedgerAccess, previous: int, timeout_s: float, changed: asyncio.Event) -> int | None:
+    """Ask all bookies of the last fragment to answer when their last add confirmed is above `previous`.
+
+    Returns the first one told that is, None after about `timeout_s` or as soon as `changed` is set. An entry
+    `previous` + 1 that comes with it is kept for the next read. Always over v3. Source: ReadLastConfirmedAndEntryOp.
+    """
+    request = ReadRequest(
+        access.ledger, LAST_ENTRY, previous_lac=previous, timeout_ms=max(int(timeout_s * 1000), 1), piggyback=True
+    )
+    pending = {
+        access.pool.channel(bookie_id, Protocol.V3).send(request, access.scoped)
+        for bookie_id in access.metadata.last_fragment.bookies
+    }
+    deadline = time.monotonic() + timeout_s
+    wake = asyncio.create_task(changed.wait())
+    waited = False
+    try:
+        while pending and not changed.is_set():
+            overdue_s = max(deadline + LONG_POLL_GRACE_S - time.monotonic(), 0)
+            waiting: set[asyncio.Future[Any]] = {*pending, wake}
+            done, _ = await asyncio.wait(waiting, timeout=overdue_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
+            for future in done & pending:
+                pending.discard(future)
+                response = None if future.cancelled() or future.exception() is not None else future.result()
+                if not isinstance(response, ReadResponse) or response.status is not Status.EOK:
+                    continue
+                waited = True
+                if response.max_lac is not None and response.max_lac > previous:
+                    if response.body is not None and response.entry_id == previous + 1:
+                        access.piggybacked = (response.entry_id, response.body)
+                    return response.max_lac
+        if not changed.is_set() and (not waited or time.monotonic() < deadline):
+            pause_s = min(LONG_POLL_PAUSE_S, max(deadline - time.monotonic(), 0))
+            await asyncio.wait({wake}, timeout=pause_s)
+    finally:
+        wake.cancel()
+    return None

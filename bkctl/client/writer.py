@@ -1,0 +1,339 @@
+"""Adding entries: sent to the write set, acknowledged strictly in order, the ensemble changed when a bookie fails.
+
+Source: LedgerHandle (add, ensemble change), PendingAddOp, ReadOnlyLedgerHandle.handleBookieFailure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Final
+
+from bkctl.client.bookies import BookieChannel, fail, failure, in_thread
+from bkctl.client.ensemble import (
+    changed_indexes,
+    replace_bookies,
+    update_metadata,
+    with_fragment,
+)
+from bkctl.client.reader import LedgerAccess
+from bkctl.errors import (
+    BkctlError,
+    DuplicateEntryId,
+    IllegalOperation,
+    LedgerClosed,
+    LedgerFenced,
+    Unauthorized,
+    UsageError,
+)
+from bkctl.formats.layout import Buffer
+from bkctl.formats.metadata import LedgerMetadata, LedgerState
+from bkctl.protocol.messages import FRAME_SIZE_BYTES_MAX, AddRequest, Response, Status
+
+#: Adds in flight before `ready` waits. Source: ClientConfiguration.getThrottleValue.
+THROTTLE_COUNT: Final = 5000
+#: Payload bytes in flight before `ready` waits.
+PENDING_BYTES_MAX: Final = 64 << 20
+#: What a request takes beside the entry at most (protobuf fields, master key, frame length).
+_REQUEST_OVERHEAD_BYTES: Final = 128
+
+
+class _PendingAdd:
+    """One entry that is not acknowledged yet. `acks` has a bit for each ensemble index that stored it."""
+
+    __slots__ = ("acks", "entry_id", "future", "request", "size")
+
+    def __init__(self, entry_id: int, request: AddRequest, size: int, future: asyncio.Future[int]) -> None:
+        self.entry_id = entry_id
+        self.request = request
+        self.size = size
+        self.future = future
+        self.acks = 0
+
+
+class AddPipeline:
+    """Adds in flight of one ledger; belongs to one event loop.
+
+    An entry is done when the ack quorum stored it and all entries before it are done. A bookie that fails is replaced:
+    entries from the last add confirmed + 1 on get a new fragment (`_commit`), and what is pending is sent again there.
+    """
+
+    def __init__(
+        self,
+        access: LedgerAccess,
+        *,
+        last_add_confirmed: int = -1,
+        length: int = 0,
+        throttle_count: int = THROTTLE_COUNT,
+        recovery: bool = False,
+        on_end: Callable[[BkctlError], None] | None = None,
+    ) -> None:
+        self.access = access
+        self.last_add_confirmed = last_add_confirmed
+        #: Payload bytes up to the last add confirmed, and with what is pending.
+        self.length_confirmed = self.length = length
+        #: What ended the pipeline.
+        self.error: BkctlError | None = None
+        self.ensemble: tuple[str, ...] = access.metadata.last_fragment.bookies
+        self._next_id = last_add_confirmed + 1
+        self._throttle_count = throttle_count
+        self._recovery = recovery
+        self._on_end = on_end
+        self._pending: dict[int, _PendingAdd] = {}
+        self._pending_bytes = 0
+        self._ack_quorum_size = max(access.schedule.ack_quorum_size, 1)
+        self._payload_size_max = FRAME_SIZE_BYTES_MAX - _REQUEST_OVERHEAD_BYTES - access.digest.overhead_size
+        self._changing: asyncio.Task[None] | None = None
+        self._failed_later: dict[int, str] = {}
+        self._failed_since_progress: set[str] = set()
+        self._waiter: asyncio.Future[None] | None = None
+        self._wake_below = 0
+        self._loop = asyncio.get_running_loop()
+        self._channels: list[BookieChannel] = []
+        self._connect()
+
+    def _connect(self) -> None:
+        self._channels = [self.access.pool.channel(bookie_id) for bookie_id in self.ensemble]
+
+    # Adding.
+
+    @property
+    def pending_count(self) -> int:
+        """Entries that are not acknowledged yet."""
+        return len(self._pending)
+
+    def add(self, payload: Buffer, *, entry_id: int | None = None, length: int | None = None) -> asyncio.Future[int]:
+        """Send the next entry; the future gives its id once it and all before it are acknowledged.
+
+        `entry_id` is the caller's choice where ids need not come in order (None: the next). `length` is the ledger's
+        length with this entry where it is known (recovery). Raises what ended the pipeline before, UsageError for a
+        payload larger than a frame, DuplicateEntryId.
+        """
+        if self.error is not None:
+            raise restated(self.error)
+        data = payload if type(payload) is bytes else bytes(payload)
+        size = len(data)
+        if size > self._payload_size_max:
+            raise UsageError(f"An entry of {size} bytes does not fit, at most {self._payload_size_max} do")
+        if entry_id is None:
+            entry_id = self._next_id
+        elif entry_id <= self.last_add_confirmed or entry_id in self._pending:
+            raise DuplicateEntryId(f"Entry {entry_id} of ledger {self.access.ledger} was added before")
+        self._next_id = max(self._next_id, entry_id + 1)
+        self.length = self.length + size if length is None else length
+        access = self.access
+        digest, ledger = access.digest, access.ledger
+        sealed = digest.seal(entry_id, self.last_add_confirmed, self.length, data)
+        request = AddRequest(
+            ledger, entry_id, digest.master_key, (sealed, data), self._recovery, self._recovery
+        )
+        future: asyncio.Future[int] = self._loop.create_future()
+        add = _PendingAdd(entry_id, request, size, future)
+        self._pending[entry_id] = add
+        self._pending_bytes += size
+        for index in access.schedule.write_set(entry_id):
+            self._send(add, index)
+        if self._failed_later and self._changing is None:
+            # A bookie failed entries that had their quorum without it: replaced now that there is something to add.
+            self._bookies_failed({})
+        return future
+
+    def _send(self, add: _PendingAdd, index: int) -> None:
+        channel = self._channels[index]
+        channel.send(add.request, self.access.scoped).add_done_callback(partial(self._answered, add, index, channel))
+
+    def _answered(
+        self, add: _PendingAdd, index: int, channel: BookieChannel, future: asyncio.Future[Response]
+    ) -> None:
+        if self._channels[index] is not channel or self.error is not None:
+            return  # the ensemble changed: what this bookie says is immaterial
+        if not future.cancelled() and future.exception() is None and future.result().status is Status.EOK:
+            add.acks |= 1 << index
+            if add.entry_id == self.last_add_confirmed + 1:
+                self._complete()
+            return
+        error = failure(future, self.access.ledger, add.entry_id, channel.bookie_id)
+        assert error is not None
+        if isinstance(error, LedgerFenced):
+            self._end(LedgerFenced(f"Ledger {self.access.ledger} is fenced on bookie {channel.bookie_id}",
+                                   hint="another client recovers or recovered it"))  # fmt: skip
+        elif isinstance(error, (Unauthorized, IllegalOperation)):
+            self._end(error)
+        else:
+            channel.failed()
+            self._failed_since_progress.add(channel.bookie_id)
+            if add.acks.bit_count() >= self._ack_quorum_size:
+                self._failed_later[index] = channel.bookie_id
+            else:
+                self._bookies_failed({index: channel.bookie_id})
+
+    def _complete(self) -> None:
+        """Acknowledge, in order, what has its quorum; not while the ensemble changes."""
+        if self._changing is not None:
+            return
+        pending, quorum = self._pending, self._ack_quorum_size
+        while True:
+            add = pending.get(self.last_add_confirmed + 1)
+            if add is None or add.acks.bit_count() < quorum:
+                break
+            del pending[add.entry_id]
+            self.last_add_confirmed = add.entry_id
+            self.length_confirmed += add.size
+            self._pending_bytes -= add.size
+            if not add.future.done():
+                add.future.set_result(add.entry_id)
+            if self._failed_since_progress:
+                self._failed_since_progress.clear()
+        if self._waiter is not None and self._below(self._wake_below):
+            self._wake()
+
+    # Back-pressure.
+
+    def _below(self, count: int) -> bool:
+        return len(self._pending) <= count and (self._pending_bytes < PENDING_BYTES_MAX or count == 0)
+
+    def _wake(self) -> None:
+        if self._waiter is not None:
+            if not self._waiter.done():
+                self._waiter.set_result(None)
+            self._waiter = None
+
+    async def ready(self) -> None:
+        """Wait until another add may be sent. Raises what ended the pipeline."""
+        if len(self._pending) >= self._throttle_count or self._pending_bytes >= PENDING_BYTES_MAX:
+            await self._wait_below(self._throttle_count // 2)
+        if self.error is not None:
+            raise restated(self.error)
+
+    async def flush(self) -> None:
+        """Wait until nothing is pending. Raises what ended the pipeline."""
+        await self._wait_below(0)
+        if self.error is not None:
+            raise restated(self.error)
+
+    async def _wait_below(self, count: int) -> None:
+        while self.error is None and self._pending and not self._below(count):
+            self._wake_below = count if self._waiter is None else min(count, self._wake_below)
+            if self._waiter is None:
+                self._waiter = self._loop.create_future()
+            await asyncio.shield(self._waiter)
+
+    # Failures.
+
+    def _bookies_failed(self, failed: Mapping[int, str]) -> None:
+        self._failed_later.update(failed)
+        if self._changing is None:
+            self._changing = self._loop.create_task(self._change_ensemble())
+            self._changing.add_done_callback(self._changed)
+
+    def _changed(self, task: asyncio.Task[None]) -> None:
+        """A change that died of a defect, or with the event loop, must not leave adds waiting for ever."""
+        if task.cancelled() or task.exception() is not None:
+            self._changing = None
+            self._end(BkctlError(f"Changing the ensemble of ledger {self.access.ledger} was broken off"))
+
+    async def _change_ensemble(self) -> None:
+        """Replace failed bookies until no more fail meanwhile, then send again what is pending on changed indexes."""
+        before = self.ensemble
+        try:
+            while self._failed_later and self.error is None:
+                failed = {index: each for index, each in self._failed_later.items() if self.ensemble[index] == each}
+                self._failed_later.clear()
+                if failed:
+                    self.ensemble = await self._commit(failed)
+        except BkctlError as error:
+            self._changing = None
+            self._end(error)
+            return
+        self._changing = None
+        if self.error is not None:
+            return
+        changed = changed_indexes(before, self.ensemble)
+        self._connect()
+        for add in list(self._pending.values()):
+            write_set = self.access.schedule.write_set(add.entry_id)
+            for index in changed:
+                if index in write_set:
+                    add.acks &= ~(1 << index)
+                    self._send(add, index)
+        self._complete()
+
+    async def _commit(self, failed: Mapping[int, str]) -> tuple[str, ...]:
+        """Put other bookies in the place of `failed` into the ledger's metadata; returns the ensemble as it is then."""
+        access, first_entry_id = self.access, self.last_add_confirmed + 1
+        excluded, suspects = set(self._failed_since_progress), access.pool.suspects()
+
+        def change(metadata: LedgerMetadata) -> LedgerMetadata | None:
+            if metadata.state is LedgerState.CLOSED:
+                raise LedgerClosed(f"Ledger {access.ledger} was closed by another client")
+            if metadata.state is LedgerState.IN_RECOVERY:
+                raise LedgerFenced(f"Ledger {access.ledger} is being recovered by another client")
+            ensemble = metadata.last_fragment.bookies
+            if not any(ensemble[index] == bookie_id for index, bookie_id in failed.items()):
+                return None
+            replaced = replace_bookies(
+                ensemble, failed, access.pool.registered(), scoped=access.scoped, exclude=excluded, avoid=suspects
+            )
+            return with_fragment(metadata, first_entry_id, replaced)
+
+        access.versioned = await in_thread(
+            update_metadata, access.pool.cluster.ledgers, access.ledger, access.versioned, change
+        )
+        return access.metadata.last_fragment.bookies
+
+    def _end(self, error: BkctlError) -> None:
+        """Nothing more can be added: all that is pending fails with `error`."""
+        if self.error is not None:
+            return
+        self.error = error
+        pending, self._pending = self._pending, {}
+        self.length, self._pending_bytes = self.length_confirmed, 0
+        for add in pending.values():
+            fail(add.future, error)
+        self._wake()
+        if self._on_end is not None:
+            self._on_end(error)
+
+    async def close(self, error: BkctlError) -> None:
+        """End the pipeline with `error`, if nothing did before, and wait for a change of the ensemble under way."""
+        self._end(error)
+        if self._changing is not None:
+            await asyncio.gather(self._changing, return_exceptions=True)
+
+
+class RecoveryPipeline(AddPipeline):
+    """Adds of a recovery: flagged RECOVERY_ADD, and with fragments that are kept in memory until the ledger is closed.
+
+    Source: ReadOnlyLedgerHandle.newEnsemblesFromRecovery.
+    """
+
+    def __init__(self, access: LedgerAccess, *, last_add_confirmed: int, length: int) -> None:
+        super().__init__(access, last_add_confirmed=last_add_confirmed, length=length, recovery=True)
+        self._fragments: dict[int, tuple[str, ...]] = {}
+
+    async def _commit(self, failed: Mapping[int, str]) -> tuple[str, ...]:
+        excluded = set(self._failed_since_progress)
+        registered = await in_thread(self.access.pool.registered)
+        ensemble = replace_bookies(
+            self.ensemble, failed, registered, scoped=self.access.scoped, exclude=excluded,
+            avoid=self.access.pool.suspects(),
+        )  # fmt: skip
+        self._fragments[self.last_add_confirmed + 1] = ensemble
+        return ensemble
+
+    def with_fragments(self, metadata: LedgerMetadata) -> LedgerMetadata:
+        """`metadata` with the fragments that this recovery made."""
+        for first_entry_id, ensemble in sorted(self._fragments.items()):
+            metadata = with_fragment(metadata, first_entry_id, ensemble)
+        return metadata
+
+
+def restated(error: BkctlError) -> BkctlError:
+    """`error` to be raised at another place: a new exception of its class, so that tracebacks do not pile up."""
+    if type(error).__init__ is BkctlError.__init__:
+        again = type(error)(error.message, hint=error.hint)
+        again.__cause__ = error.__cause__
+        return again
+    return error
+
