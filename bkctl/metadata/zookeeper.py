@@ -1,0 +1,537 @@
+"""The metadata store on ZooKeeper, through kazoo.
+
+kazoo keeps the connection and the session; what it leaves to its caller is here: operations that go on after a lost
+connection and recognise a write whose answer was lost, ephemerals and watches that outlive a session, bounded pipelines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
+
+from kazoo.client import KazooClient
+from kazoo.exceptions import (
+    AuthFailedError,
+    BadVersionError,
+    ConnectionClosedError,
+    ConnectionLoss,
+    InvalidACLError,
+    KazooException,
+    NoAuthError,
+    NoChildrenForEphemeralsError,
+    NodeExistsError,
+    NoNodeError,
+    NotEmptyError,
+    OperationTimeoutError,
+    RolledBackError,
+    RuntimeInconsistency,
+    SessionExpiredError,
+    SessionMovedError,
+)
+from kazoo.handlers.threading import KazooTimeoutError
+from kazoo.protocol.states import KazooState
+from kazoo.retry import KazooRetry
+
+from bkctl.errors import (
+    AlreadyExists,
+    BkctlError,
+    Conflict,
+    MetadataVersionConflict,
+    NotFound,
+    TimedOut,
+    Unauthorized,
+    Unreachable,
+    UsageError,
+)
+from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, MetadataStore, Versioned, check_path
+
+T = TypeVar("T")
+
+SESSION_TIMEOUT_S: Final = 10.0  # zkTimeout
+REQUESTS_IN_FLIGHT_MAX: Final = 128
+DIRECTORIES_IN_FLIGHT_MAX: Final = 8
+_FIRST_ANSWER_S: Final = 0.3
+_RETRY_PAUSE_S: Final = 0.02
+_POLL_S: Final = 0.1
+_CLOSE_S: Final = 2.0
+_RESTORE_PAUSE_S: Final = 0.5
+#: ZooKeeper tells the fate of such a request to nobody: it is sent again.
+_LOST: Final = (
+    ConnectionLoss,
+    ConnectionClosedError,
+    OperationTimeoutError,
+    SessionExpiredError,
+    SessionMovedError,
+)
+_REFUSED: Final = (NoAuthError, AuthFailedError, InvalidACLError)
+
+
+class _Call:
+    """One operation, which may take several requests; `repeated`: an earlier one may have been applied."""
+
+    def __init__(self, store: ZooKeeperStore, request: Callable[[], Any]) -> None:
+        self.store = store
+        self.request = request
+        self.repeated = False
+
+    def answer(self) -> Any:
+        """What ZooKeeper answered. Raises its refusals as kazoo's errors, and what `MetadataStore` says of all methods."""
+        return self.store._answer(self)
+
+
+class _Watch(NamedTuple):
+    path: str
+    children: bool
+    callback: Callable[[], None]
+
+
+class ZooKeeperStore(MetadataStore):
+    """`MetadataStore` on the ZooKeeper ensemble `hosts` (`HOST:PORT,HOST:PORT`) below the node `root` (`/ledgers`).
+
+    Raises Unreachable, naming the hosts: at once when each refuses or none resolves, else after `timeout_s`.
+    """
+
+    def __init__(
+        self, hosts: str, root: str, *, timeout_s: float = 30.0, session_timeout_s: float = SESSION_TIMEOUT_S
+    ) -> None:
+        self.hosts = hosts
+        self.timeout_s = timeout_s
+        self.session_timeout_s = session_timeout_s
+        self.change_root(root)
+        self._closed = False
+        self._lock = threading.RLock()
+        self._connected = threading.Event()
+        self._session_lost = False
+        self._ephemerals: dict[str, bytes] = {}
+        self._watches: dict[int, _Watch] = {}
+        self._watch_id = 0
+        self._events: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # watch ids; None: hold ephemerals again
+        self._thread: threading.Thread | None = None
+        self._client = KazooClient(
+            hosts,
+            timeout=session_timeout_s,
+            connection_retry=KazooRetry(max_tries=-1, delay=0.05, backoff=2, max_jitter=0.4, max_delay=1.0),
+            logger=_silent_logger(),
+        )
+        self._client.add_listener(self._on_state)
+        self._connect()
+
+    def change_root(self, root: str) -> None:
+        """Look at the tree below the node `root` from now on."""
+        self.root = root
+        self.name = f"{root} of ZooKeeper at {self.hosts}"
+
+    # connection
+
+    def _connect(self) -> None:
+        deadline = time.monotonic() + self.timeout_s
+        self._client.start_async()
+        try:
+            if self._connected.wait(min(_FIRST_ANSWER_S, self.timeout_s)):
+                return
+            if reasons := self._refusals(deadline):
+                raise Unreachable(f"No ZooKeeper at {self.hosts}: {reasons}", hint="check the metadata URI")
+            if not self._connected.wait(max(deadline - time.monotonic(), 0)):
+                raise TimedOut(f"ZooKeeper at {self.hosts} gave no session within {self.timeout_s:g} s")
+        except BaseException:
+            self.close()
+            raise
+
+    def _refusals(self, deadline: float) -> str:
+        """Why no host can be connected to; "" when one can, or might."""
+        reasons = []
+        for host, port in self._client.hosts:
+            try:
+                with socket.create_connection((host.strip("[]"), port), timeout=max(deadline - time.monotonic(), 0.01)):
+                    return ""
+            except TimeoutError:
+                return ""
+            except socket.gaierror:
+                reasons.append(f"the name {host} does not resolve")
+            except OSError as error:
+                reasons.append((error.strerror or str(error)).lower())
+        return ", ".join(dict.fromkeys(reasons))
+
+    def _on_state(self, state: str) -> None:
+        """Runs on kazoo's connection thread, so it only notes and wakes."""
+        if state == KazooState.CONNECTED:
+            self._connected.set()
+            if self._session_lost and self._ephemerals:
+                self._events.put(None)
+            self._session_lost = False
+        else:
+            self._connected.clear()
+            if state == KazooState.LOST:
+                self._session_lost = True
+
+    def _run(self, request: Callable[[], Any]) -> Any:
+        return _Call(self, request).answer()
+
+    def _answer(self, call: _Call) -> Any:
+        deadline = time.monotonic() + self.timeout_s
+        while not self._closed:
+            try:
+                return call.request().get(timeout=max(deadline - time.monotonic(), 0.001))
+            except _LOST as error:
+                call.repeated = True
+                time.sleep(_RETRY_PAUSE_S)
+                if not self._closed and not self._connected.wait(max(deadline - time.monotonic(), 0)):
+                    raise self._timed_out() from error
+                if time.monotonic() >= deadline:
+                    raise self._timed_out() from error
+            except KazooTimeoutError as error:
+                raise self._timed_out() from error
+            except _REFUSED as error:
+                raise Unauthorized(f"ZooKeeper at {self.hosts} refuses access to {self.root}") from error
+        raise Unreachable(f"The connection to ZooKeeper at {self.hosts} is closed")
+
+    def _timed_out(self) -> TimedOut:
+        return TimedOut(f"ZooKeeper at {self.hosts} did not answer within {self.timeout_s:g} s")
+
+    def _full(self, path: str) -> str:
+        return f"{self.root}/{check_path(path)}" if path else self.root
+
+    def _pipeline(
+        self, paths: Iterable[str], size: int, request: Callable[[str], Any], again: Callable[[str], T]
+    ) -> Iterator[T]:
+        """Answers in order, up to `size` requests ahead; `again` handles what got none, and says what is missing."""
+        waiting: deque[tuple[str, Any]] = deque()
+        for path in paths:
+            if len(waiting) == size:
+                yield self._take(waiting.popleft(), again)
+            waiting.append((path, request(path)))
+        while waiting:
+            yield self._take(waiting.popleft(), again)
+
+    def _take(self, waiting: tuple[str, Any], again: Callable[[str], T]) -> Any:
+        path, result = waiting
+        try:
+            return result.get(timeout=self.timeout_s)
+        except KazooTimeoutError as error:
+            raise self._timed_out() from error
+        except KazooException:
+            return again(path)
+
+    # values
+
+    def get(self, path: str) -> Versioned[bytes] | None:
+        """See MetadataStore.get."""
+        full = self._full(path)
+        try:
+            return _versioned(self._run(lambda: self._client.get_async(full)))
+        except NoNodeError:
+            return None
+
+    def get_many(self, paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
+        """See MetadataStore.get_many."""
+        answers: Iterator[Any] = self._pipeline(
+            paths, REQUESTS_IN_FLIGHT_MAX, lambda path: self._client.get_async(self._full(path)), self.get
+        )
+        return (answer if answer is None or isinstance(answer, Versioned) else _versioned(answer) for answer in answers)
+
+    def put(self, path: str, value: bytes, expected: int | None) -> int:
+        """See MetadataStore.put."""
+        full = self._full(path)
+        if len(value) > VALUE_SIZE_BYTES_MAX:
+            raise UsageError(f"{path}: a value of {len(value)} bytes is above ZooKeeper's {VALUE_SIZE_BYTES_MAX}")
+        while True:
+            if expected == NEW:
+                self._create(path, value)
+                return 0
+            call = _Call(self, lambda: self._client.set_async(full, value, -1 if expected is None else expected))
+            try:
+                return int(call.answer().version)
+            except NoNodeError as error:
+                if expected is not None:
+                    raise NotFound(f"No {path} in {self.name}") from error
+            except BadVersionError as error:
+                found = self.get(path) if call.repeated else None
+                if found is not None and expected is not None and found[:2] == (value, expected + 1):
+                    return found.version
+                raise MetadataVersionConflict(f"{path} changed meanwhile, expected version {expected}") from error
+            with contextlib.suppress(AlreadyExists):  # expected is None: somebody created it just now
+                self._create(path, value)
+                return 0
+
+    def _create(self, path: str, value: bytes, *, ephemeral: bool = False, sequence: bool = False) -> str:
+        """Create the node, with its missing parents in the same step; returns its full path. Raises AlreadyExists."""
+        full = self._full(path)
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            call = _Call(self, lambda: self._client.create_async(full, value, ephemeral=ephemeral, sequence=sequence))
+            try:
+                return str(call.answer())
+            except NodeExistsError as error:
+                if call.repeated and self._is_ours(full, value, ephemeral):
+                    return full
+                raise AlreadyExists(f"{path or self.root} exists in {self.name}") from error
+            except NoChildrenForEphemeralsError as error:
+                raise Conflict(f"The parent of {path} is ephemeral and cannot have children") from error
+            except NoNodeError:
+                creates = [(parent, b"", False, False) for parent in self._missing_parents(path)]
+            call = self._transaction([*creates, (full, value, ephemeral, sequence)])
+            results = call.answer()
+            problem = next((each for each in results if _is_problem(each)), None)
+            if problem is None:
+                return str(results[-1])
+            if call.repeated and self._is_ours(full, value, ephemeral):
+                return full
+            if problem is results[-1] and isinstance(problem, NodeExistsError):
+                raise AlreadyExists(f"{path or self.root} exists in {self.name}") from problem
+            if not isinstance(problem, NodeExistsError | NoNodeError):
+                raise BkctlError(f"{path} cannot be created in {self.name}: {problem!r}") from problem
+            if time.monotonic() > deadline:  # Others create and remove the parents all the time.
+                raise self._timed_out() from problem
+
+    def _transaction(self, creates: Sequence[tuple[str, bytes, bool, bool]]) -> _Call:
+        def request() -> Any:
+            transaction = self._client.transaction()
+            for full, value, ephemeral, sequence in creates:
+                transaction.create(full, value, ephemeral=ephemeral, sequence=sequence)
+            return transaction.commit_async()
+
+        return _Call(self, request)
+
+    def _is_ours(self, full: str, value: bytes, ephemeral: bool) -> bool:
+        """Whether the node is the one that a request of ours created, whose answer was lost."""
+        try:
+            found, stat = self._run(lambda: self._client.get_async(full))
+        except NoNodeError:
+            return False
+        if ephemeral:
+            return bool(stat.ephemeralOwner == self._client.client_id[0])
+        return bool(found == value and stat.version == 0)
+
+    def _missing_parents(self, path: str) -> list[str]:
+        """Full paths of the node's parents that do not exist, from the top."""
+        parts = self._full(path)[1:].split("/")[:-1]
+        parents = ["/" + "/".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        pending = [self._client.exists_async(parent) for parent in parents]
+        missing = []
+        for parent, result in zip(parents, pending, strict=True):
+            if self._take((parent, result), self._stat) is None:
+                missing.append(parent)
+        if path and self.root in missing:
+            raise NotFound(f"No BookKeeper cluster in {self.name}", hint="check the path at the end of the metadata URI")
+        return missing
+
+    def _stat(self, full: str) -> Any:
+        return self._run(lambda: self._client.exists_async(full))
+
+    def put_all(self, nodes: Sequence[tuple[str, bytes]]) -> None:
+        """See MetadataStore.put_all."""
+        creates = [(self._full(path), value, False, False) for path, value in nodes]
+        if any(not path for path, _ in nodes):
+            above = [(parent, b"", False, False) for parent in self._missing_parents("")]
+            creates = above + creates
+        results = self._transaction(creates).answer()
+        for (full, *_), result in zip(creates, results, strict=True):
+            if _is_problem(result):
+                if isinstance(result, NodeExistsError):
+                    raise AlreadyExists(f"{full} exists in {self.name}") from result
+                if isinstance(result, NoNodeError):
+                    raise NotFound(f"{full} has no parent in {self.name}") from result
+                raise BkctlError(f"{full} cannot be created in {self.name}: {result!r}") from result
+
+    def delete(self, path: str, expected: int | None = None, *, prune: int = 0) -> None:
+        """See MetadataStore.delete."""
+        full = self._full(path)
+        if not path:
+            raise UsageError("The root of the metadata store cannot be deleted")
+        with self._lock:
+            self._ephemerals.pop(path, None)
+        call = _Call(self, lambda: self._client.delete_async(full, -1 if expected is None else expected))
+        try:
+            call.answer()
+        except NoNodeError as error:
+            if not call.repeated:
+                raise NotFound(f"No {path} in {self.name}") from error
+        except BadVersionError as error:
+            raise MetadataVersionConflict(f"{path} changed meanwhile, expected version {expected}") from error
+        except NotEmptyError as error:
+            raise Conflict(f"{path} has children in {self.name}") from error
+        for _ in range(prune):
+            path = path.rpartition("/")[0]
+            if not path:
+                break
+            try:
+                self._client.delete_async(self._full(path)).get(timeout=self.timeout_s)
+            except (KazooException, KazooTimeoutError):
+                break
+
+    def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
+        """See MetadataStore.children."""
+        try:
+            names = self._run(lambda: self._children_async(path))
+        except NoNodeError:
+            return None
+        names = sorted(name for name in names if name > after)
+        return names if limit is None else names[:limit]
+
+    def children_many(self, paths: Iterable[str]) -> Iterator[list[str] | None]:
+        """See MetadataStore.children_many."""
+        answers = self._pipeline(paths, DIRECTORIES_IN_FLIGHT_MAX, self._children_async, self.children)
+        return (None if answer is None else sorted(answer) for answer in answers)
+
+    def _children_async(self, path: str) -> Any:
+        full = self._full(path)
+        self._client.sync_async(full)  # Answered in order, so nobody needs to wait for it.
+        return self._client.get_children_async(full)
+
+    def sequence(self, path: str) -> int:
+        """See MetadataStore.sequence. Source: ZkLedgerIdGenerator."""
+        prefix = f"{path}/ID-" if path else "ID-"
+        created = self._create(prefix, b"", ephemeral=True, sequence=True)
+        number = created[len(self._full(prefix)) :]
+        self._client.delete_async(created)  # Ephemeral: what is not deleted goes with the session.
+        try:
+            return int(number)
+        except ValueError as error:
+            raise BkctlError(f"ZooKeeper at {self.hosts} gave the sequence number {number!r}") from error
+
+    # ephemerals
+
+    def ephemeral(self, path: str, value: bytes, *, wait_s: float | None = None) -> None:
+        """See MetadataStore.ephemeral."""
+        deadline = time.monotonic() + (self.session_timeout_s if wait_s is None else wait_s)
+        while not self._put_ephemeral(path, value):
+            if time.monotonic() >= deadline:
+                raise AlreadyExists(f"{path} is held by another session in {self.name}")
+            time.sleep(_POLL_S)
+        self._start_thread()
+
+    def _put_ephemeral(self, path: str, value: bytes) -> bool:
+        full = self._full(path)
+        try:
+            self._create(path, value, ephemeral=True)
+        except AlreadyExists:
+            try:
+                found, stat = self._run(lambda: self._client.get_async(full))
+                if stat.ephemeralOwner != self._client.client_id[0]:
+                    return False
+                if found != value:
+                    self._run(lambda: self._client.set_async(full, value))
+            except NoNodeError:
+                return False
+        with self._lock:
+            self._ephemerals[path] = value
+        return True
+
+    def _hold_again(self) -> bool:
+        """Create our ephemerals in a new session; False when some are to be tried again."""
+        done = True
+        for path in list(self._ephemerals):
+            with self._lock:  # A node deleted meanwhile must not come back.
+                if path in self._ephemerals:
+                    with contextlib.suppress(BkctlError):
+                        done = self._put_ephemeral(path, self._ephemerals[path]) and done
+                        continue
+                    done = False
+        return done
+
+    # watches
+
+    def watch(self, path: str, callback: Callable[[], None], *, children: bool = False) -> Callable[[], None]:
+        """See MetadataStore.watch."""
+        with self._lock:
+            self._watch_id += 1
+            watch_id = self._watch_id
+            self._watches[watch_id] = _Watch(check_path(path), children, callback)
+        self._start_thread()
+
+        def cancel() -> None:
+            with self._lock:
+                self._watches.pop(watch_id, None)
+
+        try:
+            self._arm(watch_id)
+        except BaseException:
+            cancel()
+            raise
+        return cancel
+
+    def _arm(self, watch_id: int) -> None:
+        watch = self._watches.get(watch_id)
+        if watch is None:
+            return
+        full = self._full(watch.path)
+
+        def changed(_: object) -> None:
+            self._events.put(watch_id)
+
+        if watch.children:
+            with contextlib.suppress(NoNodeError):
+                self._run(lambda: self._client.get_children_async(full, watch=changed))
+                return
+        self._run(lambda: self._client.exists_async(full, watch=changed))
+
+    def _start_thread(self) -> None:
+        with self._lock:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._serve, name="metadata-store", daemon=True)
+                self._thread.start()
+
+    def _serve(self) -> None:
+        holding = True
+        unarmed: set[int] = set()
+        while not self._closed:
+            try:
+                event = self._events.get(timeout=None if holding and not unarmed else _RESTORE_PAUSE_S)
+            except queue.Empty:
+                event = 0
+            if self._closed:
+                return
+            if event is None or not holding:
+                holding = self._hold_again()
+            for watch_id in {event, *unarmed} if event else set(unarmed):
+                unarmed.discard(watch_id)
+                try:
+                    self._arm(watch_id)
+                except BkctlError:
+                    unarmed.add(watch_id)
+                    continue
+                if watch := self._watches.get(watch_id):
+                    watch.callback()
+
+    def close(self) -> None:
+        """See MetadataStore.close."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._watches.clear()
+            self._ephemerals.clear()
+        self._events.put(None)
+        # kazoo's stop waits for a connection that is being made, up to the session timeout; nobody needs that wait.
+        stopping = threading.Thread(target=self._stop, name="metadata-store-close", daemon=True)
+        stopping.start()
+        stopping.join(_CLOSE_S if self._connected.is_set() else 0)
+
+    def _stop(self) -> None:
+        with contextlib.suppress(KazooException, OSError):
+            self._client.stop()
+        with contextlib.suppress(KazooException, OSError):
+            self._client.close()
+
+
+def _versioned(answer: tuple[bytes, Any]) -> Versioned[bytes]:
+    value, stat = answer
+    return Versioned(value, stat.version, stat.ctime)
+
+
+def _is_problem(result: object) -> bool:
+    return isinstance(result, Exception) and not isinstance(result, RolledBackError | RuntimeInconsistency)
+
+
+def _silent_logger() -> logging.Logger:
+    """kazoo tells of each lost connection in its log; our callers hear of it by an error."""
+    logger = logging.Logger("bkctl.metadata.zookeeper")
+    logger.addHandler(logging.NullHandler())
+    return logger
