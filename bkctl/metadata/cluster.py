@@ -22,7 +22,7 @@ from bkctl.metadata.ledgers import (
     LongHierarchicalLedgerManager,
     QualifiedNameLedgerManager,
 )
-from bkctl.metadata.store import NEW, MetadataStore, Versioned
+from bkctl.metadata.store import NEW, NO_CLUSTER_HINT, MetadataStore, Versioned
 from bkctl.metadata.uri import MetadataUri, parse_uri
 
 LAYOUT: Final = "LAYOUT"
@@ -144,7 +144,8 @@ class Registration:
             self.store.ephemeral(path, info.serialize(), wait_s=wait_s)
         except AlreadyExists as error:
             raise AlreadyExists(
-                f"Bookie {bookie_id} is registered by another process", hint="stop that bookie, or give this one another id"
+                f"Bookie {bookie_id} is registered by another process",
+                hint="stop that bookie, or give this one another id",
             ) from error
         self._delete(other)
 
@@ -197,7 +198,7 @@ class Registration:
         return None if cookie is None else RegisteredBookie(bookie_id, "down", None)
 
     def watch(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call `callback()` when bookies come, go or change their state; see MetadataStore.watch. Returns the cancel."""
+        """Call `callback()` when bookies come, go or change their state, as MetadataStore.watch. Returns the cancel."""
         cancels = [self.store.watch(path, callback, children=True) for path in (AVAILABLE, READ_ONLY)]
 
         def cancel() -> None:
@@ -229,7 +230,7 @@ class Cluster:
     def ledgers(self) -> LedgerManager:
         """The ledger manager that the LAYOUT names; read on first use.
 
-        Raises NotFound when there is no cluster, UsageError when the URI names another type than the LAYOUT, Unsupported
+        Raises NotFound when there is no cluster, UsageError when the URI names another type than LAYOUT, Unsupported
         for a LAYOUT of a manager that is not known here.
         """
         with self._lock:
@@ -260,7 +261,7 @@ class Cluster:
         return manager(self.store)
 
     def layout(self) -> LedgerLayout:
-        """The stored layout; where none was stored yet, the one that the URI stands for (Apache's default: hierarchical).
+        """The stored layout; where none is stored, the one that the URI stands for (Apache's default: hierarchical).
 
         Raises NotFound when there is no cluster at all, Corrupt or Unsupported for a damaged or later LAYOUT.
         """
@@ -268,9 +269,7 @@ class Cluster:
         if found is not None:
             return LedgerLayout.parse(found.value, f"{LAYOUT} in {self.store.name}")
         if self.store.get("") is None:
-            raise NotFound(
-                f"No BookKeeper cluster in {self.store.name}", hint="check the path at the end of the metadata URI"
-            )
+            raise NotFound(f"No BookKeeper cluster in {self.store.name}", hint=NO_CLUSTER_HINT)
         return _new_layout(self.location)
 
     def instance_id(self) -> str:

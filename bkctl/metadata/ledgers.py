@@ -1,7 +1,7 @@
 """Ledgers in a metadata store: where each one's metadata is kept, listing them in order, new ids, the JSON object.
 
-In scope 0 the paths are Apache's; on ZooKeeper the scopes ≠ 0 are a tree beside them, under every one of Apache's layouts
-(BP-35): `scopes/<scope: 4 hex>/<12 hex>/<ledger: 4 hex>/<4>/<4>/L<4>`, and `scopes` itself holds the cluster's instance id.
+In scope 0 the paths are Apache's. On ZooKeeper the scopes ≠ 0 are a tree beside them, whatever Apache's layout is
+(BP-35): `scopes/<scope: 4 hex>/<12 hex>/<ledger: 4 hex>/<4>/<4>/L<4>`; `scopes` itself holds the instance id.
 Source: AbstractZkLedgerManager and its subclasses, StringUtils, ZkLedgerIdGenerator, LongZkLedgerIdGenerator.
 """
 
@@ -64,7 +64,7 @@ class LedgerManager(ABC):
         """Store the metadata of a new ledger; returns its version (0).
 
         Format version 3 carries a random creator token, so that a create whose answer was lost is recognised.
-        Raises LedgerExists; UsageError for a scope-0 id of 2**63 or more; Conflict when the scopes are another cluster's.
+        Raises LedgerExists; UsageError for a scope-0 id of 2^63 or more; Conflict when `scopes` is another cluster's.
         Source: AbstractZkLedgerManager.createLedgerMetadata.
         """
         if not ledger.is_scoped and ledger.ledger_id > I64_MAX:
@@ -91,7 +91,7 @@ class LedgerManager(ABC):
             raise LedgerExists(f"Ledger {ledger} exists") from error
 
     def read(self, ledger: LedgerId) -> VersionedMetadata:
-        """The ledger's metadata. Raises LedgerNotFound; Corrupt or Unsupported, naming the ledger, for what is no metadata."""
+        """The ledger's metadata. Raises LedgerNotFound; Corrupt or Unsupported, naming the ledger, for bad bytes."""
         path = self._path_to_read(ledger)
         return self._decode(ledger, path, self.store.get(path))
 
@@ -140,7 +140,8 @@ class LedgerManager(ABC):
             return self.store.put(self._path_to_read(ledger), metadata.serialize(), version)
         except MetadataVersionConflict as error:
             raise MetadataVersionConflict(
-                f"The metadata of ledger {ledger} changed since version {version} was read", hint="read it and try again"
+                f"The metadata of ledger {ledger} changed since version {version} was read",
+                hint="read it and try again",
             ) from error
         except NotFound as error:
             raise LedgerNotFound(f"No ledger {ledger}") from error
@@ -155,7 +156,8 @@ class LedgerManager(ABC):
             self.store.delete(path, version, prune=self._prunable_count(ledger, path))
         except MetadataVersionConflict as error:
             raise MetadataVersionConflict(
-                f"The metadata of ledger {ledger} changed since version {version} was read", hint="read it and try again"
+                f"The metadata of ledger {ledger} changed since version {version} was read",
+                hint="read it and try again",
             ) from error
         except NotFound as error:
             raise LedgerNotFound(f"No ledger {ledger}") from error
@@ -196,8 +198,8 @@ class LedgerManager(ABC):
         """Ids of the scope's ledgers (None: of every scope) in ascending order, those after `after` only.
 
         Streams: at most some directories of ledgers are held. What exists from before the first to after the last
-        step is in it, exactly once; what is created or deleted meanwhile may be. Raises Conflict for a scope ≠ 0 when the
-        `scopes` tree is another cluster's; with None such a tree is passed over (see `scopes_state`).
+        step is in it, exactly once; what is created or deleted meanwhile may be. Raises Conflict for a scope ≠ 0 when
+        the `scopes` tree is another cluster's; with None such a tree is passed over (see `scopes_state`).
         """
         if after is not None and scope_id is not None and after.scope_id != scope_id:
             if after.scope_id > scope_id:
@@ -225,7 +227,7 @@ class LedgerManager(ABC):
     def new_ledger_id(self, scope_id: int = 0) -> LedgerId:
         """An id for a new ledger: from the store's own sequence in scope 0, else random.
 
-        A ledger created with a given id may hold it already: `create` then raises LedgerExists, and the next id is taken.
+        A ledger created with a given id may hold it already: `create` then raises LedgerExists; take the next id.
         """
         if scope_id == 0:
             return LedgerId(0, self._new_default_id())
@@ -237,7 +239,7 @@ class LedgerManager(ABC):
 
     @abstractmethod
     def path(self, ledger: LedgerId) -> str:
-        """Where the ledger's metadata is kept, below the root. Raises UsageError when this layout has no place for the id."""
+        """Where the ledger's metadata is kept, below the root. Raises UsageError for an id that has no place here."""
 
     @abstractmethod
     def _ledgers_of_scope(self, scope_id: int, after: int) -> Iterator[LedgerId]: ...
@@ -251,7 +253,7 @@ class LedgerManager(ABC):
     def _prunable_count(self, ledger: LedgerId, path: str) -> int:
         return 0
 
-    def _prepare_scopes(self) -> None:
+    def _prepare_scopes(self) -> None:  # noqa: B027
         """Make sure that scoped ledgers can be kept."""
 
     def _path_to_read(self, ledger: LedgerId) -> str:
@@ -407,7 +409,9 @@ class ZooKeeperLedgerManager(LedgerManager):
                     children, child, widths[1:], after, prefix + digits, alphabet=alphabet, leaf=leaf
                 )
 
-    def _walk_default(self, names: list[str], widths: tuple[int, ...], first: int, end: int, after: int) -> Iterator[int]:
+    def _walk_default(
+        self, names: list[str], widths: tuple[int, ...], first: int, end: int, after: int
+    ) -> Iterator[int]:
         """Ledger ids in [first, end) of the decimal tree of `widths` below the root, after the id `after`."""
         digit_count = sum(widths)
         last = "" if after < 0 else f"{after:0{digit_count}d}"
@@ -487,7 +491,7 @@ class LegacyHierarchicalLedgerManager(ZooKeeperLedgerManager):
 
 
 class LongHierarchicalLedgerManager(ZooKeeperLedgerManager):
-    """All ids as `000/0000/0000/1234/L5678`. Source: LongHierarchicalLedgerManager; BP-35's LongLong is the same here."""
+    """All ids as `000/0000/0000/1234/L5678`; LongLong too. Source: LongHierarchicalLedgerManager."""
 
     def _default_path(self, ledger_id: int) -> str:
         return _long_path(ledger_id)

@@ -1,7 +1,7 @@
 """The metadata store in one SQLite file, for the local cluster: several processes on one machine at once.
 
-    node(parent, name, value, version, ctime_ms, changed, children_changed, owner)   the tree; owner: an ephemeral's session
-    session(id, …, beat_ms, wall_ms)                                                 who holds ephemerals, last heartbeat
+    node(parent, name, value, version, ctime_ms, changed, children_changed, owner)   the tree; owner: of an ephemeral
+    session(id, …, beat_ms, wall_ms)                                                 owners, with their last heartbeat
     counter(name, value)                                                             `change`, and one a sequence
 
 Every change is one transaction (write-ahead log, synced) that moves the `change` counter, which watches poll. A session
@@ -39,13 +39,14 @@ _APPLICATION_ID: Final = 0x424B6374  # "BKct", so that no other program's databa
 _SCHEMA_VERSION: Final = 1
 _SCHEMA: Final = (
     """CREATE TABLE node(
-        parent TEXT NOT NULL, name TEXT NOT NULL, value BLOB NOT NULL, version INTEGER NOT NULL, ctime_ms INTEGER NOT NULL,
-        changed INTEGER NOT NULL, children_changed INTEGER NOT NULL, owner INTEGER, PRIMARY KEY(parent, name)
+        parent TEXT NOT NULL, name TEXT NOT NULL, value BLOB NOT NULL, version INTEGER NOT NULL,
+        ctime_ms INTEGER NOT NULL, changed INTEGER NOT NULL, children_changed INTEGER NOT NULL, owner INTEGER,
+        PRIMARY KEY(parent, name)
     ) WITHOUT ROWID""",
     "CREATE INDEX node_by_owner ON node(owner) WHERE owner IS NOT NULL",
     """CREATE TABLE session(
-        id INTEGER PRIMARY KEY AUTOINCREMENT, pid INTEGER NOT NULL, pid_start TEXT NOT NULL, pid_namespace TEXT NOT NULL,
-        boot_id TEXT NOT NULL, beat_ms INTEGER NOT NULL, wall_ms INTEGER NOT NULL
+        id INTEGER PRIMARY KEY AUTOINCREMENT, pid INTEGER NOT NULL, pid_start TEXT NOT NULL,
+        pid_namespace TEXT NOT NULL, boot_id TEXT NOT NULL, beat_ms INTEGER NOT NULL, wall_ms INTEGER NOT NULL
     )""",
     "CREATE TABLE counter(name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
     "INSERT INTO counter VALUES('change', 0)",
@@ -289,8 +290,7 @@ class SqliteStore(MetadataStore):
             ).fetchone():
                 identity = (*_process_identity(), _monotonic_ms(), _wall_ms())
                 self._session = connection.execute(
-                    "INSERT INTO session(pid, pid_start, pid_namespace, boot_id, beat_ms, wall_ms) VALUES(?, ?, ?, ?, ?, ?)",
-                    identity,
+                    "INSERT INTO session VALUES(NULL, ?, ?, ?, ?, ?, ?)", identity
                 ).lastrowid
             row = connection.execute(
                 "SELECT owner, value FROM node WHERE parent = ? AND name = ?", (parent, name)
@@ -429,7 +429,8 @@ def _exists(connection: sqlite3.Connection, parent: str, name: str) -> bool:
 
 
 def _has_children(connection: sqlite3.Connection, path: str) -> bool:
-    return connection.execute("SELECT 1 FROM node WHERE parent = ? AND name > '' LIMIT 1", (path,)).fetchone() is not None
+    row = connection.execute("SELECT 1 FROM node WHERE parent = ? AND name > '' LIMIT 1", (path,)).fetchone()
+    return row is not None
 
 
 def _insert(

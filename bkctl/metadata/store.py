@@ -19,6 +19,7 @@ NEW: Final = -1
 #: The largest value a node may hold; ZooKeeper's own bound (jute.maxbuffer) is 1 MiB less some bytes for the frame.
 VALUE_SIZE_BYTES_MAX: Final = 1 << 20
 PATH_LENGTH_MAX: Final = 1024
+NO_CLUSTER_HINT: Final = "check the path at the end of the metadata URI"
 
 
 class Versioned(NamedTuple, Generic[T]):
@@ -34,7 +35,7 @@ class Versioned(NamedTuple, Generic[T]):
 
 
 def check_path(path: str) -> str:
-    """Return `path` when it names a node below the root: "" is the root, else parts joined by "/". Raises UsageError."""
+    """Return `path` if it names a node below the root: "" is the root, else parts joined by "/". Raises UsageError."""
     if path:
         parts = path.split("/")
         if (
@@ -47,7 +48,7 @@ def check_path(path: str) -> str:
 
 
 class MetadataStore(ABC):
-    """One metadata store, seen from the cluster's root. Paths are relative to it ("" is the root), without a leading "/".
+    """One metadata store, from the cluster's root down. Paths are relative to it, with no leading "/"; "" is the root.
 
     Every method raises Unreachable when the store cannot be reached and TimedOut (an Unreachable) when it did not
     answer within the `timeout_s` it was opened with; UsageError for a path that is none.

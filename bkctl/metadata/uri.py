@@ -31,7 +31,7 @@ _PULSAR_STORES = ("rocksdb", "memory", "etcd", "oxia")
 class MetadataUri(NamedTuple):
     """A parsed metadata URI.
 
-    `driver` is "zk", "etcd" or "sqlite"; `manager_type` one of LEDGER_MANAGER_TYPES ("null": take what the LAYOUT says);
+    `driver` is "zk", "etcd" or "sqlite"; `manager_type` one of LEDGER_MANAGER_TYPES ("null": as the LAYOUT says);
     `hosts` are (host, port) pairs, empty for sqlite; `path` is the ledgers root, key scope or file, with leading "/".
     `pulsar`: it came as `metadata-store:`, where Pulsar puts the root at PATH/ledgers, and may write no LAYOUT.
     """
@@ -61,8 +61,8 @@ class MetadataUri(NamedTuple):
 def parse_uri(text: str) -> MetadataUri:
     """Read any form of metadata URI.
 
-    Raises UsageError, naming what is wrong, when the text is no metadata URI; Unsupported (exit 8) when it names a store
-    or a ledger manager type that this release does not have.
+    Raises UsageError, naming what is wrong, when the text is no metadata URI; Unsupported (exit 8) when it names a
+    store or a ledger manager type that this release does not have.
     """
     if len(text) > _URI_LENGTH_MAX:
         raise UsageError(f"Metadata URI of {len(text)} characters; at most {_URI_LENGTH_MAX} are read")
@@ -74,8 +74,8 @@ def parse_uri(text: str) -> MetadataUri:
         return _parse_pulsar(text)
     match = _SCHEME.fullmatch(text)
     if match is None:
-        problem = "its scheme is not followed by '://'" if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", text) else "it has no scheme"
-        raise _bad(text, problem)
+        has_scheme = re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", text)
+        raise _bad(text, "its scheme is not followed by '://'" if has_scheme else "it has no scheme")
     driver, kind, rest = match[1].lower(), match[2], match[3]
     if driver == "sqlite":
         return _parse_sqlite(text, kind, rest)
