@@ -75,7 +75,7 @@ def _join(body: BytesLike | tuple[BytesLike, ...]) -> bytes:
 def encode_request(txn_id: int, request: Request, out: list[BytesLike]) -> int:
     """Append the frame of `request` to `out`; returns its size in bytes.
 
-    Raises IllegalOperation for a batch read, which v3 does not have.
+    Raises IllegalOperation for a batch read, which v3 does not have, and for a read that is to fence and to piggyback.
     """
     size = 0
     if type(request) is AddRequest:
@@ -116,6 +116,8 @@ def encode_request_protobuf(txn_id: int, request: Request, out: list[BytesLike])
             if request.timeout_ms is not None:
                 read.timeOut = request.timeout_ms
             if request.fence:
+                if request.piggyback:
+                    raise IllegalOperation("A read can fence or piggyback, not both: v3 has one flag")
                 read.flag = FENCE_LEDGER
             elif request.piggyback:
                 read.flag = ENTRY_PIGGYBACK
