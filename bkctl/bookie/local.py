@@ -17,16 +17,17 @@ import fcntl
 import json
 import os
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.errors import BkctlError, DirectoryInUse, NotFound, TimedOut, Unsupported, UsageError
+
+if TYPE_CHECKING:
+    import subprocess
 
 BOOKIE_COUNT_DEFAULT: Final = 3
 BOOKIE_COUNT_MAX: Final = 64
@@ -50,6 +51,23 @@ class LocalBookie:
     directory: Path
     port: int
     pid: int | None
+
+    @property
+    def conf(self) -> Path:
+        """Its `bk_server.conf`."""
+        return self.directory / "bk_server.conf"
+
+    @property
+    def log(self) -> Path:
+        """What its process prints."""
+        return self.directory / "bookie.log"
+
+
+class LocalBookieState(NamedTuple):
+    """A local bookie and what it does: `rw` or `ro` (serves), `starting` (runs, not registered), `down`."""
+
+    bookie: LocalBookie
+    state: str
 
 
 def data_directory() -> Path:
@@ -91,6 +109,18 @@ class LocalCluster:
             directory = self.directory / f"bookie-{index}"
             found.append(LocalBookie(index, f"bookie-{index}", directory, port, _running_pid(directory / "bookie.pid")))
         return found
+
+    def status(self, timeout_s: float = 30.0) -> list[LocalBookieState]:
+        """What each bookie does, by index. Raises NotFound when there is no cluster here."""
+        from bkctl.metadata.cluster import open_cluster
+
+        bookies = self.bookies()
+        with open_cluster(self.metadata_uri, timeout_s=timeout_s) as cluster:
+            registered = {found.bookie_id: found.state for found in cluster.bookies.list(include_down=False)}
+        return [
+            LocalBookieState(bookie, "down" if bookie.pid is None else registered.get(bookie.bookie_id, "starting"))
+            for bookie in bookies
+        ]
 
     def up(
         self,
@@ -251,6 +281,8 @@ class LocalCluster:
         )
 
     def _start(self, bookie: LocalBookie) -> subprocess.Popen[bytes]:
+        import subprocess
+
         environment = {key: value for key, value in os.environ.items() if not key.startswith("BKCTL_")}
         conf = bookie.directory / "bk_server.conf"
         with open(bookie.directory / "bookie.log", "ab") as log:
@@ -302,6 +334,8 @@ class LocalCluster:
 
 
 def _free_port() -> int:
+    import socket
+
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
