@@ -332,7 +332,7 @@ class BookieConnection(_FramedProtocol):
             if not self._scopes and _scope_of(request) and request is not _PROBE:
                 ledger = cast("ReadRequest", request).ledger
                 message = f"Bookie {self.bookie_id} cannot serve scopes, so not ledger {ledger}"
-                future.set_exception(BookieUnavailable(message))
+                _fail(future, BookieUnavailable(message))
                 return future
             txn_id = self._txn_id + 1
             size = v3.encode_request(txn_id, request, out)
@@ -354,7 +354,7 @@ class BookieConnection(_FramedProtocol):
         del self._out[count:]
         if self._failure is None:
             raise UsageError(f"A request of {size} bytes does not fit in a frame of {self._frame_size_max}")
-        future.set_exception(_copy(self._failure))
+        _fail(future, _copy(self._failure))
         return True
 
     async def drain(self) -> None:
@@ -426,7 +426,7 @@ class BookieConnection(_FramedProtocol):
         else:
             future.set_result(answer)
             return
-        future.set_exception(ProtocolError(f"Bookie {self.bookie_id} sent {problem}"))
+        _fail(future, ProtocolError(f"Bookie {self.bookie_id} sent {problem}"))
 
     def _expire(self) -> None:
         self._tick = tick = self._tick + 1
@@ -454,7 +454,7 @@ class BookieConnection(_FramedProtocol):
             if isinstance(request, AddRequest | ReadRequest | BatchReadRequest):
                 what += f" entry {request.entry_id}"
             message = f"Bookie {self.bookie_id} gave no answer within {self._timeout_s:g} s: {what}"
-            future.set_exception(TimedOut(message))
+            _fail(future, TimedOut(message))
 
     # Life.
 
@@ -493,7 +493,7 @@ class BookieConnection(_FramedProtocol):
         self._packets.clear()
         for future, _, _ in waiting:
             if not future.done():
-                future.set_exception(_copy(failure))
+                _fail(future, _copy(failure))
         self._wake_writers()
 
     def _abort(self) -> None:
@@ -515,6 +515,12 @@ class BookieConnection(_FramedProtocol):
 
 def _scope_of(request: Request) -> int:
     return cast("ReadRequest", request).ledger[0] if type(request) in _LEDGER_REQUESTS else 0
+
+
+def _fail(future: asyncio.Future[Response], error: BkctlError) -> None:
+    """Fail `future`; a caller that has its answer elsewhere by now need not look (asyncio would complain)."""
+    future.set_exception(error)
+    future.exception()
 
 
 def _copy(error: BkctlError) -> BkctlError:
