@@ -12,12 +12,20 @@ from enum import StrEnum
 from struct import Struct
 from typing import Final, NamedTuple
 
-from bkctl.errors import CorruptRecord
-from bkctl.formats.entry import ENTRY_V1, ENTRY_V2, HEADER_SIZE_V1, HEADER_SIZE_V2, DigestType, digest_of_flags
+from bkctl.errors import BkctlError, CorruptRecord
+from bkctl.formats.entry import (
+    ENTRY_V1,
+    ENTRY_V2,
+    HEADER_SIZE_V1,
+    HEADER_SIZE_V2,
+    OVERHEAD_SIZE_MAX,
+    DigestType,
+    digest_of_flags,
+)
 from bkctl.ids import U64_MAX, LedgerId
 
 #: Far above every frame size that bookies are run with (5 MiB by default); a larger size field is damage.
-RECORD_SIZE_BYTES_MAX: Final = 512 << 20
+RECORD_SIZE_BYTES_MAX: Final = 256 << 20
 #: Ledger and entry id of V1: no body is shorter.
 BODY_SIZE_MIN: Final = 16
 
@@ -174,3 +182,12 @@ def special_payload(body: bytes, offset: int = 0, where: str = "") -> bytes:
     if not 0 <= size <= len(body) - at - 4:
         raise CorruptRecord(f"Record says {size} bytes of key or packet", offset=offset, where=where)
     return body[at + 4 : at + 4 + size]
+
+
+def contradicts_size(start: bytes, size: int) -> bool:
+    """Whether the entry whose first bytes are `start` cannot have `size` bytes: its whole ledger has fewer."""
+    try:
+        record = read_record(start, 0, len(start), 0)
+    except BkctlError:
+        return False
+    return record.length is not None and size - OVERHEAD_SIZE_MAX > max(record.length, 0)

@@ -1,0 +1,225 @@
+"""Entry log files, read offline. Source: DefaultEntryLogger.scanEntryLog, extractEntryLogMetadataFromIndex."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from struct import Struct
+from typing import Final
+
+from bkctl.errors import BkctlError, CorruptRecord, EntryNotFound
+from bkctl.formats.entry import OVERHEAD_SIZE_MAX, digest_of_flags
+from bkctl.formats.entry_log import (
+    DIRECT_ALIGNMENT,
+    DIRECT_PADDING_BYTE,
+    HEADER_SIZE,
+    LEDGERS_MAP_ITEMS_MAX,
+    VERSION_WITHOUT_MAP,
+    EntryLogHeader,
+    log_id_of,
+    read_header,
+    read_ledgers_map,
+)
+from bkctl.formats.record import (
+    BODY_SIZE_MIN,
+    NO_LEDGER,
+    RECORD_SIZE,
+    RECORD_SIZE_BYTES_MAX,
+    Record,
+    contradicts_size,
+    read_record,
+)
+from bkctl.ids import U64_MAX, LedgerId
+from bkctl.storage.windows import FileReader
+
+_SIZE_AND_LEDGER: Final = Struct(">iQ")
+_SCOPED_LEDGER: Final = Struct(">QQ")
+_LEDGERS_MAP_SIZE_MAX: Final = 20 + 24 * LEDGERS_MAP_ITEMS_MAX
+_HINT: Final = "what stands before it is undamaged"
+
+
+class EntryLogReader(FileReader):
+    """One entry log file, written by the default or the direct I/O logger, header version 0 to 2.
+
+    `header` is None for an empty file, which is what a log is that was allocated and not yet written to; `log_id` is
+    what the file's name says (None for another name).
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        super().__init__(path)
+        try:
+            start = self.read(0, HEADER_SIZE)
+            self.header: EntryLogHeader | None = read_header(start, self.name) if start else None
+        except BkctlError:
+            self.close()
+            raise
+        self.log_id = log_id_of(self.path.name)
+
+    @classmethod
+    def open(cls, path: Path | str) -> EntryLogReader:
+        """Open an entry log file.
+
+        Raises NotFound, UsageError (a directory), CorruptRecord (no entry log), TruncatedRecord (part of a header),
+        Unsupported (an unknown version).
+        """
+        return cls(path)
+
+    def records(self, start: int = 0, end: int | None = None, *, special: bool = False) -> Iterator[Record]:
+        """Yield the entries in file order whose size field is at byte `start` or later (0: all) and before `end`.
+
+        `start` must be where a record begins. With `special` also the ledgers map and the direct I/O logger's padding
+        records. Zeros to the end of the file end the scan quietly, and so does a record that the end of a log without
+        ledgers map cuts short: the bookie stopped, or still writes, there. Raises CorruptRecord elsewhere, and
+        Unsupported at an entry of an unknown format version.
+        """
+        name = self.name
+        for window, begin, size, offset in self._frames(start):
+            if end is not None and offset >= end:
+                return
+            record = read_record(window, begin, size, offset, name)
+            if special or record[3] is not NO_LEDGER:
+                yield record
+
+    def entry_at(self, offset: int) -> Record:
+        """The record of the entry at byte `offset`, the offset part of its location.
+
+        Raises EntryNotFound when that is behind the end, CorruptRecord when no entry begins there.
+        """
+        if offset < HEADER_SIZE + 4:
+            raise CorruptRecord("An entry cannot begin in the header", offset=offset, where=self.name)
+        window = self.read(offset - 4, 4)
+        if len(window) < 4:
+            raise EntryNotFound(f"{self.name} has no entry at byte {offset}: it ends before")
+        (size,) = RECORD_SIZE.unpack_from(window)
+        if not BODY_SIZE_MIN <= size <= min(RECORD_SIZE_BYTES_MAX, self.size() - offset):
+            raise CorruptRecord(f"No entry begins here: its length would be {size}", offset=offset, where=self.name)
+        return read_record(self.read(offset, size), 0, size, offset - 4, self.name)
+
+    def ledgers_map(self) -> dict[LedgerId, int] | None:
+        """Each ledger's bytes in this log, as the ledgers map at its end says; None for a log without one.
+
+        Raises CorruptRecord when the map contradicts itself or the header.
+        """
+        header = self.header
+        if header is None or header.version == VERSION_WITHOUT_MAP or header.ledgers_map_offset == 0:
+            return None
+        at = header.ledgers_map_offset
+        file_size = self.size()
+        if not HEADER_SIZE <= at < file_size:
+            raise CorruptRecord(f"Ledgers map is said to be at byte {at} of {file_size}", offset=8, where=self.name)
+        sizes: dict[LedgerId, int] = {}
+        count = 0
+        while at + 4 <= file_size:
+            (size,) = RECORD_SIZE.unpack(self.read(at, 4).ljust(4, b"\0"))
+            if size <= 0:
+                break
+            if size > min(_LEDGERS_MAP_SIZE_MAX, file_size - at - 4):
+                raise CorruptRecord(f"Ledgers map has length {size}", offset=at, where=self.name)
+            for ledger, ledger_size in read_ledgers_map(self.read(at + 4, size), header.version, at, self.name):
+                sizes[ledger] = sizes.get(ledger, 0) + ledger_size
+                count += 1
+            at += 4 + size
+        if count == 0 or count != header.ledgers_count:
+            raise CorruptRecord(
+                f"Ledgers map names {count} ledgers, the header says {header.ledgers_count}", offset=at, where=self.name
+            )
+        return sizes
+
+    def scan_ledgers(self, *, complete: bool = True) -> dict[LedgerId, int]:
+        """Each ledger's bytes in this log (entries and their size fields), counted from the records themselves.
+
+        Raises as `records` does; without `complete` not for a log that ends before its ledgers map.
+        """
+        v1: dict[int, int] = {}
+        scoped: dict[tuple[int, int], int] = {}
+        name = self.name
+        for window, begin, size, offset in self._frames(0, complete=complete):
+            if size < BODY_SIZE_MIN:
+                raise CorruptRecord(f"Record has length {size}", offset=offset, where=name, hint=_HINT)
+            word = int.from_bytes(window[begin : begin + 8], "big")
+            if word < 1 << 63:
+                v1[word] = v1.get(word, 0) + size + 4
+            elif word != U64_MAX:
+                digest_of_flags(window[begin], offset, name)
+                if size < 1 + _SCOPED_LEDGER.size:
+                    raise CorruptRecord(f"Record has length {size}", offset=offset, where=name, hint=_HINT)
+                key = _SCOPED_LEDGER.unpack_from(window, begin + 1)
+                scoped[key] = scoped.get(key, 0) + size + 4
+        sizes = {LedgerId(0, word): size for word, size in v1.items()}
+        sizes.update((LedgerId(*key), size) for key, size in scoped.items())
+        return sizes
+
+    def ledgers(self) -> dict[LedgerId, int]:
+        """Each ledger's bytes in this log: from a good ledgers map, else by a scan, as Apache does."""
+        try:
+            sizes = self.ledgers_map()
+        except CorruptRecord:
+            return self.scan_ledgers(complete=False)
+        return self.scan_ledgers() if sizes is None else sizes
+
+    def _frames(self, start: int, *, complete: bool = True) -> Iterator[tuple[bytes, int, int, int]]:
+        """Yield (window, where the body begins in it, body size, file offset of the size field) of every record.
+
+        With `complete` a log whose header says where its ledgers map is must reach so far.
+        """
+        if self.header is None:
+            return
+        map_offset = self.header.ledgers_map_offset if complete and self.header.version > VERSION_WITHOUT_MAP else 0
+        at = max(start, HEADER_SIZE)
+        window = self.window(at)
+        limit = len(window)
+        begin = 0
+        read_size = RECORD_SIZE.unpack_from
+        while True:
+            if begin + 4 > limit:
+                at, begin = at + begin, 0
+                window = self.window(at)
+                limit = len(window)
+                if limit < 4:
+                    break
+            (size,) = read_size(window, begin)
+            if size > 0:
+                end = begin + 4 + size
+                if end > limit:
+                    at, begin = at + begin, 0
+                    self._check_size(at, size)
+                    end = 4 + size
+                    window = self.window(at, end)
+                    limit = len(window)
+                    if limit < end:
+                        break
+                yield window, begin + 4, size, at + begin
+                begin = end
+            elif size == 0:
+                at += begin
+                limit = 0
+                data = self.next_data(at)
+                if data is None:
+                    break
+                raise CorruptRecord(
+                    f"Zeros, and then data again at byte {data}: a hole", offset=at, where=self.name, hint=_HINT
+                )
+            else:
+                at, begin = self._skip_direct_padding(at + begin, size), 0
+                limit = 0
+        if map_offset and (limit or at <= map_offset):
+            raise CorruptRecord(
+                f"Entry log ends here, but was closed with a ledgers map at byte {map_offset}",
+                offset=at,
+                where=self.name,
+                hint=_HINT,
+            )
+
+    def _skip_direct_padding(self, at: int, size: int) -> int:
+        gap = -at % DIRECT_ALIGNMENT
+        filler = self.read(at, gap)
+        if gap == 0 or filler.strip(bytes((DIRECT_PADDING_BYTE,))):
+            raise CorruptRecord(f"Record has length {size}", offset=at, where=self.name, hint=_HINT)
+        return at + gap
+
+    def _check_size(self, at: int, size: int) -> None:
+        rest = self.size() - at - 4
+        if size > RECORD_SIZE_BYTES_MAX or contradicts_size(self.read(at + 4, OVERHEAD_SIZE_MAX), size):
+            raise CorruptRecord(
+                f"Record has length {size}, {rest} bytes follow", offset=at, where=self.name, hint=_HINT
+            )
