@@ -38,6 +38,7 @@ SCOPES: Final = "scopes"
 INSTANCE_ID: Final = "INSTANCEID"
 _HIGH_ORDER_DIRECTORY = re.compile(r"HOB-([0-9]{10})", re.ASCII)
 _HIGH_ORDER_DIRECTORIES_KEPT: Final = 3
+_QUALIFIED_NAME = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _FLAT_LEDGER = re.compile(r"L([0-9]{10,19})", re.ASCII)
 _PAGE_SIZE: Final = 1000
 
@@ -284,6 +285,8 @@ class QualifiedNameLedgerManager(LedgerManager):
         last = f"{scope_id:016x}" if after < 0 else LedgerId(scope_id, after).qualified_name
         while names := self.store.children("ledgers", after=last, limit=_PAGE_SIZE):
             for last in names:
+                if not _QUALIFIED_NAME.fullmatch(last):
+                    continue
                 ledger = LedgerId.from_value(int(last, 16))
                 if ledger.scope_id != scope_id:
                     return
@@ -292,9 +295,10 @@ class QualifiedNameLedgerManager(LedgerManager):
     def _scopes_from(self, first: int) -> Iterator[int]:
         last = f"{first:016x}"
         while names := self.store.children("ledgers", after=last, limit=1):
-            scope_id = int(names[0][:16], 16)
-            yield scope_id
-            last = f"{scope_id:016x}g"
+            last = names[0]
+            if _QUALIFIED_NAME.fullmatch(last):
+                yield int(last[:16], 16)
+                last = last[:16] + "g"
 
     def _new_default_id(self) -> int:
         return self.store.sequence("idgen")

@@ -1,4 +1,4 @@
-"""A cluster at a glance: its bookies counted, its auditor, and the tree of its metadata nodes.
+"""A cluster at a glance: its bookies counted, its auditor, the tree of its nodes, the ledgers that fit a question.
 
 Source: ClusterInfoService, ZkLedgerAuditorManager.getCurrentAuditor, ZkLedgerUnderreplicationManager.
 """
@@ -6,12 +6,15 @@ Source: ClusterInfoService, ZkLedgerAuditorManager.getCurrentAuditor, ZkLedgerUn
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
-from bkctl.errors import NotFound
+from bkctl.errors import BkctlError, LedgerNotFound, NotFound
+from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
+from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.metadata.store import MetadataStore, Versioned
 
 UNDERREPLICATION: Final = "underreplication"
@@ -118,3 +121,59 @@ def _walk_below(store: MetadataStore, path: str, lasts: tuple[bool, ...], depth:
         node = Node(below, (*lasts, index == len(paths) - 1), found)
         yield node
         yield from _walk_below(store, below, node.lasts, depth - 1)
+
+
+class LedgerQuery(NamedTuple):
+    """Which ledgers to list; None asks for nothing. Ages are in seconds, of the creation time where it is known."""
+
+    bookie_id: str | None = None
+    states: frozenset[str] = frozenset()
+    age_s_min: float | None = None
+    age_s_max: float | None = None
+    size_bytes_min: int | None = None
+    custom_metadata: tuple[tuple[str, bytes], ...] = ()
+
+    @property
+    def needs_metadata(self) -> bool:
+        """Whether ids alone do not answer it."""
+        return self != LedgerQuery()
+
+    def matches(self, found: VersionedMetadata, now_ms: int) -> bool:
+        """Whether the ledger is asked for. A ledger of unknown age matches no limit on the age."""
+        metadata = found.metadata
+        age_s = None if found.ctime_ms is None else (now_ms - found.ctime_ms) / 1000
+        return (
+            (not self.states or metadata.state.name in self.states)
+            and (self.age_s_min is None or (age_s is not None and age_s >= self.age_s_min))
+            and (self.age_s_max is None or (age_s is not None and age_s <= self.age_s_max))
+            and (self.size_bytes_min is None or metadata.length >= self.size_bytes_min)
+            and all(metadata.custom_metadata.get(key) == value for key, value in self.custom_metadata)
+            and (self.bookie_id is None or any(self.bookie_id in each.bookies for each in metadata.ensembles))
+        )
+
+
+NO_QUERY: Final = LedgerQuery()
+
+
+def list_ledgers(
+    cluster: Cluster,
+    scope_id: int | None = 0,
+    *,
+    after: LedgerId | None = None,
+    query: LedgerQuery = NO_QUERY,
+    unreadable: Callable[[LedgerId, BkctlError], None] | None = None,
+) -> Iterator[tuple[LedgerId, VersionedMetadata]]:
+    """Yield the ledgers of a scope (None: all) in order, with their metadata; those deleted meanwhile are left out.
+
+    Metadata that cannot be read is told to `unreadable`, or raised where there is none.
+    """
+    now_ms = time.time_ns() // 1_000_000
+    for ledger, found in cluster.ledgers.read_many(cluster.ledgers.ledgers(scope_id, after)):
+        if isinstance(found, LedgerNotFound):
+            continue
+        if isinstance(found, BkctlError):
+            if unreadable is None:
+                raise found
+            unreadable(ledger, found)
+        elif query.matches(found, now_ms):
+            yield ledger, found

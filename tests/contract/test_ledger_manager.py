@@ -1,0 +1,318 @@
+"""What every ledger manager keeps to, over SQLite and each of Apache's layouts on a real ZooKeeper."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+
+from bkctl.errors import (
+    BkctlError,
+    Corrupt,
+    LedgerExists,
+    LedgerNotFound,
+    MetadataVersionConflict,
+    UsageError,
+)
+from bkctl.formats.entry import DigestType
+from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
+from bkctl.ids import I64_MAX, U64_MAX, LedgerId
+from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.ledgers import SHORT_ID_END, LedgerManager, VersionedMetadata
+from bkctl.metadata.store import NEW
+
+METADATA = LedgerMetadata(
+    ensemble_size=2,
+    write_quorum_size=2,
+    ack_quorum_size=1,
+    digest_type=DigestType.CRC32C,
+    password=b"secret",
+    ensembles=(Fragment(0, ("127.0.0.1:3181", "bookie-2")),),
+    custom_metadata={"key": b"\x00\xff"},
+)
+#: Across every seam of the layouts: the 2/4/4 tree, the long tree, 2**63, scopes with the same ledger ids.
+IDS = [
+    LedgerId(0, 0),
+    LedgerId(0, 9999),
+    LedgerId(0, 10000),
+    LedgerId(0, SHORT_ID_END - 1),
+    LedgerId(0, SHORT_ID_END),
+    LedgerId(0, 10**10 - 1),
+    LedgerId(0, 10**10),
+    LedgerId(0, I64_MAX),
+    LedgerId(1, 0),
+    LedgerId(7, 0),
+    LedgerId(7, 1),
+    LedgerId(7, SHORT_ID_END),
+    LedgerId(7, U64_MAX),
+    LedgerId(1 << 63, 9999),
+    LedgerId(U64_MAX, 0),
+    LedgerId(U64_MAX, U64_MAX),
+]
+
+
+@pytest.fixture
+def ledgers(cluster: Cluster) -> LedgerManager:
+    return cluster.ledgers
+
+
+def create_all(ledgers: LedgerManager, ids: list[LedgerId]) -> None:
+    for ledger in ids:
+        assert ledgers.create(ledger, METADATA) == 0
+
+
+@pytest.mark.parametrize("ledger", [LedgerId(0, 5), LedgerId(0, I64_MAX), LedgerId(7, 5)], ids=str)
+def test_a_ledger_goes_through_its_life(ledgers: LedgerManager, ledger: LedgerId) -> None:
+    with pytest.raises(LedgerNotFound):
+        ledgers.read(ledger)
+    assert ledgers.create(ledger, METADATA) == 0
+    found = ledgers.read(ledger)
+    assert replace(found.metadata, c_token=None) == METADATA
+    assert found.metadata.c_token is not None
+    assert found.version == 0
+    assert found.ctime_ms is not None
+
+    closed = replace(found.metadata, state=LedgerState.CLOSED, last_entry_id=3, length=99)
+    assert ledgers.write(ledger, closed, 0) == 1
+    found = ledgers.read(ledger)
+    assert (found.metadata.state, found.metadata.last_entry_id, found.version) == (LedgerState.CLOSED, 3, 1)
+    assert found.metadata.c_token == 0
+    with pytest.raises(MetadataVersionConflict):
+        ledgers.write(ledger, METADATA, 0)
+    with pytest.raises(MetadataVersionConflict):
+        ledgers.remove(ledger, 0)
+    ledgers.remove(ledger, 1)
+    for call in (
+        lambda: ledgers.read(ledger),
+        lambda: ledgers.write(ledger, METADATA, 1),
+        lambda: ledgers.remove(ledger),
+    ):
+        with pytest.raises(LedgerNotFound):
+            call()
+    assert list(ledgers.ledgers(None)) == []
+
+
+def test_a_ledger_is_created_once(ledgers: LedgerManager) -> None:
+    for ledger in (LedgerId(0, 5), LedgerId(7, 5)):
+        ledgers.create(ledger, METADATA)
+        with pytest.raises(LedgerExists):
+            ledgers.create(ledger, METADATA)
+        ledgers.write(ledger, METADATA, 0)
+        with pytest.raises(LedgerExists):
+            ledgers.create(ledger, METADATA)
+
+
+def test_a_create_that_was_applied_unseen_succeeds_by_its_token(ledgers: LedgerManager) -> None:
+    ours = replace(METADATA, c_token=123)
+    ledgers.create(LedgerId(0, 5), ours)
+    assert ledgers.create(LedgerId(0, 5), ours) == 0
+    with pytest.raises(LedgerExists):
+        ledgers.create(LedgerId(0, 5), replace(ours, c_token=124))
+
+
+def test_the_versions_1_and_2_are_kept_and_have_no_token(ledgers: LedgerManager) -> None:
+    second = replace(METADATA, format_version=2)
+    ledgers.create(LedgerId(0, 2), second)
+    assert ledgers.read(LedgerId(0, 2)).metadata == second
+    with pytest.raises(LedgerExists):
+        ledgers.create(LedgerId(0, 2), second)
+    ledgers.write(LedgerId(0, 2), replace(second, state=LedgerState.IN_RECOVERY), 0)
+    assert ledgers.read(LedgerId(0, 2)).metadata.format_version == 2
+
+
+def test_a_stored_ctime_wins_over_the_stores(ledgers: LedgerManager) -> None:
+    ledgers.create(LedgerId(0, 5), replace(METADATA, ctime_ms=1_600_000_000_123))
+    assert ledgers.read(LedgerId(0, 5)).ctime_ms == 1_600_000_000_123
+
+
+def test_ids_that_scope_0_cannot_hold_are_refused_on_create_and_unknown_else(ledgers: LedgerManager) -> None:
+    ledger = LedgerId(0, 1 << 63)
+    with pytest.raises(UsageError):
+        ledgers.create(ledger, METADATA)
+    for call in (lambda: ledgers.read(ledger), lambda: ledgers.remove(ledger)):
+        with pytest.raises(LedgerNotFound):
+            call()
+
+
+def test_ledgers_come_in_ascending_order_by_scope(ledgers: LedgerManager) -> None:
+    create_all(ledgers, IDS[::2] + IDS[1::2])
+    assert list(ledgers.ledgers(None)) == IDS
+    assert list(ledgers.ledgers()) == [ledger for ledger in IDS if ledger.scope_id == 0]
+    for scope_id in (0, 1, 7, 8, 1 << 63, U64_MAX):
+        assert list(ledgers.ledgers(scope_id)) == [ledger for ledger in IDS if ledger.scope_id == scope_id]
+    assert list(ledgers.scopes()) == [0, 1, 7, 1 << 63, U64_MAX]
+
+
+def test_listing_goes_on_after_any_id(ledgers: LedgerManager) -> None:
+    create_all(ledgers, IDS)
+    between = [LedgerId.from_value(min(ledger.value + 1, (1 << 128) - 1)) for ledger in IDS]
+    for after in [*IDS, *between, LedgerId(0, 1 << 63), LedgerId(0, U64_MAX), LedgerId(3, 3)]:
+        assert list(ledgers.ledgers(None, after)) == [ledger for ledger in IDS if ledger > after]
+        for scope_id in (0, 7):
+            expected = [ledger for ledger in IDS if ledger > after and ledger.scope_id == scope_id]
+            assert list(ledgers.ledgers(scope_id, after)) == expected
+
+
+def test_an_emptied_scope_is_gone_and_can_be_filled_again(ledgers: LedgerManager) -> None:
+    create_all(ledgers, [LedgerId(7, 1), LedgerId(8, 1)])
+    ledgers.remove(LedgerId(7, 1))
+    assert list(ledgers.scopes()) == [8]
+    ledgers.remove(LedgerId(8, 1))
+    assert list(ledgers.scopes()) == []
+    assert ledgers.scopes_state() == "ours"
+    ledgers.create(LedgerId(7, 1), METADATA)
+    assert list(ledgers.ledgers(None)) == [LedgerId(7, 1)]
+
+
+def test_a_listing_has_every_ledger_that_was_there_throughout(cluster_uri: str) -> None:
+    with open_cluster(cluster_uri, create=True) as cluster, open_cluster(cluster_uri) as other:
+        stable = [LedgerId(scope, base + n) for scope in (0, 7) for base in (0, 20_000, 1 << 40) for n in range(0, 60, 2)]
+        create_all(cluster.ledgers, stable)
+        stop = threading.Event()
+        problems: list[BaseException] = []
+
+        def churn() -> None:
+            try:
+                while not stop.is_set():
+                    for scope in (0, 7):
+                        for base in (0, 20_000, 30_000, 1 << 40, 1 << 41):
+                            ledger = LedgerId(scope, base + 1)
+                            other.ledgers.create(ledger, METADATA)
+                            other.ledgers.remove(ledger)
+            except BaseException as error:  # noqa: BLE001 - raised below
+                problems.append(error)
+
+        churner = threading.Thread(target=churn)
+        churner.start()
+        try:
+            for _ in range(30):
+                listed = list(cluster.ledgers.ledgers(None))
+                assert listed == sorted(set(listed))
+                assert set(stable) <= set(listed)
+        finally:
+            stop.set()
+            churner.join()
+        assert problems == []
+
+
+def test_many_creators_share_one_store(cluster_uri: str) -> None:
+    with open_cluster(cluster_uri, create=True) as first, open_cluster(cluster_uri) as second:
+        made: list[LedgerId] = []
+        problems: list[BaseException] = []
+
+        def create(manager: LedgerManager, scope_id: int) -> None:
+            try:
+                for _ in range(25):
+                    ledger = manager.new_ledger_id(scope_id)
+                    manager.create(ledger, METADATA)
+                    made.append(ledger)
+            except BaseException as error:  # noqa: BLE001 - raised below
+                problems.append(error)
+
+        threads = [
+            threading.Thread(target=create, args=(cluster.ledgers, scope_id))
+            for cluster in (first, second)
+            for scope_id in (0, 7, U64_MAX)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert problems == []
+        assert len(made) == 150
+        assert list(first.ledgers.ledgers(None)) == sorted(made)
+
+
+def test_many_are_read_in_order_and_errors_come_in_their_place(ledgers: LedgerManager) -> None:
+    create_all(ledgers, IDS)
+    broken = LedgerId(7, 500)
+    ledgers.create(broken, METADATA)
+    ledgers.store.put(ledgers.path(broken), b"BookieMetadataFormatVersion\t3\nnonsense", 0)
+    asked = [LedgerId(0, U64_MAX), *IDS[:5], LedgerId(0, 123), broken, *IDS[5:], LedgerId(9, 9), LedgerId(0, 1 << 63)]
+    found = list(ledgers.read_many(iter(asked)))
+    assert [ledger for ledger, _ in found] == asked
+    for ledger, answer in found:
+        if ledger in IDS:
+            assert isinstance(answer, VersionedMetadata)
+            assert replace(answer.metadata, c_token=None) == METADATA
+        else:
+            assert isinstance(answer, Corrupt if ledger == broken else LedgerNotFound)
+
+
+def test_damaged_metadata_is_one_clear_error_and_stays_listed(ledgers: LedgerManager) -> None:
+    create_all(ledgers, [LedgerId(0, 1), LedgerId(0, 2), LedgerId(7, 3)])
+    for ledger in (LedgerId(0, 2), LedgerId(7, 3)):
+        ledgers.store.put(ledgers.path(ledger), b"\x00\xff damaged", None)
+        with pytest.raises(Corrupt) as caught:
+            ledgers.read(ledger)
+        assert f"ledger {ledger} " in str(caught.value)
+        assert ledgers.path(ledger) in str(caught.value)
+        with pytest.raises(LedgerExists):
+            ledgers.create(ledger, METADATA)
+    assert list(ledgers.ledgers(None)) == [LedgerId(0, 1), LedgerId(0, 2), LedgerId(7, 3)]
+    ledgers.remove(LedgerId(0, 2))
+    assert list(ledgers.ledgers()) == [LedgerId(0, 1)]
+
+
+def test_a_watcher_hears_of_each_change_and_of_the_end(cluster_uri: str) -> None:
+    with open_cluster(cluster_uri, create=True) as cluster, open_cluster(cluster_uri) as other:
+        ledger = LedgerId(7, 5)
+        cluster.ledgers.create(ledger, METADATA)
+        told: list[VersionedMetadata | BkctlError] = []
+        heard = threading.Condition()
+
+        def hear(found: VersionedMetadata | BkctlError) -> None:
+            with heard:
+                told.append(found)
+                heard.notify()
+
+        def wait_for_count(count: int) -> None:
+            with heard:
+                assert heard.wait_for(lambda: len(told) >= count, timeout=20)
+
+        cancel = cluster.ledgers.watch(ledger, hear)
+        assert [found.version for found in told if isinstance(found, VersionedMetadata)] == [0]
+        other.ledgers.write(ledger, replace(METADATA, state=LedgerState.IN_RECOVERY), 0)
+        wait_for_count(2)
+        other.ledgers.remove(ledger)
+        wait_for_count(3)
+        assert isinstance(told[1], VersionedMetadata)
+        assert told[1].metadata.state is LedgerState.IN_RECOVERY
+        assert isinstance(told[2], LedgerNotFound)
+        cancel()
+        assert len(told) == 3
+
+
+def test_listing_streams(ledgers: LedgerManager) -> None:
+    """The first ids come without the rest of the tree being read: taking some leaves no request open behind it."""
+    create_all(ledgers, [LedgerId(scope, n * 10_000) for scope in (0, 7) for n in range(40)])
+    listing: Iterator[LedgerId] = ledgers.ledgers(None)
+    assert list(islice(listing, 3)) == [LedgerId(0, 0), LedgerId(0, 10_000), LedgerId(0, 20_000)]
+    for n in range(40):
+        ledgers.remove(LedgerId(7, n * 10_000))
+    assert list(listing) == [LedgerId(0, n * 10_000) for n in range(3, 40)]
+
+
+def test_names_that_are_no_ledgers_are_passed_over(ledgers: LedgerManager) -> None:
+    create_all(ledgers, [LedgerId(0, 5), LedgerId(0, 1 << 40), LedgerId(7, 5)])
+    for path in (
+        "underreplication/ledgers/0000/0000/0000/0005/urL0000000005",
+        "00/0000/X0007",
+        "00/0000/L07",
+        "00/00a0/L0007",
+        "000/0000/0000/0000/Labcd",
+        "0000/0000/L0007",
+        "scopes/0000/00000000000G/0000/0000/0000/L0001",
+        "scopes/0000/000000000007/0000/0000/0000/M0001",
+        "L123",
+        "Lxyz",
+        "ledgers/0000000000000000000000000000000",
+        "ledgers/0000000000000007g",
+        "ledgers/zz",
+    ):
+        ledgers.store.put(path, b"", NEW)
+    assert list(ledgers.ledgers(None)) == [LedgerId(0, 5), LedgerId(0, 1 << 40), LedgerId(7, 5)]
+    assert list(ledgers.scopes()) == [0, 7]

@@ -1,0 +1,332 @@
+"""What every metadata store keeps to, over SQLite and a real ZooKeeper."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from bkctl.errors import AlreadyExists, Conflict, MetadataVersionConflict, NotFound, Unreachable, UsageError
+from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, MetadataStore
+
+
+def in_threads(count: int, work: Callable[[int], None]) -> None:
+    """Run `work(0)` … `work(count - 1)` at once, and raise what any of them raised."""
+    problems: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            work(index)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            problems.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise problems[0]
+
+
+def eventually(condition: Callable[[], object], timeout_s: float = 15) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen"
+        time.sleep(0.02)
+
+
+def test_a_created_node_is_read_back_with_version_0(store: MetadataStore) -> None:
+    before_ms = time.time() * 1000 - 60_000
+    assert store.get("cookies/bookie-1") is None
+    assert store.put("cookies/bookie-1", b"\x00value\xff", NEW) == 0
+    found = store.get("cookies/bookie-1")
+    assert found is not None
+    assert (found.value, found.version) == (b"\x00value\xff", 0)
+    assert found.ctime_ms is not None
+    assert before_ms < found.ctime_ms < time.time() * 1000 + 60_000
+    assert store.get("cookies") == (b"", 0, store.get("cookies").ctime_ms)  # type: ignore[union-attr]
+
+
+def test_create_refuses_a_node_that_exists(store: MetadataStore) -> None:
+    store.put("node", b"first", NEW)
+    with pytest.raises(AlreadyExists):
+        store.put("node", b"second", NEW)
+    assert store.get("node")[:2] == (b"first", 0)  # type: ignore[index]
+
+
+def test_replace_needs_the_version_that_was_read(store: MetadataStore) -> None:
+    store.put("node", b"0", NEW)
+    assert store.put("node", b"1", 0) == 1
+    assert store.put("node", b"2", 1) == 2
+    for version in (0, 1, 3):
+        with pytest.raises(MetadataVersionConflict):
+            store.put("node", b"no", version)
+    assert store.get("node")[:2] == (b"2", 2)  # type: ignore[index]
+    with pytest.raises(NotFound):
+        store.put("other", b"no", 0)
+    assert store.get("other") is None
+
+
+def test_unconditional_put_creates_and_replaces(store: MetadataStore) -> None:
+    assert store.put("a/node", b"0", None) == 0
+    assert store.put("a/node", b"1", None) == 1
+    assert store.get("a/node")[:2] == (b"1", 1)  # type: ignore[index]
+
+
+def test_one_of_many_conditional_writers_wins_each_version(backend: Any) -> None:
+    stores = [backend.open() for _ in range(3)]
+    stores[0].put("counter", b"0 -", NEW)
+    won = [0] * 6
+
+    def count(index: int) -> None:
+        store = stores[index % 3]
+        for _ in range(200):
+            found = store.get("counter")
+            number = int(found.value.split()[0]) + 1
+            try:
+                version = store.put("counter", b"%d %d" % (number, index), found.version)
+            except MetadataVersionConflict:
+                continue
+            assert version == number
+            won[index] += 1
+
+    in_threads(6, count)
+    found = stores[1].get("counter")
+    assert int(found.value.split()[0]) == found.version == sum(won)
+    assert sum(won) >= 200
+
+
+def test_one_of_many_creators_wins(backend: Any) -> None:
+    stores = [backend.open() for _ in range(3)]
+    won: list[tuple[int, int]] = []
+
+    def create(index: int) -> None:
+        for number in range(20):
+            try:
+                stores[index].put(f"deep/{number % 3}/{number % 5}/node-{number}", b"%d" % index, NEW)
+            except AlreadyExists:
+                continue
+            won.append((number, index))
+
+    in_threads(3, create)
+    assert sorted(number for number, _ in won) == list(range(20))
+    for number, index in won:
+        assert stores[0].get(f"deep/{number % 3}/{number % 5}/node-{number}")[0] == b"%d" % index
+
+
+def test_delete_needs_the_version_if_one_is_given(store: MetadataStore) -> None:
+    store.put("node", b"0", NEW)
+    store.put("node", b"1", 0)
+    with pytest.raises(MetadataVersionConflict):
+        store.delete("node", 0)
+    store.delete("node", 1)
+    assert store.get("node") is None
+    for expected in (None, 0):
+        with pytest.raises(NotFound):
+            store.delete("node", expected)
+
+
+def test_a_node_with_children_is_not_deleted(store: MetadataStore) -> None:
+    store.put("parent/child", b"", NEW)
+    with pytest.raises(Conflict):
+        store.delete("parent")
+    assert store.get("parent/child") is not None
+    with pytest.raises(UsageError):
+        store.delete("")
+
+
+def test_prune_removes_empty_parents_and_stops_at_the_first_that_is_not(store: MetadataStore) -> None:
+    store.put("a/b/c/d/leaf", b"", NEW)
+    store.put("a/b/other", b"", NEW)
+    store.delete("a/b/c/d/leaf", prune=4)
+    assert store.children("a/b") == ["other"]
+    store.put("a/b/c/d/leaf", b"", NEW)
+    store.delete("a/b/c/d/leaf", prune=1)
+    assert store.children("a/b/c") == []
+    store.delete("a/b/other", prune=0)
+    store.delete("a/b/c", prune=9)
+    assert "a" not in (store.children("") or [])
+    assert store.children("") is not None
+
+
+def test_creates_and_prunes_in_one_directory_lose_nothing(backend: Any) -> None:
+    """A parent that somebody prunes between two steps of a create does not make the create fail."""
+    stores = [backend.open() for _ in range(3)]
+
+    def churn(index: int) -> None:
+        for number in range(40):
+            path = f"scopes/0000/0007/L{index}{number:03d}"
+            stores[index].put(path, b"x", NEW)
+            assert stores[index].get(path) is not None
+            stores[index].delete(path, prune=2)
+
+    stores[0].put("scopes", b"", NEW)
+    in_threads(3, churn)
+    assert stores[0].children("scopes") in ([], ["0000"])
+
+
+def test_children_are_sorted_and_can_be_paged(store: MetadataStore) -> None:
+    names = ["L0009", "L0010", "a", "ä", "Z", "readonly", "127.0.0.1:3181"]
+    for name in names:
+        store.put(f"directory/{name}", b"", NEW)
+    store.put("directory/a/below", b"", NEW)
+    assert store.children("directory") == sorted(names)
+    assert store.children("directory", limit=2) == sorted(names)[:2]
+    assert store.children("directory", after="L0010", limit=2) == ["Z", "a"]
+    assert store.children("directory", after="L00") == sorted(names)[1:]
+    assert store.children("directory", after="ä") == []
+    assert store.children("directory/Z") == []
+    assert store.children("missing") is None
+    assert store.children("directory/missing/x") is None
+
+
+def test_many_are_read_in_order_with_the_missing_ones_in_place(store: MetadataStore) -> None:
+    for number in range(0, 300, 2):
+        store.put(f"many/{number}", b"%d" % number, NEW)
+    found = list(store.get_many(f"many/{number}" for number in range(300)))
+    assert [None if one is None else one.value for one in found] == [
+        b"%d" % number if number % 2 == 0 else None for number in range(300)
+    ]
+    listed = list(store.children_many(["many", "missing", "many/0", ""]))
+    assert listed[0] == store.children("many")
+    assert listed[1:3] == [None, []]
+    assert list(store.get_many([])) == []
+
+
+def test_many_are_read_a_bounded_number_ahead(store: MetadataStore) -> None:
+    asked = 0
+
+    def endless() -> Any:
+        nonlocal asked
+        while True:
+            asked += 1
+            yield "missing"
+
+    results = store.get_many(endless())
+    assert [next(results) for _ in range(3)] == [None, None, None]
+    assert asked <= 1000
+
+
+def test_put_all_creates_all_or_none(store: MetadataStore) -> None:
+    store.put_all([("a", b"1"), ("a/b", b"2"), ("c", b"3")])
+    assert [found.value for found in store.get_many(["a", "a/b", "c"]) if found] == [b"1", b"2", b"3"]
+    with pytest.raises(AlreadyExists):
+        store.put_all([("new", b""), ("c", b"other"), ("newer", b"")])
+    assert store.get("new") is None
+    assert store.get("newer") is None
+    assert store.get("c")[0] == b"3"  # type: ignore[index]
+
+
+def test_a_sequence_gives_each_number_once_to_anybody(backend: Any) -> None:
+    stores = [backend.open() for _ in range(3)]
+    taken: list[list[int]] = [[], [], []]
+
+    def take(index: int) -> None:
+        taken[index] += [stores[index].sequence("idgen") for _ in range(25)]
+
+    in_threads(3, take)
+    assert all(numbers == sorted(numbers) for numbers in taken)
+    assert sorted(sum(taken, [])) == list(range(75))
+    assert stores[0].sequence("other") == 0
+
+
+def test_an_ephemeral_lives_as_long_as_its_store(backend: Any) -> None:
+    owner, other = backend.open(), backend.open()
+    owner.ephemeral("available/bookie-1", b"info")
+    assert other.get("available/bookie-1")[:2] == (b"info", 0)
+    owner.ephemeral("available/bookie-1", b"newer info")
+    assert other.get("available/bookie-1").value == b"newer info"
+    owner.ephemeral("available/bookie-2", b"")
+    owner.delete("available/bookie-2")
+    assert other.children("available") == ["bookie-1"]
+    owner.close()
+    assert other.children("available") == []
+
+
+def test_an_ephemeral_of_another_is_waited_for(backend: Any) -> None:
+    first, second = backend.open(), backend.open()
+    first.ephemeral("available/bookie-1", b"first")
+    with pytest.raises(AlreadyExists):
+        second.ephemeral("available/bookie-1", b"second", wait_s=0.2)
+    timer = threading.Timer(0.3, first.close)
+    timer.start()
+    second.ephemeral("available/bookie-1", b"second", wait_s=60)
+    timer.join()
+    assert second.get("available/bookie-1").value == b"second"
+
+
+def test_a_persistent_node_is_never_taken_over_by_an_ephemeral(store: MetadataStore) -> None:
+    store.put("available/bookie-1", b"persistent", NEW)
+    with pytest.raises(AlreadyExists):
+        store.ephemeral("available/bookie-1", b"", wait_s=0.1)
+    assert store.get("available/bookie-1")[0] == b"persistent"  # type: ignore[index]
+
+
+def test_a_watch_tells_each_change_until_it_is_cancelled(backend: Any) -> None:
+    writer, watcher = backend.open(), backend.open()
+    seen: list[bytes | None] = []
+
+    def look() -> None:
+        found = watcher.get("node")
+        seen.append(None if found is None else found.value)
+
+    cancel = watcher.watch("node", look)
+    writer.put("node", b"0", NEW)
+    eventually(lambda: seen and seen[-1] == b"0")
+    writer.put("node", b"1", 0)
+    eventually(lambda: seen[-1] == b"1")
+    writer.delete("node")
+    eventually(lambda: seen[-1] is None)
+    writer.put("node", b"again", NEW)
+    eventually(lambda: seen[-1] == b"again")
+    cancel()
+    after_cancel: list[bytes] = []
+    watcher.watch("node", lambda: after_cancel.append(b""))
+    seen_count = len(seen)
+    writer.put("node", b"unseen", 0)
+    eventually(lambda: after_cancel)
+    assert len(seen) == seen_count
+
+
+def test_a_watch_of_children_tells_who_comes_and_goes(backend: Any) -> None:
+    writer, watcher = backend.open(), backend.open()
+    seen: list[list[str] | None] = []
+    watcher.watch("available", lambda: seen.append(watcher.children("available")), children=True)
+    writer.ephemeral("available/bookie-1", b"")
+    eventually(lambda: seen and seen[-1] == ["bookie-1"])
+    writer.put("available/bookie-2", b"", NEW)
+    eventually(lambda: seen[-1] == ["bookie-1", "bookie-2"])
+    writer.close()
+    eventually(lambda: seen[-1] == ["bookie-2"])
+
+
+def test_nothing_is_answered_after_close(backend: Any) -> None:
+    store = backend.open()
+    store.put("node", b"", NEW)
+    store.close()
+    store.close()
+    with pytest.raises(Unreachable):
+        store.get("node")
+    with pytest.raises(Unreachable):
+        store.put("node", b"", None)
+
+
+@pytest.mark.parametrize("path", ["/", "/node", "node/", "a//b", ".", "a/../b", "a\0b", "a\nb", "x" * 2000, "\ud800"])
+def test_what_is_no_path_is_refused(store: MetadataStore, path: str) -> None:
+    with pytest.raises(UsageError):
+        store.get(path)
+    with pytest.raises(UsageError):
+        store.put(path, b"", NEW)
+    with pytest.raises(UsageError):
+        store.children(path)
+
+
+def test_a_value_that_no_store_takes_is_refused_before_it_is_sent(store: MetadataStore) -> None:
+    with pytest.raises(UsageError):
+        store.put("node", bytes(VALUE_SIZE_BYTES_MAX + 1), NEW)
+    assert store.put("node", bytes(VALUE_SIZE_BYTES_MAX // 2), NEW) == 0
+    assert len(store.get("node").value) == VALUE_SIZE_BYTES_MAX // 2  # type: ignore[union-attr]
