@@ -141,9 +141,11 @@ def decode_response(buffer: memoryview, at: int, end: int) -> tuple[Key, Respons
     Raises ProtocolError when the bytes are no response, or carry a code that v2 does not have.
     """
     if end - at < 24:
-        return _decode_short_response(buffer, at, end)
+        return _decode_other_response(buffer, at, end)
     head, code, ledger_id, entry_id = _RESPONSE_FIELDS.unpack_from(buffer, at)
     opcode = head >> 16 & 0xFF
+    if opcode == AUTH:
+        return _decode_other_response(buffer, at, end)
     status = _EOK if code == 0 else _status(code)
     ledger = _new(LedgerId, (0, ledger_id))
     if opcode == READ_ENTRY:
@@ -159,10 +161,10 @@ def decode_response(buffer: memoryview, at: int, end: int) -> tuple[Key, Respons
         (request_id,) = _I64.unpack_from(buffer, at + 24)
         bodies = _split(buffer, at + 32, end) if code == 0 else ()
         return (opcode, request_id, 0), BatchReadResponse(status, ledger, entry_id, request_id, bodies)
-    return _decode_short_response(buffer, at, end)
+    return _decode_other_response(buffer, at, end)
 
 
-def _decode_short_response(buffer: memoryview, at: int, end: int) -> tuple[Key, Response]:
+def _decode_other_response(buffer: memoryview, at: int, end: int) -> tuple[Key, Response]:
     if end - at >= 4:
         (head,) = _U32.unpack_from(buffer, at)
         if head >> 16 & 0xFF == AUTH:
