@@ -228,6 +228,7 @@ class BookieConnection(_FramedProtocol):
         self.bookie_id = bookie_id
         self.protocol = protocol
         self._is_v2 = False  # also with Protocol.V2 the TLS request before is v3
+        self._upgrading = False
         self._frame_size_max = frame_size_bytes_max
         self._timeout_s = timeout_s
         self._tick_s = timeout_s / _TICKS_PER_TIMEOUT
@@ -274,8 +275,9 @@ class BookieConnection(_FramedProtocol):
         except TimeoutError as error:
             raise BookieUnavailable(f"{where} cannot be reached: no answer within {timeout_s:g} s") from error
         except OSError as error:
+            reason = error.strerror or str(error) or "the connection was closed"
             what = "and this client do not agree on TLS" if isinstance(error, ssl.SSLError) else "cannot be reached"
-            raise BookieUnavailable(f"{where} {what}: {error.strerror or error}") from error
+            raise BookieUnavailable(f"{where} {what}: {reason}") from error
         else:
             connection._is_v2 = protocol is Protocol.V2
             made.clear()
@@ -285,17 +287,19 @@ class BookieConnection(_FramedProtocol):
                 failed._abort()
 
     async def _start_tls(self, context: ssl.SSLContext, host: str) -> None:
+        self._upgrading = True
         answer = await self.send(StartTlsRequest())
         if answer.status is not Status.EOK:
             raise BookieUnavailable(f"Bookie {self.bookie_id} refuses TLS ({answer.status.name})")
         if self._start != self._end:
-            raise ProtocolError(f"Bookie {self.bookie_id} sent more in clear after it had agreed on TLS")
+            raise BookieUnavailable(f"Bookie {self.bookie_id} sent more in clear after it had agreed on TLS")
         assert self._transport is not None
         server_name = host if context.check_hostname else None
         transport = await self._loop.start_tls(self._transport, self, context, server_hostname=server_name)
         if transport is None:
             raise BookieUnavailable(f"Bookie {self.bookie_id} closed the connection in the TLS handshake")
         self._use(transport)
+        self._upgrading = self._halted = False
 
     # Requests.
 
@@ -412,6 +416,9 @@ class BookieConnection(_FramedProtocol):
         if call is None:
             return
         future, request, _ = call
+        if self._upgrading:
+            # What follows in clear is not the bookie's word.
+            self._halted = True
         if future.done():
             return
         if operation != v3.OPERATIONS[type(request)]:

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import ipaddress
+import ssl
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bkctl.errors import BookieUnavailable
+from bkctl.ids import LedgerId
+from bkctl.protocol import v3
+from bkctl.protocol.connection import BookieConnection, BookieServer, run
+from bkctl.protocol.messages import (
+    BytesLike,
+    Protocol,
+    ReadRequest,
+    ReadResponse,
+    Request,
+    Respond,
+    StartTlsRequest,
+    StartTlsResponse,
+    Status,
+)
+
+HOST = "127.0.0.1"
+LEDGER = LedgerId(0, 5)
+BODY = bytes(range(256)) * 400
+Runner = Callable[[Coroutine[Any, Any, None]], None]
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def runner(request: pytest.FixtureRequest) -> Runner:
+    if request.param == "uvloop":
+        pytest.importorskip("uvloop")
+        return run
+    return asyncio.run
+
+
+@pytest.fixture(scope="module")
+def pem(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with a key and its own certificate for 127.0.0.1."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "bookie")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(HOST))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    path = tmp_path_factory.mktemp("tls") / "bookie.pem"
+    path.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        + certificate.public_bytes(serialization.Encoding.PEM)
+    )
+    return path
+
+
+def server_context(pem: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pem)
+    return context
+
+
+def client_context(pem: Path, *, check_hostname: bool = True) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=pem)
+    context.check_hostname = check_hostname
+    return context
+
+
+class Bookie:
+    def handle(self, request: Request, respond: Respond) -> None:
+        assert isinstance(request, ReadRequest)
+        respond(ReadResponse(Status.EOK, request.ledger, request.entry_id, BODY))
+
+
+@pytest.mark.parametrize("protocol", Protocol)
+@pytest.mark.parametrize("check_hostname", [True, False])
+def test_requests_go_on_in_tls(runner: Runner, pem: Path, protocol: Protocol, check_hostname: bool) -> None:
+    async def main() -> None:
+        server = BookieServer(Bookie(), tls=server_context(pem))
+        await server.start(HOST)
+        tls = client_context(pem, check_hostname=check_hostname)
+        connection = await BookieConnection.open(HOST, server.port, bookie_id="b", protocol=protocol, tls=tls)
+        answers = await asyncio.gather(*(connection.send(ReadRequest(LEDGER, entry_id)) for entry_id in range(300)))
+        for entry_id, answer in enumerate(answers):
+            assert answer[:4] == (Status.EOK, LEDGER, entry_id, BODY)
+        if protocol is Protocol.V3:
+            assert (await connection.send(StartTlsRequest())).status is Status.EBADREQ
+        connection.close()
+        await connection.wait_closed()
+        await server.close()
+
+    runner(main())
+
+
+def test_a_bookie_with_tls_serves_clients_without(runner: Runner, pem: Path) -> None:
+    async def main() -> None:
+        server = BookieServer(Bookie(), tls=server_context(pem))
+        await server.start(HOST)
+        connection = await BookieConnection.open(HOST, server.port, bookie_id="b")
+        assert (await connection.send(ReadRequest(LEDGER, 1))).status is Status.EOK
+        connection.close()
+        await connection.wait_closed()
+        await server.close()
+
+    runner(main())
+
+
+def test_a_bookie_without_tls_refuses_it(runner: Runner, pem: Path) -> None:
+    async def main() -> None:
+        server = BookieServer(Bookie())
+        await server.start(HOST)
+        with pytest.raises(BookieUnavailable, match="Bookie b refuses TLS"):
+            await BookieConnection.open(HOST, server.port, bookie_id="b", tls=client_context(pem))
+        await server.close()
+
+    runner(main())
+
+
+def test_an_unknown_certificate_is_refused(runner: Runner, pem: Path) -> None:
+    async def main() -> None:
+        server = BookieServer(Bookie(), tls=server_context(pem))
+        await server.start(HOST)
+        with pytest.raises(BookieUnavailable, match="do not agree on TLS"):
+            await BookieConnection.open(HOST, server.port, bookie_id="b", tls=ssl.create_default_context())
+        trusted = await BookieConnection.open(HOST, server.port, bookie_id="b", tls=client_context(pem))
+        assert (await trusted.send(ReadRequest(LEDGER, 1))).status is Status.EOK
+        trusted.close()
+        await trusted.wait_closed()
+        await server.close()
+
+    runner(main())
+
+
+def start_tls_bytes() -> bytes:
+    out: list[BytesLike] = []
+    v3.encode_request(1, StartTlsRequest(), out)
+    return b"".join(out)
+
+
+def read_bytes() -> bytes:
+    out: list[BytesLike] = []
+    v3.encode_request(2, ReadRequest(LEDGER, 1), out)
+    return b"".join(out)
+
+
+def test_requests_in_clear_behind_start_tls_are_not_served(runner: Runner, pem: Path) -> None:
+    async def main() -> None:
+        server = BookieServer(Bookie(), tls=server_context(pem))
+        await server.start(HOST)
+        reader, writer = await asyncio.open_connection(HOST, server.port)
+        writer.write(start_tls_bytes() + read_bytes())
+        received = b""
+        try:
+            async with asyncio.timeout(10):
+                received = await reader.read()
+        except ConnectionResetError:
+            pass
+        assert BODY not in received
+        assert len(received) < 100
+        writer.close()
+        await server.close()
+
+    runner(main())
+
+
+def test_answers_in_clear_behind_start_tls_are_not_taken(runner: Runner, pem: Path) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        out: list[BytesLike] = []
+        v3.encode_response(v3.Header(1, v3.START_TLS), StartTlsResponse(Status.EOK), 0, out)
+        v3.encode_response(v3.Header(2, v3.READ_ENTRY), ReadResponse(Status.EOK, LEDGER, 1, b"forged"), 0, out)
+        writer.write(b"".join(out))
+        await reader.read(100)
+        writer.close()
+
+    async def main() -> None:
+        server = await asyncio.start_server(serve, HOST, 0)
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(BookieUnavailable, match="in clear"):
+            await BookieConnection.open(HOST, port, bookie_id="b", tls=client_context(pem), timeout_s=2)
+        server.close()
+
+    runner(main())
+
+
+def test_garbage_instead_of_a_handshake_ends_that_connection(runner: Runner, pem: Path) -> None:
+    async def main() -> None:
+        server = BookieServer(Bookie(), tls=server_context(pem))
+        await server.start(HOST)
+        reader, writer = await asyncio.open_connection(HOST, server.port)
+        writer.write(start_tls_bytes())
+        assert await reader.readexactly(4)
+        writer.write(b"\x00" * 600)
+        async with asyncio.timeout(10):
+            with contextlib.suppress(ConnectionResetError):
+                await reader.read()
+        writer.close()
+        await server.close()
+        assert not server.connections
+
+    runner(main())
