@@ -190,7 +190,7 @@ def entry_of(
 
 
 class ReadHandle(_Handle):
-    """A ledger opened for reading; its writer may still be at work (`is_closed` False). See `BookKeeper.open_ledger`."""
+    """A ledger opened for reading (`BookKeeper.open_ledger`); its writer may still be at work (`is_closed` False)."""
 
     def __init__(self, access: LedgerAccess, last_add_confirmed: int, length: int) -> None:
         super().__init__(access)

@@ -32,7 +32,7 @@ class ReplicaState(Enum):
 
 
 class Replica(NamedTuple):
-    """One replica of one entry; `error` says why it is not OK. `last_add_confirmed` may differ between good replicas."""
+    """One replica of one entry; `error` says why it is not OK. Good replicas may differ in `last_add_confirmed`."""
 
     bookie_id: str
     state: ReplicaState

@@ -218,9 +218,8 @@ class FakeCluster:
         bookie = FakeBookie(f"b{len(self.bookies)}", **options)
         await bookie.start()
         self.bookies.append(bookie)
-        info = BookieServiceInfo(
-            (Endpoint("bookie", bookie.port, "127.0.0.1", "bookie-rpc"),), {"ledgerScopes": "1"} if registers_scopes else {}
-        )
+        endpoint = Endpoint("bookie", bookie.port, "127.0.0.1", "bookie-rpc")
+        info = BookieServiceInfo((endpoint,), {"ledgerScopes": "1"} if registers_scopes else {})
         self.cluster.bookies.register(bookie.bookie_id, info)
         return bookie
 

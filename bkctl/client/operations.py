@@ -1,0 +1,380 @@
+"""What operators do with ledgers beyond one call of the client: streams into a ledger, tails, checks of every replica.
+
+Each takes open handles (see `ledger`) and yields or returns plain values; none prints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import stat
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Final, NamedTuple, Protocol
+
+from bkctl.client.ledger import BookKeeper, LedgerEntry, ReadHandle, WriteHandle
+from bkctl.errors import BkctlError, Corrupt, DigestMismatch, NotFound, Unreachable, UsageError
+from bkctl.protocol.messages import FRAME_SIZE_BYTES_MAX
+
+CHUNK_SIZE_BYTES: Final = 1 << 18
+#: Reads in flight while every replica is checked.
+VERIFY_WINDOW_COUNT: Final = 256
+#: A tail asks the metadata store and the bookies anew at least so often.
+TAIL_POLL_S: Final = 30.0
+
+
+# --- writing a stream -----------------------------------------------------------------------------------------------
+
+
+class Splitter(Protocol):
+    """Cuts a stream of bytes into the payloads of entries."""
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The payloads that are complete with `chunk`."""
+
+    def finish(self) -> list[bytes]:
+        """The payload that the end of the stream completes, if there is one."""
+
+
+class LineSplitter:
+    """One entry a line. The LF is not part of it, an empty line is an empty entry, a last line without LF counts."""
+
+    def __init__(self) -> None:
+        self._rest: list[bytes] = []
+        self._rest_size = 0
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The lines that end in `chunk`. Raises UsageError for a line that no entry can hold."""
+        head, newline, tail = chunk.partition(b"\n")
+        if not newline:
+            self._keep(chunk)
+            return []
+        lines = [b"".join([*self._rest, head]), *tail.split(b"\n")]
+        self._rest, self._rest_size = [], 0
+        self._keep(lines.pop())
+        return lines
+
+    def finish(self) -> list[bytes]:
+        """The last line, when it has no LF."""
+        rest = b"".join(self._rest)
+        self._rest, self._rest_size = [], 0
+        return [rest] if rest else []
+
+    def _keep(self, part: bytes) -> None:
+        self._rest_size += len(part)
+        if self._rest_size > FRAME_SIZE_BYTES_MAX:
+            raise UsageError(
+                f"A line of more than {FRAME_SIZE_BYTES_MAX} bytes fits no entry",
+                hint="use --record-size for binary data",
+            )
+        if part:
+            self._rest.append(part)
+
+
+class RecordSplitter:
+    """Entries of `size_bytes` each; the last one holds what is left."""
+
+    def __init__(self, size_bytes: int) -> None:
+        if not 0 < size_bytes < FRAME_SIZE_BYTES_MAX:
+            raise UsageError(f"A record size of {size_bytes} bytes is not 1 to {FRAME_SIZE_BYTES_MAX - 1}")
+        self._size = size_bytes
+        self._rest = b""
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The whole records so far."""
+        data = self._rest + chunk if self._rest else chunk
+        end = len(data) - len(data) % self._size
+        self._rest = data[end:]
+        return [data[at : at + self._size] for at in range(0, end, self._size)]
+
+    def finish(self) -> list[bytes]:
+        """The last, shorter record, if there is one."""
+        rest, self._rest = self._rest, b""
+        return [rest] if rest else []
+
+
+async def write_stream(
+    handle: WriteHandle, file: int, splitter: Splitter, progress: Callable[[int], None] = lambda _: None
+) -> None:
+    """Add what the open file descriptor `file` gives until its end, pipelined.
+
+    Whenever no more input waits, everything so far is acknowledged and an explicit LAC is sent, so that a reader that
+    tails the ledger has it at once. `progress` is told how many bytes were read. Raises what `WriteHandle.add` does.
+    """
+    async for chunk, more_waits in _chunks(file):
+        for payload in splitter.feed(chunk):
+            await handle.ready()
+            handle.add(payload)
+        progress(len(chunk))
+        if not more_waits:
+            await handle.flush()
+            await handle.write_lac()
+    for payload in splitter.finish():
+        await handle.ready()
+        handle.add(payload)
+    await handle.flush()
+
+
+async def _chunks(file: int) -> AsyncIterator[tuple[bytes, bool]]:
+    """What `file` gives, chunk by chunk, and whether more waits to be read."""
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    watched = not stat.S_ISREG(os.fstat(file).st_mode)
+    if watched:
+        try:
+            loop.add_reader(file, readable.set)
+        except PermissionError:  # a device that never makes one wait, as /dev/null
+            watched = False
+    try:
+        while True:
+            if watched:
+                await readable.wait()
+                readable.clear()
+            chunk = os.read(file, CHUNK_SIZE_BYTES)
+            if not chunk:
+                return
+            yield chunk, not watched or bool(select.select([file], [], [], 0)[0])
+            await asyncio.sleep(0)
+    finally:
+        if watched:
+            loop.remove_reader(file)
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+async def tail(handle: ReadHandle, first: int, *, verify: bool = True) -> AsyncIterator[LedgerEntry]:
+    """Yield the entries from `first` on, then each new one as it is confirmed, until the ledger is closed.
+
+    Raises LedgerNotFound when the ledger is deleted meanwhile, and what `ReadHandle.read` raises.
+    """
+    next_id = max(first, 0)
+    while True:
+        last = handle.last_add_confirmed
+        if next_id <= last:
+            async for entry in handle.read(next_id, last, verify=verify):
+                yield entry
+            next_id = last + 1
+        elif handle.is_closed:
+            return
+        else:
+            await handle.wait_for_lac(next_id - 1, TAIL_POLL_S)
+
+
+async def read_replica(
+    handle: ReadHandle, bookie_id: str, first: int, last: int, *, verify: bool = True
+) -> AsyncIterator[LedgerEntry]:
+    """Yield the entries `first` to `last` as this one bookie has them, those in its write sets only.
+
+    Raises UsageError when it has none of them by the metadata, and what `read_from` raises.
+    """
+    wanted = [entry_id for entry_id in range(first, last + 1) if bookie_id in replicas_of(handle, entry_id)]
+    if not wanted and first <= last:
+        raise UsageError(
+            f"Bookie {bookie_id} has no replica of the entries {first} to {last} of ledger {handle.ledger}"
+        )
+    window: deque[asyncio.Task[LedgerEntry]] = deque()
+    try:
+        for entry_id in wanted:
+            window.append(asyncio.ensure_future(handle.read_from(bookie_id, entry_id, verify=verify)))
+            if len(window) >= VERIFY_WINDOW_COUNT:
+                yield await window.popleft()
+        while window:
+            yield await window.popleft()
+    finally:
+        for task in window:
+            task.cancel()
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+def replicas_of(handle: ReadHandle, entry_id: int) -> tuple[str, ...]:
+    """The bookies that the metadata says have the entry, in the order of the write set."""
+    metadata = handle.metadata
+    bookies = metadata.fragment_of(entry_id).bookies
+    return tuple(bookies[(entry_id + index) % metadata.ensemble_size] for index in range(metadata.write_quorum_size))
+
+
+# --- checking -------------------------------------------------------------------------------------------------------
+
+
+class ReplicaFinding(NamedTuple):
+    """Something wrong with one replica of an entry.
+
+    `problem` is `missing`, `corrupt`, `unreachable`, `length` (it contradicts its neighbours or the metadata) or
+    `failed`. `bookie_id` is None where the finding is the ledger's own.
+    """
+
+    entry_id: int
+    bookie_id: str | None
+    problem: str
+    message: str
+
+
+class Verification:
+    """Reads every entry from every replica and checks its digest, its ids and its length.
+
+    An async iterator of findings; `entry_count`, `replica_count` and `finding_count` grow as it goes. A bookie that
+    cannot be reached is asked no more, and gives one finding.
+    """
+
+    def __init__(self, handle: ReadHandle) -> None:
+        self._handle = handle
+        #: Told the number of entries checked so far.
+        self.progress: Callable[[int], None] = lambda _: None
+        self.entry_total = handle.last_add_confirmed + 1
+        self.entry_count = 0
+        self.replica_count = 0
+        self.finding_count = 0
+        self._down: dict[str, list[int]] = {}
+        self._down_errors: dict[str, BkctlError] = {}
+
+    async def findings(self) -> AsyncIterator[ReplicaFinding]:
+        """Check the entries up to the last add confirmed, in order."""
+        window: deque[tuple[int, list[tuple[str, asyncio.Task[LedgerEntry]]]]] = deque()
+        in_flight = 0
+        #: The ledger's length before the entry; None where no replica of the entry before was good.
+        length: int | None = 0
+        next_id = 0
+        try:
+            while window or next_id < self.entry_total:
+                while in_flight < VERIFY_WINDOW_COUNT and next_id < self.entry_total:
+                    tasks = self._ask(next_id)
+                    window.append((next_id, tasks))
+                    in_flight += len(tasks)
+                    next_id += 1
+                entry_id, tasks = window[0]
+                if tasks:
+                    await asyncio.wait([task for _, task in tasks])
+                window.popleft()
+                in_flight -= len(tasks)
+                good: LedgerEntry | None = None
+                for bookie_id, task in tasks:
+                    self.replica_count += 1
+                    finding = self._judge(entry_id, bookie_id, task, length)
+                    if isinstance(finding, LedgerEntry):
+                        good = good or finding
+                    elif finding is not None:
+                        self.finding_count += 1
+                        yield finding
+                self.entry_count += 1
+                self.progress(self.entry_count)
+                length = None if good is None else good.length
+        finally:
+            for _, tasks in window:
+                for _, task in tasks:
+                    task.cancel()
+                    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        for finding in self._at_the_end(length):
+            self.finding_count += 1
+            yield finding
+
+    def _ask(self, entry_id: int) -> list[tuple[str, asyncio.Task[LedgerEntry]]]:
+        tasks = []
+        for bookie_id in replicas_of(self._handle, entry_id):
+            if bookie_id in self._down:
+                self._down[bookie_id].append(entry_id)
+            else:
+                tasks.append((bookie_id, asyncio.ensure_future(self._handle.read_from(bookie_id, entry_id))))
+        return tasks
+
+    def _judge(
+        self, entry_id: int, bookie_id: str, task: asyncio.Task[LedgerEntry], length_before: int | None
+    ) -> LedgerEntry | ReplicaFinding | None:
+        error = task.exception()
+        if error is None:
+            entry = task.result()
+            expected = entry.length if length_before is None else length_before + len(entry.payload)
+            if entry.length != expected:
+                return ReplicaFinding(
+                    entry_id, bookie_id, "length", f"says the ledger has {entry.length} bytes here, not {expected}"
+                )
+            return entry
+        if not isinstance(error, BkctlError):
+            raise error
+        if isinstance(error, Unreachable):
+            self._down.setdefault(bookie_id, []).append(entry_id)
+            self._down_errors.setdefault(bookie_id, error)
+            return None
+        problem = (
+            "missing" if isinstance(error, NotFound) else
+            "corrupt" if isinstance(error, Corrupt | DigestMismatch) else
+            "failed"
+        )  # fmt: skip
+        return ReplicaFinding(entry_id, bookie_id, problem, error.message)
+
+    def _at_the_end(self, length: int | None) -> Iterator[ReplicaFinding]:
+        for bookie_id, entry_ids in self._down.items():
+            message = f"{len(entry_ids):,} entries not checked: {self._down_errors[bookie_id].message}"
+            yield ReplicaFinding(min(entry_ids), bookie_id, "unreachable", message)
+        metadata = self._handle.metadata
+        if metadata.is_closed and length is not None and length != metadata.length:
+            yield ReplicaFinding(
+                metadata.last_entry_id, None, "length", f"metadata says {metadata.length} bytes, the entries {length}"
+            )
+
+
+# --- trying a cluster out -------------------------------------------------------------------------------------------
+
+
+class RoundTrip(NamedTuple):
+    """How a trial ledger was written and read; times in seconds."""
+
+    entry_count: int
+    entry_size_bytes: int
+    last_entry_id: int
+    write_s: float
+    read_s: float
+
+
+async def round_trip(
+    bookkeeper: BookKeeper,
+    handle: WriteHandle,
+    *,
+    entry_count: int,
+    entry_size_bytes: int,
+    password: bytes = b"",
+    progress: Callable[[int], None] = lambda _: None,
+) -> RoundTrip:
+    """Write `entry_count` random entries with `handle`, read them before and after closing, compare.
+
+    Raises Corrupt where what was read is not what was written, and what writing and reading raise. The ledger stays.
+    """
+    payloads = [os.urandom(entry_size_bytes) for _ in range(min(entry_count, 64))]
+    began = time.perf_counter()
+    for entry_id in range(entry_count):
+        await handle.ready()
+        handle.add(payloads[entry_id % len(payloads)])
+        progress(entry_id + 1)
+    await handle.flush()
+    wrote = time.perf_counter()
+    ledger = handle.ledger
+    reads = 0.0
+    for closed in (False, True):
+        if closed:
+            await handle.close()
+        else:
+            await handle.write_lac()
+        reader = await bookkeeper.open_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=password)
+        async with reader, contextlib.aclosing(_compared(reader, payloads)) as entries:
+            started = time.perf_counter()
+            count = 0
+            async for _ in entries:
+                count += 1
+            reads = time.perf_counter() - started
+        if count != entry_count:
+            state = "closed" if closed else "open"
+            raise Corrupt(f"Ledger {ledger}: {entry_count} entries were written, {count} were read from it {state}")
+    return RoundTrip(entry_count, entry_size_bytes, handle.last_add_confirmed, wrote - began, reads)
+
+
+async def _compared(reader: ReadHandle, payloads: Sequence[bytes]) -> AsyncIterator[LedgerEntry]:
+    last = reader.last_add_confirmed
+    if last < 0:
+        return
+    async for entry in reader.read(0, last):
+        if entry.payload != payloads[entry.entry_id % len(payloads)]:
+            raise Corrupt(f"Ledger {reader.ledger}: entry {entry.entry_id} is not what was written")
+        yield entry
