@@ -368,13 +368,16 @@ class Java:
 
 
 def write_ledgers(
-    java: Java, metadata_uri: str, protocol: str, salt: int = 0, stop: Callable[[str], None] | None = None
-) -> list[dict[str, Any]]:
+    java: Java, metadata_uri: str, protocol: str, salt: int = 0, stop: Callable[[str], None] | None = None,
+    small: bool = False,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Run WriteLedgers.java: the ledgers it wrote through Apache's client, each as what a reader must find.
 
-    With `stop` there is a ledger with an ensemble change among them: `stop(bookie_id)` ends that bookie.
+    With `stop` there is a ledger with an ensemble change among them: `stop(bookie_id)` ends that bookie. `small`: no
+    entry above 1 KiB. Runs on one cluster need different `salt`s.
     """
-    arguments = [metadata_uri, protocol, salt, *(["ensemble-change"] if stop else [])]
+    options = [name for name, wanted in (("ensemble-change", stop), ("small", small)) if wanted]
+    arguments = [metadata_uri, protocol, salt, *options]
     ledgers = []
     with (
         tempfile.TemporaryFile("w+") as errors,
@@ -497,6 +500,13 @@ def write_conf(path: Path, settings: Mapping[str, object]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
     return path
+
+
+def offline_conf(path: Path, journal_dir: Path, ledger_dir: Path, storage: str = SORTED) -> Path:
+    """Write a configuration with which Apache's shell reads the files of a bookie that is down (whoever wrote them)."""
+    settings = apache_settings("zk+null://127.0.0.1:1/ledgers", 3181, path.parent, storage)
+    del settings["metadataServiceUri"]
+    return write_conf(path, settings | {"journalDirectory": journal_dir, "ledgerDirectories": ledger_dir})
 
 
 class ApacheBookie(Server):

@@ -20,9 +20,9 @@ import org.apache.bookkeeper.conf.ClientConfiguration;
 /**
  * Writes known ledgers and prints, a JSON object a line, what a reader must find.
  *
- * <p>WriteLedgers METADATA-URI v2|v3 [SALT] [ensemble-change]. The salt (0 … 1000) keeps the chosen ledger ids of runs on
- * one cluster apart. With `ensemble-change` the program prints {"stop": BOOKIE-ID}, waits for a line on stdin (that bookie
- * is down now) and goes on writing.
+ * <p>WriteLedgers METADATA-URI v2|v3 [SALT] [ensemble-change] [small]. The salt (0 … 1000) keeps the chosen ledger ids of
+ * runs on one cluster apart. With `ensemble-change` the program prints {"stop": BOOKIE-ID}, waits for a line on stdin (that
+ * bookie is down now) and goes on writing. With `small` no entry is larger than 1 KiB.
  *
  * <p>Each object: name, protocol, the ledger's metadata (as it is in the store at the end), lastAddConfirmed (what a v2
  * reader learns without recovery), explicitLac (what READ_LAC, and so a v3 reader, knows instead; null without one), deleted,
@@ -35,20 +35,23 @@ public final class WriteLedgers {
     private final boolean v2;
     private final String protocol;
     private final int salt;
+    private final boolean small;
     private final BookKeeper client;
 
-    private WriteLedgers(String metadataUri, String protocol, int salt) throws Exception {
+    private WriteLedgers(String metadataUri, String protocol, int salt, boolean small) throws Exception {
         this.metadataUri = metadataUri;
         this.protocol = protocol;
         this.v2 = Support.isV2(protocol);
         this.salt = salt;
+        this.small = small;
         this.client = Support.connect(metadataUri, v2);
     }
 
     public static void main(String[] arguments) throws Exception {
         int salt = arguments.length > 2 ? Integer.parseInt(arguments[2]) : 0;
-        WriteLedgers program = new WriteLedgers(arguments[0], arguments[1], salt);
-        program.write(arguments.length > 3 && arguments[3].equals("ensemble-change"));
+        List<String> options = arguments.length > 3 ? List.of(arguments).subList(3, arguments.length) : List.of();
+        WriteLedgers program = new WriteLedgers(arguments[0], arguments[1], salt, options.contains("small"));
+        program.write(options.contains("ensemble-change"));
         program.client.close();
         System.exit(0);
     }
@@ -58,7 +61,9 @@ public final class WriteLedgers {
             String password = digestType == DigestType.CRC32C ? "" : "secret of " + digestType;
             Writer writer = new Writer("closed-" + digestType, create(client, 3, 2, 2, digestType, password, Map.of()));
             for (int size : SIZES) {
-                writer.add(size);
+                if (!small || size <= 1024) {
+                    writer.add(size);
+                }
             }
             writer.close();
         }
@@ -72,7 +77,7 @@ public final class WriteLedgers {
         single.close();
 
         Writer many = new Writer("many-entries", create(client, 3, 2, 2, DigestType.CRC32C, "", Map.of()));
-        many.addPipelined(2500, 40);
+        many.addPipelined(small ? 1100 : 2500, small ? 3 : 40);
         many.close();
 
         new Writer("empty", create(client, 3, 2, 2, DigestType.CRC32, "", Map.of())).close();
