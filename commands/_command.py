@@ -14,7 +14,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -40,10 +40,13 @@ from ._options import (
 from ._output import BOLD, CYAN, RESET, Activity, Columns, Output, RowWriter, emit, emit_bytes, show, wants_color
 
 if TYPE_CHECKING:
+    from bkctl.client.ledger import BookKeeper
     from bkctl.config import BookieConfig
     from bkctl.metadata.cluster import Cluster
+    from bkctl.protocol.messages import Protocol
 
 F = TypeVar("F", bound=Callable[..., None])
+T = TypeVar("T")
 
 
 @dataclass
@@ -100,6 +103,21 @@ class Run:
             cluster = open_cluster(connection.uri, timeout_s=self.timeout_s)
         with cluster:
             yield cluster
+
+    def bookkeeper(self, cluster: Cluster, protocol: Protocol | None = None) -> BookKeeper:
+        """A client of `cluster` with the options' timeout and bookie addresses; an async context manager."""
+        from bkctl.client.ledger import BookKeeper
+        from bkctl.protocol.messages import Protocol
+
+        return BookKeeper(
+            cluster, protocol=protocol or Protocol.V3, timeout_s=self.timeout_s, addresses=self.bookie_addresses
+        )
+
+    def complete(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run asynchronous work to its end."""
+        import asyncio
+
+        return asyncio.run(work)
 
     def config(self) -> BookieConfig:
         """The bookie's settings in `--conf`. Raises UsageError without one."""
@@ -273,6 +291,11 @@ class _Helpful:
         text = re.sub(r"(?m)^(\w[\w ]*:)", f"{BOLD}\\1{RESET}", text)
         return re.sub(r"(?m)^  ((?:--?)?[a-z][\w-]*(?:, --[\w-]+)*)", f"  {CYAN}\\1{RESET}", text)
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The parts of the usage line."""
+        pieces: list[str] = super().collect_usage_pieces(ctx)  # type: ignore[misc]
+        return [piece.replace("{", "").replace("}", "") for piece in pieces]
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments, then options panel by panel, then a group's commands."""
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
@@ -280,7 +303,9 @@ class _Helpful:
             record = param.get_help_record(ctx)
             if record is not None:
                 panel = getattr(param, "rich_help_panel", None)
-                default = "Arguments" if param.param_type_name == "argument" else "Options"
+                default = "Options"
+                if param.param_type_name == "argument":
+                    default, record = "Arguments", (record[0].partition(" <")[0], record[1])
                 sections.setdefault(panel or default, []).append(record)
         for title, records in sections.items():
             if records:

@@ -103,10 +103,11 @@ def count_option(flag: str, help: str, *, default: int | None = None) -> Composi
     return _converted(f"{name}_count", option, convert, None if default is None else str(default))
 
 
-def size_option(flag: str, help: str) -> Composite:
+def size_option(flag: str, help: str, *, default: str | None = None) -> Composite:
     """An option for a size in bytes."""
     name = flag.removeprefix("--").replace("-", "_")
-    return _converted(f"{name}_size", typer.Option(flag, help=help, metavar="SIZE"), parse_size)
+    option = typer.Option(flag, help=help, metavar="SIZE", show_default=default is not None)
+    return _converted(f"{name}_size", option, parse_size, default)
 
 
 def duration_option(flag: str, help: str, *, default: str | None = None) -> Composite:
@@ -130,6 +131,123 @@ BinaryFormatOption = Annotated[
     BinaryFormat | None,
     typer.Option(
         "--format", help="How bytes are shown: base64, utf8, hex, or raw (nothing else is printed).", metavar="FORMAT"
+    ),
+]
+
+
+def _protocol(values: Mapping[str, Any]) -> Any:
+    from bkctl.protocol.messages import Protocol
+
+    return Protocol.V2 if values["protocol_version"] is ProtocolVersion.V2 else Protocol.V3
+
+
+class ProtocolVersion(StrEnum):
+    """How to speak to bookies."""
+
+    V2 = "v2"
+    V3 = "v3"
+
+
+#: `--protocol` as a bkctl.protocol.messages.Protocol.
+ProtocolOption = Annotated[
+    Any,
+    Composite(
+        (
+            parameter(
+                "protocol_version",
+                Annotated[
+                    ProtocolVersion,
+                    typer.Option("--protocol", metavar="v2|v3", help="Wire protocol; v2 carries no ledger scope."),
+                ],
+                ProtocolVersion.V3,
+            ),
+        ),
+        _protocol,
+    ),
+]
+
+
+def _digest_type(text: str) -> Any:
+    from bkctl.formats.entry import DigestType
+
+    return DigestType.parse(text)
+
+
+def digest_type_option(help: str, default: str | None = None) -> Composite:
+    """`--digest-type` as a bkctl.formats.entry.DigestType."""
+    option = typer.Option("--digest-type", metavar="TYPE", help=help, show_default=default is not None)
+    return _converted("digest_type_name", option, _digest_type, default)
+
+
+def _key_values(values: Mapping[str, Any]) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
+    for text in values["custom_metadata"] or ():
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise UsageError(f"--custom-metadata {text!r}: not KEY=VALUE")
+        if key in found:
+            raise UsageError(f"--custom-metadata {key!r} is given twice")
+        found[key] = os.fsencode(value)
+    return found
+
+
+#: `--custom-metadata KEY=VALUE`, repeatable.
+CustomMetadata = Annotated[
+    dict[str, bytes],
+    Composite(
+        (
+            parameter(
+                "custom_metadata",
+                Annotated[
+                    list[str],
+                    typer.Option("--custom-metadata", metavar="KEY=VALUE", help="Kept in the metadata; repeatable."),
+                ],
+            ),
+        ),
+        _key_values,
+    ),
+]
+
+
+class Shape(NamedTuple):
+    """Sizes and digest of a new ledger."""
+
+    ensemble_size: int
+    write_quorum_size: int
+    ack_quorum_size: int
+    digest_type: Any
+
+
+def _shape(values: Mapping[str, Any]) -> Shape:
+    return Shape(
+        values["ensemble_size"], values["write_quorum"], values["ack_quorum"], _digest_type(values["digest_type_name"])
+    )
+
+
+def _shape_size(name: str, flag: str, help: str, default: int) -> Parameter:
+    return parameter(name, Annotated[int, typer.Option(flag, metavar="N", help=help, show_default=True)], default)
+
+
+#: Ensemble size, quorums and digest type of a ledger that is to be created.
+LedgerShape = Annotated[
+    Shape,
+    Composite(
+        (
+            _shape_size("ensemble_size", "--ensemble-size", "Bookies that a fragment is spread over.", 3),
+            _shape_size("write_quorum", "--write-quorum", "Bookies that get each entry.", 2),
+            _shape_size("ack_quorum", "--ack-quorum", "Bookies that must have an entry before it counts.", 2),
+            parameter(
+                "digest_type_name",
+                Annotated[
+                    str,
+                    typer.Option(
+                        "--digest-type", metavar="TYPE", help="CRC32C, CRC32, HMAC or DUMMY.", show_default=True
+                    ),
+                ],
+                "CRC32C",
+            ),
+        ),
+        _shape,
     ),
 ]
 
@@ -207,7 +325,7 @@ ManyLedgers = Annotated[
                 "ledgers",
                 Annotated[
                     list[str],
-                    typer.Argument(metavar="LEDGER...", help=f"The ledgers: {LEDGER_FORMS}.", show_default=False),
+                    typer.Argument(metavar="LEDGER", help=f"The ledgers: {LEDGER_FORMS}.", show_default=False),
                 ],
             ),
             *_LEDGER_PARAMETERS,

@@ -622,8 +622,9 @@ def _field_lines(column: Column, value: Any, width: int, color: bool) -> Iterato
             yield f"{shown}  {plain(str(key))}: {_nested_text(item)}"
             shown = " " * width
         return
-    if column.kind is Kind.TEXT and isinstance(value, str) and "\n" in value and column.text is None:
-        for line in value.splitlines():
+    text = column.text(value) if column.text is not None and value is not None else value
+    if column.kind in (Kind.TEXT, Kind.NESTED) and isinstance(text, str) and "\n" in text:
+        for line in text.splitlines():
             yield f"{shown}  {plain(line)}"
             shown = " " * width
         return

@@ -121,7 +121,7 @@ TREE_TABLE_COLUMNS = Columns(Column("NODE", "path", _branch), *TREE_COLUMNS.colu
 def tree(
     run: Run,
     depth: Annotated[int | None, count_option("--depth", "Levels below the start.")],
-    path: Annotated[str, typer.Argument(help="Where to start (default: the root).", metavar="[PATH]")] = "",
+    path: Annotated[str, typer.Argument(help="Where to start (default: the root).", metavar="PATH")] = "",
 ) -> None:
     """List the nodes of the metadata store below a path."""
     from bkctl.metadata.overview import walk

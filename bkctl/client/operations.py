@@ -12,16 +12,17 @@ import select
 import stat
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from bkctl.client.ledger import BookKeeper, LedgerEntry, ReadHandle, WriteHandle
-from bkctl.errors import BkctlError, Corrupt, DigestMismatch, NotFound, Unreachable, UsageError
+from bkctl.client.verify import Replica, ReplicaState, verify_entries
+from bkctl.errors import Corrupt, UsageError
 from bkctl.protocol.messages import FRAME_SIZE_BYTES_MAX
 
 CHUNK_SIZE_BYTES: Final = 1 << 18
-#: Reads in flight while every replica is checked.
-VERIFY_WINDOW_COUNT: Final = 256
+#: Reads of one replica in flight.
+REPLICA_WINDOW_COUNT: Final = 256
 #: A tail asks the metadata store and the bookies anew at least so often.
 TAIL_POLL_S: Final = 30.0
 
@@ -180,7 +181,7 @@ async def read_replica(
     try:
         for entry_id in wanted:
             window.append(asyncio.ensure_future(handle.read_from(bookie_id, entry_id, verify=verify)))
-            if len(window) >= VERIFY_WINDOW_COUNT:
+            if len(window) >= REPLICA_WINDOW_COUNT:
                 yield await window.popleft()
         while window:
             yield await window.popleft()
@@ -203,8 +204,8 @@ def replicas_of(handle: ReadHandle, entry_id: int) -> tuple[str, ...]:
 class ReplicaFinding(NamedTuple):
     """Something wrong with one replica of an entry.
 
-    `problem` is `missing`, `corrupt`, `unreachable`, `length` (it contradicts its neighbours or the metadata) or
-    `failed`. `bookie_id` is None where the finding is the ledger's own.
+    `problem` is `missing`, `damaged`, `different` (see ReplicaState), `unavailable`, or `length`: the entries' sizes
+    do not add up to the length in the metadata. `bookie_id` is None where the finding is the ledger's own.
     """
 
     entry_id: int
@@ -214,106 +215,52 @@ class ReplicaFinding(NamedTuple):
 
 
 class Verification:
-    """Reads every entry from every replica and checks its digest, its ids and its length.
+    """Reads every entry of a ledger from every replica.
 
-    An async iterator of findings; `entry_count`, `replica_count` and `finding_count` grow as it goes. A bookie that
-    cannot be reached is asked no more, and gives one finding.
+    `entry_count`, `replica_count` and `finding_count` grow as it goes. A bookie that cannot be asked gives one finding, however many entries it should have. `progress` is told the number
+    of entries checked so far.
     """
 
-    def __init__(self, handle: ReadHandle) -> None:
+    def __init__(self, handle: ReadHandle, progress: Callable[[int], None] = lambda _: None) -> None:
         self._handle = handle
-        #: Told the number of entries checked so far.
-        self.progress: Callable[[int], None] = lambda _: None
-        self.entry_total = handle.last_add_confirmed + 1
+        self._progress = progress
         self.entry_count = 0
         self.replica_count = 0
         self.finding_count = 0
-        self._down: dict[str, list[int]] = {}
-        self._down_errors: dict[str, BkctlError] = {}
 
     async def findings(self) -> AsyncIterator[ReplicaFinding]:
-        """Check the entries up to the last add confirmed, in order."""
-        window: deque[tuple[int, list[tuple[str, asyncio.Task[LedgerEntry]]]]] = deque()
-        in_flight = 0
-        #: The ledger's length before the entry; None where no replica of the entry before was good.
+        """Check the entries up to the last add confirmed, and yield what is wrong, in order of the entries."""
+        unavailable: dict[str, tuple[int, int, str]] = {}
         length: int | None = 0
-        next_id = 0
-        try:
-            while window or next_id < self.entry_total:
-                while in_flight < VERIFY_WINDOW_COUNT and next_id < self.entry_total:
-                    tasks = self._ask(next_id)
-                    window.append((next_id, tasks))
-                    in_flight += len(tasks)
-                    next_id += 1
-                entry_id, tasks = window[0]
-                if tasks:
-                    await asyncio.wait([task for _, task in tasks])
-                window.popleft()
-                in_flight -= len(tasks)
-                good: LedgerEntry | None = None
-                for bookie_id, task in tasks:
-                    self.replica_count += 1
-                    finding = self._judge(entry_id, bookie_id, task, length)
-                    if isinstance(finding, LedgerEntry):
-                        good = good or finding
-                    elif finding is not None:
-                        self.finding_count += 1
-                        yield finding
-                self.entry_count += 1
-                self.progress(self.entry_count)
-                length = None if good is None else good.length
-        finally:
-            for _, tasks in window:
-                for _, task in tasks:
-                    task.cancel()
-                    task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        for finding in self._at_the_end(length):
+        async for check in verify_entries(self._handle):
+            size = None
+            for replica in check.replicas:
+                if replica.state is ReplicaState.UNAVAILABLE:
+                    first, count, message = unavailable.get(replica.bookie_id, (check.entry_id, 0, _text(replica)))
+                    unavailable[replica.bookie_id] = first, count + 1, message
+                    continue
+                self.replica_count += 1
+                if replica.state is ReplicaState.OK:
+                    size = replica.size_bytes
+                else:
+                    self.finding_count += 1
+                    yield ReplicaFinding(check.entry_id, replica.bookie_id, replica.state.value, _text(replica))
+            length = None if length is None or size is None else length + size
+            self.entry_count += 1
+            self._progress(self.entry_count)
+        for bookie_id, (first, count, message) in unavailable.items():
             self.finding_count += 1
-            yield finding
-
-    def _ask(self, entry_id: int) -> list[tuple[str, asyncio.Task[LedgerEntry]]]:
-        tasks = []
-        for bookie_id in replicas_of(self._handle, entry_id):
-            if bookie_id in self._down:
-                self._down[bookie_id].append(entry_id)
-            else:
-                tasks.append((bookie_id, asyncio.ensure_future(self._handle.read_from(bookie_id, entry_id))))
-        return tasks
-
-    def _judge(
-        self, entry_id: int, bookie_id: str, task: asyncio.Task[LedgerEntry], length_before: int | None
-    ) -> LedgerEntry | ReplicaFinding | None:
-        error = task.exception()
-        if error is None:
-            entry = task.result()
-            expected = entry.length if length_before is None else length_before + len(entry.payload)
-            if entry.length != expected:
-                return ReplicaFinding(
-                    entry_id, bookie_id, "length", f"says the ledger has {entry.length} bytes here, not {expected}"
-                )
-            return entry
-        if not isinstance(error, BkctlError):
-            raise error
-        if isinstance(error, Unreachable):
-            self._down.setdefault(bookie_id, []).append(entry_id)
-            self._down_errors.setdefault(bookie_id, error)
-            return None
-        problem = (
-            "missing" if isinstance(error, NotFound) else
-            "corrupt" if isinstance(error, Corrupt | DigestMismatch) else
-            "failed"
-        )  # fmt: skip
-        return ReplicaFinding(entry_id, bookie_id, problem, error.message)
-
-    def _at_the_end(self, length: int | None) -> Iterator[ReplicaFinding]:
-        for bookie_id, entry_ids in self._down.items():
-            message = f"{len(entry_ids):,} entries not checked: {self._down_errors[bookie_id].message}"
-            yield ReplicaFinding(min(entry_ids), bookie_id, "unreachable", message)
+            text = f"{count:,} {'entry' if count == 1 else 'entries'} not checked: {message}"
+            yield ReplicaFinding(first, bookie_id, ReplicaState.UNAVAILABLE.value, text)
         metadata = self._handle.metadata
-        if metadata.is_closed and length is not None and length != metadata.length:
-            yield ReplicaFinding(
-                metadata.last_entry_id, None, "length", f"metadata says {metadata.length} bytes, the entries {length}"
-            )
+        if metadata.is_closed and length not in (None, metadata.length):
+            self.finding_count += 1
+            text = f"The entries have {length} bytes, the metadata says {metadata.length}"
+            yield ReplicaFinding(metadata.last_entry_id, None, "length", text)
+
+
+def _text(replica: Replica) -> str:
+    return "Differs from the first intact replica" if replica.error is None else replica.error.message
 
 
 # --- trying a cluster out -------------------------------------------------------------------------------------------
@@ -370,7 +317,7 @@ async def round_trip(
     return RoundTrip(entry_count, entry_size_bytes, handle.last_add_confirmed, wrote - began, reads)
 
 
-async def _compared(reader: ReadHandle, payloads: Sequence[bytes]) -> AsyncIterator[LedgerEntry]:
+async def _compared(reader: ReadHandle, payloads: Sequence[bytes]) -> AsyncGenerator[LedgerEntry, None]:
     last = reader.last_add_confirmed
     if last < 0:
         return
