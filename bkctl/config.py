@@ -262,6 +262,8 @@ class BookieConfig:
     journal_flush_when_queue_empty: bool = _setting("journalFlushWhenQueueEmpty", False)
     journal_queue_size: int = _setting("journalQueueSize", 10_000, least=1)
 
+    skip_replay_journal_invalid_record: bool = _setting("skipReplayJournalInvalidRecord", False)
+
     log_size_limit: int = _setting("logSizeLimit", LOG_SIZE_LIMIT_MAX, least=1, most=LOG_SIZE_LIMIT_MAX)
     flush_interval: int = _setting("flushInterval", 10_000, least=1)
     page_size: int = _setting("pageSize", 8192, least=8, most=1 << 24)
@@ -279,6 +281,10 @@ class BookieConfig:
     disk_check_interval: int = _setting("diskCheckInterval", 10_000, least=1)
     read_only_mode_enabled: bool = _setting("readOnlyModeEnabled", True)
     read_only_mode_on_any_disk_full_enabled: bool = _setting("readOnlyModeOnAnyDiskFullEnabled", True)
+    #: None: `log_size_limit`.
+    min_usable_size_for_high_priority_writes: int | None = _setting(
+        "minUsableSizeForHighPriorityWrites", None, least=0
+    )
     force_read_only_bookie: bool = _setting("forceReadOnlyBookie", False)
 
     tls_provider_factory_class: str | None = _setting("tlsProviderFactoryClass", None)

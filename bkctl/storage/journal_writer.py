@@ -1,0 +1,201 @@
+"""JournalWriter: the journal files of one journal directory, written by groups; each group is on disk before it counts.
+
+    open()    a new file each start, never an old one
+    commit()  one group: roll if needed, write, pad to the alignment, sync
+    mark      the end of the last group that is on disk
+
+Source: Journal, JournalChannel; BP-35 for version 7.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from bkctl.errors import BookieIOError
+from bkctl.formats import journal as formats
+from bkctl.formats.journal import LogMark
+from bkctl.formats.layout import Buffer
+from bkctl.storage.files import Files, StorageFile
+
+MEBIBYTE: Final = 1 << 20
+#: Below `current` of a journal directory: the version-7 files that a clean stop put out of Apache's way.
+SCOPED_DIRECTORY: Final = "scoped"
+
+
+class JournalWriter:
+    """Writes one journal directory (its `current`). Everything but `mark` belongs to one thread at a time.
+
+    `failed` is set when what was written cannot be trusted any more (a sync failed): nothing is written from then on,
+    and the bookie has to stop; the next start replays what is there.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        files: Files,
+        *,
+        clock_ms: Callable[[], int],
+        size_max: int,
+        allocation_size: int,
+        alignment: int,
+        backups: int,
+        version: int = formats.VERSION_CURRENT,
+        scoped: bool = False,
+        sync_data: bool = True,
+    ) -> None:
+        self.directory = directory
+        self._files = files
+        self._clock_ms = clock_ms
+        self._size_max = size_max
+        self._allocation_size = allocation_size
+        self._alignment = alignment
+        self._backups = backups
+        self._plain_version = version
+        self._scoped = scoped
+        self._sync_data = sync_data
+        self._file: StorageFile | None = None
+        self._version = version
+        self._journal_id = 0
+        self._position = 0
+        self._allocated = 0
+        self.mark = LogMark(0, 0)
+        self.failed: OSError | None = None
+
+    def open(self) -> None:
+        """Begin a new journal file, durably. Raises OSError."""
+        ids = journal_ids(self.directory) + journal_ids(self.directory / SCOPED_DIRECTORY)
+        self._journal_id = max(*ids, self._journal_id, 0, 0) or self._clock_ms()
+        self._open_next()
+
+    def expect_scoped(self) -> None:
+        """Open every new file as version 7 from now on: the bookie has scoped ledgers. Callable from any thread."""
+        self._scoped = True
+
+    def _open_next(self) -> None:
+        journal_id = self._journal_id + 1
+        version = formats.VERSION_SCOPED if self._scoped else self._plain_version
+        header = formats.write_header(version)
+        path = self.directory / formats.file_name(journal_id)
+        file = self._files.open(path, create=True)
+        file.truncate(0)
+        file.write(0, (header,))
+        file.sync()
+        self._files.sync_directory(self.directory)
+        if self._file is not None:
+            if not self._sync_data:
+                self._file.sync()
+            self._file.close()
+        self._file = file
+        self._version = version
+        self._journal_id = journal_id
+        self._position = self._allocated = len(header)
+        self.mark = LogMark(journal_id, self._position)
+
+    def commit(self, buffers: list[Buffer], size: int, *, scoped: bool = False, sync: bool = True) -> None:
+        """Append one group of whole records, `size` bytes in `buffers`; when this returns it is on disk.
+
+        `scoped` says that the group holds records of scoped ledgers. `buffers` is changed. Raises OSError: nothing of
+        the group counts then; BookieIOError once `failed` is set.
+        """
+        if self.failed is not None:
+            raise BookieIOError(f"Journal {self.directory} failed before: {self.failed}")
+        if size == 0:
+            return
+        self._scoped = self._scoped or scoped
+        wrong_version = scoped and self._version != formats.VERSION_SCOPED
+        if self._file is None or self._position > self._size_max or wrong_version:
+            self._open_next()
+        assert self._file is not None
+        start = self._position
+        end = start + size
+        if self._version >= formats.VERSION_PADDING:
+            padding = formats.write_padding(end, self._alignment)
+            if padding:
+                buffers.append(padding)
+                end += len(padding)
+        self._allocate(self._file, end)
+        try:
+            self._file.write(start, buffers)
+        except OSError:
+            self._drop_tail(self._file, start)
+            raise
+        self._position = end
+        if sync and self._sync_data:
+            try:
+                self._file.sync()
+            except OSError as error:
+                self.failed = error
+                raise
+        self.mark = LogMark(self._journal_id, end)
+
+    def _allocate(self, file: StorageFile, end: int) -> None:
+        """Reserve space in steps, so that a full disk is found before a byte of the group is written."""
+        if end <= self._allocated or self._allocation_size == 0:
+            return
+        steps = -(-(end - self._allocated) // self._allocation_size)
+        target = self._allocated + steps * self._allocation_size
+        file.allocate(target)
+        self._allocated = target
+
+    def _drop_tail(self, file: StorageFile, position: int) -> None:
+        """After a failed write: cut what may have been written, or no later group would stand behind whole records."""
+        try:
+            file.truncate(position)
+            file.sync()
+        except OSError as error:
+            self.failed = error
+        else:
+            self._allocated = position
+
+    def forget_before(self, mark: LogMark) -> None:
+        """Delete files before the mark's, but the newest `journalMaxBackups`. Source: Journal.checkpointComplete."""
+        for directory in (self.directory, self.directory / SCOPED_DIRECTORY):
+            done = [journal_id for journal_id in journal_ids(directory) if journal_id < mark.journal_id]
+            surplus = done[: len(done) - self._backups] if self._backups else done
+            for journal_id in surplus:
+                self._files.remove(directory / formats.file_name(journal_id))
+
+    def make_downgradable(self, write_mark: Callable[[LogMark], None]) -> None:
+        """The clean stop once everything is in ledger storage: leave nothing here that Apache's bookie refuses.
+
+        With version-7 files: begin an empty version-6 file, have the mark set to it, and move those files to
+        `current/scoped/`, in this order, so that a crash in between loses nothing. Source: BP-35's downgrade.
+        """
+        scoped_ids = [each for each in journal_ids(self.directory) if self._is_scoped(each)]
+        if not scoped_ids:
+            return
+        self._scoped = False
+        self._plain_version = min(self._plain_version, formats.VERSION_CURRENT)
+        self._open_next()
+        write_mark(self.mark)
+        aside = self.directory / SCOPED_DIRECTORY
+        self._files.make_directory(aside)
+        for journal_id in scoped_ids:
+            name = formats.file_name(journal_id)
+            self._files.rename(self.directory / name, aside / name)
+        self._files.sync_directory(aside)
+        self._files.sync_directory(self.directory)
+        self.forget_before(self.mark)
+
+    def _is_scoped(self, journal_id: int) -> bool:
+        with self._files.open_to_read(self.directory / formats.file_name(journal_id)) as file:
+            header = file.read(0, formats.HEADER.size)
+        return formats.read_header(header, str(file.path)) == formats.VERSION_SCOPED
+
+    def close(self) -> None:
+        """Close the file; what was committed stays."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def journal_ids(directory: Path) -> list[int]:
+    """Ids of the journal files in `directory`, ascending; none when it is missing."""
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    return sorted(found for name in names if (found := formats.journal_id_of(name)) is not None)

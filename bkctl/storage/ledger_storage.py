@@ -1,0 +1,729 @@
+"""LedgerStorage: one bookie's ledgers on disk. The journal, the entry logs and the indexes, tied by checkpoints.
+
+    add, fence, …     change what is in memory and queue journal records in batches (the bookie's event loop)
+    commit            writes one journal's batch; when it returns, the batch is on disk (that journal's thread)
+    write_entries     writes what the entry logs hold in memory, unsynced (the storage thread)
+    checkpoint        entry logs synced → indexes synced → last marks → old journals deleted (the storage thread)
+
+Nothing in an index file ever points at what is not in a synced entry log. At start everything behind the last mark is
+replayed from the journals. Source: BookieImpl, LedgerDescriptorImpl, InterleavedLedgerStorage, SyncThread; BP-35.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from google_crc32c import value as _crc32c
+
+from bkctl.config import BookieConfig
+from bkctl.errors import (
+    BadRequest,
+    Corrupt,
+    CorruptRecord,
+    EntryNotFound,
+    LedgerFenced,
+    LedgerNotFound,
+    TruncatedRecord,
+    Unauthorized,
+    Unsupported,
+)
+from bkctl.formats import journal as journal_formats
+from bkctl.formats.availability import Availability
+from bkctl.formats.entry import ENTRY_V1, ENTRY_V2, DigestType, read_entry_header, read_lac_header
+from bkctl.formats.entry_log import SCOPED_DIRECTORY as SCOPED_LOGS
+from bkctl.formats.journal import LAST_MARK, LogMark, file_name, last_mark_name
+from bkctl.formats.layout import Buffer
+from bkctl.formats.record import BODY_SIZE_MIN, RECORD_SIZE, Record, RecordType
+from bkctl.ids import I64_MAX, LedgerId
+from bkctl.storage.entry_logger import EntryLogger
+from bkctl.storage.files import NO_SPACE, SECTOR_SIZE_BYTES, Files
+from bkctl.storage.journal import JournalReader, read_last_mark
+from bkctl.storage.journal_writer import MEBIBYTE, JournalWriter, journal_ids
+from bkctl.storage.ledger_index import ENTRY_ID_MAX, IndexFlush, LedgerHandle, LedgerIndex
+
+#: Where a bookie's files are below each configured directory. Source: BookKeeperConstants.CURRENT_DIR.
+CURRENT: Final = "current"
+LAC_PACKET_SIZE_BYTES_MAX: Final = 256
+#: Entry log bytes in memory before they are written (unsynced).
+CHUNK_SIZE_BYTES: Final = 1 << 20
+#: Changed index pages before a checkpoint is due whatever the flush interval.
+CHANGED_PAGES_MAX: Final = 4096
+_V2_FLAGS: Final = frozenset({0xA0, *(0xA0 | int(each) for each in DigestType)})
+
+_pack_size = RECORD_SIZE.pack
+_unpack_v1 = ENTRY_V1.unpack_from
+_unpack_v2 = ENTRY_V2.unpack_from
+
+#: Told when a batch is on disk (None), or that it never will be.
+Done = Callable[[BaseException | None], None]
+
+
+class Batch:
+    """Records on their way to one journal: whole records in `buffers`, and who waits for them.
+
+    `tokens` are the callers' own, one an added entry; `calls` are told the outcome after them.
+    """
+
+    __slots__ = ("buffers", "calls", "epoch", "scoped", "size", "tokens")
+
+    def __init__(self, epoch: int = 0) -> None:
+        #: Batches of one epoch stand on one another: if one fails, so do those behind it.
+        self.epoch = epoch
+        self.buffers: list[Buffer] = []
+        self.size = 0
+        self.scoped = False
+        self.tokens: list[Any] = []
+        self.calls: list[Done] = []
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """What one checkpoint writes: the index changes, and the place in each journal that they reach."""
+
+    marks: tuple[LogMark, ...]
+    changes: IndexFlush
+
+
+class LedgerStorage:
+    """The ledgers of one bookie in the directories of `config`; see the module for which thread calls what.
+
+    `clock_ms` gives new journals their ids; `chance` picks directories.
+    """
+
+    def __init__(
+        self,
+        config: BookieConfig,
+        *,
+        files: Files | None = None,
+        clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+        chance: random.Random | None = None,
+    ) -> None:
+        self.config = config
+        self.files = files or Files()
+        self.journal_directories = [Path(each) / CURRENT for each in config.journal_directories]
+        self.ledger_directories = [Path(each) / CURRENT for each in config.ledger_directories]
+        index_directories = config.index_directories or config.ledger_directories
+        self.index_directories = [Path(each) / CURRENT for each in index_directories]
+        #: Indexes of the ledger directories that take new files.
+        self.writable = list(range(len(self.ledger_directories)))
+        self._chance = chance or random.Random()
+        self._clock_ms = clock_ms
+        self.index = LedgerIndex(
+            self.index_directories,
+            self.files,
+            page_size=config.page_size,
+            page_limit=config.page_limit,
+            handle_limit=config.open_file_limit,
+            version=config.file_info_format_version_to_write,
+            pick_directory=self._pick_index_directory,
+        )
+        self._handles = self.index.handles
+        self.journals: list[JournalWriter] = []
+        self.batches: list[Batch] = []
+        self._marks_written: tuple[LogMark, ...] = ()
+        self._has_scoped = False
+        self._journals_entries = config.journal_write_data
+        #: (entries, ledgers skipped for want of a key) of the replay at start.
+        self.replayed = (0, 0)
+
+    def _pick_index_directory(self) -> int:
+        if self.config.index_directories:
+            return self._chance.randrange(len(self.index_directories))
+        return self._pick_ledger_directory()
+
+    def _pick_ledger_directory(self) -> int:
+        return self._chance.choice(self.writable or range(len(self.ledger_directories)))
+
+    # --- start and stop ----------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Open the directories, made where missing: replay the journals, and begin a new file in each.
+
+        Raises OSError; Corrupt when a journal or mark contradicts itself; Unsupported for a later version.
+        """
+        for directory in {*self.journal_directories, *self.ledger_directories, *self.index_directories}:
+            self.files.make_directory(directory)
+        self._logger = self._open_logger(self.ledger_directories, scoped=False)
+        scoped_directories = [each / SCOPED_LOGS for each in self.ledger_directories]
+        self._scoped_logger = self._open_logger(scoped_directories, scoped=True)
+        self._has_scoped = bool(self._scoped_logger.log_ids) or self.index.has_scoped_ledgers()
+        marks = tuple(self._replay())
+        config = self.config
+        self.journals = [
+            JournalWriter(
+                directory,
+                self.files,
+                clock_ms=self._clock_ms,
+                size_max=config.journal_max_size_mb * MEBIBYTE,
+                allocation_size=config.journal_pre_alloc_size_mb * MEBIBYTE,
+                alignment=config.journal_alignment_size,
+                backups=config.journal_max_backups,
+                version=config.journal_format_version_to_write,
+                scoped=self._has_scoped,
+                sync_data=config.journal_sync_data,
+            )
+            for directory in self.journal_directories
+        ]
+        for journal in self.journals:
+            journal.open()
+        self.batches = [Batch() for _ in self.journals]
+        self._failed_epochs = [-1] * len(self.journals)
+        self._marks_written = marks
+        self.run_checkpoint()
+
+    def _open_logger(self, directories: list[Path], *, scoped: bool) -> EntryLogger:
+        return EntryLogger(
+            directories,
+            self.files,
+            scoped=scoped,
+            size_limit=self.config.log_size_limit,
+            pick_directory=self._pick_ledger_directory,
+        )
+
+    def close(self) -> None:
+        """The clean stop: everything into ledger storage, and the directories fit for Apache's bookie again.
+
+        Every batch must have been committed. Raises OSError: then the next start replays. Source: BP-35's downgrade.
+        """
+        self.run_checkpoint()
+        for number, journal in enumerate(self.journals):
+            journal.make_downgradable(lambda mark, number=number: self._write_mark(number, mark))  # type: ignore[misc]
+            journal.close()
+
+    # --- changes -----------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        ledger: LedgerId,
+        entry_id: int,
+        master_key: Buffer,
+        body: Buffer,
+        token: object,
+        recovery: bool = False,
+    ) -> None:
+        """Add one entry, and queue it with `token` for its journal.
+
+        Raises Unauthorized (another master key), LedgerFenced (unless `recovery`), BadRequest (ids or format of `body`
+        are not the request's), OSError or Corrupt (the ledger's index cannot be read).
+        """
+        try:
+            if ledger[0]:
+                flags, scope_id, ledger_id, found_id, lac, _ = _unpack_v2(body)
+                fits = flags in _V2_FLAGS and scope_id == ledger[0] and ledger_id == ledger[1]
+                logger = self._scoped_logger
+            else:
+                ledger_id, found_id, lac, _ = _unpack_v1(body)
+                fits = ledger_id == ledger[1] and ledger_id <= I64_MAX
+                logger = self._logger
+        except struct.error:
+            fits = False
+        if not fits or found_id != entry_id or not 0 <= entry_id <= ENTRY_ID_MAX:
+            raise BadRequest(f"The body is not entry {entry_id} of ledger {ledger} in the format of its scope")
+        handle = self._handles.get(ledger)
+        if handle is None or handle.master_key != master_key:
+            handle = self._open_to_write(ledger, master_key)
+        if handle.fenced and not recovery:
+            raise LedgerFenced(f"Ledger {ledger} is fenced")
+        size_field = _pack_size(len(body))
+        self.index.put(handle, entry_id, logger.add(handle, size_field, body))
+        if lac > handle.lac:
+            handle.lac = lac
+            if handle.watchers:
+                self.wake(handle)
+        batch = self.batches[handle.journal]
+        batch.tokens.append(token)
+        if not handle.key_recorded:
+            self._record_key(handle, batch)
+        if self._journals_entries:
+            buffers = batch.buffers
+            buffers.append(size_field)
+            buffers.append(body)
+            batch.size += len(body) + 4
+            if ledger[0]:
+                batch.scoped = True
+
+    def _open_to_write(self, ledger: LedgerId, master_key: Buffer) -> LedgerHandle:
+        """The ledger's handle, made where it is missing: the first master key binds it. Raises Unauthorized."""
+        handle = self.get(ledger)
+        if handle is None:
+            if not ledger.is_scoped and ledger.ledger_id > I64_MAX:
+                raise BadRequest(f"Ledger id {ledger.ledger_id} is 2^63 or more, which no ledger of scope 0 can have")
+            handle = self.index.create(ledger, bytes(master_key))
+            self._assign_journal(handle)
+            if ledger.is_scoped and not self._has_scoped:
+                self._has_scoped = True
+                for journal in self.journals:
+                    journal.expect_scoped()
+        elif not handle.master_key:
+            handle.master_key = bytes(master_key)
+            self.index.change_header(handle)
+        elif handle.master_key != master_key:
+            raise Unauthorized(f"Wrong master key for ledger {ledger}")
+        return handle
+
+    def get(self, ledger: LedgerId) -> LedgerHandle | None:
+        """The ledger's handle, None when this bookie does not have it. Raises OSError, Corrupt, Unsupported."""
+        handle = self._handles.get(ledger)
+        if handle is None:
+            handle = self.index.get(ledger)
+            if handle is not None:
+                self._assign_journal(handle)
+        return handle
+
+    def _assign_journal(self, handle: LedgerHandle) -> None:
+        handle.journal = handle.ledger.value % len(self.journal_directories)
+
+    def _record(self, batch: Batch, ledger: LedgerId, record: bytes) -> None:
+        batch.buffers.append(record)
+        batch.size += len(record)
+        batch.scoped = batch.scoped or ledger.is_scoped
+
+    def _record_key(self, handle: LedgerHandle, batch: Batch) -> None:
+        handle.key_recorded = True
+        self._record(batch, handle.ledger, journal_formats.ledger_key_record(handle.ledger, handle.master_key))
+
+    def fence(self, ledger: LedgerId, master_key: Buffer, done: Done) -> LedgerHandle:
+        """Refuse all but recovery adds from now on, in a ledger made where it is missing; `done` once that is on disk.
+
+        Raises Unauthorized, OSError, Corrupt. Source: BookieImpl.fenceLedger.
+        """
+        handle = self._open_to_write(ledger, master_key)
+        batch = self.batches[handle.journal]
+        if not handle.fence_recorded:
+            self._record_new_key(handle, batch)
+            self._record(batch, ledger, journal_formats.fence_record(ledger))
+            handle.fence_recorded = True
+        if not handle.fenced:
+            handle.fenced = True
+            self.index.change_header(handle)
+            self.wake(handle)
+        batch.calls.append(done)
+        return handle
+
+    def _record_new_key(self, handle: LedgerHandle, batch: Batch) -> None:
+        """Without its key a record is skipped by replay, so it goes first while no index file has it."""
+        if not handle.is_on_disk and not handle.key_recorded:
+            self._record_key(handle, batch)
+
+    def write_lac(self, ledger: LedgerId, lac: int, master_key: Buffer, packet: Buffer, done: Done) -> None:
+        """Keep an explicit LAC, in a ledger made where it is missing; `done` once it is on disk.
+
+        Raises Unauthorized, BadRequest (the packet is not the request's), OSError, Corrupt.
+        """
+        if len(packet) > LAC_PACKET_SIZE_BYTES_MAX:
+            raise BadRequest(f"A LAC packet of {len(packet)} bytes")
+        try:
+            header = read_lac_header(packet)
+        except (TruncatedRecord, Unsupported) as error:
+            raise BadRequest(f"Not a LAC packet: {error}") from error
+        # A V2 packet may say scope 0, which is nothing that belongs there.
+        fits = header.ledger == ledger and (header.format_version == 2) == ledger.is_scoped
+        if not fits or header.last_add_confirmed != lac:
+            raise BadRequest(f"The body is not LAC {lac} of ledger {ledger} in the format of its scope")
+        handle = self._open_to_write(ledger, master_key)
+        batch = self.batches[handle.journal]
+        if ledger.is_scoped or self.config.journal_format_version_to_write >= journal_formats.VERSION_EXPLICIT_LAC:
+            self._record_new_key(handle, batch)
+            self._record(batch, ledger, journal_formats.explicit_lac_record(ledger, bytes(packet)))
+        batch.calls.append(done)
+        self._set_explicit_lac(handle, lac, bytes(packet))
+
+    def _set_explicit_lac(self, handle: LedgerHandle, lac: int, packet: bytes) -> None:
+        handle.explicit_lac = packet
+        self.index.change_header(handle)
+        if lac > handle.lac:
+            handle.lac = lac
+            self.wake(handle)
+
+    def force(self, ledger: LedgerId, done: Done) -> None:
+        """Call `done` when everything added to the ledger so far is on disk."""
+        self.batches[ledger.value % len(self.batches)].calls.append(done)
+
+    def wake(self, handle: LedgerHandle) -> None:
+        """Call, once, everybody who watches the ledger's LAC."""
+        watchers, handle.watchers = handle.watchers, []
+        for watcher in watchers:
+            watcher()
+
+    def delete_ledger(self, ledger: LedgerId) -> None:
+        """Forget the ledger: its index file goes, its entries stay in the entry logs until those are collected.
+
+        No checkpoint may be under way. Raises LedgerNotFound, OSError.
+        """
+        handle = self.get(ledger)
+        if handle is None:
+            raise LedgerNotFound(f"No ledger {ledger} on this bookie")
+        self.index.remove(handle)
+        self.wake(handle)
+        self.index.delete(handle)
+
+    # --- journals ----------------------------------------------------------------------------------------------------
+
+    def take_batch(self, number: int) -> Batch | None:
+        """The batch gathered for journal `number`, for `commit` and then `settle`; None when nothing was."""
+        batch = self.batches[number]
+        if not batch.tokens and not batch.calls and not batch.size:
+            return None
+        self.batches[number] = Batch(batch.epoch)
+        return batch
+
+    def commit(self, number: int, batch: Batch, *more: Batch) -> None:
+        """Write batches of journal `number` as one group, in the order of `take_batch`; then they are on disk.
+
+        Raises OSError: the batches fail, and so do all that were taken before `settle` is told.
+        """
+        if batch.epoch <= self._failed_epochs[number]:
+            raise OSError(f"An earlier group of journal {self.journals[number].directory} failed")
+        buffers, size, scoped = batch.buffers, batch.size, batch.scoped
+        for each in more:
+            buffers += each.buffers
+            size += each.size
+            scoped = scoped or each.scoped
+        try:
+            self.journals[number].commit(buffers, size, scoped=scoped)
+        except OSError:
+            self._failed_epochs[number] = batch.epoch
+            raise
+
+    def settle(self, number: int, batch: Batch, error: OSError | None) -> Batch | None:
+        """Take note of what `commit` came to, and tell the batch's `calls`; its `tokens` are the caller's to tell.
+
+        After a failure what was gathered meanwhile fails too, since its records lean on the lost ones (a ledger key):
+        that batch is returned, its calls are told, its tokens are the caller's.
+        """
+        doomed = None
+        if error is not None and batch.epoch == self.batches[number].epoch:
+            doomed = self.batches[number]
+            self.batches[number] = Batch(batch.epoch + 1)
+            for handle in self._handles.values():
+                if handle.journal == number:
+                    handle.key_recorded = False
+                    handle.fence_recorded = False
+        for call in batch.calls:
+            call(error)
+        for call in doomed.calls if doomed is not None else ():
+            call(error)
+        return doomed
+
+    def flush_journals(self) -> None:
+        """Commit and settle what is queued, in the calling thread; for tools and tests without a journal thread."""
+        for number in range(len(self.journals)):
+            batch = self.take_batch(number)
+            if batch is not None:
+                error = None
+                try:
+                    self.commit(number, batch)
+                except OSError as failure:
+                    error = failure
+                self.settle(number, batch, error)
+                if error is not None:
+                    raise error
+
+    # --- reads -------------------------------------------------------------------------------------------------------
+
+    def location(self, handle: LedgerHandle, entry_id: int) -> int:
+        """Where the entry is. Raises EntryNotFound, OSError, Corrupt."""
+        location = self.index.location(handle, entry_id)
+        if location == 0:
+            raise EntryNotFound(f"No entry {entry_id} of ledger {handle.ledger} on this bookie")
+        return location
+
+    def find(self, handle: LedgerHandle, entry_id: int, location: int) -> Buffer | None:
+        """The entry at `location` if that needs no disk, else None: then `read` it. Raises as `read` does."""
+        logger = self._scoped_logger if handle.ledger[0] else self._logger
+        body = logger.find(location)
+        return logger.read(location, handle.ledger, entry_id, cached=True) if body is None else body
+
+    def read(self, handle: LedgerHandle, entry_id: int, location: int) -> Buffer:
+        """The entry at `location`; any thread may call it. Raises OSError; Corrupt when it does not stand there."""
+        logger = self._scoped_logger if handle.ledger[0] else self._logger
+        body: Buffer | None = logger.find(location)
+        if body is None:
+            body = logger.read(location, handle.ledger, entry_id)
+        assert body is not None
+        return body
+
+    def read_entry(self, ledger: LedgerId, entry_id: int) -> Buffer:
+        """The whole entry; −1 reads the last one. Raises LedgerNotFound, EntryNotFound, OSError, Corrupt."""
+        handle = self.get(ledger)
+        if handle is None:
+            raise LedgerNotFound(f"No ledger {ledger} on this bookie")
+        entry_id = handle.last_entry if entry_id == -1 else entry_id
+        return self.read(handle, entry_id, self.location(handle, entry_id))
+
+    def last_add_confirmed(self, handle: LedgerHandle) -> int:
+        """The highest LAC that any entry or explicit LAC of the ledger said here, −1 for none.
+
+        Raises OSError or Corrupt, when it has to be read from the last entry and cannot.
+        """
+        if not handle.lac_is_known:
+            lac = handle.lac
+            if handle.explicit_lac:
+                lac = max(lac, read_lac_header(handle.explicit_lac).last_add_confirmed)
+            if handle.last_entry >= 0:
+                body = self.read(handle, handle.last_entry, self.location(handle, handle.last_entry))
+                lac = max(lac, read_entry_header(body).last_add_confirmed)
+            handle.lac, handle.lac_is_known = lac, True
+        return handle.lac
+
+    def availability(self, handle: LedgerHandle) -> Callable[[], Availability]:
+        """A function that lists the ledger's entries here; it reads the index file, so call it in any other thread."""
+        in_memory = self.index.pages(handle)
+
+        def entry_ids() -> Iterator[int]:
+            for first, page in self.index.locations(handle, in_memory):
+                if 0 not in page:
+                    yield from range(first, first + len(page))
+                else:
+                    yield from (first + slot for slot, location in enumerate(page) if location)
+
+        return lambda: Availability.of(entry_ids())
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    @property
+    def unwritten_bytes(self) -> int:
+        """Entry bytes in memory that no entry log file has yet."""
+        return self._logger.unwritten_bytes + self._scoped_logger.unwritten_bytes
+
+    def seal_entries(self, least: int = CHUNK_SIZE_BYTES) -> bool:
+        """Prepare what the entry logs hold in memory for `write_entries`, where it is `least` bytes; whether it was."""
+        sealed = False
+        for logger in (self._logger, self._scoped_logger):
+            if logger.buffered_bytes >= least:
+                logger.seal()
+                sealed = True
+        return sealed
+
+    def write_entries(self) -> None:
+        """Write what was sealed. Raises OSError; nothing is lost then, the next call tries again."""
+        self._logger.write()
+        self._scoped_logger.write()
+
+    @property
+    def is_checkpoint_due(self) -> bool:
+        """Whether a checkpoint should not wait for the flush interval: memory fills with changed index pages."""
+        return self.index.changed_pages >= CHANGED_PAGES_MAX
+
+    def begin_checkpoint(self) -> Checkpoint | None:
+        """What a checkpoint of this moment has to write; None when nothing changed. `end_checkpoint` must follow."""
+        marks = tuple(journal.mark for journal in self.journals)
+        self.seal_entries(1)
+        changes = self.index.take_changes()
+        if marks == self._marks_written and not changes.headers and not changes.pages:
+            self.index.finish(changes, written=True)
+            return None
+        return Checkpoint(marks, changes)
+
+    def checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Write everything down, in the order that a crash anywhere in between needs. Raises OSError."""
+        self._write_changes(checkpoint.changes)
+        for number, mark in enumerate(checkpoint.marks):
+            if mark != (self._marks_written[number] if self._marks_written else None):
+                self._write_mark(number, mark)
+        for journal, mark in zip(self.journals, checkpoint.marks, strict=True):
+            journal.forget_before(mark)
+
+    def _write_changes(self, changes: IndexFlush) -> None:
+        for logger in (self._logger, self._scoped_logger):
+            logger.write()
+            logger.sync()
+        self.index.write(changes)
+
+    def end_checkpoint(self, checkpoint: Checkpoint, *, written: bool) -> None:
+        """Take note that `checkpoint` is done, or failed: then the next one writes everything again."""
+        self.index.finish(checkpoint.changes, written=written)
+        if written:
+            self._marks_written = checkpoint.marks
+
+    def run_checkpoint(self) -> None:
+        """A whole checkpoint in the calling thread. Raises OSError."""
+        checkpoint = self.begin_checkpoint()
+        if checkpoint is not None:
+            written = False
+            try:
+                self.checkpoint(checkpoint)
+                written = True
+            finally:
+                self.end_checkpoint(checkpoint, written=written)
+
+    def _write_mark(self, number: int, mark: LogMark) -> None:
+        """Write a journal's mark to every ledger directory; a full one may miss it, for the highest counts."""
+        name = last_mark_name(number, len(self.journal_directories))
+        full: OSError | None = None
+        written = 0
+        for directory in self.ledger_directories:
+            path = directory / name
+            try:
+                is_new = not path.exists()
+                with self.files.open(path, create=True) as file:
+                    file.write(0, (mark.serialize(),))
+                    if file.size() != LAST_MARK.size:
+                        file.truncate(LAST_MARK.size)
+                    file.sync()
+                if is_new:
+                    self.files.sync_directory(directory)
+                written += 1
+            except OSError as error:
+                if error.errno not in NO_SPACE:
+                    raise
+                full = error
+        if full is not None and not written:
+            raise full
+
+    # --- replay ------------------------------------------------------------------------------------------------------
+
+    def _replay(self) -> Iterator[LogMark]:
+        """Bring everything behind the last marks into ledger storage, in memory or not; gives the marks."""
+        keys: dict[LedgerId, bytes] = {}
+        for number, directory in enumerate(self.journal_directories):
+            mark = read_last_mark(self.ledger_directories, number, len(self.journal_directories))
+            journals = [each for each in journal_ids(directory) if each >= mark.journal_id]
+            if mark.journal_id > 0 and (not journals or journals[0] != mark.journal_id):
+                raise Corrupt(
+                    f"Journal {directory / file_name(mark.journal_id)} is missing, which the last mark names",
+                    hint="entries that were acknowledged may be in it: find it before the bookie starts",
+                )
+            for journal_id in journals:
+                start = mark.offset if journal_id == mark.journal_id else 0
+                self._replay_file(directory / file_name(journal_id), start, keys)
+            yield mark
+
+    def _replay_file(self, path: Path, start: int, keys: dict[LedgerId, bytes]) -> None:
+        with JournalReader.open(path) as reader:
+            try:
+                for record in reader.records(start):
+                    self._replay_record(record, keys)
+                    if self.seal_entries():
+                        self.write_entries()
+                    if self.is_checkpoint_due:
+                        self._flush_replayed()
+            except CorruptRecord as error:
+                if not (self.config.skip_replay_journal_invalid_record or self._is_torn_group(reader, error.offset)):
+                    raise
+
+    def _flush_replayed(self) -> None:
+        self.seal_entries(1)
+        changes = self.index.take_changes()
+        written = False
+        try:
+            self._write_changes(changes)
+            written = True
+        finally:
+            self.index.finish(changes, written=written)
+
+    def _is_torn_group(self, reader: JournalReader, offset: int) -> bool:
+        """Whether what cannot be read at `offset` is the last group, cut by a crash: none of it was acknowledged.
+
+        Of such a group any sectors may be there. So at most one group's end may follow, and nothing behind it.
+        """
+        end = reader.size()
+        boundary = offset + -offset % SECTOR_SIZE_BYTES
+        while boundary < end:
+            data = reader.next_data(boundary)
+            if data is None:
+                return True
+            boundary = data - data % SECTOR_SIZE_BYTES
+            after = _end_of_group(reader, boundary)
+            if after is not None:
+                return reader.next_data(after) is None
+            boundary += SECTOR_SIZE_BYTES
+        return True
+
+    def _replay_record(self, record: Record, keys: dict[LedgerId, bytes]) -> None:
+        ledger = record.ledger
+        if record.format_version == 2 and not ledger.is_scoped:
+            return  # Torn: nobody writes V2 in scope 0.
+        if record.type is RecordType.LEDGER_KEY:
+            keys[ledger] = record.special_payload
+            return
+        if record.type not in _REPLAYED:
+            return
+        handle = self.get(ledger)
+        if handle is None:
+            key = keys.get(ledger)
+            if key is None:
+                self.replayed = (self.replayed[0], self.replayed[1] + 1)
+                return
+            handle = self._open_to_write(ledger, key)
+        if record.type is RecordType.FENCE:
+            handle.fenced = handle.fence_recorded = True
+            self.index.change_header(handle)
+        elif record.type is RecordType.EXPLICIT_LAC:
+            packet = record.special_payload
+            self._set_explicit_lac(handle, read_lac_header(packet, 0).last_add_confirmed, packet)
+        else:
+            self._replay_entry(handle, record)
+
+    def _replay_entry(self, handle: LedgerHandle, record: Record) -> None:
+        body, entry_id = record.body, record.entry_id
+        if record.length is None or entry_id > ENTRY_ID_MAX or _is_torn(record):
+            return
+        location = self.index.location(handle, entry_id)
+        if location:
+            try:
+                old = bytes(self.read(handle, entry_id, location))
+            except (OSError, Corrupt, Unsupported):
+                old = b""
+            if old and _is_better(old, body):
+                return
+        logger = self._scoped_logger if handle.ledger.is_scoped else self._logger
+        self.index.put(handle, entry_id, logger.add(handle, _pack_size(len(body)), body))
+        handle.lac = max(handle.lac, record.last_add_confirmed or 0 if entry_id else handle.lac)
+        self.replayed = (self.replayed[0] + 1, self.replayed[1])
+
+
+def _end_of_group(reader: JournalReader, at: int) -> int | None:
+    """Where the group ends whose whole records begin at byte `at`; None when none do."""
+    count = 0
+    while True:
+        head = reader.read(at, 8)
+        if len(head) < 8:
+            return None
+        size, padding = struct.unpack(">ii", head)
+        if size == journal_formats.PADDING_MASK and 0 <= padding < 1 << 20:
+            return at + 8 + padding if count else None
+        if not BODY_SIZE_MIN <= size <= reader.size() - at:
+            return None
+        count += 1
+        at += 4 + size
+        if at % SECTOR_SIZE_BYTES == 0 and reader.next_data(at) is None:
+            return at
+
+
+_REPLAYED: Final = frozenset({RecordType.ENTRY, RecordType.FENCE, RecordType.EXPLICIT_LAC})
+
+
+def _is_torn(record: Record) -> bool:
+    """Whether an entry record is the zeros of a group that a crash cut: no length, and yet a payload."""
+    body = record.body
+    return record.format_version == 1 and len(body) > ENTRY_V1.size + 20 and not any(body[: ENTRY_V1.size])
+
+
+def _is_better(old: bytes, new: bytes) -> bool:
+    """Whether of two copies of one entry the stored one is to be kept: the journal's was cut by a crash.
+
+    Copies differ in LAC and digest only (recovery writes an entry again), so a damaged one shows by its digest; where
+    the digest cannot tell, by having more zeros, which is what sectors that never reached the disk read as.
+    """
+    if old == new:
+        return True
+    if _has_digest(new):
+        return False
+    return _has_digest(old) or len(old) != len(new) or old.count(0) < new.count(0)
+
+
+def _has_digest(entry: bytes) -> bool:
+    """Whether the entry carries its own CRC32 or CRC32C (the only digests that need no password)."""
+    header = read_entry_header(entry)
+    size = header.size
+    if entry[size : size + 4] == _crc32c(entry[:size] + entry[size + 4 :]).to_bytes(4, "big"):
+        return True
+    return entry[size : size + 8] == zlib.crc32(entry[size + 8 :], zlib.crc32(entry[:size])).to_bytes(8, "big")
