@@ -11,8 +11,6 @@ The digest covers the header, then the payload. The flags byte is 0xA0 + the dig
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import zlib
 from collections.abc import Callable
 from enum import IntEnum
@@ -74,10 +72,14 @@ _DIGEST_TYPES: Final[dict[int, DigestType | None]] = {0: None, **{int(each): eac
 
 def master_key(password: bytes) -> bytes:
     """The 20 bytes that a bookie compares to let a client write, fence or recover. Source: generateMasterKey."""
+    import hashlib
+
     return hashlib.sha1(b"ledger" + password, usedforsecurity=False).digest()
 
 
 def _mac_key(password: bytes) -> bytes:
+    import hashlib
+
     return hashlib.sha1(b"mac" + password, usedforsecurity=False).digest()
 
 
@@ -205,6 +207,8 @@ def _no_digest(header: bytes, payload: Buffer) -> bytes:
 
 
 def _hmac_sha1(key: bytes) -> Callable[[bytes, Buffer], bytes]:
+    import hmac
+
     keyed = hmac.new(key, digestmod="sha1")
 
     def digest(header: bytes, payload: Buffer) -> bytes:
@@ -320,7 +324,7 @@ class DigestManager:
             return DigestMismatch(f"A scoped record came where one of ledger {self.ledger} was asked for")
         ledger, _ = read_ledger(header)
         if ledger != self.ledger:
-            asked = f"one {_name(self.ledger, None)}" if entry_id is None else _name(self.ledger, entry_id)
+            asked = f"one {_name(self.ledger, None)}" if entry_id is None else f"entry {_name(self.ledger, entry_id)}"
             return DigestMismatch(f"An entry of ledger {ledger} came where {asked} was asked for")
         return DigestMismatch(
             f"Entry {_name(ledger, entry_id)} has flags byte {header[0]:#04x}, {self._flags:#04x} was expected",

@@ -274,24 +274,21 @@ def _from_message(message: LedgerMetadataFormat, version: int, at: str) -> Ledge
     state = LedgerState(message.state)
     closed = state is LedgerState.CLOSED
     has_password = message.HasField("password")
-    try:
-        return LedgerMetadata(
-            ensemble_size=message.ensembleSize,
-            write_quorum_size=message.quorumSize,
-            ack_quorum_size=message.ackQuorumSize if message.HasField("ackQuorumSize") else message.quorumSize,
-            digest_type=DigestType(message.digestType) if has_password else None,
-            password=message.password if has_password else None,
-            ensembles=tuple(Fragment(each.firstEntryId, tuple(each.ensembleMember)) for each in message.segment),
-            state=state,
-            length=message.length if closed else 0,
-            last_entry_id=message.lastEntryId if closed else INVALID_ENTRY_ID,
-            ctime_ms=message.ctime if message.HasField("ctime") else None,
-            custom_metadata={each.key: each.value for each in message.customMetadata},
-            c_token=message.cToken if message.HasField("cToken") else None,
-            format_version=version,
-        )
-    except UnicodeDecodeError as error:
-        raise Corrupt(f"{at}Ledger metadata has a text that is not UTF-8") from error
+    return LedgerMetadata(
+        ensemble_size=message.ensembleSize,
+        write_quorum_size=message.quorumSize,
+        ack_quorum_size=message.ackQuorumSize if message.HasField("ackQuorumSize") else message.quorumSize,
+        digest_type=DigestType(message.digestType) if has_password else None,
+        password=message.password if has_password else None,
+        ensembles=tuple(Fragment(each.firstEntryId, tuple(each.ensembleMember)) for each in message.segment),
+        state=state,
+        length=message.length if closed else 0,
+        last_entry_id=message.lastEntryId if closed else INVALID_ENTRY_ID,
+        ctime_ms=message.ctime if message.HasField("ctime") else None,
+        custom_metadata={each.key: each.value for each in message.customMetadata},
+        c_token=message.cToken if message.HasField("cToken") else None,
+        format_version=version,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,16 +445,13 @@ class BookieServiceInfo:
 
         at = f"{where}: " if where else ""
         message = _parse_message(BookieServiceInfoFormat, data, f"{at}Bookie service info")
-        try:
-            return cls(
-                tuple(
-                    Endpoint(each.id, each.port, each.host, each.protocol, tuple(each.auth), tuple(each.extensions))
-                    for each in message.endpoints
-                ),
-                dict(message.properties),
-            )
-        except UnicodeDecodeError as error:
-            raise Corrupt(f"{at}Bookie service info has a text that is not UTF-8") from error
+        return cls(
+            tuple(
+                Endpoint(each.id, each.port, each.host, each.protocol, tuple(each.auth), tuple(each.extensions))
+                for each in message.endpoints
+            ),
+            dict(message.properties),
+        )
 
     def serialize(self) -> bytes:
         """The bytes of the registration node."""
@@ -516,7 +510,28 @@ def _complete(message: M, what: str) -> M:
     missing: list[str] = []
     if not message.IsInitialized(missing):  # type: ignore[call-arg]
         raise Corrupt(f"{what} lacks {', '.join(missing)}")
+    if not _is_utf8(message):
+        raise Corrupt(f"{what} has a text that is not UTF-8")
     return message
+
+
+def _is_utf8(message: Message) -> bool:
+    """Whether every string is one. Depending on protobuf's build the others come as bytes, or fail when they are read."""
+    try:
+        for descriptor, value in message.ListFields():
+            if isinstance(value, Mapping):
+                values = [*value.keys(), *value.values()]
+            else:
+                values = list(value) if descriptor.is_repeated else [value]
+            for each in values:
+                if isinstance(each, bytes):
+                    if descriptor.type != descriptor.TYPE_BYTES:
+                        return False
+                elif hasattr(each, "ListFields") and not _is_utf8(each):
+                    return False
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 _ESCAPES: Final = {
