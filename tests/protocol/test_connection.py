@@ -24,7 +24,7 @@ from bkctl.errors import (
 from bkctl.ids import LedgerId
 from bkctl.protocol import connection as connection_module
 from bkctl.protocol import v3
-from bkctl.protocol.connection import SCOPE_PROBE, BookieConnection, BookieServer, run
+from bkctl.protocol.connection import SCOPE_PROBE, BookieConnection, BookieServer
 from bkctl.protocol.messages import (
     AddRequest,
     AddResponse,
@@ -60,14 +60,6 @@ KEY = b"k" * 20
 HOST = "127.0.0.1"
 
 Runner = Callable[[Coroutine[Any, Any, None]], None]
-
-
-@pytest.fixture(params=["asyncio", "uvloop"])
-def runner(request: pytest.FixtureRequest) -> Runner:
-    if request.param == "uvloop":
-        pytest.importorskip("uvloop")
-        return run
-    return asyncio.run
 
 
 class Handler:
