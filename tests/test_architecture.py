@@ -1,0 +1,111 @@
+"""The direction of imports, and that docs/architecture.md names every module."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MAP = ROOT / "docs" / "architecture.md"
+
+#: From left to right; parts that share a place do not import each other.
+DIRECTION = [
+    {"errors"},
+    {"ids"},
+    {"config"},
+    {"formats"},
+    {"storage", "protocol"},
+    {"metadata"},
+    {"client", "bookie"},
+    {"http", "spark"},
+    {"commands"},
+]
+PLACE = {part: place for place, parts in enumerate(DIRECTION) for part in parts}
+
+#: Start-up pays for what is imported, so a command imports only what it uses.
+HEAVY = {
+    "asyncio",
+    "etcd3",
+    "google.protobuf",
+    "grpc",
+    "kazoo",
+    "pyspark",
+    "rich",
+    "rocksdict",
+    "sqlite3",
+    "ssl",
+    "uvloop",
+}
+
+
+def modules() -> list[Path]:
+    """Every Python file of the package, generated ones left out."""
+    found = [*ROOT.glob("bkctl/**/*.py"), *ROOT.glob("commands/**/*.py")]
+    return sorted(path for path in found if not path.stem.endswith("_pb2"))
+
+
+def part_of(path: Path) -> str:
+    """`formats` for bkctl/formats/entry.py, `ids` for bkctl/ids.py, `commands` for commands/main.py."""
+    first, *rest = path.relative_to(ROOT).with_suffix("").parts
+    return "commands" if first == "commands" else rest[0]
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and absolute name of every import, those inside functions too."""
+    package = [*path.relative_to(ROOT).parts[:-1]]
+    if package[0] == "commands":
+        package.insert(0, "bkctl")
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield node.lineno, f"{module}.{alias.name}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_left_only(path: Path) -> None:
+    part = part_of(path)
+    if part in ("__init__", "__main__"):  # the version; the door to commands.main
+        return
+    assert part in PLACE, f"{part} has no place in the direction of imports"
+    for line, name in imports(path):
+        top, _, rest = name.partition(".")
+        assert top != "commands", f"{path}:{line} names bkctl.commands by its source directory"
+        target = rest.partition(".")[0]
+        if top == "bkctl" and target in PLACE and target != part:
+            assert PLACE[target] < PLACE[part], f"{path}:{line}: {part} imports {name}"
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in modules() if part_of(path) != "commands"], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_the_library_neither_prints_nor_knows_the_terminal(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id != "print", f"{path}:{node.lineno}"
+    terminal = {name.partition(".")[0] for _, name in imports(path)} & {"typer", "click", "rich"}
+    assert not terminal, f"{path} imports {terminal}"
+
+
+def test_starting_up_imports_nothing_heavy() -> None:
+    program = "import sys, bkctl.commands.main; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert "bkctl.commands.main" in loaded
+    assert not HEAVY & set(loaded)
+
+
+def test_the_module_map_is_complete_and_true() -> None:
+    named = set(re.findall(r"^\| `((?:bkctl|commands)/[\w/.]+)` \|", MAP.read_text(), re.MULTILINE))
+    there = {str(path.relative_to(ROOT)) for path in modules() if path.stem != "__init__"}
+    assert there - named == set(), "modules that docs/architecture.md does not name"
+    assert named - there == set(), "modules in docs/architecture.md that do not exist"

@@ -1,0 +1,67 @@
+"""What a stranger would trip over in the tracked files."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def tracked() -> list[Path]:
+    """The tracked text files, golden files left out."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    paths = [ROOT / name for name in names.split("\0") if name and not re.match(r"tests/data/\d", name)]
+    return [path for path in paths if path.is_file()]
+
+
+def hits(pattern: str, paths: list[Path]) -> list[str]:
+    """`path:line: text` of each line that matches."""
+    wanted = re.compile(pattern)
+    return [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
+        for path in paths
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
+        if wanted.search(line)
+    ]
+
+
+def test_no_path_of_somebodys_machine() -> None:
+    assert hits(r"(^|[^\w.])/(work|farm|home|Users)/", tracked()) == []
+
+
+def test_no_registry_host() -> None:
+    hosts = r"pypi[.]org|pythonhosted[.]org|repo1?[.]maven[.]|maven[.]org|npmjs[.]|crates[.]io|proxy[.]golang"
+    assert hits(hosts, tracked()) == []
+
+
+def test_nothing_unfinished_and_no_check_disarmed() -> None:
+    markers = (
+        r"\bTO[D]O\b|\bFIX[M]E\b|\bXX[X]\b|NotImplemented[E]rror|assert [T]rue( |$)"
+        r"|mark[.]xfail|# type: ignor[e]$"
+    )
+    sources = {".py", ".java", ".md", ".toml", ".sh"}
+    assert hits(markers, [path for path in tracked() if path.suffix in sources]) == []
+
+
+def test_the_two_commands_of_the_readme_exist() -> None:
+    readme = (ROOT / "README.md").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    for command in ("demo", "test"):
+        assert f"make {command}" in readme
+        assert re.search(rf"^{command}:", makefile, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", [".ci/run", "demo/run.sh"])
+def test_scripts_are_executable_and_parse(name: str) -> None:
+    script = ROOT / name
+    assert os.access(script, os.X_OK)
+    shell = script.read_text().splitlines()[0].rpartition("/")[2].removeprefix("env ")
+    subprocess.run([shell, "-n", str(script)], check=True)
