@@ -169,7 +169,8 @@ def test_an_emptied_scope_is_gone_and_can_be_filled_again(ledgers: LedgerManager
 
 def test_a_listing_has_every_ledger_that_was_there_throughout(cluster_uri: str) -> None:
     with open_cluster(cluster_uri, create=True) as cluster, open_cluster(cluster_uri) as other:
-        stable = [LedgerId(scope, base + n) for scope in (0, 7) for base in (0, 20_000, 1 << 40) for n in range(0, 60, 2)]
+        bases = (0, 20_000, 1 << 40)
+        stable = [LedgerId(scope, base + n) for scope in (0, 7) for base in bases for n in range(0, 60, 2)]
         create_all(cluster.ledgers, stable)
         stop = threading.Event()
         problems: list[BaseException] = []

@@ -230,7 +230,7 @@ def test_a_sequence_gives_each_number_once_to_anybody(backend: Any) -> None:
 
     in_threads(3, take)
     assert all(numbers == sorted(numbers) for numbers in taken)
-    assert sorted(sum(taken, [])) == list(range(75))
+    assert sorted(number for numbers in taken for number in numbers) == list(range(75))
     assert stores[0].sequence("other") == 0
 
 

@@ -1,0 +1,225 @@
+"""A ZooKeeper that is killed and comes back, sessions that end, and owners that die: nothing is lost or done twice."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from kazoo.client import KazooClient
+
+from bkctl.errors import AlreadyExists, LedgerExists, MetadataVersionConflict, TimedOut, Unreachable
+from bkctl.formats.entry import DigestType
+from bkctl.formats.metadata import BookieServiceInfo, Endpoint, Fragment, LedgerMetadata
+from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.store import NEW, MetadataStore
+from bkctl.metadata.zookeeper import ZooKeeperStore
+
+METADATA = LedgerMetadata(1, 1, 1, DigestType.CRC32C, b"", (Fragment(0, ("127.0.0.1:3181",)),))
+INFO = BookieServiceInfo((Endpoint("bookie", 3181, "127.0.0.1", "bookie-rpc"),), {"ledgerScopes": "1"})
+
+
+def eventually(condition: Callable[[], object], timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen"
+        time.sleep(0.02)
+
+
+def end_session(store: MetadataStore) -> None:
+    """End the store's ZooKeeper session from elsewhere, as the server does after its timeout."""
+    assert isinstance(store, ZooKeeperStore)
+    twin = KazooClient(store.hosts, client_id=store._client.client_id)
+    twin.start(timeout=20)
+    twin.stop()
+    twin.close()
+
+
+class Workers:
+    """Threads that work until `finish`, which raises what any of them raised."""
+
+    def __init__(self, *works: Callable[[threading.Event], None]) -> None:
+        self._stop = threading.Event()
+        self._problems: list[BaseException] = []
+        self._threads = [threading.Thread(target=self._run, args=(work,)) for work in works]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, work: Callable[[threading.Event], None]) -> None:
+        try:
+            work(self._stop)
+        except BaseException as error:  # noqa: BLE001 - raised by finish
+            self._problems.append(error)
+
+    def finish(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        if self._problems:
+            raise self._problems[0]
+
+
+def test_acknowledged_writes_are_there_once_after_the_server_was_killed(zookeeper_server: Callable[[], Any]) -> None:
+    server = zookeeper_server()
+    uri = server.metadata_uri()
+    with open_cluster(uri, create=True) as cluster, open_cluster(uri) as other:
+        cluster.store.put("counter", b"0", NEW)
+        counted = [0, 0]
+        created: list[LedgerId] = []
+        removed: list[LedgerId] = []
+
+        def count(index: int, opened: Cluster) -> Callable[[threading.Event], None]:
+            def work(stop: threading.Event) -> None:
+                while not stop.is_set():
+                    found = opened.store.get("counter")
+                    assert found is not None
+                    value = b"%d by %d" % (int(found.value.split()[0]) + 1, index)
+                    try:
+                        opened.store.put("counter", value, found.version)
+                    except MetadataVersionConflict:
+                        continue
+                    counted[index] += 1
+
+            return work
+
+        def create(scope_id: int) -> Callable[[threading.Event], None]:
+            def work(stop: threading.Event) -> None:
+                number = 0
+                while not stop.is_set():
+                    number += 1
+                    ledger = LedgerId(scope_id, number * 5_000)
+                    try:
+                        cluster.ledgers.create(ledger, METADATA)
+                    except LedgerExists:
+                        pytest.fail(f"our own create of {ledger} was taken for somebody else's")
+                    created.append(ledger)
+                    if number % 2:
+                        cluster.ledgers.remove(ledger)
+                        removed.append(ledger)
+
+            return work
+
+        workers = Workers(count(0, cluster), count(1, other), create(0), create(7))
+        try:
+            for _ in range(3):
+                before = len(created)
+                eventually(lambda before=before: len(created) > before + 20)
+                server.kill()
+                server.start()
+            before = len(created)
+            eventually(lambda: len(created) > before + 20)
+        finally:
+            workers.finish()
+        found = cluster.store.get("counter")
+        assert found is not None
+        assert int(found.value.split()[0]) == found.version == sum(counted)
+        assert list(cluster.ledgers.ledgers(None)) == sorted(set(created) - set(removed))
+
+
+def test_a_listing_goes_on_while_the_server_is_killed(zookeeper_server: Callable[[], Any]) -> None:
+    server = zookeeper_server()
+    with open_cluster(server.metadata_uri(), create=True) as cluster:
+        ids = [LedgerId(scope, number * 10_000) for scope in (0, 7) for number in range(30)]
+        for ledger in ids:
+            cluster.ledgers.create(ledger, METADATA)
+        listing = cluster.ledgers.read_many(cluster.ledgers.ledgers(None))
+        listed = [next(listing)]
+        server.kill()
+        starter = threading.Timer(0.5, server.start)
+        starter.start()
+        listed += listing
+        starter.join()
+        assert [ledger for ledger, _ in listed] == ids
+        assert all(not isinstance(found, Exception) for _, found in listed)
+
+
+def test_a_server_that_stays_away_is_an_error_within_the_timeout(
+    zookeeper_server: Callable[[], Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = zookeeper_server()
+    cluster = open_cluster(server.metadata_uri(), timeout_s=1.0, create=True)
+    cluster.ledgers.create(LedgerId(0, 1), METADATA)
+    server.kill()
+    for call in (
+        lambda: cluster.ledgers.read(LedgerId(0, 1)),
+        lambda: cluster.ledgers.create(LedgerId(0, 2), METADATA),
+        lambda: list(cluster.ledgers.ledgers(None)),
+        lambda: list(cluster.ledgers.read_many([LedgerId(0, 1)])),
+        lambda: cluster.bookies.list(),
+        lambda: cluster.bookies.register("bookie-1", INFO),
+    ):
+        with pytest.raises(TimedOut) as caught:
+            call()
+        assert server.connect_string in str(caught.value)
+    cluster.close()
+    with pytest.raises(Unreachable) as refused:
+        open_cluster(server.metadata_uri(), timeout_s=5)
+    assert server.connect_string in str(refused.value)
+    assert "refused" in str(refused.value)
+    assert capfd.readouterr().err == ""
+
+
+def test_registrations_and_watches_outlive_a_session(zookeeper: Any) -> None:
+    uri = zookeeper.metadata_uri(zookeeper.new_root())
+    with open_cluster(uri, create=True) as bookie, open_cluster(uri) as observer:
+        bookie.bookies.register("bookie-1", INFO)
+        bookie.bookies.register("bookie-2", INFO, read_only=True)
+        bookie.bookies.register("bookie-3", INFO)
+        bookie.bookies.unregister("bookie-3")
+        changes: list[list[str]] = []
+        cancel = bookie.bookies.watch(lambda: changes.append([one.bookie_id for one in bookie.bookies.list()]))
+        for _ in range(2):
+            end_session(bookie.store)
+            eventually(lambda: {one.bookie_id: one.state for one in observer.bookies.list()}
+                       == {"bookie-1": "rw", "bookie-2": "ro"})  # fmt: skip
+            assert observer.bookies.get("bookie-1").info == INFO  # type: ignore[union-attr]
+        observer.bookies.register("bookie-4", INFO)
+        eventually(lambda: changes and "bookie-4" in changes[-1])
+        cancel()
+        assert observer.bookies.get("bookie-3") is None
+
+
+def test_a_registration_is_held_again_after_the_server_was_down(zookeeper_server: Callable[[], Any]) -> None:
+    server = zookeeper_server()
+    uri = server.metadata_uri()
+    with open_cluster(uri, create=True) as bookie, open_cluster(uri) as observer:
+        bookie.bookies.register("bookie-1", INFO)
+        told: list[list[str]] = []
+        observer.bookies.watch(lambda: told.append([one.bookie_id for one in observer.bookies.list()]))
+        server.kill()
+        server.start()
+        eventually(lambda: [one.bookie_id for one in observer.bookies.list()] == ["bookie-1"])
+        bookie.bookies.register("bookie-2", INFO)
+        eventually(lambda: told and told[-1] == ["bookie-1", "bookie-2"])
+
+
+def test_a_bookie_that_died_gives_way_to_its_successor_after_the_session_timeout(zookeeper: Any) -> None:
+    uri = zookeeper.metadata_uri(zookeeper.new_root())
+    program = (
+        "import sys, time\n"
+        "from bkctl.formats.metadata import BookieServiceInfo\n"
+        "from bkctl.metadata.cluster import Registration\n"
+        "from bkctl.metadata.uri import parse_uri\n"
+        "from bkctl.metadata.zookeeper import ZooKeeperStore\n"
+        "uri = parse_uri(sys.argv[1])\n"
+        "store = ZooKeeperStore(uri.connect_string, uri.path, session_timeout_s=1.5)\n"
+        "Registration(store).register('bookie-1', BookieServiceInfo())\n"
+        "print('registered', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with open_cluster(uri, create=True) as cluster:
+        with subprocess.Popen([sys.executable, "-c", program, uri], stdout=subprocess.PIPE) as dead:
+            assert dead.stdout is not None
+            assert dead.stdout.readline() == b"registered\n"
+            dead.kill()
+        with pytest.raises(AlreadyExists):
+            cluster.bookies.register("bookie-1", INFO, wait_s=0)
+        cluster.bookies.register("bookie-1", INFO)
+        found = cluster.bookies.get("bookie-1")
+        assert found is not None
+        assert found.info == INFO

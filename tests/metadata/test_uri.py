@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bkctl.errors import Unsupported, UsageError
+from bkctl.metadata.uri import LEDGER_MANAGER_TYPES, MetadataUri, assemble_uri, parse_uri
+
+
+@pytest.mark.parametrize(
+    ("text", "driver", "manager_type", "connect_string", "path"),
+    [
+        ("zk+hierarchical://127.0.0.1:2181/ledgers", "zk", "hierarchical", "127.0.0.1:2181", "/ledgers"),
+        ("zk://zk1/ledgers", "zk", "null", "zk1:2181", "/ledgers"),
+        ("zk+null://zk1:1;zk2:2;zk3:3/a/b/ledgers", "zk", "null", "zk1:1,zk2:2,zk3:3", "/a/b/ledgers"),
+        ("zk+flat://zk1:1,zk2/ledgers/", "zk", "flat", "zk1:1,zk2:2181", "/ledgers"),
+        ("ZK+LongHierarchical://zk1", "zk", "longhierarchical", "zk1:2181", "/ledgers"),
+        ("zk+longlonghierarchical://[::1]:1;[fe80::1]/x", "zk", "longlonghierarchical", "[::1]:1,[fe80::1]:2181", "/x"),
+        ("etcd://e1:2379;e2/scope", "etcd", "null", "e1:2379,e2:2379", "/scope"),
+        ("sqlite:///var/lib/my data/m.db", "sqlite", "null", "", "/var/lib/my data/m.db"),
+        ("metadata-store:zk:z1:2181,z2:2181/ledgers", "zk", "null", "z1:2181,z2:2181", "/ledgers"),
+        ("metadata-store:z1:2181;z2:2181/chroot", "zk", "null", "z1:2181,z2:2181", "/chroot"),
+        ("metadata-store:zk:z1", "zk", "null", "z1:2181", "/"),
+        ("metadata-store:zk:z1/", "zk", "null", "z1:2181", "/"),
+    ],
+)  # fmt: skip
+def test_every_form_is_read(text: str, driver: str, manager_type: str, connect_string: str, path: str) -> None:
+    uri = parse_uri(text)
+    assert (uri.driver, uri.manager_type, uri.connect_string, uri.path) == (driver, manager_type, connect_string, path)
+    assert uri.pulsar == text.startswith("metadata-store")
+    assert parse_uri(uri.text) == uri
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "is empty"),
+        ("   ", "is empty"),
+        ("/ledgers", "no scheme"),
+        ("127.0.0.1:2181", "no scheme"),
+        ("zk:/127.0.0.1", "'://'"),
+        ("localhost:2181/ledgers", "'://'"),
+        ("zk:///ledgers", "names no host"),
+        ("zk://", "names no host"),
+        ("zk://a;;b/ledgers", "empty host"),
+        ("zk://a;/ledgers", "empty host"),
+        ("zk://a:0/ledgers", "'0' is not a port"),
+        ("zk://a:65536/ledgers", "'65536' is not a port"),
+        ("zk://a:x/ledgers", "'x' is not a port"),
+        ("zk://a:/ledgers", "'' is not a port"),
+        ("zk://a:1:2/ledgers", "'a:1:2' is not HOST:PORT"),
+        ("zk://::1/ledgers", "not HOST:PORT"),
+        ("zk://[::1/ledgers", "not HOST:PORT"),
+        ("zk://user@a/ledgers", "user name"),
+        ("zk://a/", "root path is empty"),
+        ("zk://a//ledgers", "empty, '.' or '..'"),
+        ("zk://a/x/../ledgers", "empty, '.' or '..'"),
+        ("zk://a/ledgers?x=1", "query"),
+        ("zk://a/led gers", "blanks"),
+        ("zk://a/ledgers\n", "blanks"),
+        ("sqlite://metadata.db", "absolute"),
+        ("sqlite:metadata.db", "'://'"),
+        ("sqlite:///tmp/", "directory"),
+        ("sqlite+flat:///tmp/m.db", "no ledger manager type"),
+        ("sqlite:///tmp/m\0.db", "control characters"),
+        ("etcd+flat://e1/x", "no ledger manager type"),
+        ("metadata-store:", "names no host"),
+        ("zk://" + "a" * 5000, "characters"),
+    ],
+)
+def test_what_is_no_uri_is_refused_with_what_is_wrong(text: str, problem: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_uri(text)
+    assert problem in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "zk+ms://h/ledgers",
+        "zk+x://h/ledgers",
+        "consul://h/ledgers",
+        "ms://h",
+        "metadata-store:rocksdb:///data",
+        "metadata-store:etcd:http://h:2379",
+        "metadata-store:oxia://h:6648",
+        "metadata-store:memory:local",
+    ],
+)
+def test_stores_that_we_lack_are_unsupported(text: str) -> None:
+    with pytest.raises(Unsupported) as caught:
+        parse_uri(text)
+    assert caught.value.exit_code == 8
+    assert "\n" not in str(caught.value)
+
+
+def test_the_old_settings_make_a_uri() -> None:
+    assert assemble_uri("zk1:2181,zk2:2181").text == "zk://zk1:2181;zk2:2181/ledgers"
+    assert assemble_uri("zk1", "/bk/ledgers", "flat") == parse_uri("zk+flat://zk1:2181/bk/ledgers")
+    assert assemble_uri("zk1:2181,zk2:2181/chroot", "/ledgers").path == "/chroot/ledgers"
+    with pytest.raises(UsageError):
+        assemble_uri("zk1:2181", "ledgers")
+    with pytest.raises(UsageError):
+        assemble_uri("")
+
+
+hosts = st.from_regex(r"[a-z0-9][a-z0-9.-]{0,20}", fullmatch=True) | st.just("[::1]")
+parts = st.from_regex(r"[A-Za-z0-9_-]{1,12}", fullmatch=True)
+
+
+@given(
+    st.sampled_from(LEDGER_MANAGER_TYPES),
+    st.lists(st.tuples(hosts, st.integers(1, 65535)), min_size=1, max_size=5),
+    st.lists(parts, min_size=1, max_size=4),
+)
+def test_a_uri_and_its_text_are_one(manager_type: str, pairs: list[tuple[str, int]], path: list[str]) -> None:
+    uri = MetadataUri("zk", manager_type, tuple(pairs), "/" + "/".join(path))
+    assert parse_uri(uri.text) == uri
+    assert parse_uri(uri.text.replace(";", ",")) == uri
+
+
+beginnings = st.sampled_from(["", "zk://", "etcd://", "sqlite:///", "metadata-store:", "zk+"])
+
+
+@given(st.builds("{}{}".format, beginnings, st.text(max_size=60)))
+def test_any_text_is_a_uri_or_one_clear_error(text: str) -> None:
+    try:
+        uri = parse_uri(text)
+    except (UsageError, Unsupported) as error:
+        message = str(error)
+    else:
+        message = ""
+        assert parse_uri(uri.text) == uri
+    assert "\n" not in message
