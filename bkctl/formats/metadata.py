@@ -516,7 +516,7 @@ def _complete(message: M, what: str) -> M:
 
 
 def _is_utf8(message: Message) -> bool:
-    """Whether every string is one. Depending on protobuf's build the others come as bytes, or fail when they are read."""
+    """Whether every string is text; depending on protobuf's build others come as bytes, or fail when they are read."""
     try:
         for descriptor, value in message.ListFields():
             if isinstance(value, Mapping):
