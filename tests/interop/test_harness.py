@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-
 from servers import ApacheCluster, Java, read_ledgers
 
 
