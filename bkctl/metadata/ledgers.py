@@ -137,8 +137,9 @@ class LedgerManager(ABC):
         """
         if metadata.format_version > 2:
             metadata = replace(metadata, c_token=0)  # Only the create carries a token.
+        path = self._path_to_read(ledger)
         try:
-            return self.store.put(self._path_to_read(ledger), metadata.serialize(), version)
+            return self.store.put(path, metadata.serialize(), version)
         except MetadataVersionConflict as error:
             raise MetadataVersionConflict(
                 f"The metadata of ledger {ledger} changed since version {version} was read",
