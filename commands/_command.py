@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from bkctl.config import BookieConfig
     from bkctl.metadata.cluster import Cluster
     from bkctl.protocol.messages import Protocol
+    from bkctl.storage.directories import BookieDirectories
 
 F = TypeVar("F", bound=Callable[..., None])
 T = TypeVar("T")
@@ -126,6 +127,25 @@ class Run:
         if self.conf is None:
             raise UsageError("No bookie configuration is given", hint="add --conf bk_server.conf")
         return BookieConfig.load(self.conf)
+
+    def directories(self, given: Iterable[Path] | None, *, needed: bool = True) -> BookieDirectories:
+        """The directories to look at: those given, else those of `--conf`.
+
+        Raises UsageError when neither is there and they are `needed`.
+        """
+        from bkctl.storage.directories import BookieDirectories
+
+        places = list(given or ())
+        if places:
+            return BookieDirectories.at(*places)
+        if self.conf is not None:
+            config = self.config()
+            return BookieDirectories(config.journal_directories, config.ledger_directories, config.index_directories)
+        if needed:
+            raise UsageError(
+                "No directory is given", hint="name the bookie's directories, or add --conf bk_server.conf"
+            )
+        return BookieDirectories()
 
     def _quiet_libraries(self) -> None:
         """Libraries log to stderr only with --verbose: what goes wrong comes as one error."""

@@ -393,23 +393,6 @@ ScopeToList = Annotated[
     int | None, Composite(_scope_parameters("Only ledgers of this scope (default 0)."), _scope_filter(0))
 ]
 
-#: The scope that a scan is limited to; None (the default): all scopes.
-ScopeFilter = Annotated[int | None, Composite(_scope_parameters("Only ledgers of this scope."), _scope_filter(None))]
-
-#: The ledger that a scan is limited to.
-LedgerFilter = Annotated[
-    LedgerId | None,
-    Composite(
-        (
-            parameter(
-                "ledger_filter",
-                Annotated[str, typer.Option("--ledger", metavar="LEDGER", help=f"Only this ledger: {LEDGER_FORMS}.")],
-            ),
-        ),
-        lambda values: None if values["ledger_filter"] is None else LedgerId.parse(values["ledger_filter"]),
-    ),
-]
-
 
 class ScanFilter(NamedTuple):
     """Which ledgers a scan shows: one ledger, one scope, or (both None) all."""
@@ -425,20 +408,17 @@ def _scan_filter(values: Mapping[str, Any]) -> ScanFilter:
     return ScanFilter(LedgerId.parse(values["ledger_filter"], scope), scope)
 
 
-#: `--ledger`, `--ledger-scope-id` and `--all-scopes` of a scan; a bare `--ledger` is in the scope given.
-ScanLedgers = Annotated[
-    ScanFilter,
-    Composite(
-        (
-            parameter(
-                "ledger_filter",
-                Annotated[str, typer.Option("--ledger", metavar="LEDGER", help=f"Only this ledger: {LEDGER_FORMS}.")],
-            ),
-            *_scope_parameters("Only ledgers of this scope."),
+#: `--ledger`, `--ledger-scope-id`, `--all-scopes` of a scan, as a ScanFilter; a bare `--ledger` is in the scope given.
+SCAN_LEDGERS: Final = Composite(
+    (
+        parameter(
+            "ledger_filter",
+            Annotated[str, typer.Option("--ledger", metavar="LEDGER", help=f"Only this ledger: {LEDGER_FORMS}.")],
         ),
-        _scan_filter,
+        *_scope_parameters("Only ledgers of this scope."),
     ),
-]
+    _scan_filter,
+)
 
 
 # --- passwords ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from enum import Enum, StrEnum
 from json.encoder import encode_basestring_ascii as quote
@@ -77,15 +77,21 @@ def ledger_column(source: str = "ledger") -> Column:
 
 
 class Columns:
-    """The fields of one kind of row. `key` names the column that `-o id` prints; None: the command has no ids."""
+    """The fields of one kind of row. `key` is what `-o id` prints: the name of a column, or a column of its own.
 
-    def __init__(self, *columns: Column, key: str | None = None) -> None:
+    None: the command has no ids.
+    """
+
+    def __init__(self, *columns: Column, key: str | Column | None = None) -> None:
         self.columns = columns
-        self.key = key
-        if key is not None and all(column.name != key for column in columns):
-            raise ValueError(f"no column {key}")
+        self.key: Column | None = None
+        if isinstance(key, str):
+            self.key = next(column for column in columns if column.name == key)
+        else:
+            self.key = key
 
-    def __add__(self, more: Iterable[Column]) -> Columns:
+    def and_also(self, *more: Column) -> Columns:
+        """These columns, and `more` behind them."""
         return Columns(*self.columns, *more, key=self.key)
 
     def names(self) -> list[str]:
@@ -422,7 +428,7 @@ class RowWriter:
         if output is Output.ID:
             if columns.key is None:
                 raise UsageError("-o id: this command prints nothing that has an id", hint="use -o ndjson or -o csv")
-            column = next(column for column in columns.columns if column.name == columns.key)
+            column = columns.key
             value = getter(column)
             self._line: Callable[[Any], str] = lambda row: f"{_id_text(column, value(row))}\n"
         elif output is Output.NDJSON:

@@ -88,7 +88,7 @@ LEDGER_COLUMNS = Columns(
     _field("PULSAR", "pulsar", Kind.NESTED, optional=True),
     key="ledger",
 )
-SECRET_COLUMNS = LEDGER_COLUMNS + [_field("PASSWORD (base64)", "password")]
+SECRET_COLUMNS = LEDGER_COLUMNS.and_also(_field("PASSWORD (base64)", "password"))
 
 _LIST_TITLES = {
     "state": "STATE",
