@@ -261,7 +261,7 @@ _NAMES: Final = {
 def _index_files(current: Path) -> Iterator[BookieFile]:
     for entry in _list(current):
         if _LEVEL.fullmatch(entry.name) and _is_directory(entry):
-            yield from _index_level(Path(entry.path), current, 4 if len(entry.name) == 8 else 2, 2)
+            yield from _index_level(Path(entry.path), current, 4 if len(entry.name) == 8 else 3, 2)
 
 
 def _index_level(directory: Path, current: Path, depth: int, level: int) -> Iterator[BookieFile]:
