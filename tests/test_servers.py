@@ -1,0 +1,80 @@
+"""The harness leaves no process behind, and skips only what it may skip."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from servers import Server, require, wait_for
+
+PROGRAM = """
+import os, sys, time
+from pathlib import Path
+from servers import Server
+sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+server = Server("sleeper", Path(sys.argv[1]), lambda: sleep, lambda: True)
+server.start()
+print(server.pid, flush=True)
+if sys.argv[2] == "wait":
+    time.sleep(600)
+"""
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def start(tmp_path: Path, mode: str) -> tuple[subprocess.Popen[str], int]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    run = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "log"), mode], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert run.stdout is not None
+    return run, int(run.stdout.readline())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_servers_end_with_a_test_run_that_is_killed(tmp_path: Path, number: signal.Signals) -> None:
+    run, pid = start(tmp_path, "wait")
+    with run:
+        assert is_running(pid)
+        run.send_signal(number)
+        run.wait()
+    wait_for(lambda: not is_running(pid), "the server's end", 30)
+
+
+def test_servers_end_with_a_test_run_that_forgets_them(tmp_path: Path) -> None:
+    run, pid = start(tmp_path, "return")
+    with run:
+        assert run.wait() == 0
+    assert not is_running(pid)
+
+
+def test_a_server_that_ends_at_once_is_reported_with_its_log(tmp_path: Path) -> None:
+    server = Server("liar", tmp_path / "log", lambda: ["sh", "-c", "echo no luck; exit 3"], lambda: False)
+    with pytest.raises(RuntimeError, match="no luck"):
+        server.start()
+    assert not server.running
+
+
+def test_what_is_missing_skips_unless_it_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BKCTL_TEST_REQUIRE", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="java: none here"):
+        require("java", "none here")
+    monkeypatch.setenv("BKCTL_TEST_REQUIRE", "etcd, strace")
+    with pytest.raises(pytest.skip.Exception):
+        require("java", "none here")
+    for wanted in ("all", "strace,java"):
+        monkeypatch.setenv("BKCTL_TEST_REQUIRE", wanted)
+        with pytest.raises(pytest.fail.Exception, match="none here"):
+            require("java", "none here")
