@@ -20,7 +20,7 @@ import functools
 import struct
 from typing import Final
 
-from bkctl.ids import I64_MAX, U64_MAX, LedgerId
+from bkctl.ids import I64_MAX, LedgerId
 from bkctl.protocol.messages import (
     MASTER_KEY_SIZE_BYTES,
     AddRequest,
@@ -32,10 +32,15 @@ from bkctl.protocol.messages import (
 )
 
 _LENGTH: Final = struct.Struct(">i")
+_WORD: Final = struct.Struct("<Q")
+_ALL_CONTINUED: Final = 0x8080808080808080
 _HEAD: Final = struct.Struct(">BBIB")  # 0A, header size, 08 03 10 operation, 18
 _HEAD_REQUIRED: Final = 0x08031000
 _READ, _ADD = 1, 2
 _BYTE: Final = tuple(bytes((value,)) for value in range(256))
+# What stands before the transaction id, by the id's size in bytes.
+_READ_HEAD: Final = tuple(bytes((0x0A, 5 + size, 0x08, 0x03, 0x10, _READ, 0x18)) for size in range(11))
+_ADD_HEAD: Final = tuple(bytes((0x0A, 5 + size, 0x08, 0x03, 0x10, _ADD, 0x18)) for size in range(11))
 _EOK: Final = Status.EOK
 # The halves of a decoded ledger id are u64 already, so its range check is left out: the plain tuple is made.
 _new = tuple.__new__
@@ -65,30 +70,48 @@ def _field(tag: int, value: int) -> bytes:
     return _BYTE[tag] + varint(value)
 
 
+@functools.lru_cache(1024)
+def _gather(word: int) -> int:
+    """The lower 7 bits of each of 8 bytes, put together; numbers so long are ids from UUIDs, which come again."""
+    word &= 0x7F7F7F7F7F7F7F7F
+    word = word & 0x007F007F007F007F | word >> 1 & 0x3F803F803F803F80
+    word = word & 0x00003FFF00003FFF | word >> 2 & 0x0FFFC0000FFFC000
+    return word & 0x0FFFFFFF | word >> 4 & 0x00FFFFFFF0000000
+
+
 def read_varint(buffer: memoryview, at: int) -> tuple[int, int]:
     """The varint at `at` (below 2^64) and the offset behind it.
 
-    Raises ValueError for one of more than 64 bits, IndexError at the end of `buffer`.
+    Raises ValueError for one of more than 64 bits, IndexError or struct.error at the end of `buffer`.
     """
-    value = buffer[at]
-    if value < 128:
-        return value, at + 1
-    byte = buffer[at + 1]
-    if byte < 128:
-        return value & 127 | byte << 7, at + 2
-    value = value & 127 | (byte & 127) << 7
-    at += 2
-    shift = 14
+    first = buffer[at]
+    if first < 128:
+        return first, at + 1
+    second = buffer[at + 1]
+    if second < 128:
+        return first & 127 | second << 7, at + 2
+    third = buffer[at + 2]
+    if third < 128:
+        return first & 127 | (second & 127) << 7 | third << 14, at + 3
+    fourth = buffer[at + 3]
+    if fourth < 128:
+        return first & 127 | (second & 127) << 7 | (third & 127) << 14 | fourth << 21, at + 4
+    (word,) = _WORD.unpack_from(buffer, at)
+    if word & _ALL_CONTINUED == _ALL_CONTINUED:
+        word = _gather(word)
+        ninth = buffer[at + 8]
+        if ninth < 128:
+            return word | ninth << 56, at + 9
+        tenth = buffer[at + 9]
+        if tenth > 1:
+            raise ValueError("a varint of more than 64 bits")
+        return word | (ninth & 127) << 56 | tenth << 63, at + 10
+    value = shift = 0
     while (byte := buffer[at]) > 127:
         value |= (byte & 127) << shift
         shift += 7
         at += 1
-        if shift > 63:
-            raise ValueError("a varint of more than 10 bytes")
-    value |= byte << shift
-    if value > U64_MAX:
-        raise ValueError("a varint of more than 64 bits")
-    return value, at + 1
+    return value | byte << shift, at + 1
 
 
 def encode_add(txn_id: int, request: AddRequest, out: list[BytesLike]) -> int:
@@ -102,12 +125,12 @@ def encode_add(txn_id: int, request: AddRequest, out: list[BytesLike]) -> int:
         size = len(body)
         body = (body,)
     tail = _field(0x78, scope_id) if scope_id else b""
-    nested = b"%b\x10%b\x1a\x14%b\x22%b" % (_field(0x08, ledger_id), varint(entry_id), master_key, varint(size))
-    txn = varint(txn_id)
-    nested_size = varint(len(nested) + size + len(tail))
-    front = b"\x0a%b\x08\x03\x10\x02\x18%b\xaa\x06%b%b" % (_BYTE[5 + len(txn)], txn, nested_size, nested)
-    frame_size = len(front) + size + len(tail)
-    out.append(_LENGTH.pack(frame_size) + front)
+    txn, ledger, entry, body_size = varint(txn_id), _field(0x08, ledger_id), varint(entry_id), varint(size)
+    nested_size = 24 + len(ledger) + len(entry) + len(body_size) + size + len(tail)
+    nested = varint(nested_size)
+    frame_size = 9 + len(txn) + len(nested) + nested_size
+    front = (_LENGTH.pack(frame_size), _ADD_HEAD[len(txn)], txn, b"\xaa\x06", nested)
+    out.append(b"".join((*front, ledger, b"\x10", entry, b"\x1a\x14", master_key, b"\x22", body_size)))
     out += body
     if tail:
         out.append(tail)
@@ -213,12 +236,12 @@ def encode_read_response(txn_id: int, response: ReadResponse, scope_id: int, out
     if scope_id:
         tail += _field(0x78, scope_id)
     size = len(body)
-    nested = b"\x08\x00%b\x18%b\x22%b" % (_field(0x10, ledger_id), varint(entry_id), varint(size))
-    nested_size = varint(len(nested) + size + len(tail))
-    txn = varint(txn_id)
-    front = b"\x0a%b\x08\x03\x10\x01\x18%b\x10\x00\xa2\x06%b%b" % (_BYTE[5 + len(txn)], txn, nested_size, nested)
-    frame_size = len(front) + size + len(tail)
-    out.append(_LENGTH.pack(frame_size) + front)
+    txn, ledger, entry, body_size = varint(txn_id), _field(0x10, ledger_id), varint(entry_id), varint(size)
+    nested_size = 4 + len(ledger) + len(entry) + len(body_size) + size + len(tail)
+    nested = varint(nested_size)
+    frame_size = 11 + len(txn) + len(nested) + nested_size
+    front = (_LENGTH.pack(frame_size), _READ_HEAD[len(txn)], txn, b"\x10\x00\xa2\x06", nested)
+    out.append(b"".join((*front, b"\x08\x00", ledger, b"\x18", entry, b"\x22", body_size)))
     out.append(body)
     if tail:
         out.append(tail)
