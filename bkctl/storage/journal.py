@@ -73,6 +73,9 @@ class JournalReader(FileReader):
         at = max(start, self.header_size)
         window = self.window(at)
         limit = len(window)
+        if at == 0 and limit < HEADER.size:
+            # Too short for a record, and maybe the first bytes of a header.
+            return
         begin = 0
         read_size = RECORD_SIZE.unpack_from
         has_padding = self.version >= VERSION_PADDING
