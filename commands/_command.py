@@ -160,9 +160,7 @@ class Run:
     def render(self, rows: Iterable[Any], columns: Columns) -> None:
         """Print `rows` as they come. What came before an error is printed, then the error is raised."""
         with self.rows(columns) as writer:
-            row = writer.row
-            for value in rows:
-                row(value)
+            writer.rows(rows)
 
     @contextmanager
     def rows(self, columns: Columns, *, live: bool = False) -> Iterator[RowWriter]:

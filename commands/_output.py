@@ -11,12 +11,13 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from enum import Enum, StrEnum
+from itertools import islice
 from json.encoder import encode_basestring_ascii as quote
 from types import TracebackType
-from typing import Any, Final, Protocol, TextIO
+from typing import Any, Final, NamedTuple, Protocol, TextIO
 
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
@@ -45,30 +46,54 @@ class Kind(Enum):
     NESTED = "nested"  # lists, dicts and scalars as json.dumps writes them
 
 
-class Column:
-    """One field: `source` is an attribute path on the row (`header.size`) or a function of the row.
+class Constant(NamedTuple):
+    """The source of a column that has the same value in every row."""
 
-    `title` is the table's (None: not in the table), `name` the JSON name. An `optional` field is left out of JSON (and
-    of an object's table) where it is None. `flexible` cells are cut when the terminal
-    is too narrow. `text` overrides how a table shows the value; `style` gives the ANSI colour of a value's cell.
+    value: Any
+
+
+class Inline(NamedTuple):
+    """The source of a column as an expression of the row `r`, for rows by the hundred thousand.
+
+    `names` are what it refers to.
     """
 
-    __slots__ = ("flexible", "kind", "name", "optional", "source", "style", "text", "title")
+    code: str
+    names: Mapping[str, Any] = {}
+
+
+Source = str | Constant | Inline | Callable[[Any], Any]
+
+
+class Column:
+    """One field of a row.
+
+    `source` says where its value is: an attribute path (`header.size`), a function of the row, a Constant or an Inline.
+    `title` is the table's (None: not in the table), `name` the JSON name. An `optional` field is left out of JSON (and
+    of an object's table) where it is None. `flexible` cells are cut when the terminal is too narrow. `text` overrides
+    how a table shows the value; `style` gives the ANSI colour of a cell's text. `nullable` False promises that the
+    value is never None; `absent` is a value that stands for None.
+    """
+
+    __slots__ = ("absent", "flexible", "kind", "name", "nullable", "optional", "source", "style", "text", "title")
 
     def __init__(
         self,
         title: str | None,
         name: str,
-        source: str | Callable[[Any], Any],
+        source: Source,
         kind: Kind = Kind.TEXT,
         *,
         flexible: bool = False,
         optional: bool = False,
+        nullable: bool = True,
+        absent: Any = None,
         text: Callable[[Any], str] | None = None,
         style: Mapping[str, str] | None = None,
     ) -> None:
         self.title, self.name, self.source, self.kind = title, name, source, kind
         self.flexible, self.optional, self.text, self.style = flexible, optional, text, style
+        self.nullable, self.absent = nullable, absent
 
 
 def ledger_column(source: str = "ledger") -> Column:
@@ -195,17 +220,17 @@ def cut(text: str, width: int) -> str:
 # --- compiling a row ------------------------------------------------------------------------------------------------
 
 
-class _LedgerTexts(dict[LedgerId, str]):
-    """LedgerId → its text in one format; a scan meets the same few ledgers again and again."""
+class _Texts(dict[Any, str]):
+    """Value → its text; a scan meets the same few ledgers and words again and again."""
 
-    def __init__(self, text: Callable[[LedgerId], str]) -> None:
+    def __init__(self, text: Callable[[Any], str]) -> None:
         super().__init__()
         self._text = text
 
-    def __missing__(self, ledger: LedgerId) -> str:
+    def __missing__(self, value: Any) -> str:
         if len(self) > 10_000:
             self.clear()
-        text = self[ledger] = self._text(ledger)
+        text = self[value] = self._text(value)
         return text
 
 
@@ -231,35 +256,55 @@ def _json_default(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
-# How a value is written, per kind and format; `{v}` is the value. Evaluated in the scope of `_compile`.
-_JSON: Final[dict[Kind, str]] = {
-    Kind.LEDGER: "_null_ledger if {v} is None else _ledgers[{v}]",
-    Kind.INTEGER: '"null" if {v} is None else {v}',
-    Kind.SIZE: '"null" if {v} is None else {v}',
-    Kind.TEXT: '"null" if {v} is None else _quote({v})',
-    Kind.BOOLEAN: '"null" if {v} is None else "true" if {v} else "false"',
-    Kind.TIME: '"null" if {v} is None else _quote(_iso({v}))',
-    Kind.BINARY: '"null" if {v} is None else _quote(_base64({v}))',
-    Kind.NESTED: "_dumps({v})",
-}
-_CSV: Final[dict[Kind, str]] = {
-    Kind.LEDGER: '",," if {v} is None else _ledger_cells[{v}]',
-    Kind.INTEGER: '"" if {v} is None else {v}',
-    Kind.SIZE: '"" if {v} is None else {v}',
-    Kind.TEXT: '"" if {v} is None else _cell({v})',
-    Kind.BOOLEAN: '"" if {v} is None else "true" if {v} else "false"',
-    Kind.TIME: '"" if {v} is None else _iso({v})',
-    Kind.BINARY: '"" if {v} is None else _base64({v})',
-    Kind.NESTED: '"" if {v} is None else _cell({v} if isinstance({v}, str) else _dumps({v}))',
-}
+class _Form(NamedTuple):
+    """How a format writes a value, per kind: expressions of the value `{v}` and what is written for None."""
+
+    null: str
+    null_ledger: str
+    ledger: Callable[[LedgerId], str]
+    codes: Mapping[Kind, str]
 
 
-def _compile(columns: Columns, codes: Mapping[Kind, str], field: Callable[[Column, str], str]) -> Callable[[Any], str]:
-    """One f-string for a whole row: an order of magnitude faster than a dict and json.dumps, or a loop over columns."""
+_JSON: Final = _Form(
+    "null",
+    ",".join(f'"{name}":null' for name in LEDGER_FIELDS),
+    _ledger_json,
+    {
+        Kind.INTEGER: "{v}",
+        Kind.SIZE: "{v}",
+        Kind.TEXT: "_quote({v})",
+        Kind.BOOLEAN: '"true" if {v} else "false"',
+        Kind.TIME: "_quote(_iso({v}))",
+        Kind.BINARY: "_quote(_base64({v}))",
+        Kind.NESTED: "_dumps({v})",
+    },
+)
+_CSV: Final = _Form(
+    "",
+    ",,",
+    _ledger_csv,
+    {
+        Kind.INTEGER: "{v}",
+        Kind.SIZE: "{v}",
+        Kind.TEXT: "_cell({v})",
+        Kind.BOOLEAN: '"true" if {v} else "false"',
+        Kind.TIME: "_iso({v})",
+        Kind.BINARY: "_base64({v})",
+        Kind.NESTED: "_cell({v} if isinstance({v}, str) else _dumps({v}))",
+    },
+)
+
+
+def _compile(
+    form: _Form, columns: Columns, begin: str, field: Callable[[Column, str], str], end: str
+) -> Callable[[Any], str]:
+    """The function row → its text: one f-string for the whole row.
+
+    That is an order of magnitude faster than a dict and json.dumps, or a loop over columns, for each row.
+    """
     scope: dict[str, Any] = {
-        "_ledgers": _LedgerTexts(_ledger_json),
-        "_ledger_cells": _LedgerTexts(_ledger_csv),
-        "_null_ledger": '"ledgerScopeId":null,"ledgerId":null,"ledgerQualifiedName":null',
+        "_null": form.null,
+        "_null_ledger": form.null_ledger,
         "_quote": quote,
         "_iso": iso_time,
         "_base64": base64_text,
@@ -268,48 +313,73 @@ def _compile(columns: Columns, codes: Mapping[Kind, str], field: Callable[[Colum
     }
     parts: list[str] = []
     for index, column in enumerate(columns.columns):
-        if callable(column.source):
-            scope[f"_f{index}"] = column.source
-            first = f"_f{index}(r)"
+        value = _value_code(column, index, scope)
+        null = "_null"
+        if column.kind is Kind.LEDGER:
+            texts = _Texts(form.ledger)
+            if column.absent is not None:
+                texts[column.absent] = form.null_ledger
+            scope[f"_ledgers{index}"] = texts
+            code, null = f"_ledgers{index}[{{v}}]", "_null_ledger"
         else:
-            first = f"r.{column.source}"
-        # The value is taken once, where the code names it first in the order of evaluation: the test for None.
-        code = codes[column.kind]
-        if code.count("{v}") > 1:
-            at = code.index("{v} is None")
-            code = code[:at] + f"(_v{index} := {first})" + code[at + 3 :]
-            code = code.replace("{v}", f"_v{index}")
-        parts.append(field(column, "{(" + code.replace("{v}", first) + ")}"))
-    compiled: Callable[[Any], str] = eval("lambda r: f'''" + ",".join(parts) + "'''", scope)
+            code = form.codes[column.kind]
+        if column.nullable and column.absent is None:
+            written = code.replace("{v}", f"_v{index}")
+            code = f"{null} if (_v{index} := {value}) is None else {written}"
+        else:
+            code = code.replace("{v}", value)
+        if isinstance(column.source, Constant):
+            text = str(eval(code, scope)).encode("unicode_escape").decode()
+            text = text.replace("'", "\\'").replace("{", "{{").replace("}", "}}")
+        else:
+            text = "{(" + code + ")}"
+        parts.append(field(column, text))
+    source = "lambda r: f'''" + begin + ",".join(parts) + end + "'''"
+    compiled: Callable[[Any], str] = eval(source, scope)
     return compiled
 
 
-def compile_json(columns: Columns) -> Callable[[Any], str]:
-    """The function row → its JSON object on one line, without line end."""
-    always = Columns(*(column for column in columns.columns if not column.optional))
-    fields = _compile(
-        always, _JSON, lambda column, code: code if column.kind is Kind.LEDGER else f'"{column.name}":{code}'
-    )
+def _value_code(column: Column, index: int, scope: dict[str, Any]) -> str:
+    """The expression of the row `r` that is the column's value."""
+    source = column.source
+    if isinstance(source, str):
+        return f"r.{source}"
+    if isinstance(source, Constant):
+        scope[f"_c{index}"] = source.value
+        return f"_c{index}"
+    if isinstance(source, Inline):
+        scope.update(source.names)
+        return f"({source.code})"
+    scope[f"_f{index}"] = source
+    return f"_f{index}(r)"
+
+
+def compile_json(columns: Columns, *, before: str = "", after: str = "") -> Callable[[Any], str]:
+    """The function row → its JSON object on one line, with the plain text `before` and `after` it."""
+
+    def field(column: Column, code: str) -> str:
+        return code if column.kind is Kind.LEDGER else f'"{column.name}":{code}'
+
     optional = [
-        (getter(column), compile_json(Columns(_required(column)))) for column in columns.columns if column.optional
+        (getter(column), _compile(_JSON, Columns(column), ",", field, ""))
+        for column in columns.columns
+        if column.optional
     ]
     if not optional:
-        return lambda row: f"{{{fields(row)}}}"
+        return _compile(_JSON, columns, before + "{{", field, "}}" + after)
+    always = Columns(*(column for column in columns.columns if not column.optional))
+    fields = _compile(_JSON, always, before + "{{", field, "")
+    ending = "}" + after.replace("\\n", "\n")
 
     def with_optional(row: Any) -> str:
-        parts = [fields(row), *(line(row)[1:-1] for get, line in optional if get(row) is not None)]
-        return f"{{{','.join(parts)}}}"
+        return "".join([fields(row), *(text(row) for get, text in optional if get(row) is not None), ending])
 
     return with_optional
 
 
-def _required(column: Column) -> Column:
-    return Column(column.title, column.name, column.source, column.kind)
-
-
 def compile_csv(columns: Columns) -> Callable[[Any], str]:
-    """The function row → its csv line, without line end; names and text are quoted where RFC 4180 wants it."""
-    return _compile(columns, _CSV, lambda column, code: code)
+    """The function row → its csv line; text is quoted where RFC 4180 wants it."""
+    return _compile(_CSV, columns, "", lambda column, code: code, "\\n")
 
 
 def csv_cell(text: str) -> str:
@@ -319,11 +389,21 @@ def csv_cell(text: str) -> str:
 
 def getter(column: Column) -> Callable[[Any], Any]:
     """The function row → the column's value."""
-    if callable(column.source):
-        return column.source
-    from operator import attrgetter
+    source, absent = column.source, column.absent
+    if isinstance(source, Constant):
+        value = source.value
+        return lambda row: value
+    if isinstance(source, Inline):
+        get: Callable[[Any], Any] = eval(f"lambda r: {source.code}", dict(source.names))
+    elif isinstance(source, str):
+        from operator import attrgetter
 
-    return attrgetter(column.source)
+        get = attrgetter(source)
+    else:
+        get = source
+    if absent is None:
+        return get
+    return lambda row: None if (value := get(row)) == absent else value
 
 
 def cell_text(column: Column, value: Any) -> str:
@@ -349,10 +429,32 @@ def cell_text(column: Column, value: Any) -> str:
             return str(value)
 
 
+def compile_cells(columns: list[Column]) -> Callable[[Any], tuple[str, ...]]:
+    """The function row → the texts of its cells in a table."""
+    scope: dict[str, Any] = {"_texts": _Texts(str), "_null": NULL}
+    cells: list[str] = []
+    for index, column in enumerate(columns):
+        value = _value_code(column, index, scope)
+        if isinstance(column.source, Constant):
+            scope[f"_t{index}"] = cell_text(column, column.source.value)
+            cells.append(f"_t{index}")
+        elif column.text is None and column.kind in (Kind.INTEGER, Kind.LEDGER) and column.absent is None:
+            text = "str" if column.kind is Kind.INTEGER else "_texts.__getitem__"
+            scope[f"_s{index}"] = eval(text, scope)
+            cells.append(f"_null if (_v{index} := {value}) is None else _s{index}(_v{index})")
+        else:
+            scope[f"_g{index}"] = _cell_function(column)
+            cells.append(f"_g{index}({value})")
+    compiled: Callable[[Any], tuple[str, ...]] = eval(f"lambda r: ({', '.join(cells)},)", scope)
+    return compiled
+
+
 def _cell_function(column: Column) -> Callable[[Any], str]:
-    if column.text is None and column.kind in (Kind.INTEGER, Kind.LEDGER):
-        return lambda value: NULL if value is None else str(value)
-    return lambda value: cell_text(column, value)
+    """The function value → cell; a scan meets the same few texts and ledgers again and again."""
+    absent = column.absent
+    if column.kind in (Kind.LEDGER, Kind.TEXT):
+        return _Texts(lambda value: NULL if value == absent else cell_text(column, value)).__getitem__
+    return lambda value: NULL if value == absent else cell_text(column, value)
 
 
 def _nested_text(value: Any) -> str:
@@ -424,28 +526,29 @@ class RowWriter:
         self._written = written
         self._batch: list[str] = []
         self._pushed = time.monotonic()
-        self.row: Callable[[Any], None]
-        if output is Output.ID:
-            if columns.key is None:
-                raise UsageError("-o id: this command prints nothing that has an id", hint="use -o ndjson or -o csv")
-            column = columns.key
-            value = getter(column)
-            self._line: Callable[[Any], str] = lambda row: f"{_id_text(column, value(row))}\n"
-        elif output is Output.NDJSON:
-            compiled = compile_json(columns)
-            self._line = lambda row: compiled(row) + "\n"
-        elif output is Output.JSON:
-            compiled = compile_json(columns)
-            self._line = lambda row: ",\n" + compiled(row)
-        elif output is Output.CSV:
-            compiled = compile_csv(columns)
-            self._line = lambda row: compiled(row) + "\n"
         self._table: _Table | None = None
+        self._line: Callable[[Any], str]
+        if output is Output.ID and columns.key is None:
+            raise UsageError("-o id: this command prints nothing that has an id", hint="use -o ndjson or -o csv")
         if output is Output.TABLE:
             self._table = _Table(columns, self._stream, color)
-            self.row = self._table_row
+        self.use(columns)
+
+    def use(self, columns: Columns) -> None:
+        """Take the values of later rows from `columns`: the same fields, from other sources."""
+        if self._table is not None:
+            self._table.use(columns)
+        elif self._output is Output.ID:
+            key = columns.key
+            assert key is not None
+            value = getter(key)
+            self._line = lambda row: f"{_id_text(key, value(row))}\n"
+        elif self._output is Output.NDJSON:
+            self._line = compile_json(columns, after="\\n")
+        elif self._output is Output.JSON:
+            self._line = compile_json(columns, before=",\\n")
         else:
-            self.row = self._plain_row
+            self._line = compile_csv(columns)
 
     def __enter__(self) -> RowWriter:
         if self._output is Output.CSV:
@@ -467,20 +570,40 @@ class RowWriter:
             self._flush()
         self._push()
 
-    def _plain_row(self, row: Any) -> None:
+    def row(self, row: Any) -> None:
+        """Print one row, with others or at once."""
         batch = self._batch
-        batch.append(self._line(row))
-        if self._live or len(batch) >= BATCH_ROWS:
+        if self._table is not None:
+            batch.extend(self._table.add(row, now=self._live))
+        else:
+            batch.append(self._line(row))
+        if self._live or len(batch) >= BATCH_ROWS or (self._tty and batch):
             self._flush_batch()
         elif time.monotonic() - self._pushed > PATIENCE_S:
             self._flush_batch()
             self._push()
 
-    def _table_row(self, row: Any) -> None:
-        assert self._table is not None
-        self._batch.extend(self._table.add(row, now=self._live))
-        if self._live or self._tty or len(self._batch) >= BATCH_ROWS:
-            self._flush_batch()
+    def rows(self, rows: Iterable[Any]) -> None:
+        """Print rows as they come: in growing batches while they come fast, one by one when they come slowly."""
+        if self._table is not None or self._live:
+            for row in rows:
+                self.row(row)
+            return
+        iterator = iter(rows)
+        size = 1
+        while True:
+            before = len(self._batch)
+            # What an exception leaves in the batch is printed by __exit__.
+            self._batch.extend(map(self._line, islice(iterator, size)))
+            if len(self._batch) - before < size:
+                return
+            now = time.monotonic()
+            slow = now - self._pushed > PATIENCE_S
+            size = max(size // 2, 1) if slow else min(size * 2, BATCH_ROWS)
+            if slow or len(self._batch) >= BATCH_ROWS:
+                self._flush_batch()
+            if slow:
+                self._push()
 
     def _flush_batch(self) -> None:
         if self._output is Output.JSON:
@@ -515,10 +638,9 @@ class _Table:
     """A table whose widths come from its first rows; later rows stream into them."""
 
     def __init__(self, columns: Columns, stream: Terminal, color: bool) -> None:
-        self._columns = [column for column in columns.columns if column.title is not None]
-        self._cells = [(getter(column), _cell_function(column)) for column in self._columns]
+        self.use(columns)
         self._right = [column.kind in (Kind.INTEGER, Kind.SIZE) for column in self._columns]
-        self._sample: list[list[str]] | None = []
+        self._sample: list[tuple[str, ...]] | None = []
         self._sample_started = 0.0
         self._color = color
         self._room = terminal_width() if stream.isatty() else None
@@ -526,11 +648,16 @@ class _Table:
         #: Plain rows are laid out by one % operation; colours, wide characters and cutting take the slower way.
         self._template: str | None = None
 
+    def use(self, columns: Columns) -> None:
+        """Take the cells of later rows from `columns`."""
+        self._columns = [column for column in columns.columns if column.title is not None]
+        self._cells = compile_cells(self._columns)
+
     def add(self, row: Any, *, now: bool) -> list[str]:
         """The lines that can be printed once `row` is there."""
-        cells = [text(get(row)) for get, text in self._cells]
+        cells = self._cells(row)
         if self._sample is None:
-            line = self._template % tuple(cells) if self._template else ""
+            line = self._template % cells if self._template else ""
             return [line.rstrip() + "\n"] if line.isascii() and line else [self._format(cells)]
         self._sample.append(cells)
         moment = time.monotonic()
@@ -572,7 +699,7 @@ class _Table:
             self._widths[widest] -= 1
             excess -= 1
 
-    def _format(self, cells: list[str], *, header: bool = False) -> str:
+    def _format(self, cells: Sequence[str], *, header: bool = False) -> str:
         parts: list[str] = []
         last = len(cells) - 1
         for index, (cell, width) in enumerate(zip(cells, self._widths, strict=True)):

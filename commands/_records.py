@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from enum import StrEnum
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -24,7 +24,7 @@ from ._options import (
     number_option,
     parameter,
 )
-from ._output import NULL, Column, Columns, Kind, Output, base64_text, binary_text, readable_text
+from ._output import NULL, Column, Columns, Constant, Inline, Kind, Output, RowWriter, binary_text, readable_text
 
 if TYPE_CHECKING:
     from bkctl.formats.entry import DigestType
@@ -134,73 +134,60 @@ DirOption = Annotated[
 ShowSecretsOption = Annotated[bool, typer.Option("--show-secrets", help="Also the master keys.")]
 
 
-class Place:
-    """The file that rows come from now."""
-
-    __slots__ = ("hex", "id", "path")
-
-    def __init__(self) -> None:
-        self.id: int | None = None
-        self.hex: str | None = None
-        self.path = ""
-
-    def move_to(self, path: Path, file_id: int | None) -> None:
-        """Rows come from `path` from now on."""
-        self.id, self.path = file_id, str(path)
-        self.hex = None if file_id is None else f"{file_id:x}"
-
-
 def record_columns(
-    place: Place, id_name: str, options: RecordOptions, output: Output, *, secrets: bool = False
+    path: Path, file_id: int | None, id_name: str, options: RecordOptions, output: Output, *, secrets: bool = False
 ) -> Columns:
-    """The columns of records; `id_name` is `journalId` or `logId`."""
+    """The columns of the records of the file `path`; `id_name` is `journalId` or `logId`."""
     from bkctl.formats.record import NO_LEDGER, RecordType
 
-    entry = RecordType.ENTRY
     digest_type = options.digest_type
-
-    def ledger(record: Record) -> LedgerId | None:
-        return None if record[3] is NO_LEDGER else record[3]
-
-    def last_add_confirmed(record: Record) -> int | None:
-        return record[5] if record[2] is not RecordType.EXPLICIT_LAC else _explicit_lac(record)
-
+    names = {
+        "explicit_lac": _explicit_lac,
+        "EXPLICIT_LAC": RecordType.EXPLICIT_LAC,
+        "LEDGER_KEY": RecordType.LEDGER_KEY,
+        "digest_type": digest_type,
+    }
+    size = (
+        "None if r.format_version == 1 else r.payload_size()" if digest_type is None else "r.payload_size(digest_type)"
+    )
+    lac = "explicit_lac(r) if r.type is EXPLICIT_LAC else r.last_add_confirmed"
     columns = [
-        Column("LEDGER", "ledger", ledger, Kind.LEDGER),
-        Column(
-            "ENTRY", "entryId", "entry_id", Kind.INTEGER,
-            text=lambda entry_id: NULL if entry_id < 0 else str(entry_id),
-        ),
-        Column("LAC", "lastAddConfirmed", last_add_confirmed, Kind.INTEGER),
+        Column("LEDGER", "ledger", "ledger", Kind.LEDGER, absent=NO_LEDGER),
+        Column("ENTRY", "entryId", "entry_id", Kind.INTEGER, nullable=False, text=_entry_text),
+        Column("LAC", "lastAddConfirmed", Inline(lac, names), Kind.INTEGER),
         Column("LENGTH", "length", "length", Kind.INTEGER),
-        Column("SIZE", "size", lambda record: record.payload_size(digest_type), Kind.INTEGER),
-        Column(None, "formatVersion", "format_version", Kind.INTEGER),
-        Column(None, id_name, lambda _: place.id, Kind.INTEGER),
-        Column(None, f"{id_name}Hex", lambda _: place.hex),
-        Column("OFFSET", "offset", "offset", Kind.INTEGER),
-        Column("RECORD SIZE", "recordSize", "record_size", Kind.INTEGER),
-        Column("TYPE", "type", lambda record: record[2].value),
-        Column("FILE", "file", lambda _: place.path, flexible=True, text=lambda path: Path(path).name),
-    ]  # fmt: skip
+        Column("SIZE", "size", Inline(size, names), Kind.INTEGER),
+        Column(None, "formatVersion", "format_version", Kind.INTEGER, nullable=False),
+        Column(None, id_name, Constant(file_id), Kind.INTEGER),
+        Column(None, f"{id_name}Hex", Constant(None if file_id is None else f"{file_id:x}")),
+        Column("OFFSET", "offset", "offset", Kind.INTEGER, nullable=False),
+        Column("RECORD SIZE", "recordSize", "record_size", Kind.INTEGER, nullable=False),
+        Column("TYPE", "type", "type", nullable=False),
+        Column("FILE", "file", Constant(str(path)), flexible=True, text=lambda path: Path(path).name),
+    ]
     if secrets:
-        columns.append(
-            Column("MASTER KEY", "masterKey", lambda record: (
-                record.special_payload.hex() if record[2] is RecordType.LEDGER_KEY else None
-            ), optional=True)
-        )  # fmt: skip
+        key = "r.special_payload.hex() if r.type is LEDGER_KEY else None"
+        columns.append(Column("MASTER KEY", "masterKey", Inline(key, names), optional=True))
     if options.body:
-        form = options.format
-
-        def payload(record: Record) -> str | None:
-            data = record.payload(digest_type) if record[2] is entry else None
-            if data is None:
-                return None
-            if form is None:
-                return readable_text(data) if output is Output.TABLE else base64_text(data)
-            return binary_text(data, form)
-
-        columns.append(Column("PAYLOAD", "payload", payload, flexible=True))
+        columns.append(Column("PAYLOAD", "payload", _payload_function(options, output), flexible=True))
     return Columns(*columns, key="offset")
+
+
+def _entry_text(entry_id: int) -> str:
+    return NULL if entry_id < 0 else str(entry_id)
+
+
+def _payload_function(options: RecordOptions, output: Output) -> Callable[[Record], str | None]:
+    digest_type, form = options.digest_type, options.format
+    in_table = form is None and output is Output.TABLE
+
+    def payload(record: Record) -> str | None:
+        data = record.payload(digest_type)
+        if data is None:
+            return None
+        return readable_text(data) if in_table else binary_text(data, form)
+
+    return payload
 
 
 def _explicit_lac(record: Record) -> int | None:
@@ -226,36 +213,59 @@ def print_records(
     """
     if options.format is BinaryFormat.RAW and run.output is not Output.TABLE:
         raise UsageError("--format raw prints payloads and nothing else", hint=f"leave -o {run.output.value} out")
-    place = Place()
-    columns = record_columns(place, id_name, options, run.output, secrets=secrets)
+    tally = _Tally(options)
     errors: list[BkctlError] = []
-    left = options.limit
-    count = 0
-    unknown = 0
-    with run.rows(columns) as writer:
-        row = writer.row
+    with ExitStack() as stack:
+        writer: RowWriter | None = None
         for path, file_id, records in files:
-            place.move_to(path, file_id)
+            columns = record_columns(path, file_id, id_name, options, run.output, secrets=secrets)
+            if writer is None:
+                writer = stack.enter_context(run.rows(columns))
+            else:
+                writer.use(columns)
             try:
-                for record in records if left is None else islice(records, left - count):
-                    count += 1
-                    if options.format is BinaryFormat.RAW:
+                if options.format is BinaryFormat.RAW:
+                    for record in tally.watch(records):
                         run.raw(record.payload(options.digest_type) or b"")
-                    else:
-                        row(record)
-                    if (
-                        options.body
-                        and record.payload_offset(options.digest_type) is None
-                        and record.length is not None
-                    ):
-                        unknown += 1
+                else:
+                    writer.rows(tally.watch(records))
             except (Corrupt, Unsupported) as error:
                 errors.append(error)
-            if left is not None and count >= left:
+            if tally.left == 0:
                 break
-    if unknown:
-        run.note(f"bkctl: {unknown:,} entries of scope 0 do not say where their payload begins; add --digest-type")
+        if writer is None:
+            stack.enter_context(run.rows(record_columns(Path(), None, id_name, options, run.output, secrets=secrets)))
+    if tally.unknown:
+        run.note(
+            f"bkctl: {tally.unknown:,} entries of scope 0 do not say where their payload begins; add --digest-type"
+        )
     raise_first(run, errors)
+
+
+class _Tally:
+    """Counts records against the limit, and those whose payload was wanted and cannot be told from the digest."""
+
+    def __init__(self, options: RecordOptions) -> None:
+        self._options = options
+        self.left = options.limit
+        self.unknown = 0
+
+    def watch(self, records: Iterator[Record]) -> Iterator[Record]:
+        """The records, as many as the limit leaves."""
+        if self.left is None and not self._options.body:
+            return records
+        return self._watch(records)
+
+    def _watch(self, records: Iterator[Record]) -> Iterator[Record]:
+        digest_type, body = self._options.digest_type, self._options.body
+        for record in records:
+            if body and record.length is not None and record.payload_offset(digest_type) is None:
+                self.unknown += 1
+            if self.left is not None:
+                self.left -= 1
+            yield record
+            if self.left == 0:
+                return
 
 
 def raise_first(run: Run, errors: list[BkctlError]) -> None:
