@@ -40,7 +40,7 @@ BOOKIES: dict[str, tuple[str, dict[str, object]]] = {
     "interleaved": (INTERLEAVED, {"journalFormatVersionToWrite": 5, "fileInfoFormatVersionToWrite": 0}),
     "db": (DB, {}),
 }
-SETTINGS = {"logSizeLimit": 65536, "journalBufferedWritesThreshold": 4096, "entryLogFilePreallocationEnabled": "true"}
+SETTINGS = {"logSizeLimit": 40000, "journalBufferedWritesThreshold": 4096, "entryLogFilePreallocationEnabled": "true"}
 ZEROS_KEPT = 512
 
 
@@ -155,8 +155,7 @@ def main(version: str, *kept: str) -> None:
     for bookie in cluster.bookies:
         bookie.stop()
 
-    target = HERE / version
-    shutil.rmtree(target, ignore_errors=True)
+    target = work / "golden"
     answers: dict[str, Any] = {}
     ids = sorted({ledger["ledgerId"] for ledger in ledgers}, key=int)
     for bookie, (name, (storage, _)) in zip(cluster.bookies, BOOKIES.items(), strict=True):
@@ -173,6 +172,8 @@ def main(version: str, *kept: str) -> None:
         (target / name / "shell.json").write_text(lines({"bookkeeper": version, **answer}) + "\n")
     (target / "metadata.json").write_text(lines({"bookkeeper": version, "ledgerMetadata": metadata}) + "\n")
     (target / "zookeeper.json").write_text(lines({"bookkeeper": version, "nodes": nodes}) + "\n")
+    shutil.rmtree(HERE / version, ignore_errors=True)
+    shutil.copytree(target, HERE / version)
     shutil.rmtree(work)
 
 
