@@ -198,7 +198,9 @@ def update_metadata(
         except MetadataVersionConflict:
             current = ledgers.read(ledger)
         else:
-            return current._replace(metadata=changed, version=version)
+            # The store writes 0 for the token of the creation, as Java's client does.
+            token = None if changed.c_token is None else 0
+            return current._replace(metadata=replace(changed, c_token=token), version=version)
     raise MetadataVersionConflict(
         f"Metadata of ledger {ledger} changed {UPDATE_ATTEMPTS_MAX} times while it was being written", hint="try again"
     )
