@@ -257,7 +257,8 @@ class BookieConnection(_FramedProtocol):
         """Connect to the bookie at `host`:`port`, with START_TLS when `tls` is given.
 
         `timeout_s` bounds connecting, and each request after it (a long poll: beside its own wait). `bookie_id` is the
-        name in errors. Raises BookieUnavailable when the bookie cannot be reached or refuses TLS.
+        name in errors. Raises BookieUnavailable when the bookie cannot be reached or refuses TLS, ProtocolError when
+        it answers START_TLS with something else.
         """
         loop = asyncio.get_running_loop()
         where = f"Bookie {bookie_id}" if bookie_id == f"{host}:{port}" else f"Bookie {bookie_id} at {host}:{port}"
@@ -542,7 +543,8 @@ class RequestHandler(typing.Protocol):
         """Take one request, and see that `respond` is called exactly once, now or later, from the loop's thread.
 
         Never given: authentication, START_TLS, and what the protocol itself refuses. A BkctlError raised here is
-        answered with its status (EIO when it has none).
+        answered with its status (EIO when it has none); any other exception ends the connection and goes to the loop's
+        exception handler.
         """
 
 
@@ -603,6 +605,9 @@ class _ServedConnection(_FramedProtocol):
         except BkctlError as error:
             status = Status.EIO if error.v3_code is None else Status(error.v3_code)
             respond(refusal(request, status))
+        except Exception:
+            self.abort()
+            raise
 
     def _answer_call(self, header: v3.Header, request: Request | None) -> None:
         """Answer a v3 request that is none of the bookie's business."""

@@ -770,6 +770,23 @@ def test_an_error_that_the_bookie_raises_is_its_answer(runner: Runner, protocol:
     runner(main())
 
 
+@pytest.mark.parametrize("protocol", Protocol)
+def test_a_bug_in_the_bookie_ends_the_connection_and_is_told(runner: Runner, protocol: Protocol) -> None:
+    def fail(request: Request) -> Response:
+        raise ZeroDivisionError("a bug")
+
+    async def main() -> None:
+        told: list[object] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: told.append(context.get("exception")))
+        async with serving(Handler(fail)) as server, connected(server.port, protocol) as connection:
+            with pytest.raises(BookieUnavailable):
+                await connection.send(ReadRequest(LEDGER, 1))
+        assert [type(error) for error in told] == [ZeroDivisionError]
+
+    runner(main())
+
+
 def test_a_bare_status_closes_a_v2_connection(runner: Runner) -> None:
     async def main() -> None:
         handler = Handler(lambda request: BareResponse(Status.EUA))
