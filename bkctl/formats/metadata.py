@@ -536,12 +536,15 @@ def _is_utf8(message: Message) -> bool:
 
 _ESCAPES: Final = {
     **{byte: chr(byte) for byte in range(0x20, 0x7F)},
-    **{ord(char): f"\\{name}" for char, name in zip("\a\b\f\n\r\t\v\\'\"", "abfnrtv\\'\"", strict=True)},
+    **{ord(char): f"\\{name}" for char, name in zip("\b\f\n\r\t\\'\"", "bfnrt\\'\"", strict=True)},
 }
 
 
 def print_text(message: Message, indent: str = "") -> str:
-    """The protobuf text format of `message`, character for character as Java prints it (TextFormat.printer)."""
+    """The protobuf text format of `message`, character for character as BookKeeper 4.18 prints it.
+
+    Older releases print bytes 7 and 11 as \\a and \\v, not in octal; every release reads both. Source: LightProto.
+    """
     return "".join(_text_lines(message, indent))
 
 

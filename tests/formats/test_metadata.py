@@ -374,11 +374,13 @@ def test_service_info():
             BookieServiceInfo.parse(damaged, "/available/x")
 
 
-def test_text_is_escaped_as_java_does():
+def test_text_is_escaped_as_apaches_current_release_does():
     message = data_formats_pb2.CookieFormat(bookieHost="a\u00e9\"'\\", journalDir="\a\b\f\n\r\t\v\0\x7f", ledgerDirs="")
     assert print_text(message) == (
-        'bookieHost: "a\\303\\251\\"\\\'\\\\"\njournalDir: "\\a\\b\\f\\n\\r\\t\\v\\000\\177"\nledgerDirs: ""\n'
+        'bookieHost: "a\\303\\251\\"\\\'\\\\"\njournalDir: "\\007\\b\\f\\n\\r\\t\\013\\000\\177"\nledgerDirs: ""\n'
     )
+    older = COOKIE_TEXT.replace(b"47db9102", b"\\a\\v\\007\\013")
+    assert Cookie.parse(older).instance_id == "\a\v\a\v"
 
 
 def without_json_names(file):
