@@ -116,9 +116,9 @@ class Run:
 
     def complete(self, work: Coroutine[Any, Any, T]) -> T:
         """Run asynchronous work to its end."""
-        import asyncio
+        from bkctl.protocol.connection import run
 
-        return asyncio.run(work)
+        return run(work)
 
     def config(self) -> BookieConfig:
         """The bookie's settings in `--conf`. Raises UsageError without one."""
@@ -146,6 +146,14 @@ class Run:
                 "No directory is given", hint="name the bookie's directories, or add --conf bk_server.conf"
             )
         return BookieDirectories()
+
+    def log(self) -> None:
+        """Write what happens to stderr, line by line with times: for what runs in the foreground for long."""
+        import logging
+
+        level = logging.WARNING if self.quiet else logging.INFO
+        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+        logging.getLogger("kazoo").setLevel(logging.INFO if self.verbose else logging.CRITICAL)
 
     def _quiet_libraries(self) -> None:
         """Libraries log to stderr only with --verbose: what goes wrong comes as one error."""

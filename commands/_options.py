@@ -647,22 +647,24 @@ def connect_to(levels: list[tuple[str, Globals]], environment: Mapping[str, str]
     """
     from bkctl.config import read_properties
 
+    without: Path | None = None
     for source, options in levels:
         if options.metadata_uri is not None:
             return Connection(options.metadata_uri, f"--metadata-uri {source}")
         if options.conf is not None:
             uri = read_properties(options.conf).metadata_service_uri
-            if uri is None:
-                raise UsageError(f"{options.conf}: no metadataServiceUri and no zkServers", hint="add --metadata-uri")
-            return Connection(uri, str(options.conf))
+            if uri is not None:
+                return Connection(uri, str(options.conf))
+            without = without or options.conf
         if options.context is not None:
             return _context(options.context, environment)
+    if without is not None:
+        raise UsageError(f"{without}: no metadataServiceUri and no zkServers", hint="add --metadata-uri")
     current = _current_context(environment)
     if current is not None:
         return current
-    uri = _local_cluster()
-    if uri is not None:
-        return Connection(uri, "the local cluster")
+    if (local := _local_cluster()) is not None:
+        return Connection(local, "the local cluster")
     raise UsageError(
         "No cluster is named", hint="add --metadata-uri URI or --conf FILE, or start one with 'bkctl cluster up'"
     )

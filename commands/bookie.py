@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -23,6 +24,33 @@ if TYPE_CHECKING:
 app = group()
 index_app = group("Ledger indexes of a bookie: which entries are here, and where.")
 app.add_typer(index_app, name="index")
+
+
+# --- start ----------------------------------------------------------------------------------------------------------
+
+STARTED_COLUMNS = Columns(
+    Column("BOOKIE", "bookieId", "bookie_id"),
+    Column("ADDRESS", "address", lambda bookie: "{}:{}".format(*bookie.address)),
+    Column("PID", "pid", lambda _: os.getpid(), Kind.INTEGER),
+    key="bookieId",
+)
+
+
+@command(app, "start", connects=True)
+def start(run: Run) -> None:
+    """Run a bookie in the foreground, as `--conf bk_server.conf` says; SIGTERM or Ctrl-C stops it cleanly.
+
+    It is printed once it serves; what happens to it is on stderr.
+    """
+    from bkctl.bookie.server import Bookie, serve
+
+    config = run.config().with_changes(metadata_service_uri=run.connection().uri)
+    run.log()
+
+    def started(bookie: Bookie) -> None:
+        run.show(bookie, STARTED_COLUMNS)
+
+    run.complete(serve(config, started=started))
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
