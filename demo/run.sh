@@ -23,13 +23,16 @@ run bkctl cluster up --dir "$work/cluster" --bookies 3
 
 say "A ledger under a UUID: 128 bits, no central counter"
 printf '%s$ printf "one\\ntwo\\nthree\\n" | bkctl ledger write --uuid%s\n' $'\033[32m' $'\033[0m'
-ledger=$(printf 'one\ntwo\nthree\n' | "$bkctl" ledger write --uuid --output id)
+ledger=$(printf 'one\ntwo\nthree\n' | "$bkctl" --quiet ledger write --uuid --output id)
 echo "$ledger"
 
-say "The same ledger id in scope 0 is another ledger"
-low=$((16#${ledger:17:15}))
-printf '%s$ echo elsewhere | bkctl ledger write --ledger-id %s%s\n' $'\033[32m' "$low" $'\033[0m'
-echo elsewhere | "$bkctl" ledger write --ledger-id "$low" --output id
+say "The same ledger id in two scopes: two ledgers"
+printf '%s$ echo "scope zero"  | bkctl ledger write --ledger-id 1%s\n' $'\033[32m' $'\033[0m'
+echo "scope zero" | "$bkctl" --quiet ledger write --ledger-id 1 --output id
+printf '%s$ echo "scope seven" | bkctl ledger write --ledger-scope-id 7 --ledger-id 1%s\n' $'\033[32m' $'\033[0m'
+echo "scope seven" | "$bkctl" --quiet ledger write --ledger-scope-id 7 --ledger-id 1 --output id
+run bkctl ledger read 1 --body --format utf8
+run bkctl ledger read 7:1 --body --format utf8
 
 say "Metadata"
 run bkctl ledger list --all-scopes
@@ -57,6 +60,7 @@ run bkctl cluster down
 say "Entry log: scoped entries stand in a log of their own, formatVersion 2"
 run bkctl entrylog list --conf "$conf"
 run bkctl entrylog read --conf "$conf" --ledger "$ledger"
+run bkctl entrylog read --conf "$conf" --ledger "$ledger" --body --limit 1 --output ndjson
 
 say "Index: four levels of directories below the ledger directory"
 run bkctl bookie files --conf "$conf" --kind index
