@@ -394,25 +394,37 @@ class SimulatedFiles(Files):
 
 
 class _SimulatedFile(StorageFile):
-    __slots__ = ("_files", "_inode")
+    __slots__ = ("_cut", "_files", "_inode")
 
     def __init__(self, real: StorageFile, files: SimulatedFiles, inode: _Inode) -> None:
         super().__init__(real.path, real.fd)
         real.fd = -1
         self._files = files
         self._inode = inode
+        self._cut = False
 
     def _write_some(self, offset: int, buffers: Sequence[Buffer]) -> int:
         self._files.step("write", self.path)
         data = b"".join(buffers)
-        if self._files.short_writes and len(data) > 1:
-            data = data[: self._files.random.randint(1, len(data))]
+        whole = len(data)
+        if self._files.short_writes:
+            # The system stops between pages, never within a sector.
+            cut = self._files.random.randint(0, len(data))
+            cut -= (offset + cut) % SECTOR_SIZE_BYTES
+            data = data[:cut] if cut > 0 else data
         new = max(0, offset + len(data) - max(offset, self.size()))
         data = data[: len(data) - new + self._files.take_space(new)]
-        self._inode.pending.append((offset, data))
+        pending = self._inode.pending
+        start, before = pending[-1] if self._cut and pending else (None, 0)
+        if start is not None and isinstance(before, bytes) and start + len(before) == offset:
+            pending[-1] = (start, before + data)  # the rest of a short write: the disk sees both as one
+        else:
+            pending.append((offset, data))
+        self._cut = len(data) < whole
         return os.pwrite(self.fd, data, offset)
 
     def sync(self) -> None:
+        self._cut = False
         self._files.step("sync", self.path)
         self._inode.sync()
 
@@ -428,6 +440,7 @@ class _SimulatedFile(StorageFile):
         os.ftruncate(self.fd, end)
 
     def truncate(self, size: int) -> None:
+        self._cut = False
         self._files.step("write", self.path)
         self._inode.pending.append((None, size))
         super().truncate(size)

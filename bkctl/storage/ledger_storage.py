@@ -642,7 +642,9 @@ class LedgerStorage:
         if record.format_version == 2 and not ledger.is_scoped:
             return  # Torn: nobody writes V2 in scope 0.
         if record.type is RecordType.LEDGER_KEY:
-            keys[ledger] = record.special_payload
+            master_key = record.special_payload
+            if master_key.count(0) < _TORN_KEY_ZEROS:
+                keys[ledger] = master_key
             return
         if record.type not in _REPLAYED:
             return
@@ -657,10 +659,20 @@ class LedgerStorage:
             handle.fenced = handle.fence_recorded = True
             self.index.change_header(handle)
         elif record.type is RecordType.EXPLICIT_LAC:
-            packet = record.special_payload
-            self._set_explicit_lac(handle, read_lac_header(packet, 0).last_add_confirmed, packet)
+            self._replay_lac(handle, record.special_payload)
         else:
             self._replay_entry(handle, record)
+
+    def _replay_lac(self, handle: LedgerHandle, packet: bytes) -> None:
+        try:
+            header = read_lac_header(packet)
+        except (TruncatedRecord, Unsupported):
+            return
+        old = handle.explicit_lac
+        is_torn = bool(old) and _has_digest(old, header.size) and not _has_digest(packet, header.size)
+        if header.ledger != handle.ledger or is_torn:
+            return
+        self._set_explicit_lac(handle, header.last_add_confirmed, packet)
 
     def _replay_entry(self, handle: LedgerHandle, record: Record) -> None:
         body, entry_id = record.body, record.entry_id
@@ -698,6 +710,8 @@ def _end_of_group(reader: JournalReader, at: int) -> int | None:
             return at
 
 
+#: A master key is a SHA-1 digest: with this many zeros it was cut by a crash, together with what it was written for.
+_TORN_KEY_ZEROS: Final = 8
 _REPLAYED: Final = frozenset({RecordType.ENTRY, RecordType.FENCE, RecordType.EXPLICIT_LAC})
 
 
@@ -715,15 +729,17 @@ def _is_better(old: bytes, new: bytes) -> bool:
     """
     if old == new:
         return True
-    if _has_digest(new):
+    size = read_entry_header(new).size
+    if _has_digest(new, size):
         return False
-    return _has_digest(old) or len(old) != len(new) or old.count(0) < new.count(0)
+    return _has_digest(old, size) or len(old) != len(new) or old.count(0) < new.count(0)
 
 
-def _has_digest(entry: bytes) -> bool:
-    """Whether the entry carries its own CRC32 or CRC32C (the only digests that need no password)."""
-    header = read_entry_header(entry)
-    size = header.size
-    if entry[size : size + 4] == _crc32c(entry[:size] + entry[size + 4 :]).to_bytes(4, "big"):
+def _has_digest(data: bytes, size: int) -> bool:
+    """Whether the CRC32 or CRC32C of the `size` bytes of header and the payload follows the header.
+
+    Those are the digests that need no password. True for an entry and for a LAC packet alike.
+    """
+    if data[size : size + 4] == _crc32c(data[:size] + data[size + 4 :]).to_bytes(4, "big"):
         return True
-    return entry[size : size + 8] == zlib.crc32(entry[size + 8 :], zlib.crc32(entry[:size])).to_bytes(8, "big")
+    return data[size : size + 8] == zlib.crc32(data[size + 8 :], zlib.crc32(data[:size])).to_bytes(8, "big")

@@ -1,0 +1,336 @@
+"""A bookie's storage on a disk that forgets what was not synced: whatever the moment of the crash, nothing that was
+acknowledged is lost, and nothing that was stored is damaged. A failure prints the seed and the operation."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from bkctl.config import BookieConfig
+from bkctl.errors import LedgerFenced
+from bkctl.formats.entry import DigestManager, DigestType, read_lac_header
+from bkctl.ids import LedgerId
+from bkctl.storage.files import Fault, Files, SimulatedCrash, SimulatedFiles
+from bkctl.storage.ledger_storage import LedgerStorage
+
+SEEDS = [int(each) for each in os.environ.get("BKCTL_TEST_SEEDS", "1,2,3,4,5,6").split(",")]
+#: The same ledger id in three scopes, and neighbours.
+LEDGERS = [LedgerId(0, 5), LedgerId(7, 5), LedgerId(0xFFFF_0000_0000_0001, 5), LedgerId(0, 6), LedgerId(0, 0)]
+STEPS = 40
+
+
+@dataclass
+class Acknowledged:
+    """What the bookie promised, and all that it was ever given."""
+
+    entries: dict[tuple[LedgerId, int], bytes] = field(default_factory=dict)
+    given: dict[tuple[LedgerId, int], set[bytes]] = field(default_factory=dict)
+    fenced: set[LedgerId] = field(default_factory=set)
+    lacs: dict[LedgerId, int] = field(default_factory=dict)
+
+
+def config_for(root: Path, journals: int = 1) -> BookieConfig:
+    return BookieConfig(
+        journal_directories=tuple(str(root / f"journal-{number}") for number in range(journals)),
+        ledger_directories=(str(root / "ledgers-0"), str(root / "ledgers-1")),
+        journal_max_size_mb=0,  # a new journal for every group
+        journal_pre_alloc_size_mb=0,
+        journal_max_backups=2,
+        log_size_limit=6 * 1024,
+        page_size=64,
+        page_limit=4,
+        open_file_limit=3,
+    )
+
+
+def digest_of(ledger: LedgerId) -> DigestManager:
+    kind = [DigestType.CRC32C, DigestType.CRC32, DigestType.HMAC][ledger.value % 3]
+    return DigestManager(ledger, kind, b"secret")
+
+
+class Workload:
+    """Random operations of a bookie; `promised` grows as batches reach the disk."""
+
+    def __init__(self, storage: LedgerStorage, seed: int, promised: Acknowledged) -> None:
+        self.storage = storage
+        self.random = random.Random(seed)
+        self.promised = promised
+        self.lengths = dict.fromkeys(LEDGERS, 0)
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
+    def step(self) -> None:
+        choice = self.random.random()
+        if choice < 0.55:
+            for _ in range(self.random.randint(1, 6)):
+                self.add()
+        elif choice < 0.60:
+            self.fence()
+        elif choice < 0.67:
+            self.write_lac()
+        elif choice < 0.80:
+            self.commit()
+        elif choice < 0.90:
+            self.storage.seal_entries(1)
+            self.storage.write_entries()
+        else:
+            self.storage.run_checkpoint()
+
+    def add(self) -> None:
+        ledger = self.random.choice(LEDGERS)
+        known = [entry_id for each, entry_id in self.promised.given if each == ledger]
+        again = bool(known) and self.random.random() < 0.15
+        entry_id = self.random.choice(known) if again else max(known, default=-1) + self.random.choice((1, 1, 1, 9))
+        digests = digest_of(ledger)
+        # A copy of an entry has the same payload and length: only the LAC, and so the digest, may differ.
+        content = random.Random(f"{ledger} {entry_id}")
+        payload = content.randbytes(content.choice((0, 1, 30, 200, 900)))
+        body = digests.seal(entry_id, self.random.randint(-1, entry_id), 1000 * (entry_id + 1), payload) + payload
+        try:
+            self.storage.add(ledger, entry_id, digests.master_key, body, (ledger, entry_id, body), again)
+        except LedgerFenced:
+            return
+        self.promised.given.setdefault((ledger, entry_id), set()).add(body)
+
+    def fence(self) -> None:
+        ledger = self.random.choice(LEDGERS[1:])
+        self.storage.fence(ledger, digest_of(ledger).master_key, lambda error: self.note_fence(ledger, error))
+
+    def note_fence(self, ledger: LedgerId, error: BaseException | None) -> None:
+        if error is None:
+            self.promised.fenced.add(ledger)
+
+    def write_lac(self) -> None:
+        ledger = self.random.choice(LEDGERS)
+        lac = self.random.randint(0, 100)
+        digests = digest_of(ledger)
+
+        def note(error: BaseException | None) -> None:
+            if error is None:
+                self.promised.lacs[ledger] = lac
+
+        self.storage.write_lac(ledger, lac, digests.master_key, digests.seal_lac(lac), note)
+
+    def commit(self) -> None:
+        for number in range(len(self.storage.journals)):
+            batch = self.storage.take_batch(number)
+            if batch is None:
+                continue
+            error = None
+            try:
+                self.storage.commit(number, batch)
+            except OSError as failure:
+                error = failure
+            self.storage.settle(number, batch, error)
+            if error is None:
+                for ledger, entry_id, body in batch.tokens:
+                    self.promised.entries[ledger, entry_id] = body
+
+
+def check(storage: LedgerStorage, promised: Acknowledged, *, torn: bool = False) -> None:
+    """Everything promised is there, and everything there was once given."""
+    for (ledger, entry_id), body in promised.entries.items():
+        found = bytes(storage.read_entry(ledger, entry_id))
+        # A later copy of the entry that was on its way may have replaced it.
+        assert found == body or found in promised.given[ledger, entry_id], f"entry {entry_id} of {ledger!r}"
+    for ledger in LEDGERS:
+        handle = storage.get(ledger)
+        if handle is None:
+            continue
+        for entry_id in storage.availability(handle)():
+            found = bytes(storage.read_entry(ledger, entry_id))
+            if (ledger, entry_id) in promised.entries or not torn:
+                assert found in promised.given[ledger, entry_id], f"entry {entry_id} of {ledger!r} was never given"
+    for ledger in promised.fenced:
+        handle = storage.get(ledger)
+        assert handle is not None
+        assert handle.fenced, f"{ledger!r} was fenced"
+    for ledger in promised.lacs:
+        handle = storage.get(ledger)
+        assert handle is not None
+        assert read_lac_header(handle.explicit_lac).ledger == ledger
+
+
+def survive(image: Path, promised: Acknowledged, journals: int, seed: int, *, torn: bool) -> None:
+    """Start on what the crash left; then work, stop cleanly, and start again."""
+    storage = LedgerStorage(config_for(image, journals), files=SimulatedFiles(image, seed=seed))
+    storage.open()
+    check(storage, promised, torn=torn)
+    work = Workload(storage, seed + 1, promised)
+    work.run(8)
+    work.commit()
+    check(storage, promised, torn=torn)
+    storage.close()
+    again = LedgerStorage(config_for(image, journals), files=SimulatedFiles(image, seed=seed))
+    again.open()
+    assert again.replayed == (0, 0), "a clean stop leaves nothing to replay"
+    check(again, promised, torn=torn)
+
+
+def crash_points(seed: int, total: int) -> Iterator[int]:
+    """A random tenth of the operations, or with BKCTL_TEST_CRASH_POINTS=all every one."""
+    if os.environ.get("BKCTL_TEST_CRASH_POINTS") == "all":
+        yield from range(1, total + 1)
+    else:
+        yield from sorted(random.Random(seed).sample(range(1, total + 1), total // 10))
+
+
+def start_and_work(
+    root: Path, seed: int, promised: Acknowledged, journals: int, crash_at: int | None
+) -> SimulatedFiles:
+    root.mkdir()
+    files = SimulatedFiles(root, seed=seed, crash_at=crash_at, short_writes=seed % 2 == 0)
+    clock = iter(range(1000, 1_000_000))
+    storage = LedgerStorage(
+        config_for(root, journals), files=files, clock_ms=lambda: next(clock), chance=random.Random(seed)
+    )
+    try:
+        storage.open()
+        work = Workload(storage, seed, promised)
+        work.run(STEPS)
+        work.commit()
+        storage.close()
+    except SimulatedCrash:
+        pass
+    return files
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("keep", "tear"), [(0.0, False), (0.5, False), (0.5, True)], ids=["forget", "some", "torn"])
+def test_no_crash_loses_what_was_acknowledged(tmp_path: Path, seed: int, keep: float, tear: bool) -> None:
+    journals = 1 + seed % 2
+    total = start_and_work(tmp_path / "whole", seed, Acknowledged(), journals, None).operations
+    assert total > 200, "the workload does something"
+    for crash_at in crash_points(seed, total):
+        promised = Acknowledged()
+        files = start_and_work(tmp_path / f"at-{crash_at}", seed, promised, journals, crash_at)
+        image = files.crash(tmp_path / f"image-{crash_at}", keep=keep, tear=tear)
+        try:
+            survive(image, promised, journals, seed, torn=tear)
+        except BaseException as error:
+            error.add_note(f"seed {seed}, crash at operation {crash_at} of {total}, keep {keep}, tear {tear}")
+            raise
+
+
+def test_a_layer_that_lies_about_syncs_is_found_out(tmp_path: Path) -> None:
+    """The simulation itself: without syncs something acknowledged is lost, or these tests would prove nothing."""
+
+    class Liar(SimulatedFiles):
+        def sync_directory(self, path: Path) -> None:
+            self.step("sync", path)
+
+    (tmp_path / "work").mkdir()
+    files = Liar(tmp_path / "work", seed=1)
+    storage = LedgerStorage(config_for(tmp_path / "work"), files=files)
+    storage.open()
+    promised = Acknowledged()
+    work = Workload(storage, 1, promised)
+    work.run(STEPS)
+    work.commit()
+    assert promised.entries
+    image = files.crash(tmp_path / "image")
+    with pytest.raises(Exception, match=r"No ledger|missing|index|entry"):
+        survive(image, promised, 1, 1, torn=False)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_full_disk_corrupts_nothing(tmp_path: Path, seed: int) -> None:
+    """Space runs out at a random moment and comes back: failed groups were not acknowledged, all others are there."""
+    for capacity in random.Random(seed).sample(range(1_000, 60_000), 8):
+        root = tmp_path / f"capacity-{capacity}"
+        root.mkdir()
+        files = SimulatedFiles(root, seed=seed, short_writes=True)
+        storage = LedgerStorage(config_for(root), files=files, chance=random.Random(seed))
+        storage.open()
+        promised = Acknowledged()
+        work = Workload(storage, seed, promised)
+        files.capacity_bytes = capacity
+        for _ in range(STEPS):
+            try:
+                work.step()
+            except OSError:
+                work.commit()
+        files.capacity_bytes = None
+        work.run(5)
+        work.commit()
+        check(storage, promised)
+        image = files.crash(tmp_path / f"image-{capacity}")
+        try:
+            survive(image, promised, 1, seed, torn=False)
+        except BaseException as error:
+            error.add_note(f"seed {seed}, capacity {capacity}")
+            raise
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_failing_operations_fail_what_they_must_and_no_more(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    root = tmp_path / "work"
+    root.mkdir()
+    files = SimulatedFiles(root, seed=seed)
+    storage = LedgerStorage(config_for(root), files=files, chance=random.Random(seed))
+    storage.open()
+    promised = Acknowledged()
+    work = Workload(storage, seed, promised)
+    for _ in range(4):
+        work.run(8)
+        kind, path = chance.choice((("write", ".txn"), ("create", ".txn"), ("write", ".log"), ("write", ".idx")))
+        files.faults.append(Fault(kind, path, 5))
+        for _ in range(8):
+            try:
+                work.step()
+            except OSError:
+                continue
+    work.commit()
+    if storage.journals[0].failed is None:
+        check(storage, promised)
+    image = files.crash(tmp_path / "image")
+    survive(image, promised, 1, seed, torn=False)
+
+
+def test_a_failed_journal_sync_ends_the_journal(tmp_path: Path) -> None:
+    """After a failed sync the system may have dropped the data and forgotten it: nothing is acknowledged any more."""
+    root = tmp_path / "work"
+    root.mkdir()
+    files = SimulatedFiles(root)
+    storage = LedgerStorage(config_for(root).with_changes(journal_max_size_mb=1), files=files)
+    storage.open()
+    promised = Acknowledged()
+    work = Workload(storage, 3, promised)
+    work.add()
+    work.commit()
+    before = dict(promised.entries)
+    work.add()
+    files.faults.append(Fault("sync", ".txn", 5, times=9))
+    work.commit()
+    assert storage.journals[0].failed is not None
+    work.add()
+    with pytest.raises(Exception, match="failed"):
+        work.commit()
+    assert promised.entries == before
+
+
+def test_real_files_and_simulated_ones_make_the_same_bytes(tmp_path: Path) -> None:
+    trees = []
+    for name, simulated in (("real", False), ("simulated", True)):
+        root = tmp_path / name
+        root.mkdir()
+        files = SimulatedFiles(root) if simulated else Files()
+        clock = iter(range(1000, 1_000_000))
+        storage = LedgerStorage(
+            config_for(root), files=files, clock_ms=lambda clock=clock: next(clock), chance=random.Random(1)
+        )
+        storage.open()
+        work = Workload(storage, 1, Acknowledged())
+        work.run(STEPS)
+        work.commit()
+        storage.close()
+        trees.append({str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()})
+    assert trees[0] == trees[1]
