@@ -4,12 +4,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types clean
+.PHONY: demo test lint types servers clean
 
 demo: .venv/.bkctl
 	PATH="$(CURDIR)/$(BIN):$$PATH" demo/run.sh
 
-test: lint types
+test: lint types servers
 	$(BIN)/pytest
 
 lint: .venv/.test
@@ -17,6 +17,9 @@ lint: .venv/.test
 
 types: .venv/.test
 	$(BIN)/mypy bkctl
+
+servers: .venv/.test
+	$(BIN)/python tests/servers.py
 
 clean:
 	rm -rf .venv .cache build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

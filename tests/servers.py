@@ -597,3 +597,17 @@ class ApacheCluster:
     def bookie(self, storage: str) -> ApacheBookie:
         """The bookie of one storage class (SORTED, INTERLEAVED or DB)."""
         return next(bookie for bookie in self.bookies if bookie.storage == storage)
+
+
+def main() -> None:
+    """Fetch what `java` needs, ahead of the tests and outside their timeouts; say so if it cannot be had."""
+    try:
+        Java()
+    except pytest.skip.Exception as reason:
+        print(f"tests that need it are skipped: {reason}", file=sys.stderr)
+    except pytest.fail.Exception as reason:
+        sys.exit(str(reason))
+
+
+if __name__ == "__main__":
+    main()
