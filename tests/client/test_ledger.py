@@ -49,7 +49,7 @@ async def collect_until(error, entries, match=None):
 
 async def _extend(got, entries):
     async for entry in entries:
-        got.append(entry)  # noqa: PERF401 (what came before an error counts)
+        got.append(entry)
 
 
 async def write(client, payloads=PAYLOADS, **options):

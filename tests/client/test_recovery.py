@@ -1,0 +1,315 @@
+"""Recovery: where a ledger ends, what is made safe, and what several clients do at once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+from client.fakes import FakeLedger, Fault
+
+from bkctl.errors import LedgerFenced, LedgerRecoveryFailed, NotEnoughBookies, TimedOut, Unauthorized
+from bkctl.formats.entry import read_entry_header
+from bkctl.formats.metadata import LedgerState
+from bkctl.protocol.messages import AddRequest, Protocol, ReadRequest, Status
+
+
+async def collect(entries):
+    return [entry async for entry in entries]
+
+
+async def open_ledger_of(client, payloads, **options):
+    """A ledger whose writer went away after `payloads`."""
+    writer = await client.create_ledger_adv(**options)
+    for payload in payloads:
+        await writer.add(payload)
+    return writer
+
+
+@pytest.mark.parametrize(("protocol", "scope_id"), [(Protocol.V2, 0), (Protocol.V3, 0), (Protocol.V3, 7)])
+@pytest.mark.parametrize("count", [0, 1, 2, 30])
+def test_a_ledger_left_open_is_fenced_and_closed_at_its_last_entry(fake_cluster, run, protocol, scope_id, count):
+    async def scenario():
+        async with fake_cluster(3) as cluster, cluster.client(protocol=protocol) as client:
+            payloads = [b"entry %d" % i for i in range(count)]
+            writer = await open_ledger_of(client, payloads, ledger_scope_id=scope_id, password=b"pw")
+            reader = await client.open_ledger(
+                writer.ledger_id, ledger_scope_id=scope_id, password=b"pw", recovery=True
+            )
+            assert reader.is_closed
+            assert (reader.last_add_confirmed, reader.length) == (count - 1, sum(map(len, payloads)))
+            metadata = cluster.metadata(writer.ledger)
+            assert metadata.state is LedgerState.CLOSED
+            assert (metadata.last_entry_id, metadata.length) == (count - 1, sum(map(len, payloads)))
+            if count:
+                assert [e.payload async for e in reader.read(0, count - 1)] == payloads
+            with pytest.raises(LedgerFenced):
+                await asyncio.gather(*(writer.add(b"x") for _ in range(3)))
+            again = await client.open_ledger(
+                writer.ledger_id, ledger_scope_id=scope_id, password=None, recovery=True
+            )
+            assert again.last_add_confirmed == count - 1
+
+    run(scenario())
+
+
+def test_flags_of_recovery(fake_cluster, run):
+    async def scenario():
+        async with fake_cluster(3) as cluster, cluster.client() as client:
+            writer = await open_ledger_of(client, [b"0", b"1"])
+            for bookie in cluster.bookies:
+                bookie.received.clear()
+            await client.open_ledger(writer.ledger_id, recovery=True)
+            received = [request for bookie in cluster.bookies for request in bookie.received]
+            key = writer._access.digest.master_key
+            reads = [request for request in received if isinstance(request, ReadRequest)]
+            first = [request for request in reads if request.entry_id == -1]
+            assert len(first) == 3
+            assert all(request.fence and request.master_key == key and not request.high_priority for request in first)
+            later = [request for request in reads if request.fence and request.entry_id >= 1]
+            assert later
+            assert all(request.high_priority and request.master_key == key for request in later)
+            adds = [request for request in received if isinstance(request, AddRequest)]
+            assert {request.entry_id for request in adds} == {1}
+            assert all(request.recovery_add and request.high_priority for request in adds)
+
+    run(scenario())
+
+
+def test_an_entry_on_one_bookie_only_is_made_safe_or_dropped_never_halved(fake_cluster, run):
+    """Wq 3, Aq 2: an entry on one bookie may be kept or not; one on two must be kept."""
+
+    async def scenario():
+        async with fake_cluster(3) as cluster, cluster.client() as client:
+            for held_count in (1, 2):
+                writer = await open_ledger_of(client, [b"0", b"1"], write_quorum_size=3)
+                await asyncio.sleep(0.02)
+                bookies = [cluster.bookie(each) for each in writer.metadata.last_fragment.bookies]
+                for bookie in bookies[held_count:]:
+                    bookie.ledgers[writer.ledger].entries.pop(1, None)
+                reader = await client.open_ledger(writer.ledger_id, recovery=True)
+                if held_count == 2:
+                    assert reader.last_add_confirmed == 1
+                assert reader.length == reader.last_add_confirmed + 1
+                for entry_id in range(reader.last_add_confirmed + 1):
+                    count = sum(entry_id in bookie.ledgers[writer.ledger].entries for bookie in bookies)
+                    assert count >= 2
+
+    run(scenario())
+
+
+def test_the_end_needs_enough_bookies_that_lack_the_entry(fake_cluster, run):
+    """Wq 3, Aq 2: two must say that there is no entry. One that cannot tell (EIO, UNKNOWNLEDGERSTATE) is no answer."""
+
+    async def scenario():
+        async with fake_cluster(3) as cluster, cluster.client() as client:
+            writer = await open_ledger_of(client, [b"0", b"1"], write_quorum_size=3)
+            unsure = cluster.bookies[:2]
+            for bookie in unsure:
+                bookie.fault = (
+                    lambda request: Status.EUNKNOWNLEDGERSTATE
+                    if isinstance(request, ReadRequest) and request.entry_id > 1
+                    else None
+                )
+            with pytest.raises(LedgerRecoveryFailed, match="entry 2"):
+                await client.open_ledger(writer.ledger_id, recovery=True)
+            assert cluster.metadata(writer.ledger).state is LedgerState.IN_RECOVERY
+            for bookie in unsure:
+                bookie.fault = lambda request: None
+            reader = await client.open_ledger(writer.ledger_id, recovery=True)
+            assert reader.last_add_confirmed == 1
+
+    run(scenario())
+
+
+def test_too_few_answers_to_fence_leave_the_ledger_in_recovery(fake_cluster, run):
+    async def scenario():
+        async with fake_cluster(3) as cluster, cluster.client(timeout_s=0.5) as client:
+            writer = await open_ledger_of(client, [b"0", b"1", b"2"])
+            await cluster.bookies[0].stop()
+            await cluster.bookies[1].stop()
+            with pytest.raises(LedgerRecoveryFailed):
+                await client.open_ledger(writer.ledger_id, recovery=True)
+            await cluster.bookies[0].start()
+            await cluster.bookies[1].start()
+            cluster.bookies[0].fault = cluster.bookies[1].fault = lambda request: Fault.SILENCE
+            async with cluster.client(timeout_s=0.5) as fresh:
+                with pytest.raises(TimedOut):
+                    await fresh.open_ledger(writer.ledger_id, recovery=True)
+            cluster.bookies[0].fault = cluster.bookies[1].fault = lambda request: None
+            assert cluster.metadata(writer.ledger).state is LedgerState.IN_RECOVERY
+            async with cluster.client() as fresh:
+                assert (await fresh.open_ledger(writer.ledger_id, recovery=True)).last_add_confirmed == 2
+
+    run(scenario())
+
+
+def test_a_wrong_key_is_passed_on(fake_cluster, run):
+    async def scenario():
+        async with fake_cluster(3) as cluster, cluster.client() as client:
+            writer = await open_ledger_of(client, [b"0"], password=b"pw")
+            for bookie in cluster.bookies:
+                bookie.fault = lambda request: Status.EUA if getattr(request, "fence", False) else None
+            with pytest.raises(Unauthorized):
+                await client.open_ledger(writer.ledger_id, password=b"pw", recovery=True)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("scope_id", [0, 7])
+def test_a_dead_bookie_is_replaced_where_entries_are_added_again(fake_cluster, run, scope_id):
+    async def scenario():
+        async with fake_cluster(4) as cluster, cluster.client() as client:
+            payloads = [b"%d" % i for i in range(21)]
+            writer = await client.create_ledger_adv(ledger_scope_id=scope_id, ensemble_size=3)
+            await writer.add(payloads[0])
+            await asyncio.gather(*(writer.add(payload) for payload in payloads[1:]))
+            dead = writer.metadata.last_fragment.bookies[2]
+            await cluster.bookie(dead).stop()
+            async with cluster.client() as fresh:
+                reader = await fresh.open_ledger(writer.ledger_id, ledger_scope_id=scope_id, recovery=True)
+                assert reader.last_add_confirmed == 20
+                assert [e.payload async for e in reader.read(0, 20)] == payloads
+            metadata = cluster.metadata(writer.ledger)
+            assert dead not in metadata.last_fragment.bookies
+            for entry_id in range(metadata.last_fragment.first_entry_id, 21):
+                for index in (entry_id % 3, (entry_id + 1) % 3):
+                    holder = cluster.bookie(metadata.last_fragment.bookies[index])
+                    assert entry_id in holder.ledgers[writer.ledger].entries
+
+    run(scenario())
+
+
+def test_without_a_spare_bookie_recovery_fails_and_writes_no_fragment(fake_cluster, run):
+    async def scenario():
+        async with fake_cluster(3) as cluster, cluster.client() as client:
+            writer = await open_ledger_of(client, [b"0", b"1", b"2"])
+            await cluster.bookie(writer.metadata.last_fragment.bookies[2]).stop()
+            async with cluster.client() as fresh:
+                with pytest.raises(LedgerRecoveryFailed) as caught:
+                    await fresh.open_ledger(writer.ledger_id, recovery=True)
+            assert isinstance(caught.value.__cause__, NotEnoughBookies)
+            metadata = cluster.metadata(writer.ledger)
+            assert metadata.state is LedgerState.IN_RECOVERY
+            assert metadata.ensembles == writer.metadata.ensembles
+
+    run(scenario())
+
+
+def test_entries_keep_their_id_length_and_payload(fake_cluster, run):
+    async def scenario():
+        async with fake_cluster(3) as cluster, cluster.client() as client:
+            payloads = [b"x" * size for size in (5, 0, 100, 1)]
+            writer = await client.create_ledger()
+            await asyncio.gather(*(writer.add(payload) for payload in payloads))
+            await client.open_ledger(writer.ledger_id, recovery=True)
+            lengths = list(itertools.accumulate(map(len, payloads)))
+            for bookie in cluster.bookies:
+                for entry_id, entry in bookie.ledgers[writer.ledger].entries.items():
+                    header = read_entry_header(entry)
+                    assert (header.entry_id, header.length) == (entry_id, lengths[entry_id])
+                    assert header.last_add_confirmed < entry_id
+
+    run(scenario())
+
+
+def test_an_empty_last_fragment_ends_at_the_fragment_before_with_its_length(fake_cluster, run):
+    """The writer changed the ensemble and died before it added anything there."""
+
+    async def scenario():
+        async with fake_cluster(6) as cluster, cluster.client() as client:
+            writer = await open_ledger_of(client, [b"abc", b"defg"])
+            found = cluster.cluster.ledgers.read(writer.ledger)
+            used = found.metadata.last_fragment.bookies
+            spare = tuple(each.bookie_id for each in cluster.bookies if each.bookie_id not in used)
+            from bkctl.client.ensemble import with_fragment
+
+            cluster.cluster.ledgers.write(writer.ledger, with_fragment(found.metadata, 2, spare), found.version)
+            reader = await client.open_ledger(writer.ledger_id, recovery=True)
+            assert (reader.last_add_confirmed, reader.length) == (1, 7)
+
+    run(scenario())
+
+
+def test_many_recoveries_at_once_agree(fake_cluster, run):
+    async def scenario():
+        async with fake_cluster(5) as cluster, cluster.client() as client:
+            for seed in range(5):
+                chance = random.Random(seed)
+                writer = await client.create_ledger(write_quorum_size=3)
+                futures = [writer.add(b"%d" % i) for i in range(60)]
+                await futures[30]
+                clients = [cluster.client() for _ in range(4)]
+                for bookie in cluster.bookies:
+                    bookie.fault = (
+                        lambda request, chance=chance: Status.EIO
+                        if isinstance(request, AddRequest) and request.recovery_add and chance.random() < 0.02
+                        else None
+                    )
+                opened = await asyncio.gather(
+                    *(each.open_ledger(writer.ledger_id, recovery=True) for each in clients), return_exceptions=True
+                )
+                for bookie in cluster.bookies:
+                    bookie.fault = lambda request: None
+                opened = [each for each in opened if not isinstance(each, LedgerRecoveryFailed)]
+                if not opened:
+                    opened = [await client.open_ledger(writer.ledger_id, recovery=True)]
+                acknowledged = [f.result() for f in futures if f.done() and f.exception() is None]
+                metadata = cluster.metadata(writer.ledger)
+                assert metadata.state is LedgerState.CLOSED
+                assert metadata.last_entry_id >= max(acknowledged) >= 30
+                for reader in opened:
+                    assert reader.last_add_confirmed == metadata.last_entry_id
+                entries = await collect(opened[0].read(0, metadata.last_entry_id))
+                assert [entry.payload for entry in entries] == [b"%d" % i for i in range(metadata.last_entry_id + 1)]
+                for each in clients:
+                    await each.close()
+
+    run(scenario())
+
+
+def test_a_ledger_closed_meanwhile_by_another_stays_as_it_was_closed(fake_cluster, run):
+    async def scenario():
+        async with fake_cluster(3) as cluster, cluster.client() as client:
+            writer = await open_ledger_of(client, [b"0", b"1", b"2"])
+            for bookie in cluster.bookies:
+                bookie.hold = lambda request: isinstance(request, ReadRequest)
+            opening = asyncio.create_task(client.open_ledger(writer.ledger_id, recovery=True))
+            while not all(bookie.held for bookie in cluster.bookies):
+                await asyncio.sleep(0.001)
+            found = cluster.cluster.ledgers.read(writer.ledger)
+            assert found.metadata.state is LedgerState.IN_RECOVERY
+            changed = replace(found.metadata, state=LedgerState.CLOSED, last_entry_id=1, length=2)
+            cluster.cluster.ledgers.write(writer.ledger, changed, found.version)
+            for bookie in cluster.bookies:
+                bookie.release()
+            reader = await opening
+            assert (reader.last_add_confirmed, reader.length) == (1, 2)
+
+    run(scenario())
+
+
+def test_a_bookie_that_lost_scopes_is_no_vote_for_the_end(fake_cluster, run):
+    """Its "no such entry" would be about scope 0; taken as an answer it would drop acknowledged entries."""
+
+    async def scenario():
+        async with fake_cluster(4) as cluster, cluster.client() as client:
+            writer = await open_ledger_of(
+                client, [b"0", b"1", b"2", b"3"], ledger_scope_id=7, ensemble_size=2, ack_quorum_size=1
+            )
+            await asyncio.sleep(0.05)
+            first, second = (cluster.bookie(each) for each in writer.metadata.last_fragment.bookies)
+            first.scopes = False
+            await first.stop()
+            await first.start()
+            second.ledgers[writer.ledger].entries.pop(3)
+            second.ledgers.setdefault(writer.ledger, FakeLedger())
+            async with cluster.client() as fresh:
+                # Wq − Aq + 1 = 2 bookies must lack entry 3; the second alone does.
+                with pytest.raises(LedgerRecoveryFailed):
+                    await fresh.open_ledger(writer.ledger_id, ledger_scope_id=7, recovery=True)
+            assert not any(getattr(request, "fence", False) for request in first.received)
+
+    run(scenario())
