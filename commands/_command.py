@@ -173,28 +173,28 @@ class Run:
     @contextmanager
     def rows(self, columns: Columns, *, live: bool = False) -> Iterator[RowWriter]:
         """A writer to give rows to one by one; `live` prints each at once."""
-        with RowWriter(columns, self.output, color=self.color, live=live, written=self._rows_written) as writer:
+        with RowWriter(columns, self.output, color=self.color, live=live, before_write=self._clear_activity) as writer:
             yield writer
 
     def show(self, value: Any, columns: Columns) -> None:
         """Print one object."""
-        self._pause_activity()
+        self._clear_activity()
         show(value, columns, self.output, color=self.color)
 
     def text(self, text: str) -> None:
         """Print `text` on stdout as it is (no form of output applies)."""
-        self._pause_activity()
+        self._clear_activity()
         emit(text)
 
     def raw(self, data: bytes | bytearray | memoryview) -> None:
         """Write bytes to stdout as they are."""
-        self._pause_activity()
+        self._clear_activity()
         emit_bytes(data)
 
     def note(self, text: str) -> None:
         """Say something on stderr, unless --quiet."""
         if not self.quiet:
-            self._pause_activity()
+            self._clear_activity()
             print(text, file=sys.stderr, flush=True)
 
     def detail(self, text: str) -> None:
@@ -208,23 +208,22 @@ class Run:
         return wants_color(sys.stdout, no_color=self._no_color)
 
     @contextmanager
-    def working(self, label: str, *, total: int | None = None, unit: str = "") -> Iterator[Activity]:
-        """Show on a terminal's stderr that work goes on, from shortly after its start; rows on the terminal end it."""
+    def working(
+        self, label: str, *, total: int | None = None, unit: str = "", enabled: bool = True
+    ) -> Iterator[Activity]:
+        """Show on a terminal's stderr that work goes on, wherever nothing else is printed for a while."""
         outer = self._activity
-        with Activity(label, total=total, unit=unit, enabled=not self.quiet) as activity:
+        self._clear_activity()
+        with Activity(label, total=total, unit=unit, enabled=enabled and not self.quiet) as activity:
             self._activity = activity
             try:
                 yield activity
             finally:
                 self._activity = outer
 
-    def _pause_activity(self) -> None:
+    def _clear_activity(self) -> None:
         if self._activity is not None:
-            self._activity.stop()
-
-    def _rows_written(self, count: int) -> None:
-        if self._activity is not None and sys.stdout.isatty():
-            self._activity.stop()
+            self._activity.clear()
 
     # --- asking -------------------------------------------------------------------------------------------------
 

@@ -46,22 +46,25 @@ _DURATION: Final = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)\s*(ms|s|m|h|d)?", re.ASC
 _NUMBER: Final = re.compile(r"-?[0-9]{1,19}|0[xX][0-9a-fA-F]{1,16}", re.ASCII)
 
 
-def parse_size(text: str) -> int:
-    """Bytes: a number, with KB, MB, GB, TB (powers of 1000) or K, KiB, M, MiB … (powers of 1024). Raises UsageError."""
+def parse_size(text: str, what: str) -> int:
+    """Bytes: a number, with KB, MB, GB, TB (powers of 1000) or K, KiB, M, MiB … (powers of 1024).
+
+    Raises UsageError, naming `what`.
+    """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise UsageError(f"Not a size: {text!r}", hint="give bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
+        raise UsageError(f"{what}: not a size: {text!r}", hint="give bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
     power = " kmgt".index(match[2].lower()) if match[2] else 0
     decimal = bool(match[2]) and not match[3] and text.strip().lower().endswith("b")
     unit: int = (1000 if decimal else 1024) ** power
     return int(match[1]) * unit
 
 
-def parse_duration(text: str) -> float:
-    """Seconds: a number, with ms, s, m, h or d. Raises UsageError."""
+def parse_duration(text: str, what: str) -> float:
+    """Seconds: a number, with ms, s, m, h or d. Raises UsageError, naming `what`."""
     match = _DURATION.fullmatch(text.strip())
     if match is None:
-        raise UsageError(f"Not a duration: {text!r}", hint="give seconds, or a number with ms, s, m, h or d")
+        raise UsageError(f"{what}: not a duration: {text!r}", hint="give seconds, or a number with ms, s, m, h or d")
     return float(match[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2] or "s"]
 
 
@@ -107,14 +110,14 @@ def size_option(flag: str, help: str, *, default: str | None = None) -> Composit
     """An option for a size in bytes."""
     name = flag.removeprefix("--").replace("-", "_")
     option = typer.Option(flag, help=help, metavar="SIZE", show_default=default is not None)
-    return _converted(f"{name}_size", option, parse_size, default)
+    return _converted(f"{name}_size", option, lambda text: parse_size(text, flag), default)
 
 
 def duration_option(flag: str, help: str, *, default: str | None = None) -> Composite:
     """An option for a duration, in seconds."""
     name = flag.removeprefix("--").replace("-", "_")
     option = typer.Option(flag, help=help, metavar="DURATION", show_default=default is not None)
-    return _converted(f"{name}_duration", option, parse_duration, default)
+    return _converted(f"{name}_duration", option, lambda text: parse_duration(text, flag), default)
 
 
 class BinaryFormat(StrEnum):
@@ -605,7 +608,7 @@ def read_globals(values: Mapping[str, Any]) -> Globals:
         context=values["g_context"],
         bookie_addresses=tuple(values["g_bookie_address"] or ()),
         output=values["g_output"],
-        timeout_s=None if values["g_timeout"] is None else parse_duration(values["g_timeout"]),
+        timeout_s=None if values["g_timeout"] is None else parse_duration(values["g_timeout"], "--timeout"),
         yes=bool(values["g_yes"]),
     )
 
@@ -625,7 +628,7 @@ def environment_globals(environment: Mapping[str, str]) -> Globals:
         context=get("CONTEXT"),
         bookie_addresses=tuple((get("BOOKIE_ADDRESS") or "").replace(",", " ").split()),
         output=None if output is None else Output(output),
-        timeout_s=None if timeout is None else parse_duration(timeout),
+        timeout_s=None if timeout is None else parse_duration(timeout, "BKCTL_TIMEOUT"),
     )
 
 

@@ -418,7 +418,7 @@ def cell_text(column: Column, value: Any) -> str:
         case Kind.BOOLEAN:
             return "yes" if value else "no"
         case Kind.TIME:
-            return iso_time(value)
+            return re.sub(r"\.\d{3}Z$", "Z", iso_time(value))
         case Kind.BINARY:
             return base64_text(value)
         case Kind.NESTED:
@@ -488,8 +488,15 @@ def emit(text: str, stream: Terminal | None = None) -> None:
     """Write `text` to stdout. Raises ClosedOutput when nobody reads it any more."""
     try:
         (stream or sys.stdout).write(text)
-    except BrokenPipeError:
-        raise ClosedOutput from None
+    except OSError as error:
+        raise output_error(error) from error
+
+
+def output_error(error: OSError) -> Exception:
+    """What it means that stdout cannot be written: ClosedOutput, or the error itself with a name for where."""
+    if isinstance(error, BrokenPipeError):
+        return ClosedOutput()
+    return OSError(error.errno, error.strerror, "stdout")
 
 
 def emit_bytes(data: bytes | bytearray | memoryview) -> None:
@@ -497,8 +504,8 @@ def emit_bytes(data: bytes | bytearray | memoryview) -> None:
     try:
         sys.stdout.flush()
         sys.stdout.buffer.write(data)
-    except BrokenPipeError:
-        raise ClosedOutput from None
+    except OSError as error:
+        raise output_error(error) from error
 
 
 class RowWriter:
@@ -515,15 +522,15 @@ class RowWriter:
         stream: Terminal | None = None,
         color: bool = False,
         live: bool = False,
-        written: Callable[[int], None] | None = None,
+        before_write: Callable[[], None] = lambda: None,
     ) -> None:
-        """`live` prints every row at once; `written` is told the number of rows of each batch."""
+        """`live` prints every row at once; `before_write` is called before anything is."""
         self._columns, self._output = columns, output
         self._stream: Terminal = stream or sys.stdout
         self._tty = self._stream.isatty()
         self._color = color
         self._live = live or (self._tty and output is not Output.TABLE)
-        self._written = written
+        self._before_write = before_write
         self._batch: list[str] = []
         self._pushed = time.monotonic()
         self._table: _Table | None = None
@@ -565,6 +572,7 @@ class RowWriter:
             self._batch.extend(self._table.finish())
         if self._output is Output.JSON:
             self._flush_json()
+            self._before_write()
             emit("[]\n" if self._first else "\n]\n", self._stream)
         else:
             self._flush()
@@ -615,8 +623,7 @@ class RowWriter:
 
     def _flush(self) -> None:
         if self._batch:
-            if self._written is not None:
-                self._written(len(self._batch))
+            self._before_write()
             emit("".join(self._batch), self._stream)
             self._batch.clear()
 
@@ -630,8 +637,8 @@ class RowWriter:
         self._pushed = time.monotonic()
         try:
             self._stream.flush()
-        except BrokenPipeError:
-            raise ClosedOutput from None
+        except OSError as error:
+            raise output_error(error) from error
 
 
 class _Table:
@@ -663,19 +670,24 @@ class _Table:
         moment = time.monotonic()
         self._sample_started = self._sample_started or moment
         if now or len(self._sample) >= SAMPLE_ROWS or moment - self._sample_started > PATIENCE_S:
-            return self._settle()
+            return self._settle(live=now)
         return []
 
     def finish(self) -> list[str]:
         """The lines that still wait for more rows."""
         return self._settle() if self._sample is not None else []
 
-    def _settle(self) -> list[str]:
+    def _settle(self, *, live: bool = False) -> list[str]:
         assert self._sample is not None
         titles = [column.title or "" for column in self._columns]
         self._widths = [
             max([len(title), *(width_of(row[index]) for row in self._sample)]) for index, title in enumerate(titles)
         ]
+        if live:
+            # Rows that come later have larger numbers.
+            self._widths = [
+                max(width, 7) if right else width for width, right in zip(self._widths, self._right, strict=True)
+            ]
         self._fit()
         if not self._color and not (self._room is not None and any(column.flexible for column in self._columns)):
             self._template = "  ".join(
@@ -742,8 +754,8 @@ def show(value: Any, columns: Columns, output: Output, *, stream: Terminal | Non
         return
     try:
         target.flush()
-    except BrokenPipeError:
-        raise ClosedOutput from None
+    except OSError as error:
+        raise output_error(error) from error
 
 
 def _field_lines(column: Column, value: Any, width: int, color: bool) -> Iterator[str]:
@@ -787,9 +799,10 @@ def wants_color(stream: Terminal, *, no_color: bool) -> bool:
 
 
 class Activity:
-    """A line on stderr that shows that long work goes on; only on a terminal, and only after `PATIENCE_S` seconds.
+    """A line on stderr that shows that long work goes on; only on a terminal, and only where nothing else is printed.
 
-    A context manager. `advance` counts what was done; with a `total` the line has a bar and a percentage.
+    A context manager. It appears when nothing was printed for `DELAY_S`; `clear` takes it away for what comes next.
+    With a `total` it has a bar and a percentage.
     """
 
     DELAY_S: Final = 0.6
@@ -818,13 +831,17 @@ class Activity:
 
             self._stopped = threading.Event()
             self._lock = threading.Lock()
+            self._began = self._printed = time.monotonic()
             self._thread = threading.Thread(target=self._draw, name="activity", daemon=True)
-            self._began = time.monotonic()
             self._thread.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.stop()
+        if self._thread is not None:
+            self._stopped.set()
+            self._thread.join()
+            self.clear()
+            self._thread = None
 
     def advance(self, count: int = 1) -> None:
         """Note that `count` more units are done."""
@@ -836,16 +853,16 @@ class Activity:
         if total is not None:
             self.total = total
 
-    def stop(self) -> None:
-        """Take the line away and draw no more; data may go to the terminal now."""
+    def clear(self) -> None:
+        """Take the line away: something else is printed now."""
         if self._thread is None:
             return
-        self._stopped.set()
-        self._thread.join()
-        self._thread = None
-        if self._shown:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
+        with self._lock:
+            self._printed = time.monotonic()
+            if self._shown:
+                self._stream.write("\r\x1b[K")
+                self._stream.flush()
+                self._shown = False
 
     def text(self, elapsed_s: float) -> str:
         """The line without its spinner."""
@@ -857,7 +874,7 @@ class Activity:
                 amount = f"{size_text(self.done)} of {size_text(self.total)}"
             else:
                 amount = f"{self.done:,} of {self.total:,}{unit}"
-            return f"{self.label}  {'━' * filled}{'╌' * (24 - filled)} {share:4.0%}  {amount}"
+            return f"{self.label}  {'━' * filled}{'╌' * (24 - filled)} {int(share * 100):3}%  {amount}"
         if self.done:
             amount = size_text(self.done) if self.unit == "bytes" else f"{self.done:,}{unit}"
             return f"{self.label}: {amount}, {elapsed_s:.0f} s"
@@ -865,13 +882,13 @@ class Activity:
 
     def _draw(self) -> None:
         frame = 0
-        if self._stopped.wait(self.DELAY_S):
-            return
-        while True:
-            line = f"{self.FRAMES[frame % len(self.FRAMES)]} {self.text(time.monotonic() - self._began)}"
-            self._stream.write(f"\r\x1b[K{cut(line, terminal_width() - 1)}")
-            self._stream.flush()
-            self._shown = True
+        while not self._stopped.wait(self.PERIOD_S):
+            now = time.monotonic()
+            with self._lock:
+                if now - self._printed < self.DELAY_S:
+                    continue
+                line = f"{self.FRAMES[frame % len(self.FRAMES)]} {self.text(now - self._began)}"
+                self._stream.write(f"\r\x1b[K{cut(line, terminal_width() - 1)}")
+                self._stream.flush()
+                self._shown = True
             frame += 1
-            if self._stopped.wait(self.PERIOD_S):
-                return

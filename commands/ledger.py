@@ -90,24 +90,29 @@ LEDGER_COLUMNS = Columns(
 )
 SECRET_COLUMNS = LEDGER_COLUMNS.and_also(_field("PASSWORD (base64)", "password"))
 
-_LIST_TITLES = {
-    "state": "STATE",
-    "ensembleSize": "E",
-    "writeQuorumSize": "WQ",
-    "ackQuorumSize": "AQ",
-    "digestType": "DIGEST",
-    "length": "LENGTH",
-    "lastEntryId": "LAST ENTRY",
-    "ctime": "CREATED",
-}
+
+def _quorums(row: LedgerRow) -> str:
+    return "/".join(str(row.object[name]) for name in ("ensembleSize", "writeQuorumSize", "ackQuorumSize"))
 
 
-def _in_a_list(column: Column) -> Column:
-    title = "LEDGER" if column.kind is Kind.LEDGER else _LIST_TITLES.get(column.name)
-    return Column(title, column.name, column.source, column.kind, optional=column.optional, style=column.style)
+def _short_time(text: str | None) -> str:
+    return "-" if text is None else f"{text[:19]}Z"
 
 
-LEDGER_LIST_COLUMNS = Columns(*(_in_a_list(column) for column in LEDGER_COLUMNS.columns), key="ledger")
+LEDGER_TABLE_COLUMNS = Columns(
+    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+    _field("STATE", "state", style=_STATES),
+    Column("E/W/A", "quorums", _quorums),
+    _field("DIGEST", "digestType"),
+    _field("LENGTH", "length", Kind.SIZE),
+    _field("LAST ENTRY", "lastEntryId", Kind.INTEGER),
+    _field("CREATED", "ctime", text=_short_time),
+    key="ledger",
+)
+
+
+def _list_columns(run: Run) -> Columns:
+    return LEDGER_TABLE_COLUMNS if run.output is Output.TABLE else LEDGER_COLUMNS
 
 
 # --- entries --------------------------------------------------------------------------------------------------------
@@ -201,7 +206,9 @@ def write(
     total = sum(sizes) if len(sizes) == len(names) else None
 
     async def work() -> LedgerId:
-        with run.working("Writing", total=total, unit="bytes") as activity:
+        # On a terminal that is typed into, a line of ours would stand in the way.
+        typed = "-" in names and sys.stdin.isatty()
+        with run.working("Writing", total=total, unit="bytes", enabled=not typed) as activity:
             async with run.bookkeeper(cluster, protocol) as bookkeeper:
                 handle = await _create(bookkeeper, target, shape, password, custom_metadata)
                 run.note(f"Ledger {handle.ledger}")
@@ -285,7 +292,7 @@ def list_ledgers(
         if count:
             run.show(sum(1 for _ in rows), COUNT_COLUMNS)
         else:
-            run.render(rows, LEDGER_LIST_COLUMNS)
+            run.render(rows, _list_columns(run))
     if unreadable:
         raise FindingsError(f"The metadata of {len(unreadable):,} ledgers cannot be read")
 
@@ -505,7 +512,7 @@ def recover(run: Run, ledgers: ManyLedgers) -> None:
                 await handle.close()
                 writer.row(_ledger_row(ledger, await to_thread(cluster.ledgers.read, ledger)))
 
-    with run.cluster() as cluster, run.working("Recovering"), run.rows(LEDGER_LIST_COLUMNS) as rows:
+    with run.cluster() as cluster, run.working("Recovering"), run.rows(_list_columns(run)) as rows:
         run.complete(work(rows))
 
 

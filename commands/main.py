@@ -16,7 +16,7 @@ from bkctl.errors import BkctlError
 
 from ._command import Group, Session
 from ._options import global_parameters, parameter, read_globals
-from ._output import ClosedOutput
+from ._output import ClosedOutput, output_error
 
 #: Group → its help; the module of the same name (with `app`) is imported when the group is used.
 GROUPS: Final[dict[str, str]] = {
@@ -170,10 +170,11 @@ def run(arguments: list[str]) -> int:
     """Run one command line; returns the exit code. Prints the error, if there is one, as one line on stderr."""
     try:
         code = root().main(arguments, prog_name="bkctl", standalone_mode=False)
-        sys.stdout.flush()
-    except (ClosedOutput, BrokenPipeError) as error:
-        if isinstance(error, BrokenPipeError) and error.filename is not None:
-            raise
+        try:
+            sys.stdout.flush()
+        except OSError as error:
+            raise output_error(error) from error
+    except ClosedOutput:
         # Nobody reads stdout any more; the interpreter's own flush at exit must not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -20,7 +20,7 @@ from bkctl.client.verify import Replica, ReplicaState, verify_entries
 from bkctl.errors import Corrupt, UsageError
 from bkctl.protocol.messages import FRAME_SIZE_BYTES_MAX
 
-CHUNK_SIZE_BYTES: Final = 1 << 18
+CHUNK_SIZE_BYTES: Final = 1 << 15
 #: Reads of one replica in flight.
 REPLICA_WINDOW_COUNT: Final = 256
 #: A tail asks the metadata store and the bookies anew at least so often.
