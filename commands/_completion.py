@@ -10,7 +10,11 @@ import os
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
+
+if TYPE_CHECKING:
+    from bkctl.metadata.cluster import Cluster
+    from bkctl.storage.directories import BookieDirectories, BookieFile
 
 TIME_LIMIT_S: Final = 0.3
 CANDIDATES_MAX: Final = 200
@@ -44,38 +48,76 @@ def complete(kind: str, words: list[str]) -> NoReturn:
 
 
 def candidates(kind: str, words: list[str]) -> Iterator[str]:
-    """What may stand in place of the last of `words`; `kind` is `ledger`, `journal` or `entrylog`."""
+    """What may stand in place of the last of `words`; `kind` is one of `_SOURCES`."""
     prefix = words[-1] if words else ""
     options = _options(words[:-1])
     source = _SOURCES.get(kind)
     if source is not None:
-        yield from (text for text in source(options, prefix) if text.startswith(prefix))
+        yield from (text for text in source(options) if text.startswith(prefix))
 
 
-def _options(words: list[str]) -> dict[str, str]:
-    """The connection and directory options among `words`; the last of each counts."""
-    options: dict[str, str] = {}
+def _options(words: list[str]) -> dict[str, list[str]]:
+    """The connection and directory options among `words`, by kind, in order."""
+    options: dict[str, list[str]] = {}
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name in _VALUES and equals and name.startswith("--"):
-            options[_VALUES[name]] = value
+            options.setdefault(_VALUES[name], []).append(value)
         elif word in _VALUES and index + 1 < len(words):
-            options[_VALUES[word]] = words[index + 1]
+            options.setdefault(_VALUES[word], []).append(words[index + 1])
     return options
 
 
-def _ledgers(options: dict[str, str], prefix: str) -> Iterator[str]:
+def _ledgers(options: dict[str, list[str]]) -> Iterator[str]:
+    with _cluster(options) as cluster:
+        yield from map(str, cluster.ledgers.ledgers(None))
+
+
+def _bookies(options: dict[str, list[str]]) -> Iterator[str]:
+    with _cluster(options) as cluster:
+        yield from (bookie.bookie_id for bookie in cluster.bookies.list())
+
+
+def _cluster(options: dict[str, list[str]]) -> Cluster:
     from bkctl.metadata.cluster import open_cluster
 
     from ._options import Globals, connect_to, environment_globals
 
-    conf = options.get("conf")
-    given = Globals(
-        metadata_uri=options.get("uri"), conf=None if conf is None else Path(conf), context=options.get("context")
-    )
-    uri = connect_to([("", given), ("", environment_globals(os.environ))], os.environ).uri
-    with open_cluster(uri, timeout_s=TIME_LIMIT_S) as cluster:
-        yield from map(str, cluster.ledgers.ledgers(None))
+    uri, conf, context = (options[name][-1] if name in options else None for name in ("uri", "conf", "context"))
+    after = Globals(metadata_uri=uri, conf=None if conf is None else Path(conf), context=context)
+    connection = connect_to([("", after), ("", environment_globals(os.environ))], os.environ)
+    return open_cluster(connection.uri, timeout_s=TIME_LIMIT_S)
 
 
-_SOURCES: Final[dict[str, Callable[[dict[str, str], str], Iterator[str]]]] = {"ledger": _ledgers}
+def _journals(options: dict[str, list[str]]) -> Iterator[str]:
+    return map(_file_name, _directories(options).journals())
+
+
+def _entry_logs(options: dict[str, list[str]]) -> Iterator[str]:
+    return map(_file_name, _directories(options).entry_logs())
+
+
+def _file_name(file: BookieFile) -> str:
+    return f"scoped/{file.path.name}" if file.scoped else file.path.name
+
+
+def _directories(options: dict[str, list[str]]) -> BookieDirectories:
+    from bkctl.storage.directories import BookieDirectories
+
+    if "dir" in options:
+        return BookieDirectories.at(*options["dir"])
+    conf = options["conf"][-1] if "conf" in options else os.environ.get("BKCTL_CONF")
+    if not conf:
+        return BookieDirectories()
+    from bkctl.config import BookieConfig
+
+    config = BookieConfig.load(conf)
+    return BookieDirectories(config.journal_directories, config.ledger_directories, config.index_directories)
+
+
+_SOURCES: Final[dict[str, Callable[[dict[str, list[str]]], Iterator[str]]]] = {
+    "ledger": _ledgers,
+    "bookie": _bookies,
+    "journal": _journals,
+    "entrylog": _entry_logs,
+}

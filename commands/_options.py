@@ -53,7 +53,9 @@ def parse_size(text: str, what: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise UsageError(f"{what}: not a size: {text!r}", hint="give bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
+        raise UsageError(
+            f"{what}: not a size: {text!r}", hint="give bytes, or a number with KiB, MiB, GiB, KB, MB or GB"
+        )
     power = " kmgt".index(match[2].lower()) if match[2] else 0
     decimal = bool(match[2]) and not match[3] and text.strip().lower().endswith("b")
     unit: int = (1000 if decimal else 1024) ** power
