@@ -110,12 +110,6 @@ class UnknownLedgerState(BkctlError):
     v3_code = 507
 
 
-class LedgerRecoveryFailed(BkctlError):
-    """Recovery could not decide where the ledger ends; it stays IN_RECOVERY and can be tried again."""
-
-    client_code = -10
-
-
 class FindingsError(BkctlError):
     """A check finished, and found problems."""
 
@@ -212,6 +206,12 @@ class NotEnoughBookies(Unreachable):
     """Too few bookies for the ensemble."""
 
     client_code = -6
+
+
+class LedgerRecoveryFailed(Unreachable):
+    """Too few bookies helped to decide where the ledger ends; it stays IN_RECOVERY and can be tried again."""
+
+    client_code = -10
 
 
 class Corrupt(BkctlError):

@@ -24,6 +24,7 @@ from bkctl.errors import (
     EntryNotFound,
     LedgerNotFound,
     LedgerRecoveryFailed,
+    MetadataVersionConflict,
     ProtocolError,
     TimedOut,
     Unauthorized,
@@ -39,7 +40,8 @@ async def recover(access: LedgerAccess, *, force: bool = False) -> None:
     """Recover the ledger of `access`, whose `versioned` is CLOSED afterwards (by us, or by who was faster).
 
     `force` also recovers a CLOSED ledger again. Raises LedgerRecoveryFailed when the end cannot be decided or the
-    last entries not be made safe (the ledger stays IN_RECOVERY), Unauthorized, TimedOut, and what the store raises.
+    last entries not be made safe (the ledger stays IN_RECOVERY), Unauthorized, TimedOut, MetadataVersionConflict, and
+    what the store raises.
     """
     ledgers, ledger = access.pool.cluster.ledgers, access.ledger
 
@@ -61,7 +63,7 @@ async def recover(access: LedgerAccess, *, force: bool = False) -> None:
 
     access.versioned = await in_thread(update_metadata, ledgers, ledger, access.versioned, finish)
     if not access.metadata.is_closed:
-        raise LedgerRecoveryFailed(
+        raise MetadataVersionConflict(
             f"Ledger {ledger} was set to {access.metadata.state.name} while it was recovered", hint="recover it again"
         )
 

@@ -11,7 +11,15 @@ from typing import Final, NamedTuple
 from bkctl.client.bookies import BookieChannel
 from bkctl.client.ledger import ReadHandle, entry_of
 from bkctl.client.reader import ENTRY_SIZE_BYTES_GUESS, WINDOW_BYTES, LedgerEntry
-from bkctl.errors import BkctlError, Corrupt, EntryNotFound, LedgerNotFound, UsageError
+from bkctl.errors import (
+    BkctlError,
+    CorruptRecord,
+    DigestMismatch,
+    EntryNotFound,
+    LedgerNotFound,
+    TruncatedRecord,
+    UsageError,
+)
 from bkctl.protocol.messages import ReadRequest, Response
 
 #: Entries asked for ahead of the one that is reported.
@@ -27,7 +35,7 @@ class ReplicaState(Enum):
     DAMAGED = "damaged"
     #: Intact, but with another payload or ledger length than the first intact replica.
     DIFFERENT = "different"
-    #: The bookie is not there, does not answer, or cannot serve the ledger's scope: nothing is known.
+    #: The bookie is not there, answers nothing or nonsense, or cannot serve the ledger's scope: nothing is known.
     UNAVAILABLE = "unavailable"
 
 
@@ -101,7 +109,7 @@ def _check(
             entry = entry_of(future, handle._access, entry_id, channel.bookie_id)
         except (EntryNotFound, LedgerNotFound) as error:
             found.append(Replica(channel.bookie_id, ReplicaState.MISSING, error=error))
-        except Corrupt as error:
+        except (DigestMismatch, TruncatedRecord, CorruptRecord) as error:
             found.append(Replica(channel.bookie_id, ReplicaState.DAMAGED, error=error))
         except BkctlError as error:
             found.append(Replica(channel.bookie_id, ReplicaState.UNAVAILABLE, error=error))

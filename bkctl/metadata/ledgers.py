@@ -89,7 +89,7 @@ class LedgerManager(ABC):
                 else:
                     if found.metadata.c_token == metadata.c_token:
                         return found.version
-            raise LedgerExists(f"Ledger {ledger} exists") from error
+            raise LedgerExists(f"Ledger {ledger} exists in {self.store.name}", hint="give another id") from error
 
     def read(self, ledger: LedgerId) -> VersionedMetadata:
         """The ledger's metadata. Raises LedgerNotFound; Corrupt or Unsupported, naming the ledger, for bad bytes."""
@@ -146,7 +146,7 @@ class LedgerManager(ABC):
                 hint="read it and try again",
             ) from error
         except NotFound as error:
-            raise LedgerNotFound(f"No ledger {ledger}") from error
+            raise self._no_ledger(ledger) from error
 
     def remove(self, ledger: LedgerId, version: int | None = None) -> None:
         """Delete the ledger's metadata (only in `version`, if given), then parents left empty.
@@ -162,7 +162,7 @@ class LedgerManager(ABC):
                 hint="read it and try again",
             ) from error
         except NotFound as error:
-            raise LedgerNotFound(f"No ledger {ledger}") from error
+            raise self._no_ledger(ledger) from error
 
     def watch(
         self, ledger: LedgerId, callback: Callable[[VersionedMetadata | BkctlError], None]
@@ -264,11 +264,19 @@ class LedgerManager(ABC):
                 raise UsageError(f"Ledger id {ledger.ledger_id} is 2^63 or more")
             return self.path(ledger)
         except UsageError as error:
-            raise LedgerNotFound(f"No ledger {ledger}: no ledger of scope 0 can have this id here") from error
+            raise LedgerNotFound(
+                f"No ledger {ledger} in {self.store.name}: no ledger of scope 0 can have this id here"
+            ) from error
+
+    def _no_ledger(self, ledger: LedgerId) -> LedgerNotFound:
+        where = f" --ledger-scope-id {ledger.scope_id}" if ledger.is_scoped else ""
+        return LedgerNotFound(
+            f"No ledger {ledger} in {self.store.name}", hint=f"'bkctl ledger list{where}' shows those that are there"
+        )
 
     def _decode(self, ledger: LedgerId, path: str, found: Versioned[bytes] | None) -> VersionedMetadata:
         if found is None:
-            raise LedgerNotFound(f"No ledger {ledger}")
+            raise self._no_ledger(ledger)
         metadata = LedgerMetadata.parse(found.value, f"ledger {ledger} at {path} in {self.store.name}")
         ctime_ms = found.ctime_ms if metadata.ctime_ms is None else metadata.ctime_ms
         return VersionedMetadata(metadata, found.version, ctime_ms)
@@ -377,7 +385,7 @@ class ZooKeeperLedgerManager(LedgerManager):
             try:
                 self._scopes_are_ours()
             except Conflict as error:
-                raise LedgerNotFound(f"No ledger {ledger}", hint=str(error)) from error
+                raise LedgerNotFound(f"No ledger {ledger} in {self.store.name}", hint=str(error)) from error
         return super()._path_to_read(ledger)
 
     def _prunable_count(self, ledger: LedgerId, path: str) -> int:

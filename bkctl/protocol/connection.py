@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+import os
 import ssl
 import struct
 import typing
@@ -276,8 +277,11 @@ class BookieConnection(_FramedProtocol):
         except TimeoutError as error:
             raise BookieUnavailable(f"{where} cannot be reached: no answer within {timeout_s:g} s") from error
         except OSError as error:
+            is_tls = isinstance(error, ssl.SSLError)
             reason = error.strerror or str(error) or "the connection was closed"
-            what = "and this client do not agree on TLS" if isinstance(error, ssl.SSLError) else "cannot be reached"
+            if error.errno is not None and error.errno > 0 and not is_tls:
+                reason = os.strerror(error.errno)  # asyncio says `Connect call failed ('127.0.0.1', 3181)`
+            what = "and this client do not agree on TLS" if is_tls else "cannot be reached"
             raise BookieUnavailable(f"{where} {what}: {reason}") from error
         else:
             connection._is_v2 = protocol is Protocol.V2
