@@ -268,7 +268,8 @@ class Cluster:
         found = self.store.get(LAYOUT)
         if found is not None:
             return LedgerLayout.parse(found.value, f"{LAYOUT} in {self.store.name}")
-        if self.store.get("") is None:
+        if self.store.get(AVAILABLE) is None and self.store.get(INSTANCE_ID) is None:
+            # Any node could be the root else, and would look like a cluster without ledgers.
             raise NotFound(f"No BookKeeper cluster in {self.store.name}", hint=NO_CLUSTER_HINT)
         return _new_layout(self.location)
 
@@ -291,15 +292,18 @@ class Cluster:
         self.close()
 
 
-def open_cluster(uri: str, *, timeout_s: float = 30.0, create: bool = False) -> Cluster:
+def open_cluster(
+    uri: str, *, timeout_s: float = 30.0, create: bool = False, session_timeout_s: float = 10.0
+) -> Cluster:
     """Connect to the metadata store that `uri` names.
 
-    `timeout_s` is the longest wait without progress. With `create`, a cluster is made where there is none, as
-    `init_cluster` does. Raises UsageError or Unsupported for the URI, Unreachable within `timeout_s`, NotFound for a
-    SQLite file that is not there.
+    `timeout_s` is the longest wait without progress, `session_timeout_s` how long ZooKeeper keeps the ephemerals of a
+    client that is gone (`zkTimeout`). With `create`, a cluster is made where there is none, as `init_cluster` does.
+    Raises UsageError or Unsupported for the URI, Unreachable within `timeout_s`, NotFound for a SQLite
+    file that is not there.
     """
     location = parse_uri(uri)
-    store = _open_store(location, timeout_s, create)
+    store = _open_store(location, timeout_s, create, session_timeout_s)
     try:
         cluster = Cluster(location, store)
         if create:
@@ -345,7 +349,7 @@ def _new_layout(location: MetadataUri) -> LedgerLayout:
     return LedgerLayout(2, _PACKAGE + _NEW_LAYOUTS[location.manager_type], _MANAGER_VERSION)
 
 
-def _open_store(location: MetadataUri, timeout_s: float, create: bool) -> MetadataStore:
+def _open_store(location: MetadataUri, timeout_s: float, create: bool, session_timeout_s: float) -> MetadataStore:
     if location.driver == "sqlite":
         from bkctl.metadata.sqlite import SqliteStore
 
@@ -353,11 +357,12 @@ def _open_store(location: MetadataUri, timeout_s: float, create: bool) -> Metada
     if location.driver == "zk":
         from bkctl.metadata.zookeeper import ZooKeeperStore
 
-        if not location.pulsar:
-            return ZooKeeperStore(location.connect_string, location.path, timeout_s=timeout_s)
         # Pulsar takes PATH for a chroot and puts its root at `ledgers` in it; operators also write the root itself.
-        store = ZooKeeperStore(location.connect_string, f"{location.path.rstrip('/')}/ledgers", timeout_s=timeout_s)
-        if location.path != "/" and store.get(INSTANCE_ID) is None:
+        root = f"{location.path.rstrip('/')}/ledgers" if location.pulsar else location.path
+        store = ZooKeeperStore(
+            location.connect_string, root, timeout_s=timeout_s, session_timeout_s=session_timeout_s
+        )
+        if location.pulsar and location.path != "/" and store.get(INSTANCE_ID) is None:
             store.change_root(location.path)
         return store
     raise Unsupported(

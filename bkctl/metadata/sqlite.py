@@ -15,7 +15,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from bkctl.errors import (
@@ -375,18 +375,25 @@ class SqliteStore(MetadataStore):
                 if self._watches:
                     self._end_dead_sessions()
                     change = self._rows("SELECT value FROM counter WHERE name = 'change'")[0][0]
-                    for callback in self._changed_watches() if change != last_change else ():
-                        callback()
-                    last_change = change
+                    if change != last_change and self._tell_watches():
+                        last_change = change
 
-    def _changed_watches(self) -> Iterable[Callable[[], None]]:
+    def _tell_watches(self) -> bool:
+        """Call back what changed; False when a callback failed, and is to be called again."""
+        done = True
         for watch_id, (watch, seen) in list(self._watches.items()):
             state = self._state(watch)
+            if state == seen or watch_id not in self._watches:
+                continue
+            try:
+                watch.callback()
+            except BkctlError:
+                done = False
+                continue
             with self._lock:
-                if state == seen or watch_id not in self._watches:
-                    continue
-                self._watches[watch_id] = (watch, state)
-            yield watch.callback
+                if watch_id in self._watches:
+                    self._watches[watch_id] = (watch, state)
+        return done
 
     def close(self) -> None:
         """See MetadataStore.close."""

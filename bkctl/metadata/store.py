@@ -116,7 +116,8 @@ class MetadataStore(ABC):
         """Call `callback()` after each change of the node (created, replaced, deleted), or of its set of children.
 
         Several changes may give one call, and a lost connection gives a call without a change: read again and compare.
-        It runs on the store's own thread, one call at a time, and must not block long. Returns a function that cancels.
+        It runs on the store's own thread, one call at a time, and must not block long; when it raises a BkctlError (the
+        store is away again, say) it is called once more later. Returns a function that cancels.
         """
 
     @abstractmethod

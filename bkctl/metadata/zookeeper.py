@@ -70,6 +70,8 @@ _LOST: Final = (
     SessionExpiredError,
     SessionMovedError,
 )
+#: What the methods below turn into their own errors.
+_ANSWERS: Final = (BadVersionError, NoChildrenForEphemeralsError, NodeExistsError, NoNodeError, NotEmptyError)
 _REFUSED: Final = (NoAuthError, AuthFailedError, InvalidACLError)
 
 
@@ -139,7 +141,10 @@ class ZooKeeperStore(MetadataStore):
             if reasons := self._refusals(deadline):
                 raise Unreachable(f"No ZooKeeper at {self.hosts}: {reasons}", hint="check the metadata URI")
             if not self._connected.wait(max(deadline - time.monotonic(), 0)):
-                raise TimedOut(f"ZooKeeper at {self.hosts} gave no session within {self.timeout_s:g} s")
+                raise TimedOut(
+                    f"ZooKeeper at {self.hosts} gave no session within {self.timeout_s:g} s",
+                    hint="check the metadata URI, or give it more time with --timeout",
+                )
         except BaseException:
             self.close()
             raise
@@ -190,6 +195,10 @@ class ZooKeeperStore(MetadataStore):
                 raise self._timed_out() from error
             except _REFUSED as error:
                 raise Unauthorized(f"ZooKeeper at {self.hosts} refuses access to {self.root}") from error
+            except _ANSWERS:
+                raise
+            except KazooException as error:
+                raise BkctlError(f"ZooKeeper at {self.hosts} failed: {error!r}") from error
         raise Unreachable(f"The connection to ZooKeeper at {self.hosts} is closed")
 
     def _timed_out(self) -> TimedOut:
@@ -399,11 +408,20 @@ class ZooKeeperStore(MetadataStore):
     def ephemeral(self, path: str, value: bytes, *, wait_s: float | None = None) -> None:
         """See MetadataStore.ephemeral."""
         deadline = time.monotonic() + (self.session_timeout_s if wait_s is None else wait_s)
-        while not self._put_ephemeral(path, value):
-            if time.monotonic() >= deadline:
-                raise AlreadyExists(f"{path} is held by another session in {self.name}")
-            time.sleep(_POLL_S)
+        with self._lock:
+            before = self._ephemerals.get(path)
+            self._ephemerals[path] = value
         self._start_thread()
+        try:
+            while not self._put_ephemeral(path, value):
+                if time.monotonic() >= deadline:
+                    raise AlreadyExists(f"{path} is held by another session in {self.name}")
+                time.sleep(_POLL_S)
+        except BaseException:
+            if before is None:
+                with self._lock:
+                    self._ephemerals.pop(path, None)
+            raise
 
     def _put_ephemeral(self, path: str, value: bytes) -> bool:
         full = self._full(path)
@@ -418,20 +436,20 @@ class ZooKeeperStore(MetadataStore):
                     self._run(lambda: self._client.set_async(full, value))
             except NoNodeError:
                 return False
-        with self._lock:
-            self._ephemerals[path] = value
         return True
 
     def _hold_again(self) -> bool:
         """Create our ephemerals in a new session; False when some are to be tried again."""
         done = True
-        for path in list(self._ephemerals):
-            with self._lock:  # A node deleted meanwhile must not come back.
-                if path in self._ephemerals:
-                    with contextlib.suppress(BkctlError):
-                        done = self._put_ephemeral(path, self._ephemerals[path]) and done
-                        continue
-                    done = False
+        for path, value in list(self._ephemerals.items()):
+            try:
+                done = self._put_ephemeral(path, value) and done
+                if path not in self._ephemerals:  # Deleted meanwhile: it must not come back.
+                    self.delete(path)
+            except NotFound:
+                continue
+            except BkctlError:
+                done = False
         return done
 
     # watches
@@ -492,11 +510,10 @@ class ZooKeeperStore(MetadataStore):
                 unarmed.discard(watch_id)
                 try:
                     self._arm(watch_id)
+                    if watch := self._watches.get(watch_id):
+                        watch.callback()
                 except BkctlError:
                     unarmed.add(watch_id)
-                    continue
-                if watch := self._watches.get(watch_id):
-                    watch.callback()
 
     def close(self) -> None:
         """See MetadataStore.close."""
@@ -509,8 +526,10 @@ class ZooKeeperStore(MetadataStore):
         self._events.put(None)
         # kazoo's stop waits for a connection that is being made, up to the session timeout; nobody needs that wait.
         stopping = threading.Thread(target=self._stop, name="metadata-store-close", daemon=True)
+        connected = self._connected.is_set()
         stopping.start()
-        stopping.join(_CLOSE_S if self._connected.is_set() else 0)
+        self._connected.set()  # Whoever waits for the connection sees that it is closed.
+        stopping.join(_CLOSE_S if connected else 0)
 
     def _stop(self) -> None:
         with contextlib.suppress(KazooException, OSError):

@@ -330,3 +330,21 @@ def test_a_value_that_no_store_takes_is_refused_before_it_is_sent(store: Metadat
         store.put("node", bytes(VALUE_SIZE_BYTES_MAX + 1), NEW)
     assert store.put("node", bytes(VALUE_SIZE_BYTES_MAX // 2), NEW) == 0
     assert len(store.get("node").value) == VALUE_SIZE_BYTES_MAX // 2  # type: ignore[union-attr]
+
+
+def test_a_callback_that_failed_is_called_again(backend: Any) -> None:
+    writer, watcher = backend.open(), backend.open()
+    calls: list[str] = []
+
+    def fail_twice() -> None:
+        calls.append("called")
+        if len(calls) <= 2:
+            raise Unreachable("away for a moment")
+
+    watcher.watch("node", fail_twice)
+    others: list[str] = []
+    watcher.watch("node", lambda: others.append("called"))
+    writer.put("node", b"", NEW)
+    eventually(lambda: len(calls) == 3 and others)
+    writer.put("node", b"", 0)
+    eventually(lambda: len(calls) > 3 and len(others) > 1)

@@ -223,3 +223,25 @@ def test_a_bookie_that_died_gives_way_to_its_successor_after_the_session_timeout
         found = cluster.bookies.get("bookie-1")
         assert found is not None
         assert found.info == INFO
+
+
+def test_close_does_not_wait_for_a_server_that_is_away(zookeeper_server: Callable[[], Any]) -> None:
+    server = zookeeper_server()
+    cluster = open_cluster(server.metadata_uri(), timeout_s=120, create=True)
+    cluster.bookies.register("bookie-1", INFO)
+    server.kill()
+    ended: list[Exception] = []
+
+    def read() -> None:
+        try:
+            cluster.bookies.list()
+        except Unreachable as error:
+            ended.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    eventually(lambda: not cluster.store._connected.is_set())  # type: ignore[attr-defined]
+    cluster.close()
+    reader.join(timeout=60)
+    assert not reader.is_alive()
+    assert len(ended) == 1
