@@ -1,0 +1,138 @@
+"""The local cluster: up, status, down, up again; what it refuses, and what it says when a bookie dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bkctl.bookie.local import LocalCluster, active_cluster
+from bkctl.errors import BkctlError, DirectoryInUse, NotFound, Unsupported, UsageError
+from bkctl.metadata.cluster import open_cluster
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCluster]:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    local = LocalCluster(tmp_path / "cluster with space")
+    yield local
+    if local.exists():
+        for bookie in local.bookies():
+            if bookie.pid is not None:
+                os.kill(bookie.pid, signal.SIGKILL)
+
+
+def states(cluster: LocalCluster) -> list[str]:
+    return [each.state for each in cluster.status()]
+
+
+def test_a_cluster_comes_up_serves_goes_down_and_comes_back_on_the_same_ports(cluster: LocalCluster) -> None:
+    told: list[str] = []
+    first = cluster.up(2, progress=told.append)
+    assert [bookie.bookie_id for bookie in first] == ["bookie-0", "bookie-1"]
+    assert [bookie.directory.name for bookie in first] == ["bookie-0", "bookie-1"]
+    assert states(cluster) == ["rw", "rw"]
+    assert "bookie-1 serves" in told
+    with open_cluster(cluster.metadata_uri) as metadata:
+        found = metadata.bookies.list()
+        assert [(bookie.bookie_id, bookie.ledger_scopes) for bookie in found] == [("bookie-0", True), ("bookie-1", True)]
+        instance_id = metadata.instance_id()
+    active = active_cluster()
+    assert active is not None
+    assert active.directory == cluster.directory
+
+    stopped = cluster.down()
+    assert [bookie.bookie_id for bookie in stopped] == ["bookie-0", "bookie-1"]
+    assert states(cluster) == ["down", "down"]
+    assert active_cluster() is None
+    assert not (cluster.directory / "bookie-0" / "ledgers" / "current" / "DIRTY").exists()
+
+    again = cluster.up()
+    assert [bookie.port for bookie in again] == [bookie.port for bookie in first]
+    with open_cluster(cluster.metadata_uri) as metadata:
+        assert metadata.instance_id() == instance_id
+    cluster.down()
+
+
+def test_one_bookie_stops_and_up_starts_what_is_down_and_adds_what_is_new(cluster: LocalCluster) -> None:
+    cluster.up(1)
+    cluster.up(2)
+    assert states(cluster) == ["rw", "rw"]
+    assert [bookie.bookie_id for bookie in cluster.down("bookie-0")] == ["bookie-0"]
+    assert states(cluster) == ["down", "rw"]
+    assert active_cluster() is not None
+    killed = cluster.bookies()[1]
+    assert killed.pid is not None
+    os.kill(killed.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while cluster.bookies()[1].pid is not None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert states(cluster) == ["down", "down"]
+    cluster.up()
+    assert states(cluster) == ["rw", "rw"]
+    cluster.down()
+
+
+def test_fewer_bookies_other_storage_and_unknown_storage_are_refused(cluster: LocalCluster) -> None:
+    for count, storage in ((0, None), (65, None), (1, "paper")):
+        with pytest.raises(UsageError):
+            cluster.up(count, storage=storage)
+    with pytest.raises(Unsupported) as caught:
+        cluster.up(1, storage="db")
+    assert caught.value.exit_code == 8
+    cluster.up(2, storage="sorted")
+    for refused in ({"bookie_count": 1}, {"storage": "interleaved"}):
+        with pytest.raises(UsageError):
+            cluster.up(**refused)
+    cluster.down()
+
+
+def test_where_there_is_no_cluster_it_says_so(cluster: LocalCluster) -> None:
+    for call in (cluster.bookies, cluster.status, cluster.down):
+        with pytest.raises(NotFound, match="cluster up"):
+            call()
+    assert active_cluster() is None
+
+
+def test_an_unknown_bookie_is_not_found(cluster: LocalCluster) -> None:
+    cluster.up(1)
+    with pytest.raises(NotFound, match="bookie-7"):
+        cluster.down("bookie-7")
+    cluster.down()
+
+
+def test_a_bookie_that_dies_at_its_start_is_reported_with_its_last_words(cluster: LocalCluster) -> None:
+    cluster.up(1)
+    cluster.down()
+    conf = cluster.bookies()[0].conf
+    conf.write_text(conf.read_text() + "journalMaxSizeMB=many\n")
+    with pytest.raises(BkctlError, match="journalMaxSizeMB"):
+        cluster.up()
+
+
+def test_a_damaged_description_is_refused_not_replaced(cluster: LocalCluster) -> None:
+    cluster.directory.mkdir()
+    for text in ("{", "[]", '{"ports": "all"}', json.dumps({"ports": ["1"]})):
+        (cluster.directory / "cluster.json").write_text(text)
+        with pytest.raises(BkctlError, match=r"cluster\.json"):
+            cluster.bookies()
+    (cluster.directory / "cluster.json").unlink()
+
+
+def test_two_commands_at_once_do_not_start_a_bookie_twice(cluster: LocalCluster) -> None:
+    cluster.directory.mkdir()
+    with cluster._lock(), pytest.raises(DirectoryInUse):
+        LocalCluster(cluster.directory).up(1)
+
+
+def test_a_reused_process_id_is_not_taken_for_a_bookie(cluster: LocalCluster) -> None:
+    cluster.up(1)
+    cluster.down()
+    pid_file = cluster.bookies()[0].directory / "bookie.pid"
+    pid_file.write_text(f"{os.getpid()} 1\n")
+    assert cluster.bookies()[0].pid is None
