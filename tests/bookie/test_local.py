@@ -40,7 +40,8 @@ def test_a_cluster_comes_up_serves_goes_down_and_comes_back_on_the_same_ports(cl
     assert "bookie-1 serves" in told
     with open_cluster(cluster.metadata_uri) as metadata:
         found = metadata.bookies.list()
-        assert [(bookie.bookie_id, bookie.ledger_scopes) for bookie in found] == [("bookie-0", True), ("bookie-1", True)]
+        assert [bookie.bookie_id for bookie in found] == ["bookie-0", "bookie-1"]
+        assert all(bookie.ledger_scopes for bookie in found)
         instance_id = metadata.instance_id()
     active = active_cluster()
     assert active is not None
