@@ -234,7 +234,7 @@ class Run:
         """
         if self.yes:
             return
-        if not sys.stdin.isatty() or not sys.stderr.isatty():
+        if sys.stdin is None or not sys.stdin.isatty() or not sys.stderr.isatty():
             raise UsageError(f"{loss}: not asked, since this is no terminal", hint="add --yes to go ahead")
         print(f"{loss}. Go ahead? [y/N] ", file=sys.stderr, end="", flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):

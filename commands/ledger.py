@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
+from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -202,8 +203,10 @@ def write(
         raise UsageError("- (stdin) is given twice")
     splitter: Callable[[], Any] = LineSplitter if record_size is None else lambda: RecordSplitter(record_size)
     splitter()
-    sizes = [_readable_size(name) for name in names if name != "-"]
-    total = sum(sizes) if len(sizes) == len(names) else None
+    sizes = [None if name == "-" else _readable_size(name) for name in names]
+    total = None if None in sizes else sum(size or 0 for size in sizes)
+    if "-" in names and sys.stdin is None:
+        raise UsageError("stdin is closed, so there is nothing to write", hint="give files, or < /dev/null for none")
 
     async def work() -> LedgerId:
         # On a terminal that is typed into, a line of ours would stand in the way.
@@ -224,10 +227,13 @@ def write(
         run.show(_ledger_row(ledger, cluster.ledgers.read(ledger)), LEDGER_COLUMNS)
 
 
-def _readable_size(name: str) -> int:
+def _readable_size(name: str) -> int | None:
     """Size of a file that can be read; whatever is wrong with it is said before a ledger is created."""
-    with open(name, "rb") as file:
-        return os.fstat(file.fileno()).st_size
+    status = os.stat(name)
+    if not (S_ISREG(status.st_mode) or S_ISDIR(status.st_mode)):
+        return None  # a pipe is opened once only: its writer would not survive the first end
+    with open(name, "rb"):
+        return status.st_size
 
 
 # --- list, show -----------------------------------------------------------------------------------------------------
@@ -269,13 +275,20 @@ def list_ledgers(
 
     query = LedgerQuery(
         bookie_id=bookie,
-        states=frozenset(map(_state, state or ())),
+        states=frozenset(_state(text, "--state") for text in state or ()),
         age_s_min=age_min,
         age_s_max=age_max,
         size_bytes_min=size_min,
         custom_metadata=tuple(_meta_key(text) for text in meta_key or ()),
     )
-    start = None if after is None else LedgerId.parse(after, scope_id if scope_id else None)
+    start = None if after is None else LedgerId.parse(after)
+    if start is not None and scope_id is not None and start.scope_id != scope_id:
+        if start.is_scoped:
+            raise UsageError(
+                f"--after {after!r} is in scope {start.scope_id}, and scope {scope_id} is listed",
+                hint=f"add --ledger-scope-id {start.scope_id} or --all-scopes",
+            )
+        start = LedgerId(scope_id, start.ledger_id)
     unreadable: list[LedgerId] = []
 
     def skip(ledger: LedgerId, error: Exception) -> None:
@@ -297,12 +310,12 @@ def list_ledgers(
         raise FindingsError(f"The metadata of {len(unreadable):,} ledgers cannot be read")
 
 
-def _state(text: str) -> str:
+def _state(text: str, flag: str) -> str:
     from bkctl.formats.metadata import LedgerState
 
     name = text.upper().replace("-", "_")
     if name not in LedgerState.__members__:
-        raise UsageError(f"--state {text!r}: not a ledger state", hint=f"one of {', '.join(LedgerState.__members__)}")
+        raise UsageError(f"{flag} {text!r}: not a ledger state", hint=f"one of {', '.join(LedgerState.__members__)}")
     return name
 
 
@@ -381,14 +394,23 @@ def _range(
 ) -> tuple[int, int]:
     """First and last entry to read; an empty range for an empty ledger."""
     end = handle.last_add_confirmed
+    for flag, bound in (("--from", first), ("--to", to)):
+        if bound is not None and bound > end:
+            raise EntryNotFound(
+                f"Ledger {handle.ledger} {_extent(handle)}, and {flag} is {bound}", hint=f"drop {flag}, or give less"
+            )
+    final = end if to is None else to
     if last is not None:
-        first = max(0, (end if to is None else to) - last + 1)
+        return max(0, final - last + 1), final
     start = first or 0
-    if to is not None:
-        return start, to
-    if first is not None and start > end:
-        raise EntryNotFound(f"Ledger {handle.ledger} ends at entry {end}", hint="drop --from, or give a smaller one")
-    return start, end if count is None else min(end, start + count - 1)
+    return start, final if count is None else min(final, start + count - 1)
+
+
+def _extent(handle: ReadHandle) -> str:
+    end = handle.last_add_confirmed
+    if handle.is_closed:
+        return "has no entries" if end < 0 else f"ends at entry {end}"
+    return "is open and has no confirmed entries yet" if end < 0 else f"is open and confirmed up to entry {end}"
 
 
 async def _no_entries() -> AsyncIterator[Any]:
@@ -458,7 +480,7 @@ def delete(
     """
     from bkctl.errors import Conflict
 
-    wanted = None if if_state is None else _state(if_state)
+    wanted = None if if_state is None else _state(if_state, "--if-state")
     with run.cluster() as cluster:
         found = [(ledger, cluster.ledgers.read(ledger)) for ledger in dict.fromkeys(ledgers)]
         for ledger, each in found:
@@ -482,11 +504,15 @@ def _loss(rows: list[LedgerRow]) -> str:
     size = size_text(sum(row.object["length"] for row in rows))
     if len(rows) == 1:
         row = rows[0]
-        known = (
-            f"{row.object['lastEntryId'] + 1:,} entries, {size}" if row.object["state"] == "CLOSED" else "not closed"
-        )
+        known = "not closed"
+        if row.object["state"] == "CLOSED":
+            known = f"{_counted(row.object['lastEntryId'] + 1, 'entry', 'entries')}, {size}"
         return f"Ledger {row.ledger} ({row.object['state']}, {known}) would be lost"
     return f"{len(rows):,} ledgers ({size} in the closed ones) would be lost: {_some(rows)}"
+
+
+def _counted(count: int, one: str, many: str) -> str:
+    return f"{count:,} {one if count == 1 else many}"
 
 
 def _some(rows: list[LedgerRow]) -> str:
@@ -561,8 +587,9 @@ def verify(run: Run, ledgers: ManyLedgers, protocol: ProtocolOption) -> None:
                         writer.row(FindingRow(ledger, finding))
                 findings += verification.finding_count
                 run.note(
-                    f"Ledger {ledger}: {verification.entry_count:,} entries, {verification.replica_count:,} replicas "
-                    f"read, {verification.finding_count:,} findings"
+                    f"Ledger {ledger}: {_counted(verification.entry_count, 'entry', 'entries')}, "
+                    f"{_counted(verification.replica_count, 'replica', 'replicas')} read, "
+                    f"{_counted(verification.finding_count, 'finding', 'findings')}"
                 )
         return findings
 
@@ -573,7 +600,8 @@ def verify(run: Run, ledgers: ManyLedgers, protocol: ProtocolOption) -> None:
     ):
         findings = run.complete(work(rows))
     if findings:
-        raise FindingsError(f"{findings:,} findings in {len(ledgers):,} ledger{'s' * (len(ledgers) > 1)}")
+        where = _counted(len(ledgers), "ledger", "ledgers")
+        raise FindingsError(f"{_counted(findings, 'finding', 'findings')} in {where}")
 
 
 def _ms(milliseconds: int) -> str:
@@ -612,7 +640,9 @@ def try_out(
     keep: Annotated[bool, typer.Option("--keep", help="Do not delete the ledger at the end.")] = False,
 ) -> None:
     """Try the cluster out: create a ledger, write random entries, read them before and after closing, delete it."""
-    from bkctl.client.operations import round_trip
+    from bkctl.client.operations import check_entry_size, round_trip
+
+    check_entry_size(size, "--size")
 
     async def work() -> TrialRow:
         async with run.bookkeeper(cluster, protocol) as bookkeeper:

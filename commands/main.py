@@ -211,12 +211,28 @@ def _unexpected(kind: type[BaseException], error: BaseException, trace: Any) -> 
     print(f"bkctl: {one_line(line)}", file=sys.stderr)
 
 
+def _open_closed_streams() -> None:
+    """Put /dev/null where stdin, stdout or stderr was closed (`>&-`): no socket of ours may take its number.
+
+    sys.stdin stays None then, so that a command that reads it can tell.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != descriptor:
+                os.dup2(null, descriptor)
+                os.close(null)
+            if descriptor:
+                setattr(sys, name, os.fdopen(descriptor, "w"))
+
+
 def main() -> None:
     """The entry point: run the command line of this process and exit."""
     if "_BKCTL_COMPLETE" in os.environ:
         from ._completion import complete
 
         complete(os.environ["_BKCTL_COMPLETE"], sys.argv[1:])
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         # File names may hold bytes that no encoding has; a listing must not fail on them.
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]

@@ -491,6 +491,9 @@ def apache_settings(
         "numReadWorkerThreads": 2,
         "serverNumIOThreads": 2,
         "allocatorPoolingPolicy": "UnpooledHeap",
+        # Else garbage collection, after some minutes, deletes every ledger: WriteLedgers makes one of the id 2^63 - 1,
+        # and ScanAndCompareGarbageCollector goes on behind it at 2^63 - 1 + 1, which is negative.
+        "verifyMetadataOnGC": "true",
         **settings,
     }
 

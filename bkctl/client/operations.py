@@ -19,10 +19,13 @@ from bkctl.client.ledger import BookKeeper, LedgerEntry, ReadHandle, WriteHandle
 from bkctl.client.verify import Replica, ReplicaState, verify_entries
 from bkctl.errors import Corrupt, UsageError
 from bkctl.protocol.messages import FRAME_SIZE_BYTES_MAX
+from bkctl.protocol.messages import Protocol as WireProtocol
 
 CHUNK_SIZE_BYTES: Final = 1 << 15
 #: Reads of one replica in flight.
 REPLICA_WINDOW_COUNT: Final = 256
+#: What an entry can hold in a frame with the longest header and digest, rounded down.
+ENTRY_SIZE_BYTES_MAX: Final = FRAME_SIZE_BYTES_MAX - 256
 #: A tail asks the metadata store and the bookies anew at least so often.
 TAIL_POLL_S: Final = 30.0
 
@@ -38,6 +41,12 @@ class Splitter(Protocol):
 
     def finish(self) -> list[bytes]:
         """The payload that the end of the stream completes, if there is one."""
+
+
+def check_entry_size(size_bytes: int, what: str) -> None:
+    """Raises UsageError, naming `what`, for entries that no frame holds; said before a ledger is created."""
+    if size_bytes > ENTRY_SIZE_BYTES_MAX:
+        raise UsageError(f"{what}: an entry holds at most {ENTRY_SIZE_BYTES_MAX} bytes, not {size_bytes}")
 
 
 class LineSplitter:
@@ -66,9 +75,9 @@ class LineSplitter:
 
     def _keep(self, part: bytes) -> None:
         self._rest_size += len(part)
-        if self._rest_size > FRAME_SIZE_BYTES_MAX:
+        if self._rest_size > ENTRY_SIZE_BYTES_MAX:
             raise UsageError(
-                f"A line of more than {FRAME_SIZE_BYTES_MAX} bytes fits no entry",
+                f"A line of more than {ENTRY_SIZE_BYTES_MAX} bytes fits no entry",
                 hint="use --record-size for binary data",
             )
         if part:
@@ -79,8 +88,9 @@ class RecordSplitter:
     """Entries of `size_bytes` each; the last one holds what is left."""
 
     def __init__(self, size_bytes: int) -> None:
-        if not 0 < size_bytes < FRAME_SIZE_BYTES_MAX:
-            raise UsageError(f"A record size of {size_bytes} bytes is not 1 to {FRAME_SIZE_BYTES_MAX - 1}")
+        if size_bytes < 1:
+            raise UsageError(f"A record size of {size_bytes} bytes leaves no room for data")
+        check_entry_size(size_bytes, "Record size")
         self._size = size_bytes
         self._rest = b""
 
@@ -175,7 +185,8 @@ async def read_replica(
     wanted = [entry_id for entry_id in range(first, last + 1) if bookie_id in replicas_of(handle, entry_id)]
     if not wanted and first <= last:
         raise UsageError(
-            f"Bookie {bookie_id} has no replica of the entries {first} to {last} of ledger {handle.ledger}"
+            f"Bookie {bookie_id} has no replica of the entries {first} to {last} of ledger {handle.ledger}",
+            hint="its ensembles are in 'bkctl ledger show'",
         )
     window: deque[asyncio.Task[LedgerEntry]] = deque()
     try:
@@ -217,8 +228,8 @@ class ReplicaFinding(NamedTuple):
 class Verification:
     """Reads every entry of a ledger from every replica.
 
-    `entry_count`, `replica_count` and `finding_count` grow as it goes. A bookie that cannot be asked gives one finding, however many entries it should have. `progress` is told the number
-    of entries checked so far.
+    `entry_count`, `replica_count` and `finding_count` grow as it goes. A bookie that cannot be asked gives one finding,
+    however many entries it should have. `progress` is told the number of entries checked so far.
     """
 
     def __init__(self, handle: ReadHandle, progress: Callable[[int], None] = lambda _: None) -> None:
@@ -302,10 +313,13 @@ async def round_trip(
     for closed in (False, True):
         if closed:
             await handle.close()
-        else:
+        elif bookkeeper.protocol is WireProtocol.V3:
             await handle.write_lac()
         reader = await bookkeeper.open_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=password)
-        async with reader, contextlib.aclosing(_compared(reader, payloads)) as entries:
+        # A v2 reader is told no explicit LAC, so it does not see the last entries of an open ledger as confirmed.
+        told = closed or bookkeeper.protocol is WireProtocol.V3
+        known = reader.last_add_confirmed if told else handle.last_add_confirmed
+        async with reader, contextlib.aclosing(_compared(reader, payloads, known)) as entries:
             started = time.perf_counter()
             count = 0
             async for _ in entries:
@@ -317,11 +331,12 @@ async def round_trip(
     return RoundTrip(entry_count, entry_size_bytes, handle.last_add_confirmed, wrote - began, reads)
 
 
-async def _compared(reader: ReadHandle, payloads: Sequence[bytes]) -> AsyncGenerator[LedgerEntry, None]:
-    last = reader.last_add_confirmed
+async def _compared(
+    reader: ReadHandle, payloads: Sequence[bytes], last: int
+) -> AsyncGenerator[LedgerEntry, None]:
     if last < 0:
         return
-    async for entry in reader.read(0, last):
+    async for entry in reader.read_unconfirmed(0, last):
         if entry.payload != payloads[entry.entry_id % len(payloads)]:
             raise Corrupt(f"Ledger {reader.ledger}: entry {entry.entry_id} is not what was written")
         yield entry

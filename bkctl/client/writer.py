@@ -17,13 +17,14 @@ from bkctl.client.ensemble import (
     update_metadata,
     with_fragment,
 )
-from bkctl.client.reader import LedgerAccess
+from bkctl.client.reader import LedgerAccess, restate
 from bkctl.errors import (
     BkctlError,
     DuplicateEntryId,
     IllegalOperation,
     LedgerClosed,
     LedgerFenced,
+    NotEnoughBookies,
     Unauthorized,
     UsageError,
 )
@@ -87,6 +88,8 @@ class AddPipeline:
         self._changing: asyncio.Task[None] | None = None
         self._failed_later: dict[int, str] = {}
         self._failed_since_progress: set[str] = set()
+        #: What each bookie that failed said last.
+        self._problems: dict[str, str] = {}
         self._waiter: asyncio.Future[None] | None = None
         self._wake_below = 0
         self._loop = asyncio.get_running_loop()
@@ -163,6 +166,7 @@ class AddPipeline:
         else:
             channel.failed()
             self._failed_since_progress.add(channel.bookie_id)
+            self._problems[channel.bookie_id] = error.message
             if add.acks.bit_count() >= self._ack_quorum_size:
                 self._failed_later[index] = channel.bookie_id
             else:
@@ -244,6 +248,10 @@ class AddPipeline:
                     self.ensemble = await self._commit(failed)
         except BkctlError as error:
             self._changing = None
+            if isinstance(error, NotEnoughBookies) and self._problems:
+                problems = "; ".join(self._problems.values())
+                message = f"Ledger {self.access.ledger} cannot be written: {problems}: {error.message}"
+                error = restate(error, message, error.hint)
             self._end(error)
             return
         self._changing = None
