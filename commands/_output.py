@@ -566,7 +566,8 @@ class RowWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and issubclass(kind, ClosedOutput):
+        if kind is not None and (issubclass(kind, ClosedOutput) or self._is_empty()):
+            # What failed before its first row prints nothing but the error.
             return
         if self._table is not None:
             self._batch.extend(self._table.finish())
@@ -577,6 +578,12 @@ class RowWriter:
         else:
             self._flush()
         self._push()
+
+    def _is_empty(self) -> bool:
+        """Whether there was no row yet."""
+        if self._table is not None:
+            return self._table.is_empty
+        return self._first and len(self._batch) == (self._output is Output.CSV)
 
     def row(self, row: Any) -> None:
         """Print one row, with others or at once."""
@@ -623,6 +630,7 @@ class RowWriter:
 
     def _flush(self) -> None:
         if self._batch:
+            self._first = False
             self._before_write()
             emit("".join(self._batch), self._stream)
             self._batch.clear()
@@ -672,6 +680,11 @@ class _Table:
         if now or len(self._sample) >= SAMPLE_ROWS or moment - self._sample_started > PATIENCE_S:
             return self._settle(live=now)
         return []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there was no row yet."""
+        return self._sample == []
 
     def finish(self) -> list[str]:
         """The lines that still wait for more rows."""

@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bkctl.commands._options import Globals, connect_to, parse_bookie_addresses, parse_duration, parse_size
+from bkctl.commands.main import error_line, os_error_exit_code
+from bkctl.errors import EXIT_CODES, Corrupt, NotFound, UsageError
+
+from .conftest import Cli
+
+HEAVY = ("kazoo", "grpc", "rocksdict", "pyspark", "asyncio", "google.protobuf", "sqlite3", "pydantic", "rich")
+
+
+def bkctl(*arguments: str, **settings: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "bkctl", *arguments], capture_output=True, text=True, timeout=60, check=False, **settings
+    )  # type: ignore[call-overload, no-any-return]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["journal", "read", "--help"], ["--version"]])
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    code = (
+        f"import sys; sys.argv = ['bkctl', *{arguments!r}]\n"
+        "from bkctl.commands.main import main\n"
+        "try: main()\n"
+        f"except SystemExit as e: print([m for m in {HEAVY!r} if m in sys.modules], e.code)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[] 0"
+
+
+def test_offline_commands_import_nothing_heavy(tmp_path: Path) -> None:
+    (tmp_path / "1.txn").write_bytes(b"")
+    code = (
+        f"import sys; sys.argv = ['bkctl', 'journal', 'read', {str(tmp_path)!r}, '-o', 'ndjson']\n"
+        "from bkctl.commands.main import main\n"
+        "try: main()\n"
+        f"except SystemExit as e: print([m for m in {HEAVY!r} if m in sys.modules], e.code)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[] 0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "Missing command; try 'bkctl --help'"),
+        (["nope"], "No such command 'nope'"),
+        (["jornal"], "Did you mean 'journal'"),
+        (["journal"], "Missing command; try 'bkctl journal --help'"),
+        (["journal", "read", "--nope"], "No such option: --nope"),
+        (["journal", "read", "x", "--limit", "x"], "--limit: not a number: 'x'"),
+        (["journal", "read", "x", "--limit", "0"], "must be 1 or more"),
+        (["journal", "read", "x", "--type", "x"], "'x' is not one of entry"),
+        (["journal", "read", "-o", "xml"], "'xml' is not one of table"),
+        (["ledger", "show"], "No ledger is given"),
+        (["ledger", "show", "-5"], "put a negative id after -- or in --ledger-id"),
+        (["ledger", "show", "zz"], "Not a ledger id: 'zz'"),
+        (["ledger", "show", "7:1", "--ledger-scope-id", "8"], "in scope 7, but the scope id given is 8"),
+        (["ledger", "show", "1", "--ledger-id", "2"], "name different ledgers"),
+        (["ledger", "show", "1", "2"], "unexpected extra argument"),
+        (["ledger", "list"], "No cluster is named"),
+        (["ledger", "list", "-u", "nonsense"], "Not a metadata URI"),
+        (["ledger", "list", "--all-scopes", "--ledger-scope-id", "7"], "--all-scopes and --ledger-scope-id"),
+        (["ledger", "list", "--timeout", "soon"], "--timeout: not a duration: 'soon'"),
+        (["ledger", "read", "1", "--from", "5", "--to", "4"], "--from 5 is after --to 4"),
+        (["ledger", "read", "1", "--format", "raw", "-o", "json"], "--format raw"),
+        (["ledger", "write", "--digest-type", "MD5"], "Not a digest type"),
+        (["ledger", "write", "--custom-metadata", "x"], "not KEY=VALUE"),
+        (["ledger", "write", "--uuid", "--ledger-id", "1"], "--uuid makes a new id"),
+        (["ledger", "write", "-", "-"], "- (stdin) is given twice"),
+        (["ledger", "write", "--record-size", "0"], "record size"),
+        (["ledger", "read", "1", "--password", "a", "--password-file", "b"], "--password and --password-file"),
+        (["ledger", "list", "--bookie-address", "x"], "not ID=HOST:PORT"),
+        (["bookie", "index", "show", "1"], "No directory is given"),
+        (["bookie", "start"], "No bookie configuration"),
+        (["bookie", "files", "/", "--kind", "x"], "--kind 'x'"),
+    ],
+)
+def test_usage_errors_are_one_line_and_exit_2(cli: Cli, arguments: list[str], words: str) -> None:
+    result = cli(*arguments)
+    assert result.code == 2
+    assert result.out == ""
+    assert words in result.err
+    assert result.err.startswith("bkctl: ")
+    assert result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["ledger", "list", "-u", "sqlite:///nonexistent/file"], 4),
+        (["ledger", "list", "-c", "/nonexistent/file"], 4),
+        (["ledger", "list", "-x", "nowhere"], 4),
+        (["ledger", "list", "-u", "ms://host/x"], 8),
+        (["ledger", "list", "-u", "zk+hierarchical://127.0.0.1:1/ledgers", "--timeout", "2"], 6),
+        (["ledger", "write", "/nonexistent", "-u", "sqlite:///x"], 4),
+        (["ledger", "write", "/", "-u", "sqlite:///x"], 2),
+        (["journal", "read", "/nonexistent/1.txn"], 4),
+        (["journal", "list", "/nonexistent"], 4),
+        (["entrylog", "read", "7", "--dir", "/"], 4),
+        (["bookie", "index", "show", "7:1", "--dir", "/"], 4),
+        (["journal", "lastmark", "/"], 4),
+    ],
+)
+def test_errors_are_one_line_with_their_exit_code(cli: Cli, arguments: list[str], code: int) -> None:
+    result = cli(*arguments)
+    assert result.code == code
+    assert result.out == ""
+    assert result.err.startswith("bkctl: ")
+    assert result.err.count("\n") == 1
+
+
+def test_debug_shows_the_traceback_and_the_line(cli: Cli) -> None:
+    result = cli("--debug", "ledger", "show", "zz")
+    assert "Traceback" in result.err
+    assert result.err.splitlines()[-1].startswith("bkctl: Not a ledger id")
+
+
+def test_operating_system_errors_have_exit_codes() -> None:
+    codes = {errno.ENOENT: 4, errno.EACCES: 1, errno.ENOSPC: 1, errno.EEXIST: 5, errno.ECONNREFUSED: 6, errno.EISDIR: 2}
+    for number, code in codes.items():
+        assert os_error_exit_code(OSError(number, "x")) == code
+    assert os_error_exit_code(TimeoutError()) == 6
+    assert error_line(OSError(errno.EACCES, "Permission denied", "/x")) == ("/x: Permission denied", 1)
+    assert set(codes.values()) <= set(EXIT_CODES)
+    assert error_line(Corrupt("Bad", hint="look"))[0] == "Bad; look"
+
+
+def test_global_options_stand_before_the_group_or_after_the_command(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "1.txn").write_bytes(b"")
+    assert cli("-o", "json", "journal", "list", tmp_path).json[0]["journalId"] == 1
+    assert cli("journal", "list", tmp_path, "-o", "json").json[0]["journalId"] == 1
+    assert cli("-o", "json", "journal", "list", tmp_path, "-o", "id").out == "1\n"
+
+
+def test_the_environment_gives_the_form_of_output(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "1.txn").write_bytes(b"")
+    monkeypatch.setenv("BKCTL_OUTPUT", "id")
+    assert cli("journal", "list", tmp_path).out == "1\n"
+    assert cli("-o", "ndjson", "journal", "list", tmp_path).rows[0]["version"] == 1
+    monkeypatch.setenv("BKCTL_OUTPUT", "xml")
+    assert cli("journal", "list", tmp_path).code == 2
+
+
+def test_connection_order(tmp_path: Path) -> None:
+    conf = tmp_path / "bk.conf"
+    conf.write_text("zkServers=h:1\nzkLedgersRootPath=/l\n")
+    empty = tmp_path / "empty.conf"
+    empty.write_text("")
+    contexts = tmp_path / "config.toml"
+    contexts.write_text(
+        'current-context = "b"\n[contexts.a]\nmetadata-uri = "zk://a/x"\n[contexts.b]\nmetadata-uri = "zk://b/x"\n'
+    )
+    environment = {"BKCTL_CONFIG": str(contexts)}
+
+    def uri(*levels: Globals) -> str:
+        return connect_to([("", level) for level in levels], environment).uri
+
+    nothing = Globals()
+    assert uri(Globals(metadata_uri="u"), Globals(metadata_uri="v")) == "u"
+    assert uri(nothing, Globals(metadata_uri="v"), Globals(metadata_uri="w")) == "v"
+    assert uri(Globals(conf=conf), Globals(metadata_uri="v")) == "zk+null://h:1/l"
+    assert uri(Globals(metadata_uri="u", conf=conf)) == "u"
+    assert uri(Globals(context="a"), Globals(metadata_uri="v")) == "zk://a/x"
+    assert uri(nothing) == "zk://b/x"
+    assert uri(Globals(conf=empty), Globals(metadata_uri="v")) == "v"
+    with pytest.raises(UsageError, match="no metadataServiceUri"):
+        uri(Globals(conf=empty))
+    with pytest.raises(NotFound, match="'c' is not in"):
+        uri(Globals(context="c"))
+    contexts.write_text("]")
+    with pytest.raises(UsageError, match="not TOML"):
+        uri(nothing)
+
+
+def test_no_cluster_is_named_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="No cluster is named"):
+        connect_to([("", Globals())], {"BKCTL_CONFIG": "/nonexistent/config"})
+
+
+def test_numbers_with_units() -> None:
+    assert [parse_size(text, "x") for text in ("0", "10", "1k", "1KiB", "2KB", "3 MiB")] == [
+        0,
+        10,
+        1024,
+        1024,
+        2000,
+        3 << 20,
+    ]
+    assert [parse_duration(text, "x") for text in ("1", "1.5s", "200ms", "2m", "1h", "1d")] == [
+        1,
+        1.5,
+        0.2,
+        120,
+        3600,
+        86400,
+    ]
+    for text in ("", "x", "-1", "1x", "1e3", "٣"):
+        with pytest.raises(UsageError):
+            parse_size(text, "x")
+        with pytest.raises(UsageError):
+            parse_duration(text, "x")
+
+
+def test_bookie_addresses() -> None:
+    assert parse_bookie_addresses(("a:3181=h:1", "b=[::1]:2")) == {"a:3181": ("h", 1), "b": ("::1", 2)}
+
+
+def test_a_reader_that_goes_ends_it_quietly(tmp_path: Path) -> None:
+    (tmp_path / "1.txn").write_bytes(b"")
+    read, write = os.pipe()
+    os.close(read)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bkctl", "journal", "list", str(tmp_path)], stdout=write, stderr=subprocess.PIPE
+    )
+    os.close(write)
+    assert process.communicate(timeout=60) == (None, b"")
+    assert process.returncode == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "1.txn").write_bytes(b"")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "bkctl", "journal", "list", str(tmp_path)],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "bkctl: stdout: No space left on device\n")
+
+
+def test_interrupted_exits_130(tmp_path: Path) -> None:
+    fifo = tmp_path / "password"
+    os.mkfifo(fifo)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bkctl", "ledger", "read", "1", "--password-file", str(fifo)],
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    # Opening the other end succeeds once the command waits there.
+    writer = os.open(fifo, os.O_WRONLY)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    os.close(writer)
+    assert process.returncode == 130
+    assert err == "bkctl: Interrupted\n"

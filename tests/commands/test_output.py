@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import io
+import json
+import time
+from typing import Any, NamedTuple
+
+import pytest
+
+from bkctl.commands._output import (
+    Activity,
+    ClosedOutput,
+    Column,
+    Columns,
+    Constant,
+    Inline,
+    Kind,
+    Output,
+    RowWriter,
+    cut,
+    emit,
+    iso_time,
+    plain,
+    show,
+    size_text,
+    wants_color,
+    width_of,
+)
+from bkctl.errors import UsageError
+from bkctl.ids import LedgerId
+
+
+class Row(NamedTuple):
+    ledger: LedgerId | None
+    number: int | None = 1
+    text: str | None = "a"
+    flag: bool | None = True
+    at: int | None = 0
+    data: bytes | None = b"hi"
+    nested: Any = None
+
+
+COLUMNS = Columns(
+    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+    Column("NUMBER", "number", "number", Kind.INTEGER),
+    Column("TEXT", "text", "text"),
+    Column("FLAG", "flag", "flag", Kind.BOOLEAN),
+    Column("AT", "at", "at", Kind.TIME),
+    Column("DATA", "data", "data", Kind.BINARY),
+    Column("NESTED", "nested", lambda row: row.nested, Kind.NESTED),
+    key="ledger",
+)
+ROWS = [
+    Row(LedgerId(7, 1), 5, 'x,"y"\n', False, 1755770000123, b"\x00\xff", {"a": ["b", "c"]}),
+    Row(None, None, None, None, None, None, None),
+    Row(LedgerId(0, 12)),
+]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def written(output: Output, rows: list[Any] = ROWS, columns: Columns = COLUMNS, **settings: Any) -> str:
+    stream = io.StringIO()
+    with RowWriter(columns, output, stream=stream, **settings) as writer:
+        writer.rows(rows)
+    return stream.getvalue()
+
+
+FIRST = {
+    "ledgerScopeId": "7",
+    "ledgerId": "1",
+    "ledgerQualifiedName": "00000000000000070000000000000001",
+    "number": 5,
+    "text": 'x,"y"\n',
+    "flag": False,
+    "at": "2025-08-21T09:53:20.123Z",
+    "data": "AP8=",
+    "nested": {"a": ["b", "c"]},
+}
+
+
+def test_ndjson_is_an_object_a_line() -> None:
+    lines = written(Output.NDJSON).splitlines()
+    assert json.loads(lines[0]) == FIRST
+    assert json.loads(lines[1]) == dict.fromkeys(FIRST)
+    assert list(json.loads(lines[2])) == list(FIRST)
+
+
+def test_json_is_one_array_of_the_same_objects() -> None:
+    assert json.loads(written(Output.JSON)) == [json.loads(line) for line in written(Output.NDJSON).splitlines()]
+    assert json.loads(written(Output.JSON, [])) == []
+
+
+def test_csv_has_a_header_and_quotes() -> None:
+    import csv
+
+    rows = list(csv.reader(io.StringIO(written(Output.CSV))))
+    assert rows[0] == list(FIRST)
+    assert rows[1] == [
+        "7", "1", "00000000000000070000000000000001", "5", 'x,"y"\n', "false", "2025-08-21T09:53:20.123Z", "AP8=",
+        '{"a":["b","c"]}',
+    ]  # fmt: skip
+    assert rows[2] == [""] * 9
+
+
+def test_id_prints_the_key_a_line() -> None:
+    assert written(Output.ID).splitlines() == ["00000000000000070000000000000001", "-", "12"]
+
+
+def test_id_of_what_has_none_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="-o id"):
+        written(Output.ID, columns=Columns(Column("A", "a", "number")))
+
+
+def test_table_aligns_and_escapes() -> None:
+    lines = written(Output.TABLE).splitlines()
+    assert lines[0].split() == ["LEDGER", "NUMBER", "TEXT", "FLAG", "AT", "DATA", "NESTED"]
+    assert 'x,"y"\\x0a' in lines[1]
+    assert lines[2].split() == ["-"] * 7
+    assert len({line.index(word) for line, word in ((lines[0], "FLAG"), (lines[1], "no "), (lines[3], "yes"))}) == 1
+
+
+def test_table_widths_are_those_of_the_first_hundred_rows() -> None:
+    columns = Columns(Column("A", "a", "number", Kind.INTEGER), Column("B", "b", "text"))
+    rows = [Row(None, index, "t") for index in range(100)] + [Row(None, 12345, "long text")]
+    lines = written(Output.TABLE, rows, columns).splitlines()
+    assert lines[1] == " 0  t"
+    assert lines[101] == "12345  long text"
+
+
+def test_a_table_is_printed_before_the_error_that_follows() -> None:
+    def rows() -> Any:
+        yield ROWS[2]
+        raise ValueError
+
+    for output in Output:
+        stream = io.StringIO()
+        with pytest.raises(ValueError), RowWriter(COLUMNS, output, stream=stream) as writer:  # noqa: PT011
+            writer.rows(rows())
+        assert "12" in stream.getvalue()
+        if output is Output.JSON:
+            assert len(json.loads(stream.getvalue())) == 1
+
+
+def test_what_fails_before_its_first_row_prints_nothing() -> None:
+    for output in Output:
+        stream = io.StringIO()
+        with pytest.raises(KeyError), RowWriter(COLUMNS, output, stream=stream) as writer:
+            writer.rows({}[1] for _ in range(1))
+        assert stream.getvalue() == ""
+
+
+def test_slow_rows_do_not_wait_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    stream = io.StringIO()
+    seen = []
+    with RowWriter(COLUMNS, Output.NDJSON, stream=stream) as writer:
+
+        def rows() -> Any:
+            for _ in range(4):
+                now[0] += 1
+                seen.append(len(stream.getvalue().splitlines()))
+                yield ROWS[0]
+
+        writer.rows(rows())
+    assert seen[-1] >= 1
+
+
+def test_sources_may_be_constants_and_expressions() -> None:
+    columns = Columns(
+        Column("C", "c", Constant("it's {a}\\ \n")),
+        Column("N", "n", Constant(None), Kind.INTEGER),
+        Column("E", "e", Inline("r.number + plus", {"plus": 2}), Kind.INTEGER),
+        Column("L", "l", "ledger", Kind.LEDGER, absent=LedgerId(0, 12)),
+        Column("O", "o", "text", optional=True),
+    )
+    rows = [Row(LedgerId(0, 12), 1, None), Row(LedgerId(0, 13), 2, "t")]
+    first, second = map(json.loads, written(Output.NDJSON, rows, columns).splitlines())
+    assert first == {"c": "it's {a}\\ \n", "n": None, "e": 3} | dict.fromkeys(list(FIRST)[:3])
+    assert second["ledgerId"] == "13"
+    assert second["o"] == "t"
+    assert "it's {a}" in written(Output.CSV, rows, columns)
+    assert written(Output.TABLE, rows, columns).splitlines()[1].split()[-2:] == ["-", "-"]
+
+
+def test_columns_can_change_between_files() -> None:
+    def of(name: str) -> Columns:
+        return Columns(Column("F", "file", Constant(name)), Column("N", "n", "number", Kind.INTEGER), key="file")
+
+    for output, expected in (
+        (Output.NDJSON, '{"file":"a","n":1}\n{"file":"b","n":1}\n'),
+        (Output.CSV, "file,n\na,1\nb,1\n"),
+        (Output.ID, "a\nb\n"),
+        (Output.TABLE, "F  N\na  1\nb  1\n"),
+    ):
+        stream = io.StringIO()
+        with RowWriter(of("a"), output, stream=stream) as writer:
+            writer.rows(ROWS[2:])
+            writer.use(of("b"))
+            writer.rows(ROWS[2:])
+        assert stream.getvalue() == expected
+
+
+def test_an_object_is_shown_field_by_field() -> None:
+    stream = io.StringIO()
+    show(ROWS[0], COLUMNS, Output.TABLE, stream=stream)
+    assert "LEDGER  00000000000000070000000000000001  (scope 7, ledger 1)" in stream.getvalue()
+    stream = io.StringIO()
+    show(ROWS[0], COLUMNS, Output.JSON, stream=stream)
+    assert json.loads(stream.getvalue()) == FIRST
+    stream = io.StringIO()
+    show(ROWS[0], COLUMNS, Output.CSV, stream=stream)
+    assert stream.getvalue().startswith("ledgerScopeId,")
+
+
+def test_colours_are_for_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    assert wants_color(Terminal(), no_color=False)
+    assert not wants_color(io.StringIO(), no_color=False)
+    assert not wants_color(Terminal(), no_color=True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not wants_color(Terminal(), no_color=False)
+    columns = Columns(Column("S", "s", "text", style={"a": "\x1b[32m"}))
+    assert written(Output.TABLE, ROWS[2:], columns, color=True) == "\x1b[1mS\x1b[0m\n\x1b[32ma\x1b[0m\n"
+
+
+def test_a_narrow_terminal_cuts_flexible_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    columns = Columns(Column("N", "n", "number", Kind.INTEGER), Column("T", "t", "text", flexible=True))
+    stream = Terminal()
+    with RowWriter(columns, Output.TABLE, stream=stream) as writer:
+        writer.rows([Row(None, 1, "x" * 100)])
+    assert stream.getvalue().splitlines()[1] == "1  " + "x" * 36 + "…"
+    assert "x" * 100 in written(Output.TABLE, [Row(None, 1, "x" * 100)], columns)
+
+
+def test_text_helpers() -> None:
+    assert iso_time(0) == "1970-01-01T00:00:00.000Z"
+    assert iso_time(1 << 70) == str(1 << 70)
+    assert [size_text(size) for size in (0, 10239, 10240, 1 << 20, 1 << 62)] == [
+        "0 B", "10239 B", "10.0 KiB", "1.0 MiB", "4096 PiB",
+    ]  # fmt: skip
+    assert plain("a\x1b[31m") == "a\\x1b[31m"
+    assert width_of("日本") == 4
+    assert cut("abcdef", 4) == "abc…"
+
+
+def test_a_reader_that_is_gone_is_no_error_of_ours() -> None:
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    with pytest.raises(ClosedOutput):
+        emit("x", Broken())
+
+
+def test_activity_is_drawn_on_a_terminal_and_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Activity, "DELAY_S", 0.0)
+    monkeypatch.setattr(Activity, "PERIOD_S", 0.001)
+    stream = Terminal()
+    with Activity("Reading", total=10, unit="entries", stream=stream) as activity:
+        activity.update(5)
+        deadline = time.monotonic() + 20
+        while "50%" not in stream.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert "Reading" in stream.getvalue()
+    assert stream.getvalue().endswith("\r\x1b[K")
+    silent = io.StringIO()
+    with Activity("Reading", stream=silent):
+        pass
+    assert silent.getvalue() == ""
