@@ -233,7 +233,10 @@ class Bookie:
             if config.metadata_service_uri is None:
                 raise UsageError(f"{config.conf_path or 'The configuration'} has no metadataServiceUri")
             self._cluster = await asyncio.to_thread(
-                open_cluster, config.metadata_service_uri, timeout_s=config.zk_timeout / 1000 * 3
+                open_cluster,
+                config.metadata_service_uri,
+                timeout_s=config.zk_timeout / 1000 * 3,
+                session_timeout_s=config.zk_timeout / 1000,
             )
         port = config.bookie_port or _former_port(config, host) or _free_port(host)
         self.bookie_id = check_bookie_id(config.bookie_id or f"{host}:{port}")

@@ -1,0 +1,42 @@
+"""Fixtures for tests of our bookie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from own_bookies import OwnBookie
+from servers import Java, ZooKeeperServer, format_cluster
+
+from bkctl.metadata.cluster import Cluster, open_cluster
+
+
+@pytest.fixture
+def own_bookie(tmp_path: Path) -> Iterator[Callable[..., OwnBookie]]:
+    """Makes bookies of our own as child processes, not started: `own_bookie(metadata_uri, port=…, settings=…)`."""
+    made: list[OwnBookie] = []
+
+    def make(metadata_uri: str, **options: Any) -> OwnBookie:
+        made.append(OwnBookie(metadata_uri, tmp_path / f"own-{len(made)}", **options))
+        return made[-1]
+
+    yield make
+    for bookie in made:
+        bookie.kill()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """A new cluster in SQLite."""
+    with open_cluster(f"sqlite://{tmp_path / 'metadata.db'}", create=True) as opened:
+        yield opened
+
+
+@pytest.fixture
+def zookeeper_uri(zookeeper: ZooKeeperServer, java: Java, tmp_path: Path) -> str:
+    """The metadata URI of a new cluster that Apache's shell formatted."""
+    uri = zookeeper.metadata_uri(zookeeper.new_root())
+    format_cluster(java, uri, tmp_path)
+    return uri
