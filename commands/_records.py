@@ -218,22 +218,21 @@ def print_records(
     with ExitStack() as stack:
         writer: RowWriter | None = None
         for path, file_id, records in files:
-            columns = record_columns(path, file_id, id_name, options, run.output, secrets=secrets)
-            if writer is None:
-                writer = stack.enter_context(run.rows(columns))
-            else:
-                writer.use(columns)
+            chosen = tally.watch(records)
             try:
                 if options.format is BinaryFormat.RAW:
-                    for record in tally.watch(records):
+                    for record in chosen:
                         run.raw(record.payload(options.digest_type) or b"")
                 else:
-                    writer.rows(tally.watch(records))
+                    columns = record_columns(path, file_id, id_name, options, run.output, secrets=secrets)
+                    writer = writer or stack.enter_context(run.rows(columns))
+                    writer.use(columns)
+                    writer.rows(chosen)
             except (Corrupt, Unsupported) as error:
                 errors.append(error)
             if tally.left == 0:
                 break
-        if writer is None:
+        if writer is None and options.format is not BinaryFormat.RAW:
             stack.enter_context(run.rows(record_columns(Path(), None, id_name, options, run.output, secrets=secrets)))
     if tally.unknown:
         run.note(

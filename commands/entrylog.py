@@ -132,7 +132,7 @@ def read(run: Run, records: Records, names: LogNames = None, directories: DirOpt
     What stands before damage is printed, then the damage is reported (exit code 7).
     """
     with run.working("Reading entry logs"):
-        print_records(run, _opened(_logs(run, names, directories), records.filter()), "logId", records)
+        print_records(run, _files(_logs(run, names, directories), records.filter()), "logId", records)
 
 
 def _logs(run: Run, names: list[str] | None, directories: list[Path] | None) -> list[Path]:
@@ -150,9 +150,15 @@ def _logs_named(given: BookieDirectories, name: str) -> list[Path]:
     return [given.resolve_entry_log(name)]
 
 
-def _opened(paths: list[Path], chosen: RecordFilter) -> Iterator[tuple[Path, int | None, Iterator[Record]]]:
-    from bkctl.storage.entry_log import EntryLogReader
+def _files(paths: list[Path], chosen: RecordFilter) -> Iterator[tuple[Path, int | None, Iterator[Record]]]:
+    from bkctl.formats.entry_log import log_id_of
 
     for path in paths:
-        with EntryLogReader.open(path) as reader:
-            yield path, reader.log_id, chosen.of_entry_log(reader)
+        yield path, log_id_of(path.name), _records(path, chosen)
+
+
+def _records(path: Path, chosen: RecordFilter) -> Iterator[Record]:
+    from bkctl.storage.entry_log import EntryLogReader
+
+    with EntryLogReader.open(path) as reader:
+        yield from chosen.of_entry_log(reader)

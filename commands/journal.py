@@ -88,7 +88,7 @@ def read(
     if not names:
         files = [file.path for file in given.journals()]
     starts = _starts(given, files) if after_lastmark else dict.fromkeys(files, 0)
-    print_records(run, _opened(starts, records.filter()), "journalId", records, secrets=show_secrets)
+    print_records(run, _files(starts, records.filter()), "journalId", records, secrets=show_secrets)
 
 
 def _journals_named(given: BookieDirectories, name: str) -> list[Path]:
@@ -108,12 +108,18 @@ def _starts(given: BookieDirectories, files: list[Path]) -> dict[Path, int]:
     return files_after_marks(given, files)
 
 
-def _opened(starts: dict[Path, int], chosen: RecordFilter) -> Iterator[tuple[Path, int | None, Iterator[Record]]]:
-    from bkctl.storage.journal import JournalReader
+def _files(starts: dict[Path, int], chosen: RecordFilter) -> Iterator[tuple[Path, int | None, Iterator[Record]]]:
+    from bkctl.formats.journal import journal_id_of
 
     for path, start in starts.items():
-        with JournalReader.open(path) as reader:
-            yield path, reader.journal_id, chosen.of_journal(reader, start)
+        yield path, journal_id_of(path.name), _records(path, start, chosen)
+
+
+def _records(path: Path, start: int, chosen: RecordFilter) -> Iterator[Record]:
+    from bkctl.storage.journal import JournalReader
+
+    with JournalReader.open(path) as reader:
+        yield from chosen.of_journal(reader, start)
 
 
 MARK_COLUMNS = Columns(
