@@ -7,6 +7,7 @@ scopes have another over `current/scoped/`. Source: DefaultEntryLogger, EntryLog
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections import OrderedDict
@@ -100,6 +101,7 @@ class EntryLogger:
         self._paths: dict[int, Path] = {}
         self._readers: OrderedDict[int, StorageFile] = OrderedDict()
         self._unsynced: dict[int, OpenLog] = {}
+        self._failed: OSError | None = None
         self._read_guess = _READ_GUESS_BYTES
         for directory in self.directories:
             for log_id, path in _logs_in(directory):
@@ -205,10 +207,20 @@ class EntryLogger:
         return file
 
     def sync(self) -> None:
-        """Return when everything written is on disk. Raises OSError; what failed to sync may be lost then."""
+        """Return when everything written is on disk. Raises OSError, and after that always: the bookie has to stop.
+
+        The system may drop what it could not sync, and then call the next sync a success; even a full disk (a thinly
+        provisioned one says so only now) is no reason to try again. So the error is never ENOSPC.
+        """
+        if self._failed is not None:
+            raise OSError(errno.EIO, *self._failed.args[1:])
         for log_id, log in list(self._unsynced.items()):
             assert log.file is not None
-            log.file.sync()
+            try:
+                log.file.sync()
+            except OSError as error:
+                self._failed = OSError(errno.EIO, f"cannot be synced ({error.strerror or error})", str(log.path))
+                raise self._failed from error
             del self._unsynced[log_id]
             if log.is_complete:
                 log.file = None
