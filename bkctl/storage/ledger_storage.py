@@ -379,7 +379,10 @@ class LedgerStorage:
 
         Raises OSError: the batches fail, and so do all that were taken before `settle` is told.
         """
+        # Grouped behind a batch that fails, one of a later epoch fails too, and so do those that lean on it.
+        last_epoch = max(batch.epoch, *(each.epoch for each in more)) if more else batch.epoch
         if batch.epoch <= self._failed_epochs[number]:
+            self._failed_epochs[number] = last_epoch
             raise OSError(f"An earlier group of journal {self.journals[number].directory} failed")
         buffers, size, scoped = batch.buffers, batch.size, batch.scoped
         for each in more:
@@ -389,7 +392,7 @@ class LedgerStorage:
         try:
             self.journals[number].commit(buffers, size, scoped=scoped)
         except OSError:
-            self._failed_epochs[number] = batch.epoch
+            self._failed_epochs[number] = last_epoch
             raise
 
     def settle(self, number: int, batch: Batch, error: OSError | None) -> Batch | None:
@@ -648,7 +651,11 @@ class LedgerStorage:
             return
         if record.type not in _REPLAYED:
             return
-        handle = self.get(ledger)
+        try:
+            handle = self.get(ledger)
+        except CorruptRecord as error:
+            # Damage of an index file: taken for the journal's, it could pass for a torn group and end the replay.
+            raise Corrupt(error.message, hint=f"ledger {ledger} has records to replay in the journal") from error
         if handle is None:
             key = keys.get(ledger)
             if key is None:
