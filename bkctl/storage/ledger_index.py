@@ -116,6 +116,7 @@ class LedgerIndex:
         self._changed: dict[tuple[LedgerId, int], LedgerHandle] = {}
         self._changed_headers: dict[LedgerId, LedgerHandle] = {}
         self._in_flush: IndexFlush | None = None
+        self._flushing_count = 0
 
     @property
     def changed_pages(self) -> int:
@@ -269,8 +270,8 @@ class LedgerIndex:
         if page is None:
             page = self._read(handle, number)
             self._pages[key] = page
-            if len(self._pages) > self._page_limit + len(self._changed):
-                self._evict_pages()
+            if len(self._pages) > self._page_limit + self._pinned_count:
+                self._evict_pages(key)
         else:
             self._pages.move_to_end(key)
         return page
@@ -294,13 +295,19 @@ class LedgerIndex:
             page.byteswap()
         return page
 
-    def _evict_pages(self) -> None:
+    @property
+    def _pinned_count(self) -> int:
+        """At least as many pages as have to stay in memory, besides the limit."""
+        return len(self._changed) + self._flushing_count
+
+    def _evict_pages(self, newest: tuple[LedgerId, int]) -> None:
+        """Forget unchanged pages down to half the limit; `newest` is about to be changed by whoever asked for it."""
         flushing = self._in_flush.pages if self._in_flush is not None else {}
         for key in list(self._pages):
-            if len(self._pages) <= self._page_limit // 2 + len(self._changed):
+            if len(self._pages) <= self._page_limit // 2 + self._pinned_count:
                 break
             # A page that is being written must not be read back from its file before it is there.
-            if key in self._changed or (key[0] in flushing and key[1] in flushing[key[0]][1]):
+            if key == newest or key in self._changed or (key[0] in flushing and key[1] in flushing[key[0]][1]):
                 continue
             handle = self.handles.get(key[0])
             if handle is not None and handle.page_number == key[1]:
@@ -322,6 +329,7 @@ class LedgerIndex:
             handle.page_number = -1
         for handle in self._changed_headers.values():
             handle.header_changed = False
+        self._flushing_count = len(self._changed)
         self._changed = {}
         self._changed_headers = {}
         self._in_flush = IndexFlush(headers, pages)
@@ -362,6 +370,7 @@ class LedgerIndex:
     def finish(self, flush: IndexFlush, *, written: bool) -> None:
         """Take note that `write` is done, or that it failed: then the next checkpoint writes everything again."""
         self._in_flush = None
+        self._flushing_count = 0
         for ledger, (handle, _) in flush.headers.items():
             if written:
                 handle.is_on_disk = True

@@ -1,0 +1,128 @@
+"""What goes wrong between the steps of a checkpoint, of a group commit and of a replay, and what must not."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from bkctl.config import BookieConfig
+from bkctl.errors import Corrupt
+from bkctl.formats.entry import DigestManager, DigestType
+from bkctl.ids import LedgerId
+from bkctl.storage.files import Fault, Files, SimulatedFiles
+from bkctl.storage.ledger_storage import LedgerStorage
+
+
+def open_storage(root: Path, files: Files | None = None) -> LedgerStorage:
+    config = BookieConfig(
+        journal_directories=(str(root / "journal"),),
+        ledger_directories=(str(root / "ledgers"),),
+        journal_pre_alloc_size_mb=0,
+        page_size=64,
+        page_limit=4,
+    )
+    storage = LedgerStorage(config, files=files)
+    storage.open()
+    return storage
+
+
+def add(storage: LedgerStorage, ledger_id: int, entry_id: int) -> bytes:
+    ledger = LedgerId(0, ledger_id)
+    digests = DigestManager(ledger, DigestType.CRC32C, b"secret")
+    payload = f"entry {entry_id} of {ledger_id}".encode()
+    body = digests.seal(entry_id, entry_id - 1, 100 * (entry_id + 1), payload) + payload
+    storage.add(ledger, entry_id, digests.master_key, body, None)
+    return body
+
+
+def stored(storage: LedgerStorage, ledger_id: int, entry_id: int) -> bytes:
+    return bytes(storage.read_entry(LedgerId(0, ledger_id), entry_id))
+
+
+def test_entries_added_while_a_checkpoint_writes_many_pages_are_kept(tmp_path: Path) -> None:
+    """Pages that are being written stay in memory, and must not push out the one that an entry just went to."""
+    storage = open_storage(tmp_path)
+    for ledger_id in range(8):
+        add(storage, ledger_id, 0)
+    checkpoint = storage.begin_checkpoint()
+    assert checkpoint is not None
+    first = add(storage, 100, 0)
+    second = add(storage, 100, 8)  # the next page
+    storage.flush_journals()
+    assert (stored(storage, 100, 0), stored(storage, 100, 8)) == (first, second)
+    storage.checkpoint(checkpoint)
+    storage.end_checkpoint(checkpoint, written=True)
+    storage.run_checkpoint()
+    again = open_storage(tmp_path)
+    assert again.replayed == (0, 0)
+    assert (stored(again, 100, 0), stored(again, 100, 8)) == (first, second)
+
+
+def test_a_group_fails_with_the_failed_one_that_its_ledger_key_was_grouped_with(tmp_path: Path) -> None:
+    root = tmp_path / "work"
+    root.mkdir()
+    files = SimulatedFiles(root)
+    storage = open_storage(root, files)
+    batches = []
+    for ledger_id, entry_id in ((1, 0), (1, 1)):
+        add(storage, ledger_id, entry_id)
+        batches.append(storage.take_batch(0))
+    failed, behind = batches
+    assert failed is not None
+    assert behind is not None
+    files.faults.append(Fault("write", ".txn", errno.EIO))
+    with pytest.raises(OSError, match="Input/output error") as failure:
+        storage.commit(0, failed)
+    storage.settle(0, failed, failure.value)
+    for entry_id in (0, 1):  # the first batch has the ledger's key
+        add(storage, 2, entry_id)
+        batches.append(storage.take_batch(0))
+    with_key, without_key = batches[2:]
+    assert with_key is not None
+    assert without_key is not None
+    with pytest.raises(OSError, match="earlier group"):
+        storage.commit(0, behind, with_key)
+    with pytest.raises(OSError, match="earlier group"):
+        storage.commit(0, without_key)
+    for batch in (behind, with_key, without_key):
+        storage.settle(0, batch, failure.value)
+    body = add(storage, 2, 2)
+    storage.flush_journals()
+    image = files.crash(tmp_path / "image")
+    assert stored(open_storage(image), 2, 2) == body
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_a_failed_sync_of_an_entry_log_is_never_made_good_by_another(tmp_path: Path, code: int) -> None:
+    """The system may have dropped the data: a mark behind it would let go of the only copy, the journal's."""
+    files = SimulatedFiles(tmp_path)
+    storage = open_storage(tmp_path, files)
+    add(storage, 1, 0)
+    storage.flush_journals()
+    mark = (tmp_path / "ledgers/current/lastMark").read_bytes()
+    files.faults.append(Fault("sync", ".log", code))
+    for _ in range(2):
+        with pytest.raises(OSError, match="cannot be synced") as failure:
+            storage.run_checkpoint()
+        assert failure.value.errno == errno.EIO
+    assert (tmp_path / "ledgers/current/lastMark").read_bytes() == mark
+
+
+def test_a_damaged_index_file_does_not_end_the_replay_as_a_torn_journal_does(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    add(storage, 1, 0)
+    storage.flush_journals()
+    storage.run_checkpoint()
+    storage = open_storage(tmp_path)
+    add(storage, 1, 1)
+    body = add(storage, 2, 0)
+    storage.flush_journals()
+    (index,) = (tmp_path / "ledgers").rglob("1.idx")
+    whole = index.read_bytes()
+    index.write_bytes(whole[:8] + b"\xff\xff\xff\xff" + whole[12:])
+    with pytest.raises(Corrupt, match=r"1\.idx.*ledger 1 has records to replay"):
+        open_storage(tmp_path)
+    index.write_bytes(whole)
+    assert stored(open_storage(tmp_path), 2, 0) == body
