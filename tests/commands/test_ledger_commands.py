@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from bkctl.bookie.local import LocalCluster
+from bkctl.ids import LedgerId
+
+from .conftest import Cli
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def _connected(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BKCTL_METADATA_URI", cluster.metadata_uri)
+
+
+@pytest.fixture
+def write(cli: Cli, tmp_path: Path) -> object:
+    """Write bytes as a ledger; returns its id as it is printed."""
+
+    def call(content: bytes, *arguments: object) -> str:
+        path = tmp_path / "content"
+        path.write_bytes(content)
+        result = cli("ledger", "write", path, "-o", "id", *arguments)
+        assert result.code == 0, result.err
+        return result.out.strip()
+
+    return call
+
+
+def payloads(cli: Cli, ledger: str, *arguments: object) -> list[bytes]:
+    result = cli("ledger", "read", ledger, "--body", "-o", "ndjson", *arguments)
+    assert result.code == 0, result.err
+    return [base64.b64decode(row["payload"]) for row in result.rows]
+
+
+def test_a_line_is_an_entry(cli: Cli, write: object) -> None:
+    ledger = write(b"one\n\nthree\x00\xff\nlast")  # type: ignore[operator]
+    assert payloads(cli, ledger) == [b"one", b"", b"three\x00\xff", b"last"]
+    assert payloads(cli, write(b"")) == []  # type: ignore[operator]
+    assert payloads(cli, write(b"\n")) == [b""]  # type: ignore[operator]
+
+
+def test_record_size(cli: Cli, write: object) -> None:
+    assert payloads(cli, write(b"abcdefgh\n", "--record-size", "4")) == [b"abcd", b"efgh", b"\n"]  # type: ignore[operator]
+    assert payloads(cli, write(bytes(3000), "--record-size", "1KiB")) == [bytes(1024), bytes(1024), bytes(952)]  # type: ignore[operator]
+
+
+def test_several_files_in_order(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("1\n2")
+    (tmp_path / "b").write_text("3\n")
+    ledger = cli("ledger", "write", tmp_path / "a", tmp_path / "b", "-o", "id").out.strip()
+    assert payloads(cli, ledger) == [b"1", b"2", b"3"]
+
+
+def test_write_prints_the_ledger_and_says_the_id_first(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("x\n")
+    result = cli(
+        "ledger", "write", tmp_path / "a", "--ledger-scope-id", "9", "--ledger-id", "0x10", "-o", "json",
+        "--ensemble-size", "2", "--write-quorum", "2", "--ack-quorum", "1", "--digest-type", "hmac",
+        "--custom-metadata", "k=v=w", "--password", "p",
+    )  # fmt: skip
+    assert result.err == f"Ledger {LedgerId(9, 16)}\n"
+    found = result.json
+    assert (found["ledgerScopeId"], found["ledgerId"], found["state"], found["digestType"]) == (
+        "9",
+        "16",
+        "CLOSED",
+        "HMAC",
+    )
+    assert [found[name] for name in ("ensembleSize", "writeQuorumSize", "ackQuorumSize", "lastEntryId", "length")] == [
+        2, 2, 1, 0, 1,
+    ]  # fmt: skip
+    assert found["customMetadata"] == {"k": base64.b64encode(b"v=w").decode()}
+    assert "password" not in found
+    assert cli("ledger", "write", tmp_path / "a", "--ledger-scope-id", "9", "--ledger-id", "16").code == 5
+
+
+@pytest.mark.parametrize("how", ["uuid", "scope", "name"])
+def test_scoped_ledgers_round_trip(cli: Cli, write: object, how: str) -> None:
+    name = uuid.uuid4()
+    options = {"uuid": ["--uuid"], "scope": ["--ledger-scope-id", "7"], "name": ["--ledger-qualified-name", name]}[how]
+    printed = write(b"scoped\n", *options)  # type: ignore[operator]
+    ledger = LedgerId.parse(printed)
+    assert ledger.is_scoped
+    if how == "name":
+        assert ledger.value == name.int
+    for form in (printed, ledger.uuid, f"{ledger.scope_id}:{ledger.ledger_id}"):
+        assert payloads(cli, form) == [b"scoped"]
+    by_options = ("--ledger-scope-id", ledger.scope_id, "--ledger-id", ledger.ledger_id)
+    assert cli("ledger", "show", *by_options, "-o", "json").json["ledgerQualifiedName"] == ledger.qualified_name
+    row = cli("ledger", "read", printed, "-o", "ndjson").rows[0]
+    assert list(row) == [
+        "ledgerScopeId", "ledgerId", "ledgerQualifiedName", "entryId", "lastAddConfirmed", "length", "size",
+        "formatVersion",
+    ]  # fmt: skip
+    assert row["formatVersion"] == 2
+    assert printed in cli("ledger", "list", "--all-scopes", "-o", "id").out.split()
+    assert printed not in cli("ledger", "list", "-o", "id").out.split()
+    assert cli("ledger", "read", printed, "--protocol", "v2").code == 2
+    assert cli("ledger", "delete", printed, "--yes").code == 0
+    assert cli("ledger", "read", printed).code == 4
+
+
+def test_read_ranges(cli: Cli, write: object) -> None:
+    ledger = write(b"".join(b"%d\n" % number for number in range(10)))  # type: ignore[operator]
+
+    def ids(*arguments: object) -> list[int]:
+        return [int(line) for line in cli("ledger", "read", ledger, "-o", "id", *arguments).out.split()]
+
+    assert ids() == list(range(10))
+    assert ids("--from", "3", "--to", "5") == [3, 4, 5]
+    assert ids("--from", "8") == [8, 9]
+    assert ids("--to", "1") == [0, 1]
+    assert ids("--last", "2") == [8, 9]
+    assert ids("--from", "2", "--count", "2") == [2, 3]
+    assert ids("--no-verify") == list(range(10))
+    assert ids("--protocol", "v2") == list(range(10))
+    replicas = sorted(number for bookie in ("bookie-0", "bookie-1", "bookie-2") for number in ids("--bookie", bookie))
+    assert replicas == sorted([*range(10), *range(10)])
+    assert cli("ledger", "read", ledger, "--from", "10").code == 4
+    assert cli("ledger", "read", ledger, "--to", "10").code in (2, 4)
+    assert cli("ledger", "read", ledger, "--last", "1", "--from", "1").code == 2
+
+
+def test_read_formats(cli: Cli, write: object) -> None:
+    ledger = write(b"one\ntwo")  # type: ignore[operator]
+    assert cli("ledger", "read", ledger, "--format", "raw").out == "onetwo"
+    assert [row["payload"] for row in cli("ledger", "read", ledger, "--format", "hex", "-o", "ndjson").rows] == [
+        "6f6e65", "74776f",
+    ]  # fmt: skip
+    assert [row["payload"] for row in cli("ledger", "read", ledger, "--format", "utf8", "-o", "json").json] == [
+        "one",
+        "two",
+    ]
+    assert "payload" not in cli("ledger", "read", ledger, "-o", "json").json[0]
+    assert cli("ledger", "read", ledger, "-o", "csv").out.splitlines()[1].endswith(",0,-1,3,3,1")
+
+
+def test_passwords(cli: Cli, write: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = write(b"x\n", "--password", "secret")  # type: ignore[operator]
+    for command in ("read", "tail"):
+        for wrong in ([], ["--password", "other"]):
+            result = cli("ledger", command, ledger, *wrong)
+            assert (result.code, result.out) == (1, "")
+            assert "Wrong password" in result.err
+            assert result.err.count("\n") == 1
+    file = tmp_path / "password"
+    file.write_text("secret\n")
+    assert payloads(cli, ledger, "--password-file", file) == [b"x"]
+    assert cli("ledger", "verify", ledger).code == 0
+    assert cli("ledger", "recover", ledger).code == 0
+    monkeypatch.setenv("BKCTL_LEDGER_PASSWORD", "secret")
+    assert payloads(cli, ledger) == [b"x"]
+    assert "secret" not in cli("ledger", "show", ledger, "-o", "json").out
+
+
+def test_what_is_written_can_be_tailed_at_once(cluster: LocalCluster) -> None:
+    environment = {**os.environ, "BKCTL_METADATA_URI": cluster.metadata_uri}
+    writer = subprocess.Popen(
+        [sys.executable, "-m", "bkctl", "ledger", "write", "--uuid", "-o", "id"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
+    )  # fmt: skip
+    assert writer.stdin is not None
+    assert writer.stderr is not None
+    ledger = writer.stderr.readline().decode().split()[1]
+    writer.stdin.write(b"first\n")
+    writer.stdin.flush()
+    tail = subprocess.Popen(
+        [sys.executable, "-m", "bkctl", "ledger", "tail", ledger, "--format", "utf8", "-o", "ndjson"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
+    )  # fmt: skip
+    assert tail.stdout is not None
+    seen = []
+    for line in (b"second\n", b"third\n", None):
+        seen.append(json.loads(tail.stdout.readline())["payload"])
+        if line is not None:
+            writer.stdin.write(line)
+            writer.stdin.flush()
+    assert seen == ["first", "second", "third"]
+    out, _ = writer.communicate(timeout=60)
+    assert out.decode().strip() == ledger
+    assert tail.communicate(timeout=60) == (b"", b"")
+    assert (writer.returncode, tail.returncode) == (0, 0)
+
+
+def test_tail_begins_with_the_last_entries(cli: Cli, write: object) -> None:
+    ledger = write(b"".join(b"%d\n" % number for number in range(20)))  # type: ignore[operator]
+    assert cli("ledger", "tail", ledger, "-o", "id").out.split() == [str(number) for number in range(10, 20)]
+    assert cli("ledger", "tail", ledger, "-o", "id", "--last", "2").out.split() == ["18", "19"]
+    assert cli("ledger", "tail", ledger, "-o", "id", "--from", "17").out.split() == ["17", "18", "19"]
+
+
+def test_verify_finds_a_damaged_replica(cli: Cli, write: object, cluster: LocalCluster) -> None:
+    ledger = write(b"needle-a\nneedle-b\n", "--uuid")  # type: ignore[operator]
+    clean = cli("ledger", "verify", ledger, "-o", "json")
+    assert (clean.code, clean.json) == (0, [])
+    assert "2 entries" in clean.err
+    victim = cluster.bookies()[0]
+    cluster.down(victim.bookie_id)
+    try:
+        for path in (victim.directory / "ledgers").rglob("*.log"):
+            path.write_bytes(path.read_bytes().replace(b"needle", b"noodle"))
+        down = cli("ledger", "verify", ledger, "-o", "ndjson")
+        assert down.code == 3
+        assert {(row["bookieId"], row["problem"]) for row in down.rows} == {(victim.bookie_id, "unavailable")}
+    finally:
+        cluster.up()
+    found = cli("ledger", "verify", ledger, "-o", "ndjson")
+    assert found.code == 3
+    assert list(found.rows[0]) == [
+        "ledgerScopeId", "ledgerId", "ledgerQualifiedName", "entryId", "bookieId", "problem", "message",
+    ]  # fmt: skip
+    assert {(row["bookieId"], row["problem"]) for row in found.rows} == {(victim.bookie_id, "damaged")}
+    assert payloads(cli, ledger) == [b"needle-a", b"needle-b"]
+
+
+def test_recover_closes_what_its_writer_left(cli: Cli, cluster: LocalCluster) -> None:
+    environment = {**os.environ, "BKCTL_METADATA_URI": cluster.metadata_uri}
+    writer = subprocess.Popen(
+        [sys.executable, "-m", "bkctl", "ledger", "write", "--uuid"],
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment,
+    )  # fmt: skip
+    assert writer.stdin is not None
+    assert writer.stderr is not None
+    ledger = writer.stderr.readline().decode().split()[1]
+    writer.stdin.write(b"kept\n")
+    writer.stdin.flush()
+    assert cli("ledger", "read", ledger, "-o", "id").code == 0
+    while not cli("ledger", "read", ledger, "-o", "id").out:
+        assert writer.poll() is None
+    writer.kill()
+    writer.wait()
+    writer.stderr.close()
+    writer.stdin.close()
+    assert cli("ledger", "show", ledger, "-o", "json").json["state"] == "OPEN"
+    [row] = cli("ledger", "recover", ledger, "-o", "json").json
+    assert (row["state"], row["lastEntryId"], row["length"]) == ("CLOSED", 0, 4)
+    assert payloads(cli, ledger) == [b"kept"]
+
+
+def test_test_leaves_nothing_behind(cli: Cli) -> None:
+    before = cli("ledger", "list", "--all-scopes", "-o", "id").out
+    found = cli("ledger", "test", "--uuid", "--count", "50", "--size", "1KiB", "-o", "json").json
+    assert (found["entryCount"], found["entrySize"], found["lastEntryId"], found["deleted"]) == (50, 1024, 49, True)
+    assert cli("ledger", "list", "--all-scopes", "-o", "id").out == before
+    kept = cli("ledger", "test", "--count", "2", "--keep", "-o", "id").out.strip()
+    assert len(payloads(cli, kept)) == 2
+
+
+def test_not_enough_bookies(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("x\n")
+    result = cli("ledger", "write", tmp_path / "a", "--ensemble-size", "9")
+    assert result.code == 6
+    assert result.err.count("\n") == 1
+    assert cli("ledger", "write", tmp_path / "a", "--write-quorum", "4").code == 2
+
+
+def test_every_form_of_output(cli: Cli, write: object) -> None:
+    ledger = write(b"x\ny\n")  # type: ignore[operator]
+    for command in (("show", ledger), ("read", ledger), ("verify", ledger), ("list",), ("recover", ledger)):
+        for output in ("table", "json", "ndjson", "csv", "id"):
+            result = cli("ledger", *command, "-o", output)
+            assert result.code == 0, (command, output, result.err)
+            if output == "json":
+                json.loads(result.out)
