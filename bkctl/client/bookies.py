@@ -68,6 +68,7 @@ class BookieChannel:
         """
         connection = self._connection
         if connection is not None and not connection.closed:
+            # The one path that has to be fast.
             if not scoped or self._scoped:
                 try:
                     return connection.send(request)
@@ -75,6 +76,8 @@ class BookieChannel:
                     return failed_future(error)
             if self._scoped is False:
                 return failed_future(self._no_scopes())
+        if self._pool.closed:
+            return failed_future(BookieUnavailable(f"The client is closed, so bookie {self.bookie_id} is not asked"))
         if self._attempt is None:
             if connection is not None and connection.closed:
                 self._connection = self._scoped = None
@@ -177,6 +180,8 @@ class BookiePool:
         self.protocol = protocol
         self.tls = tls
         self.timeout_s = timeout_s
+        #: Set by `close`: nothing is connected any more.
+        self.closed = False
         self._overrides = dict(addresses)
         self._addresses: dict[str, tuple[str, int]] = {}
         self._channels: dict[tuple[str, Protocol], BookieChannel] = {}
@@ -220,7 +225,8 @@ class BookiePool:
         return self.cluster.bookies.list(include_down=False)
 
     async def close(self) -> None:
-        """Close every connection."""
+        """Close every connection; requests fail from now on."""
+        self.closed = True
         channels = list(self._channels.values())
         self._channels.clear()
         for channel in channels:

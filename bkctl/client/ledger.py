@@ -379,7 +379,7 @@ class WriteHandle(_Handle):
                 await self.close()
 
     def _ended(self, error: BkctlError) -> None:
-        if self._closing is None and not isinstance(error, _ClosedByUs):
+        if self._closing is None and not isinstance(error, _ClosedByUs) and not self._access.pool.closed:
             self._closing = asyncio.get_running_loop().create_task(self._close())
             # close() raises it; where nobody closes, the error of the adds has said enough.
             self._closing.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -466,7 +466,7 @@ class BookKeeper:
         await self.close()
 
     async def close(self) -> None:
-        """Close all connections to bookies; handles are of no use then."""
+        """Close all connections to bookies: what is in flight fails, and ledgers that are being written stay open."""
         await self.pool.close()
 
     async def create_ledger(

@@ -268,12 +268,14 @@ class _RangeReader:
         future = read.future
         if not future.done():
             return None
-        if not future.cancelled() and future.exception() is None:
+        try:
             response = future.result()
-            if response.status is Status.EOK and type(response) is ReadResponse:
-                body = response.body
+        except (BkctlError, asyncio.CancelledError):
+            pass  # `_failed` looks closer
+        else:
+            if type(response) is ReadResponse and response.status is Status.EOK:
                 try:
-                    entry = self._access.open_entry(body, read.entry_id, self._verify)
+                    entry = self._access.open_entry(response.body, read.entry_id, self._verify)
                 except BkctlError as error:
                     self._record(read, error)
                     self._try_next(read)

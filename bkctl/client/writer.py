@@ -6,6 +6,7 @@ Source: LedgerHandle (add, ensemble change), PendingAddOp, ReadOnlyLedgerHandle.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
@@ -93,6 +94,7 @@ class AddPipeline:
         self._waiter: asyncio.Future[None] | None = None
         self._wake_below = 0
         self._loop = asyncio.get_running_loop()
+        self._context = contextvars.copy_context()
         self._channels: list[BookieChannel] = []
         self._connect()
 
@@ -144,20 +146,30 @@ class AddPipeline:
 
     def _send(self, add: _PendingAdd, index: int) -> None:
         channel = self._channels[index]
-        channel.send(add.request, self.access.scoped).add_done_callback(partial(self._answered, add, index, channel))
+        # One context for all: copying the current one costs as much as the callback itself.
+        channel.send(add.request, self.access.scoped).add_done_callback(
+            partial(self._answered, add, index, channel), context=self._context
+        )
 
     def _answered(
         self, add: _PendingAdd, index: int, channel: BookieChannel, future: asyncio.Future[Response]
     ) -> None:
         if self._channels[index] is not channel or self.error is not None:
             return  # the ensemble changed: what this bookie says is immaterial
-        if not future.cancelled() and future.exception() is None and future.result().status is Status.EOK:
+        try:
+            stored = future.result().status is Status.EOK
+        except (BkctlError, asyncio.CancelledError):
+            stored = False
+        if stored:
             add.acks |= 1 << index
             if add.entry_id == self.last_add_confirmed + 1:
                 self._complete()
             return
         error = failure(future, self.access.ledger, add.entry_id, channel.bookie_id)
         assert error is not None
+        if self.access.pool.closed:
+            self._end(error)
+            return
         if isinstance(error, LedgerFenced):
             self._end(LedgerFenced(f"Ledger {self.access.ledger} is fenced on bookie {channel.bookie_id}",
                                    hint="another client recovers or recovered it"))  # fmt: skip
@@ -189,13 +201,19 @@ class AddPipeline:
                 add.future.set_result(add.entry_id)
             if self._failed_since_progress:
                 self._failed_since_progress.clear()
-        if self._waiter is not None and self._below(self._wake_below):
+        if self._waiter is not None and not self._must_wait(self._wake_below):
             self._wake()
 
     # Back-pressure.
 
-    def _below(self, count: int) -> bool:
-        return len(self._pending) <= count and (self._pending_bytes < PENDING_BYTES_MAX or count == 0)
+    def _must_wait(self, count: int) -> bool:
+        """Whether more than `count` adds, or too many bytes, are in flight, and will become fewer by themselves.
+
+        They will not where the caller left out an entry id: what comes after the gap waits for the caller.
+        """
+        if self.error is not None or self.last_add_confirmed + 1 not in self._pending:
+            return False
+        return len(self._pending) > count or self._pending_bytes >= PENDING_BYTES_MAX
 
     def _wake(self) -> None:
         if self._waiter is not None:
@@ -211,13 +229,13 @@ class AddPipeline:
             raise restated(self.error)
 
     async def flush(self) -> None:
-        """Wait until nothing is pending. Raises what ended the pipeline."""
+        """Wait until nothing is pending but entries after a gap in the caller's ids. Raises what ended the pipeline."""
         await self._wait_below(0)
         if self.error is not None:
             raise restated(self.error)
 
     async def _wait_below(self, count: int) -> None:
-        while self.error is None and self._pending and not self._below(count):
+        while self._must_wait(count):
             self._wake_below = count if self._waiter is None else min(count, self._wake_below)
             if self._waiter is None:
                 self._waiter = self._loop.create_future()

@@ -58,8 +58,9 @@ class FakeBookie:
     with `lies` it echoes in the probe only.
     """
 
-    def __init__(self, bookie_id: str, *, scopes: bool = True, lies: bool = False) -> None:
+    def __init__(self, bookie_id: str, *, scopes: bool = True, lies: bool = False, tls: Any = None) -> None:
         self.bookie_id = bookie_id
+        self.tls = tls
         self.scopes = scopes
         self.lies = lies
         self.ledgers: dict[LedgerId, FakeLedger] = {}
@@ -69,11 +70,10 @@ class FakeBookie:
         self.hold: Callable[[Any], bool] = lambda request: False
         self.held: list[tuple[Any, Any]] = []
         self.port = 0
-        self.connection_count = 0
         self._server: BookieServer | None = None
 
     async def start(self) -> None:
-        self._server = BookieServer(self)
+        self._server = BookieServer(self, tls=self.tls)
         await self._server.start("127.0.0.1", self.port)
         self.port = self._server.port
 

@@ -316,6 +316,45 @@ def test_caller_chosen_entry_ids(fake_cluster, run):
     run(scenario())
 
 
+def test_a_gap_in_the_callers_entry_ids_makes_nobody_wait_for_ever(fake_cluster, run):
+    async def scenario():
+        async with fake_cluster(3) as cluster, cluster.client(throttle_count=5) as client:
+            writer = await client.create_ledger_adv(78)
+            await writer.add(b"ab", entry_id=0)
+            beyond = [writer.add(b"cd", entry_id=entry_id) for entry_id in range(2, 12)]
+            await writer.ready()
+            await writer.flush()
+            await writer.close()
+            for future in beyond:
+                with pytest.raises(LedgerClosed):
+                    await future
+            metadata = cluster.metadata(writer.ledger)
+            assert (metadata.last_entry_id, metadata.length) == (0, 2)
+
+    run(scenario())
+
+
+def test_a_closed_client_fails_what_is_in_flight_and_leaves_the_ledger_open(fake_cluster, run):
+    async def scenario():
+        async with fake_cluster(5) as cluster:
+            async with cluster.client() as client:
+                writer = await client.create_ledger()
+                await writer.add(b"0")
+                for bookie in cluster.bookies:
+                    bookie.hold = lambda request: True
+                futures = [writer.add(b"x") for _ in range(3)]
+                await asyncio.sleep(0.02)
+            for future in futures:
+                with pytest.raises(BookieUnavailable):
+                    await future
+            with pytest.raises(BookieUnavailable):
+                await writer.ready()
+            metadata = cluster.metadata(writer.ledger)
+            assert (metadata.state, metadata.ensembles) == (LedgerState.OPEN, writer.metadata.ensembles)
+
+    run(scenario())
+
+
 def test_an_entry_larger_than_a_frame_is_refused_and_the_ledger_goes_on(fake_cluster, run):
     async def scenario():
         async with fake_cluster(3) as cluster, cluster.client() as client:
