@@ -330,7 +330,7 @@ def zsh_completion(tree: Page) -> str:
 
 _ZSH: Final = r"""_bkctl_dynamic() {
   local -a found
-  found=(${(f)"$(_BKCTL_COMPLETE=$1 ${words[1]:-bkctl} ${bkctl_words[2,-1]} 2>/dev/null)"})
+  found=(${(f)"$(_BKCTL_COMPLETE=$1 "${(Q)bkctl_words[@]}" 2>/dev/null)"})
   if (( $#found )); then compadd -- $found; elif [[ $1 != (ledger|bookie) ]]; then _files; fi
 }
 
@@ -365,7 +365,7 @@ def _zsh_function(page: Page) -> str:
             f"        {child.path[-1]}) {'_'.join(['_bkctl', *child.path]).replace('-', '_')} ;;"
             for child in page.children
         )
-        start = "  local -a bkctl_words=($words)\n" if not page.path else ""
+        start = '  local -a bkctl_words=("${(@)words[1,CURRENT]}")\n' if not page.path else ""
         body = " \\\n    ".join(["  _arguments -C", *specs, "'1: :->command'", "'*:: :->rest'"])
         return (
             f"{name}() {{\n  local state line\n{start}{body}\n  case $state in\n    command)\n"
