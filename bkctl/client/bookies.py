@@ -136,6 +136,8 @@ class BookieChannel:
             self._fail_waiting(error)
         finally:
             self._attempt = None
+            if self._waiting:  # cancelled, or a defect: nobody may wait for ever
+                self._fail_waiting(BookieUnavailable(f"Connecting to bookie {self.bookie_id} was broken off"))
 
     def _forward(
         self, connection: BookieConnection, request: Request, scoped: bool, future: asyncio.Future[Response]

@@ -283,6 +283,8 @@ class BookieConnection(_FramedProtocol):
                 reason = os.strerror(error.errno)  # asyncio says `Connect call failed ('127.0.0.1', 3181)`
             what = "and this client do not agree on TLS" if is_tls else "cannot be reached"
             raise BookieUnavailable(f"{where} {what}: {reason}") from error
+        except (ValueError, OverflowError) as error:  # what was registered is no host name, or no port
+            raise BookieUnavailable(f"{where} cannot be reached: {error}") from error
         else:
             connection._is_v2 = protocol is Protocol.V2
             made.clear()

@@ -1,0 +1,35 @@
+"""Channels to bookies that cannot be reached: whoever waits is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bkctl.client.bookies import BookiePool
+from bkctl.errors import BookieUnavailable
+from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import open_cluster
+from bkctl.protocol.messages import Protocol, ReadLacRequest
+
+
+@pytest.mark.parametrize(
+    "address",
+    [(f"{'x' * 70}.example", 3181), ("a\0b", 3181), ("127.0.0.1", 65536), ("no such host", 3181)],
+    ids=["label too long", "zero byte", "port too large", "unknown name"],
+)
+def test_an_address_that_is_none_makes_the_bookie_unavailable(
+    tmp_path: Path, run: Callable[[Any], Any], address: tuple[str, int]
+) -> None:
+    async def scenario() -> None:
+        with open_cluster(f"sqlite://{tmp_path / 'metadata.db'}", create=True) as cluster:
+            pool = BookiePool(cluster, protocol=Protocol.V3, tls=None, timeout_s=30, addresses={"bookie-1": address})
+            answer = pool.channel("bookie-1").send(ReadLacRequest(LedgerId(0, 1)))
+            with pytest.raises(BookieUnavailable, match="bookie-1"):
+                await asyncio.wait_for(answer, 20)
+            await pool.close()
+
+    run(scenario())
