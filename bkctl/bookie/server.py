@@ -1,7 +1,7 @@
 """The bookie: requests from connections → ledger storage; group commit, checkpoints, fencing, read-only mode, stop.
 
 Everything that changes a ledger happens in the event loop's thread, in memory. One thread a journal writes and syncs
-what the loop gathered meanwhile (group commit); the storage thread writes entry logs and checkpoints.
+what the loop gathered meanwhile (group commit), one writes entry logs, one checkpoints.
 Source: BookieImpl, BookieRequestProcessor, Journal, SyncThread, LedgerDirsMonitor.
 """
 
@@ -67,6 +67,7 @@ from bkctl.protocol.messages import (
     refusal,
 )
 from bkctl.storage.files import NO_SPACE, Files
+from bkctl.storage.journal_writer import MEBIBYTE
 from bkctl.storage.ledger_index import LedgerHandle
 from bkctl.storage.ledger_storage import CURRENT, Batch, LedgerStorage
 
@@ -81,6 +82,8 @@ READ_THREADS: Final = 4
 #: Threads of a busy bookie take turns this often: the default of 5 ms is longer than a sync.
 SWITCH_INTERVAL_S: Final = 0.0005
 DIRTY_FILE: Final = "DIRTY"
+#: Entries in memory that the entry logs do not have yet, above which no more are acknowledged.
+UNWRITTEN_BYTES_MAX: Final = 256 << 20
 
 _EOK: Final = Status.EOK
 
@@ -186,11 +189,14 @@ class Bookie:
             self, tls=_tls_context(config), frame_size_bytes_max=config.netty_max_frame_size_bytes
         )
         self._journals: list[_JournalThread] = []
-        self._storage_thread: _Worker | None = None
+        self._entries: _Worker | None = None
+        self._checkpoints: _Worker | None = None
         self._readers: ThreadPoolExecutor | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._polls: set[_LongPoll] = set()
         self._flush_due = False
+        self._is_held = False
+        self._stopping = False
         self._checkpoint_running: asyncio.Future[None] | None = None
         self._no_space = False
         self._allows_high_priority = True
@@ -246,7 +252,8 @@ class Bookie:
         except OSError as error:
             raise BkctlError(f"Bookie {self.bookie_id} cannot open its directories: {error}") from error
         self._journals = [_JournalThread(self, number) for number in range(len(self.storage.journals))]
-        self._storage_thread = _Worker("storage")
+        self._entries = _Worker("entries")
+        self._checkpoints = _Worker("checkpoints")
         self._readers = ThreadPoolExecutor(READ_THREADS, "read")
         self._check_disks()
         try:
@@ -309,6 +316,7 @@ class Bookie:
         for poll in list(self._polls):
             poll.finish(updated=False)
         await self._server.close()
+        self._stopping = True
         if self._journals and self.failure is None:
             self._flush()
             if self._checkpoint_running is not None:
@@ -328,9 +336,10 @@ class Bookie:
         for journal in self._journals:
             journal.stop()
         self._journals = []
-        if self._storage_thread is not None:
-            self._storage_thread.stop()
-            self._storage_thread = None
+        for worker in (self._entries, self._checkpoints):
+            if worker is not None:
+                worker.stop()
+        self._entries = self._checkpoints = None
 
     def _close_storage(self) -> None:
         self.storage.close()
@@ -391,12 +400,16 @@ class Bookie:
         """Hand what this turn of the loop gathered to the journal threads."""
         self._flush_due = False
         storage = self.storage
+        if storage.unwritten_bytes > UNWRITTEN_BYTES_MAX and not self._stopping:
+            # The disk is behind: what is not acknowledged holds its connection back, until entries are written.
+            self._is_held = True
+            return
         for number, journal in enumerate(self._journals):
             batch = storage.take_batch(number)
             if batch is not None:
                 journal.put(batch)
-        if storage.seal_entries() and self._storage_thread is not None:
-            self._storage_thread.submit(self._write_entries)
+        if storage.seal_entries() and self._entries is not None:
+            self._entries.submit(self._write_entries)
         if storage.is_checkpoint_due and self._checkpoint_running is None:
             self._begin_checkpoint()
 
@@ -430,6 +443,13 @@ class Bookie:
             self.storage.write_entries()
         except OSError as error:
             self._loop.call_soon_threadsafe(self._storage_failed, error)
+        if self._is_held:
+            self._loop.call_soon_threadsafe(self._go_on)
+
+    def _go_on(self) -> None:
+        if self._is_held:
+            self._is_held = False
+            self._flush_soon()
 
     def _storage_failed(self, error: OSError) -> None:
         if error.errno in NO_SPACE:
@@ -696,10 +716,11 @@ class Bookie:
             await asyncio.wait([self._checkpoint_running])
 
     def _begin_checkpoint(self) -> None:
-        if self._storage_thread is None or self.failure is not None:
+        if self._checkpoints is None or self.failure is not None:
             return
         checkpoint = self.storage.begin_checkpoint()
         if checkpoint is None:
+            self._no_space = False
             return
         running = self._checkpoint_running = self._loop.create_future()
 
@@ -708,9 +729,9 @@ class Bookie:
             self._checkpoint_running = None
             if error is not None:
                 self._storage_failed(error)
-            elif self._no_space:
+            else:
                 self._no_space = False
-                self._check_disks()
+            self._go_on()
             running.set_result(None)
 
         def task() -> None:
@@ -723,14 +744,14 @@ class Bookie:
                 error = OSError(errno.EIO, str(failure))
             self._loop.call_soon_threadsafe(over, error)
 
-        self._storage_thread.submit(task)
+        self._checkpoints.submit(task)
 
     # --- disks -------------------------------------------------------------------------------------------------------
 
     async def _watch_disks(self) -> None:
         while True:
             await asyncio.sleep(self.config.disk_check_interval / 1000)
-            if self._no_space:
+            if self._no_space and self._journals_have_space():
                 await self.checkpoint()
             self._check_disks()
             try:
@@ -739,6 +760,10 @@ class Bookie:
                 self._fail(error)
             except BkctlError as error:
                 log.warning("Cannot register as %s: %s", "read-only" if self.read_only else "writable", error)
+
+    def _journals_have_space(self) -> bool:
+        needed = 2 * self.config.journal_pre_alloc_size_mb * MEBIBYTE
+        return all(self.files.disk_usage(each).free > needed for each in self.storage.journal_directories)
 
     def _run_out_of_space(self, problem: str) -> None:
         if not self._no_space:

@@ -21,7 +21,7 @@ from bkctl.formats.entry import read_ledger
 from bkctl.formats.layout import Buffer
 from bkctl.formats.record import RECORD_SIZE
 from bkctl.ids import LedgerId
-from bkctl.storage.files import Files, StorageFile
+from bkctl.storage.files import NO_SPACE, Files, StorageFile
 
 #: Entry logs that are kept open to read.
 OPEN_LOGS_MAX: Final = 128
@@ -61,11 +61,12 @@ class Chunk:
     `ledgers` is the closing log's map, None while it goes on.
     """
 
-    __slots__ = ("entries", "ledgers", "log", "parts", "start")
+    __slots__ = ("entries", "ledgers", "log", "parts", "size", "start")
 
     def __init__(self, log: OpenLog, start: int, parts: list[Buffer], entries: dict[int, Buffer]) -> None:
         self.log = log
         self.start = start
+        self.size = log.position - start
         self.parts = parts
         self.entries = entries
         self.ledgers: dict[LedgerId, int] | None = None
@@ -74,8 +75,8 @@ class Chunk:
 class EntryLogger:
     """Writer and random reader of the entry logs in `directories`, which share one id space.
 
-    `add`, `seal`, `find` and `read` belong to one thread (the bookie's event loop), `write` and `sync` to another (the
-    storage thread), which calls `write` in the order of `seal`. `read` may be called from any thread.
+    `add`, `seal` and `find` belong to one thread (the bookie's event loop); `write`, `sync` and `read` may be called
+    from any thread, and `sync` while another one writes.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class EntryLogger:
         self._recent: dict[int, Buffer] = {}
         self._unwritten: tuple[Chunk, ...] = ()
         self._lock = threading.Lock()
+        self._write_lock = threading.Lock()
         self._paths: dict[int, Path] = {}
         self._readers: OrderedDict[int, StorageFile] = OrderedDict()
         self._unsynced: dict[int, OpenLog] = {}
@@ -121,7 +123,7 @@ class EntryLogger:
     @property
     def unwritten_bytes(self) -> int:
         """Bytes added that are not in the file yet."""
-        return self.buffered_bytes + sum(sum(map(len, chunk.parts)) for chunk in self._unwritten)
+        return self.buffered_bytes + sum(chunk.size for chunk in self._unwritten)
 
     def add(self, ledger: LoggedLedger, size_field: bytes, body: Buffer) -> int:
         """Append one entry (`size_field` is its length as an int32); returns its location. In memory only."""
@@ -181,18 +183,22 @@ class EntryLogger:
 
     def write(self) -> None:
         """Write the sealed chunks to their files, unsynced; a failure (OSError) leaves them to the next call."""
-        while self._unwritten:
-            chunk = self._unwritten[0]
-            log = chunk.log
-            file = log.file or self._create(log)
+        with self._write_lock:
+            while self._unwritten:
+                self._write_chunk(self._unwritten[0])
+                with self._lock:
+                    self._unwritten = self._unwritten[1:]
+
+    def _write_chunk(self, chunk: Chunk) -> None:
+        log = chunk.log
+        file = log.file or self._create(log)
+        end = chunk.start + file.write(chunk.start, chunk.parts)
+        if chunk.ledgers is not None:
+            file.write(end, list(formats.write_ledgers_map(chunk.ledgers, self._version)))
+            file.write(0, (formats.write_header(self._version, end, len(chunk.ledgers)),))
+        with self._lock:
             self._unsynced[log.log_id] = log
-            end = chunk.start + file.write(chunk.start, chunk.parts)
-            if chunk.ledgers is not None:
-                file.write(end, list(formats.write_ledgers_map(chunk.ledgers, self._version)))
-                file.write(0, (formats.write_header(self._version, end, len(chunk.ledgers)),))
-                log.is_complete = True
-            with self._lock:
-                self._unwritten = self._unwritten[1:]
+            log.is_complete = chunk.ledgers is not None
 
     def _create(self, log: OpenLog) -> StorageFile:
         if not log.path.parent.is_dir():
@@ -201,28 +207,35 @@ class EntryLogger:
         file.write(0, (formats.write_header(self._version),))
         for directory in self.directories:
             if directory.is_dir():
-                self._files.replace(directory / formats.LAST_ID_NAME, formats.write_last_id(log.log_id))
+                try:
+                    self._files.replace(directory / formats.LAST_ID_NAME, formats.write_last_id(log.log_id))
+                except OSError as error:
+                    # It is a hint, and another directory than the log's may be full. Source: setLastLogId.
+                    if error.errno not in NO_SPACE:
+                        raise
         self._files.sync_directory(log.path.parent)
         log.file = file
         return file
 
     def sync(self) -> None:
-        """Return when everything written is on disk. Raises OSError, and after that always: the bookie has to stop.
+        """Return when everything written so far is on disk. Raises OSError, after that always: the bookie has to stop.
 
         The system may drop what it could not sync, and then call the next sync a success; even a full disk (a thinly
         provisioned one says so only now) is no reason to try again. So the error is never ENOSPC.
         """
         if self._failed is not None:
             raise OSError(errno.EIO, *self._failed.args[1:])
-        for log_id, log in list(self._unsynced.items()):
-            assert log.file is not None
+        with self._lock:
+            unsynced, self._unsynced = self._unsynced, {}
+        for log in unsynced.values():
+            is_complete, file = log.is_complete, log.file
+            assert file is not None
             try:
-                log.file.sync()
+                file.sync()
             except OSError as error:
                 self._failed = OSError(errno.EIO, f"cannot be synced ({error.strerror or error})", str(log.path))
                 raise self._failed from error
-            del self._unsynced[log_id]
-            if log.is_complete:
+            if is_complete:
                 log.file = None
 
     # --- reading -----------------------------------------------------------------------------------------------------

@@ -115,6 +115,11 @@ class StorageFile:
         else:
             os.ftruncate(self.fd, end)
 
+    def forget_cache(self, end: int) -> None:
+        """Tell the system that nobody will read the bytes below `end` soon."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.fd, 0, end, os.POSIX_FADV_DONTNEED)
+
     def truncate(self, size: int) -> None:
         """Cut or extend the file to `size` bytes."""
         os.ftruncate(self.fd, size)

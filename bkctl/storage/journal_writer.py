@@ -139,6 +139,8 @@ class JournalWriter:
         target = self._allocated + steps * self._allocation_size
         file.allocate(target)
         self._allocated = target
+        # Nobody reads a journal but a bookie that starts. Source: journalRemovePagesFromCache.
+        file.forget_cache(self._position)
 
     def _drop_tail(self, file: StorageFile, position: int) -> None:
         """After a failed write: cut what may have been written, or no later group would stand behind whole records."""

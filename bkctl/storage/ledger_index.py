@@ -162,7 +162,7 @@ class LedgerIndex:
             self._changed.pop(key, None)
 
     def delete(self, handle: LedgerHandle) -> None:
-        """Remove the ledger's index file; in the storage thread."""
+        """Remove the ledger's index file; no `write` may be under way."""
         for directory in self.directories:
             path = directory / formats.index_path(handle.ledger)
             if path.exists():
@@ -344,7 +344,7 @@ class LedgerIndex:
         )
 
     def write(self, flush: IndexFlush) -> None:
-        """Write and sync the copies; in the storage thread, after the entry logs were synced."""
+        """Write and sync the copies; in the checkpoint thread, after the entry logs were synced."""
         for ledger in flush.headers.keys() | flush.pages.keys():
             header = flush.headers.get(ledger)
             handle, pages = flush.pages.get(ledger) or (header[0], {}) if header else flush.pages[ledger]

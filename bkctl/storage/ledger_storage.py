@@ -2,8 +2,8 @@
 
     add, fence, …     change what is in memory and queue journal records in batches (the bookie's event loop)
     commit            writes one journal's batch; when it returns, the batch is on disk (that journal's thread)
-    write_entries     writes what the entry logs hold in memory, unsynced (the storage thread)
-    checkpoint        entry logs synced → indexes synced → last marks → old journals deleted (the storage thread)
+    write_entries     writes what the entry logs hold in memory, unsynced (the entry log thread)
+    checkpoint        entry logs synced → indexes synced → last marks → old journals deleted (the checkpoint thread)
 
 Nothing in an index file ever points at what is not in a synced entry log. At start everything behind the last mark is
 replayed from the journals. Source: BookieImpl, LedgerDescriptorImpl, InterleavedLedgerStorage, SyncThread; BP-35.
@@ -535,8 +535,8 @@ class LedgerStorage:
             journal.forget_before(mark)
 
     def _write_changes(self, changes: IndexFlush) -> None:
+        self.write_entries()
         for logger in (self._logger, self._scoped_logger):
-            logger.write()
             logger.sync()
         self.index.write(changes)
 
@@ -695,7 +695,8 @@ class LedgerStorage:
                 return
         logger = self._scoped_logger if handle.ledger.is_scoped else self._logger
         self.index.put(handle, entry_id, logger.add(handle, _pack_size(len(body)), body))
-        handle.lac = max(handle.lac, record.last_add_confirmed or 0 if entry_id else handle.lac)
+        if record.last_add_confirmed is not None:
+            handle.lac = max(handle.lac, record.last_add_confirmed)
         self.replayed = (self.replayed[0] + 1, self.replayed[1])
 
 
