@@ -268,6 +268,8 @@ class Bookie:
             self._loop.create_task(self._checkpoint_regularly()),
             self._loop.create_task(self._watch_disks()),
         ]
+        for task in self._tasks:
+            task.add_done_callback(self._task_over)
         log.info("Bookie %s serves on port %d%s", self.bookie_id, port, ", read-only" if self.read_only else "")
 
     def _open_storage(self, cluster: Cluster) -> None:
@@ -293,9 +295,7 @@ class Bookie:
     def service_info(self) -> BookieServiceInfo:
         """What the bookie registers: its address, and that it knows ledger scopes."""
         host, port = self.address
-        return BookieServiceInfo(
-            (Endpoint("bookie", port, host, BOOKIE_RPC_PROTOCOL),), {LEDGER_SCOPES_PROPERTY: "1"}
-        )
+        return BookieServiceInfo((Endpoint("bookie", port, host, BOOKIE_RPC_PROTOCOL),), {LEDGER_SCOPES_PROPERTY: "1"})
 
     async def _register(self) -> None:
         assert self._cluster is not None
@@ -362,6 +362,12 @@ class Bookie:
                 self._cluster = None
         self._held.close()
 
+    def _task_over(self, task: asyncio.Task[None]) -> None:
+        """Without checkpoints journals grow for ever, and without a look at the disks they fill up: give up then."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._fail(BkctlError(f"Bookie {self.bookie_id} cannot look after its disks: {error!r}"))
+
     def _fail(self, failure: BkctlError) -> None:
         """Give up: what was acknowledged is in the journal, and only a new start can bring it together again."""
         if self.failure is None:
@@ -400,9 +406,13 @@ class Bookie:
         """Hand what this turn of the loop gathered to the journal threads."""
         self._flush_due = False
         storage = self.storage
-        if storage.unwritten_bytes > UNWRITTEN_BYTES_MAX and not self._stopping:
-            # The disk is behind: what is not acknowledged holds its connection back, until entries are written.
-            self._is_held = True
+        if storage.unwritten_bytes > UNWRITTEN_BYTES_MAX and not (self._stopping or self._no_space or self.failure):
+            # The disk is behind: what is not acknowledged holds its connection back, until entries are written. The
+            # writes under way may end before they see that, so there has to be one more.
+            if not self._is_held and self._entries is not None:
+                self._is_held = True
+                storage.seal_entries(1)
+                self._entries.submit(self._write_entries)
             return
         for number, journal in enumerate(self._journals):
             batch = storage.take_batch(number)

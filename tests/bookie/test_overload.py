@@ -1,0 +1,74 @@
+"""A bookie whose disks are behind, or fail beside the requests: it goes on, or gives up and says so."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bkctl.bookie import server
+from bkctl.bookie.server import Bookie
+from bkctl.client.ledger import BookKeeper
+from bkctl.config import BookieConfig
+from bkctl.metadata.cluster import Cluster
+from bkctl.storage.files import DiskUsage, Files
+
+HOUR_MS = 3_600_000
+
+
+def bookie_of(cluster: Cluster, directory: Path, files: Files | None = None, **settings: Any) -> Bookie:
+    config = BookieConfig(
+        bookie_port=0,
+        advertised_address="127.0.0.1",
+        allow_loopback=True,
+        journal_directories=(str(directory / "journal"),),
+        ledger_directories=(str(directory / "ledgers"),),
+        journal_pre_alloc_size_mb=1,
+        **{"flush_interval": HOUR_MS, "disk_check_interval": HOUR_MS, **settings},
+    )
+    return Bookie(config, cluster=cluster, files=files)
+
+
+def test_held_adds_go_on_without_another_request_or_checkpoint(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "UNWRITTEN_BYTES_MAX", 0)
+
+    async def scenario() -> None:
+        bookie = bookie_of(cluster, tmp_path)
+        await bookie.start()
+        async with BookKeeper(cluster) as bookkeeper:
+            writer = await bookkeeper.create_ledger(ensemble_size=1, write_quorum_size=1, ack_quorum_size=1)
+            for entry_id in range(3):
+                assert await asyncio.wait_for(writer.add(b"entry"), 20) == entry_id
+            await writer.close()
+        await bookie.stop()
+
+    asyncio.run(scenario())
+
+
+class BrokenDisk(Files):
+    """A disk that no longer says how full it is."""
+
+    is_broken = False
+
+    def disk_usage(self, path: Path) -> DiskUsage:
+        if self.is_broken:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return super().disk_usage(path)
+
+
+def test_a_bookie_that_cannot_look_after_its_disks_gives_up(cluster: Cluster, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        files = BrokenDisk()
+        bookie = bookie_of(cluster, tmp_path, files, disk_check_interval=10)
+        await bookie.start()
+        files.is_broken = True
+        await asyncio.wait_for(bookie.stopped.wait(), 20)
+        assert "Input/output error" in str(bookie.failure)
+        await bookie.stop()
+
+    asyncio.run(scenario())
