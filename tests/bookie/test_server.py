@@ -1,0 +1,553 @@
+"""Our bookie in this process, asked over its port: the answers of the decision table, and what becomes of the files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bkctl.bookie.cookies import CookieMismatch
+from bkctl.bookie.server import Bookie
+from bkctl.config import BookieConfig
+from bkctl.errors import BkctlError, DirectoryInUse, IllegalOperation, Unsupported, UsageError
+from bkctl.formats.availability import Availability
+from bkctl.formats.entry import DigestManager, DigestType, read_entry_header
+from bkctl.formats.journal import LogMark
+from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import Cluster
+from bkctl.protocol.connection import BookieConnection
+from bkctl.protocol.messages import (
+    LAST_ENTRY,
+    AddRequest,
+    BatchReadRequest,
+    BookieInfoRequest,
+    ForceLedgerRequest,
+    ListEntriesRequest,
+    Protocol,
+    ReadLacRequest,
+    ReadRequest,
+    Status,
+    WriteLacRequest,
+)
+from bkctl.storage.files import DiskUsage, Files
+from bkctl.storage.journal import JournalReader, read_last_mark
+
+PLAIN = LedgerId(0, 5)
+SCOPED = LedgerId(7, 5)
+LEDGERS = [PLAIN, SCOPED]
+PAYLOAD = b"payload"
+
+
+def config_for(root: Path, **changes: Any) -> BookieConfig:
+    return BookieConfig(
+        bookie_port=0,
+        advertised_address="127.0.0.1",
+        allow_loopback=True,
+        journal_directories=(str(root / "journal"),),
+        ledger_directories=(str(root / "ledgers"),),
+        journal_pre_alloc_size_mb=1,
+        disk_usage_threshold=1.0,
+    ).with_changes(**changes)
+
+
+@contextlib.asynccontextmanager
+async def serving(config: BookieConfig, cluster: Cluster, files: Files | None = None) -> AsyncIterator[Bookie]:
+    bookie = Bookie(config, cluster=cluster, files=files)
+    await bookie.start()
+    try:
+        yield bookie
+    finally:
+        await bookie.stop()
+
+
+@contextlib.asynccontextmanager
+async def connected(bookie: Bookie, protocol: Protocol = Protocol.V3) -> AsyncIterator[BookieConnection]:
+    connection = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, protocol=protocol)
+    if protocol is Protocol.V3:
+        assert await connection.supports_scopes()
+    try:
+        yield connection
+    finally:
+        connection.close()
+        await connection.wait_closed()
+
+
+def on_a_bookie(
+    tmp_path: Path,
+    cluster: Cluster,
+    body: Callable[[Bookie, BookieConnection], Coroutine[Any, Any, None]],
+    protocol: Protocol = Protocol.V3,
+    files: Files | None = None,
+    **changes: Any,
+) -> None:
+    async def run() -> None:
+        async with (
+            serving(config_for(tmp_path, **changes), cluster, files) as bookie,
+            connected(bookie, protocol) as connection,
+        ):
+            await body(bookie, connection)
+
+    asyncio.run(run())
+
+
+def digests(ledger: LedgerId, password: bytes = b"secret") -> DigestManager:
+    return DigestManager(ledger, DigestType.CRC32C, password)
+
+
+def add(ledger: LedgerId, entry_id: int, lac: int | None = None, **changes: Any) -> AddRequest:
+    by = digests(ledger)
+    length = len(PAYLOAD) * (entry_id + 1)
+    body = by.seal(entry_id, entry_id - 1 if lac is None else lac, length, PAYLOAD) + PAYLOAD
+    return AddRequest(ledger, entry_id, by.master_key, body)._replace(**changes)
+
+
+async def statuses(connection: BookieConnection, *requests: Any) -> list[Status]:
+    return [response.status for response in await asyncio.gather(*map(connection.send, requests))]
+
+
+@pytest.mark.parametrize("ledger", LEDGERS, ids=str)
+@pytest.mark.parametrize("protocol", list(Protocol), ids=lambda each: each.name)
+def test_entries_are_read_back_as_they_were_added(
+    tmp_path: Path, cluster: Cluster, protocol: Protocol, ledger: LedgerId
+) -> None:
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        if ledger.is_scoped and protocol is Protocol.V2:
+            with pytest.raises(IllegalOperation):
+                connection.send(add(ledger, 0))
+            return
+        requests = [add(ledger, entry_id) for entry_id in range(300)]
+        assert set(await statuses(connection, *requests)) == {Status.EOK}
+        for _ in range(2):
+            for entry_id in (0, 7, 299):
+                response = await connection.send(ReadRequest(ledger, entry_id))
+                assert response.status is Status.EOK
+                assert bytes(response.body) == requests[entry_id].body
+                assert response.entry_id == entry_id
+                assert response.max_lac == (298 if protocol is Protocol.V3 else None)
+            last = await connection.send(ReadRequest(ledger, LAST_ENTRY))
+            assert (last.entry_id, bytes(last.body)) == (LAST_ENTRY, requests[299].body)
+            await bookie.checkpoint()  # now from the files
+
+    on_a_bookie(tmp_path, cluster, body, protocol)
+
+
+@pytest.mark.parametrize("ledger", LEDGERS, ids=str)
+def test_refusals(tmp_path: Path, cluster: Cluster, ledger: LedgerId) -> None:
+    other = LedgerId(ledger.scope_id, ledger.ledger_id + 1)
+    wrong_key = digests(ledger, b"wrong").master_key
+
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        refusals = [
+            (ReadRequest(ledger, 0), Status.ENOLEDGER),
+            (ReadLacRequest(ledger), Status.ENOENTRY),
+            (ListEntriesRequest(ledger), Status.ENOLEDGER),
+            (ForceLedgerRequest(ledger), Status.EOK),
+            (add(ledger, 0), Status.EOK),
+            (add(ledger, 1, master_key=wrong_key), Status.EUA),
+            (add(ledger, 1)._replace(entry_id=2), Status.EBADREQ),
+            (add(other, 1)._replace(ledger=ledger), Status.EBADREQ),
+            (add(ledger, 1, body=b"short"), Status.EBADREQ),
+            (add(ledger, 1 << 41), Status.EBADREQ),
+            (ReadRequest(ledger, 1), Status.ENOENTRY),
+            (ReadRequest(ledger, LAST_ENTRY, wrong_key, True), Status.EUA),
+            (ReadRequest(ledger, LAST_ENTRY, None, True), Status.EUA),
+            (ReadRequest(ledger, 0, previous_lac=0, piggyback=True), Status.EBADREQ),
+            (WriteLacRequest(ledger, 0, wrong_key, digests(ledger).seal_lac(0)), Status.EUA),
+            (WriteLacRequest(ledger, 1, digests(ledger).master_key, digests(ledger).seal_lac(0)), Status.EBADREQ),
+            (WriteLacRequest(ledger, 0, digests(ledger).master_key, digests(other).seal_lac(0)), Status.EBADREQ),
+            (WriteLacRequest(ledger, 0, digests(ledger).master_key, bytes(300)), Status.EBADREQ),
+            (ReadRequest(other, 0), Status.ENOLEDGER),
+        ]
+        for request, expected in refusals:
+            assert (await connection.send(request)).status is expected, request
+
+    on_a_bookie(tmp_path, cluster, body)
+
+
+def test_bodies_of_another_format_than_the_scopes_store_nothing(tmp_path: Path, cluster: Cluster) -> None:
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        plain, scoped = add(PLAIN, 0), add(SCOPED, 0)
+        torn_flags = b"\xb3" + bytes(scoped.body[1:])
+        assert await statuses(
+            connection,
+            plain._replace(body=scoped.body),
+            scoped._replace(body=plain.body),
+            scoped._replace(body=torn_flags),
+            ReadRequest(PLAIN, 0),
+            ReadRequest(SCOPED, 0),
+        ) == [Status.EBADREQ, Status.EBADREQ, Status.EBADREQ, Status.ENOLEDGER, Status.ENOLEDGER]
+        async with connected(bookie, Protocol.V2) as v2:
+            # In a v2 frame the ids are the body's first 16 bytes, whatever they are.
+            ledger_id, entry_id = struct.unpack_from(">Qq", scoped.body)
+            request = AddRequest(LedgerId(0, ledger_id), entry_id, plain.master_key, scoped.body)
+            assert await statuses(v2, request) == [Status.EBADREQ]
+
+    on_a_bookie(tmp_path, cluster, body)
+
+
+@pytest.mark.parametrize("ledger", LEDGERS, ids=str)
+def test_a_fenced_ledger_takes_recovery_adds_only_and_stays_fenced(
+    tmp_path: Path, cluster: Cluster, ledger: LedgerId
+) -> None:
+    key = digests(ledger).master_key
+
+    async def before(bookie: Bookie, connection: BookieConnection) -> None:
+        assert (await connection.send(add(ledger, 0))).status is Status.EOK
+        fenced = await connection.send(ReadRequest(ledger, LAST_ENTRY, key, fence=True))
+        assert (fenced.status, fenced.max_lac) == (Status.EOK, None)
+        assert await statuses(connection, add(ledger, 1), add(ledger, 1, recovery_add=True)) == [
+            Status.EFENCED,
+            Status.EOK,
+        ]
+
+    async def after(bookie: Bookie, connection: BookieConnection) -> None:
+        assert await statuses(connection, add(ledger, 2), ReadRequest(ledger, 1)) == [Status.EFENCED, Status.EOK]
+
+    on_a_bookie(tmp_path, cluster, before)
+    on_a_bookie(tmp_path, cluster, after)
+
+
+def test_fencing_makes_a_ledger_that_was_not_there(tmp_path: Path, cluster: Cluster) -> None:
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        for ledger in LEDGERS:
+            fence = ReadRequest(ledger, LAST_ENTRY, digests(ledger).master_key, fence=True)
+            assert await statuses(connection, fence) == [Status.ENOENTRY]
+            assert await statuses(connection, add(ledger, 0)) == [Status.EFENCED]
+
+    on_a_bookie(tmp_path, cluster, body)
+
+
+def test_scopes_never_mix(tmp_path: Path, cluster: Cluster) -> None:
+    scopes = [LedgerId(scope_id, 5) for scope_id in (0, 1, 7, 1 << 63, (1 << 64) - 1)]
+
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        for index, ledger in enumerate(scopes):
+            assert set(await statuses(connection, *(add(ledger, each) for each in range(index + 1)))) == {Status.EOK}
+        fence = ReadRequest(scopes[1], LAST_ENTRY, digests(scopes[1]).master_key, fence=True)
+        assert await statuses(connection, fence) == [Status.EOK]
+        for _ in range(2):
+            for index, ledger in enumerate(scopes):
+                last = await connection.send(ReadRequest(ledger, LAST_ENTRY))
+                header = read_entry_header(last.body)
+                assert (header.ledger, header.entry_id) == (ledger, index)
+                expected = Status.EFENCED if index == 1 else Status.EOK
+                assert await statuses(connection, add(ledger, index)) == [expected]
+            await bookie.checkpoint()
+        bookie.storage.delete_ledger(scopes[2])
+        found = [(await connection.send(ReadRequest(each, 0))).status for each in scopes]
+        assert found == [Status.EOK, Status.EOK, Status.ENOLEDGER, Status.EOK, Status.EOK]
+
+    on_a_bookie(tmp_path, cluster, body)
+
+
+@pytest.mark.parametrize("ledger", LEDGERS, ids=str)
+def test_explicit_lac(tmp_path: Path, cluster: Cluster, ledger: LedgerId) -> None:
+    by = digests(ledger)
+
+    async def before(bookie: Bookie, connection: BookieConnection) -> None:
+        assert await statuses(connection, WriteLacRequest(ledger, 3, by.master_key, by.seal_lac(3))) == [Status.EOK]
+        alone = await connection.send(ReadLacRequest(ledger))
+        assert (alone.status, by.open_lac(alone.lac_body)) == (Status.EIO, 3)
+        assert await statuses(connection, add(ledger, 4, lac=2)) == [Status.EOK]
+
+    async def after(bookie: Bookie, connection: BookieConnection) -> None:
+        both = await connection.send(ReadLacRequest(ledger))
+        assert (both.status, by.open_lac(both.lac_body)) == (Status.EOK, 3)
+        assert by.open(bytes(both.last_entry_body), 4).last_add_confirmed == 2
+        assert (await connection.send(ReadRequest(ledger, 4))).max_lac == 3
+
+    on_a_bookie(tmp_path, cluster, before)
+    on_a_bookie(tmp_path, cluster, after)
+
+
+def test_long_poll_ends_with_an_update_a_fence_or_its_time(tmp_path: Path, cluster: Cluster) -> None:
+    def poll(previous_lac: int, timeout_ms: int = 60_000, **changes: Any) -> ReadRequest:
+        return ReadRequest(PLAIN, LAST_ENTRY, previous_lac=previous_lac, timeout_ms=timeout_ms, **changes)
+
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        await statuses(connection, add(PLAIN, 0))
+        timed_out = await connection.send(poll(-1, 1, piggyback=True))
+        assert (timed_out.status, timed_out.max_lac, timed_out.body) == (Status.EOK, -1, None)
+        assert timed_out.lac_update_timestamp_ms is None
+
+        waiting = connection.send(poll(-1, piggyback=True))
+        assert await statuses(connection, add(PLAIN, 1)) == [Status.EOK]
+        woken = await waiting
+        assert (woken.status, woken.max_lac, woken.entry_id) == (Status.EOK, 0, 0)
+        assert read_entry_header(woken.body).entry_id == 0
+        assert woken.lac_update_timestamp_ms is not None
+
+        at_once = await connection.send(poll(-1, piggyback=True))
+        assert (at_once.entry_id, at_once.lac_update_timestamp_ms) == (0, None)
+
+        plain = connection.send(poll(0))
+        await statuses(connection, add(PLAIN, 2))
+        assert (await plain).max_lac == 1
+        assert read_entry_header((await plain).body).entry_id == 2
+
+        fenced = connection.send(poll(1))
+        await connection.send(ReadRequest(PLAIN, LAST_ENTRY, digests(PLAIN).master_key, fence=True))
+        assert (await fenced).status is Status.EOK
+
+    on_a_bookie(tmp_path, cluster, body)
+
+
+def test_deferred_sync_is_made_good_by_force(tmp_path: Path, cluster: Cluster) -> None:
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        requests = [add(PLAIN, entry_id, deferred_sync=True) for entry_id in range(20)]
+        assert set(await statuses(connection, *requests)) == {Status.EOK}
+        assert await statuses(connection, ForceLedgerRequest(PLAIN)) == [Status.EOK]
+        with JournalReader.open(sorted(bookie.storage.journal_directories[0].glob("*.txn"))[-1]) as journal:
+            assert sum(record.entry_id >= 0 for record in journal.records()) == 20
+
+    on_a_bookie(tmp_path, cluster, body)
+
+
+def test_list_of_entries_and_disk_sizes(tmp_path: Path, cluster: Cluster) -> None:
+    ids = [0, 1, 2, 7, 1023, 1024, 5000]
+
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        for ledger in LEDGERS:
+            await statuses(connection, *(add(ledger, entry_id) for entry_id in ids))
+            for _ in range(2):
+                response = await connection.send(ListEntriesRequest(ledger))
+                assert list(Availability.parse(response.availability)) == ids
+                await bookie.checkpoint()
+        info = await connection.send(BookieInfoRequest(3))
+        usage = Files().disk_usage(tmp_path)
+        assert info.total_disk_capacity == usage.total
+        assert 0 < info.free_disk_space <= usage.total
+        partly = await connection.send(BookieInfoRequest(2))
+        assert partly.total_disk_capacity is None
+
+    on_a_bookie(tmp_path, cluster, body)
+
+
+def test_batch_read(tmp_path: Path, cluster: Cluster) -> None:
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        await statuses(connection, *(add(PLAIN, entry_id) for entry_id in [*range(10), 11]))
+        size = len(add(PLAIN, 0).body)
+
+        async def read(entry_id: int, count: int, size_max: int = 1 << 20) -> list[int]:
+            response = await connection.send(BatchReadRequest(PLAIN, entry_id, 1, count, size_max))
+            assert response.status is Status.EOK
+            return [read_entry_header(each).entry_id for each in response.bodies]
+
+        assert await read(0, 3) == [0, 1, 2]
+        assert await read(8, 10) == [8, 9]
+        assert await read(0, 0) == list(range(10))
+        assert await read(2, 10, 1) == [2]
+        assert await read(2, 10, 36 + 2 * (size + 4)) == [2, 3]
+        (status,) = await statuses(connection, BatchReadRequest(PLAIN, 10, 2, 3, 1000))
+        assert status is Status.ENOENTRY
+
+    on_a_bookie(tmp_path, cluster, body, Protocol.V2)
+
+
+def test_a_bookie_that_was_stopped_or_died_has_everything_again(tmp_path: Path, cluster: Cluster) -> None:
+    async def write(bookie: Bookie, connection: BookieConnection) -> None:
+        for ledger in LEDGERS:
+            await statuses(connection, *(add(ledger, entry_id) for entry_id in range(2000)))
+
+    async def read(bookie: Bookie, connection: BookieConnection) -> None:
+        for ledger in LEDGERS:
+            for entry_id in (0, 1023, 1024, 1999):
+                response = await connection.send(ReadRequest(ledger, entry_id))
+                assert response.body == add(ledger, entry_id).body
+
+    on_a_bookie(tmp_path, cluster, write, log_size_limit=50_000)
+    for _ in range(2):
+        on_a_bookie(tmp_path, cluster, read)
+
+
+def test_a_clean_stop_leaves_only_what_apaches_bookie_reads(tmp_path: Path, cluster: Cluster) -> None:
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        await statuses(connection, *(add(ledger, 0) for ledger in LEDGERS))
+
+    journal, ledgers = tmp_path / "journal" / "current", tmp_path / "ledgers" / "current"
+    for round_number in range(2):
+        on_a_bookie(tmp_path, cluster, body)
+        versions = {}
+        for path in journal.glob("*.txn"):
+            with JournalReader.open(path) as reader:
+                versions[reader.journal_id] = (reader.version, list(reader.records()))
+        assert {version for version, _ in versions.values()} == {6}
+        newest = max(versions)
+        assert versions[newest] == (6, [])
+        assert read_last_mark([ledgers]) == LogMark(newest, 512)
+        aside = list((journal / "scoped").glob("*.txn"))
+        assert len(aside) == 1 + round_number
+        for path in aside:
+            with JournalReader.open(path) as reader:
+                assert reader.version == 7
+        assert not (ledgers / "DIRTY").exists()
+        assert cluster.bookies.list(include_down=False) == []
+
+
+def test_a_bookie_without_scoped_ledgers_leaves_version_6_and_nothing_of_ours(
+    tmp_path: Path, cluster: Cluster
+) -> None:
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        await statuses(connection, add(PLAIN, 0))
+        assert (tmp_path / "ledgers" / "current" / "DIRTY").exists()
+
+    on_a_bookie(tmp_path, cluster, body)
+    names = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    (journal_name,) = {name for name in names if name.endswith(".txn")}
+    assert {name for name in names if not name.startswith("metadata")} == {
+        "journal/current/VERSION",
+        journal_name,
+        "ledgers/current/VERSION",
+        "ledgers/current/lastMark",
+        "ledgers/current/lastId",
+        "ledgers/current/0.log",
+        "ledgers/current/0/5/5.idx",
+    }
+
+
+def test_it_registers_what_it_can(tmp_path: Path, cluster: Cluster) -> None:
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        (found,) = await asyncio.to_thread(cluster.bookies.list)
+        assert (found.bookie_id, found.state, found.ledger_scopes) == (bookie.bookie_id, "rw", True)
+        assert found.address == bookie.address
+        assert found.info is not None
+        assert [each.protocol for each in found.info.endpoints] == ["bookie-rpc"]
+
+    on_a_bookie(tmp_path, cluster, body, bookie_id="bookie-of-mine")
+    (stopped,) = cluster.bookies.list()
+    assert stopped.state == "down"
+
+
+class FullDisks(Files):
+    """Disks that are as full as the test says."""
+
+    used = 0.5
+
+    def disk_usage(self, path: Path) -> DiskUsage:
+        return DiskUsage(1 << 40, int((1 - self.used) * (1 << 40)), 1)
+
+
+def test_full_disks_make_it_read_only_until_there_is_space(tmp_path: Path, cluster: Cluster) -> None:
+    disks = FullDisks()
+
+    async def until(state: str) -> None:
+        while [each.state for each in await asyncio.to_thread(cluster.bookies.list)] != [state]:
+            await asyncio.sleep(0.01)
+
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        assert await statuses(connection, add(PLAIN, 0)) == [Status.EOK]
+        disks.used = 0.97
+        await until("ro")
+        lac = WriteLacRequest(PLAIN, 0, digests(PLAIN).master_key, digests(PLAIN).seal_lac(0))
+        assert await statuses(connection, add(PLAIN, 1), lac, ReadRequest(PLAIN, 0)) == [
+            Status.EREADONLY,
+            Status.EREADONLY,
+            Status.EOK,
+        ]
+        high = add(PLAIN, 1, recovery_add=True, high_priority=True)
+        assert await statuses(connection, high) == [Status.EOK]
+        disks.used = 0.93
+        await asyncio.sleep(0.05)
+        assert bookie.read_only, "not before the low-water mark"
+        disks.used = 0.5
+        await until("rw")
+        assert await statuses(connection, add(PLAIN, 2)) == [Status.EOK]
+
+    on_a_bookie(
+        tmp_path, cluster, body, files=disks,
+        disk_usage_threshold=0.95, disk_usage_lwm_threshold=0.90, disk_check_interval=5,
+    )  # fmt: skip
+
+
+def test_cookies_keep_a_bookie_to_its_directories(tmp_path: Path, cluster: Cluster) -> None:
+    async def nothing(bookie: Bookie, connection: BookieConnection) -> None:
+        assert (tmp_path / "journal" / "current" / "VERSION").read_bytes() == (
+            tmp_path / "ledgers" / "current" / "VERSION"
+        ).read_bytes()
+
+    def refused(match: str, **changes: Any) -> None:
+        with pytest.raises(CookieMismatch, match=match):
+            on_a_bookie(tmp_path, cluster, nothing, **{"bookie_id": "one", **changes})
+
+    on_a_bookie(tmp_path, cluster, nothing, bookie_id="one")
+    on_a_bookie(tmp_path, cluster, nothing, bookie_id="one")
+    refused("bookie id is 'two', the cookie has 'one'", bookie_id="two")
+    more = (str(tmp_path / "ledgers"), str(tmp_path / "more"))
+    refused("ledger directories", ledger_directories=more)
+    on_a_bookie(tmp_path, cluster, nothing, bookie_id="one", ledger_directories=more, allow_storage_expansion=True)
+    on_a_bookie(tmp_path, cluster, nothing, bookie_id="one", ledger_directories=more)
+    (tmp_path / "more" / "current" / "VERSION").unlink()
+    refused("has no cookie: its data is gone", ledger_directories=more)
+    cluster.cookies.remove("one", None)
+    refused("metadata store has no cookie", ledger_directories=more)
+
+
+def test_two_bookies_never_share_a_directory(tmp_path: Path, cluster: Cluster) -> None:
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        other = Bookie(config_for(tmp_path), cluster=cluster)
+        with pytest.raises(DirectoryInUse, match=str(tmp_path)):
+            await other.start()
+        assert await statuses(connection, add(PLAIN, 0)) == [Status.EOK]
+        assert [each.state for each in await asyncio.to_thread(cluster.bookies.list)] == ["rw"]
+
+    on_a_bookie(tmp_path, cluster, body)
+
+
+def test_what_cannot_be_served_is_refused_at_the_start(tmp_path: Path, cluster: Cluster) -> None:
+    async def nothing(bookie: Bookie, connection: BookieConnection) -> None:
+        pytest.fail("it started")
+
+    db = "org.apache.bookkeeper.bookie.storage.ldb.DbLedgerStorage"
+    with pytest.raises(Unsupported, match="DbLedgerStorage"):
+        on_a_bookie(tmp_path, cluster, nothing, ledger_storage_class=db)
+    with pytest.raises(UsageError, match="loopback"):
+        on_a_bookie(tmp_path, cluster, nothing, allow_loopback=False)
+    with pytest.raises(UsageError, match="no-such-host"):
+        on_a_bookie(tmp_path, cluster, nothing, advertised_address="no-such-host.invalid")
+    tls = "org.apache.bookkeeper.tls.TLSContextFactory"
+    with pytest.raises(Unsupported, match="JKS"):
+        on_a_bookie(tmp_path, cluster, nothing, tls_provider_factory_class=tls)
+    assert not list(tmp_path.glob("journal"))
+
+
+def test_a_taken_port_is_said(tmp_path: Path, cluster: Cluster) -> None:
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        config = config_for(tmp_path / "second", bookie_port=bookie.address[1], bookie_id="second")
+        with pytest.raises(BkctlError, match="cannot listen on port"):
+            await Bookie(config, cluster=cluster).start()
+
+    on_a_bookie(tmp_path, cluster, body)
+
+
+def test_several_journals_and_ledger_directories(tmp_path: Path, cluster: Cluster) -> None:
+    directories: dict[str, Any] = {
+        "journal_directories": tuple(str(tmp_path / f"j{number}") for number in range(3)),
+        "ledger_directories": tuple(str(tmp_path / f"l{number}") for number in range(2)),
+        "index_directories": (str(tmp_path / "index"),),
+    }
+    ledgers = [LedgerId(0, number) for number in range(6)] + [LedgerId(1, 1), LedgerId(1, 2)]
+
+    async def write(bookie: Bookie, connection: BookieConnection) -> None:
+        assert set(await statuses(connection, *(add(each, 0) for each in ledgers))) == {Status.EOK}
+        for number in range(3):
+            found = set()
+            for path in (tmp_path / f"j{number}" / "current").glob("*.txn"):
+                with JournalReader.open(path) as reader:
+                    found |= {record.ledger for record in reader.records()}
+            assert found == {each for each in ledgers if each.value % 3 == number}
+
+    async def read(bookie: Bookie, connection: BookieConnection) -> None:
+        assert set(await statuses(connection, *(ReadRequest(each, 0) for each in ledgers))) == {Status.EOK}
+
+    on_a_bookie(tmp_path, cluster, write, **directories)
+    on_a_bookie(tmp_path, cluster, read, **directories)
+    assert {path.name for path in (tmp_path / "l0" / "current").glob("lastMark*")} == {
+        "lastMark.0",
+        "lastMark.1",
+        "lastMark.2",
+    }
