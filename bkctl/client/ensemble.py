@@ -34,14 +34,17 @@ def check_quorums(ensemble_size: int, write_quorum_size: int, ack_quorum_size: i
 
 
 class RoundRobinDistributionSchedule:
-    """Where entries stand in an ensemble: entry e is on the indexes (e + w) mod E, w = 0 … Wq−1, e being absolute."""
+    """Where entries stand in an ensemble: entry e is on the indexes (e + w) mod E, w = 0 … Wq−1, e being absolute.
+
+    An ack quorum of 0, which Apache's old createLedger lets through, counts as 1: nothing could be decided with it.
+    """
 
     __slots__ = ("_write_sets", "ack_quorum_size", "ensemble_size", "write_quorum_size")
 
     def __init__(self, ensemble_size: int, write_quorum_size: int, ack_quorum_size: int) -> None:
         self.ensemble_size = ensemble_size
         self.write_quorum_size = write_quorum_size
-        self.ack_quorum_size = ack_quorum_size
+        self.ack_quorum_size = max(ack_quorum_size, 1)
         self._write_sets = tuple(
             tuple((at + w) % ensemble_size for w in range(write_quorum_size)) for at in range(ensemble_size)
         )

@@ -84,7 +84,7 @@ class AddPipeline:
         self._on_end = on_end
         self._pending: dict[int, _PendingAdd] = {}
         self._pending_bytes = 0
-        self._ack_quorum_size = max(access.schedule.ack_quorum_size, 1)
+        self._ack_quorum_size = access.schedule.ack_quorum_size
         self._payload_size_max = FRAME_SIZE_BYTES_MAX - _REQUEST_OVERHEAD_BYTES - access.digest.overhead_size
         self._changing: asyncio.Task[None] | None = None
         self._failed_later: dict[int, str] = {}

@@ -65,6 +65,13 @@ def test_covered_means_no_ack_quorum_is_among_the_silent(sizes, data):
     assert schedule.missing_count_for_recovery == write_quorum - ack_quorum + 1
 
 
+def test_an_ack_quorum_of_0_counts_as_1():
+    schedule = RoundRobinDistributionSchedule(3, 2, 0)
+    assert schedule.covered({0, 1, 2})
+    assert not schedule.covered({0, 1})
+    assert schedule.missing_count_for_recovery == 2
+
+
 def test_placement_takes_writable_bookies_and_for_a_scope_those_that_serve_scopes():
     there = bookies(6, plain={0, 1}, read_only={2})
     seen = set()
