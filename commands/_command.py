@@ -82,6 +82,7 @@ class Run:
         self.yes = merged.yes
         self.conf: Path | None = merged.conf
         self.bookie_addresses = parse_bookie_addresses(merged.bookie_addresses)
+        self._tls = merged.tls_ca, merged.tls_certificate, merged.tls_key
         self.verbose, self.quiet = session.verbose, session.quiet
         self._no_color = session.no_color
         self._activity: Activity | None = None
@@ -106,12 +107,19 @@ class Run:
             yield cluster
 
     def bookkeeper(self, cluster: Cluster, protocol: Protocol | None = None) -> BookKeeper:
-        """A client of `cluster` with the options' timeout and bookie addresses; an async context manager."""
-        from bkctl.client.ledger import BookKeeper
+        """A client of `cluster` with the options' timeout, TLS and bookie addresses; an async context manager."""
+        from bkctl.client.ledger import BookKeeper, client_tls
         from bkctl.protocol.messages import Protocol
 
+        ca, certificate, key = (None if path is None else str(path) for path in self._tls)
+        if ca is None and (certificate or key):
+            raise UsageError("--tls-cert and --tls-key go with --tls-ca", hint="add the authorities' PEM file")
         return BookKeeper(
-            cluster, protocol=protocol or Protocol.V3, timeout_s=self.timeout_s, addresses=self.bookie_addresses
+            cluster,
+            protocol=protocol or Protocol.V3,
+            tls=None if ca is None else client_tls(ca, certificate, key),
+            timeout_s=self.timeout_s,
+            addresses=self.bookie_addresses,
         )
 
     def complete(self, work: Coroutine[Any, Any, T]) -> T:

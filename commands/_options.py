@@ -524,6 +524,9 @@ class Globals:
     conf: Path | None = None
     context: str | None = None
     bookie_addresses: tuple[str, ...] = ()
+    tls_ca: Path | None = None
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
     output: Output | None = None
     timeout_s: float | None = None
     yes: bool = False
@@ -533,6 +536,9 @@ class Globals:
         return replace(
             self,
             bookie_addresses=earlier.bookie_addresses + self.bookie_addresses,
+            tls_ca=self.tls_ca or earlier.tls_ca,
+            tls_certificate=self.tls_certificate or earlier.tls_certificate,
+            tls_key=self.tls_key or earlier.tls_key,
             output=self.output or earlier.output,
             timeout_s=self.timeout_s if self.timeout_s is not None else earlier.timeout_s,
             yes=self.yes or earlier.yes,
@@ -583,6 +589,30 @@ def global_parameters(*, connects: bool, asks: bool) -> tuple[Parameter, ...]:
             help="Reach bookie ID at HOST:PORT instead of its advertised one; repeatable. [BKCTL_BOOKIE_ADDRESS]",
         ),
         _global(
+            "g_tls_ca",
+            Path,
+            "--tls-ca",
+            metavar="FILE",
+            hidden=not connects,
+            help="Talk TLS to the bookies; PEM file of the authorities that sign their certificates. [BKCTL_TLS_CA]",
+        ),
+        _global(
+            "g_tls_certificate",
+            Path,
+            "--tls-cert",
+            metavar="FILE",
+            hidden=not connects,
+            help="Our own certificate for bookies that ask for one (PEM, with --tls-ca). [BKCTL_TLS_CERT]",
+        ),
+        _global(
+            "g_tls_key",
+            Path,
+            "--tls-key",
+            metavar="FILE",
+            hidden=not connects,
+            help="Its private key (PEM). [BKCTL_TLS_KEY]",
+        ),
+        _global(
             "g_timeout",
             str,
             "--timeout",
@@ -609,6 +639,9 @@ def read_globals(values: Mapping[str, Any]) -> Globals:
         conf=values["g_conf"],
         context=values["g_context"],
         bookie_addresses=tuple(values["g_bookie_address"] or ()),
+        tls_ca=values["g_tls_ca"],
+        tls_certificate=values["g_tls_certificate"],
+        tls_key=values["g_tls_key"],
         output=values["g_output"],
         timeout_s=None if values["g_timeout"] is None else parse_duration(values["g_timeout"], "--timeout"),
         yes=bool(values["g_yes"]),
@@ -621,14 +654,21 @@ def environment_globals(environment: Mapping[str, str]) -> Globals:
     def get(name: str) -> str | None:
         return environment.get(f"BKCTL_{name}") or None
 
-    output, timeout, conf = get("OUTPUT"), get("TIMEOUT"), get("CONF")
+    def path(name: str) -> Path | None:
+        text = get(name)
+        return None if text is None else Path(text)
+
+    output, timeout = get("OUTPUT"), get("TIMEOUT")
     if output is not None and output not in set(Output):
         raise UsageError(f"BKCTL_OUTPUT={output!r}: not a form of output", hint=f"one of {', '.join(Output)}")
     return Globals(
         metadata_uri=get("METADATA_URI"),
-        conf=None if conf is None else Path(conf),
+        conf=path("CONF"),
         context=get("CONTEXT"),
         bookie_addresses=tuple((get("BOOKIE_ADDRESS") or "").replace(",", " ").split()),
+        tls_ca=path("TLS_CA"),
+        tls_certificate=path("TLS_CERT"),
+        tls_key=path("TLS_KEY"),
         output=None if output is None else Output(output),
         timeout_s=None if timeout is None else parse_duration(timeout, "BKCTL_TIMEOUT"),
     )

@@ -23,6 +23,7 @@ FILES: Final = ("FILE", "DIR")
 _ENVIRONMENT: Final = (
     ("BKCTL_METADATA_URI, BKCTL_CONF, BKCTL_CONTEXT", "Where to connect, where no option says it."),
     ("BKCTL_BOOKIE_ADDRESS", "As --bookie-address; several are separated by spaces or commas."),
+    ("BKCTL_TLS_CA, BKCTL_TLS_CERT, BKCTL_TLS_KEY", "As --tls-ca, --tls-cert, --tls-key."),
     ("BKCTL_OUTPUT, BKCTL_TIMEOUT", "As --output and --timeout."),
     ("BKCTL_LEDGER_PASSWORD", "The ledger password of commands that take --password."),
     ("BKCTL_CONFIG", "The configuration file, instead of bkctl/config.toml under XDG_CONFIG_HOME or ~/.config."),

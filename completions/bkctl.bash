@@ -11,7 +11,7 @@ _bkctl() {
   for word in "${typed[@]:1:${#typed[@]}-2}"; do
     if [[ -n $skip ]]; then skip=''; continue; fi
     case $word in
-      -*) case " --ack-quorum --after --bookie --bookie-address --bookies --conf --context --count --custom-metadata --depth --digest-type --dir --ensemble-size --entry --format --from --from-pos --if-state --kind --last --ledger --ledger-id --ledger-qualified-name --ledger-scope-id --limit --max-age --meta-key --metadata-uri --min-age --min-size --output --password --password-file --protocol --record-size --size --sort --state --storage --timeout --to --to-pos --type --write-quorum -c -o -u -x " in *" $word "*) skip=yes ;; esac ;;
+      -*) case " --ack-quorum --after --bookie --bookie-address --bookies --conf --context --count --custom-metadata --depth --digest-type --dir --ensemble-size --entry --format --from --from-pos --if-state --kind --last --ledger --ledger-id --ledger-qualified-name --ledger-scope-id --limit --max-age --meta-key --metadata-uri --min-age --min-size --output --password --password-file --protocol --record-size --size --sort --state --storage --timeout --tls-ca --tls-cert --tls-key --to --to-pos --type --write-quorum -c -o -u -x " in *" $word "*) skip=yes ;; esac ;;
       *)
         if [[ $open == yes ]]; then
           path="${path:+$path }$word"
@@ -23,10 +23,10 @@ _bkctl() {
     '')
       case $previous in
         -u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf) kind='files' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='ledger bookie bookies journal entrylog metadata cluster --verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --timeout --output --yes --help'
+      words='ledger bookie bookies journal entrylog metadata cluster --verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
       ;;
     'ledger')
       words='write list show read tail delete recover verify test --help'
@@ -34,11 +34,11 @@ _bkctl() {
     'ledger write')
       case $previous in
         --ledger-id|--ledger-scope-id|--ledger-qualified-name|--ensemble-size|--write-quorum|--ack-quorum|--digest-type|--custom-metadata|--password|--record-size|-u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
-        --password-file|-c|--conf) kind='files' ;;
+        --password-file|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
         --protocol) kind='words v2 v3' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='--uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --custom-metadata --password --password-file --record-size --protocol --metadata-uri --conf --context --bookie-address --timeout --output --help'
+      words='--uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --custom-metadata --password --password-file --record-size --protocol --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
       argument='files'
       ;;
     'ledger list')
@@ -46,79 +46,79 @@ _bkctl() {
         --ledger-scope-id|--min-age|--max-age|--min-size|--limit|--state|--meta-key|-u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
         --bookie) kind='bookie' ;;
         --after) kind='ledger' ;;
-        -c|--conf) kind='files' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='--ledger-scope-id --all-scopes --min-age --max-age --min-size --limit --bookie --state --meta-key --after --count --keep-going --metadata-uri --conf --context --bookie-address --timeout --output --help'
+      words='--ledger-scope-id --all-scopes --min-age --max-age --min-size --limit --bookie --state --meta-key --after --count --keep-going --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
       ;;
     'ledger show')
       case $previous in
         --ledger-id|--ledger-scope-id|--ledger-qualified-name|-u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf) kind='files' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='--ledger-id --ledger-scope-id --ledger-qualified-name --show-secrets --metadata-uri --conf --context --bookie-address --timeout --output --help'
+      words='--ledger-id --ledger-scope-id --ledger-qualified-name --show-secrets --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
       argument='ledger'
       ;;
     'ledger read')
       case $previous in
         --ledger-id|--ledger-scope-id|--ledger-qualified-name|--from|--to|--count|--last|--password|-u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
-        --password-file|-c|--conf) kind='files' ;;
+        --password-file|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
         --protocol) kind='words v2 v3' ;;
         --bookie) kind='bookie' ;;
         --format) kind='words base64 utf8 hex raw' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='--ledger-id --ledger-scope-id --ledger-qualified-name --from --to --count --last --password --password-file --protocol --bookie --recover --no-verify --body --format --metadata-uri --conf --context --bookie-address --timeout --output --help'
+      words='--ledger-id --ledger-scope-id --ledger-qualified-name --from --to --count --last --password --password-file --protocol --bookie --recover --no-verify --body --format --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
       argument='ledger'
       ;;
     'ledger tail')
       case $previous in
         --ledger-id|--ledger-scope-id|--ledger-qualified-name|--last|--password|--from|-u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
-        --password-file|-c|--conf) kind='files' ;;
+        --password-file|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
         --protocol) kind='words v2 v3' ;;
         --format) kind='words base64 utf8 hex raw' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='--ledger-id --ledger-scope-id --ledger-qualified-name --last --password --password-file --protocol --from --no-verify --body --format --metadata-uri --conf --context --bookie-address --timeout --output --help'
+      words='--ledger-id --ledger-scope-id --ledger-qualified-name --last --password --password-file --protocol --from --no-verify --body --format --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
       argument='ledger'
       ;;
     'ledger delete')
       case $previous in
         --ledger-id|--ledger-scope-id|--ledger-qualified-name|--if-state|-u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf) kind='files' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='--ledger-id --ledger-scope-id --ledger-qualified-name --if-state --dry-run --metadata-uri --conf --context --bookie-address --timeout --output --yes --help'
+      words='--ledger-id --ledger-scope-id --ledger-qualified-name --if-state --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
       argument='ledger'
       ;;
     'ledger recover')
       case $previous in
         --ledger-id|--ledger-scope-id|--ledger-qualified-name|-u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf) kind='files' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='--ledger-id --ledger-scope-id --ledger-qualified-name --metadata-uri --conf --context --bookie-address --timeout --output --help'
+      words='--ledger-id --ledger-scope-id --ledger-qualified-name --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
       argument='ledger'
       ;;
     'ledger verify')
       case $previous in
         --ledger-id|--ledger-scope-id|--ledger-qualified-name|-u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
         --protocol) kind='words v2 v3' ;;
-        -c|--conf) kind='files' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='--ledger-id --ledger-scope-id --ledger-qualified-name --protocol --metadata-uri --conf --context --bookie-address --timeout --output --help'
+      words='--ledger-id --ledger-scope-id --ledger-qualified-name --protocol --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
       argument='ledger'
       ;;
     'ledger test')
       case $previous in
         --ledger-id|--ledger-scope-id|--ledger-qualified-name|--ensemble-size|--write-quorum|--ack-quorum|--digest-type|--count|--size|--password|-u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
-        --password-file|-c|--conf) kind='files' ;;
+        --password-file|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
         --protocol) kind='words v2 v3' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='--uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --count --size --password --password-file --protocol --keep --metadata-uri --conf --context --bookie-address --timeout --output --help'
+      words='--uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --count --size --password --password-file --protocol --keep --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
       ;;
     'bookie')
       words='start files index --help'
@@ -126,10 +126,10 @@ _bkctl() {
     'bookie start')
       case $previous in
         -u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf) kind='files' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='--metadata-uri --conf --context --bookie-address --timeout --output --help'
+      words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
       ;;
     'bookie files')
       case $previous in
@@ -159,10 +159,10 @@ _bkctl() {
       case $previous in
         --state) kind='words rw ro down all' ;;
         -u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf) kind='files' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='--state --metadata-uri --conf --context --bookie-address --timeout --output --help'
+      words='--state --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
       ;;
     'journal')
       words='list read lastmark --help'
@@ -233,28 +233,28 @@ _bkctl() {
     'metadata layout')
       case $previous in
         -u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf) kind='files' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='--metadata-uri --conf --context --bookie-address --timeout --output --help'
+      words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
       ;;
     'metadata get')
       case $previous in
         --format) kind='words base64 utf8 hex raw' ;;
         -u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf) kind='files' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='--format --show-secrets --metadata-uri --conf --context --bookie-address --timeout --output --help'
+      words='--format --show-secrets --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
       argument='none'
       ;;
     'metadata tree')
       case $previous in
         --depth|-u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf) kind='files' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='--depth --metadata-uri --conf --context --bookie-address --timeout --output --help'
+      words='--depth --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
       argument='none'
       ;;
     'cluster')
@@ -263,10 +263,10 @@ _bkctl() {
     'cluster info')
       case $previous in
         -u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf) kind='files' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='--metadata-uri --conf --context --bookie-address --timeout --output --help'
+      words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
       ;;
     'cluster up')
       case $previous in

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,8 +36,8 @@ Cli = Callable[..., Result]
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("METADATA_URI", "CONF", "CONTEXT", "OUTPUT", "TIMEOUT", "BOOKIE_ADDRESS", "LEDGER_PASSWORD", "CONFIG"):
-        monkeypatch.delenv(f"BKCTL_{name}", raising=False)
+    for name in [name for name in os.environ if name.startswith("BKCTL_")]:
+        monkeypatch.delenv(name)
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
