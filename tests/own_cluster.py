@@ -1,53 +1,17 @@
-"""A cluster of our own bookies and the command line as child processes; bookies' files and requests, taken apart."""
+"""Clusters of our own bookies as child processes; what bookies store and receive, taken apart without our own code."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import socket
 import struct
-import subprocess
-import sys
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from own_bookies import OwnBookie
 from servers import SORTED, Server
-
-Rows = list[dict[str, Any]]
-
-
-def environment(home: Path | None = None) -> dict[str, str]:
-    """Our environment without anybody's bkctl settings; with `home`, a user's directory of the test's own."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("BKCTL_")}
-    return kept if home is None else kept | {"HOME": str(home), "XDG_DATA_HOME": str(home / "share")}
-
-
-def start_bkctl(*arguments: object, **settings: Any) -> subprocess.Popen[bytes]:
-    """`bkctl ARGUMENTS` as a child process with pipes; end it."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    command = [sys.executable, "-m", "bkctl", *map(str, arguments)]
-    return subprocess.Popen(command, **(pipes | {"env": environment()} | settings))
-
-
-def bkctl(
-    *arguments: object, input: bytes = b"", exit_code: int = 0, home: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run `bkctl ARGUMENTS` to its end, which must be `exit_code`; never a traceback."""
-    command = [sys.executable, "-m", "bkctl", *map(str, arguments)]
-    done = subprocess.run(command, input=input, capture_output=True, env=environment(home), check=False, timeout=120)
-    stdout, stderr = done.stdout.decode(), done.stderr.decode()
-    assert done.returncode == exit_code, f"{command[3:]}: exit {done.returncode}\n{stdout[-2000:]}\n{stderr[-4000:]}"
-    assert "Traceback" not in stderr, stderr
-    return subprocess.CompletedProcess(command, done.returncode, stdout, stderr)
-
-
-def rows(*arguments: object, **settings: Any) -> Rows:
-    """The rows that a command prints as ndjson."""
-    return [json.loads(line) for line in bkctl(*arguments, "-o", "ndjson", **settings).stdout.splitlines()]
 
 
 class OwnCluster:

@@ -118,6 +118,16 @@ _reaper = _Reaper()
 _servers: list[Server] = []
 
 
+def adopt(group: int) -> None:
+    """Have a process group that others started killed, should the test run be killed before they end."""
+    _reaper.tell("+", group)
+
+
+def release(group: int) -> None:
+    """The process group is gone."""
+    _reaper.tell("-", group)
+
+
 @atexit.register
 def _stop_all() -> None:
     for server in reversed(_servers):

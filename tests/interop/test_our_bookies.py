@@ -21,8 +21,9 @@ from typing import Any
 
 import apache_shell
 import pytest
+from command_line import CommandLine
 from own_bookies import OwnBookie
-from own_cluster import OwnCluster, Rows, bkctl, journal_version, rows, start_all, stop_all
+from own_cluster import OwnCluster, journal_version, start_all, stop_all
 from servers import (
     INTERLEAVED,
     SORTED,
@@ -197,14 +198,18 @@ def test_each_replica_is_whole_after_the_killed_bookie_came_back(own: OwnCluster
     changed = [one for one in known if one["name"] == "ensemble-change"]
     assert len(changed) == 2
     closed = [one["ledgerId"] for one in known if one["state"] == "CLOSED" and not one["deleted"]]
-    done = bkctl("-u", own.metadata_uri, "ledger", "verify", *closed)
-    assert done.stderr.count(", 0 findings") == len(closed)
+    done = CommandLine(own.metadata_uri)("ledger", "verify", *closed)
+    assert (done.code, done.err.count(", 0 findings")) == (0, len(closed)), done
 
 
 # --- Apache's shell on our files -------------------------------------------------------------------------------------
 
 
-def shell_rows(found: Rows) -> Rows:
+def rows(*arguments: object) -> list[dict[str, Any]]:
+    return CommandLine(None)(*arguments, "-o", "ndjson").rows
+
+
+def shell_rows(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of our rows what Apache's shell tells too."""
     kept = []
     for row in found:
