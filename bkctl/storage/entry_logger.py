@@ -229,7 +229,8 @@ class EntryLogger:
             unsynced, self._unsynced = self._unsynced, {}
         for log in unsynced.values():
             is_complete, file = log.is_complete, log.file
-            assert file is not None
+            if file is None:
+                continue  # it was completed while an earlier sync was about to take it, and so synced whole
             try:
                 file.sync()
             except OSError as error:

@@ -11,17 +11,18 @@ from bkctl.config import BookieConfig
 from bkctl.errors import Corrupt
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.ids import LedgerId
-from bkctl.storage.files import Fault, Files, SimulatedFiles
+from bkctl.storage.files import Fault, Files, SimulatedFiles, StorageFile
 from bkctl.storage.ledger_storage import LedgerStorage
 
 
-def open_storage(root: Path, files: Files | None = None) -> LedgerStorage:
+def open_storage(root: Path, files: Files | None = None, log_size_limit: int = 1 << 20) -> LedgerStorage:
     config = BookieConfig(
         journal_directories=(str(root / "journal"),),
         ledger_directories=(str(root / "ledgers"),),
         journal_pre_alloc_size_mb=0,
         page_size=64,
         page_limit=4,
+        log_size_limit=log_size_limit,
     )
     storage = LedgerStorage(config, files=files)
     storage.open()
@@ -108,6 +109,36 @@ def test_a_failed_sync_of_an_entry_log_is_never_made_good_by_another(tmp_path: P
             storage.run_checkpoint()
         assert failure.value.errno == errno.EIO
     assert (tmp_path / "ledgers/current/lastMark").read_bytes() == mark
+
+
+def test_an_entry_log_that_is_completed_while_another_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries are written while a checkpoint syncs."""
+    storage = open_storage(tmp_path, log_size_limit=1024 + 250)
+    bodies = [add(storage, 1, entry_id) for entry_id in range(5)]
+    plain_sync = StorageFile.sync
+    completed = []
+
+    def sync(file: StorageFile) -> None:
+        plain_sync(file)
+        if file.path.name == "0.log" and not completed:
+            completed.append(file.path)
+            bodies.extend(add(storage, 1, entry_id) for entry_id in range(5, 10))
+            storage.seal_entries(1)
+            storage.write_entries()
+
+    monkeypatch.setattr(StorageFile, "sync", sync)
+    storage.flush_journals()
+    for _ in range(2):
+        checkpoint = storage.begin_checkpoint()
+        assert checkpoint is not None
+        storage.checkpoint(checkpoint)
+        storage.end_checkpoint(checkpoint, written=True)
+        storage.flush_journals()
+    assert completed
+    again = open_storage(tmp_path)
+    assert [stored(again, 1, entry_id) for entry_id in range(10)] == bodies
 
 
 def test_a_damaged_index_file_does_not_end_the_replay_as_a_torn_journal_does(tmp_path: Path) -> None:
