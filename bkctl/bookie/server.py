@@ -89,10 +89,12 @@ _EOK: Final = Status.EOK
 
 
 class _Worker:
-    """One thread that runs what it is given, in order."""
+    """One thread that runs what it is given, in order; the loop is told `died` when one of that is at fault."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, died: Callable[[BaseException], None]) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._died = died
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -100,8 +102,12 @@ class _Worker:
         self._queue.put(task)
 
     def _run(self) -> None:
-        while (task := self._queue.get()) is not None:
-            task()
+        try:
+            while (task := self._queue.get()) is not None:
+                task()
+        except BaseException as error:
+            self._loop.call_soon_threadsafe(self._died, error)
+            raise
 
     def stop(self) -> None:
         """Return when everything submitted is done."""
@@ -129,6 +135,13 @@ class _JournalThread:
         self._queue.put(batch)
 
     def _run(self) -> None:
+        try:
+            self._write_groups()
+        except BaseException as error:
+            self._loop.call_soon_threadsafe(self._bookie.thread_died, error)
+            raise
+
+    def _write_groups(self) -> None:
         get = self._queue.get
         storage = self._bookie.storage
         running = True
@@ -252,8 +265,8 @@ class Bookie:
         except OSError as error:
             raise BkctlError(f"Bookie {self.bookie_id} cannot open its directories: {error}") from error
         self._journals = [_JournalThread(self, number) for number in range(len(self.storage.journals))]
-        self._entries = _Worker("entries")
-        self._checkpoints = _Worker("checkpoints")
+        self._entries = _Worker("entries", self.thread_died)
+        self._checkpoints = _Worker("checkpoints", self.thread_died)
         self._readers = ThreadPoolExecutor(READ_THREADS, "read")
         self._check_disks()
         try:
@@ -367,6 +380,10 @@ class Bookie:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._fail(BkctlError(f"Bookie {self.bookie_id} cannot look after its disks: {error!r}"))
+
+    def thread_died(self, error: BaseException) -> None:
+        """Give up, since a thread is gone that others would wait for; in the event loop."""
+        self._fail(BkctlError(f"A thread of bookie {self.bookie_id} died: {error!r}"))
 
     def _fail(self, failure: BkctlError) -> None:
         """Give up: what was acknowledged is in the journal, and only a new start can bring it together again."""

@@ -72,3 +72,28 @@ def test_a_bookie_that_cannot_look_after_its_disks_gives_up(cluster: Cluster, tm
         await bookie.stop()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("method", ["commit", "write_entries", "checkpoint"])
+# The thread's own traceback is to be seen, by whoever runs the bookie.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_bookie_gives_up_when_one_of_its_threads_dies(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(server, "UNWRITTEN_BYTES_MAX", 0)
+
+    def defect(*_: object) -> None:
+        raise RuntimeError(f"a defect in {method}")
+
+    async def scenario() -> None:
+        bookie = bookie_of(cluster, tmp_path, flush_interval=10)
+        await bookie.start()
+        monkeypatch.setattr(bookie.storage, method, defect)
+        async with BookKeeper(cluster) as bookkeeper:
+            writer = await bookkeeper.create_ledger(ensemble_size=1, write_quorum_size=1, ack_quorum_size=1)
+            writer.add(b"entry")
+            await asyncio.wait_for(bookie.stopped.wait(), 20)
+            assert f"a defect in {method}" in str(bookie.failure)
+            await bookie.stop()
+
+    asyncio.run(scenario())
