@@ -1,0 +1,394 @@
+"""The bytes that a bookie's storage writes, held against the readers and against counts worked out by hand."""
+
+from __future__ import annotations
+
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bkctl.config import BookieConfig
+from bkctl.errors import Corrupt, EntryNotFound, LedgerNotFound
+from bkctl.formats.entry import DigestManager, DigestType
+from bkctl.formats.record import RecordType
+from bkctl.ids import LedgerId
+from bkctl.storage.entry_log import EntryLogReader
+from bkctl.storage.files import Files
+from bkctl.storage.index import LedgerIndexReader
+from bkctl.storage.journal import JournalReader
+from bkctl.storage.ledger_storage import LedgerStorage
+
+PLAIN, SCOPED = LedgerId(0, 0x1234), LedgerId(7, 0x1234)
+
+
+def config_for(root: Path, **changes: Any) -> BookieConfig:
+    return BookieConfig(
+        journal_directories=(str(root / "journal"),),
+        ledger_directories=(str(root / "ledgers"),),
+        journal_pre_alloc_size_mb=1,
+    ).with_changes(**changes)
+
+
+def open_storage(root: Path, **changes: Any) -> LedgerStorage:
+    clock = iter(range(0x1000, 0x100000))
+    storage = LedgerStorage(config_for(root, **changes), clock_ms=lambda: next(clock), chance=random.Random(1))
+    storage.open()
+    return storage
+
+
+def body_of(ledger: LedgerId, entry_id: int, payload: bytes = b"hello", lac: int | None = None) -> bytes:
+    by = DigestManager(ledger, DigestType.CRC32C, b"secret")
+    return by.seal(entry_id, entry_id - 1 if lac is None else lac, len(payload) * (entry_id + 1), payload) + payload
+
+
+def key_of(ledger: LedgerId) -> bytes:
+    return DigestManager(ledger, DigestType.CRC32C, b"secret").master_key
+
+
+def add(storage: LedgerStorage, ledger: LedgerId, *entry_ids: int, payload: bytes = b"hello") -> None:
+    for entry_id in entry_ids:
+        storage.add(ledger, entry_id, key_of(ledger), body_of(ledger, entry_id, payload), None)
+
+
+def records_of(root: Path) -> list[tuple[int, Any]]:
+    """(version of the file, record) over all journals, in order; padding too."""
+    found = []
+    for path in sorted((root / "journal" / "current").rglob("*.txn"), key=lambda path: int(path.stem, 16)):
+        with JournalReader.open(path) as reader:
+            found += [(reader.version, record) for record in reader.records(padding=True)]
+    return found
+
+
+def test_journal_of_one_ledger_byte_for_byte(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    add(storage, PLAIN, 0, 1)
+    storage.flush_journals()
+    add(storage, PLAIN, 2)
+    storage.fence(PLAIN, key_of(PLAIN), lambda error: None)
+    storage.flush_journals()
+    key = key_of(PLAIN)
+    ids = PLAIN.ledger_id.to_bytes(8, "big")
+    first = struct.pack(">i8sqi20s", 40, ids, -0x1000, 20, key)
+    for entry_id in (0, 1):
+        body = body_of(PLAIN, entry_id)
+        first += struct.pack(">i", len(body)) + body
+    first += struct.pack(">ii", -0x100, 512 - len(first) - 8) + bytes(512 - len(first) - 8)
+    body = body_of(PLAIN, 2)
+    second = struct.pack(">i", len(body)) + body + struct.pack(">i8sq", 16, ids, -0x2000)
+    second += struct.pack(">ii", -0x100, 512 - len(second) - 8) + bytes(512 - len(second) - 8)
+    (path,) = (tmp_path / "journal" / "current").glob("*.txn")
+    assert path.name == "1001.txn"
+    data = path.read_bytes()
+    assert data[:512] == b"BKLG" + struct.pack(">i", 6) + bytes(504)
+    assert data[512:1536] == first + second
+    assert data[1536:] == bytes((1 << 20) + 512 - 1536), "one step of preallocation"
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, 469, 470, 471, 472, 473, 480, 5000])
+def test_groups_end_on_the_alignment(tmp_path: Path, size: int) -> None:
+    storage = open_storage(tmp_path)
+    for entry_id in range(3):
+        add(storage, PLAIN, entry_id, payload=bytes(size))
+        storage.flush_journals()
+        assert storage.journals[0].mark.offset % 512 == 0
+    entries = [record for _, record in records_of(tmp_path) if record.type is RecordType.ENTRY]
+    assert [record.entry_id for record in entries] == [0, 1, 2]
+    assert [record.body for record in entries] == [body_of(PLAIN, each, bytes(size)) for each in range(3)]
+
+
+def test_a_scoped_entry_costs_exactly_nine_bytes_more(tmp_path: Path) -> None:
+    """In the journal and in the entry log; in the ledgers map and the key record, 8 and 9 bytes a ledger."""
+    count, sizes = 200, {}
+    for ledger in (PLAIN, SCOPED):
+        root = tmp_path / str(ledger.scope_id)
+        storage = open_storage(root)
+        for entry_id in range(count):
+            add(storage, ledger, entry_id, payload=bytes(entry_id * 7))
+        storage.flush_journals()
+        storage.run_checkpoint()
+        in_journal = [record for _, record in records_of(root) if record.type is RecordType.ENTRY]
+        assert len(in_journal) == count
+        (path,) = (root / "ledgers" / "current").rglob("*.log")
+        sizes[ledger] = (
+            sum(4 + record.record_size for record in in_journal),
+            path.stat().st_size,
+            (root / "ledgers" / "current" / storage.get(ledger).index_path).stat().st_size,  # type: ignore[union-attr]
+        )
+    plain, scoped = sizes[PLAIN], sizes[SCOPED]
+    assert scoped[0] - plain[0] == 9 * count
+    assert scoped[1] - plain[1] == 9 * count
+    assert scoped[2] == plain[2]
+
+
+def test_entry_logs_roll_with_a_ledgers_map_and_say_the_last_id(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path, log_size_limit=4096)
+    ledgers = [LedgerId(scope_id, ledger_id) for ledger_id in (1, 2) for scope_id in (0, 7, 8)]
+    for entry_id in range(30):
+        for ledger in ledgers:
+            add(storage, ledger, entry_id, payload=bytes(100))
+    storage.run_checkpoint()
+    current = tmp_path / "ledgers" / "current"
+    for directory, scoped, version in ((current, False, 1), (current / "scoped", True, 2)):
+        paths = sorted(directory.glob("*.log"), key=lambda path: int(path.stem, 16))
+        assert [path.stem for path in paths] == [f"{number:x}" for number in range(len(paths))]
+        assert len(paths) > 1
+        assert (directory / "lastId").read_text() == f"{len(paths) - 1:x}\n"
+        for path in paths:
+            with EntryLogReader.open(path) as reader:
+                assert reader.header.version == version
+                counted: dict[LedgerId, int] = {}
+                for record in reader.records():
+                    if record.type is RecordType.ENTRY:
+                        counted[record.ledger] = counted.get(record.ledger, 0) + record.record_size + 4
+                        assert record.ledger.is_scoped == scoped
+                if path == paths[-1]:
+                    assert reader.header.ledgers_map_offset == 0, "the log that is written has none"
+                else:
+                    assert reader.ledgers_map() == counted
+                    assert reader.header.ledgers_count == len(counted)
+                    assert path.stat().st_size <= 4096 + 4 + 20 + 24 * len(counted)
+
+
+def test_entry_log_ids_are_never_used_again(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    add(storage, PLAIN, 0)
+    storage.close()
+    current = tmp_path / "ledgers" / "current"
+    (current / "1a.log").write_bytes(b"")
+    (current / "lastId").write_text("1f\n")
+    storage = open_storage(tmp_path)
+    add(storage, PLAIN, 1)
+    storage.run_checkpoint()
+    assert {path.name for path in current.glob("*.log")} == {"0.log", "1a.log", "20.log"}
+
+
+def test_index_files_have_apaches_shape(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    for ledger in (PLAIN, SCOPED):
+        add(storage, ledger, 0, 1023, 5000)
+        storage.write_lac(
+            ledger, 3, key_of(ledger), DigestManager(ledger, DigestType.CRC32C).seal_lac(3), lambda error: None
+        )
+        storage.fence(ledger, key_of(ledger), lambda error: None)
+    header_only = LedgerId(0, 0x6B00FE09)
+    storage.fence(header_only, key_of(header_only), lambda error: None)
+    storage.flush_journals()
+    storage.run_checkpoint()
+    current = tmp_path / "ledgers" / "current"
+    paths = {
+        PLAIN: current / "12" / "34" / "1234.idx",
+        SCOPED: current / "00000000" / "00000007" / "00000000" / "00001234.idx",
+        header_only: current / "fe" / "9" / "6b00fe09.idx",
+    }
+    assert set(current.rglob("*.idx")) == set(paths.values())
+    for ledger, path in paths.items():
+        data = path.read_bytes()
+        pages = 0 if ledger == header_only else 5
+        assert len(data) == 1024 + 8192 * pages
+        packet = b"" if ledger == header_only else DigestManager(ledger, DigestType.CRC32C).seal_lac(3)
+        head = b"BKLE" + struct.pack(">ii20sii", 1, 20, key_of(ledger), 1, len(packet)) + packet
+        assert data[:1024] == head.ljust(1024, b"\0")
+        with LedgerIndexReader.open(path) as reader:
+            found = {entry_id for entry_id, location in reader.locations() if location}
+        assert found == (set() if ledger == header_only else {0, 1023, 5000})
+
+
+def test_a_ledger_whose_index_exists_gets_no_second_key_record_before_a_fence(tmp_path: Path) -> None:
+    """As Apache's: the key goes before a ledger's first entry of a run; a new ledger's also before its first fence."""
+    storage = open_storage(tmp_path)
+    storage.fence(PLAIN, key_of(PLAIN), lambda error: None)
+    storage.flush_journals()
+    assert [record.type for _, record in records_of(tmp_path)] == [
+        RecordType.LEDGER_KEY,
+        RecordType.FENCE,
+        RecordType.PADDING,
+    ]
+    add_again = LedgerId(0, 9)
+    add(storage, add_again, 0)
+    storage.close()
+    storage = open_storage(tmp_path)
+    storage.fence(add_again, key_of(add_again), lambda error: None)
+    storage.flush_journals()
+    assert [record.type for _, record in records_of(tmp_path)][-2:] == [RecordType.FENCE, RecordType.PADDING]
+
+
+def test_scoped_records_stand_in_version_7_only(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    add(storage, PLAIN, 0)
+    storage.flush_journals()
+    add(storage, SCOPED, 0)
+    storage.flush_journals()
+    add(storage, PLAIN, 1)
+    storage.flush_journals()
+    found = [(version, record.ledger, record.entry_id) for version, record in records_of(tmp_path)]
+    assert (6, PLAIN, 0) in found
+    assert (7, SCOPED, 0) in found
+    assert (7, PLAIN, 1) in found, "once a bookie has scoped ledgers, its journals stay version 7"
+    assert not any(version == 6 and ledger.is_scoped and entry_id >= 0 for version, ledger, entry_id in found)
+    again = open_storage(tmp_path)
+    add(again, PLAIN, 2)
+    again.flush_journals()
+    assert records_of(tmp_path)[-1][0] == 7
+
+
+def test_journals_roll_and_old_ones_go_after_a_checkpoint(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path, journal_max_size_mb=0, journal_max_backups=2)
+    current = tmp_path / "journal" / "current"
+    for entry_id in range(8):
+        add(storage, PLAIN, entry_id)
+        storage.flush_journals()
+    ids = sorted(int(path.stem, 16) for path in current.glob("*.txn"))
+    assert len(ids) == 9, "one of the start, and one a group"
+    storage.run_checkpoint()
+    assert sorted(int(path.stem, 16) for path in current.glob("*.txn")) == ids[-3:], "the mark's, and two before it"
+
+
+def test_replay_brings_back_all_that_no_checkpoint_had(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path, journal_max_size_mb=0)
+    for ledger in (PLAIN, SCOPED):
+        add(storage, ledger, 0)
+        storage.flush_journals()
+    storage.run_checkpoint()
+    for ledger in (PLAIN, SCOPED):
+        add(storage, ledger, 1, 2)
+        storage.flush_journals()
+    again = open_storage(tmp_path)
+    assert again.replayed == (4, 0)
+    for ledger in (PLAIN, SCOPED):
+        assert [bytes(again.read_entry(ledger, each)) for each in range(3)] == [body_of(ledger, e) for e in range(3)]
+        handle = again.get(ledger)
+        assert handle is not None
+        assert again.last_add_confirmed(handle) == 1
+
+
+def test_a_marked_journal_that_is_missing_stops_the_start(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    add(storage, PLAIN, 0)
+    storage.flush_journals()
+    storage.run_checkpoint()
+    for path in (tmp_path / "journal" / "current").glob("*.txn"):
+        path.unlink()
+    with pytest.raises(Corrupt, match=r"is missing, which the last mark names"):
+        open_storage(tmp_path)
+
+
+def test_damage_in_the_middle_of_a_journal_stops_the_start_unless_told_otherwise(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    for entry_id in range(6):
+        add(storage, PLAIN, entry_id)
+        storage.flush_journals()
+    (path,) = (tmp_path / "journal" / "current").glob("*.txn")
+    data = bytearray(path.read_bytes())
+    data[1024:1028] = struct.pack(">i", -7)
+    path.write_bytes(data)
+    with pytest.raises(Corrupt, match=f"{path.name}.*length -7 at byte 1024"):
+        open_storage(tmp_path)
+    storage = open_storage(tmp_path, skip_replay_journal_invalid_record=True)
+    assert bytes(storage.read_entry(PLAIN, 0)) == body_of(PLAIN, 0)
+    with pytest.raises(EntryNotFound):
+        storage.read_entry(PLAIN, 5)
+
+
+def test_a_deleted_ledger_is_gone_and_may_come_again(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    for ledger in (PLAIN, SCOPED):
+        add(storage, ledger, 0, 1)
+    storage.flush_journals()
+    storage.run_checkpoint()
+    storage.delete_ledger(PLAIN)
+    with pytest.raises(LedgerNotFound):
+        storage.read_entry(PLAIN, 0)
+    with pytest.raises(LedgerNotFound):
+        storage.delete_ledger(PLAIN)
+    assert bytes(storage.read_entry(SCOPED, 1)) == body_of(SCOPED, 1)
+    assert storage.index.ledgers() == {SCOPED}
+    add(storage, PLAIN, 1)
+    storage.run_checkpoint()
+    with pytest.raises(EntryNotFound):
+        storage.read_entry(PLAIN, 0)
+    assert bytes(storage.read_entry(PLAIN, 1)) == body_of(PLAIN, 1)
+
+
+def test_memory_is_bounded_by_the_limits(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path, page_limit=8, open_file_limit=10, page_size=64)
+    ledgers = [LedgerId(each % 2, each) for each in range(60)]
+    for entry_id in range(0, 80, 8):
+        for ledger in ledgers:
+            add(storage, ledger, entry_id)
+        storage.flush_journals()
+        storage.run_checkpoint()
+    assert len(storage.index.handles) <= 10
+    for ledger in ledgers:
+        for entry_id in range(0, 80, 8):
+            assert bytes(storage.read_entry(ledger, entry_id)) == body_of(ledger, entry_id)
+    assert len(storage.index._pages) <= 8 + 1
+    assert storage.index.ledgers() == set(ledgers)
+
+
+def test_a_torn_first_header_of_an_index_is_written_again(tmp_path: Path) -> None:
+    """What Apache's bookie leaves when it dies while it makes an index file."""
+    storage = open_storage(tmp_path)
+    add(storage, PLAIN, 0)
+    storage.flush_journals()
+    path = tmp_path / "ledgers" / "current" / "12" / "34" / "1234.idx"
+    for content in (b"", bytes(1024), b"BKLE"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        again = open_storage(tmp_path)
+        assert bytes(again.read_entry(PLAIN, 0)) == body_of(PLAIN, 0)
+        for mark in (tmp_path / "ledgers" / "current").glob("lastMark"):
+            mark.unlink()
+
+
+def test_an_index_file_that_apache_was_moving_is_found(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    add(storage, PLAIN, 0)
+    storage.close()
+    path = tmp_path / "ledgers" / "current" / "12" / "34" / "1234.idx"
+    path.rename(path.with_name("1234.idx.rloc"))
+    again = open_storage(tmp_path)
+    assert bytes(again.read_entry(PLAIN, 0)) == body_of(PLAIN, 0)
+    assert path.exists()
+
+
+def test_without_journal_data_only_the_notes_are_journaled(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path, journal_write_data=False)
+    add(storage, PLAIN, 0)
+    storage.fence(PLAIN, key_of(PLAIN), lambda error: None)
+    storage.flush_journals()
+    assert [record.type for _, record in records_of(tmp_path)][:2] == [RecordType.LEDGER_KEY, RecordType.FENCE]
+
+
+def test_reads_come_from_memory_the_page_cache_or_the_disk_alike(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    for ledger in (PLAIN, SCOPED):
+        for entry_id, size in enumerate((0, 10, 5000, 200_000, 3)):
+            add(storage, ledger, entry_id, payload=bytes(size))
+    handles = [storage.get(ledger) for ledger in (PLAIN, SCOPED)]
+    for step in (lambda: None, storage.run_checkpoint):
+        step()
+        for handle in handles:
+            assert handle is not None
+            for entry_id, size in enumerate((0, 10, 5000, 200_000, 3)):
+                expected = body_of(handle.ledger, entry_id, bytes(size))
+                location = storage.location(handle, entry_id)
+                assert bytes(storage.read(handle, entry_id, location)) == expected
+                found = storage.find(handle, entry_id, location)
+                assert found is None or bytes(found) == expected
+
+
+def test_files_are_locked_and_replaced_as_one(tmp_path: Path) -> None:
+    files = Files()
+    files.make_directory(tmp_path / "a" / "b")
+    files.replace(tmp_path / "a" / "file", b"one")
+    files.replace(tmp_path / "a" / "file", b"three")
+    assert (tmp_path / "a" / "file").read_bytes() == b"three"
+    assert [path.name for path in (tmp_path / "a").iterdir() if path.is_file()] == ["file"]
+    with files.open(tmp_path / "a" / "file") as file:
+        assert file.write(1, [b"x"] * 3000) == 3000
+        assert file.size() == 3001
+        assert bytes(file.read(0, 5000)) == b"t" + b"x" * 3000
+        file.allocate(10_000)
+        assert bytes(file.read(3001, 10_000)) == bytes(10_000 - 3001)
