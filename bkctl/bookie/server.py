@@ -214,6 +214,7 @@ class Bookie:
         self._no_space = False
         self._allows_high_priority = True
         self._registered_read_only: bool | None = None
+        self._registering = asyncio.Lock()
         self._handlers: dict[type, Callable[[Any, Respond], None]] = {
             AddRequest: self._add,
             ReadRequest: self._read,
@@ -312,10 +313,11 @@ class Bookie:
 
     async def _register(self) -> None:
         assert self._cluster is not None
-        wanted = self.read_only
-        if wanted != self._registered_read_only:
-            await asyncio.to_thread(self._cluster.bookies.register, self.bookie_id, self.service_info, wanted)
-            self._registered_read_only = wanted
+        async with self._registering:  # two moves at once, there and back, could take the bookie off both lists
+            wanted = self.read_only
+            if wanted != self._registered_read_only:
+                await asyncio.to_thread(self._cluster.bookies.register, self.bookie_id, self.service_info, wanted)
+                self._registered_read_only = wanted
 
     async def stop(self) -> None:
         """The clean stop: answer what was read, checkpoint everything, leave the directories fit for Apache's bookie.

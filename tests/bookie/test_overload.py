@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -95,5 +96,34 @@ def test_a_bookie_gives_up_when_one_of_its_threads_dies(
             await asyncio.wait_for(bookie.stopped.wait(), 20)
             assert f"a defect in {method}" in str(bookie.failure)
             await bookie.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_bookie_that_turns_read_only_and_back_while_the_store_is_slow_stays_registered(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = threading.Event()
+    plain_delete = cluster.store.delete
+
+    def delete(path: str, *arguments: Any, **named: Any) -> None:
+        slow.wait(1)
+        plain_delete(path, *arguments, **named)
+
+    async def scenario() -> None:
+        bookie = bookie_of(cluster, tmp_path)
+        await bookie.start()
+        monkeypatch.setattr(cluster.store, "delete", delete)
+        moves = []
+        for read_only in (True, False):
+            bookie.read_only = read_only
+            moves.append(asyncio.create_task(bookie._register()))
+            await asyncio.sleep(0.3)
+        await asyncio.gather(*moves)
+        slow.set()
+        found = cluster.bookies.get(bookie.bookie_id)
+        assert found is not None
+        assert found.state == "rw"
+        await bookie.stop()
 
     asyncio.run(scenario())
