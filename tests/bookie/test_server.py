@@ -551,3 +551,43 @@ def test_several_journals_and_ledger_directories(tmp_path: Path, cluster: Cluste
         "lastMark.1",
         "lastMark.2",
     }
+
+
+def test_tls_with_pem_files(tmp_path: Path, cluster: Cluster) -> None:
+    import datetime
+    import ssl
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "bookie")])
+    now = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    builder = builder.serial_number(1).not_valid_before(now - datetime.timedelta(days=1))
+    certificate = builder.not_valid_after(now + datetime.timedelta(days=1)).sign(key, hashes.SHA256())
+    plain = serialization.NoEncryption()
+    (tmp_path / "key.pem").write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
+    )
+    (tmp_path / "certificate.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+
+    async def run() -> None:
+        config = config_for(
+            tmp_path,
+            tls_provider_factory_class="org.apache.bookkeeper.tls.TLSContextFactory",
+            tls_key_store_type="PEM",
+            tls_key_store=str(tmp_path / "key.pem"),
+            tls_certificate_path=str(tmp_path / "certificate.pem"),
+        )
+        async with serving(config, cluster) as bookie:
+            context = ssl.create_default_context(cafile=str(tmp_path / "certificate.pem"))
+            context.check_hostname = False
+            connection = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, tls=context)
+            assert await statuses(connection, add(PLAIN, 0), ReadRequest(PLAIN, 0)) == [Status.EOK, Status.EOK]
+            connection.close()
+            await connection.wait_closed()
+
+    asyncio.run(run())
