@@ -26,10 +26,16 @@ public final class Bench {
         ClientConfiguration configuration = Support.configuration(arguments[0], Support.isV2(arguments[1]));
         configuration.setAddEntryTimeout(60);
         BookKeeper client = new BookKeeper(configuration);
-        if (arguments[2].equals("add")) {
-            add(client, arguments);
-        } else {
-            read(client, arguments);
+        try {
+            if (arguments[2].equals("add")) {
+                add(client, arguments);
+            } else {
+                read(client, arguments);
+            }
+        } catch (Exception | AssertionError error) {
+            // The client's threads would keep the program alive for a while.
+            error.printStackTrace();
+            System.exit(1);
         }
         client.close();
         System.exit(0);

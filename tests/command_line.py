@@ -1,0 +1,128 @@
+"""The command line under test: in this process where only its answer matters, else as a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import json
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+from unittest import mock
+
+from bkctl.commands.main import run
+
+#: Variables that would change what a command does.
+_OURS = ("METADATA_URI", "CONF", "CONTEXT", "CONFIG", "OUTPUT", "TIMEOUT", "BOOKIE_ADDRESS", "LEDGER_PASSWORD")
+
+
+class Answer(NamedTuple):
+    """What one command line printed, and its exit code."""
+
+    code: int
+    out: bytes
+    err: str
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The objects of an ndjson output; the command must have gone well."""
+        assert self.code == 0, self.err
+        return [json.loads(line) for line in self.out.splitlines()]
+
+    @property
+    def ids(self) -> list[str]:
+        """The lines of an id output; the command must have gone well."""
+        assert self.code == 0, self.err
+        return self.out.decode().splitlines()
+
+    @property
+    def problem(self) -> str:
+        """The one line that stderr says; anything else fails."""
+        assert self.code != 0, self.out
+        lines = self.err.splitlines()
+        assert len(lines) == 1, self.err
+        assert lines[0].startswith("bkctl: "), lines[0]
+        return lines[0].removeprefix("bkctl: ")
+
+
+def environment(**settings: str) -> dict[str, str]:
+    """This process's environment without bkctl's variables, and with `settings` as BKCTL_…"""
+    kept = {name: value for name, value in os.environ.items() if name not in {f"BKCTL_{one}" for one in _OURS}}
+    return kept | {"NO_COLOR": ""} | {f"BKCTL_{name}": value for name, value in settings.items()}
+
+
+@contextlib.contextmanager
+def _streams() -> Iterator[tuple[io.BytesIO, io.BytesIO]]:
+    out, err = io.BytesIO(), io.BytesIO()
+    with (
+        mock.patch.object(sys, "stdin", io.StringIO()),
+        mock.patch.object(sys, "stdout", io.TextIOWrapper(out, "utf-8", write_through=True)),
+        mock.patch.object(sys, "stderr", io.TextIOWrapper(err, "utf-8", write_through=True)),
+    ):
+        yield out, err
+
+
+class CommandLine:
+    """`bkctl` with a metadata URI (none where `uri` is None) and an otherwise empty environment."""
+
+    def __init__(self, uri: str | None) -> None:
+        self.settings = {} if uri is None else {"METADATA_URI": uri}
+
+    def __call__(self, *arguments: object, **settings: str) -> Answer:
+        """Run a command in this process."""
+        with (
+            mock.patch.dict(os.environ, environment(**self.settings, **settings), clear=True),
+            _streams() as (out, err),
+        ):
+            code = run([str(argument) for argument in arguments])
+            return Answer(code, out.getvalue(), err.getvalue().decode())
+
+    def process(self, *arguments: object, **settings: Any) -> subprocess.Popen[bytes]:
+        """Start a command as a process with pipes."""
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        return subprocess.Popen(
+            [sys.executable, "-m", "bkctl", *map(str, arguments)], env=environment(**self.settings), **pipes | settings
+        )
+
+    def run(self, *arguments: object, input: bytes = b"") -> Answer:
+        """Run a command as a process, with `input` on stdin."""
+        with self.process(*arguments) as process:
+            out, err = process.communicate(input, 120)
+        return Answer(process.returncode, out, err.decode())
+
+    def shell(self, script: str) -> Answer:
+        """Run a shell script, in which `$bkctl` is the command."""
+        values: Mapping[str, str] = environment(**self.settings) | {"bkctl": f"{sys.executable} -m bkctl"}
+        done = subprocess.run(["bash", "-c", script], env=values, capture_output=True, timeout=120, check=False)
+        return Answer(done.returncode, done.stdout, done.stderr.decode())
+
+    def terminal(self, *arguments: object, type_in: str = "", columns: int = 80) -> tuple[int, str]:
+        """Run a command on a terminal; `type_in` is typed once it asks. Returns its exit code and what stays there."""
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        values = environment(**self.settings) | {"TERM": "xterm"}
+        command = [sys.executable, "-m", "bkctl", *map(str, arguments)]
+        with subprocess.Popen(
+            command, stdin=theirs, stdout=theirs, stderr=theirs, env=values, start_new_session=True
+        ) as process:
+            os.close(theirs)
+            seen = b""
+            while select.select([ours], [], [], 60)[0]:
+                try:
+                    part = os.read(ours, 65536)
+                except OSError:  # the last one who wrote is gone
+                    break
+                seen += part
+                if type_in and b"[y/N]" in seen:
+                    os.write(ours, type_in.encode())
+                    type_in = ""
+            os.close(ours)
+        lines = seen.decode().replace("\r\n", "\n").split("\n")
+        return process.returncode, "\n".join(line.rpartition("\r\x1b[K")[2] for line in lines)
