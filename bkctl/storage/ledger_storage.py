@@ -603,7 +603,7 @@ class LedgerStorage:
         with JournalReader.open(path) as reader:
             try:
                 for record in reader.records(start):
-                    self._replay_record(record, keys)
+                    self._replay_record(reader, record, keys)
                     if self.seal_entries():
                         self.write_entries()
                     if self.is_checkpoint_due:
@@ -640,13 +640,13 @@ class LedgerStorage:
             boundary += SECTOR_SIZE_BYTES
         return True
 
-    def _replay_record(self, record: Record, keys: dict[LedgerId, bytes]) -> None:
+    def _replay_record(self, reader: JournalReader, record: Record, keys: dict[LedgerId, bytes]) -> None:
         ledger = record.ledger
         if record.format_version == 2 and not ledger.is_scoped:
             return  # Torn: nobody writes V2 in scope 0.
         if record.type is RecordType.LEDGER_KEY:
             master_key = record.special_payload
-            if master_key.count(0) < _TORN_KEY_ZEROS:
+            if not self._is_torn_key(reader, record, master_key):
                 keys[ledger] = master_key
             return
         if record.type not in _REPLAYED:
@@ -669,6 +669,20 @@ class LedgerStorage:
             self._replay_lac(handle, record.special_payload)
         else:
             self._replay_entry(handle, record)
+
+    def _is_torn_key(self, reader: JournalReader, record: Record, master_key: bytes) -> bool:
+        """Whether a crash cut the key, together with what it was written for: part of it is in a sector of zeros.
+
+        A key of many zeros alone proves that only where groups share sectors: clients may choose such keys.
+        """
+        if master_key.count(0) < _TORN_KEY_ZEROS:
+            return False
+        if reader.version < journal_formats.VERSION_PADDING or self.config.journal_alignment_size % SECTOR_SIZE_BYTES:
+            return True
+        end = record.offset + RECORD_SIZE.size + record.record_size
+        start = end - len(master_key)
+        sectors = range(start - start % SECTOR_SIZE_BYTES, end, SECTOR_SIZE_BYTES)
+        return any(not any(reader.read(sector, SECTOR_SIZE_BYTES)) for sector in sectors)
 
     def _replay_lac(self, handle: LedgerHandle, packet: bytes) -> None:
         try:
@@ -718,7 +732,7 @@ def _end_of_group(reader: JournalReader, at: int) -> int | None:
             return at
 
 
-#: A master key is a SHA-1 digest: with this many zeros it was cut by a crash, together with what it was written for.
+#: A master key is a SHA-1 digest with most clients: with this many zeros it may have been cut by a crash.
 _TORN_KEY_ZEROS: Final = 8
 _REPLAYED: Final = frozenset({RecordType.ENTRY, RecordType.FENCE, RecordType.EXPLICIT_LAC})
 

@@ -157,3 +157,16 @@ def test_a_damaged_index_file_does_not_end_the_replay_as_a_torn_journal_does(tmp
         open_storage(tmp_path)
     index.write_bytes(whole)
     assert stored(open_storage(tmp_path), 2, 0) == body
+
+
+@pytest.mark.parametrize("before_count", range(0, 40, 3))
+def test_a_master_key_of_zeros_is_no_torn_one(tmp_path: Path, before_count: int) -> None:
+    """Some clients' keys are no digests; here at several places of a sector, across its end too."""
+    storage = open_storage(tmp_path)
+    for entry_id in range(before_count):
+        add(storage, 1, entry_id)
+    ledger = LedgerId(0, 2)
+    body = DigestManager(ledger, DigestType.CRC32C).seal(0, -1, 1, b"a") + b"a"
+    storage.add(ledger, 0, bytes(20), body, None)
+    storage.flush_journals()
+    assert stored(open_storage(tmp_path), 2, 0) == body
