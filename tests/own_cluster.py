@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import struct
 import threading
 from collections.abc import Iterable, Mapping
@@ -168,9 +167,3 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kept
         pass
     finally:
         writer.close()
-
-
-def refuses(port: int) -> bool:
-    """Whether nobody listens on a loopback port."""
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0

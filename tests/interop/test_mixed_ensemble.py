@@ -252,3 +252,64 @@ def java_reads(java: Java, uri: str, ledgers: list[LedgerId]) -> None:
             hashlib.sha256(payload_of(ledger, entry_id)).hexdigest()
             for entry_id in range(ENTRY_COUNT if ledger.ledger_id % 2 else ENTRY_COUNT - 1)
         ]
+
+
+def test_after_a_crash_apaches_bookie_replays_scope_0_and_refuses_journals_with_scopes(
+    java: Java, zookeeper: ZooKeeperServer, tmp_path: Path, apache_bookie: Callable[..., ApacheBookie]
+) -> None:
+    uri = zookeeper.metadata_uri(zookeeper.new_root())
+    format_cluster(java, uri, tmp_path)
+    # Nothing is checkpointed: all that is acknowledged is in the journals.
+    own = OwnCluster(uri, tmp_path, (SORTED, SORTED), {"zkTimeout": 2000, "flushInterval": 600_000})
+    plain = [LedgerId(0, FIRST_ID + index) for index in range(4)]
+    scoped = LedgerId(SCOPE, FIRST_ID)
+
+    def run(body: Callable[[BookKeeper], Coroutine[Any, Any, Any]]) -> Any:
+        async def within() -> Any:
+            async with BookKeeper(cluster) as client:
+                return await asyncio.wait_for(body(client), 60)
+
+        return asyncio.run(within())
+
+    async def fill(client: BookKeeper) -> str:
+        for ledger in plain:
+            handle = await write(client, ledger, 2)
+            if ledger.ledger_id % 2:
+                await handle.close()
+        recovered = await client.open_ledger(plain[2].ledger_id, password=b"pw", recovery=True)
+        assert recovered.last_add_confirmed == ENTRY_COUNT - 1
+        return (await write(client, scoped, 1)).metadata.last_fragment.bookies[0]
+
+    async def check(client: BookKeeper) -> None:
+        for ledger in (*plain, scoped):
+            reader = await client.open_ledger(
+                ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=b"pw", recovery=True
+            )
+            await check_read(reader)
+            await check_replicas(reader)
+
+    try:
+        start_all(own.bookies)
+        with open_cluster(uri) as cluster:
+            with_scopes = own.by_id(run(fill))
+            (without,) = [bookie for bookie in own.bookies if bookie is not with_scopes]
+            own.kill()
+
+            refused = apache_bookie(uri, SORTED, port=with_scopes.port, settings=with_scopes.settings)
+            served = apache_bookie(uri, SORTED, port=without.port, settings=without.settings)
+            before = tree(with_scopes.journal_dir)
+            refused.launch()
+            served.start()
+            # Apache's process need not end with that, but it does not register.
+            wait_for(lambda: "Invalid journal version" in refused.log_tail(0, 1 << 20), "the refusal")
+            writable = lambda: {each.bookie_id for each in cluster.bookies.list() if each.state == "rw"}  # noqa: E731
+            wait_for(lambda: writable() == {served.bookie_id}, "one registration")
+            refused.kill()
+            assert tree(with_scopes.journal_dir) == before
+            java_reads(java, uri, [ledger for ledger in plain if ledger.ledger_id % 2])
+            served.kill()
+
+            start_all(own.bookies)
+            run(check)
+    finally:
+        own.kill()
