@@ -38,8 +38,10 @@ $(BIN)/python:
 
 .venv/.bkctl: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
+	@$(BIN)/python -m compileall -q bkctl commands
 	@touch $@
 
 .venv/.test: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test]'
+	@$(BIN)/python -m compileall -q bkctl commands
 	@touch $@ .venv/.bkctl

@@ -20,7 +20,7 @@ import functools
 import struct
 from typing import Final
 
-from bkctl.ids import I64_MAX, LedgerId
+from bkctl.ids import I64_MAX, U64_MAX, LedgerId, to_signed
 from bkctl.protocol.messages import (
     MASTER_KEY_SIZE_BYTES,
     AddRequest,
@@ -227,12 +227,7 @@ def encode_read_response(txn_id: int, response: ReadResponse, scope_id: int, out
     status, (_, ledger_id), entry_id, body, max_lac, timestamp = response
     if status is not _EOK or entry_id < 0 or body is None or timestamp is not None:
         return 0
-    if max_lac is None:
-        tail = b""
-    elif max_lac < 0:
-        return 0
-    else:
-        tail = b"\x28" + varint(max_lac)
+    tail = b"" if max_lac is None else _field(0x28, max_lac & U64_MAX)
     if scope_id:
         tail += _field(0x78, scope_id)
     size = len(body)
@@ -290,9 +285,9 @@ def decode_response(buffer: memoryview, at: int, end: int) -> tuple[int, int, Ad
         at = body_end
         max_lac = None
         if at != end and buffer[at] == 0x28:
+            # A bookie that served no add of the ledger since its start says -1.
             max_lac, at = read_varint(buffer, at + 1)
-            if max_lac > I64_MAX:
-                return None
+            max_lac = to_signed(max_lac)
         if at != end:
             if buffer[at] != 0x78:
                 return None
