@@ -436,6 +436,10 @@ class _ClosedByUs(LedgerClosed):
     """The writer itself closed the ledger."""
 
 
+#: The last id of scope 0.
+_LAST_UNSCOPED: Final = LedgerId(0, I64_MAX)
+
+
 class BookKeeper:
     """A client of one cluster; belongs to the event loop that it is used in.
 
@@ -501,9 +505,9 @@ class BookKeeper:
     ) -> WriteHandle:
         """Create a ledger under `ledger_id` of scope `ledger_scope_id`; without an id one is generated there.
 
-        Raises LedgerExists for an id that is taken, UsageError for a scope-0 id of 2^63 − 1 or more or quorums that do
-        not fit, IllegalOperation for a scope in protocol v2, NotEnoughBookies (for a scope: among those that serve
-        scopes).
+        Raises LedgerExists for an id that is taken, UsageError for a scope-0 id of 2^63 or more (2^63 − 1 too where
+        bookies of Apache's are up, which that id makes delete everything) or quorums that do not fit, IllegalOperation
+        for a scope in protocol v2, NotEnoughBookies (for a scope: among those that serve scopes).
         Source: BP-35 (CreateAdvBuilder.withLedgerScopeId).
         """
         return await self._create(
@@ -580,19 +584,24 @@ class BookKeeper:
     ) -> WriteHandle:
         self._check_scope(scope_id)
         check_quorums(ensemble_size, write_quorum_size, ack_quorum_size)
-        if ledger_id is not None and scope_id == 0 and ledger_id >= I64_MAX:
-            what = "2^63 or more, which no ledger of scope 0 can have"
-            if ledger_id == I64_MAX:
-                # ScanAndCompareGarbageCollector.gc goes on at the last id + 1, which overflows to "from the first on".
-                what = "2^63 − 1, and while it is there Apache's bookies delete all ledgers when they collect garbage"
+        if ledger_id is not None and scope_id == 0 and ledger_id > I64_MAX:
             raise UsageError(
-                f"Ledger id {ledger_id} is {what}", hint="give a smaller id, or a ledger scope id"
+                f"Ledger id {ledger_id} is 2^63 or more, which no ledger of scope 0 can have",
+                hint="give a smaller id, or a ledger scope id",
             )
         suspects = self.pool.suspects()
         given = None if ledger_id is None else LedgerId(scope_id, ledger_id)
 
         def create() -> tuple[LedgerId, VersionedMetadata]:
-            ensemble = choose_bookies(self.pool.registered(), ensemble_size, scoped=scope_id != 0, avoid=suspects)
+            bookies = self.pool.registered()
+            if given == _LAST_UNSCOPED and not all(bookie.ledger_scopes for bookie in bookies):
+                # ScanAndCompareGarbageCollector.gc goes on at the last id + 1, which overflows: nothing seems listed.
+                raise UsageError(
+                    f"While ledger {given} (2^63 − 1) exists, Apache's bookies delete every ledger they have when they "
+                    "collect garbage",
+                    hint="give a smaller id, or a ledger scope id",
+                )
+            ensemble = choose_bookies(bookies, ensemble_size, scoped=scope_id != 0, avoid=suspects)
             metadata = LedgerMetadata(
                 ensemble_size=ensemble_size,
                 write_quorum_size=write_quorum_size,

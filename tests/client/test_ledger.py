@@ -149,6 +149,20 @@ def test_ids_are_generated_or_given_and_never_taken_twice(fake_cluster, run):
     run(scenario())
 
 
+def test_the_last_id_of_scope_0_is_refused_where_apache_bookies_would_delete_everything(fake_cluster, run):
+    async def scenario():
+        async with fake_cluster(3) as cluster, cluster.client() as client:
+            handle = await client.create_ledger_adv(2**63 - 1)
+            assert handle.ledger_id == 2**63 - 1
+            await client.delete_ledger(2**63 - 1)
+            await cluster.add_bookie(scopes=False)
+            with pytest.raises(UsageError, match="delete every ledger"):
+                await client.create_ledger_adv(2**63 - 1)
+            await client.create_ledger_adv(2**63 - 1, ledger_scope_id=1)
+
+    run(scenario())
+
+
 def test_v2_refuses_a_scope_before_a_byte_is_sent(fake_cluster, run):
     async def scenario():
         async with fake_cluster(3) as cluster, cluster.client(protocol=Protocol.V2) as client:

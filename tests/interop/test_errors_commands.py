@@ -202,7 +202,7 @@ def test_forms_that_disagree_or_name_no_ledger(
         (("ledger", "write", "/dev/null", "--uuid", "--protocol", "v2"), 2, ("Protocol v2 cannot carry",)),
         (("ledger", "write", "/dev/null", "--ledger-id", 1 << 63), 2, ("2^63 or more",)),
         (("ledger", "write", "/dev/null", "--ledger-id", -1), 2, ("2^63 or more",)),
-        (("ledger", "write", "/dev/null", "--ledger-id", (1 << 63) - 1), 2, ("Apache's bookies delete all ledgers",)),
+        (("ledger", "write", "/dev/null", "--ledger-id", (1 << 63) - 1), 2, ("Apache's bookies delete every ledger",)),
         (("metadata", "get", "no/such/node"), 4, ("No node 'no/such/node'", "bkctl metadata tree")),
         (("ledger", "nope"), 2, ("No such command 'nope'",)),
     ],
