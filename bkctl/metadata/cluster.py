@@ -136,8 +136,8 @@ class Registration:
     ) -> None:
         """Show the bookie as writable or read-only, until `unregister` or the store is closed; lost sessions included.
 
-        A registration that another process left or holds is waited for (`wait_s`, None: the store's session timeout).
-        Raises AlreadyExists when it is still there then: a bookie of this id is running.
+        A registration that another process left or holds is waited for (`wait_s`, None: until a dead one's session is
+        over). Raises AlreadyExists when it is still there then: a bookie of this id is running.
         """
         path, other = _registration_path(bookie_id, read_only), _registration_path(bookie_id, not read_only)
         try:

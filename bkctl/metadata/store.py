@@ -108,7 +108,7 @@ class MetadataStore(ABC):
         """Keep a node at `path` for as long as this store object lives; set its value where we own it already.
 
         After a lost session the node is created again, until `delete(path)` or `close`. A node that another owner holds
-        is waited for: `wait_s` seconds (None: the store's session timeout), then AlreadyExists.
+        is waited for: `wait_s` seconds (None: until a dead one's session is over), then AlreadyExists.
         """
 
     @abstractmethod

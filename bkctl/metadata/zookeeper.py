@@ -60,6 +60,8 @@ DIRECTORY_BATCH_SIZE: Final = 4  # a directory may have ten thousand names
 _FIRST_ANSWER_S: Final = 0.3
 _RETRY_PAUSE_S: Final = 0.02
 _POLL_S: Final = 0.1
+#: A server ends a session at a tick after its timeout, and may have granted a longer timeout than was asked for.
+_EXPIRY_SLACK_S: Final = 5.0
 _CLOSE_S: Final = 2.0
 _RESTORE_PAUSE_S: Final = 0.5
 #: ZooKeeper tells the fate of such a request to nobody: it is sent again.
@@ -407,7 +409,7 @@ class ZooKeeperStore(MetadataStore):
 
     def ephemeral(self, path: str, value: bytes, *, wait_s: float | None = None) -> None:
         """See MetadataStore.ephemeral."""
-        deadline = time.monotonic() + (self.session_timeout_s if wait_s is None else wait_s)
+        deadline = time.monotonic() + (self.session_timeout_s + _EXPIRY_SLACK_S if wait_s is None else wait_s)
         with self._lock:
             before = self._ephemerals.get(path)
             self._ephemerals[path] = value

@@ -225,6 +225,19 @@ def test_a_bookie_that_died_gives_way_to_its_successor_after_the_session_timeout
         assert found.info == INFO
 
 
+def test_a_successor_waits_also_for_a_session_that_ends_later_than_its_own_timeout(zookeeper: Any) -> None:
+    uri = zookeeper.metadata_uri(zookeeper.new_root())
+    with open_cluster(uri, create=True) as first, open_cluster(uri, session_timeout_s=1) as second:
+        first.bookies.register("bookie-1", BookieServiceInfo())
+        end = threading.Timer(2.5, first.close)
+        end.start()
+        second.bookies.register("bookie-1", INFO)
+        end.join()
+        found = second.bookies.get("bookie-1")
+        assert found is not None
+        assert found.info == INFO
+
+
 def test_close_does_not_wait_for_a_server_that_is_away(zookeeper_server: Callable[[], Any]) -> None:
     server = zookeeper_server()
     cluster = open_cluster(server.metadata_uri(), timeout_s=120, create=True)
