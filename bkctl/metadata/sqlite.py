@@ -480,8 +480,10 @@ def _is_dead(session: Sequence[Any]) -> bool:
     _, _, our_namespace, our_boot_id = _process_identity()
     if not boot_id or boot_id != our_boot_id:
         return abs(_wall_ms() - int(wall_ms)) > SESSION_EXPIRY_MS
-    if pid_namespace and pid_namespace == our_namespace and _process_start(pid) != pid_start:
-        return True
+    if pid_namespace and pid_namespace == our_namespace:
+        start = _process_start(pid)
+        if start != pid_start and not (start is None and _may_live(pid)):
+            return True
     return _monotonic_ms() - int(beat_ms) > SESSION_EXPIRY_MS
 
 
@@ -493,17 +495,31 @@ def _process_identity() -> tuple[int, str, str, str]:
         namespace = os.readlink("/proc/self/ns/pid")
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot_id = file.read().strip()
-    return pid, _process_start(pid), namespace, boot_id
+    return pid, _process_start(pid) or "", namespace, boot_id
 
 
-def _process_start(pid: int) -> str:
-    """When process `pid` started, in ticks since boot; "" when there is no such process. Source: proc(5), stat."""
+def _process_start(pid: int) -> str | None:
+    """When process `pid` started, in ticks since boot; "" when it ended, None when the system does not tell.
+
+    Source: proc(5), stat.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
-        return ""
+        return None
     return "" if fields[0] in (b"Z", b"X") else fields[19].decode("ascii")
+
+
+def _may_live(pid: int) -> bool:
+    """Whether there is a process `pid`, for all we may know: `hidepid` hides those of other users from /proc."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _monotonic_ms() -> int:

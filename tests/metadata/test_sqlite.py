@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from bkctl.errors import AlreadyExists, Corrupt, NotFound, TimedOut, Unreachable, Unsupported
+from bkctl.metadata import sqlite
 from bkctl.metadata.sqlite import SqliteStore
 from bkctl.metadata.store import NEW
 
@@ -124,6 +125,39 @@ def test_the_ephemerals_of_a_killed_process_vanish_at_once(store: SqliteStore, f
         assert gone.wait(timeout=5)
     store.ephemeral("available/bookie-1", b"successor", wait_s=0)
     assert store.get("available/bookie-1").value == b"successor"  # type: ignore[union-attr]
+
+
+def test_a_process_that_the_system_hides_is_judged_by_its_heartbeat(
+    store: SqliteStore, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mounted with hidepid, /proc shows nothing of another user's bookie; a signal tells only that it is there."""
+    plain_start = sqlite._process_start
+
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError
+
+    with child(HOLD, file) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "held\n"
+            holder.send_signal(signal.SIGSTOP)
+            monkeypatch.setattr(sqlite, "_process_start", lambda pid: None if pid == holder.pid else plain_start(pid))
+            with monkeypatch.context() as foreign:
+                foreign.setattr(os, "kill", refuse)
+                with pytest.raises(AlreadyExists):
+                    store.ephemeral("available/bookie-1", b"ours", wait_s=0)
+                with sqlite3.connect(file) as raw:
+                    raw.execute("UPDATE session SET beat_ms = 0")
+                raw.close()
+                store.ephemeral("available/bookie-1", b"successor", wait_s=0)
+            store.delete("available/bookie-1")
+            holder.send_signal(signal.SIGCONT)
+            eventually(lambda: store.get("available/bookie-1") is not None)  # its holder takes it again
+            holder.kill()
+            holder.wait()
+            store.ephemeral("available/bookie-1", b"successor", wait_s=0)
+        finally:
+            holder.kill()
 
 
 def test_a_process_that_stands_still_loses_its_session_and_takes_it_again(store: SqliteStore, file: str) -> None:
