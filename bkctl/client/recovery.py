@@ -36,17 +36,16 @@ from bkctl.protocol.messages import ReadRequest, ReadResponse, Response
 RECOVERY_READ_AHEAD: Final = 16
 
 
-async def recover(access: LedgerAccess, *, force: bool = False) -> None:
+async def recover(access: LedgerAccess) -> None:
     """Recover the ledger of `access`, whose `versioned` is CLOSED afterwards (by us, or by who was faster).
 
-    `force` also recovers a CLOSED ledger again. Raises LedgerRecoveryFailed when the end cannot be decided or the
-    last entries not be made safe (the ledger stays IN_RECOVERY), Unauthorized, TimedOut, MetadataVersionConflict, and
-    what the store raises.
+    Raises LedgerRecoveryFailed when the end cannot be decided or the last entries not be made safe (the ledger stays
+    IN_RECOVERY), Unauthorized, TimedOut, MetadataVersionConflict, and what the store raises.
     """
     ledgers, ledger = access.pool.cluster.ledgers, access.ledger
 
     def begin(metadata: LedgerMetadata) -> LedgerMetadata | None:
-        if metadata.state is LedgerState.IN_RECOVERY or (metadata.is_closed and not force):
+        if metadata.state is not LedgerState.OPEN:
             return None
         return replace(metadata, state=LedgerState.IN_RECOVERY, length=0, last_entry_id=-1)
 

@@ -94,7 +94,7 @@ class JournalWriter:
         self._position = self._allocated = len(header)
         self.mark = LogMark(journal_id, self._position)
 
-    def commit(self, buffers: list[Buffer], size: int, *, scoped: bool = False, sync: bool = True) -> None:
+    def commit(self, buffers: list[Buffer], size: int, *, scoped: bool = False) -> None:
         """Append one group of whole records, `size` bytes in `buffers`; when this returns it is on disk.
 
         `scoped` says that the group holds records of scoped ledgers. `buffers` is changed. Raises OSError: nothing of
@@ -123,7 +123,7 @@ class JournalWriter:
             self._drop_tail(self._file, start)
             raise
         self._position = end
-        if sync and self._sync_data:
+        if self._sync_data:
             try:
                 self._file.sync()
             except OSError as error:

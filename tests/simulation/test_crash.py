@@ -60,7 +60,6 @@ class Workload:
         self.storage = storage
         self.random = random.Random(seed)
         self.promised = promised
-        self.lengths = dict.fromkeys(LEDGERS, 0)
         self.under_way: Checkpoint | None = None
 
     def run(self, steps: int) -> None:
