@@ -154,13 +154,14 @@ def registered(uri: str) -> set[str]:
 @contextlib.contextmanager
 def full_speed_java(heap_mb: int = 1024) -> Iterator[None]:
     """Java as a server runs it. The tests cap its compiler for quick starts, which would flatter us."""
-    before = servers.JVM_OPTIONS
-    kept = tuple(option for option in before if option not in ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"))
+    before = servers.JVM_OPTIONS, servers.BOOKIE_OPTIONS
+    kept = tuple(option for option in before[0] if option not in ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"))
     servers.JVM_OPTIONS = (*kept, f"-Xmx{heap_mb}m")  # type: ignore[misc]
+    servers.BOOKIE_OPTIONS = ("-XX:MaxDirectMemorySize=2g",)  # type: ignore[misc]
     try:
         yield
     finally:
-        servers.JVM_OPTIONS = before  # type: ignore[misc]
+        servers.JVM_OPTIONS, servers.BOOKIE_OPTIONS = before  # type: ignore[misc]
 
 
 def ledger_of(bench: Bench, uri: str, entries: int) -> str:

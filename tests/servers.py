@@ -45,6 +45,7 @@ JVM_OPTIONS: Final = (
     "--add-opens=java.base/java.util.zip=ALL-UNNAMED",
     "-Dio.netty.tryReflectionSetAccessible=true",
 )
+BOOKIE_OPTIONS: Final = ("-XX:MaxDirectMemorySize=256m",)
 
 SORTED: Final = "org.apache.bookkeeper.bookie.SortedLedgerStorage"
 INTERLEAVED: Final = "org.apache.bookkeeper.bookie.InterleavedLedgerStorage"
@@ -548,9 +549,8 @@ class ApacheBookie(Server):
         return f"127.0.0.1:{self.port}"
 
     def _arguments(self) -> list[str]:
-        options = ("-XX:MaxDirectMemorySize=256m",)
         return self.java.command(
-            "org.apache.bookkeeper.server.Main", "--conf", self.conf, log4j="server", options=options
+            "org.apache.bookkeeper.server.Main", "--conf", self.conf, log4j="server", options=BOOKIE_OPTIONS
         )
 
     def launch(self) -> None:
