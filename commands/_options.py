@@ -561,7 +561,7 @@ def global_parameters(*, connects: bool, asks: bool) -> tuple[Parameter, ...]:
             "-u",
             metavar="URI",
             hidden=not connects,
-            help="Metadata store: zk+hierarchical://HOST:PORT/ledgers, etcd://…, sqlite:///FILE. [BKCTL_METADATA_URI]",
+            help="Metadata store: zk+hierarchical://HOST:PORT/ledgers, sqlite:///FILE. [BKCTL_METADATA_URI]",
         ),
         _global(
             "g_conf",
