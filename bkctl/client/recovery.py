@@ -81,7 +81,7 @@ async def _make_safe(access: LedgerAccess) -> tuple[RecoveryPipeline, int]:
         await pipeline.flush()
         if pipeline.last_add_confirmed > start:
             return pipeline, pipeline.length
-        return pipeline, await _length_at(access, start, confirmed.length)
+        return pipeline, await _length_at(access, start)
     except (Unauthorized, TimedOut, LedgerRecoveryFailed):
         raise
     except BkctlError as error:
@@ -91,19 +91,17 @@ async def _make_safe(access: LedgerAccess) -> tuple[RecoveryPipeline, int]:
         ) from error
 
 
-async def _length_at(access: LedgerAccess, entry_id: int, otherwise: int) -> int:
-    """The ledger's length with entry `entry_id` as its last, from that entry itself; `otherwise` if nobody gives it.
+async def _length_at(access: LedgerAccess, entry_id: int) -> int:
+    """The ledger's length with entry `entry_id` as its last, which only that entry tells. Raises when nobody gives it.
 
-    The length told with the last add confirmed is a later entry's, or 0 when the last fragment has no entry yet; Java's
-    client takes it as it is.
+    The length told with the last add confirmed is a later entry's, or 0 when the last fragment has no entry yet. Java's
+    client takes it as it is; but a wrong length in metadata stays for ever, and readers trust it.
     """
+    length = 0
     if entry_id >= 0:
-        try:
-            async for entry in read_entries(access, entry_id, entry_id):
-                return entry.length
-        except BkctlError:
-            return otherwise
-    return 0
+        async for entry in read_entries(access, entry_id, entry_id):
+            length = entry.length
+    return length
 
 
 class _Tail:

@@ -233,6 +233,31 @@ def test_an_empty_last_fragment_ends_at_the_fragment_before_with_its_length(fake
     run(scenario())
 
 
+def test_a_length_that_nobody_tells_is_never_guessed(fake_cluster, run):
+    """The last add confirmed is known, but its entry, which has the ledger's length, cannot be read for now."""
+
+    async def scenario():
+        async with fake_cluster(6) as cluster, cluster.client() as client:
+            writer = await open_ledger_of(client, [b"abc", b"defg"])
+            found = cluster.cluster.ledgers.read(writer.ledger)
+            used = [each for each in cluster.bookies if each.bookie_id in found.metadata.last_fragment.bookies]
+            spare = tuple(each.bookie_id for each in cluster.bookies if each not in used)
+            from bkctl.client.ensemble import with_fragment
+
+            cluster.cluster.ledgers.write(writer.ledger, with_fragment(found.metadata, 2, spare), found.version)
+            for bookie in used:
+                bookie.fault = lambda request: Status.EIO if isinstance(request, ReadRequest) else None
+            with pytest.raises(LedgerRecoveryFailed, match=r"(?i)entry 1 "):
+                await client.open_ledger(writer.ledger_id, recovery=True)
+            assert cluster.metadata(writer.ledger).state is LedgerState.IN_RECOVERY
+            for bookie in used:
+                bookie.fault = lambda request: None
+            reader = await client.open_ledger(writer.ledger_id, recovery=True)
+            assert (reader.last_add_confirmed, reader.length) == (1, 7)
+
+    run(scenario())
+
+
 def test_many_recoveries_at_once_agree(fake_cluster, run):
     async def scenario():
         async with fake_cluster(5) as cluster, cluster.client() as client:
