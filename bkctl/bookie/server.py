@@ -858,12 +858,22 @@ class _LongPoll:
         assert previous is not None
         if self._over:
             return
-        if self._handle.lac > previous:
+        storage = self._bookie.storage
+        try:
+            # Between the wake and now nobody watched the handle, so it may have been evicted.
+            handle = storage.get(self._request.ledger)
+            lac = -1 if handle is None else storage.last_add_confirmed(handle)
+        except (OSError, BkctlError):
+            handle = None  # `finish` meets it again, and answers it
+        if handle is None:
+            self.finish(updated=False)
+        elif lac > previous:
             self.finish(updated=True)
-        elif self._handle.fenced or self._handle.deleted:
+        elif handle.fenced:
             self.finish(updated=False)
         else:
-            self._handle.watchers.append(self._woken)
+            self._handle = handle
+            handle.watchers.append(self._woken)
 
     def finish(self, *, updated: bool) -> None:
         """Answer now."""

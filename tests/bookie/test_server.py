@@ -297,6 +297,25 @@ def test_long_poll_ends_with_an_update_a_fence_or_its_time(tmp_path: Path, clust
     on_a_bookie(tmp_path, cluster, body)
 
 
+def test_a_long_poll_goes_on_when_its_ledger_is_evicted_while_it_wakes(tmp_path: Path, cluster: Cluster) -> None:
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        await statuses(connection, add(PLAIN, 0))
+        await bookie.checkpoint()
+        waiting = connection.send(ReadRequest(PLAIN, LAST_ENTRY, previous_lac=0, timeout_ms=10_000))
+        storage = bookie.storage
+        while not (handle := storage.index.handles[PLAIN]).watchers:
+            await asyncio.sleep(0.001)
+        storage.wake(handle)  # for no news: the poll looks, in the loop's next turn, and goes on
+        del storage.index.handles[PLAIN]
+        await asyncio.sleep(0.01)
+        await statuses(connection, add(PLAIN, 1), add(PLAIN, 2))
+        woken = await waiting
+        assert woken.max_lac == 1
+        assert woken.lac_update_timestamp_ms is not None, "by the entry, not by its time"
+
+    on_a_bookie(tmp_path, cluster, body)
+
+
 def test_deferred_sync_is_made_good_by_force(tmp_path: Path, cluster: Cluster) -> None:
     async def body(bookie: Bookie, connection: BookieConnection) -> None:
         requests = [add(PLAIN, entry_id, deferred_sync=True) for entry_id in range(20)]
