@@ -205,7 +205,7 @@ class Bookie:
         self._entries: _Worker | None = None
         self._checkpoints: _Worker | None = None
         self._readers: ThreadPoolExecutor | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
         self._polls: set[_LongPoll] = set()
         self._flush_due = False
         self._is_held = False
@@ -278,12 +278,10 @@ class Bookie:
                 hint="another server has the port, or the address is not this machine's",
             ) from error
         await self._register()
-        self._tasks = [
-            self._loop.create_task(self._checkpoint_regularly()),
-            self._loop.create_task(self._watch_disks()),
-        ]
-        for task in self._tasks:
+        for regular in (self._checkpoint_regularly(), self._watch_disks()):
+            task = self._loop.create_task(regular)
             task.add_done_callback(self._task_over)
+            self._tasks.add(task)
         log.info("Bookie %s serves on port %d%s", self.bookie_id, port, ", read-only" if self.read_only else "")
 
     def _open_storage(self, cluster: Cluster) -> None:
@@ -327,7 +325,7 @@ class Bookie:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
+        self._tasks.clear()
         for poll in list(self._polls):
             poll.finish(updated=False)
         await self._server.close()
@@ -808,7 +806,9 @@ class Bookie:
             except BkctlError as error:
                 log.warning("Cannot register as %s: %s", "read-only" if self.read_only else "writable", error)
 
-        self._tasks.append(self._loop.create_task(register()))
+        task = self._loop.create_task(register())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _check_disks(self) -> None:
         """Which ledger directories take new files, and whether the bookie takes entries. Source: LedgerDirsMonitor."""

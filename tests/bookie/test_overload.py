@@ -127,3 +127,18 @@ def test_a_bookie_that_turns_read_only_and_back_while_the_store_is_slow_stays_re
         await bookie.stop()
 
     asyncio.run(scenario())
+
+
+def test_registrations_that_are_over_leave_nothing_behind(cluster: Cluster, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        bookie = bookie_of(cluster, tmp_path)
+        await bookie.start()
+        before = len(bookie._tasks)
+        for _ in range(20):
+            bookie._register_soon()
+        async with asyncio.timeout(20):
+            while len(bookie._tasks) > before:
+                await asyncio.sleep(0.01)
+        await bookie.stop()
+
+    asyncio.run(scenario())
