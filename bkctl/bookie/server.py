@@ -215,6 +215,7 @@ class Bookie:
         self._allows_high_priority = True
         self._registered_read_only: bool | None = None
         self._registering = asyncio.Lock()
+        self._released = False
         self._handlers: dict[type, Callable[[Any, Respond], None]] = {
             AddRequest: self._add,
             ReadRequest: self._read,
@@ -310,10 +311,14 @@ class Bookie:
         return BookieServiceInfo((Endpoint("bookie", port, host, BOOKIE_RPC_PROTOCOL),), {LEDGER_SCOPES_PROPERTY: "1"})
 
     async def _register(self) -> None:
-        assert self._cluster is not None
+        """Register as read-only or writable; what was begun is finished although the caller is cancelled."""
+        await asyncio.shield(self._loop.create_task(self._move()))
+
+    async def _move(self) -> None:
         async with self._registering:  # two moves at once, there and back, could take the bookie off both lists
             wanted = self.read_only
-            if wanted != self._registered_read_only:
+            if wanted != self._registered_read_only and not self._released:
+                assert self._cluster is not None
                 await asyncio.to_thread(self._cluster.bookies.register, self.bookie_id, self.service_info, wanted)
                 self._registered_read_only = wanted
 
@@ -365,14 +370,15 @@ class Bookie:
         await asyncio.to_thread(self._stop_threads)
         if self._readers is not None:
             self._readers.shutdown(wait=False)
-        if self._cluster is not None:
-            if self._registered_read_only is not None:
+        async with self._registering:  # a move under way would register again behind our back
+            self._released = True
+            if self._cluster is not None and self._registered_read_only is not None:
                 with contextlib.suppress(BkctlError):
                     await asyncio.to_thread(self._cluster.bookies.unregister, self.bookie_id)
                 self._registered_read_only = None
-            if self._owns_cluster:
-                await asyncio.to_thread(self._cluster.close)
-                self._cluster = None
+        if self._cluster is not None and self._owns_cluster:
+            await asyncio.to_thread(self._cluster.close)
+            self._cluster = None
         self._held.close()
 
     def _task_over(self, task: asyncio.Task[None]) -> None:

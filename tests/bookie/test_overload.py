@@ -129,6 +129,38 @@ def test_a_bookie_that_turns_read_only_and_back_while_the_store_is_slow_stays_re
     asyncio.run(scenario())
 
 
+def test_a_stop_during_a_registration_leaves_no_ghost(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cluster is the caller's, so that no session ends with the bookie."""
+    entered, go_on, left = (threading.Event() for _ in range(3))
+    plain_register = cluster.bookies.register
+
+    def register(*arguments: Any, **named: Any) -> None:
+        entered.set()
+        go_on.wait(20)
+        plain_register(*arguments, **named)
+        left.set()
+
+    async def scenario() -> None:
+        bookie = bookie_of(cluster, tmp_path)
+        await bookie.start()
+        monkeypatch.setattr(cluster.bookies, "register", register)
+        bookie.read_only = True
+        bookie._register_soon()
+        await asyncio.to_thread(entered.wait, 20)
+        stopping = asyncio.create_task(bookie.stop())
+        await asyncio.sleep(0.3)
+        go_on.set()
+        await stopping
+        await asyncio.to_thread(left.wait, 20)
+        found = cluster.bookies.get(bookie.bookie_id)
+        assert found is not None
+        assert found.state == "down"
+
+    asyncio.run(scenario())
+
+
 def test_registrations_that_are_over_leave_nothing_behind(cluster: Cluster, tmp_path: Path) -> None:
     async def scenario() -> None:
         bookie = bookie_of(cluster, tmp_path)
