@@ -12,9 +12,10 @@ import queue
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from kazoo.client import KazooClient
 from kazoo.exceptions import (
@@ -90,6 +91,10 @@ class _Call:
         return self.store._answer(self)
 
 
+#: A full path, and whether its children are watched.
+_Place: TypeAlias = tuple[str, bool]
+
+
 class _Watch(NamedTuple):
     path: str
     children: bool
@@ -116,7 +121,10 @@ class ZooKeeperStore(MetadataStore):
         self._ephemerals: dict[str, bytes] = {}
         self._watches: dict[int, _Watch] = {}
         self._watch_id = 0
-        self._events: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # watch ids; None: hold ephemerals again
+        #: What was called; None: hold ephemerals again.
+        self._events: queue.SimpleQueue[_Place | None] = queue.SimpleQueue()
+        #: kazoo keeps each callback until its node changes, also of watches that were cancelled, but equal ones once.
+        self._callbacks: weakref.WeakValueDictionary[_Place, Callable[[object], None]] = weakref.WeakValueDictionary()
         self._thread: threading.Thread | None = None
         self._client = KazooClient(
             hosts,
@@ -480,15 +488,24 @@ class ZooKeeperStore(MetadataStore):
         if watch is None:
             return
         full = self._full(watch.path)
-
-        def changed(_: object) -> None:
-            self._events.put(watch_id)
-
+        changed = self._callback(self._place(watch))
         if watch.children:
             with contextlib.suppress(NoNodeError):
                 self._run(lambda: self._client.get_children_async(full, watch=changed))
                 return
         self._run(lambda: self._client.exists_async(full, watch=changed))
+
+    def _place(self, watch: _Watch) -> _Place:
+        return self._full(watch.path), watch.children
+
+    def _callback(self, place: _Place) -> Callable[[object], None]:
+        """The one callback for all watches of `place`."""
+
+        def changed(_: object) -> None:
+            self._events.put(place)
+
+        with self._lock:
+            return self._callbacks.setdefault(place, changed)
 
     def _start_thread(self) -> None:
         with self._lock:
@@ -503,12 +520,14 @@ class ZooKeeperStore(MetadataStore):
             try:
                 event = self._events.get(timeout=None if holding and not unarmed else _RESTORE_PAUSE_S)
             except queue.Empty:
-                event = 0
+                event = ("", False)
             if self._closed:
                 return
             if event is None or not holding:
                 holding = self._hold_again()
-            for watch_id in {event, *unarmed} if event else set(unarmed):
+            with self._lock:
+                called = {each for each, watch in self._watches.items() if self._place(watch) == event}
+            for watch_id in called | unarmed:
                 unarmed.discard(watch_id)
                 try:
                     self._arm(watch_id)

@@ -184,6 +184,26 @@ def test_registrations_and_watches_outlive_a_session(zookeeper: Any) -> None:
         assert observer.bookies.get("bookie-3") is None
 
 
+def test_watches_that_were_cancelled_do_not_pile_up(zookeeper: Any) -> None:
+    uri = zookeeper.metadata_uri(zookeeper.new_root())
+    told: list[int] = []
+    with open_cluster(uri, create=True) as cluster:
+        store: Any = cluster.store
+        store.put("node", b"", NEW)
+        for number in range(50):
+            cancel = store.watch("node", lambda number=number: told.append(number))
+            cancel_children = store.watch("", lambda number=number: told.append(number), children=True)
+            if number % 10:
+                cancel()
+                cancel_children()
+        kept = store._client._data_watchers, store._client._child_watchers
+        assert [len(callbacks) for by_path in kept for callbacks in by_path.values() if callbacks] == [1, 1]
+        store.put("node", b"changed", 0)
+        eventually(lambda: sorted(told) == [0, 10, 20, 30, 40])
+        store.put("another", b"", NEW)
+        eventually(lambda: sorted(told) == [0, 0, 10, 10, 20, 20, 30, 30, 40, 40])
+
+
 def test_a_registration_is_held_again_after_the_server_was_down(zookeeper_server: Callable[[], Any]) -> None:
     server = zookeeper_server()
     uri = server.metadata_uri()
