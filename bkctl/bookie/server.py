@@ -77,6 +77,8 @@ log: Final = logging.getLogger("bkctl.bookie")
 BATCH_READ_OVERHEAD_BYTES: Final = 36
 BATCH_READ_COUNT_MAX: Final = 10_000
 LONG_POLL_MS_MAX: Final = 3_600_000
+#: A stop waits so long for the answers to what was read before.
+STOP_GRACE_S: Final = 5.0
 #: Threads for reads that need the disk.
 READ_THREADS: Final = 4
 #: Threads of a busy bookie take turns this often: the default of 5 ms is longer than a sync.
@@ -333,7 +335,7 @@ class Bookie:
         self._tasks.clear()
         for poll in list(self._polls):
             poll.finish(updated=False)
-        await self._server.close()
+        await self._server.close(STOP_GRACE_S if self.failure is None else 0)
         self._stopping = True
         if self._journals and self.failure is None:
             self._flush()
@@ -398,6 +400,8 @@ class Bookie:
             self.failure = failure
             self.read_only = True
             self.stopped.set()
+            # Behind the answers that are there, and instead of those that cannot come any more.
+            self._loop.call_soon(self._server.abort)
 
     # --- the hot path ------------------------------------------------------------------------------------------------
 

@@ -782,6 +782,11 @@ class BookieServer:
         assert self._server is not None
         return int(self._server.sockets[0].getsockname()[1])
 
+    def abort(self) -> None:
+        """Close every connection at once, with requests unanswered; new ones are served."""
+        for connection in list(self.connections):
+            connection.abort()
+
     async def close(self, grace_s: float = 5.0) -> None:
         """Take no more requests, answer those that were read for at most `grace_s` seconds, then close all."""
         if self._server is None:

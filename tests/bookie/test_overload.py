@@ -14,7 +14,11 @@ from bkctl.bookie import server
 from bkctl.bookie.server import Bookie
 from bkctl.client.ledger import BookKeeper
 from bkctl.config import BookieConfig
+from bkctl.errors import BookieUnavailable
+from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
+from bkctl.protocol.connection import BookieConnection
+from bkctl.protocol.messages import ReadRequest
 from bkctl.storage.files import DiskUsage, Files
 
 HOUR_MS = 3_600_000
@@ -96,6 +100,38 @@ def test_a_bookie_gives_up_when_one_of_its_threads_dies(
             await asyncio.wait_for(bookie.stopped.wait(), 20)
             assert f"a defect in {method}" in str(bookie.failure)
             await bookie.stop()
+
+    asyncio.run(scenario())
+
+
+# The thread's own traceback is to be seen, by whoever runs the bookie.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("stops", [False, True], ids=["at work", "while it stops"])
+def test_nobody_waits_for_the_answers_of_a_bookie_that_failed(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool
+) -> None:
+    monkeypatch.setattr(server, "STOP_GRACE_S", 600.0)
+    entered, go_on = threading.Event(), threading.Event()
+
+    def defect(*_: object) -> None:
+        entered.set()
+        go_on.wait(20)
+        raise RuntimeError("a defect")
+
+    async def scenario() -> None:
+        bookie = bookie_of(cluster, tmp_path)
+        await bookie.start()
+        monkeypatch.setattr(bookie.storage, "commit", defect)
+        connection = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, timeout_s=600)
+        fence = connection.send(ReadRequest(LedgerId(0, 1), -1, bytes(20), fence=True))
+        await asyncio.to_thread(entered.wait, 20)
+        stopping = asyncio.create_task(bookie.stop()) if stops else None
+        await asyncio.sleep(0.1)
+        go_on.set()
+        with pytest.raises(BookieUnavailable):
+            await asyncio.wait_for(fence, 20)
+        await asyncio.wait_for(stopping or bookie.stop(), 20)
+        assert "a defect" in str(bookie.failure)
 
     asyncio.run(scenario())
 
