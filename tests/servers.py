@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -380,24 +381,30 @@ class Java:
 
 def write_ledgers(
     java: Java, metadata_uri: str, protocol: str, salt: int = 0, stop: Callable[[str], None] | None = None,
-    small: bool = False,
+    small: bool = False, timeout_s: float = 180.0,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Run WriteLedgers.java: the ledgers it wrote through Apache's client, each as what a reader must find.
 
     With `stop` there is a ledger with an ensemble change among them: `stop(bookie_id)` ends that bookie. `small`: no
-    entry above 1 KiB. Runs on one cluster need different `salt`s.
+    entry above 1 KiB. Runs on one cluster need different `salt`s. Raises JavaFailed, with its stacks if it hung.
     """
     options = [name for name, wanted in (("ensemble-change", stop), ("small", small)) if wanted]
     arguments = [metadata_uri, protocol, salt, *options]
-    ledgers = []
+    ledgers: list[dict[str, Any]] = []
+    stacks: list[str] = []
     with (
         tempfile.TemporaryFile("w+") as errors,
         java.start("WriteLedgers", *arguments, stderr=errors) as program,
     ):
+        watchdog = threading.Timer(timeout_s, _dump_and_kill, [program])
+        watchdog.start()
         try:
             assert program.stdin is not None
             assert program.stdout is not None
             for line in program.stdout:
+                if not line.startswith("{"):
+                    stacks.append(line)
+                    continue
                 item = json.loads(line)
                 if stop is not None and "stop" in item:
                     stop(item["stop"])
@@ -406,12 +413,21 @@ def write_ledgers(
                 else:
                     ledgers.append(item)
         finally:
+            watchdog.cancel()
             java.end(program)
         if program.returncode != 0:
             errors.seek(0)
-            problem = f"exit {program.returncode} after {len(ledgers)} ledgers"
-            raise JavaFailed(f"WriteLedgers {protocol}: {problem}\n{errors.read()[-6000:]}")
+            problem = f"exit {program.returncode} after {[ledger['name'] for ledger in ledgers]}"
+            raise JavaFailed(f"WriteLedgers {protocol}: {problem}\n{errors.read()[-6000:]}{''.join(stacks)[-12000:]}")
     return ledgers
+
+
+def _dump_and_kill(program: subprocess.Popen[str]) -> None:
+    """Have a JVM that hangs print its stacks, and end it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(program.pid, signal.SIGQUIT)
+        time.sleep(2)
+        os.killpg(program.pid, signal.SIGKILL)
 
 
 def read_ledgers(

@@ -22,7 +22,11 @@ import org.apache.bookkeeper.conf.ClientConfiguration;
 public final class Bench {
     private Bench() {}
 
-    public static void main(String[] arguments) throws Exception {
+    public static void main(String[] arguments) {
+        Support.main(() -> run(arguments));
+    }
+
+    private static void run(String[] arguments) throws Exception {
         ClientConfiguration configuration = Support.configuration(arguments[0], Support.isV2(arguments[1]));
         configuration.setAddEntryTimeout(60);
         BookKeeper client = new BookKeeper(configuration);
@@ -37,8 +41,7 @@ public final class Bench {
             error.printStackTrace();
             System.exit(1);
         }
-        client.close();
-        System.exit(0);
+        Support.abandon(client);
     }
 
     private static void report(long ledgerId, long entries, long nanoseconds) throws Exception {

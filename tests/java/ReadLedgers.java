@@ -22,7 +22,11 @@ import org.apache.bookkeeper.client.LedgerHandle;
 public final class ReadLedgers {
     private ReadLedgers() {}
 
-    public static void main(String[] arguments) throws Exception {
+    public static void main(String[] arguments) {
+        Support.main(() -> run(arguments));
+    }
+
+    private static void run(String[] arguments) throws Exception {
         BookKeeper client = Support.connect(arguments[0], Support.isV2(arguments[1]));
         BufferedReader lines = new BufferedReader(new InputStreamReader(System.in));
         for (String line = lines.readLine(); line != null; line = lines.readLine()) {
@@ -42,7 +46,6 @@ public final class ReadLedgers {
             }
         }
         client.close();
-        System.exit(0);
     }
 
     private static Map<String, Object> read(

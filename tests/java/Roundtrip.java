@@ -38,22 +38,16 @@ public final class Roundtrip {
         this.count = count;
     }
 
-    public static void main(String[] arguments) throws Exception {
+    public static void main(String[] arguments) {
         int count = arguments.length > 2 ? Integer.parseInt(arguments[2]) : 400;
-        try {
-            new Roundtrip(arguments[0], Support.isV2(arguments[1]), count).run();
-        } catch (Exception | AssertionError error) {
-            error.printStackTrace();
-            System.exit(1);
-        }
-        System.exit(0);
+        Support.main(() -> new Roundtrip(arguments[0], Support.isV2(arguments[1]), count).run());
     }
 
     private void run() throws Exception {
         ClientConfiguration configuration = Support.configuration(metadataUri, v2);
         configuration.setExplictLacInterval(v2 ? 0 : 50);
-        try (BookKeeper writerClient = new BookKeeper(configuration);
-                BookKeeper readerClient = Support.connect(metadataUri, v2)) {
+        BookKeeper writerClient = new BookKeeper(configuration);
+        try (BookKeeper readerClient = Support.connect(metadataUri, v2)) {
             for (DigestType digestType : DigestType.values()) {
                 writeCloseRead(writerClient, readerClient, digestType);
             }
@@ -64,6 +58,7 @@ public final class Roundtrip {
                 deferredSync(writerClient, readerClient);
             }
         }
+        Support.abandon(writerClient);
     }
 
     private static void passed(String step, Object... details) throws Exception {

@@ -47,13 +47,14 @@ public final class WriteLedgers {
         this.client = Support.connect(metadataUri, v2);
     }
 
-    public static void main(String[] arguments) throws Exception {
-        int salt = arguments.length > 2 ? Integer.parseInt(arguments[2]) : 0;
-        List<String> options = arguments.length > 3 ? List.of(arguments).subList(3, arguments.length) : List.of();
-        WriteLedgers program = new WriteLedgers(arguments[0], arguments[1], salt, options.contains("small"));
-        program.write(options.contains("ensemble-change"));
-        program.client.close();
-        System.exit(0);
+    public static void main(String[] arguments) {
+        Support.main(() -> {
+            int salt = arguments.length > 2 ? Integer.parseInt(arguments[2]) : 0;
+            List<String> options = arguments.length > 3 ? List.of(arguments).subList(3, arguments.length) : List.of();
+            WriteLedgers program = new WriteLedgers(arguments[0], arguments[1], salt, options.contains("small"));
+            program.write(options.contains("ensemble-change"));
+            Support.abandon(program.client);
+        });
     }
 
     private void write(boolean ensembleChange) throws Exception {
@@ -156,7 +157,7 @@ public final class WriteLedgers {
         Writer writer = new Writer(name, create(owner, 3, 2, 2, DigestType.CRC32C, "pw", Map.of()));
         writer.addAll(12, 200);
         long ledgerId = writer.handle.getId();
-        owner.close();
+        Support.abandon(owner);
         LedgerHandle reader = recover
                 ? client.openLedger(ledgerId, DigestType.CRC32C, Support.bytes("pw"))
                 : client.openLedgerNoRecovery(ledgerId, DigestType.CRC32C, Support.bytes("pw"));
@@ -179,7 +180,7 @@ public final class WriteLedgers {
             Support.check(attempt < 200, "no explicit LAC");
             Thread.sleep(50);
         }
-        owner.close();
+        Support.abandon(owner);
         writer.explicitLac = writer.lastEntryId();
         Support.print(writer.object(reader, writer.lastEntryId() - 1));
         reader.close();
