@@ -222,6 +222,10 @@ class BookieConnection(_FramedProtocol):
 
     Any number of requests may be in flight. v3 answers are matched by transaction id, v2's by operation, ledger and
     entry (equal requests: first in, first out; batch reads by request id). An answer nobody waits for is dropped.
+
+    v2 answers do not tell a fencing read from a plain one, or a recovery add from another; taken for the answer of a
+    fencing read, a plain one's would prove a fence that never was. So of two such requests for one entry the second
+    waits here until the first is answered; when that does not come in time, the connection is given up.
     """
 
     def __init__(self, bookie_id: str, protocol: Protocol, timeout_s: float, frame_size_bytes_max: int) -> None:
@@ -238,6 +242,8 @@ class BookieConnection(_FramedProtocol):
         self._txn_id = 0
         self._calls: dict[int, _Waiting] = {}
         self._packets: dict[v2.Key, _Waiting | deque[_Waiting]] = {}
+        self._held: dict[v2.Key, deque[_Waiting]] = {}  # not sent yet
+        self._owed: dict[v2.Key, int] = {}  # answers to come that nobody waits for any more
         self._scopes: bool | None = None
         self._probe: asyncio.Future[Response] | None = None
         self._failure: BkctlError | None = None
@@ -333,12 +339,12 @@ class BookieConnection(_FramedProtocol):
             if self._refused(future, size, count):
                 return future
             waiting = (future, request, expiry)
-            earlier = self._packets.setdefault(key, waiting)
-            if earlier is not waiting:
-                if isinstance(earlier, deque):
-                    earlier.append(waiting)
-                else:
-                    self._packets[key] = deque((earlier, waiting))
+            if (key in self._packets or self._owed) and self._has_to_wait(key, request):
+                del out[count:]
+                size = 0
+                self._held.setdefault(key, deque()).append(waiting)
+            else:
+                self._expect(key, waiting)
         else:
             if not self._scopes and _scope_of(request) and request is not _PROBE:
                 ledger = cast("ReadRequest", request).ledger
@@ -357,6 +363,47 @@ class BookieConnection(_FramedProtocol):
             self._ticker = self._loop.call_later(self._tick_s, self._expire)
         self._queued(size)
         return future
+
+    def _expect(self, key: v2.Key, waiting: _Waiting) -> None:
+        earlier = self._packets.setdefault(key, waiting)
+        if earlier is not waiting:
+            if isinstance(earlier, deque):
+                earlier.append(waiting)
+            else:
+                self._packets[key] = deque((earlier, waiting))
+
+    def _has_to_wait(self, key: v2.Key, request: Request) -> bool:
+        """Whether an answer is still to come for `key` that must not be taken for the answer to `request`."""
+        if key in self._held:
+            return True
+        forces = _forces(request)
+        earlier = self._packets.get(key)
+        if earlier is not None and _forces((earlier[0] if isinstance(earlier, deque) else earlier)[1]) != forces:
+            return True
+        return forces and key in self._owed
+
+    def _send_held(self, key: v2.Key) -> None:
+        """Send what was held back for `key`, up to the first request that still has to wait."""
+        held = self._held.pop(key)
+        while held:
+            waiting = held[0]
+            if not waiting[0].done():
+                if self._has_to_wait(key, waiting[1]):
+                    self._held[key] = held
+                    return
+                self._expect(key, waiting)
+                self._queued(v2.encode_request(waiting[1], self._out)[1])
+            held.popleft()
+
+    def _tend_held(self, tick: int) -> bool:
+        """Send what need not wait any more; False when a request failed that waited too long."""
+        for key in list(self._held):
+            self._send_held(key)
+            for waiting in self._held.get(key, ()):
+                if waiting[2] <= tick and not waiting[0].done():
+                    self._time_out(waiting)
+                    return False
+        return True
 
     def _refused(self, future: asyncio.Future[Response], size: int, count: int) -> bool:
         """Whether the frame just appended behind `count` pieces must not leave; takes it back then."""
@@ -408,15 +455,20 @@ class BookieConnection(_FramedProtocol):
         if self._is_v2:
             key, response = v2.decode_response(buffer, at, end)
             waiting = self._packets.pop(key, None)
-            if waiting is None:
-                return
             if isinstance(waiting, deque):
                 queue, waiting = waiting, waiting.popleft()
                 if queue:
                     self._packets[key] = queue
-            future = waiting[0]
-            if not future.done():
-                future.set_result(response)
+            if waiting is not None:
+                future = waiting[0]
+                if not future.done():
+                    future.set_result(response)
+            elif key in self._owed:
+                self._owed[key] -= 1
+                if not self._owed[key]:
+                    del self._owed[key]
+            if key in self._held:
+                self._send_held(key)
             return
         txn_id, operation, answer, problem = v3.decode_response(buffer, at, end)
         call = self._calls.pop(txn_id, None)
@@ -451,12 +503,18 @@ class BookieConnection(_FramedProtocol):
                 if isinstance(waiting, deque):
                     while waiting and waiting[0][2] <= tick:
                         self._time_out(waiting.popleft())
+                        self._owed[key] = self._owed.get(key, 0) + 1
                     if not waiting:
                         del self._packets[key]
                 elif waiting[2] <= tick:
                     del self._packets[key]
                     self._time_out(waiting)
-        more = self._calls or self._packets
+                    self._owed[key] = self._owed.get(key, 0) + 1
+        if len(self._owed) > IN_FLIGHT_REQUESTS_MAX or not self._tend_held(tick):
+            self._fail(BookieUnavailable(f"Bookie {self.bookie_id} left too much without an answer"))
+            self._abort()
+            return
+        more = self._calls or self._packets or self._held
         self._ticker = self._loop.call_later(self._tick_s, self._expire) if more else None
 
     def _time_out(self, waiting: _Waiting) -> None:
@@ -503,8 +561,12 @@ class BookieConnection(_FramedProtocol):
                 waiting.extend(packet)
             else:
                 waiting.append(packet)
+        for held in self._held.values():
+            waiting.extend(held)
         self._calls.clear()
         self._packets.clear()
+        self._held.clear()
+        self._owed.clear()
         for future, _, _ in waiting:
             if not future.done():
                 _fail(future, _copy(failure))
@@ -529,6 +591,13 @@ class BookieConnection(_FramedProtocol):
 
 def _scope_of(request: Request) -> int:
     return cast("ReadRequest", request).ledger[0] if type(request) in _LEDGER_REQUESTS else 0
+
+
+def _forces(request: Request) -> bool:
+    """Whether it is a fencing read or a recovery add."""
+    if isinstance(request, ReadRequest):
+        return request.fence
+    return isinstance(request, AddRequest) and request.recovery_add
 
 
 def _fail(future: asyncio.Future[Response], error: BkctlError) -> None:

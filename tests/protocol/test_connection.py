@@ -222,6 +222,75 @@ def test_equal_v2_requests_are_answered_first_in_first_out(runner: Runner) -> No
     runner(main())
 
 
+@pytest.mark.parametrize("fence_first", [False, True])
+def test_v2_never_takes_a_plain_answer_for_a_fencing_ones(runner: Runner, fence_first: bool) -> None:
+    plain, fence = ReadRequest(LEDGER, -1), ReadRequest(LEDGER, -1, KEY, fence=True)
+    sent = [fence, plain, fence] if fence_first else [plain, plain, fence, plain]
+
+    async def main() -> None:
+        bookie = Holding()
+        async with serving(bookie) as server, connected(server.port, Protocol.V2) as connection:
+            reads = [connection.send(request) for request in sent]
+            other = connection.send(ReadRequest(LEDGER, 3))
+            abandoned = connection.send(fence)
+            abandoned.cancel()
+            answered = 0
+            while answered < len(sent) + 1:
+                await bookie.wait_for(answered + 1)
+                await asyncio.sleep(0.02)
+                for request, respond in reversed(bookie.held[answered:]):  # a bookie answers in any order
+                    assert isinstance(request, ReadRequest)
+                    answered += 1
+                    body = b"fenced" if request.fence else b"plain"
+                    respond(ReadResponse(Status.EOK, LEDGER, request.entry_id, body))
+            assert (await other).status is Status.EOK
+            for request, answer in zip(sent, await asyncio.gather(*reads), strict=True):
+                assert cast_read(answer).body == (b"fenced" if request.fence else b"plain")
+            add, recovery_add = (
+                connection.send(AddRequest(LEDGER, 7, KEY, LEDGER.ledger_id.to_bytes(8) + (7).to_bytes(8), recovery))
+                for recovery in (False, True)
+            )
+            ((_, respond),) = (await bookie.wait_for(answered + 1))[answered:]
+            respond(AddResponse(Status.EFENCED, LEDGER, 7))
+            assert (await add).status is Status.EFENCED
+            ((request, respond),) = (await bookie.wait_for(answered + 2))[answered + 1 :]
+            assert isinstance(request, AddRequest)
+            assert request.recovery_add
+            respond(AddResponse(Status.EOK, LEDGER, 7))
+            assert (await recovery_add).status is Status.EOK
+
+    runner(main())
+
+
+@pytest.mark.parametrize("comes", [True, False], ids=["comes", "never comes"])
+def test_v2_a_late_plain_answer_is_not_a_fencing_ones(runner: Runner, comes: bool) -> None:
+    plain, fence = ReadRequest(LEDGER, -1), ReadRequest(LEDGER, -1, KEY, fence=True)
+
+    async def main() -> None:
+        bookie = Holding()
+        async with (
+            serving(bookie) as server,
+            connected(server.port, Protocol.V2, timeout_s=0.4) as connection,
+        ):
+            with pytest.raises(TimedOut):
+                await connection.send(plain)
+            fenced = connection.send(fence)
+            await asyncio.sleep(0.05)
+            assert [request for request, _ in bookie.held] == [plain]
+            if comes:
+                bookie.held[0][1](ReadResponse(Status.EOK, LEDGER, -1, b"plain"))
+                (await bookie.wait_for(2))[1][1](ReadResponse(Status.EOK, LEDGER, -1, b"fenced"))
+                assert cast_read(await fenced).body == b"fenced"
+            else:
+                with pytest.raises(TimedOut):
+                    await fenced
+                await connection.wait_closed()
+                with pytest.raises(BookieUnavailable):
+                    await connection.send(fence)
+
+    runner(main())
+
+
 def cast_read(response: Response) -> ReadResponse:
     assert isinstance(response, ReadResponse)
     return response
