@@ -833,7 +833,7 @@ class Bookie:
             if usage.ratio < limit:
                 writable.append(number)
             free = max(free, usage.free)
-        storage.writable = writable
+        storage.set_writable(writable)
         least = config.min_usable_size_for_high_priority_writes
         self._allows_high_priority = free >= (config.log_size_limit if least is None else least)
         any_full = len(writable) < len(storage.ledger_directories)

@@ -160,6 +160,12 @@ class EntryLogger:
         self._paths[log_id] = path
         return self._log
 
+    def stay_in(self, numbers: Sequence[int]) -> None:
+        """Complete the log that is being written, unless its directory is among `numbers`; what it has stays there."""
+        log = self._log
+        if log is not None and log.path.parent not in [self.directories[number] for number in numbers]:
+            self._close_log(log)
+
     def _close_log(self, log: OpenLog) -> None:
         """Seal the last chunk of `log` together with its ledgers map."""
         totals: dict[LedgerId, int] = {}

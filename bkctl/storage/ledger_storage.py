@@ -111,8 +111,7 @@ class LedgerStorage:
         self.ledger_directories = [Path(each) / CURRENT for each in config.ledger_directories]
         index_directories = config.index_directories or config.ledger_directories
         self.index_directories = [Path(each) / CURRENT for each in index_directories]
-        #: Indexes of the ledger directories that take new files.
-        self.writable = list(range(len(self.ledger_directories)))
+        self._writable = list(range(len(self.ledger_directories)))
         self._chance = chance or random.Random()
         self._clock_ms = clock_ms
         self.index = LedgerIndex(
@@ -139,7 +138,23 @@ class LedgerStorage:
         return self._pick_ledger_directory()
 
     def _pick_ledger_directory(self) -> int:
-        return self._chance.choice(self.writable or range(len(self.ledger_directories)))
+        return self._chance.choice(self._writable or range(len(self.ledger_directories)))
+
+    @property
+    def writable(self) -> list[int]:
+        """Indexes of the ledger directories that take new files."""
+        return self._writable
+
+    def set_writable(self, numbers: list[int]) -> None:
+        """Let only these ledger directories take new files; an entry log in another one is completed as it is.
+
+        While there are none, everything stays where it is. Source: EntryLogManagerForSingleEntryLog.
+        """
+        if numbers != self._writable:
+            self._writable = numbers
+            if numbers:
+                for logger in (self._logger, self._scoped_logger):
+                    logger.stay_in(numbers)
 
     # --- start and stop ----------------------------------------------------------------------------------------------
 

@@ -11,14 +11,17 @@ from bkctl.config import BookieConfig
 from bkctl.errors import Corrupt
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.ids import LedgerId
+from bkctl.storage.entry_log import EntryLogReader
 from bkctl.storage.files import Fault, Files, SimulatedFiles, StorageFile
 from bkctl.storage.ledger_storage import LedgerStorage
 
 
-def open_storage(root: Path, files: Files | None = None, log_size_limit: int = 1 << 20) -> LedgerStorage:
+def open_storage(
+    root: Path, files: Files | None = None, log_size_limit: int = 1 << 20, ledgers: tuple[str, ...] = ("ledgers",)
+) -> LedgerStorage:
     config = BookieConfig(
         journal_directories=(str(root / "journal"),),
-        ledger_directories=(str(root / "ledgers"),),
+        ledger_directories=tuple(str(root / each) for each in ledgers),
         journal_pre_alloc_size_mb=0,
         page_size=64,
         page_limit=4,
@@ -139,6 +142,34 @@ def test_an_entry_log_that_is_completed_while_another_is_synced(
     assert completed
     again = open_storage(tmp_path)
     assert [stored(again, 1, entry_id) for entry_id in range(10)] == bodies
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_an_entry_log_whose_directory_fills_up_is_completed_there_and_the_next_is_elsewhere(
+    tmp_path: Path, sealed: bool
+) -> None:
+    directories = ("ledgers-0", "ledgers-1")
+    storage = open_storage(tmp_path, ledgers=directories)
+    logs = [tmp_path / each / "current" for each in directories]
+    storage.set_writable([0])
+    bodies = [add(storage, 1, entry_id) for entry_id in range(3)]
+    if sealed:
+        storage.seal_entries(1)
+        bodies.append(add(storage, 1, 3))
+    storage.set_writable([])  # no reason to roll: there is nowhere else
+    bodies += [add(storage, 1, entry_id) for entry_id in range(len(bodies), 6)]
+    storage.set_writable([1])
+    bodies.append(add(storage, 1, 6))
+    storage.flush_journals()
+    assert [stored(storage, 1, entry_id) for entry_id in range(7)] == bodies, "from memory"
+    storage.run_checkpoint()
+    found = {log.stem: log.parent for each in logs for log in each.glob("*.log")}
+    assert found == {"0": logs[0], "1": logs[1]}
+    with EntryLogReader.open(logs[0] / "0.log") as reader:
+        assert reader.ledgers_map() == {LedgerId(0, 1): sum(len(body) + 4 for body in bodies[:6])}
+    again = open_storage(tmp_path, ledgers=directories)
+    assert again.replayed == (0, 0)
+    assert [stored(again, 1, entry_id) for entry_id in range(7)] == bodies
 
 
 def test_a_damaged_index_file_does_not_end_the_replay_as_a_torn_journal_does(tmp_path: Path) -> None:
