@@ -6,7 +6,10 @@ read-only beside a running bookie. Source: LedgerCommand, ReadJournalCommand, Re
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
@@ -31,6 +34,9 @@ from bkctl.storage.journal import JournalReader
 
 #: Records that belong to no ledger are left out unless asked for by type, as Apache's tools leave them out.
 FILLER_TYPES: Final = frozenset((RecordType.PADDING, RecordType.LEDGERS_MAP))
+
+_ROCKSDB_FILE: Final = re.compile(r"CURRENT|IDENTITY|MANIFEST-\d+|OPTIONS-\d+|\d+\.(?:sst|log|blob)").fullmatch
+_ROCKSDB_ATTEMPTS_MAX: Final = 5
 
 
 class JournalSummary(NamedTuple):
@@ -264,24 +270,49 @@ class _RocksDbIndex(LedgerIndex):
         self.fenced, self.master_key, self._explicit_lac_packet = data.fenced, data.master_key, data.explicit_lac
 
     def locations(self) -> Iterator[EntryLocation]:
-        database = _open_rocksdb(self.path)
-        try:
-            for key, value in database.items(from_key=location_key(self.ledger, 0)):
-                ledger, entry_id = read_location_key(key, str(self.path))
+        with _open_rocksdb(self.path) as database:
+            items = database.iter()
+            items.seek(location_key(self.ledger, 0))
+            while items.valid():
+                ledger, entry_id = read_location_key(items.key(), str(self.path))
                 if ledger != self.ledger:
                     return
-                yield EntryLocation(entry_id, read_location(value, str(self.path)))
-        finally:
-            database.close()
+                yield EntryLocation(entry_id, read_location(items.value(), str(self.path)))
+                items.next()
+            try:
+                items.status()
+            except Exception as error:  # rocksdict raises nothing narrower
+                raise Corrupt(f"{self.path} cannot be read to its end: {error}") from error
 
 
-def _open_rocksdb(path: Path) -> Any:
+@contextmanager
+def _open_rocksdb(path: Path) -> Iterator[Any]:
+    """A database of a bookie that may be running, read without leaving a trace beside it.
+
+    Even a read-only RocksDB writes its log (and rocksdict its settings) into the directory it opens, so that is one of
+    our own, with links to the files. Raises Corrupt, NotFound.
+    """
+    from tempfile import TemporaryDirectory
+
     from rocksdict import AccessType, Options, Rdict
 
-    try:
-        return Rdict(str(path), options=Options(raw_mode=True), access_type=AccessType.read_only(False))
-    except Exception as error:  # rocksdict raises nothing narrower
-        raise Corrupt(f"{path} cannot be opened: {error}") from error
+    for attempt in range(_ROCKSDB_ATTEMPTS_MAX):
+        with TemporaryDirectory(prefix="bkctl-") as view:
+            for file in path.iterdir():
+                if _ROCKSDB_FILE(file.name):
+                    os.symlink(file.absolute(), os.path.join(view, file.name))
+            try:
+                database = Rdict(view, options=Options(raw_mode=True), access_type=AccessType.read_only(False))
+            except Exception as error:  # rocksdict raises nothing narrower
+                # A running bookie replaces files while we look: what is damaged stays so.
+                if attempt == _ROCKSDB_ATTEMPTS_MAX - 1:
+                    raise Corrupt(f"{path} cannot be opened: {str(error).replace(view, str(path))}") from error
+                continue
+            try:
+                yield database
+            finally:
+                database.close()
+            return
 
 
 def open_ledger_index(directories: BookieDirectories, ledger: LedgerId) -> LedgerIndex:
@@ -298,13 +329,10 @@ def open_ledger_index(directories: BookieDirectories, ledger: LedgerId) -> Ledge
     for file in databases:
         if file.path.name != f"{prefix}ledgers":
             continue
-        database = _open_rocksdb(file.path)
-        try:
+        with _open_rocksdb(file.path) as database:
             value = database.get(ledger_key(ledger))
             if value is None and not ledger.is_scoped:  # what Apache's rebuild writes
                 value = database.get(ledger_key(ledger) + bytes(8))
-        finally:
-            database.close()
         if value is not None:
             where = f"ledger {ledger} in {file.path}"
             found.append(
