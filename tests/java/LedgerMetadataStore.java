@@ -34,7 +34,11 @@ import org.apache.bookkeeper.versioning.Versioned;
 public final class LedgerMetadataStore {
     private LedgerMetadataStore() {}
 
-    public static void main(String[] arguments) throws Exception {
+    public static void main(String[] arguments) {
+        Support.main(() -> run(arguments));
+    }
+
+    private static void run(String[] arguments) throws Exception {
         ScheduledExecutorService scheduler = Executors.newSingleThreadScheduledExecutor();
         MetadataClientDriver driver = MetadataDrivers.getClientDriver(URI.create(arguments[0]));
         driver.initialize(

@@ -24,7 +24,11 @@ public final class SteadyWriter {
 
     private SteadyWriter() {}
 
-    public static void main(String[] arguments) throws Exception {
+    public static void main(String[] arguments) {
+        Support.main(() -> run(arguments));
+    }
+
+    private static void run(String[] arguments) throws Exception {
         ClientConfiguration configuration = Support.configuration(arguments[0], Support.isV2(arguments[1]));
         configuration.setAddEntryTimeout(5);
         BookKeeper client = new BookKeeper(configuration);
