@@ -530,7 +530,7 @@ class Bookie:
         """Give the entry to `take`, at once or once a thread has read it. Raises EntryNotFound, OSError, Corrupt."""
         location = self.storage.location(handle, entry_id)
         body = self.storage.find(handle, entry_id, location)
-        if body is not None:
+        if body is not None and not self._server.is_congested(respond):
             take(body)
         else:
             self._in_reader(functools.partial(self.storage.read, handle, entry_id, location), request, respond, take)
@@ -546,7 +546,12 @@ class Bookie:
                 log.warning("%s: %s", type(request).__name__, error)
                 respond(refusal(request, Status.EIO))
 
-        self._loop.run_in_executor(self._readers, read).add_done_callback(done)
+        def start() -> asyncio.Future[Any]:
+            future = self._loop.run_in_executor(self._readers, read)
+            future.add_done_callback(done)
+            return future
+
+        self._server.read(respond, start)
 
     def _fenced(
         self,

@@ -15,7 +15,7 @@ import ssl
 import struct
 import typing
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
 from bkctl.errors import BkctlError, BookieUnavailable, IllegalOperation, ProtocolError, TimedOut, UsageError
@@ -62,6 +62,8 @@ WRITE_BUFFER_BYTES_MAX: Final = 1 << 20
 #: Requests, and bytes of requests, of one connection that a bookie works on before it stops reading more.
 IN_FLIGHT_REQUESTS_MAX: Final = 10_000
 IN_FLIGHT_BYTES_MAX: Final = 64 << 20
+#: Reads of one connection that a bookie's disks work on at once: each may give as many bytes as a frame holds.
+READS_IN_PROGRESS_MAX: Final = 32
 
 _RECEIVE_BYTES_MIN: Final = 1 << 16
 _RECEIVE_BYTES_MAX: Final = 1 << 18
@@ -634,6 +636,8 @@ class _ServedConnection(_FramedProtocol):
         self._upgrade: asyncio.Task[None] | None = None
         self._in_flight = 0
         self._in_flight_size = 0
+        self._reads: deque[Callable[[], asyncio.Future[Any]]] = deque()  # not begun yet
+        self._reads_in_progress = 0
         self._finishing = False
         self._continue_due = False
 
@@ -643,6 +647,7 @@ class _ServedConnection(_FramedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._reads.clear()
         self._server.connections.discard(self)
 
     # Requests.
@@ -749,7 +754,26 @@ class _ServedConnection(_FramedProtocol):
         if self._halted:
             self._unblock()
 
-    # Back-pressure: a halted connection neither reads nor parses.
+    # Back-pressure: reads begin while their answers find room, and a halted connection neither reads nor parses.
+
+    @property
+    def is_congested(self) -> bool:
+        """Whether the client takes its answers slower than they come."""
+        return self._write_paused
+
+    def read(self, start: Callable[[], asyncio.Future[Any]]) -> None:
+        """See BookieServer.read."""
+        self._reads.append(start)
+        self._begin_reads()
+
+    def _begin_reads(self) -> None:
+        while self._reads and self._reads_in_progress < READS_IN_PROGRESS_MAX and not self._write_paused:
+            self._reads_in_progress += 1
+            self._reads.popleft()().add_done_callback(self._read_over)
+
+    def _read_over(self, _: asyncio.Future[Any]) -> None:
+        self._reads_in_progress -= 1
+        self._begin_reads()
 
     def _halt(self) -> None:
         if not self._halted:
@@ -783,6 +807,7 @@ class _ServedConnection(_FramedProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._begin_reads()
         self._unblock()
 
     # Life.
@@ -819,6 +844,11 @@ _OWN_REQUESTS: Final = frozenset({AuthMessage, StartTlsRequest})
 _NO_AUTH: Final = AuthResponse(Status.EOK, AUTH_DISABLED_PLUGIN, b"")
 
 
+def _connection_of(respond: Respond) -> _ServedConnection:
+    """The connection that `respond` answers on: it is a partial of one of that one's methods."""
+    return cast("_ServedConnection", cast("Any", respond).func.__self__)
+
+
 class BookieServer:
     """Serves a bookie's requests on one address, v2 and v3 on each connection as its client speaks.
 
@@ -839,6 +869,19 @@ class BookieServer:
         self.frame_size_bytes_max = frame_size_bytes_max
         self.connections: set[_ServedConnection] = set()
         self._server: asyncio.Server | None = None
+
+    def read(self, respond: Respond, start: Callable[[], asyncio.Future[Any]]) -> None:
+        """Have `start` begin a read of the disk, now or when its answer, which goes to `respond`, finds room in memory.
+
+        `start` gives the future of what was read, and has seen to the answer when that is done. It is never called
+        once the connection is lost. Bounded are the answers of one connection: at most READS_IN_PROGRESS_MAX are being
+        read, and none begins while the client is behind with those that were given.
+        """
+        _connection_of(respond).read(start)
+
+    def is_congested(self, respond: Respond) -> bool:
+        """Whether the client that `respond` answers takes its answers slower than they come."""
+        return _connection_of(respond).is_congested
 
     async def start(self, host: str, port: int = 0) -> None:
         """Listen on `host`:`port` (0: any free port, see `port`). Raises OSError when the address cannot be had."""

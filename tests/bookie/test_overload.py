@@ -17,6 +17,7 @@ from bkctl.config import BookieConfig
 from bkctl.errors import BookieUnavailable
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
+from bkctl.protocol import connection, v2
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.messages import ReadRequest
 from bkctl.storage.files import DiskUsage, Files
@@ -50,6 +51,40 @@ def test_held_adds_go_on_without_another_request_or_checkpoint(
             for entry_id in range(3):
                 assert await asyncio.wait_for(writer.add(b"entry"), 20) == entry_id
             await writer.close()
+        await bookie.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_does_not_read_has_few_answers_in_memory(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "READS_IN_PROGRESS_MAX", 4)
+    count, payload = 200, bytes(200_000)
+
+    async def scenario() -> None:
+        bookie = bookie_of(cluster, tmp_path)
+        await bookie.start()
+        async with BookKeeper(cluster) as bookkeeper:
+            writer = await bookkeeper.create_ledger(ensemble_size=1, write_quorum_size=1, ack_quorum_size=1)
+            await asyncio.gather(*(writer.add(payload) for _ in range(count)))
+        read, reads = bookie.storage.read, []
+        monkeypatch.setattr(bookie.storage, "find", lambda *_: None)
+        monkeypatch.setattr(bookie.storage, "read", lambda *entry: (reads.append(entry), read(*entry))[1])
+        reader, stream = await asyncio.open_connection(*bookie.address)
+        for entry_id in range(count):
+            out: list[Any] = []
+            v2.encode_request(ReadRequest(writer.ledger, entry_id), out)
+            stream.writelines(out)
+        seen = -1
+        while seen != len(reads) or not reads:
+            seen = len(reads)
+            await asyncio.sleep(0.1)
+        assert seen < count // 2  # the kernel holds some megabytes
+        for _ in range(count):
+            size = int.from_bytes(await reader.readexactly(4))
+            assert len(await reader.readexactly(size)) > len(payload)
+        stream.close()
         await bookie.stop()
 
     asyncio.run(scenario())
@@ -122,8 +157,8 @@ def test_nobody_waits_for_the_answers_of_a_bookie_that_failed(
         bookie = bookie_of(cluster, tmp_path)
         await bookie.start()
         monkeypatch.setattr(bookie.storage, "commit", defect)
-        connection = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, timeout_s=600)
-        fence = connection.send(ReadRequest(LedgerId(0, 1), -1, bytes(20), fence=True))
+        client = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, timeout_s=600)
+        fence = client.send(ReadRequest(LedgerId(0, 1), -1, bytes(20), fence=True))
         await asyncio.to_thread(entered.wait, 20)
         stopping = asyncio.create_task(bookie.stop()) if stops else None
         await asyncio.sleep(0.1)

@@ -24,7 +24,7 @@ from bkctl.errors import (
 from bkctl.ids import LedgerId
 from bkctl.protocol import connection as connection_module
 from bkctl.protocol import v3
-from bkctl.protocol.connection import SCOPE_PROBE, BookieConnection, BookieServer
+from bkctl.protocol.connection import SCOPE_PROBE, BookieConnection, BookieServer, RequestHandler
 from bkctl.protocol.messages import (
     AddRequest,
     AddResponse,
@@ -114,7 +114,7 @@ def entry(request: Request) -> Response:
 
 
 @contextlib.asynccontextmanager
-async def serving(handler: Handler | Holding, **options: Any) -> AsyncIterator[BookieServer]:
+async def serving(handler: RequestHandler, **options: Any) -> AsyncIterator[BookieServer]:
     server = BookieServer(handler, **options)
     await server.start(HOST)
     try:
@@ -903,6 +903,57 @@ def test_a_reader_that_does_not_read_stops_its_own_requests(runner: Runner, monk
             for _ in range(count):
                 assert len(await read_frame(reader)) == 24 + len(body)
             assert len(bookie.requests) == count
+
+    runner(main())
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_reads_of_the_disk_wait_for_a_client_that_is_behind(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    monkeypatch.setattr(connection_module, "READS_IN_PROGRESS_MAX", 8)
+    body, count = bytes(100_000), 2000
+    begun: list[int] = []
+    in_progress: set[asyncio.Future[bytes]] = set()
+    most = 0
+
+    class Disk:
+        server: BookieServer
+
+        def handle(self, request: Request, respond: Respond) -> None:
+            def start() -> asyncio.Future[bytes]:
+                nonlocal most
+                begun.append(1)
+                future = asyncio.get_running_loop().run_in_executor(None, lambda: body)
+                in_progress.add(future)
+                most = max(most, len(in_progress))
+                future.add_done_callback(in_progress.discard)
+                future.add_done_callback(lambda read: respond(ReadResponse(Status.EOK, LEDGER, 1, read.result())))
+                return future
+
+            self.server.read(respond, start)
+
+    async def main() -> None:
+        disk = Disk()
+        async with serving(disk) as server, raw(server.port) as (reader, writer):
+            disk.server = server
+            writer.write(V2_READ * count)
+            seen = -1
+            while seen != len(begun) or not begun:
+                seen = len(begun)
+                await asyncio.sleep(0.1)
+            assert seen < count // 2
+            assert most == 8
+            if leaves:
+                writer.transport.abort()
+                while server.connections:
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.05)
+                assert len(begun) <= seen + 8
+                return
+            for _ in range(count):
+                assert len(await read_frame(reader)) == 24 + len(body)
+            assert len(begun) == count
 
     runner(main())
 
