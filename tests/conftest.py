@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,11 @@ from typing import Any
 import pytest
 import servers
 from servers import ApacheBookie, ApacheCluster, Java, ZooKeeperServer
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A run in the background of a script inherits that, and so would the programs that tests interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
