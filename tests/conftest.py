@@ -11,7 +11,6 @@ import pytest
 import servers
 from servers import ApacheBookie, ApacheCluster, Java, ZooKeeperServer
 
-
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A run in the background of a script inherits that, and so would the programs that tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
