@@ -11,6 +11,7 @@ import asyncio
 import functools
 import math
 import os
+import re
 import ssl
 import struct
 import typing
@@ -24,6 +25,7 @@ from bkctl.protocol import v2, v3
 from bkctl.protocol.messages import (
     AUTH_DISABLED_PLUGIN,
     FRAME_SIZE_BYTES_MAX,
+    LAST_ENTRY,
     AddRequest,
     AddResponse,
     AuthMessage,
@@ -522,13 +524,8 @@ class BookieConnection(_FramedProtocol):
     def _time_out(self, waiting: _Waiting) -> None:
         future, request, _ = waiting
         if not future.done():
-            what = type(request).__name__
-            if type(request) in _LEDGER_REQUESTS:
-                what += f" of ledger {cast('ReadRequest', request).ledger}"
-            if isinstance(request, AddRequest | ReadRequest | BatchReadRequest):
-                what += f" entry {request.entry_id}"
-            message = f"Bookie {self.bookie_id} gave no answer within {self._timeout_s:g} s: {what}"
-            _fail(future, TimedOut(message))
+            message = f"Bookie {self.bookie_id} gave no answer within {self._timeout_s:g} s to {_described(request)}"
+            _fail(future, TimedOut(message, hint="it may be overloaded or cut off; --timeout sets how long to wait"))
 
     # Life.
 
@@ -600,6 +597,17 @@ def _forces(request: Request) -> bool:
     if isinstance(request, ReadRequest):
         return request.fence
     return isinstance(request, AddRequest) and request.recovery_add
+
+
+def _described(request: Request) -> str:
+    """`request` in an operator's words."""
+    name = type(request).__name__.removesuffix("Request")
+    what = "a request (" + re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower() + ")"
+    if type(request) in _LEDGER_REQUESTS:
+        what += f" of ledger {cast('ReadRequest', request).ledger}"
+    if isinstance(request, AddRequest | ReadRequest | BatchReadRequest):
+        what += ", the last entry" if request.entry_id == LAST_ENTRY else f", entry {request.entry_id}"
+    return what
 
 
 def _fail(future: asyncio.Future[Response], error: BkctlError) -> None:

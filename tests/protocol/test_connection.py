@@ -392,7 +392,7 @@ def test_no_answer_in_time_is_an_error_of_that_request_alone(runner: Runner, pro
         bookie = Holding()
         async with serving(bookie) as server, connected(server.port, protocol, timeout_s=0.1) as connection:
             late = [connection.send(ReadRequest(LEDGER, 3)) for _ in range(2)]
-            with pytest.raises(TimedOut, match=r"bookie-1 .* 0\.1 s: ReadRequest of ledger 5 entry 3"):
+            with pytest.raises(TimedOut, match=r"bookie-1 .* 0\.1 s to a request \(read\) of ledger 5, entry 3"):
                 await late[0]
             with pytest.raises(TimedOut):
                 await late[1]
