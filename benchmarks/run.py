@@ -27,6 +27,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT / "tests"))
 
 import servers  # noqa: E402
+from own_bookies import OwnBookie  # noqa: E402
 
 BKCTL = [str(Path(sys.executable).with_name("bkctl"))]
 ENTRY_SIZE_BYTES = 1024
@@ -97,17 +98,9 @@ class Bench:
         uri = self.zookeeper.metadata_uri(root)
         directory = self.directory / f"ours-{time.time_ns()}"
         servers.format_cluster(self.java, uri, directory)
-        bookies = []
-        for index in range(count):
-            port, home = servers.free_port(), directory / f"bookie-{index}"
-            settings = servers.apache_settings(uri, port, home, servers.SORTED, server_settings())
-            conf = servers.write_conf(home / "bk_server.conf", settings)
-            log = home / "bookie.log"
-            bookie = servers.Server(
-                f"bkctl:{port}", log, lambda conf=conf: [*BKCTL, "bookie", "start", "--conf", str(conf)],
-                lambda port=port: f"127.0.0.1:{port}" in registered(uri),
-            )  # fmt: skip
-            bookies.append(bookie)
+        bookies = [
+            OwnBookie(uri, directory / f"bookie-{index}", settings=server_settings()) for index in range(count)
+        ]
         for bookie in bookies:
             bookie.launch()
         for bookie in bookies:
@@ -141,14 +134,6 @@ def server_settings() -> dict[str, object]:
         "serverNumIOThreads": 4,
         "allocatorPoolingPolicy": "PooledDirect",
     }
-
-
-def registered(uri: str) -> set[str]:
-    """The ids of the bookies that are up."""
-    done = subprocess.run(
-        [*BKCTL, "-u", uri, "bookies", "list", "-o", "id"], capture_output=True, text=True, check=False
-    )
-    return set(done.stdout.split())
 
 
 @contextlib.contextmanager

@@ -58,6 +58,11 @@ class LocalBookie:
         return self.directory / "bk_server.conf"
 
     @property
+    def pid_file(self) -> Path:
+        """Its process id and start time, while it runs."""
+        return self.directory / "bookie.pid"
+
+    @property
     def log(self) -> Path:
         """What its process prints."""
         return self.directory / "bookie.log"
@@ -169,7 +174,7 @@ class LocalCluster:
                     names = ", ".join(sorted(waiting))
                     raise TimedOut(
                         f"{names} did not register within {timeout_s:g} s",
-                        hint=f"read {waiting[min(waiting)].directory / 'bookie.log'}",
+                        hint=f"read {waiting[min(waiting)].log}",
                     )
                 if waiting:
                     time.sleep(_POLL_S)
@@ -204,14 +209,14 @@ class LocalCluster:
             deadline = time.monotonic() + timeout_s
             for bookie in stopping:
                 progress(f"stopping {bookie.bookie_id}")
-                while _running_pid(bookie.directory / "bookie.pid") is not None:
+                while _running_pid(bookie.pid_file) is not None:
                     if time.monotonic() > deadline:
                         raise TimedOut(
                             f"{bookie.bookie_id} (process {bookie.pid}) did not stop within {timeout_s:g} s",
-                            hint=f"read {bookie.directory / 'bookie.log'}",
+                            hint=f"read {bookie.log}",
                         )
                     time.sleep(_POLL_S)
-                (bookie.directory / "bookie.pid").unlink(missing_ok=True)
+                bookie.pid_file.unlink(missing_ok=True)
             if bookie_id is None:
                 self._drop_active()
         return stopping
@@ -284,10 +289,9 @@ class LocalCluster:
         import subprocess
 
         environment = {key: value for key, value in os.environ.items() if not key.startswith("BKCTL_")}
-        conf = bookie.directory / "bk_server.conf"
-        with open(bookie.directory / "bookie.log", "ab") as log:
+        with open(bookie.log, "ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "bkctl", "bookie", "start", "--conf", str(conf)],
+                [sys.executable, "-m", "bkctl", "bookie", "start", "--conf", str(bookie.conf)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -295,11 +299,11 @@ class LocalCluster:
                 env=environment,
                 start_new_session=True,
             )
-        (bookie.directory / "bookie.pid").write_text(f"{process.pid} {_start_time(process.pid)}\n")
+        bookie.pid_file.write_text(f"{process.pid} {_start_time(process.pid)}\n")
         return process
 
     def _died(self, bookie: LocalBookie, code: int) -> BkctlError:
-        path = bookie.directory / "bookie.log"
+        path = bookie.log
         with open(path, "rb") as log:
             log.seek(max(0, path.stat().st_size - _LOG_TAIL_BYTES))
             lines = log.read().decode(errors="replace").strip().splitlines()
