@@ -204,7 +204,7 @@ class EntryLogReader(FileReader):
                 limit = 0
         if map_offset and (limit or at <= map_offset):
             raise CorruptRecord(
-                f"Entry log ends here, but was closed with a ledgers map at byte {map_offset}",
+                f"Entry log was closed with a ledgers map at {map_offset}, but ends",
                 offset=at,
                 where=self.name,
                 hint=_HINT,
