@@ -204,7 +204,7 @@ class EntryLogReader(FileReader):
                 limit = 0
         if map_offset and (limit or at <= map_offset):
             raise CorruptRecord(
-                f"Entry log was closed with a ledgers map at {map_offset}, but ends",
+                f"Entry log was closed with a ledgers map at byte {map_offset}, but ends",
                 offset=at,
                 where=self.name,
                 hint=_HINT,
