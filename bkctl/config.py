@@ -265,6 +265,8 @@ class BookieConfig:
     skip_replay_journal_invalid_record: bool = _setting("skipReplayJournalInvalidRecord", False)
 
     log_size_limit: int = _setting("logSizeLimit", LOG_SIZE_LIMIT_MAX, least=1, most=LOG_SIZE_LIMIT_MAX)
+    minor_compaction_threshold: float = _setting("minorCompactionThreshold", 0.2, most=1.0)
+    major_compaction_threshold: float = _setting("majorCompactionThreshold", 0.8, most=1.0)
     flush_interval: int = _setting("flushInterval", 10_000, least=1)
     page_size: int = _setting("pageSize", 8192, least=8, most=1 << 24)
     page_limit: int = _setting("pageLimit", -1, least=-1)
@@ -370,6 +372,7 @@ def _parse(declared: Field[Any], text: str, what: str) -> Any:
     least, most = declared.metadata["least"], declared.metadata["most"]
     if value != value or (least is not None and value < least) or (most is not None and value > most):
         bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+        bounds = f"at most {most}" if least is None else bounds
         raise UsageError(f"{what} must be {bounds}, not {text}")
     return value
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
+from itertools import repeat
 from typing import Final, NamedTuple
 
 from bkctl.errors import UsageError
@@ -133,6 +135,11 @@ class LedgerId(_LedgerIdFields):
 
     def __repr__(self) -> str:
         return f"LedgerId({self[0]}, {self[1]})"
+
+
+def ledger_ids(scope_id: int, numbers: Iterable[int]) -> list[LedgerId]:
+    """The ledgers of one scope with these ids, which are in range: unchecked, for listings of millions."""
+    return list(map(tuple.__new__, repeat(LedgerId), zip(repeat(scope_id), numbers)))
 
 
 def _parse_qualified(text: str) -> LedgerId | None:

@@ -220,6 +220,15 @@ def _hmac_sha1(key: bytes) -> Callable[[bytes, Buffer], bytes]:
     return digest
 
 
+def digest_function(digest_type: DigestType, password: bytes = b"") -> Callable[[bytes, Buffer], bytes]:
+    """The function (header, payload) → digest of entries of that type; only HMAC looks at the password."""
+    if digest_type is DigestType.CRC32C:
+        return _crc32c
+    if digest_type is DigestType.CRC32:
+        return _crc32
+    return _hmac_sha1(_mac_key(password)) if digest_type is DigestType.HMAC else _no_digest
+
+
 class DigestManager:
     """Seals and opens the entries and LAC packets of one ledger. Source: DigestManager, verifyDigest.
 
@@ -233,15 +242,7 @@ class DigestManager:
         self.ledger = ledger
         self.digest_type = digest_type
         self.master_key = master_key(password)
-        self._digest: Callable[[bytes, Buffer], bytes]
-        if digest_type is DigestType.CRC32C:
-            self._digest = _crc32c
-        elif digest_type is DigestType.CRC32:
-            self._digest = _crc32
-        elif digest_type is DigestType.HMAC:
-            self._digest = _hmac_sha1(_mac_key(password))
-        else:
-            self._digest = _no_digest
+        self._digest = digest_function(digest_type, password)
         if ledger.is_scoped:
             self._flags = FLAGS_V2 | digest_type
             self._prefix = bytes((self._flags,)) + ledger.value.to_bytes(16, "big")

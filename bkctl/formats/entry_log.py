@@ -6,7 +6,10 @@
     item         ledger i64 | bytes i64                                 scope u64 | ledger u64 | bytes i64 in version 2
 
 An entry's location is its log's id and the byte offset of the entry itself, behind the size.
-Source: DefaultEntryLogger, DirectEntryLogger; BP-35.
+
+Transactional compaction of log S into log T goes by names: `T.log.compacting` while it is written, then a hard link
+`T.log.S.compacted` while the index is updated, `T.log` from then on; the other two and `S.log` go last.
+Source: DefaultEntryLogger, DirectEntryLogger, TransactionalEntryLogCompactor; BP-35.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ SCOPED_DIRECTORY: Final = "scoped"
 LAST_ID_NAME: Final = "lastId"
 
 _FILE_NAME = re.compile(r"([0-9a-fA-F]{1,8})\.log", re.ASCII)
+_COMPACTION_NAME = re.compile(r"([0-9a-fA-F]{1,8})\.log\.(?:compacting|([0-9a-fA-F]{1,8})\.compacted)", re.ASCII)
 _LAST_ID = re.compile(r"\s*([0-9a-fA-F]{1,16})\s*", re.ASCII)
 
 
@@ -128,6 +132,30 @@ def log_id_of(name: str) -> int | None:
     """The id that an entry log file's name says; None when it is no entry log file's name."""
     match = _FILE_NAME.fullmatch(name)
     return int(match[1], 16) if match else None
+
+
+class CompactionName(NamedTuple):
+    """What the name of a transactional compaction's file says.
+
+    `source_id` is the log that was compacted; None while the file is being written, when its name does not say.
+    """
+
+    log_id: int
+    source_id: int | None
+
+
+def compaction_of(name: str) -> CompactionName | None:
+    """What `<hex>.log.compacting` or `<hex>.log.<hex>.compacted` says; None for any other name."""
+    match = _COMPACTION_NAME.fullmatch(name)
+    if match is None:
+        return None
+    return CompactionName(int(match[1], 16), None if match[2] is None else int(match[2], 16))
+
+
+def content_id_of(name: str) -> int | None:
+    """The id of the log that the file `name` holds, finished or in compaction; None when it holds none."""
+    compaction = compaction_of(name)
+    return log_id_of(name) if compaction is None else compaction.log_id
 
 
 def write_last_id(log_id: int) -> bytes:

@@ -28,11 +28,14 @@ VERSION_CURRENT: Final = 1
 STATE_FENCED: Final = 0x1
 SLOT_SIZE: Final = 8
 PAGE_SIZE_DEFAULT: Final = 8192
-#: Key of the storage flags in the `ledgers` database.
+#: Stands for the storage flags in the `ledgers` database; no negative id is a ledger's there.
 STORAGE_FLAGS_LEDGER_ID: Final = -0xEEFD
+#: Bit of the storage flags: the bookie must check its integrity before it says that it lacks something.
+NEEDS_INTEGRITY_CHECK: Final = 0x1
 
 _INT: Final = Struct(">i")
 _LONG: Final = Struct(">q")
+STORAGE_FLAGS_KEY: Final = _LONG.pack(STORAGE_FLAGS_LEDGER_ID)
 _TWO_LEVELS = re.compile(r"(?:.*/)?([0-9a-f]{1,2})/([0-9a-f]{1,2})/([0-9a-f]{1,16})\.idx", re.ASCII | re.DOTALL)
 _FOUR_LEVELS = re.compile(r"(?:.*/)?([0-9a-f]{8})/([0-9a-f]{8})/([0-9a-f]{8})/([0-9a-f]{8})\.idx", re.ASCII | re.DOTALL)
 
@@ -65,6 +68,10 @@ def read_header(start: Buffer, where: str = "") -> IndexHeader:
 
     Raises TruncatedRecord, CorruptRecord (fingerprint or a length that no bookie writes), Unsupported (version).
     """
+    if len(start) < _FIXED_HEADER.size:
+        raise TruncatedRecord(
+            "Ledger index header", offset=0, needed=_FIXED_HEADER.size, present=len(start), where=where
+        )
     fingerprint, version, key_size = _FIXED_HEADER.unpack_from(start, 0, where)
     if fingerprint != FINGERPRINT:
         raise CorruptRecord("Ledger index does not begin with BKLE", offset=0, where=where)
@@ -180,14 +187,18 @@ class LedgerData:
         return message.SerializeToString()
 
 
-def ledger_key(ledger: LedgerId) -> bytes:
-    """A ledger's key: 8 bytes in `ledgers` (scope 0), 16 in `scoped-ledgers`."""
+def ledger_key(ledger: LedgerId, *, scoped: bool | None = None) -> bytes:
+    """A ledger's key: 8 bytes in `ledgers` (scope 0), 16 in `scoped-ledgers`.
+
+    `scoped` says which of the two; a ledger of the other is a mistake of ours.
+    """
+    assert scoped is None or scoped == ledger.is_scoped, f"ledger {ledger} is kept elsewhere"
     return ledger.value.to_bytes(16 if ledger.is_scoped else 8, "big")
 
 
-def location_key(ledger: LedgerId, entry_id: int) -> bytes:
-    """An entry's key: 16 bytes in `locations` (scope 0), 24 in `scoped-locations`."""
-    return ledger_key(ledger) + _LONG.pack(entry_id)
+def location_key(ledger: LedgerId, entry_id: int, *, scoped: bool | None = None) -> bytes:
+    """An entry's key: 16 bytes in `locations` (scope 0), 24 in `scoped-locations`; `scoped` as for `ledger_key`."""
+    return ledger_key(ledger, scoped=scoped) + _LONG.pack(entry_id)
 
 
 def read_ledger_key(key: bytes, where: str = "", *, scoped: bool = False) -> LedgerId | None:
@@ -202,11 +213,28 @@ def read_ledger_key(key: bytes, where: str = "", *, scoped: bool = False) -> Led
     return LedgerId(0, int.from_bytes(key[:8], "big")) if key[0] < 0x80 else None
 
 
-def read_location_key(key: bytes, where: str = "") -> tuple[LedgerId, int]:
-    """Ledger and entry of a key of `locations` (16 bytes) or `scoped-locations` (24). Raises Corrupt."""
-    if len(key) not in (16, 24):
-        raise Corrupt(f"{where + ': ' if where else ''}A location key has {len(key)} bytes: {key[:32].hex()}")
-    return LedgerId.from_value(int.from_bytes(key[:-8], "big")), _LONG.unpack_from(key, len(key) - 8)[0]
+def read_location_key(key: bytes, where: str = "", *, scoped: bool = False) -> tuple[LedgerId, int]:
+    """Ledger and entry of a key of `locations`, or with `scoped` of `scoped-locations`. Raises Corrupt."""
+    at = f"{where}: " if where else ""
+    if len(key) != (24 if scoped else 16):
+        raise Corrupt(f"{at}A location key has {len(key)} bytes: {key[:32].hex()}")
+    entry_id: int = _LONG.unpack_from(key, len(key) - 8)[0]
+    if entry_id < 0:
+        raise Corrupt(f"{at}A location key has entry id {entry_id}: {key.hex()}")
+    return LedgerId.from_value(int.from_bytes(key[:-8], "big")), entry_id
+
+
+def read_storage_flags(value: bytes, where: str = "") -> int:
+    """The storage flags in the value of STORAGE_FLAGS_KEY. Raises Corrupt. Source: LedgerMetadataIndex."""
+    if len(value) != _LONG.size:
+        raise Corrupt(f"{where + ': ' if where else ''}Storage flags have {len(value)} bytes, not 8")
+    flags: int = _LONG.unpack(value)[0]
+    return flags
+
+
+def write_storage_flags(flags: int) -> bytes:
+    """The value of STORAGE_FLAGS_KEY."""
+    return _LONG.pack(flags)
 
 
 def write_location(location: int) -> bytes:

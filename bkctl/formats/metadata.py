@@ -11,6 +11,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from bkctl.errors import Corrupt, Unsupported, UsageError
@@ -18,6 +20,7 @@ from bkctl.formats.entry import INVALID_ENTRY_ID, DigestType
 from bkctl.ids import check_bookie_id
 
 if TYPE_CHECKING:
+    from google.protobuf.descriptor import Descriptor
     from google.protobuf.message import Message
 
     from bkctl.formats.data_formats_pb2 import LedgerMetadataFormat
@@ -98,7 +101,7 @@ class LedgerMetadata:
         if version == 1:
             metadata = _parse_v1(body, at)
         elif version == 2:
-            metadata = _from_message(_parse_text("LedgerMetadataFormat", body, f"{at}Ledger metadata"), 2, at)
+            metadata = _from_message(parse_text("LedgerMetadataFormat", body, f"{at}Ledger metadata"), 2, at)
         elif version == 3:
             metadata = _from_message(_parse_v3(body, at), 3, at)
         else:
@@ -164,9 +167,7 @@ class LedgerMetadata:
                 return f"the ensemble from entry {first_entry_id} comes after that from entry {previous}"
             previous = first_entry_id
             for bookie_id in bookies:
-                try:
-                    check_bookie_id(bookie_id)
-                except UsageError:
+                if not _is_bookie_id(bookie_id):
                     return f"the ensemble from entry {first_entry_id} has the impossible bookie id {bookie_id!r}"
         return None
 
@@ -203,6 +204,15 @@ class LedgerMetadata:
         if self.c_token is not None and self.format_version > 2:
             message.cToken = self.c_token
         return message
+
+
+@lru_cache(maxsize=4096)  # A cluster has few bookies, and a name each in millions of ledgers.
+def _is_bookie_id(text: str) -> bool:
+    try:
+        check_bookie_id(text)
+    except UsageError:
+        return False
+    return True
 
 
 def _parse_v1(body: bytes, at: str) -> LedgerMetadata:
@@ -259,10 +269,13 @@ def _parse_v3(body: bytes, at: str) -> LedgerMetadataFormat:
             break
     if size > len(body) - index:
         raise Corrupt(f"{at}Ledger metadata (version 3) needs {size} bytes of message, {len(body) - index} are there")
-    return _parse_message(LedgerMetadataFormat, body[index : index + size], f"{at}Ledger metadata")
+    return parse_message(
+        LedgerMetadataFormat, body[index : index + size], f"{at}Ledger metadata", texts_are_read=True
+    )
 
 
-def _from_message(message: LedgerMetadataFormat, version: int, at: str) -> LedgerMetadata:
+def _check_no_unknown_digest_type(message: LedgerMetadataFormat, at: str) -> None:
+    """A number that the enumeration lacks is no field to protobuf, and would pass for an absent digest type."""
     from google.protobuf.unknown_fields import UnknownFieldSet
 
     from bkctl.formats.data_formats_pb2 import LedgerMetadataFormat
@@ -271,21 +284,35 @@ def _from_message(message: LedgerMetadataFormat, version: int, at: str) -> Ledge
     for index in range(len(unknown)):
         if unknown[index].field_number == LedgerMetadataFormat.DIGESTTYPE_FIELD_NUMBER:
             raise Unsupported(f"{at}Ledger metadata names the unknown digest type {unknown[index].data}")
+
+
+def _from_message(message: LedgerMetadataFormat, version: int, at: str) -> LedgerMetadata:
+    if not message.HasField("digestType"):
+        _check_no_unknown_digest_type(message, at)
     state = LedgerState(message.state)
     closed = state is LedgerState.CLOSED
     has_password = message.HasField("password")
+    try:
+        ensembles = tuple(Fragment(each.firstEntryId, tuple(each.ensembleMember)) for each in message.segment)
+        custom_metadata = {each.key: each.value for each in message.customMetadata}
+        texts = chain(custom_metadata, *(fragment.bookies for fragment in ensembles))
+        is_utf8 = all(isinstance(text, str) for text in texts)
+    except UnicodeDecodeError:
+        is_utf8 = False
+    if not is_utf8:
+        raise Corrupt(f"{at}Ledger metadata has a text that is not UTF-8")
     return LedgerMetadata(
         ensemble_size=message.ensembleSize,
         write_quorum_size=message.quorumSize,
         ack_quorum_size=message.ackQuorumSize if message.HasField("ackQuorumSize") else message.quorumSize,
         digest_type=DigestType(message.digestType) if has_password else None,
         password=message.password if has_password else None,
-        ensembles=tuple(Fragment(each.firstEntryId, tuple(each.ensembleMember)) for each in message.segment),
+        ensembles=ensembles,
         state=state,
         length=message.length if closed else 0,
         last_entry_id=message.lastEntryId if closed else INVALID_ENTRY_ID,
         ctime_ms=message.ctime if message.HasField("ctime") else None,
-        custom_metadata={each.key: each.value for each in message.customMetadata},
+        custom_metadata=custom_metadata,
         c_token=message.cToken if message.HasField("cToken") else None,
         format_version=version,
     )
@@ -325,7 +352,7 @@ class Cookie:
                 bookie_id, journal_dirs, ledger_dirs = lines[:3]
                 instance_id = index_dirs = None
             else:
-                message = _parse_text("CookieFormat", rest, f"{at}Cookie")
+                message = parse_text("CookieFormat", rest, f"{at}Cookie")
                 bookie_id, journal_dirs, ledger_dirs = message.bookieHost, message.journalDir, message.ledgerDirs
                 instance_id, index_dirs = message.instanceId or None, message.indexDirs or None
         except UnicodeDecodeError as error:
@@ -444,7 +471,7 @@ class BookieServiceInfo:
         from bkctl.formats.data_formats_pb2 import BookieServiceInfoFormat
 
         at = f"{where}: " if where else ""
-        message = _parse_message(BookieServiceInfoFormat, data, f"{at}Bookie service info")
+        message = parse_message(BookieServiceInfoFormat, data, f"{at}Bookie service info")
         return cls(
             tuple(
                 Endpoint(each.id, each.port, each.host, each.protocol, tuple(each.auth), tuple(each.extensions))
@@ -479,7 +506,12 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def _parse_message(kind: type[M], data: bytes, what: str) -> M:
+def parse_message(kind: type[M], data: bytes, what: str, *, texts_are_read: bool = False) -> M:
+    """The protobuf message that `data` holds, `what` by name. Raises Corrupt.
+
+    Its strings are checked to be UTF-8, except where the caller reads all of them anyway (`texts_are_read`): one that
+    is not then comes as bytes, or raises UnicodeDecodeError, depending on protobuf's build.
+    """
     from google.protobuf.message import DecodeError
 
     message = kind()
@@ -487,10 +519,11 @@ def _parse_message(kind: type[M], data: bytes, what: str) -> M:
         message.ParseFromString(bytes(data))
     except DecodeError as error:
         raise Corrupt(f"{what} is not a protobuf message of that kind") from error
-    return _complete(message, what)
+    return _complete(message, what, texts_are_read=texts_are_read)
 
 
-def _parse_text(kind: str, data: bytes, what: str) -> Any:
+def parse_text(kind: str, data: bytes, what: str) -> Any:
+    """The message of data_formats.proto named `kind` whose text `data` is, `what` by name. Raises Corrupt."""
     from google.protobuf import text_format
 
     from bkctl.formats import data_formats_pb2
@@ -506,11 +539,12 @@ def _parse_text(kind: str, data: bytes, what: str) -> Any:
     return _complete(message, what)
 
 
-def _complete(message: M, what: str) -> M:
-    missing: list[str] = []
-    if not message.IsInitialized(missing):  # type: ignore[call-arg]
+def _complete(message: M, what: str, *, texts_are_read: bool = False) -> M:
+    if not message.IsInitialized():
+        missing: list[str] = []
+        message.IsInitialized(missing)  # type: ignore[call-arg]
         raise Corrupt(f"{what} lacks {', '.join(missing)}")
-    if not _is_utf8(message):
+    if not texts_are_read and not _is_utf8(message):
         raise Corrupt(f"{what} has a text that is not UTF-8")
     return message
 
@@ -518,20 +552,26 @@ def _complete(message: M, what: str) -> M:
 def _is_utf8(message: Message) -> bool:
     """Whether every string is text; depending on protobuf's build others come as bytes, or fail when they are read."""
     try:
-        for descriptor, value in message.ListFields():
+        for name, is_repeated, is_message in _text_fields(message.DESCRIPTOR):
+            value = getattr(message, name)
             if isinstance(value, Mapping):
-                values = [*value.keys(), *value.values()]
-            else:
-                values = list(value) if descriptor.is_repeated else [value]
-            for each in values:
-                if isinstance(each, bytes):
-                    if descriptor.type != descriptor.TYPE_BYTES:
-                        return False
-                elif hasattr(each, "ListFields") and not _is_utf8(each):
+                value = [*value.keys(), *value.values()]
+            for each in value if is_repeated else (value,):
+                if not _is_utf8(each) if is_message else isinstance(each, bytes):
                     return False
     except UnicodeDecodeError:
         return False
     return True
+
+
+@lru_cache
+def _text_fields(descriptor: Descriptor) -> tuple[tuple[str, bool, bool], ...]:
+    """Name, whether repeated, whether of messages: the fields that are strings or messages, a map being of strings."""
+    return tuple(
+        (field.name, field.is_repeated, (kind := field.message_type) is not None and not kind.GetOptions().map_entry)
+        for field in descriptor.fields
+        if field.type in (field.TYPE_STRING, field.TYPE_MESSAGE)
+    )
 
 
 _ESCAPES: Final = {

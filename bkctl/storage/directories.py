@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -19,13 +20,21 @@ from typing import Final, NamedTuple
 
 from bkctl.errors import BkctlError, NotFound, UsageError
 from bkctl.formats import entry_log, index, journal
+from bkctl.formats.status import STATUS_NAME
 from bkctl.ids import LedgerId
 
 COOKIE_NAME: Final = "VERSION"
+#: In the first index directory, while a conversion of the index is under way.
+CONVERSION_NAME: Final = "convert.progress"
 ROCKSDB_NAMES: Final = ("ledgers", "locations", "scoped-ledgers", "scoped-locations", "metadata-cache")
 
+#: What rebuilds put aside: those of Apache's shell beside a database, ours beside whatever they replace.
+_BACKUP = re.compile(
+    r"(?:ledgers\.PREV|locations\.BACKUP)-[0-9TZ:.\-]+|.+\.backup-[0-9]{8}T[0-9]{6}Z(?:-[0-9]+)?", re.ASCII
+)
+#: What they build, until it takes its place.
+_UNFINISHED = re.compile(rf"ledgers\.TEMP-[0-9TZ:.\-]+|.+\.(?:unfinished|new)|{re.escape(CONVERSION_NAME)}", re.ASCII)
 _LAST_MARK = re.compile(r"lastMark(?:\.([0-9]{1,9}))?", re.ASCII)
-_COMPACTION = re.compile(r"([0-9a-fA-F]{1,8})\.log(?:\.compacting|\.[0-9a-fA-F]{1,8}\.compacted)", re.ASCII)
 _LEVEL = re.compile(r"[0-9a-f]{1,2}|[0-9a-f]{8}", re.ASCII)
 _DECIMAL = re.compile(r"[0-9]{1,20}", re.ASCII)
 _HEX = re.compile(r"0[xX]([0-9a-fA-F]{1,16})", re.ASCII)
@@ -45,12 +54,16 @@ class FileKind(StrEnum):
     DIRTY = "dirty"
     COMPACTION = "compaction"
     RELOCATION = "relocation"
+    BACKUP = "backup"
+    UNFINISHED = "unfinished"
+    #: Nothing that a bookie leaves.
+    UNKNOWN = "unknown"
 
 
 class BookieFile(NamedTuple):
     """One file of a bookie. `id` is a journal's or log's id, an index file's ledger, the journal index of a last mark.
 
-    `size` is in bytes (a RocksDB directory: of the files in it), `mtime_ms` since the epoch. `scoped` files hold scoped
+    `size` is in bytes (a directory: of the files in it), `mtime_ms` since the epoch. `scoped` files hold scoped
     ledgers, and have an id space of their own.
     """
 
@@ -80,8 +93,19 @@ class BookieDirectories:
 
     @classmethod
     def at(cls, *directories: Path | str) -> BookieDirectories:
-        """The directories given on a command line, each of which may hold anything."""
-        return cls(directories, directories, directories)
+        """The directories given on a command line, each of which may hold anything.
+
+        One that is none of a bookie's, but has some in it (`bookie-0` with `journal` and `ledgers`), stands for those.
+        """
+        places = [each for directory in directories for each in _bookie_directories(Path(directory))]
+        return cls(places, places, places)
+
+    def of_a_bookie(self) -> BookieDirectories:
+        """The same. Raises NotFound where nothing in any of them is a bookie's: there is nothing to check or repair."""
+        if all(file.kind is FileKind.UNKNOWN for file in self.files()):
+            places = dict.fromkeys(self.journal_dirs + self.ledger_dirs + self.index_dirs)
+            raise NotFound(f"There is nothing of a bookie in {', '.join(map(str, places))}")
+        return self
 
     def files(self) -> Iterator[BookieFile]:
         """Yield all that belongs to the bookie, directory by directory, in each by kind, then by id.
@@ -100,6 +124,13 @@ class BookieDirectories:
         """The entry logs in order of their ids, directory by directory, scoped ones last in each. Raises NotFound."""
         return self._of_kind(self.ledger_dirs, FileKind.ENTRY_LOG)
 
+    def compaction_logs(self) -> list[BookieFile]:
+        """The files of a transactional compaction that was not finished, as `entry_logs` orders them. Raises NotFound.
+
+        They hold copies of entries that stand in a log as well.
+        """
+        return self._of_kind(self.ledger_dirs, FileKind.COMPACTION)
+
     def last_marks(self) -> list[BookieFile]:
         """The last mark files of the ledger directories. Raises NotFound."""
         return self._of_kind(self.ledger_dirs, FileKind.LAST_MARK)
@@ -113,16 +144,18 @@ class BookieDirectories:
         return self._of_kind(self.index_dirs, FileKind.ROCKSDB)
 
     def indexes(self) -> Iterator[BookieFile]:
-        """Yield the ledger index files as the directories list them, sorted level by level. Raises NotFound."""
+        """Yield the ledger index files, and those that are being moved, sorted level by level. Raises NotFound."""
         for directory in dict.fromkeys(map(current_of, self.index_dirs)):
-            yield from _index_files(directory)
+            for file in _index_files(directory):
+                if file.kind in (FileKind.INDEX, FileKind.RELOCATION):
+                    yield file
 
     def index_of(self, ledger: LedgerId) -> BookieFile:
         """The index file of `ledger`. Raises NotFound; UsageError where several directories have one."""
         currents = dict.fromkeys(map(current_of, self.index_dirs))
         paths = [path for each in currents if (path := each / index.index_path(ledger)).is_file()]
         path = _only(paths, f"of ledger {ledger}", "index file", self.index_dirs)
-        found = _describe(FileKind.INDEX, ledger, path, scoped=ledger.is_scoped)
+        found = describe(FileKind.INDEX, ledger, path, scoped=ledger.is_scoped)
         if found is None:
             raise NotFound(f"{path} does not exist")
         return found
@@ -135,11 +168,11 @@ class BookieDirectories:
         return self._resolve(text, "journal", self.journal_dirs, journal.file_name, journal.journal_id_of)
 
     def resolve_entry_log(self, text: str) -> Path:
-        """The entry log file that `text` names: decimal or 0x id, `scoped/ID`, file name, or path.
+        """The entry log file that `text` names: decimal or 0x id, `scoped/ID`, file name (a compaction's too), path.
 
         Raises NotFound; UsageError for a text that is none of these, or fits several files.
         """
-        return self._resolve(text, "entry log", self.ledger_dirs, entry_log.file_name, entry_log.log_id_of)
+        return self._resolve(text, "entry log", self.ledger_dirs, entry_log.file_name, entry_log.content_id_of)
 
     def _of_kind(self, directories: Iterable[Path], kind: FileKind) -> list[BookieFile]:
         currents = dict.fromkeys(map(current_of, directories))
@@ -169,12 +202,12 @@ class BookieDirectories:
                 places += [each / entry_log.SCOPED_DIRECTORY for each in currents]
             candidates = [place / rest for place in places] + [Path(text)]
         elif "\0" in text or not text:
-            raise UsageError(f"Not a name of a {what}: {text!r}", hint="give an id, a file name or a path")
+            raise UsageError(f"Not the name of any {what}: {text!r}", hint="give an id, a file name or a path")
         elif slash or Path(text).exists():
             candidates = [Path(text)]
         else:
             raise UsageError(
-                f"Not a name of a {what}: {text!r}",
+                f"Not the name of any {what}: {text!r}",
                 hint=f"give an id, scoped/ID, a file name ({name_of(26)}) or a path",
             )
         found: dict[Path, Path] = {}
@@ -189,14 +222,25 @@ def current_of(directory: Path) -> Path:
 
     Raises NotFound when `directory` does not exist, UsageError when it is a file.
     """
-    current = directory / "current"
-    if current.is_dir():
-        return current
+    if _has_current(directory):
+        return directory / "current"
     if directory.is_dir():
         return directory
     if directory.exists():
         raise UsageError(f"{directory} is a file, a directory is needed")
     raise NotFound(f"Directory {directory} does not exist")
+
+
+def _bookie_directories(directory: Path) -> list[Path]:
+    """`directory` itself, or where it has no `current`, and directories in it have one, those."""
+    if _has_current(directory) or not directory.is_dir():
+        return [directory]
+    found = [Path(entry.path) for entry in _list(directory) if _is_directory(entry) and _has_current(Path(entry.path))]
+    return found or [directory]
+
+
+def _has_current(directory: Path) -> bool:
+    return (directory / "current").is_dir()
 
 
 def _only(paths: list[Path], name: str, what: str, directories: Iterable[Path]) -> Path:
@@ -225,35 +269,44 @@ def _sorted(files: Iterable[BookieFile]) -> list[BookieFile]:
 def _plain_files(current: Path) -> Iterator[BookieFile]:
     """Yield what lies in `current` and `current/scoped`, without the index files."""
     for entry in _list(current):
-        found = None
-        if not _is_directory(entry):
-            found = _describe(*_classify(entry.name), Path(entry.path), scoped=False)
-        elif entry.name == entry_log.SCOPED_DIRECTORY:
+        if entry.name == entry_log.SCOPED_DIRECTORY and _is_directory(entry):
             for each in _list(Path(entry.path)):
-                if not _is_directory(each) and (file := _describe(*_classify(each.name), Path(each.path), scoped=True)):
+                if file := _plain_file(each, scoped=True):
                     yield file
-        elif entry.name in ROCKSDB_NAMES:
-            found = _describe(FileKind.ROCKSDB, None, Path(entry.path), scoped=entry.name.startswith("scoped"))
-        if found:
-            yield found
+        elif not (_LEVEL.fullmatch(entry.name) and _is_directory(entry)) and (file := _plain_file(entry, scoped=False)):
+            yield file
 
 
-def _classify(name: str) -> tuple[FileKind | None, int | None]:
+def _plain_file(entry: os.DirEntry[str], *, scoped: bool) -> BookieFile | None:
+    name = entry.name
+    kind, number = FileKind.UNKNOWN, None
+    if _BACKUP.fullmatch(name):
+        kind = FileKind.BACKUP
+    elif _UNFINISHED.fullmatch(name):
+        kind = FileKind.UNFINISHED
+    elif not _is_directory(entry):
+        kind, number = _classify(name)
+    elif name in ROCKSDB_NAMES and not _has_current(Path(entry.path)):
+        kind, scoped = FileKind.ROCKSDB, name.startswith("scoped")
+    return describe(kind, number, Path(entry.path), scoped=scoped)
+
+
+def _classify(name: str) -> tuple[FileKind, int | None]:
     if (number := journal.journal_id_of(name)) is not None:
         return FileKind.JOURNAL, number
     if (number := entry_log.log_id_of(name)) is not None:
         return FileKind.ENTRY_LOG, number
     if match := _LAST_MARK.fullmatch(name):
         return FileKind.LAST_MARK, int(match[1] or 0)
-    if match := _COMPACTION.fullmatch(name):
-        return FileKind.COMPACTION, int(match[1], 16)
-    return _NAMES.get(name), None
+    if (compaction := entry_log.compaction_of(name)) is not None:
+        return FileKind.COMPACTION, compaction.log_id
+    return _NAMES.get(name, FileKind.UNKNOWN), None
 
 
 _NAMES: Final = {
     COOKIE_NAME: FileKind.COOKIE,
     entry_log.LAST_ID_NAME: FileKind.LAST_ID,
-    "BOOKIE_STATUS": FileKind.STATUS,
+    STATUS_NAME: FileKind.STATUS,
     "DIRTY": FileKind.DIRTY,
 }
 
@@ -267,15 +320,18 @@ def _index_files(current: Path) -> Iterator[BookieFile]:
 def _index_level(directory: Path, current: Path, depth: int, level: int) -> Iterator[BookieFile]:
     for entry in _list(directory):
         path = Path(entry.path)
-        found = None
         if level < depth and _LEVEL.fullmatch(entry.name) and _is_directory(entry):
             yield from _index_level(path, current, depth, level + 1)
-        elif entry.name.endswith(".idx"):
-            ledger = index.ledger_of_index_path(path.relative_to(current))
-            if ledger is not None:
-                found = _describe(FileKind.INDEX, ledger, path, scoped=ledger.is_scoped)
+            continue
+        ledger = index.ledger_of_index_path(path.relative_to(current)) if entry.name.endswith(".idx") else None
+        if ledger is not None:
+            found = describe(FileKind.INDEX, ledger, path, scoped=ledger.is_scoped)
         elif entry.name.endswith(".idx.rloc"):
-            found = _describe(FileKind.RELOCATION, None, path, scoped=depth == 4)
+            found = describe(FileKind.RELOCATION, None, path, scoped=depth == 4)
+        else:
+            found = _plain_file(entry, scoped=depth == 4)
+            if found and found.kind not in (FileKind.BACKUP, FileKind.UNFINISHED):
+                found = found._replace(kind=FileKind.UNKNOWN, id=None)
         if found:
             yield found
 
@@ -298,15 +354,19 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _describe(kind: FileKind | None, number: int | LedgerId | None, path: Path, *, scoped: bool) -> BookieFile | None:
-    """The file's description; None for one that is no bookie's, or went away meanwhile."""
-    if kind is None:
-        return None
+def describe(kind: FileKind, number: int | LedgerId | None, path: Path, *, scoped: bool) -> BookieFile | None:
+    """A file (or a directory that counts as one) of a bookie as it is now; None where it went away meanwhile.
+
+    A directory's size is that of the files in it; 0 where nobody knows whose it is, since it may be a file system.
+    """
     try:
         status = path.stat()
-        size = _directory_size(path) if kind is FileKind.ROCKSDB else status.st_size
+        is_directory = stat.S_ISDIR(status.st_mode)
     except OSError:
         return None
+    size = status.st_size
+    if is_directory:
+        size = 0 if kind is FileKind.UNKNOWN else _directory_size(path)
     return BookieFile(kind, number, path, size, status.st_mtime_ns // 1_000_000, scoped)
 
 
@@ -314,7 +374,10 @@ def _directory_size(directory: Path) -> int:
     size = 0
     for entry in _list(directory):
         try:
-            size += entry.stat().st_size if entry.is_file() else 0
+            if entry.is_dir(follow_symlinks=False):
+                size += _directory_size(Path(entry.path))
+            elif entry.is_file():
+                size += entry.stat().st_size
         except OSError:
             continue
     return size

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
 from pathlib import Path
-from struct import Struct
 from typing import Final
 
 from bkctl.errors import BkctlError, CorruptRecord, EntryNotFound
-from bkctl.formats.entry import OVERHEAD_SIZE_MAX, digest_of_flags
+from bkctl.formats.entry import OVERHEAD_SIZE_MAX
 from bkctl.formats.entry_log import (
     DIRECT_ALIGNMENT,
     DIRECT_PADDING_BYTE,
     HEADER_SIZE,
     LEDGERS_MAP_ITEMS_MAX,
+    VERSION_SCOPED,
     VERSION_WITHOUT_MAP,
     EntryLogHeader,
     log_id_of,
@@ -29,24 +30,41 @@ from bkctl.formats.record import (
     contradicts_size,
     read_record,
 )
-from bkctl.ids import U64_MAX, LedgerId
+from bkctl.ids import LedgerId
+from bkctl.storage.scan import ROW_SIZE_MAX, RecordBatch, take_entries, take_frames
 from bkctl.storage.windows import FileReader
 
-_SIZE_AND_LEDGER: Final = Struct(">iQ")
-_SCOPED_LEDGER: Final = Struct(">QQ")
 _LEDGERS_MAP_SIZE_MAX: Final = 20 + 24 * LEDGERS_MAP_ITEMS_MAX
 _HINT: Final = "what stands before it is undamaged"
+
+_Take = Callable[[bytes, int], tuple[Sequence[int], int]]
+
+
+class LogEnd(StrEnum):
+    """Why the records of an entry log end where they do; the values are the words of every output."""
+
+    #: The file ends behind a whole record.
+    END_OF_FILE = "endOfFile"
+    #: Only zeros follow: space that was allocated ahead.
+    ZEROS = "zeros"
+    #: The last record is cut: the bookie stopped while it wrote, or still writes.
+    TORN = "torn"
+    #: What follows is no record.
+    DAMAGED = "damaged"
 
 
 class EntryLogReader(FileReader):
     """One entry log file, written by the default or the direct I/O logger, header version 0 to 2.
 
     `header` is None for an empty file, which is what a log is that was allocated and not yet written to; `log_id` is
-    what the file's name says (None for another name).
+    what the file's name says (None for another name). `position` is the offset behind the last record that a scan came
+    to, and `end` why it ended there.
     """
 
     def __init__(self, path: Path | str) -> None:
         super().__init__(path)
+        self.position = HEADER_SIZE
+        self.end = LogEnd.END_OF_FILE
         try:
             start = self.read(0, HEADER_SIZE)
             self.header: EntryLogHeader | None = read_header(start, self.name) if start else None
@@ -73,12 +91,48 @@ class EntryLogReader(FileReader):
         Unsupported at an entry of an unknown format version.
         """
         name = self.name
-        for window, begin, size, offset in self._frames(start):
-            if end is not None and offset >= end:
+        for window, at, begins, _ in self._runs(start, take_frames):
+            for begin in begins:
+                offset = at + begin
+                if end is not None and offset >= end:
+                    return
+                (size,) = RECORD_SIZE.unpack_from(window, begin)
+                record = read_record(window, begin + 4, size, offset, name)
+                if special or record[3] is not NO_LEDGER:
+                    yield record
+
+    def batches(
+        self, start: int = 0, end: int | None = None, *, special: bool = False, complete: bool = True
+    ) -> Iterator[RecordBatch]:
+        """Yield what `records` yields, and raise what it raises, as columns: several times as fast.
+
+        All records before damage are in the batches before the error. Without `complete` a log may end before the
+        ledgers map that its header promises.
+        """
+        version = 2 if self.header is not None and self.header.version == VERSION_SCOPED else 1
+        flat: Sequence[int] = ()
+
+        def take(window: bytes, begin: int) -> tuple[Sequence[int], int]:
+            nonlocal flat
+            begins, flat, stop = take_entries(window, begin, version)
+            return begins, stop
+
+        for window, at, begins, alone in self._runs(start, take, complete=complete):
+            if not alone:
+                batch = RecordBatch(window, at, begins, flat, version)
+            else:
+                begin = begins[0]
+                (size,) = RECORD_SIZE.unpack_from(window, begin)
+                if end is None or at + begin < end:
+                    record = read_record(window, begin + 4, size, at + begin, self.name)
+                    if not special and record.ledger is NO_LEDGER:
+                        continue
+                    batch = RecordBatch.of_record(record, window, begin)
+            if end is not None and at + begins[-1] >= end:
+                if at + begins[0] < end:
+                    yield from batch.before(end).parts()
                 return
-            record = read_record(window, begin, size, offset, name)
-            if special or record[3] is not NO_LEDGER:
-                yield record
+            yield from batch.parts()
 
     def entry_at(self, offset: int) -> Record:
         """The record of the entry at byte `offset`, the offset part of its location.
@@ -130,24 +184,11 @@ class EntryLogReader(FileReader):
 
         Raises as `records` does; without `complete` not for a log that ends before its ledgers map.
         """
-        v1: dict[int, int] = {}
-        scoped: dict[tuple[int, int], int] = {}
-        name = self.name
-        for window, begin, size, offset in self._frames(0, complete=complete):
-            if size < BODY_SIZE_MIN:
-                raise CorruptRecord(f"Record has length {size}", offset=offset, where=name, hint=_HINT)
-            word = int.from_bytes(window[begin : begin + 8], "big")
-            if word < 1 << 63:
-                v1[word] = v1.get(word, 0) + size + 4
-            elif word != U64_MAX:
-                digest_of_flags(window[begin], offset, name)
-                if size < 1 + _SCOPED_LEDGER.size:
-                    raise CorruptRecord(f"Record has length {size}", offset=offset, where=name, hint=_HINT)
-                key = _SCOPED_LEDGER.unpack_from(window, begin + 1)
-                scoped[key] = scoped.get(key, 0) + size + 4
-        sizes = {LedgerId(0, word): size for word, size in v1.items()}
-        sizes.update((LedgerId(*key), size) for key, size in scoped.items())
-        return sizes
+        sums: dict[tuple[int, int], int] = {}
+        for batch in self.batches(complete=complete):
+            for key, size in batch.sizes_by_ledger().items():
+                sums[key] = sums.get(key, 0) + size
+        return {LedgerId(*key): size for key, size in sums.items()}
 
     def ledgers(self) -> dict[LedgerId, int]:
         """Each ledger's bytes in this log: from a good ledgers map, else by a scan, as Apache does."""
@@ -157,39 +198,50 @@ class EntryLogReader(FileReader):
             return self.scan_ledgers(complete=False)
         return self.scan_ledgers() if sizes is None else sizes
 
-    def _frames(self, start: int, *, complete: bool = True) -> Iterator[tuple[bytes, int, int, int]]:
-        """Yield (window, where the body begins in it, body size, file offset of the size field) of every record.
+    def _runs(
+        self, start: int, take: _Take, *, complete: bool = True
+    ) -> Iterator[tuple[bytes, int, Sequence[int], bool]]:
+        """Yield (window, its file offset, where records begin in it, alone) over the whole log from byte `start` on.
 
-        With `complete` a log whose header says where its ledgers map is must reach so far.
+        `take` says which records of a window belong together, and where the first stands that does not: that one
+        comes alone, and need not be what `take` wants. With `complete` a log whose header says where its ledgers map
+        is must reach so far.
         """
         if self.header is None:
             return
         map_offset = self.header.ledgers_map_offset if complete and self.header.version > VERSION_WITHOUT_MAP else 0
-        at = max(start, HEADER_SIZE)
+        at, begin = max(start, HEADER_SIZE), 0
         window = self.window(at)
         limit = len(window)
-        begin = 0
-        read_size = RECORD_SIZE.unpack_from
+        self.end = LogEnd.DAMAGED
         while True:
+            self.position = at + begin
+            begins, begin = take(window, begin)
+            if begins:
+                self.position = at + begin
+                yield window, at, begins, False
             if begin + 4 > limit:
+                if begin == 0:
+                    break
                 at, begin = at + begin, 0
                 window = self.window(at)
                 limit = len(window)
-                if limit < 4:
-                    break
-            (size,) = read_size(window, begin)
-            if size > 0:
-                end = begin + 4 + size
-                if end > limit:
-                    at, begin = at + begin, 0
-                    self._check_size(at, size)
-                    end = 4 + size
-                    window = self.window(at, end)
-                    limit = len(window)
-                    if limit < end:
-                        break
-                yield window, begin + 4, size, at + begin
+                continue
+            (size,) = RECORD_SIZE.unpack_from(window, begin)
+            end = begin + 4 + size
+            if size > 0 and end <= limit and (begin == 0 or begin + ROW_SIZE_MAX <= limit):
+                yield window, at, (begin,), True
                 begin = end
+                self.position = at + begin
+            elif size > 0:
+                # It goes on behind the window, or is too near to its end to be taken with others.
+                at, begin, crosses = at + begin, 0, end > limit
+                if crosses:
+                    self._check_size(at, size)
+                window = self.window(at, 4 + size)
+                limit = len(window)
+                if limit < 4 + size:
+                    break
             elif size == 0:
                 at += begin
                 limit = 0
@@ -200,8 +252,12 @@ class EntryLogReader(FileReader):
                     f"Zeros, and then data again at byte {data}: a hole", offset=at, where=self.name, hint=_HINT
                 )
             else:
-                at, begin = self._skip_direct_padding(at + begin, size), 0
-                limit = 0
+                offset = at + begin
+                begin += self._skip_direct_padding(offset, size) - offset
+                if begin > limit:
+                    at, begin = at + begin, 0
+                    window = self.window(at)
+                    limit = len(window)
         if map_offset and (limit or at <= map_offset):
             raise CorruptRecord(
                 f"Entry log was closed with a ledgers map at byte {map_offset}, but ends",
@@ -209,6 +265,7 @@ class EntryLogReader(FileReader):
                 where=self.name,
                 hint=_HINT,
             )
+        self.end = LogEnd.TORN if limit else LogEnd.END_OF_FILE if at >= self.size() else LogEnd.ZEROS
 
     def _skip_direct_padding(self, at: int, size: int) -> int:
         gap = -at % DIRECT_ALIGNMENT

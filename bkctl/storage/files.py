@@ -26,6 +26,8 @@ IOV_MAX: Final = min(os.sysconf("SC_IOV_MAX"), 1024) if hasattr(os, "sysconf") e
 SECTOR_SIZE_BYTES: Final = 512
 NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _RWF_NOWAIT: Final = getattr(os, "RWF_NOWAIT", 0)
+_AT_FDCWD: Final = -100
+_RENAME_EXCHANGE: Final = 2
 
 
 class DiskUsage(NamedTuple):
@@ -176,6 +178,21 @@ class Files:
     def rename(self, source: Path, target: Path) -> None:
         """Rename a file over `target`, in one step; both directories need a sync."""
         os.rename(source, target)
+
+    def exchange(self, one: Path, other: Path) -> None:
+        """Let two names change places in one step, directories too; their directories need a sync.
+
+        Raises OSError, with EINVAL or ENOSYS where the system or the file system cannot.
+        """
+        import ctypes
+
+        try:
+            rename = ctypes.CDLL(None, use_errno=True).renameat2
+        except AttributeError:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(one)) from None
+        if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), str(one), None, str(other))
 
     def remove(self, path: Path) -> None:
         """Remove a file; nothing happens when it is gone."""
@@ -350,6 +367,12 @@ class SimulatedFiles(Files):
         self.step("rename", target)
         super().rename(source, target)
         self._directory(target.parent).current[target.name] = self._directory(source.parent).current.pop(source.name)
+
+    def exchange(self, one: Path, other: Path) -> None:
+        self.step("rename", other)
+        super().exchange(one, other)
+        mine, theirs = self._directory(one.parent).current, self._directory(other.parent).current
+        mine[one.name], theirs[other.name] = theirs[other.name], mine[one.name]
 
     def remove(self, path: Path) -> None:
         if path.exists():

@@ -9,15 +9,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from bkctl.errors import BkctlError, NotFound, UsageError
+from bkctl.errors import BkctlError, Corrupt, NotFound, UsageError
 
 WINDOW_SIZE_BYTES: Final = 1 << 20
+_WINDOW_SIZE_MIN_BYTES: Final = 512
+#: Steps over lost bytes, the first ones short, then each twice as long up to a window: a failing disk may take seconds
+#: for every read.
+_JUMPS_MAX: Final = 64
+_JUMPS_SHORT: Final = 8
+#: What a sick disk, or a file system that keeps checksums, says of bytes that are lost.
+_LOST: Final = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
 
 
 class FileReader:
     """One file, open to read; a context manager. Subclasses say what is in it. `path` is as given, `name` for messages.
 
-    Raises NotFound, UsageError (a directory), BkctlError (no permission, or the disk failed).
+    Raises NotFound, UsageError (a directory), BkctlError (no permission), and reading it Corrupt (the disk failed).
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -59,17 +66,46 @@ class FileReader:
 
     def read(self, at: int, size: int) -> bytes:
         """The `size` bytes from offset `at`; fewer at the end of the file, which bounds what is allocated."""
+        data = b""
         try:
             data = os.pread(self._fd, min(size, max(0, self.size() - at)) if size > WINDOW_SIZE_BYTES else size, at)
             while len(data) < size and (more := os.pread(self._fd, size - len(data), at + len(data))):
                 data += more
         except (OSError, OverflowError) as error:
+            if isinstance(error, OSError) and error.errno in _LOST:
+                raise Corrupt(f"{self.name}: the disk fails at byte {at + len(data)}: {error.strerror}") from error
             raise _file_error(error, self.name) from error
         return data
 
     def window(self, at: int, needed: int = 0) -> bytes:
-        """A window of 1 MiB from offset `at`, or `needed` bytes if that is more; fewer at the end of the file."""
-        return self.read(at, max(needed, WINDOW_SIZE_BYTES))
+        """A window of 1 MiB from offset `at`, or `needed` bytes if that is more; fewer at the end of the file.
+
+        Where the disk fails in it, a smaller one of at least `needed` bytes ends before; raises Corrupt when none does.
+        """
+        size = max(needed, WINDOW_SIZE_BYTES)
+        while True:
+            try:
+                return self.read(at, size)
+            except Corrupt:
+                size //= 2
+                if size < max(needed, _WINDOW_SIZE_MIN_BYTES):
+                    raise
+
+    def next_window(self, at: int) -> tuple[int, bytes]:
+        """A window as `window` gives it and its offset: `at`, or behind it the first that the disk gives.
+
+        It is empty at the end of the file, and where the disk gives nothing for long.
+        """
+        step = _WINDOW_SIZE_MIN_BYTES
+        for attempt in range(_JUMPS_MAX):
+            try:
+                self.read(at, _WINDOW_SIZE_MIN_BYTES)
+                return at, self.window(at)
+            except Corrupt:
+                at += step - at % step
+                if attempt >= _JUMPS_SHORT:
+                    step = min(2 * step, WINDOW_SIZE_BYTES)
+        return at, b""
 
     def next_data(self, at: int) -> int | None:
         """The offset of the first byte from `at` on that is not zero; None when only zeros follow, or nothing."""
