@@ -22,19 +22,35 @@ from bkctl.metadata.ledgers import (
     LongHierarchicalLedgerManager,
     QualifiedNameLedgerManager,
 )
-from bkctl.metadata.store import NEW, NO_CLUSTER_HINT, MetadataStore, Versioned
+from bkctl.metadata.store import NEW, NO_CLUSTER_HINT, NO_SECURITY, MetadataStore, StoreSecurity, Versioned
 from bkctl.metadata.uri import MetadataUri, parse_uri
 
-LAYOUT: Final = "LAYOUT"
-AVAILABLE: Final = "available"
-READ_ONLY: Final = "available/readonly"
 COOKIES: Final = "cookies"
 #: BookieServiceInfo property of a bookie that knows ledger scopes (BP-35).
 LEDGER_SCOPES_PROPERTY: Final = "ledgerScopes"
 BOOKIE_RPC_PROTOCOL: Final = "bookie-rpc"
 _PACKAGE: Final = "org.apache.bookkeeper.meta."
+_APACHE_CLASS: Final = re.compile(r"(?:\w+\.)*org\.apache\.bookkeeper\.meta\.(\w+)", re.ASCII)
 _SQLITE_CLASS: Final = "bkctl.QualifiedNameLedgerManager"
 _MANAGER_VERSION: Final = 1
+
+
+class Places(NamedTuple):
+    """Where a kind of store keeps, below the root, what a cluster has once. Cookies are at `cookies` in each."""
+
+    layout: str = "LAYOUT"
+    instance_id: str = INSTANCE_ID
+    writable: str = "available"
+    read_only: str = "available/readonly"
+
+
+#: ZooKeeper's, and SQLite's.
+PLACES: Final = Places()
+#: Source: EtcdConstants.
+ETCD_PLACES: Final = Places("layout", "instanceid", "bookies/writable", "bookies/readonly")
+#: What Apache's driver creates beside those. Source: EtcdRegistrationManager.initNewCluster.
+_ETCD_MARKERS: Final = ("cookies", "bookies", "ledgers", "buckets", "underreplication")
+_ETCD_LAYOUT: Final = LedgerLayout(2, "org.apache.bookkeeper.metadata.etcd.EtcdLedgerManagerFactory", 0)
 
 #: Simple name of the LAYOUT's class → (URI types that fit it beside `null`, the best first; the manager).
 _ZOOKEEPER_LAYOUTS: Final[dict[str, tuple[tuple[str, ...], Callable[[MetadataStore], LedgerManager]]]] = {
@@ -111,6 +127,8 @@ class CookieStore:
         except AlreadyExists as error:
             raise AlreadyExists(f"Bookie {bookie_id} has a cookie") from error
         except NotFound as error:
+            if expected in (NEW, None):  # There is no cluster, and the error says so.
+                raise
             raise NotFound(f"Bookie {bookie_id} has no cookie") from error
         except MetadataVersionConflict as error:
             raise MetadataVersionConflict(f"The cookie of bookie {bookie_id} changed meanwhile") from error
@@ -128,8 +146,9 @@ class CookieStore:
 class Registration:
     """Which bookies are there: ephemeral nodes that vanish with the bookie. Source: ZKRegistrationManager."""
 
-    def __init__(self, store: MetadataStore) -> None:
+    def __init__(self, store: MetadataStore, places: Places = PLACES) -> None:
         self.store = store
+        self._places = places
 
     def register(
         self, bookie_id: str, info: BookieServiceInfo, read_only: bool = False, *, wait_s: float | None = None
@@ -139,7 +158,7 @@ class Registration:
         A registration that another process left or holds is waited for (`wait_s`, None: until a dead one's session is
         over). Raises AlreadyExists when it is still there then: a bookie of this id is running.
         """
-        path, other = _registration_path(bookie_id, read_only), _registration_path(bookie_id, not read_only)
+        path, other = self._path(bookie_id, read_only), self._path(bookie_id, not read_only)
         try:
             self.store.ephemeral(path, info.serialize(), wait_s=wait_s)
         except AlreadyExists as error:
@@ -156,13 +175,12 @@ class Registration:
     def unregister(self, bookie_id: str) -> None:
         """Take the bookie off both lists; nothing happens when it is on none."""
         for read_only in (False, True):
-            self._delete(_registration_path(bookie_id, read_only))
+            self._delete(self._path(bookie_id, read_only))
 
     def list(self, include_down: bool = True) -> list[RegisteredBookie]:
         """All bookies by id; with `include_down` also those that have a cookie and are not registered."""
-        writable, read_only, cookies = self.store.children_many(
-            (AVAILABLE, READ_ONLY, COOKIES) if include_down else (AVAILABLE, READ_ONLY, READ_ONLY)
-        )
+        lists = (self._places.writable, self._places.read_only)
+        writable, read_only, cookies = self.store.children_many((*lists, COOKIES if include_down else lists[1]))
         states = dict.fromkeys(cookies or () if include_down else (), "down")
         states.update(dict.fromkeys(read_only or (), "ro"))
         states.update((name, "rw") for name in writable or () if name != "readonly")
@@ -171,7 +189,7 @@ class Registration:
         infos = dict(
             zip(
                 up,
-                self.store.get_many(f"{AVAILABLE if states[name] == 'rw' else READ_ONLY}/{name}" for name in up),
+                self.store.get_many(f"{lists[0] if states[name] == 'rw' else lists[1]}/{name}" for name in up),
                 strict=True,
             )
         )
@@ -189,7 +207,7 @@ class Registration:
         """One bookie, down ones included; None when neither a registration nor a cookie names it."""
         check_bookie_id(bookie_id)
         writable, read_only, cookie = self.store.get_many(
-            (f"{AVAILABLE}/{bookie_id}", f"{READ_ONLY}/{bookie_id}", f"{COOKIES}/{bookie_id}")
+            (f"{self._places.writable}/{bookie_id}", f"{self._places.read_only}/{bookie_id}", f"{COOKIES}/{bookie_id}")
         )
         if writable is not None:
             return RegisteredBookie(bookie_id, "rw", _service_info(bookie_id, writable))
@@ -199,13 +217,17 @@ class Registration:
 
     def watch(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call `callback()` when bookies come, go or change their state, as MetadataStore.watch. Returns the cancel."""
-        cancels = [self.store.watch(path, callback, children=True) for path in (AVAILABLE, READ_ONLY)]
+        lists = (self._places.writable, self._places.read_only)
+        cancels = [self.store.watch(path, callback, children=True) for path in lists]
 
         def cancel() -> None:
             for each in cancels:
                 each()
 
         return cancel
+
+    def _path(self, bookie_id: str, read_only: bool) -> str:
+        return f"{self._places.read_only if read_only else self._places.writable}/{check_bookie_id(bookie_id)}"
 
     def _delete(self, path: str) -> None:
         try:
@@ -221,8 +243,11 @@ class Cluster:
         self.location = location
         self.uri = location.text
         self.store = store
+        self.places = ETCD_PLACES if location.driver == "etcd" else PLACES
         self.cookies = CookieStore(store)
-        self.bookies = Registration(store)
+        self.bookies = Registration(store, self.places)
+        #: Whether `open_cluster` made it.
+        self.created = False
         self._ledgers: LedgerManager | None = None
         self._lock = threading.Lock()
 
@@ -240,46 +265,58 @@ class Cluster:
 
     def _open_ledgers(self) -> LedgerManager:
         layout = self.layout()
-        name = layout.factory_class.rpartition(".")[2]
+        name = _simple_name(layout)
         if self.location.driver == "sqlite" and layout.factory_class == _SQLITE_CLASS:
             return QualifiedNameLedgerManager(self.store)
+        if layout == _ETCD_LAYOUT and self.location.driver == "etcd":
+            from bkctl.metadata.etcd import EtcdLedgerManager
+
+            return EtcdLedgerManager(self.store)
         known = _ZOOKEEPER_LAYOUTS.get(name) if self.location.driver == "zk" else None
         if known is None:
-            raise Unsupported(f"{self.store.name} is laid out by {layout.factory_class}, which bkctl does not have")
+            raise Unsupported(
+                f"{self.store.name} is laid out by {layout.factory_class}:{layout.manager_version}, "
+                "which bkctl does not have there"
+            )
         if layout.manager_version != _MANAGER_VERSION:
             raise Unsupported(
                 f"{self.store.name} is laid out by {layout.factory_class} version {layout.manager_version}; "
                 f"version {_MANAGER_VERSION} is known"
             )
-        types, manager = known
+        self.check_layout(layout)
+        return known[1](self.store)
+
+    def check_layout(self, layout: LedgerLayout) -> None:
+        """Raises UsageError, with the right URI, where a ZooKeeper cluster of this layout is not what the URI names."""
+        name = _simple_name(layout)
+        types = _ZOOKEEPER_LAYOUTS[name][0] if name in _ZOOKEEPER_LAYOUTS else ()
         if self.location.manager_type != "null" and self.location.manager_type not in types:
             right = self.location._replace(manager_type=types[0] if types else "null").text
             raise UsageError(
                 f"{self.store.name} is laid out by {name}, which zk+{self.location.manager_type}:// does not fit",
                 hint=f"use {right}",
             )
-        return manager(self.store)
 
     def layout(self) -> LedgerLayout:
         """The stored layout; where none is stored, the one that the URI stands for (Apache's default: hierarchical).
 
         Raises NotFound when there is no cluster at all, Corrupt or Unsupported for a damaged or later LAYOUT.
         """
-        found = self.store.get(LAYOUT)
+        found = self.store.get(self.places.layout)
         if found is not None:
-            return LedgerLayout.parse(found.value, f"{LAYOUT} in {self.store.name}")
-        if self.store.get(AVAILABLE) is None and self.store.get(INSTANCE_ID) is None:
+            return LedgerLayout.parse(found.value, f"{self.places.layout} in {self.store.name}")
+        if self.store.get(self.places.writable) is None and self.store.get(self.places.instance_id) is None:
             # Any node could be the root else, and would look like a cluster without ledgers.
             raise NotFound(f"No BookKeeper cluster in {self.store.name}", hint=NO_CLUSTER_HINT)
-        return _new_layout(self.location)
+        return new_layout(self.location)
 
     def instance_id(self) -> str:
         """The cluster's instance id; "" where none was stored. Raises Corrupt when it is no text."""
-        found = self.store.get(INSTANCE_ID)
+        found = self.store.get(self.places.instance_id)
         try:
             return "" if found is None else found.value.decode()
         except UnicodeDecodeError as error:
-            raise Corrupt(f"{INSTANCE_ID} in {self.store.name} is not UTF-8") from error
+            raise Corrupt(f"{self.places.instance_id} in {self.store.name} is not UTF-8") from error
 
     def close(self) -> None:
         """Give up the store's session; a second call does nothing."""
@@ -293,46 +330,70 @@ class Cluster:
 
 
 def open_cluster(
-    uri: str, *, timeout_s: float = 30.0, create: bool = False, session_timeout_s: float = 10.0
+    uri: str,
+    *,
+    timeout_s: float = 30.0,
+    create: bool = False,
+    create_store: bool = False,
+    session_timeout_s: float = 10.0,
+    security: StoreSecurity = NO_SECURITY,
 ) -> Cluster:
     """Connect to the metadata store that `uri` names.
 
-    `timeout_s` is the longest wait without progress, `session_timeout_s` how long ZooKeeper keeps the ephemerals of a
-    client that is gone (`zkTimeout`). With `create`, a cluster is made where there is none, as `init_cluster` does.
-    Raises UsageError or Unsupported for the URI, Unreachable within `timeout_s`, NotFound for a SQLite
-    file that is not there.
+    `timeout_s` is the longest wait without progress, `session_timeout_s` how long ZooKeeper or etcd keeps the
+    ephemerals of a client that is gone (`zkTimeout`), `security` how the store is reached and logged in to (a SQLite
+    file is guarded by the file system alone). With `create`, a cluster is made where there is none, as `init_cluster`
+    does; with `create_store` only the SQLite file that is to hold one.
+    Raises UsageError or Unsupported for the URI, Unreachable within `timeout_s`, Unauthorized where the store does not
+    let us in, NotFound for a SQLite file that is not there.
     """
     location = parse_uri(uri)
-    store = _open_store(location, timeout_s, create, session_timeout_s)
+    security = security.over(location.security)
+    store = _open_store(location, timeout_s, create or create_store, session_timeout_s, security)
     try:
         cluster = Cluster(location, store)
         if create:
-            init_cluster(cluster)
+            cluster.created = init_cluster(cluster)
     except BaseException:
         store.close()
         raise
     return cluster
 
 
-def init_cluster(cluster: Cluster) -> bool:
-    """Make a new cluster in the store: root, registration nodes, a random instance id, LAYOUT; False if it was there.
+def init_cluster(cluster: Cluster, *, instance_id: str | None = None, layout: LedgerLayout | None = None) -> bool:
+    """Make a new cluster in the store: root, registration nodes, instance id, LAYOUT; False if it was there.
 
+    `instance_id` None: a random one, "": none; `layout` None: what the URI stands for.
     Several processes may do it at once. A cluster that somebody began is completed. Source:
     ZKRegistrationManager.initNewCluster.
     """
     import uuid
 
-    store = cluster.store
-    if store.get(LAYOUT) is not None:
+    store, places = cluster.store, cluster.places
+    if store.get(places.layout) is not None:
         return False
     root = [] if store.get("") is not None else [("", b"")]
-    nodes = [(AVAILABLE, b""), (READ_ONLY, b""), (INSTANCE_ID, str(uuid.uuid4()).encode())]
+    nodes = [(path, b"") for path in _ETCD_MARKERS] if cluster.location.driver == "etcd" else []
+    nodes += [(places.writable, b""), (places.read_only, b"")]
+    if instance_id != "":
+        nodes.append((places.instance_id, (instance_id or str(uuid.uuid4())).encode()))
+    last = (places.layout, (layout or new_layout(cluster.location)).serialize())
+    # On etcd Apache's processes take the root alone for a whole cluster, so there it is all made in one step.
+    together = cluster.location.driver == "etcd"
     try:
-        store.put_all([*root, *nodes])
+        store.put_all([*root, *nodes, *([last] if together else [])])
+        if together:
+            return True
     except AlreadyExists:
         for path, value in nodes:
             _put_new(store, path, value)
-    return _put_new(store, LAYOUT, _new_layout(cluster.location).serialize())
+    return _put_new(store, *last)
+
+
+def _simple_name(layout: LedgerLayout) -> str:
+    """Of a class of Apache's, also where it was shaded into another package; else the whole name."""
+    match = _APACHE_CLASS.fullmatch(layout.factory_class)
+    return match[1] if match else layout.factory_class
 
 
 def _put_new(store: MetadataStore, path: str, value: bytes) -> bool:
@@ -343,13 +404,27 @@ def _put_new(store: MetadataStore, path: str, value: bytes) -> bool:
     return True
 
 
-def _new_layout(location: MetadataUri) -> LedgerLayout:
+def new_layout(location: MetadataUri, *, long_long: bool = False) -> LedgerLayout:
+    """The LAYOUT that a new cluster gets there; `long_long`: BP-35's class, on which no Apache process starts.
+
+    Raises UsageError for `long_long` where the URI is not `zk+longlonghierarchical`.
+    """
+    if long_long:
+        if location.manager_type != "longlonghierarchical":
+            raise UsageError(
+                f"{location.text} has no LongLongHierarchical layout", hint="give a zk+longlonghierarchical:// URI"
+            )
+        return LedgerLayout(2, f"{_PACKAGE}LongLongHierarchicalLedgerManagerFactory", _MANAGER_VERSION)
     if location.driver == "sqlite":
         return LedgerLayout(2, _SQLITE_CLASS, _MANAGER_VERSION)
+    if location.driver == "etcd":
+        return _ETCD_LAYOUT
     return LedgerLayout(2, _PACKAGE + _NEW_LAYOUTS[location.manager_type], _MANAGER_VERSION)
 
 
-def _open_store(location: MetadataUri, timeout_s: float, create: bool, session_timeout_s: float) -> MetadataStore:
+def _open_store(
+    location: MetadataUri, timeout_s: float, create: bool, session_timeout_s: float, security: StoreSecurity
+) -> MetadataStore:
     if location.driver == "sqlite":
         from bkctl.metadata.sqlite import SqliteStore
 
@@ -360,13 +435,15 @@ def _open_store(location: MetadataUri, timeout_s: float, create: bool, session_t
         # Pulsar takes PATH for a chroot and puts its root at `ledgers` in it; operators also write the root itself.
         root = f"{location.path.rstrip('/')}/ledgers" if location.pulsar else location.path
         store = ZooKeeperStore(
-            location.connect_string, root, timeout_s=timeout_s, session_timeout_s=session_timeout_s
+            location.connect_string, root, timeout_s=timeout_s, session_timeout_s=session_timeout_s, security=security
         )
         if location.pulsar and location.path != "/" and store.get(INSTANCE_ID) is None:
             store.change_root(location.path)
         return store
-    raise Unsupported(
-        f"The {location.driver} metadata store is not in this release", hint="use a zk:// or sqlite:// metadata URI"
+    from bkctl.metadata.etcd import EtcdStore
+
+    return EtcdStore(
+        location.hosts, location.path, timeout_s=timeout_s, session_timeout_s=session_timeout_s, security=security
     )
 
 
@@ -377,10 +454,6 @@ def _service_info(bookie_id: str, found: Versioned[bytes] | None) -> BookieServi
         return BookieServiceInfo.parse(found.value, f"registration of {bookie_id}")
     except Corrupt:
         return None
-
-
-def _registration_path(bookie_id: str, read_only: bool) -> str:
-    return f"{READ_ONLY if read_only else AVAILABLE}/{check_bookie_id(bookie_id)}"
 
 
 def _cookie_path(bookie_id: str) -> str:

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain, islice
 from typing import Any, Final, Literal, NamedTuple
 
 from bkctl.errors import (
@@ -29,8 +30,8 @@ from bkctl.errors import (
     UsageError,
 )
 from bkctl.formats.metadata import LedgerMetadata
-from bkctl.ids import I64_MAX, U64_MAX, LedgerId, random_u64
-from bkctl.metadata.store import NEW, MetadataStore, Versioned
+from bkctl.ids import I64_MAX, U64_MAX, LedgerId, ledger_ids, random_u64
+from bkctl.metadata.store import NEW, NO_CLUSTER_HINT, MetadataStore, Versioned, walk_levels
 
 #: The first id that the hierarchical manager keeps in the long tree, and that a 31-bit sequence cannot give.
 SHORT_ID_END: Final = (1 << 31) - 1
@@ -40,7 +41,12 @@ _HIGH_ORDER_DIRECTORY = re.compile(r"HOB-([0-9]{10})", re.ASCII)
 _HIGH_ORDER_DIRECTORIES_KEPT: Final = 3
 _QUALIFIED_NAME = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _FLAT_LEDGER = re.compile(r"L([0-9]{10,19})", re.ASCII)
+_LEAF = re.compile(r"L([0-9]{4})", re.ASCII)
+_SCOPED_LEAF = re.compile(r"L([0-9a-f]{4})", re.ASCII)
+_HEX_4 = re.compile(r"[0-9a-f]{4}", re.ASCII)
+_HEX_12 = re.compile(r"[0-9a-f]{12}", re.ASCII)
 _PAGE_SIZE: Final = 1000
+RANGE_SIZE: Final = 10_000
 
 ScopesState = Literal["absent", "ours", "foreign"]
 
@@ -53,6 +59,21 @@ class VersionedMetadata(NamedTuple):
     ctime_ms: int | None
 
 
+class LedgerRange(NamedTuple):
+    """Every ledger there is from `first` to `last`, both included: `ledgers`, ascending, perhaps none."""
+
+    first: LedgerId
+    last: LedgerId
+    ledgers: list[LedgerId]
+
+
+class ProcessedLedgers(NamedTuple):
+    """How many ledgers were `seen`, and those that failed, with their errors, in the order in which they failed."""
+
+    seen: int
+    failures: list[tuple[LedgerId, BkctlError]]
+
+
 class LedgerManager(ABC):
     """The ledgers of one cluster. Methods raise Unreachable, as `MetadataStore`; all may be called from any thread."""
 
@@ -62,7 +83,7 @@ class LedgerManager(ABC):
     # one ledger
 
     def create(self, ledger: LedgerId, metadata: LedgerMetadata) -> int:
-        """Store the metadata of a new ledger; returns its version (0).
+        """Store the metadata of a new ledger; returns its version.
 
         Format version 3 carries a random creator token, so that a create whose answer was lost is recognised.
         Raises LedgerExists; UsageError for a scope-0 id of 2^63 or more; Conflict when `scopes` is another cluster's.
@@ -151,7 +172,8 @@ class LedgerManager(ABC):
     def remove(self, ledger: LedgerId, version: int | None = None) -> None:
         """Delete the ledger's metadata (only in `version`, if given), then parents left empty.
 
-        Raises LedgerNotFound, MetadataVersionConflict.
+        Raises LedgerNotFound, unlike Apache's ZooKeeper driver, and MetadataVersionConflict. A removal that was applied
+        although its answer was lost is done. Source: removeLedgerMetadata.
         """
         path = self._path_to_read(ledger)
         try:
@@ -164,9 +186,7 @@ class LedgerManager(ABC):
         except NotFound as error:
             raise self._no_ledger(ledger) from error
 
-    def watch(
-        self, ledger: LedgerId, callback: Callable[[VersionedMetadata | BkctlError], None]
-    ) -> Callable[[], None]:
+    def watch(self, ledger: LedgerId, callback: Callable[[VersionedMetadata | BkctlError], None]) -> Callable[[], None]:
         """Call `callback` with the ledger's metadata now, and after each change; LedgerNotFound once it is deleted.
 
         The first call comes before `watch` returns, later ones from the store's thread; a version is told once, and
@@ -203,16 +223,86 @@ class LedgerManager(ABC):
         step is in it, exactly once; what is created or deleted meanwhile may be. Raises Conflict for a scope ≠ 0 when
         the `scopes` tree is another cluster's; with None such a tree is passed over (see `scopes_state`).
         """
+        return chain.from_iterable(self.batches(scope_id, after))
+
+    def batches(self, scope_id: int | None = 0, after: LedgerId | None = None) -> Iterator[list[LedgerId]]:
+        """`ledgers`, in lists that are not empty: of one directory each, where the store has directories."""
         if after is not None and scope_id is not None and after.scope_id != scope_id:
             if after.scope_id > scope_id:
                 return
             after = None
-        if scope_id is not None:
-            yield from self._ledgers_of_scope(scope_id, -1 if after is None else after.ledger_id)
-            return
-        for each in self._scopes_from(0 if after is None else after.scope_id):
-            same = after is not None and each == after.scope_id
-            yield from self._ledgers_of_scope(each, after.ledger_id if after is not None and same else -1)
+        scopes = (scope_id,) if scope_id is not None else self._scopes_from(0 if after is None else after.scope_id)
+        for scope in scopes:
+            same = after is not None and scope == after.scope_id
+            found = self._ledgers_of_scope(scope, after.ledger_id if after is not None and same else -1)
+            while batch := list(islice(found, _PAGE_SIZE)):
+                yield batch
+
+    def ranges(self, scope_id: int | None = 0, *, size: int = RANGE_SIZE) -> Iterator[LedgerRange]:
+        """The scope's ids (None: of all scopes) cut into ranges of about `size` ledgers each, in ascending order.
+
+        Ranges touch but never overlap, and the last one goes to the end of the scope, an empty scope being one range.
+        A range's `ledgers` are all that exist between its ends: a ledger that was there before the first step, and is
+        not in its range, was deleted. Scopes ≠ 0 for which there is no such proof (see `scopes_state`) are in no range;
+        an error ends the ranges, and says nothing about the ids behind the last one. Source: getLedgerRanges.
+        """
+        proven = scope_id == 0 or self.scopes_state() == "ours"
+        if scope_id is None:
+            first, end = LedgerId(0, 0), LedgerId(U64_MAX if proven else 0, U64_MAX)
+        else:
+            if not proven:
+                next(self._ledgers_of_scope(scope_id, -1), None)  # raises where they are another cluster's
+                return
+            first, end = LedgerId(scope_id, 0), LedgerId(scope_id, U64_MAX)
+        held: list[LedgerId] = []
+        for batch in self.batches(scope_id if proven else 0, None):
+            held += batch
+            if len(held) >= size and held[-1] < end:
+                yield LedgerRange(first, held[-1], held)
+                first, held = LedgerId.from_value(held[-1].value + 1), []
+        yield LedgerRange(first, end, held)
+
+    def process(
+        self,
+        processor: Callable[[LedgerId], object],
+        scope_id: int | None = 0,
+        *,
+        ledgers: Iterable[LedgerId] | None = None,
+        concurrency: int = 1,
+        keep_going: bool = False,
+    ) -> ProcessedLedgers:
+        """Call `processor` with each ledger of the scope (None: of all), or of `ledgers` where they are given.
+
+        At most `concurrency` calls run at once, each in a thread of its own. The first BkctlError ends it: no further
+        call begins, those under way end, and it is raised. With `keep_going` such errors are collected instead, and
+        returned with the ledgers they belong to. Any other exception always ends it. Source: asyncProcessLedgers.
+        """
+        from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+        count = 0
+        failures: list[tuple[LedgerId, BkctlError]] = []
+        under_way: dict[Future[object], LedgerId] = {}
+
+        def collect(done: Iterable[Future[object]]) -> None:
+            nonlocal count
+            for future in done:
+                ledger = under_way.pop(future)
+                count += 1
+                try:
+                    future.result()
+                except BkctlError as error:
+                    if not keep_going:
+                        raise
+                    failures.append((ledger, error))
+
+        with ThreadPoolExecutor(max(concurrency, 1), thread_name_prefix="process-ledgers") as executor:
+            for ledger in self.ledgers(scope_id) if ledgers is None else ledgers:
+                if len(under_way) >= max(concurrency, 1):
+                    collect(wait(under_way, return_when=FIRST_COMPLETED).done)
+                under_way[executor.submit(processor, ledger)] = ledger
+            while under_way:
+                collect(wait(under_way, return_when=FIRST_COMPLETED).done)
+        return ProcessedLedgers(count, failures)
 
     def scopes(self) -> Iterator[int]:
         """Scope ids that have at least one ledger, ascending; a `scopes` tree of another cluster is passed over."""
@@ -237,6 +327,38 @@ class LedgerManager(ABC):
 
         return LedgerId(scope_id, uuid.uuid4().int & U64_MAX)
 
+    # copies of metadata
+
+    def values(self, ids: Iterable[LedgerId]) -> Iterator[tuple[LedgerId, Versioned[bytes] | None]]:
+        """The bytes of each ledger's metadata in the order given, several requests under way; None where it is gone."""
+        waiting: deque[LedgerId] = deque()
+
+        def paths() -> Iterator[str]:
+            for ledger in ids:
+                waiting.append(ledger)
+                yield self._path_to_read(ledger)
+
+        for found in self.store.get_many(paths()):
+            yield waiting.popleft(), found
+
+    def restore(self, ledger: LedgerId, value: bytes, expected: int) -> int:
+        """Put the bytes of a ledger's metadata back as they were, new (NEW) or in place of version `expected`.
+
+        Returns the version. Raises AlreadyExists, NotFound, MetadataVersionConflict, and as `create`.
+        """
+        path = self.path(ledger)
+        if ledger.is_scoped:
+            self._prepare_scopes()
+        return self.store.put(path, value, expected)
+
+    def id_position(self) -> int | None:
+        """Below which ids of scope 0 were generated: `new_ledger_id` gives this one or a greater one; None: unknown."""
+        return None
+
+    def skip_ids(self, position: int) -> bool:
+        """Generate no id of scope 0 below `position` any more, since such ledgers may have been; whether that is so."""
+        return False
+
     # what a layout decides
 
     @abstractmethod
@@ -244,10 +366,12 @@ class LedgerManager(ABC):
         """Where the ledger's metadata is kept, below the root. Raises UsageError for an id that has no place here."""
 
     @abstractmethod
-    def _ledgers_of_scope(self, scope_id: int, after: int) -> Iterator[LedgerId]: ...
+    def _ledgers_of_scope(self, scope_id: int, after: int) -> Iterator[LedgerId]:
+        """The scope's ledgers after the ledger id `after`, ascending. Raises Conflict for another cluster's scope."""
 
     @abstractmethod
-    def _scopes_from(self, first: int) -> Iterator[int]: ...
+    def _scopes_from(self, first: int) -> Iterator[int]:
+        """The scopes from `first` on that may have ledgers, ascending."""
 
     @abstractmethod
     def _new_default_id(self) -> int: ...
@@ -283,34 +407,50 @@ class LedgerManager(ABC):
 
 
 class QualifiedNameLedgerManager(LedgerManager):
-    """Every ledger at `ledgers/<32 hex>`, for stores that list a range of names cheaply (SQLite)."""
+    """Every ledger at `ledgers/<name>`, for stores that list a range of names cheaply. SQLite: the qualified name."""
 
     def path(self, ledger: LedgerId) -> str:
         """See LedgerManager.path."""
-        return f"ledgers/{ledger.qualified_name}"
+        return f"ledgers/{self._name(ledger)}"
+
+    def _name(self, ledger: LedgerId) -> str:
+        """The node's name; names sort as the ids do."""
+        return ledger.qualified_name
+
+    def _ledger(self, name: str) -> LedgerId | None:
+        """The ledger that a node of this name stands for; None for what is no ledger's."""
+        return LedgerId.from_value(int(name, 16)) if _QUALIFIED_NAME.fullmatch(name) else None
 
     def _ledgers_of_scope(self, scope_id: int, after: int) -> Iterator[LedgerId]:
-        # "g" sorts after every hex digit, "" before; a prefix sorts before all that it begins.
-        last = f"{scope_id:016x}" if after < 0 else LedgerId(scope_id, after).qualified_name
+        # A name without its last digit sorts just before those that it begins.
+        last = self._name(LedgerId(scope_id, 0))[:-1] if after < 0 else self._name(LedgerId(scope_id, after))
         while names := self.store.children("ledgers", after=last, limit=_PAGE_SIZE):
             for last in names:
-                if not _QUALIFIED_NAME.fullmatch(last):
+                ledger = self._ledger(last)
+                if ledger is None:
                     continue
-                ledger = LedgerId.from_value(int(last, 16))
                 if ledger.scope_id != scope_id:
                     return
                 yield ledger
 
     def _scopes_from(self, first: int) -> Iterator[int]:
-        last = f"{first:016x}"
+        last = self._name(LedgerId(first, 0))[:-1]
         while names := self.store.children("ledgers", after=last, limit=1):
             last = names[0]
-            if _QUALIFIED_NAME.fullmatch(last):
-                yield int(last[:16], 16)
-                last = last[:16] + "g"
+            if (ledger := self._ledger(last)) is not None:
+                yield ledger.scope_id
+                last = self._name(LedgerId(ledger.scope_id, U64_MAX))
 
     def _new_default_id(self) -> int:
         return self.store.sequence("idgen")
+
+    def id_position(self) -> int | None:
+        """See LedgerManager.id_position."""
+        return self.store.sequence_position("idgen")
+
+    def skip_ids(self, position: int) -> bool:
+        """See LedgerManager.skip_ids."""
+        return self.store.advance_sequence("idgen", position)
 
 
 class ZooKeeperLedgerManager(LedgerManager):
@@ -338,26 +478,47 @@ class ZooKeeperLedgerManager(LedgerManager):
     def _default_path(self, ledger_id: int) -> str: ...
 
     @abstractmethod
-    def _default_ledgers(self, after: int) -> Iterator[int]: ...
+    def _default_batches(self, after: int) -> Iterator[list[LedgerId]]:
+        """Scope 0's ledgers after the id `after`, ascending, one directory at a time."""
+
+    def batches(self, scope_id: int | None = 0, after: LedgerId | None = None) -> Iterator[list[LedgerId]]:
+        """See LedgerManager.batches."""
+        last_scope_id = 0 if after is None else after.scope_id
+        if scope_id in (None, 0) and last_scope_id == 0:
+            yield from self._default_batches(-1 if after is None else after.ledger_id)
+        if scope_id is None:
+            if self._scopes_ours or self.scopes_state() == "ours":
+                yield from self._scoped_batches(SCOPES, (4, 12, 4, 4, 4), after)
+        elif scope_id > 0 and last_scope_id <= scope_id and self._scopes_are_ours():
+            after = after if last_scope_id == scope_id else None
+            yield from self._scoped_batches(_scope_path(scope_id), (4, 4, 4), after, scope_id)
+
+    def _scoped_batches(
+        self, base: str, widths: tuple[int, ...], after: LedgerId | None, scope_id: int = 0
+    ) -> Iterator[list[LedgerId]]:
+        """The ledgers in the tree below `base` whose directories name what `scope_id` does not."""
+        first = after.qualified_name[-sum(widths) - 4 :] if after is not None else ""
+        levels = tuple(re.compile(f"[0-9a-f]{{{width}}}", re.ASCII) for width in widths)
+        for _, digits, names in walk_levels(self.store, base, levels, first):
+            high = LedgerId.from_value(scope_id << 64 | int(digits, 16) << 16)
+            ids = [high.ledger_id | int(match[1], 16) for match in map(_SCOPED_LEAF.fullmatch, names) if match]
+            found = ledger_ids(high.scope_id, ids)
+            if after is not None and found and found[0] <= after:
+                found = [ledger for ledger in found if ledger > after]
+            if found:
+                yield found
 
     def _ledgers_of_scope(self, scope_id: int, after: int) -> Iterator[LedgerId]:
-        if scope_id == 0:
-            for ledger_id in self._default_ledgers(after):
-                yield LedgerId(0, ledger_id)
-        elif self._scopes_are_ours():
-            base = _scope_path(scope_id)
-            last = "" if after < 0 else f"{after:016x}"
-            for digits in self._walk(self.store.children(base), base, (4, 4, 4, 4), last, alphabet="0-9a-f"):
-                yield LedgerId(scope_id, int(digits, 16))
+        return chain.from_iterable(self.batches(scope_id, LedgerId(scope_id, after) if after >= 0 else None))
 
     def _scopes_from(self, first: int) -> Iterator[int]:
         if first == 0:
             yield 0
         if self._scopes_ours or self.scopes_state() == "ours":
-            last = f"{max(first - 1, 0):016x}"
-            names = self.store.children(SCOPES)
-            for digits in self._walk(names, SCOPES, (4, 12), last, alphabet="0-9a-f", leaf=""):
-                yield int(digits, 16)
+            for _, high, names in walk_levels(self.store, SCOPES, (_HEX_4,), f"{first:016x}"[:4]):
+                for name in names:
+                    if _HEX_12.fullmatch(name) and (scope := int(high + name, 16)) >= max(first, 1):
+                        yield scope
 
     def _scopes_are_ours(self) -> bool:
         """Whether there are scopes. Raises Conflict when they are another cluster's."""
@@ -391,52 +552,31 @@ class ZooKeeperLedgerManager(LedgerManager):
     def _prunable_count(self, ledger: LedgerId, path: str) -> int:
         return path.count("/") - (1 if ledger.is_scoped else 0)  # never `scopes` itself
 
-    def _walk(
-        self,
-        names: list[str] | None,
-        path: str,
-        widths: tuple[int, ...],
-        after: str,
-        prefix: str = "",
-        *,
-        alphabet: str = "0-9",
-        leaf: str = "L",
-    ) -> Iterator[str]:
-        """Digits of all leaves below `path`, whose children are `names`, that sort after the digits `after`.
-
-        `widths` are the digits of each level; all of a level have the same width, so text order is numeric order. Names
-        of another form are passed over, and so is what vanishes meanwhile: only an empty directory is ever deleted.
-        """
-        is_leaf = len(widths) == 1
-        pattern = re.compile(f"{leaf if is_leaf else ''}([{alphabet}]{{{widths[0]}}})", re.ASCII)
-        found = sorted(match[1] for match in map(pattern.fullmatch, names or ()) if match)
-        if is_leaf:
-            yield from (prefix + digits for digits in found if prefix + digits > after)
-            return
-        found = [digits for digits in found if prefix + digits >= after[: len(prefix) + len(digits)]]
-        below = self.store.children_many(f"{path}/{digits}" if path else digits for digits in found)
-        for digits, children in zip(found, below, strict=True):
-            if children:
-                child = f"{path}/{digits}" if path else digits
-                yield from self._walk(
-                    children, child, widths[1:], after, prefix + digits, alphabet=alphabet, leaf=leaf
-                )
-
-    def _walk_default(
-        self, names: list[str], widths: tuple[int, ...], first: int, end: int, after: int
-    ) -> Iterator[int]:
+    def _walk_default(self, widths: tuple[int, ...], first: int, end: int, after: int) -> Iterator[list[LedgerId]]:
         """Ledger ids in [first, end) of the decimal tree of `widths` below the root, after the id `after`."""
+        first = max(first, after + 1)
+        if first >= end:
+            return
+        levels = tuple(re.compile(f"[0-9]{{{width}}}", re.ASCII) for width in widths)
         digit_count = sum(widths)
-        last = "" if after < 0 else f"{after:0{digit_count}d}"
-        if len(last) <= digit_count:
-            for digits in self._walk(names, "", widths, last):
-                if first <= int(digits) < end:
-                    yield int(digits)
+        for _, digits, names in walk_levels(self.store, "", levels, f"{first:0{digit_count + 4}d}"[:digit_count]):
+            high = int(digits) * 10_000
+            if high >= end:
+                return
+            ids = [high + number for number in _leaf_numbers(names)]
+            if ids and not first <= ids[0] <= ids[-1] < end:
+                ids = [ledger_id for ledger_id in ids if first <= ledger_id < end]
+            if ids:
+                yield ledger_ids(0, ids)
+
+    def _check_root(self) -> None:
+        if self.store.get("") is None:
+            raise NotFound(f"No BookKeeper cluster in {self.store.name}", hint=NO_CLUSTER_HINT)
 
     def _root_children(self) -> list[str]:
         names = self.store.children("")
         if names is None:
-            raise NotFound(f"No BookKeeper cluster in {self.store.name}")
+            raise NotFound(f"No BookKeeper cluster in {self.store.name}", hint=NO_CLUSTER_HINT)
         return names
 
     def _new_default_id(self) -> int:
@@ -462,6 +602,30 @@ class ZooKeeperLedgerManager(LedgerManager):
                 raise IllegalOperation(f"No ledger ids are left in {self.store.name}")
             self._create_if_missing(f"idgen-long/HOB-{high + 1:010d}")
 
+    def id_position(self) -> int | None:
+        """See LedgerManager.id_position."""
+        names = self.store.children("idgen-long")
+        if names is None:
+            return self.store.sequence_position("idgen")
+        # The generator begins with directory 1 where there is none.
+        high = max((int(match[1]) for match in map(_HIGH_ORDER_DIRECTORY.fullmatch, names) if match), default=1)
+        return high << 32 | self.store.sequence_position(f"idgen-long/HOB-{high:010d}")
+
+    def skip_ids(self, position: int) -> bool:
+        """See LedgerManager.skip_ids. Where the short ids are too far behind, the long ones begin."""
+        present = self.id_position() or 0
+        if position <= present:
+            return True
+        short = position < SHORT_ID_END and self.store.get("idgen-long") is None
+        if short and self.store.advance_sequence("idgen", position):
+            return True
+        high = (position - 1 >> 32) + 1
+        if high >= SHORT_ID_END:
+            return False
+        self._create_if_missing("idgen-long")
+        self._create_if_missing(f"idgen-long/HOB-{high:010d}")
+        return True
+
     def _create_if_missing(self, path: str) -> None:
         try:
             self.store.put(path, b"", NEW)
@@ -481,11 +645,10 @@ class HierarchicalLedgerManager(ZooKeeperLedgerManager):
     def _default_path(self, ledger_id: int) -> str:
         return _short_path(ledger_id) if ledger_id < SHORT_ID_END else _long_path(ledger_id)
 
-    def _default_ledgers(self, after: int) -> Iterator[int]:
-        names = self._root_children()
-        if after < SHORT_ID_END:
-            yield from self._walk_default(names, (2, 4, 4), 0, SHORT_ID_END, after)
-        yield from self._walk_default(names, (3, 4, 4, 4, 4), SHORT_ID_END, 1 << 63, after)
+    def _default_batches(self, after: int) -> Iterator[list[LedgerId]]:
+        self._check_root()
+        yield from self._walk_default((2, 4), 0, SHORT_ID_END, after)
+        yield from self._walk_default((3, 4, 4, 4), SHORT_ID_END, 1 << 63, after)
 
 
 class LegacyHierarchicalLedgerManager(ZooKeeperLedgerManager):
@@ -496,11 +659,20 @@ class LegacyHierarchicalLedgerManager(ZooKeeperLedgerManager):
             raise UsageError(f"Ledger id {ledger_id} has more than the 10 digits of a LegacyHierarchical layout")
         return _short_path(ledger_id)
 
-    def _default_ledgers(self, after: int) -> Iterator[int]:
-        yield from self._walk_default(self._root_children(), (2, 4, 4), 0, 10**10, after)
+    def _default_batches(self, after: int) -> Iterator[list[LedgerId]]:
+        self._check_root()
+        yield from self._walk_default((2, 4), 0, 10**10, after)
 
     def _new_default_id(self) -> int:
         return _short_id(self.store, "idgen")
+
+    def id_position(self) -> int | None:
+        """See LedgerManager.id_position."""
+        return self.store.sequence_position("idgen")
+
+    def skip_ids(self, position: int) -> bool:
+        """See LedgerManager.skip_ids."""
+        return self.store.advance_sequence("idgen", position)
 
 
 class LongHierarchicalLedgerManager(ZooKeeperLedgerManager):
@@ -509,8 +681,9 @@ class LongHierarchicalLedgerManager(ZooKeeperLedgerManager):
     def _default_path(self, ledger_id: int) -> str:
         return _long_path(ledger_id)
 
-    def _default_ledgers(self, after: int) -> Iterator[int]:
-        yield from self._walk_default(self._root_children(), (3, 4, 4, 4, 4), 0, 1 << 63, after)
+    def _default_batches(self, after: int) -> Iterator[list[LedgerId]]:
+        self._check_root()
+        yield from self._walk_default((3, 4, 4, 4), 0, 1 << 63, after)
 
 
 class FlatLedgerManager(ZooKeeperLedgerManager):
@@ -519,13 +692,37 @@ class FlatLedgerManager(ZooKeeperLedgerManager):
     def _default_path(self, ledger_id: int) -> str:
         return f"L{ledger_id:010d}"
 
-    def _default_ledgers(self, after: int) -> Iterator[int]:
-        matches = (_FLAT_LEDGER.fullmatch(name) for name in self._root_children())
-        ids = sorted(int(match[1]) for match in matches if match)
-        yield from (ledger_id for ledger_id in ids if after < ledger_id <= I64_MAX)
+    def _default_batches(self, after: int) -> Iterator[list[LedgerId]]:
+        matches = map(_FLAT_LEDGER.fullmatch, self._root_children())
+        ids = sorted(number for match in matches if match and after < (number := int(match[1])) <= I64_MAX)
+        if ids:
+            yield ledger_ids(0, ids)
 
     def _new_default_id(self) -> int:
         return _short_id(self.store, "")
+
+    def id_position(self) -> int | None:
+        """See LedgerManager.id_position: what was created in the root counts too, so that some ids may be left out."""
+        return self.store.sequence_position("")
+
+    def skip_ids(self, position: int) -> bool:
+        """See LedgerManager.skip_ids."""
+        return self.store.advance_sequence("", position)
+
+
+def _leaf_numbers(names: list[str]) -> list[int]:
+    """The numbers of the names that are `L` and four digits, ascending as the names are; others are passed over."""
+    text = "".join(names)
+    digits = text.replace("L", "")
+    # Ten thousand names in a directory are looked at together: five characters each, of which the first is the L.
+    if (
+        text[::5] == "L" * len(names)
+        and len(text) == 5 * len(names) == len(digits) + len(names)
+        and digits.isascii()
+        and digits.isdigit()
+    ):
+        return [int(digits[at : at + 4]) for at in range(0, len(digits), 4)]
+    return [int(match[1]) for match in map(_LEAF.fullmatch, names) if match]
 
 
 def _short_id(store: MetadataStore, path: str) -> int:

@@ -1,26 +1,24 @@
 """A cluster at a glance: its bookies counted, its auditor, the tree of its nodes, the ledgers that fit a question.
 
-Source: ClusterInfoService, ZkLedgerAuditorManager.getCurrentAuditor, ZkLedgerUnderreplicationManager.
+Source: ClusterInfoService.
 """
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Final, NamedTuple
 
-from bkctl.errors import BkctlError, LedgerNotFound, NotFound
+from bkctl.errors import BkctlError, Corrupt, LedgerNotFound, NotFound
+from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledgers import VersionedMetadata
+from bkctl.metadata.replication import LedgerUnderreplicationManager
 from bkctl.metadata.store import MetadataStore, Versioned
 
-UNDERREPLICATION: Final = "underreplication"
 TREE_DEPTH_MAX: Final = 64
-_UNDERREPLICATED_LEDGER: Final = re.compile(r"urL[0-9a-f]+", re.ASCII)
-_VOTE: Final = re.compile(rb'bookieId:\s*"([^"\\]*)"')
 
 
 class ClusterInfo(NamedTuple):
@@ -46,7 +44,7 @@ class ClusterInfo(NamedTuple):
 
 def cluster_info(cluster: Cluster) -> ClusterInfo:
     """What the metadata store says of the cluster now. Raises NotFound when there is no cluster."""
-    store = cluster.store
+    replication = LedgerUnderreplicationManager(cluster.store)
     layout = cluster.layout()
     bookies = cluster.bookies.list()
     states = Counter(bookie.state for bookie in bookies)
@@ -59,31 +57,17 @@ def cluster_info(cluster: Cluster) -> ClusterInfo:
         read_only_count=states["ro"],
         down_count=states["down"],
         scopes_count=sum(bookie.ledger_scopes for bookie in bookies),
-        auditor_id=_auditor(store),
-        underreplicated=any(
-            _has_underreplicated(store, path)
-            for path in (f"{UNDERREPLICATION}/ledgers", f"{UNDERREPLICATION}/scopes/ledgers")
-        ),
-        replication_enabled=store.get(f"{UNDERREPLICATION}/disable") is None,
+        auditor_id=_auditor(replication),
+        underreplicated=replication.any(),
+        replication_enabled=replication.is_enabled(),
     )
 
 
-def _auditor(store: MetadataStore) -> str | None:
-    """The bookie with the lowest vote. Source: ZkLedgerAuditorManager.getCurrentAuditor."""
-    election = f"{UNDERREPLICATION}/auditorelection"
-    votes = [name for name in store.children(election) or [] if name.startswith("V_")]
-    if not votes:
+def _auditor(replication: LedgerUnderreplicationManager) -> str | None:
+    try:
+        return replication.auditor()
+    except Corrupt:
         return None
-    found = store.get(f"{election}/{min(votes)}")
-    match = _VOTE.search(found.value) if found is not None else None
-    return match[1].decode("utf-8", "replace") if match else None
-
-
-def _has_underreplicated(store: MetadataStore, path: str, depth: int = 0) -> bool:
-    names = store.children(path) or []
-    if any(_UNDERREPLICATED_LEDGER.fullmatch(name) for name in names):
-        return True
-    return depth < TREE_DEPTH_MAX and any(_has_underreplicated(store, f"{path}/{name}", depth + 1) for name in names)
 
 
 class Node(NamedTuple):
@@ -131,6 +115,7 @@ class LedgerQuery(NamedTuple):
     age_s_min: float | None = None
     age_s_max: float | None = None
     size_bytes_min: int | None = None
+    size_bytes_max: int | None = None
     custom_metadata: tuple[tuple[str, bytes], ...] = ()
 
     @property
@@ -147,6 +132,7 @@ class LedgerQuery(NamedTuple):
             and (self.age_s_min is None or (age_s is not None and age_s >= self.age_s_min))
             and (self.age_s_max is None or (age_s is not None and age_s <= self.age_s_max))
             and (self.size_bytes_min is None or metadata.length >= self.size_bytes_min)
+            and (self.size_bytes_max is None or metadata.length <= self.size_bytes_max)
             and all(metadata.custom_metadata.get(key) == value for key, value in self.custom_metadata)
             and (self.bookie_id is None or any(self.bookie_id in each.bookies for each in metadata.ensembles))
         )
@@ -177,3 +163,24 @@ def list_ledgers(
             unreadable(ledger, found)
         elif query.matches(found, now_ms):
             yield ledger, found
+
+
+class BookieLedgers(NamedTuple):
+    """How many ledgers have a bookie in an ensemble, and how many unclosed ones have it in their last."""
+
+    ledger_count: int
+    open_count: int
+
+
+def ledgers_of_bookies(cluster: Cluster, bookie_ids: Collection[str]) -> dict[str, BookieLedgers]:
+    """Count the ledgers of every scope on each of `bookie_ids`, in one pass over all metadata.
+
+    Raises what is wrong with metadata that cannot be read.
+    """
+    ledgers, growing = Counter[str](), Counter[str]()
+    for _, found in list_ledgers(cluster, None):
+        metadata = found.metadata
+        ledgers.update({each for fragment in metadata.ensembles for each in fragment.bookies})
+        if metadata.state is not LedgerState.CLOSED:
+            growing.update(set(metadata.last_fragment.bookies))
+    return {each: BookieLedgers(ledgers[each], growing[each]) for each in bookie_ids}

@@ -269,6 +269,22 @@ class SqliteStore(MetadataStore):
             ).fetchall()
             return int(rows[0][0])
 
+    def sequence_position(self, path: str) -> int:
+        """See MetadataStore.sequence_position."""
+        rows = self._rows("SELECT value FROM counter WHERE name = ?", (f"sequence {check_path(path)}",))
+        return int(rows[0][0]) + 1 if rows else 0
+
+    def advance_sequence(self, path: str, position: int) -> bool:
+        """See MetadataStore.advance_sequence."""
+        if position > 0:
+            with self._transaction() as connection:
+                connection.execute(
+                    "INSERT INTO counter VALUES(?, ?) "
+                    "ON CONFLICT(name) DO UPDATE SET value = max(value, excluded.value)",
+                    (f"sequence {check_path(path)}", position - 1),
+                )
+        return True
+
     # sessions and ephemerals
 
     def ephemeral(self, path: str, value: bytes, *, wait_s: float | None = None) -> None:
@@ -285,9 +301,10 @@ class SqliteStore(MetadataStore):
         parent, name = _split(path)
         self._end_dead_sessions(at_once=True)
         with self._transaction() as connection:
-            if self._session is None or not connection.execute(
-                "SELECT 1 FROM session WHERE id = ?", (self._session,)
-            ).fetchone():
+            if (
+                self._session is None
+                or not connection.execute("SELECT 1 FROM session WHERE id = ?", (self._session,)).fetchone()
+            ):
                 identity = (*_process_identity(), _monotonic_ms(), _wall_ms())
                 self._session = connection.execute(
                     "INSERT INTO session VALUES(NULL, ?, ?, ?, ?, ?, ?)", identity

@@ -6,11 +6,17 @@ runs over every driver. All calls block; every method may be called from any thr
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, Generic, NamedTuple, Self, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Self, TypeVar
 
 from bkctl.errors import UsageError
+
+if TYPE_CHECKING:
+    import ssl
 
 T = TypeVar("T")
 
@@ -19,19 +25,111 @@ NEW: Final = -1
 #: The largest value a node may hold; ZooKeeper's own bound (jute.maxbuffer) is 1 MiB less some bytes for the frame.
 VALUE_SIZE_BYTES_MAX: Final = 1 << 20
 PATH_LENGTH_MAX: Final = 1024
+SEQUENCE_STEPS_MAX: Final = 100_000
 NO_CLUSTER_HINT: Final = "check the path at the end of the metadata URI"
 
 
 class Versioned(NamedTuple, Generic[T]):
     """A value as it was read, with what a conditional write needs.
 
-    `version` counts the writes of this node (0 just after its creation); `ctime_ms` is when the store created the node,
-    in ms since 1970, None where the store does not know.
+    `version` is another after each write of the node, and greater: ZooKeeper and SQLite count the node's writes, 0 just
+    after its creation; on etcd it is the mod revision, above 0. `ctime_ms` is when the store created the node, in ms
+    since 1970, None where the store does not know (etcd).
     """
 
     value: T
     version: int
     ctime_ms: int | None
+
+
+def client_tls(
+    ca: str | None = None,
+    certificate: str | None = None,
+    key: str | None = None,
+    *,
+    key_password: str | None = None,
+    verify_hostname: bool = True,
+) -> ssl.SSLContext:
+    """A TLS context for connections to bookies and stores, from PEM files.
+
+    `ca` (None: the system's) says whom we trust, `certificate` and its `key` say who we are. `verify_hostname` also
+    checks that the server's certificate names the host it is reached by; the chain is always checked. Raises
+    UsageError when a file cannot be read or is no PEM file of its kind.
+    """
+    import ssl
+
+    if key is not None and certificate is None:
+        raise UsageError("A TLS key needs its certificate", hint="give both")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = verify_hostname
+    try:
+        if ca is None:
+            context.load_default_certs()
+        else:
+            context.load_verify_locations(ca)
+        if certificate is not None:
+            context.load_cert_chain(certificate, key, key_password)
+    except OSError as error:  # ssl.SSLError is one
+        names = ", ".join(name for name in (ca, certificate, key) if name)
+        raise UsageError(f"TLS files {names}: {error.strerror or error}", hint="PEM files are needed") from error
+    return context
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSecurity:
+    """How a guarded metadata store is opened, and what guards what we create there. The empty value: not at all.
+
+    `tls` encrypts; `ca` is the PEM file of the authorities that sign the servers' certificates (None: the system's),
+    `certificate` and `key` are our own, for servers that ask. `user` and `password` log in: on ZooKeeper by its
+    `digest` scheme, or with `sasl` by SASL DIGEST-MD5 (JAAS's DigestLoginModule). `creator_acl` gives what we create on
+    ZooKeeper to whom we logged in as, alone (`zkEnableSecurity`, ZkUtils.getACLs); without, it is open to everybody.
+    """
+
+    tls: bool = False
+    ca: str | None = None
+    certificate: str | None = None
+    key: str | None = None
+    key_password: str | None = field(default=None, repr=False)
+    verify_hostname: bool = True
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    sasl: bool = False
+    creator_acl: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.tls and (self.ca or self.certificate or self.key):
+            raise UsageError("TLS files for a metadata store that is not reached by TLS", hint="ask for TLS too")
+        if self.key is not None and self.certificate is None:
+            raise UsageError("A TLS key needs its certificate", hint="give both")
+        if (self.user is None) != (self.password is None):
+            raise UsageError("A user of the metadata store needs a password, and a password its user")
+        if self.user is None and self.sasl:
+            raise UsageError("SASL needs a user and a password for the metadata store")
+
+    def over(self, other: StoreSecurity | None) -> StoreSecurity:
+        """This value, with TLS and login of `other` where this one has none of its own."""
+        if other is None:
+            return self
+        merged = self
+        if not self.tls:
+            merged = replace(
+                merged, tls=other.tls, ca=other.ca, certificate=other.certificate, key=other.key,
+                key_password=other.key_password, verify_hostname=other.verify_hostname,
+            )  # fmt: skip
+        if self.user is None:
+            merged = replace(merged, user=other.user, password=other.password, sasl=other.sasl)
+        return merged
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """The context for connections; None without `tls`. Raises UsageError for a file that is no PEM of its kind."""
+        if not self.tls:
+            return None
+        return client_tls(
+            self.ca, self.certificate, self.key, key_password=self.key_password, verify_hostname=self.verify_hostname
+        )
+
+
+NO_SECURITY: Final = StoreSecurity()
 
 
 def check_path(path: str) -> str:
@@ -87,6 +185,13 @@ class MetadataStore(ABC):
         Raises NotFound, MetadataVersionConflict, Conflict when the node has children.
         """
 
+    def delete_root(self) -> None:
+        """Delete the root itself, which must be empty; where the root is the store (SQLite), nothing happens.
+
+        Raises NotFound, and Conflict when it has children.
+        """
+        return
+
     @abstractmethod
     def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
         """Names of the node's children in ascending order; None when the node does not exist.
@@ -102,6 +207,23 @@ class MetadataStore(ABC):
     @abstractmethod
     def sequence(self, path: str) -> int:
         """The next number of the sequence kept at `path`: never the same twice, ascending, 0 first."""
+
+    @abstractmethod
+    def sequence_position(self, path: str) -> int:
+        """The number that `sequence` will give next at `path`; 0 where it gave none, and where there is no node."""
+
+    def advance_sequence(self, path: str, position: int) -> bool:
+        """Make `sequence` give `position` or more from now on; False where that would take too many steps."""
+        behind = position - self.sequence_position(path)
+        if behind > SEQUENCE_STEPS_MAX:
+            return False
+        if behind > 0:
+            from concurrent.futures import ThreadPoolExecutor
+
+            with ThreadPoolExecutor(16, thread_name_prefix="advance-sequence") as executor:
+                for _ in executor.map(self.sequence, [path] * behind):
+                    pass
+        return True
 
     @abstractmethod
     def ephemeral(self, path: str, value: bytes, *, wait_s: float | None = None) -> None:
@@ -129,3 +251,42 @@ class MetadataStore(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def walk_levels(
+    store: MetadataStore, base: str, levels: Sequence[re.Pattern[str]], first: str = ""
+) -> Iterator[tuple[str, str, list[str]]]:
+    """The lowest directories of a tree below `base`: path, the names of its directories joined, its children's names.
+
+    Each of `levels` is what a directory's name in that level is like; others are passed over. All of a level have the
+    same width, so that directories come in ascending order, and `first` leaves out those that sort before it.
+    Several requests are under way in every level at once. What vanishes meanwhile is passed over.
+    """
+    directories: Iterator[tuple[str, str]] = iter([(base, "")])
+    for level in levels:
+        directories = _directories_below(store, directories, level, first)
+    yield from _children_of(store, directories)
+
+
+def _directories_below(
+    store: MetadataStore, directories: Iterator[tuple[str, str]], level: re.Pattern[str], first: str
+) -> Iterator[tuple[str, str]]:
+    for path, digits, names in _children_of(store, directories):
+        for name in names:
+            joined = digits + name
+            if level.fullmatch(name) and joined >= first[: len(joined)]:
+                yield f"{path}/{name}" if path else name, joined
+
+
+def _children_of(store: MetadataStore, directories: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str, list[str]]]:
+    waiting: deque[tuple[str, str]] = deque()
+
+    def paths() -> Iterator[str]:
+        for directory in directories:
+            waiting.append(directory)
+            yield directory[0]
+
+    for names in store.children_many(paths()):
+        path, digits = waiting.popleft()
+        if names:
+            yield path, digits, names

@@ -1,7 +1,8 @@
 """Where a cluster's metadata is: every URI form that Apache BookKeeper, Pulsar and bkctl know.
 
     zk[+TYPE]://HOST[:PORT][;HOST…][/ROOT]      TYPE: hierarchical, longhierarchical, longlonghierarchical, flat, null
-    etcd://HOST:PORT[;HOST…][/SCOPE]
+    etcd[+TYPE]://[USER:PASSWORD@]HOST[:PORT][;HOST…][/SCOPE][?tls=true&ca=FILE&cert=FILE&key=FILE]
+                                                 TYPE: any of those; etcd has one layout
     sqlite:///FILE                               absolute, as in file:///
     metadata-store:[zk:]HOSTS[/PATH]             Pulsar's
 
@@ -14,16 +15,18 @@ import re
 from typing import Final, NamedTuple
 
 from bkctl.errors import Unsupported, UsageError
+from bkctl.metadata.store import StoreSecurity
 
 ROOT_PATH_DEFAULT: Final = "/ledgers"
 ZOOKEEPER_PORT_DEFAULT: Final = 2181
 ETCD_PORT_DEFAULT: Final = 2379
 LEDGER_MANAGER_TYPES: Final = ("hierarchical", "longhierarchical", "longlonghierarchical", "flat", "null")
-FORMS_HINT: Final = "write it as zk+hierarchical://HOST:2181/ledgers or sqlite:///FILE"
+FORMS_HINT: Final = "write it as zk+hierarchical://HOST:2181/ledgers, etcd://HOST:2379/ledgers or sqlite:///FILE"
 _URI_LENGTH_MAX: Final = 4096
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9.-]*)(?:\+([A-Za-z0-9.-]*))?://(.*)", re.DOTALL)
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.]{2,45}(?:%[A-Za-z0-9._-]+)?\]", re.ASCII)
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
+_USER_INFO = re.compile("//[^/]*@")
 _PORT = re.compile(r"[0-9]{1,5}", re.ASCII)
 _PULSAR_STORES = ("rocksdb", "memory", "etcd", "oxia")
 
@@ -34,6 +37,7 @@ class MetadataUri(NamedTuple):
     `driver` is "zk", "etcd" or "sqlite"; `manager_type` one of LEDGER_MANAGER_TYPES ("null": as the LAYOUT says);
     `hosts` are (host, port) pairs, empty for sqlite; `path` is the ledgers root, key scope or file, with leading "/".
     `pulsar`: it came as `metadata-store:`, where Pulsar puts the root at PATH/ledgers, and may write no LAYOUT.
+    `security` is what an etcd URI says of login and TLS; it is no part of `text`, nor printed otherwise.
     """
 
     driver: str
@@ -41,6 +45,7 @@ class MetadataUri(NamedTuple):
     hosts: tuple[tuple[str, int], ...]
     path: str
     pulsar: bool = False
+    security: StoreSecurity | None = None
 
     @property
     def connect_string(self) -> str:
@@ -83,17 +88,20 @@ def parse_uri(text: str) -> MetadataUri:
         manager_type = "null" if kind is None else kind.lower()
         if manager_type not in LEDGER_MANAGER_TYPES:
             raise Unsupported(
-                f"Metadata URI {text!r} names the ledger manager type {kind!r}, which bkctl does not have",
+                f"Metadata URI {_shown(text)!r} names the ledger manager type {kind!r}, which bkctl does not have",
                 hint=f"it has {', '.join(LEDGER_MANAGER_TYPES)}",
             )
         authority, path = _split_authority(text, rest)
         return MetadataUri("zk", manager_type, _parse_hosts(text, authority, ZOOKEEPER_PORT_DEFAULT), path)
     if driver == "etcd":
-        if kind not in (None, "null", "hierarchical"):
+        if kind is not None and kind.lower() not in LEDGER_MANAGER_TYPES:
             raise _bad(text, f"etcd has no ledger manager type {kind!r}")
+        rest, security = _split_security(text, rest)
         authority, path = _split_authority(text, rest)
-        return MetadataUri("etcd", "null", _parse_hosts(text, authority, ETCD_PORT_DEFAULT), path)
-    raise Unsupported(f"Metadata URI {text!r} names the store {match[1]!r}, which bkctl does not have", hint=FORMS_HINT)
+        return MetadataUri("etcd", "null", _parse_hosts(text, authority, ETCD_PORT_DEFAULT), path, security=security)
+    raise Unsupported(
+        f"Metadata URI {_shown(text)!r} names the store {match[1]!r}, which bkctl does not have", hint=FORMS_HINT
+    )
 
 
 def assemble_uri(
@@ -111,7 +119,12 @@ def assemble_uri(
 
 
 def _bad(text: str, problem: str) -> UsageError:
-    return UsageError(f"Not a metadata URI: {text!r}: {problem}", hint=FORMS_HINT)
+    return UsageError(f"Not a metadata URI: {_shown(text)!r}: {problem}", hint=FORMS_HINT)
+
+
+def _shown(text: str) -> str:
+    """It may hold a password."""
+    return _USER_INFO.sub("//…@", text)
 
 
 def _parse_sqlite(text: str, kind: str | None, rest: str) -> MetadataUri:
@@ -121,7 +134,36 @@ def _parse_sqlite(text: str, kind: str | None, rest: str) -> MetadataUri:
         raise _bad(text, "the file must be absolute, as in sqlite:///var/lib/bkctl/metadata.db")
     if rest.endswith("/"):
         raise _bad(text, "it names a directory, not a file")
-    return MetadataUri("sqlite", "null", (), rest)
+    # SQLAlchemy's URIs of absolute files have a fourth slash.
+    return MetadataUri("sqlite", "null", (), "/" + rest.lstrip("/"))
+
+
+def _split_security(text: str, rest: str) -> tuple[str, StoreSecurity | None]:
+    """`rest` without user, password and query, and what they said; None where they said nothing."""
+    from urllib.parse import parse_qsl, unquote
+
+    rest, _, query = rest.partition("?")
+    options = dict(parse_qsl(query, keep_blank_values=True)) if query else {}
+    if unknown := sorted(options.keys() - {"tls", "ca", "cert", "key"}):
+        raise _bad(text, f"{unknown[0]!r} is not one of tls, ca, cert and key")
+    if (tls := options.get("tls")) not in (None, "true", "false"):
+        raise _bad(text, "tls is true or false")
+    authority, slash, path = rest.partition("/")
+    login, at, hosts = authority.rpartition("@")
+    user, colon, password = login.partition(":")
+    if at and not (user and colon):
+        raise _bad(text, "a user needs a password, as in USER:PASSWORD@HOST")
+    if not at and not options:
+        return rest, None
+    security = StoreSecurity(
+        tls=tls == "true" or (tls is None and any(options.get(name) for name in ("ca", "cert", "key"))),
+        ca=options.get("ca") or None,
+        certificate=options.get("cert") or None,
+        key=options.get("key") or None,
+        user=unquote(user) if at else None,
+        password=unquote(password) if at else None,
+    )
+    return hosts + slash + path, security
 
 
 def _split_authority(text: str, rest: str) -> tuple[str, str]:
@@ -129,7 +171,7 @@ def _split_authority(text: str, rest: str) -> tuple[str, str]:
         raise _bad(text, "a query or fragment has no meaning in it")
     authority, slash, path = rest.partition("/")
     if "@" in authority:
-        raise _bad(text, "a user name has no meaning in it")
+        raise _bad(text, "a user name has no meaning in it; it is given beside it")
     path = slash + path
     if not path:
         return authority, ROOT_PATH_DEFAULT
@@ -161,7 +203,9 @@ def _parse_pulsar(text: str) -> MetadataUri:
     rest = text[len("metadata-store:") :]
     store, colon, tail = rest.partition(":")
     if store.lower() in _PULSAR_STORES and colon:
-        raise Unsupported(f"Metadata URI {text!r} names Pulsar's {store.lower()} store, which bkctl does not have")
+        raise Unsupported(
+            f"Metadata URI {_shown(text)!r} names Pulsar's {store.lower()} store, which bkctl does not have"
+        )
     if store.lower() == "zk" and colon:
         rest = tail
     authority, slash, _ = rest.partition("/")

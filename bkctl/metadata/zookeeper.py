@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import re
 import socket
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from kazoo.client import KazooClient
 from kazoo.exceptions import (
@@ -36,9 +38,10 @@ from kazoo.exceptions import (
     SessionExpiredError,
     SessionMovedError,
 )
-from kazoo.handlers.threading import KazooTimeoutError
+from kazoo.handlers.threading import KazooTimeoutError, SequentialThreadingHandler
 from kazoo.protocol.states import KazooState
 from kazoo.retry import KazooRetry
+from kazoo.security import CREATOR_ALL_ACL
 
 from bkctl.errors import (
     AlreadyExists,
@@ -51,13 +54,31 @@ from bkctl.errors import (
     Unreachable,
     UsageError,
 )
-from bkctl.metadata.store import NEW, NO_CLUSTER_HINT, VALUE_SIZE_BYTES_MAX, MetadataStore, Versioned, check_path
+from bkctl.metadata.store import (
+    NEW,
+    NO_CLUSTER_HINT,
+    NO_SECURITY,
+    VALUE_SIZE_BYTES_MAX,
+    MetadataStore,
+    StoreSecurity,
+    Versioned,
+    check_path,
+)
+from bkctl.metadata.zookeeper_reader import AGAIN, Batch, Reader, ReaderLost
+
+if TYPE_CHECKING:
+    import ssl
 
 T = TypeVar("T")
 
 SESSION_TIMEOUT_S: Final = 10.0  # zkTimeout
-BATCH_SIZE: Final = 64
-DIRECTORY_BATCH_SIZE: Final = 4  # a directory may have ten thousand names
+_BATCH_SIZE_MAX: Final = 256
+#: Operation → reads in the first batch; the sum of names or bytes below which a batch grows, above which it shrinks.
+_BATCHES: Final = {"get": (64, 1 << 18, 1 << 21), "children": (4, 4_000, 40_000)}
+_KNOWN_MAX: Final = 16_384
+#: How long kazoo does the reading after a connection for it could not be had.
+_READER_PAUSE_S: Final = 5.0
+_READER_CONNECT_S: Final = 2.0
 _FIRST_ANSWER_S: Final = 0.3
 _RETRY_PAUSE_S: Final = 0.02
 _POLL_S: Final = 0.1
@@ -78,6 +99,9 @@ _ANSWERS: Final = (BadVersionError, NoChildrenForEphemeralsError, NodeExistsErro
 _REFUSED: Final = (NoAuthError, AuthFailedError, InvalidACLError)
 
 
+_SLASH: Final = re.compile("/")
+
+
 class _Call:
     """One operation, which may take several requests; `repeated`: an earlier one may have been applied."""
 
@@ -95,10 +119,89 @@ class _Call:
 _Place: TypeAlias = tuple[str, bool]
 
 
+class _Batch(ABC):
+    """Reads under way, one for each of `paths`; `waited_s`: how long nobody answered, when that is over."""
+
+    paths: list[str]
+    waited_s: float = 0.0
+
+    @abstractmethod
+    def finish(self) -> list[Any]:
+        """An answer for each path (a Versioned, or names in order); None for a missing node, else AGAIN."""
+
+
+class _KazooBatch(_Batch):
+    def __init__(self, store: ZooKeeperStore, results: list[Any], paths: list[str]) -> None:
+        self.store = store
+        self.results = results
+        self.paths = paths
+
+    def finish(self) -> list[Any]:
+        # Waiting for the last answer instead of for each takes one change of threads, not one an answer.
+        self.results[-1].wait(self.store.timeout_s)
+        answers: list[Any] = []
+        for result in self.results:
+            try:
+                found = result.get(timeout=_POLL_S)
+            except KazooTimeoutError as error:
+                raise self.store._timed_out() from error
+            except KazooException:
+                answers.append(AGAIN)
+            else:
+                answers.append(sorted(found) if isinstance(found, list) else _versioned(found))
+        return answers
+
+
+class _ReaderBatch(_Batch):
+    def __init__(self, store: ZooKeeperStore, reader: Reader, asked: Batch, paths: list[str]) -> None:
+        self.store = store
+        self.reader = reader
+        self.asked = asked
+        self.paths = paths
+
+    def finish(self) -> list[Any]:
+        try:
+            return self.reader.answers(self.asked)
+        except ReaderLost as error:
+            self.store._drop_reader(self.reader)
+            self.waited_s = error.waited_s
+            return [AGAIN] * len(self.paths)
+
+
 class _Watch(NamedTuple):
     path: str
     children: bool
     callback: Callable[[], None]
+
+
+class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
+    """kazoo's threads, with our own sockets: one TLS context for all, and the reason why one could not be had."""
+
+    def __init__(self, tls: ssl.SSLContext | None) -> None:
+        super().__init__()
+        self.tls = tls
+        #: Why the last connection failed, in words; "" when it was made.
+        self.problem = ""
+        #: Host and port of the last connection that was made.
+        self.peer: tuple[str, int] | None = None
+
+    def create_connection(self, *, address: tuple[str, int], hostname: str, timeout: float, **_: Any) -> socket.socket:
+        """Source: kazoo.handlers.utils.create_tcp_connection."""
+        try:
+            connection = socket.create_connection(address, timeout)
+            try:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if self.tls is not None:
+                    connection = self.tls.wrap_socket(connection, server_hostname=hostname.strip("[]"))
+            except BaseException:
+                connection.close()
+                raise
+        except OSError as error:
+            self.problem = _connection_problem(error)
+            raise
+        self.problem = ""
+        self.peer = hostname, address[1]
+        return connection
 
 
 class ZooKeeperStore(MetadataStore):
@@ -108,9 +211,16 @@ class ZooKeeperStore(MetadataStore):
     """
 
     def __init__(
-        self, hosts: str, root: str, *, timeout_s: float = 30.0, session_timeout_s: float = SESSION_TIMEOUT_S
+        self,
+        hosts: str,
+        root: str,
+        *,
+        timeout_s: float = 30.0,
+        session_timeout_s: float = SESSION_TIMEOUT_S,
+        security: StoreSecurity = NO_SECURITY,
     ) -> None:
         self.hosts = hosts
+        self.security = security
         self.timeout_s = timeout_s
         self.session_timeout_s = session_timeout_s
         self.change_root(root)
@@ -126,10 +236,20 @@ class ZooKeeperStore(MetadataStore):
         #: kazoo keeps each callback until its node changes, also of watches that were cancelled, but equal ones once.
         self._callbacks: weakref.WeakValueDictionary[_Place, Callable[[object], None]] = weakref.WeakValueDictionary()
         self._thread: threading.Thread | None = None
+        #: Full paths of some nodes that exist, or did: parents of what was created.
+        self._known: set[str] = set()
+        self._reader: Reader | None = None
+        self._no_reader_until = float("-inf")
+        self._handler = _Handler(security.tls_context())
+        digest_login = security.user is not None and not security.sasl
         self._client = KazooClient(
             hosts,
             timeout=session_timeout_s,
+            handler=self._handler,
             connection_retry=KazooRetry(max_tries=-1, delay=0.05, backoff=2, max_jitter=0.4, max_delay=1.0),
+            default_acl=list(CREATOR_ALL_ACL) if security.creator_acl else None,
+            auth_data=[("digest", f"{security.user}:{security.password}")] if digest_login else None,
+            sasl_options=_sasl_options(security),
             logger=_silent_logger(),
         )
         self._client.add_listener(self._on_state)
@@ -151,8 +271,9 @@ class ZooKeeperStore(MetadataStore):
             if reasons := self._refusals(deadline):
                 raise Unreachable(f"No ZooKeeper at {self.hosts}: {reasons}", hint="check the metadata URI")
             if not self._connected.wait(max(deadline - time.monotonic(), 0)):
+                why = f": {self._handler.problem}" if self._handler.problem else ""
                 raise TimedOut(
-                    f"ZooKeeper at {self.hosts} gave no session within {self.timeout_s:g} s",
+                    f"ZooKeeper at {self.hosts} gave no session within {self.timeout_s:g} s{why}",
                     hint="check the metadata URI, or give it more time with --timeout",
                 )
         except BaseException:
@@ -163,15 +284,20 @@ class ZooKeeperStore(MetadataStore):
         """Why no host can be connected to; "" when one can, or might."""
         reasons = []
         for host, port in self._client.hosts:
+            remaining_s = max(deadline - time.monotonic(), 0.01)
             try:
-                with socket.create_connection((host.strip("[]"), port), timeout=max(deadline - time.monotonic(), 0.01)):
-                    return ""
+                # A handler of its own: kazoo's tells of kazoo's connections.
+                _Handler(self._handler.tls).create_connection(
+                    address=(host.strip("[]"), port), hostname=host, timeout=remaining_s
+                ).close()
             except TimeoutError:
                 return ""
             except socket.gaierror:
                 reasons.append(f"the name {host} does not resolve")
             except OSError as error:
-                reasons.append((error.strerror or str(error)).lower())
+                reasons.append(_connection_problem(error))
+            else:
+                return ""
         return ", ".join(dict.fromkeys(reasons))
 
     def _on_state(self, state: str) -> None:
@@ -186,11 +312,11 @@ class ZooKeeperStore(MetadataStore):
             if state == KazooState.LOST:
                 self._session_lost = True
 
-    def _run(self, request: Callable[[], Any]) -> Any:
-        return _Call(self, request).answer()
+    def _run(self, request: Callable[[], Any], timeout_s: float | None = None) -> Any:
+        return self._answer(_Call(self, request), timeout_s)
 
-    def _answer(self, call: _Call) -> Any:
-        deadline = time.monotonic() + self.timeout_s
+    def _answer(self, call: _Call, timeout_s: float | None = None) -> Any:
+        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         while not self._closed:
             try:
                 return call.request().get(timeout=max(deadline - time.monotonic(), 0.001))
@@ -217,44 +343,105 @@ class ZooKeeperStore(MetadataStore):
     def _full(self, path: str) -> str:
         return f"{self.root}/{check_path(path)}" if path else self.root
 
-    def _pipeline(
-        self, paths: Iterable[str], size: int, request: Callable[[str], Any], again: Callable[[str], T]
-    ) -> Iterator[T]:
-        """Answers in order; `again` asks for one that was lost, and says what is missing.
+    # many reads
 
-        Two batches of `size` requests are under way. Waiting for a batch's last answer instead of for each takes one
-        change of threads instead of `size`, which is most of the time that an answer costs.
+    def _pipeline(self, operation: str, paths: Iterable[str], again: Callable[[str, float], Any]) -> Iterator[Any]:
+        """Answers in order; `again` asks for one that was lost, or refused, and says what is missing.
+
+        Two batches are under way. A batch grows while its answers are small, so that what is held stays bounded.
         """
+        size, grow_below, shrink_above = _BATCHES[operation]
         remaining = iter(paths)
-        batch = [(path, request(path)) for path in islice(remaining, size)]
-        while batch:
-            ahead = [(path, request(path)) for path in islice(remaining, size)]
-            batch[-1][1].wait(self.timeout_s)
-            for path, result in batch:
-                try:
-                    yield result.get(timeout=_POLL_S)
-                except KazooTimeoutError as error:
-                    raise self._timed_out() from error
-                except KazooException:
-                    yield again(path)
+        batch = self._begin(operation, list(islice(remaining, size)), size)
+        while batch.paths:
+            ahead = self._begin(operation, list(islice(remaining, size)), size)
+            weight = 0
+            for path, answer in zip(batch.paths, batch.finish(), strict=True):
+                if answer is AGAIN:
+                    found = again(path, self.timeout_s - batch.waited_s)
+                    batch.waited_s = 0.0
+                else:
+                    found = answer
+                if found:
+                    weight += len(found) if operation == "children" else len(found.value)
+                yield found
+            if weight > shrink_above:
+                size = max(size // 2, 1)
+            elif weight < grow_below and size < _BATCH_SIZE_MAX:
+                size *= 2
             batch = ahead
+
+    def _begin(self, operation: str, paths: list[str], size: int) -> _Batch:
+        # A full batch promises more to come, which is worth a connection of its own.
+        if len(paths) == size and (reader := self._open_reader()) is not None:
+            full = [self._full(path) for path in paths]
+            try:
+                asked = reader.get(full) if operation == "get" else reader.children(full)
+            except ReaderLost:
+                self._drop_reader(reader)
+            else:
+                return _ReaderBatch(self, reader, asked, paths)
+        request = self._get_async if operation == "get" else self._children_async
+        return _KazooBatch(self, [request(path) for path in paths], paths)
+
+    def _open_reader(self) -> Reader | None:
+        with self._lock:
+            if self._reader is None and time.monotonic() >= self._no_reader_until and not self._closed:
+                try:
+                    self._reader = self._connect_reader()
+                except (ReaderLost, OSError, AuthFailedError):
+                    self._no_reader_until = time.monotonic() + _READER_PAUSE_S
+            return self._reader
+
+    def _connect_reader(self) -> Reader:
+        security = self.security
+        sasl_client = None
+        if security.sasl:
+            from puresasl.client import SASLClient  # type: ignore[import-untyped]
+
+            sasl_client = SASLClient("zk-sasl-md5", service="zookeeper", **(_sasl_options(security) or {}))
+        host, port = self._handler.peer or self._client.hosts[0]
+
+        def connect() -> socket.socket:
+            return _Handler(self._handler.tls).create_connection(
+                address=(host.strip("[]"), port), hostname=host, timeout=min(self.timeout_s, _READER_CONNECT_S)
+            )
+
+        return Reader(
+            connect,
+            # Where a server hangs, kazoo goes to another one after so long.
+            timeout_s=min(self.timeout_s, self.session_timeout_s * 2 / 3),
+            session_timeout_s=self.session_timeout_s,
+            last_zxid=self._client.last_zxid,
+            digest_login=None if security.user is None or security.sasl else f"{security.user}:{security.password}",
+            sasl_client=sasl_client,
+        )
+
+    def _drop_reader(self, reader: Reader) -> None:
+        with self._lock:
+            if self._reader is reader:
+                self._reader = None
+                self._no_reader_until = time.monotonic() + _READER_PAUSE_S
+        reader.close()
 
     # values
 
     def get(self, path: str) -> Versioned[bytes] | None:
         """See MetadataStore.get."""
-        full = self._full(path)
+        return self._get(path, self.timeout_s)
+
+    def _get(self, path: str, timeout_s: float) -> Versioned[bytes] | None:
         try:
-            return _versioned(self._run(lambda: self._client.get_async(full)))
+            return _versioned(self._run(lambda: self._get_async(path), timeout_s))
         except NoNodeError:
             return None
 
     def get_many(self, paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
         """See MetadataStore.get_many."""
-        answers: Iterator[Any] = self._pipeline(
-            paths, BATCH_SIZE, lambda path: self._client.get_async(self._full(path)), self.get
-        )
-        return (answer if answer is None or isinstance(answer, Versioned) else _versioned(answer) for answer in answers)
+        return self._pipeline("get", paths, self._get)
+
+    def _get_async(self, path: str) -> Any:
+        return self._client.get_async(self._full(path))
 
     def put(self, path: str, value: bytes, expected: int | None) -> int:
         """See MetadataStore.put."""
@@ -305,6 +492,7 @@ class ZooKeeperStore(MetadataStore):
                 return full
             if problem is results[-1] and isinstance(problem, NodeExistsError):
                 raise AlreadyExists(f"{path or self.root} exists in {self.name}") from problem
+            self._known.difference_update(full[: match.start()] for match in _SLASH.finditer(full, 1))
             if not isinstance(problem, NodeExistsError | NoNodeError):
                 raise BkctlError(f"{path} cannot be created in {self.name}: {problem!r}") from problem
             if time.monotonic() > deadline:  # Others create and remove the parents all the time.
@@ -333,11 +521,18 @@ class ZooKeeperStore(MetadataStore):
         """Full paths of the node's parents that do not exist, from the top."""
         parts = self._full(path)[1:].split("/")[:-1]
         parents = ["/" + "/".join(parts[:count]) for count in range(1, len(parts) + 1)]
-        stats: Iterator[Any] = self._pipeline(parents, BATCH_SIZE, self._client.exists_async, self._stat)
-        missing = [parent for parent, stat in zip(parents, stats, strict=True) if stat is None]
-        if path and self.root in missing:
-            raise NotFound(f"No BookKeeper cluster in {self.name}", hint=NO_CLUSTER_HINT)
-        return missing
+        known = max((index for index, parent in enumerate(parents) if parent in self._known), default=-1)
+        for index in range(known + 1, len(parents)):
+            if self._stat(parents[index]) is None:
+                if path and self.root in parents[index:]:
+                    raise NotFound(f"No BookKeeper cluster in {self.name}", hint=NO_CLUSTER_HINT)
+                return parents[index:]
+            if len(self._known) >= _KNOWN_MAX:
+                self._known.clear()
+            self._known.add(parents[index])
+        # One of them went away since it was seen: look at all of them the next time.
+        self._known.difference_update(parents)
+        return []
 
     def _stat(self, full: str) -> Any:
         return self._run(lambda: self._client.exists_async(full))
@@ -359,9 +554,16 @@ class ZooKeeperStore(MetadataStore):
 
     def delete(self, path: str, expected: int | None = None, *, prune: int = 0) -> None:
         """See MetadataStore.delete."""
-        full = self._full(path)
         if not path:
             raise UsageError("The root of the metadata store cannot be deleted")
+        self._delete_node(path, expected, prune)
+
+    def delete_root(self) -> None:
+        """See MetadataStore.delete_root."""
+        self._delete_node("", None, 0)
+
+    def _delete_node(self, path: str, expected: int | None, prune: int) -> None:
+        full = self._full(path)
         with self._lock:
             self._ephemerals.pop(path, None)
         call = _Call(self, lambda: self._client.delete_async(full, -1 if expected is None else expected))
@@ -385,17 +587,21 @@ class ZooKeeperStore(MetadataStore):
 
     def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
         """See MetadataStore.children."""
+        names = self._children(path, self.timeout_s)
+        if names is None or (not after and limit is None):
+            return names
+        names = [name for name in names if name > after]
+        return names if limit is None else names[:limit]
+
+    def _children(self, path: str, timeout_s: float) -> list[str] | None:
         try:
-            names = self._run(lambda: self._children_async(path))
+            return sorted(self._run(lambda: self._children_async(path), timeout_s))
         except NoNodeError:
             return None
-        names = sorted(name for name in names if name > after)
-        return names if limit is None else names[:limit]
 
     def children_many(self, paths: Iterable[str]) -> Iterator[list[str] | None]:
         """See MetadataStore.children_many."""
-        answers = self._pipeline(paths, DIRECTORY_BATCH_SIZE, self._children_async, self.children)
-        return (None if answer is None else sorted(answer) for answer in answers)
+        return self._pipeline("children", paths, self._children)
 
     def _children_async(self, path: str) -> Any:
         full = self._full(path)
@@ -412,6 +618,16 @@ class ZooKeeperStore(MetadataStore):
             return int(number)
         except ValueError as error:
             raise BkctlError(f"ZooKeeper at {self.hosts} gave the sequence number {number!r}") from error
+
+    def sequence_position(self, path: str) -> int:
+        """See MetadataStore.sequence_position. ZooKeeper numbers by the creations below a node, which `cversion` tells
+        with the deletions. Source: DataNode.copyStat, PrepRequestProcessor."""
+        try:
+            _, stat = self._run(lambda: self._get_async(path), self.timeout_s)
+        except NoNodeError:
+            return 0
+        # `cversion` is 32 bits wide, and twice the creations less the children that are left.
+        return ((int(stat.cversion) + int(stat.numChildren)) & 0xFFFFFFFF) >> 1
 
     # ephemerals
 
@@ -544,6 +760,9 @@ class ZooKeeperStore(MetadataStore):
             self._closed = True
             self._watches.clear()
             self._ephemerals.clear()
+            reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
         self._events.put(None)
         # kazoo's stop waits for a connection that is being made, up to the session timeout; nobody needs that wait.
         stopping = threading.Thread(target=self._stop, name="metadata-store-close", daemon=True)
@@ -562,6 +781,19 @@ class ZooKeeperStore(MetadataStore):
 def _versioned(answer: tuple[bytes, Any]) -> Versioned[bytes]:
     value, stat = answer
     return Versioned(value, stat.version, stat.ctime)
+
+
+def _sasl_options(security: StoreSecurity) -> dict[str, Any] | None:
+    if not security.sasl:
+        return None
+    return {"mechanism": "DIGEST-MD5", "username": security.user, "password": security.password}
+
+
+def _connection_problem(error: OSError) -> str:
+    reason = getattr(error, "verify_message", "") or getattr(error, "reason", "")
+    if reason:
+        return f"TLS failed: {reason}"
+    return (error.strerror or str(error)).lower()
 
 
 def _is_problem(result: object) -> bool:

@@ -1,0 +1,140 @@
+"""Removing a cluster from its metadata store, and nothing else that may be beside it.
+
+Source: ZKRegistrationManager.nukeExistingCluster, AbstractZkLedgerManagerFactory.validateAndNukeExistingCluster.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from bkctl.errors import Conflict, NotFound
+from bkctl.metadata.cluster import Cluster
+from bkctl.metadata.store import MetadataStore
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+#: What a cluster keeps below its root: Apache's nodes, ours, and the roots of every layout's ledgers.
+OF_A_CLUSTER: Final = re.compile(
+    "available|cookies|LAYOUT|INSTANCEID|underreplication|idgen|idgen-long|ID-?[0-9]*|disableHealthCheck|scopes"
+    "|[0-9]{2,3}|L[0-9]{10,19}"  # the tree of each layout on ZooKeeper
+    "|ledgers|sequences"  # SQLite
+    "|layout|instanceid|bookies|writable|readonly|buckets|hierarchical",  # etcd
+    re.ASCII,
+)
+_NAMES_SHOWN_MAX: Final = 5
+_DEPTH_MAX: Final = 64
+_CONCURRENCY: Final = 16
+_BATCH_SIZE: Final = 1000
+
+
+class NukePlan(NamedTuple):
+    """What a nuke would remove: the instance id, and how many ledgers, scopes ≠ 0 and cookies there are.
+
+    `foreign_scopes`: also the scoped ledgers of a cluster that was formatted away, which are not counted.
+    """
+
+    instance_id: str
+    ledger_count: int
+    scope_count: int
+    cookie_count: int
+    foreign_scopes: bool
+
+
+def plan_nuke(cluster: Cluster) -> NukePlan:
+    """What would be lost. Raises Conflict while bookies are registered, or where there is something else in the root,
+    which may be nobody's cluster; NotFound when there is no cluster."""
+    _refuse(cluster)
+    ledger_count = scope_count = 0
+    last_scope_id = 0
+    for ledger in cluster.ledgers.ledgers(None):
+        ledger_count += 1
+        if ledger.scope_id != last_scope_id:
+            last_scope_id = ledger.scope_id
+            scope_count += 1
+    return NukePlan(
+        cluster.instance_id(),
+        ledger_count,
+        scope_count,
+        len(cluster.cookies.list()),
+        cluster.ledgers.scopes_state() == "foreign",
+    )
+
+
+def _refuse(cluster: Cluster) -> None:
+    cluster.layout()
+    registered = [bookie.bookie_id for bookie in cluster.bookies.list(include_down=False)]
+    if registered:
+        raise Conflict(
+            f"{len(registered):,} bookies are registered in {cluster.store.name}: {_some(registered)}",
+            hint="stop every bookie first",
+        )
+    names = cluster.store.children("") or []
+    unknown = [name for name in names if not OF_A_CLUSTER.fullmatch(name)]
+    if unknown:
+        raise Conflict(
+            f"{cluster.uri} also holds what is no part of a cluster: {_some(unknown)}",
+            hint="check the path at the end of the metadata URI",
+        )
+
+
+def nuke(cluster: Cluster, *, progress: Callable[[int], None] = lambda _: None) -> int:
+    """Remove the cluster's nodes, its root included; returns how many went.
+
+    LAYOUT and instance id go last, so that what was stopped halfway can be finished. Raises as `plan_nuke`; Conflict
+    when something was created meanwhile.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    _refuse(cluster)
+    names = cluster.store.children("") or []
+    # By the instance id the second run is told that it is the same cluster.
+    last = [cluster.places.layout.partition("/")[0], cluster.places.instance_id.partition("/")[0]]
+    with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="nuke") as executor:
+        remover = _Remover(cluster.store, executor, progress)
+        for name in [name for name in names if name not in last] + [name for name in last if name in names]:
+            remover.remove(name)
+    try:
+        cluster.store.delete_root()
+    except NotFound:
+        return remover.count
+    return remover.count
+
+
+class _Remover:
+    def __init__(self, store: MetadataStore, executor: Executor, progress: Callable[[int], None]) -> None:
+        self._store, self._executor, self._progress = store, executor, progress
+        self.count = 0
+
+    def remove(self, path: str, depth: int = 0) -> None:
+        """Remove the node and what is below it."""
+        names = self._store.children(path) if depth < _DEPTH_MAX else None
+        for at in range(0, len(names or ()), _BATCH_SIZE):
+            below = [f"{path}/{name}" for name in (names or ())[at : at + _BATCH_SIZE]]
+            leaves = []
+            for child, found in zip(below, self._store.children_many(below), strict=True):
+                if found:
+                    self.remove(child, depth + 1)
+                else:
+                    leaves.append(child)
+            self.delete(*leaves)
+        self.delete(path)
+
+    def delete(self, *paths: str) -> None:
+        """Delete nodes that have no children."""
+        self.count += sum(self._executor.map(self._delete, paths))
+        self._progress(self.count)
+
+    def _delete(self, path: str) -> bool:
+        try:
+            self._store.delete(path)
+        except NotFound:
+            return False
+        return True
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMES_SHOWN_MAX:,} more" if len(names) > _NAMES_SHOWN_MAX else ""
+    return ", ".join(names[:_NAMES_SHOWN_MAX]) + more

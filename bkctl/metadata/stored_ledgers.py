@@ -1,0 +1,80 @@
+"""What a cluster's metadata says of a bookie's ledgers, for checks and repairs: alive, master key, fence, digest."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+from bkctl.errors import BkctlError, Unreachable
+from bkctl.formats.entry import DigestType, master_key
+from bkctl.formats.metadata import LedgerState as MetadataState
+from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import Cluster
+from bkctl.metadata.liveness import Liveness, check_instance
+from bkctl.storage.garbage import LedgerState
+from bkctl.storage.repair import Known
+
+
+class StoredDigests:
+    """What a cluster's metadata says of ledgers' digests, asked ledger by ledger; for DigestChecker.
+
+    Raises Conflict where the cookies beside `files` name another cluster, Unreachable where the store does not answer.
+    A ledger without metadata that can be read has neither digest type nor password.
+    """
+
+    def __init__(self, cluster: Cluster, files: Iterable[Path]) -> None:
+        check_instance(cluster, files)
+        self._cluster = cluster
+        self._last: tuple[LedgerId, DigestType | None, bytes | None] | None = None
+
+    def digest_of(self, ledger: LedgerId) -> DigestType | None:
+        """The ledger's digest type."""
+        return self._look(ledger)[1]
+
+    def password_of(self, ledger: LedgerId) -> bytes | None:
+        """The ledger's password."""
+        return self._look(ledger)[2]
+
+    def _look(self, ledger: LedgerId) -> tuple[LedgerId, DigestType | None, bytes | None]:
+        if self._last is None or self._last[0] != ledger:
+            try:
+                metadata = self._cluster.ledgers.read(ledger).metadata
+                self._last = ledger, metadata.digest_type, metadata.password
+            except Unreachable:
+                raise
+            except BkctlError:
+                self._last = ledger, None, None
+        return self._last
+
+
+class StoredLedgers:
+    """Asks a cluster for the ledgers that a bookie has in `directories` (each `current`): a function of the ledgers.
+
+    Raises Conflict where the directories' cookies name another cluster, in which every ledger would look dead.
+    """
+
+    def __init__(self, cluster: Cluster, directories: Iterable[Path]) -> None:
+        check_instance(cluster, [each / "VERSION" for each in directories])
+        self._cluster = cluster
+        self._liveness = Liveness(cluster.ledgers)
+
+    @property
+    def problems(self) -> list[BkctlError]:
+        """Why of some ledgers it is not known whether they are alive."""
+        return self._liveness.problems
+
+    def __call__(self, ledgers: Collection[LedgerId]) -> Mapping[LedgerId, Known]:
+        """What is known of each ledger. Raises Unreachable where the store does not answer."""
+        found = {ledger: Known(state) for ledger, state in self._liveness.states(ledgers).items()}
+        for problem in self.problems:
+            if isinstance(problem, Unreachable):
+                raise problem
+        alive = sorted(ledger for ledger, known in found.items() if known.state is LedgerState.ALIVE)
+        for ledger, answer in self._cluster.ledgers.read_many(alive):
+            if isinstance(answer, BkctlError):
+                found[ledger] = Known(LedgerState.UNKNOWN)
+                continue
+            metadata = answer.metadata
+            key = None if metadata.password is None else master_key(metadata.password)
+            found[ledger] = Known(LedgerState.ALIVE, key, metadata.state is not MetadataState.OPEN)
+        return found
