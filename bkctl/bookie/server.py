@@ -41,6 +41,7 @@ from bkctl.formats.layout import Buffer
 from bkctl.formats.metadata import BookieServiceInfo, Endpoint
 from bkctl.ids import check_bookie_id
 from bkctl.metadata.cluster import BOOKIE_RPC_PROTOCOL, LEDGER_SCOPES_PROPERTY, Cluster, open_cluster
+from bkctl.metadata.store import NO_SECURITY, StoreSecurity
 from bkctl.protocol.connection import BookieServer
 from bkctl.protocol.messages import (
     LAST_ENTRY,
@@ -184,12 +185,20 @@ class _JournalThread:
 class Bookie:
     """One bookie in this process: `start`, `stop`, and the requests in between.
 
-    `cluster` None: the bookie opens `metadata_service_uri` itself, and closes it. After `start`: `bookie_id`, `address`
-    (host, port) and `read_only`; `failure` is set, and `stopped` too, when it had to give up.
+    `cluster` None: the bookie opens `metadata_service_uri` itself with `security`, and closes it. After `start`:
+    `bookie_id`, `address` (host, port) and `read_only`; `failure` is set, and `stopped` too, when it had to give up.
     """
 
-    def __init__(self, config: BookieConfig, *, cluster: Cluster | None = None, files: Files | None = None) -> None:
+    def __init__(
+        self,
+        config: BookieConfig,
+        *,
+        cluster: Cluster | None = None,
+        security: StoreSecurity = NO_SECURITY,
+        files: Files | None = None,
+    ) -> None:
         self.config = config
+        self._security = security
         self.files = files or Files()
         self.storage = LedgerStorage(config, files=self.files)
         self.bookie_id = ""
@@ -260,6 +269,7 @@ class Bookie:
                 config.metadata_service_uri,
                 timeout_s=config.zk_timeout / 1000 * 3,
                 session_timeout_s=config.zk_timeout / 1000,
+                security=self._security,
             )
         port = config.bookie_port or _former_port(config, host) or _free_port(host)
         self.bookie_id = check_bookie_id(config.bookie_id or f"{host}:{port}")
@@ -910,13 +920,19 @@ class _LongPoll:
             self._respond(refusal(request, status))
 
 
-async def serve(config: BookieConfig, *, started: Callable[[Bookie], None] = lambda _: None) -> None:
+async def serve(
+    config: BookieConfig,
+    *,
+    security: StoreSecurity = NO_SECURITY,
+    started: Callable[[Bookie], None] = lambda _: None,
+) -> None:
     """Run one bookie until SIGTERM or SIGINT, then stop it cleanly; `started` is called once it is registered.
 
-    Raises what `Bookie.start` does, and the failure that made the bookie give up.
+    `security` is how it logs in to the metadata store. Raises what `Bookie.start` does, and the failure that made the
+    bookie give up.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    bookie = Bookie(config)
+    bookie = Bookie(config, security=security)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, bookie.stopped.set)

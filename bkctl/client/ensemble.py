@@ -7,11 +7,11 @@ MetadataUpdateLoop.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from bkctl.errors import MetadataVersionConflict, NotEnoughBookies, UsageError
+from bkctl.errors import EntryNotFound, MetadataVersionConflict, NotEnoughBookies, UsageError
 from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 
@@ -58,6 +58,14 @@ class RoundRobinDistributionSchedule:
         """Ensemble indexes that hold the entry, in the order in which they are asked."""
         return self._write_sets[entry_id % self.ensemble_size]
 
+    def entry_count(self, index: int, first: int, last: int) -> int:
+        """How many of the entries `first` to `last` are on ensemble index `index`."""
+        found = 0
+        for w in range(self.write_quorum_size):
+            start = first + (index - w - first) % self.ensemble_size
+            found += 0 if start > last else (last - start) // self.ensemble_size + 1
+        return found
+
     @property
     def missing_count_for_recovery(self) -> int:
         """How many bookies of a write set must lack an entry for it never to have been acknowledged: Wq − Aq + 1."""
@@ -72,6 +80,54 @@ class RoundRobinDistributionSchedule:
         return all(
             sum(index not in answered for index in write_set) < self.ack_quorum_size for write_set in self._write_sets
         )
+
+
+class ReplicaPlace(NamedTuple):
+    """One bookie of a fragment, and what it should have of it.
+
+    `last_entry_id` and `entry_count` are None where the fragment still grows. `state` is "down" too for a bookie that
+    nothing names any more. `position` is its place in the write set of the one entry that was asked for.
+    """
+
+    first_entry_id: int
+    last_entry_id: int | None
+    ensemble_index: int
+    bookie_id: str
+    state: str
+    ledger_scopes: bool
+    entry_count: int | None
+    position: int | None
+
+
+def locate(
+    ledger: LedgerId, metadata: LedgerMetadata, bookies: Iterable[RegisteredBookie], entry_id: int | None = None
+) -> Iterator[ReplicaPlace]:
+    """Yield where the ledger's entries are: every bookie of every fragment in order, or for one entry its write set.
+
+    Raises EntryNotFound for an entry behind the end of a closed ledger.
+    """
+    known = {bookie.bookie_id: bookie for bookie in bookies}
+    schedule = RoundRobinDistributionSchedule.of(metadata)
+    end = metadata.last_entry_id if metadata.state is LedgerState.CLOSED else None
+    if entry_id is not None and end is not None and entry_id > end:
+        raise EntryNotFound(f"Ledger {ledger} {'ends at entry ' + str(end) if end >= 0 else 'has no entries'}")
+    for at, fragment in enumerate(metadata.ensembles):
+        later = metadata.ensembles[at + 1].first_entry_id - 1 if at + 1 < len(metadata.ensembles) else end
+        if entry_id is not None and not (fragment.first_entry_id <= entry_id and (later is None or entry_id <= later)):
+            continue
+        indexes = range(len(fragment.bookies)) if entry_id is None else schedule.write_set(entry_id)
+        for position, index in enumerate(indexes):
+            bookie = known.get(fragment.bookies[index])
+            yield ReplicaPlace(
+                fragment.first_entry_id,
+                later,
+                index,
+                fragment.bookies[index],
+                "down" if bookie is None else bookie.state,
+                bookie is not None and bookie.ledger_scopes,
+                None if later is None else schedule.entry_count(index, fragment.first_entry_id, later),
+                None if entry_id is None else position,
+            )
 
 
 def choose_bookies(

@@ -48,6 +48,7 @@ from bkctl.formats.layout import Buffer
 from bkctl.formats.metadata import Fragment, LedgerMetadata
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.metadata.ledgers import VersionedMetadata
+from bkctl.metadata.store import client_tls
 from bkctl.protocol.messages import (
     ForceLedgerRequest,
     Protocol,
@@ -68,38 +69,6 @@ __all__ = ["BookKeeper", "LedgerEntry", "ReadHandle", "WriteHandle", "client_tls
 TIMEOUT_S: Final = 30.0
 #: Tries of a generated ledger id before giving up; every one collides only in a broken store.
 _CREATE_ATTEMPTS_MAX: Final = 20
-
-
-def client_tls(
-    ca: str | None = None,
-    certificate: str | None = None,
-    key: str | None = None,
-    *,
-    key_password: str | None = None,
-    verify_hostname: bool = True,
-) -> ssl.SSLContext:
-    """A TLS context for bookie connections from PEM files: `ca` (None: the system's), our `certificate` and its `key`.
-
-    `verify_hostname` also checks that the bookie's certificate names the host it is reached by; the chain is always
-    checked. Raises UsageError when a file cannot be read or is no PEM file of its kind.
-    """
-    import ssl
-
-    if key is not None and certificate is None:
-        raise UsageError("A TLS key needs its certificate", hint="give both")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = verify_hostname
-    try:
-        if ca is None:
-            context.load_default_certs()
-        else:
-            context.load_verify_locations(ca)
-        if certificate is not None:
-            context.load_cert_chain(certificate, key, key_password)
-    except OSError as error:  # ssl.SSLError is one
-        names = ", ".join(name for name in (ca, certificate, key) if name)
-        raise UsageError(f"TLS files {names}: {error.strerror or error}", hint="PEM files are needed") from error
-    return context
 
 
 class _Handle:

@@ -12,14 +12,25 @@ import select
 import stat
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from typing import Final, NamedTuple, Protocol
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from bkctl.client.ledger import BookKeeper, LedgerEntry, ReadHandle, WriteHandle
 from bkctl.client.verify import Replica, ReplicaState, verify_entries
-from bkctl.errors import Corrupt, UsageError
-from bkctl.protocol.messages import FRAME_SIZE_BYTES_MAX
+from bkctl.errors import BkctlError, Corrupt, ProtocolError, UsageError
+from bkctl.protocol.messages import (
+    FRAME_SIZE_BYTES_MAX,
+    BookieInfoFlags,
+    BookieInfoRequest,
+    BookieInfoResponse,
+    Status,
+    error_for,
+)
 from bkctl.protocol.messages import Protocol as WireProtocol
+
+if TYPE_CHECKING:
+    from bkctl.metadata.cluster import RegisteredBookie
+    from bkctl.metadata.health import HealthFinding
 
 CHUNK_SIZE_BYTES: Final = 1 << 15
 #: Reads of one replica in flight.
@@ -274,6 +285,77 @@ def _text(replica: Replica) -> str:
     return "Differs from the first intact replica" if replica.error is None else replica.error.message
 
 
+# --- disks of the bookies -------------------------------------------------------------------------------------------
+
+
+class BookieSpace(NamedTuple):
+    """What a bookie said of its ledger directories' disks, in bytes; or the error that kept it from saying so."""
+
+    bookie: RegisteredBookie
+    total: int | None
+    free: int | None
+    error: BkctlError | None
+
+    @property
+    def used(self) -> int | None:
+        """Bytes that are not free."""
+        return None if self.total is None or self.free is None else self.total - self.free
+
+    @property
+    def used_percent(self) -> float | None:
+        """The used part in percent, to one digit."""
+        return round(100 * self.used / self.total, 1) if self.total and self.used is not None else None
+
+
+async def disk_space(bookkeeper: BookKeeper, bookies: Iterable[RegisteredBookie]) -> AsyncIterator[BookieSpace]:
+    """Ask bookies for their disk space, all at once, and yield the answers in the order of `bookies`.
+
+    Source: BookieInfoReader.
+    """
+    request = BookieInfoRequest(BookieInfoFlags.TOTAL_DISK_CAPACITY | BookieInfoFlags.FREE_DISK_SPACE)
+    asked = [
+        (bookie, bookkeeper.pool.channel(bookie.bookie_id, WireProtocol.V3).send(request)) for bookie in list(bookies)
+    ]
+    for bookie, answer in asked:
+        try:
+            response = await answer
+        except BkctlError as error:
+            yield BookieSpace(bookie, None, None, error)
+            continue
+        if response.status is not Status.EOK or not isinstance(response, BookieInfoResponse):
+            text = f"Bookie {bookie.bookie_id} answered {response.status.name}"
+            problem = ProtocolError(text) if response.status is Status.EOK else error_for(response.status, text)
+            yield BookieSpace(bookie, None, None, problem)
+            continue
+        yield BookieSpace(bookie, response.total_disk_capacity, response.free_disk_space, None)
+
+
+async def disk_findings(
+    bookkeeper: BookKeeper, bookies: Iterable[RegisteredBookie], percent_max: float
+) -> list[HealthFinding]:
+    """What is wrong with bookies that are asked for their disk space: they are silent, or fuller than `percent_max`."""
+    from bkctl.metadata.health import HealthFinding, Severity
+
+    findings = []
+    async for space in disk_space(bookkeeper, bookies):
+        bookie_id = space.bookie.bookie_id
+        if space.error is not None:
+            findings.append(
+                HealthFinding(
+                    "bookie-silent", Severity.ERROR, bookie_id, f"It is registered, and does not serve: {space.error}",
+                    "look whether it hangs, or is behind a firewall",
+                )
+            )  # fmt: skip
+        elif space.used_percent is not None and space.used_percent > percent_max:
+            findings.append(
+                HealthFinding(
+                    "disk-full", Severity.WARNING, bookie_id, f"{space.used_percent}% of its ledger disks are used",
+                    "add disks or bookies, or delete ledgers",
+                )
+            )  # fmt: skip
+    return findings
+
+
 # --- trying a cluster out -------------------------------------------------------------------------------------------
 
 
@@ -331,9 +413,7 @@ async def round_trip(
     return RoundTrip(entry_count, entry_size_bytes, handle.last_add_confirmed, wrote - began, reads)
 
 
-async def _compared(
-    reader: ReadHandle, payloads: Sequence[bytes], last: int
-) -> AsyncGenerator[LedgerEntry, None]:
+async def _compared(reader: ReadHandle, payloads: Sequence[bytes], last: int) -> AsyncGenerator[LedgerEntry, None]:
     if last < 0:
         return
     async for entry in reader.read_unconfirmed(0, last):

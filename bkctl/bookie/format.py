@@ -1,0 +1,210 @@
+"""A bookie's directories before its first start, and after its last: `init` makes them its own, `wipe` empties them.
+
+Source: BookieImpl.format, BookKeeperAdmin.initBookie, LegacyCookieValidation.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from bkctl.bookie.cookies import (
+    CURRENT,
+    VERSION_FILE,
+    CookieMismatch,
+    bookie_id_of,
+    configured_cookie,
+    configured_directories,
+    read_directory,
+    stamp_or_verify,
+)
+from bkctl.config import BookieConfig, read_properties
+from bkctl.errors import BkctlError, Conflict, Corrupt, UsageError
+from bkctl.metadata.cluster import Cluster
+from bkctl.storage.directories import BookieDirectories
+from bkctl.storage.files import Files
+from bkctl.storage.index import BookieIndexes
+
+#: What a file system has at its root, and no bookie.
+_NOT_OURS: Final = frozenset({"lost+found"})
+_METADATA_CACHE: Final = "gcEntryLogMetadataCachePath"
+
+
+class DirectoryContents(NamedTuple):
+    """What lies in one of a bookie's directories: `roles` of journal, ledger, index, metadataCache; sizes in bytes.
+
+    `ledgers` and `scoped_ledgers` count those in its indexes, None where an index cannot be read.
+    """
+
+    path: Path
+    roles: tuple[str, ...]
+    files: int
+    size_bytes: int
+    ledgers: int | None
+    scoped_ledgers: int | None
+
+
+def roles_of(config: BookieConfig) -> dict[Path, tuple[str, ...]]:
+    """The directories of a bookie, each with what it is for."""
+    roles: dict[Path, tuple[str, ...]] = {}
+    cache = read_properties(config.conf_path).get(_METADATA_CACHE) if config.conf_path else None
+    for name, directories in (
+        ("journal", config.journal_directories),
+        ("ledger", config.ledger_directories),
+        ("index", config.index_directories or config.ledger_directories),
+        ("metadataCache", (cache,) if cache else ()),
+    ):
+        for each in directories:
+            roles[Path(each)] = (*roles.get(Path(each), ()), name)
+    return roles
+
+
+def contents(config: BookieConfig) -> Iterator[DirectoryContents]:
+    """Yield what lies in each directory of a bookie; one that does not exist has nothing. Raises OSError."""
+    for path, roles in roles_of(config).items():
+        count = size = 0
+        for place, _, names in os.walk(path):
+            for name in names:
+                count += 1
+                size += os.lstat(os.path.join(place, name)).st_size
+        ledgers: int | None = 0
+        scoped: int | None = 0
+        if path.is_dir() and "index" in roles:
+            ledgers, scoped = _count_ledgers(path)
+        yield DirectoryContents(path, roles, count, size, ledgers, scoped)
+
+
+def _count_ledgers(path: Path) -> tuple[int | None, int | None]:
+    with BookieIndexes(BookieDirectories(index_dirs=[path])) as indexes:
+        try:
+            ledgers = indexes.ledgers()
+        except (Corrupt, UsageError):
+            return None, None
+        if indexes.problems:
+            return None, None
+    scoped = sum(ledger.is_scoped for ledger in ledgers)
+    return len(ledgers) - scoped, scoped
+
+
+def bookie_to_wipe(config: BookieConfig) -> str:
+    """The id of the bookie whose directories these are: the configuration's, and that of the cookies in them.
+
+    Raises CookieMismatch where a directory is another bookie's; UsageError where nothing tells the id.
+    """
+    in_directories: dict[str, str] = {}
+    for each in configured_directories(config):
+        try:
+            cookie = read_directory(each)
+        except (BkctlError, OSError):
+            continue
+        if cookie is not None:
+            in_directories.setdefault(cookie.bookie_id, each)
+    if len(in_directories) > 1:
+        (one, first), (other, second) = list(in_directories.items())[:2]
+        raise CookieMismatch(f"Directory {first} is bookie {one}'s, {second} is {other}'s", hint="check --conf")
+    found = next(iter(in_directories), None)
+    if found is not None and config.bookie_port == 0 and not config.bookie_id:
+        return found
+    configured = bookie_id_of(config)
+    if found is not None and found != configured:
+        raise CookieMismatch(
+            f"Directory {in_directories[found]} is bookie {found}'s, not {configured}'s", hint="check --conf"
+        )
+    return configured
+
+
+def wipe(config: BookieConfig, files: Files) -> None:
+    """Remove all that is in a bookie's directories; they stay. The caller holds them. Raises OSError.
+
+    The cookies go first: killed halfway, what is left cannot be taken for a bookie.
+    """
+    directories = [path for path in roles_of(config) if path.is_dir()]
+    for path in directories:
+        cookie = path / CURRENT / VERSION_FILE
+        if cookie.exists():
+            files.remove(cookie)
+            files.sync_directory(cookie.parent)
+    for path in directories:
+        for entry in _entries(path):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            else:
+                files.remove(Path(entry.path))
+        if path.is_dir():
+            files.sync_directory(path)
+
+
+def _entries(path: Path) -> list[os.DirEntry[str]]:
+    try:
+        return [entry for entry in os.scandir(path) if entry.name not in _NOT_OURS]
+    except FileNotFoundError:
+        return []
+
+
+class InitProblem(NamedTuple):
+    """What keeps a new bookie from its directories: `place` is a directory or the metadata store."""
+
+    place: str
+    problem: str
+
+
+def problems_of_init(config: BookieConfig, bookie_id: str, cluster: Cluster) -> list[InitProblem]:
+    """What forbids a new bookie of that id to be made with these directories; empty when nothing does.
+
+    Directories have to be empty, or have no more than the cookie that is to be written. Raises NotFound where there is
+    no cluster.
+    """
+    cluster.layout()
+    cookie = configured_cookie(config, bookie_id, cluster.instance_id())
+    found = []
+    for each in configured_directories(config):
+        path = Path(each)
+        if path.exists() and not path.is_dir():
+            found.append(InitProblem(each, "is no directory"))
+            continue
+        try:
+            there = read_directory(each)
+        except BkctlError as error:
+            found.append(InitProblem(each, str(error)))
+            continue
+        names = [entry.name for entry in _entries(path) if entry.name != CURRENT]
+        names += [f"{CURRENT}/{entry.name}" for entry in _entries(path / CURRENT) if entry.name != VERSION_FILE]
+        if names:
+            found.append(InitProblem(each, f"is not empty: {_some(sorted(names))}"))
+        elif there is not None and there != cookie:
+            found.append(InitProblem(each, f"has the cookie of bookie {there.bookie_id}, not the one to be written"))
+    bookie = cluster.bookies.get(bookie_id)
+    if bookie is not None and bookie.state != "down":
+        found.append(InitProblem(cluster.uri, f"bookie {bookie_id} is registered, so it is running"))
+    if cluster.cookies.read(bookie_id) is not None:
+        found.append(InitProblem(cluster.uri, f"bookie {bookie_id} has a cookie, so it is not new"))
+    return found
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+
+
+def init(config: BookieConfig, bookie_id: str, cluster: Cluster, files: Files) -> None:
+    """Make a new bookie: its directories where they are missing, and its cookie in all of them and the metadata store.
+
+    The same as the first start of a bookie. Raises Conflict, naming the first problem; NotFound where there is no
+    cluster; OSError.
+    """
+    found = problems_of_init(config, bookie_id, cluster)
+    if found:
+        first = found[0]
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise Conflict(
+            f"{first.place} {first.problem}{more}", hint="'bkctl bookie init --check' lists all that is wrong"
+        )
+    stamp_or_verify(config, bookie_id, cluster, files)
+
+
+def existing(directories: Iterable[str | Path]) -> list[Path]:
+    """Those of `directories` that are there."""
+    return [path for path in map(Path, directories) if path.is_dir()]
