@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, get_args, get_origin
@@ -26,39 +26,58 @@ from typer.core import TyperCommand, TyperGroup
 
 from bkctl.errors import BkctlError, FindingsError, UsageError
 
+from ._audit import Audit, audit_file, shown_uri, state_directory, without_secrets
 from ._options import (
+    ANY_DIGEST,
+    DIGEST_NAMES,
+    NO_LOGIN,
     TIMEOUT_S_DEFAULT,
+    WATCH_S_DEFAULT,
     Composite,
     Connection,
     Globals,
+    Login,
     connect_to,
     environment_globals,
     global_parameters,
+    is_duration,
+    other_connection,
     parse_bookie_addresses,
     read_globals,
+    store_security,
 )
 from ._output import BOLD, CYAN, RESET, Activity, Columns, Output, RowWriter, emit, emit_bytes, show, wants_color
 
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper
     from bkctl.config import BookieConfig
+    from bkctl.formats.entry import DigestType
     from bkctl.metadata.cluster import Cluster
+    from bkctl.metadata.store import StoreSecurity
+    from bkctl.metadata.undo import UndoFile
     from bkctl.protocol.messages import Protocol
+    from bkctl.storage.digests import DigestChecker
     from bkctl.storage.directories import BookieDirectories
 
 F = TypeVar("F", bound=Callable[..., None])
 T = TypeVar("T")
 
+#: What `--undo` takes for no file at all.
+NO_FILE: Final = "none"
+
 
 @dataclass
 class Session:
-    """What stands before the group: the options of the whole invocation. Kept in Typer's context."""
+    """One invocation: its words, and what stands before the group. Kept in Typer's context."""
 
+    words: list[str] = field(default_factory=list)
     globals: Globals = field(default_factory=Globals)
     verbose: bool = False
     quiet: bool = False
     no_color: bool = False
     debug: bool = False
+    #: Set for a command that changes something; `main` writes its end.
+    audit: Audit | None = None
 
 
 class Declined(BkctlError):
@@ -76,13 +95,14 @@ class Run:
             ("before the group", session.globals),
             ("in the environment", environment),
         ]
-        merged = after.over(session.globals).over(environment)
+        merged = self._options = after.over(session.globals).over(environment)
         self.output = merged.output or Output.TABLE
         self.timeout_s = merged.timeout_s if merged.timeout_s is not None else TIMEOUT_S_DEFAULT
         self.yes = merged.yes
         self.conf: Path | None = merged.conf
-        self.bookie_addresses = parse_bookie_addresses(merged.bookie_addresses)
-        self._tls = merged.tls_ca, merged.tls_certificate, merged.tls_key
+        parse_bookie_addresses(merged.bookie_addresses)
+        self._session = session
+        self._connection: Connection | None = None
         self.verbose, self.quiet = session.verbose, session.quiet
         self._no_color = session.no_color
         self._activity: Activity | None = None
@@ -91,19 +111,88 @@ class Run:
 
     def connection(self) -> Connection:
         """The metadata URI that counts, and what named it. Raises UsageError when nothing names a cluster."""
-        return connect_to(self._levels, os.environ)
+        if self._connection is None:
+            self._connection = connect_to(self._levels, os.environ)
+        return self._connection
+
+    def given_options(self) -> Globals:
+        """The options before the group and after the command, merged; nothing of the environment."""
+        (_, after), (_, before), _ = self._levels
+        return after.over(before)
+
+    def given_connection(self) -> Connection:
+        """The metadata URI that options name, a context's not. Raises UsageError when they name none."""
+        given = [(source, replace(options, context=None)) for source, options in self._levels[:2]]
+        if all(options.metadata_uri is None and options.conf is None for _, options in given):
+            raise UsageError("No cluster is named", hint="add --metadata-uri URI or --conf FILE")
+        return connect_to(given, {})
+
+    @property
+    def names_metadata(self) -> bool:
+        """Whether a metadata URI or a context was given: for commands that work without, and know more with it."""
+        return any(options.metadata_uri is not None or options.context is not None for _, options in self._levels)
+
+    def open_cluster(self, *, create: bool = False, create_store: bool = False) -> Cluster:
+        """The cluster that the options name, for the caller to close; with `create` made where there is none.
+
+        With `create_store` only the SQLite file that is to hold it is made.
+        """
+        from bkctl.metadata.cluster import open_cluster
+
+        connection = self.connection()
+        self.detail(f"cluster {shown_uri(connection.uri)} ({connection.source})")
+        self._quiet_libraries()
+        security = self.security(connection)
+        with self.working(f"Connecting to {shown_uri(connection.uri)}"):
+            cluster = open_cluster(
+                connection.uri,
+                timeout_s=self.timeout_s,
+                create=create,
+                create_store=create_store,
+                security=security,
+            )
+        if self._session.audit is not None:
+            self._session.audit.connected(connection.uri, connection.source)
+            self._session.audit.begin()
+        return cluster
+
+    def security(self, connection: Connection) -> StoreSecurity:
+        """How the metadata store of `connection` is reached and logged in to."""
+        return store_security(self._options.over(connection.settings), os.environ)
+
+    def open_other_cluster(self, text: str, *, login: Login = NO_LOGIN, create_store: bool = False) -> Cluster:
+        """A second cluster, by its URI or as `context:NAME`, with the timeout of the first; for the caller to close.
+
+        It is logged in to as `login` says, else as its URI or its context does; the connection's own login goes to the
+        servers of the connection only. With `create_store` a SQLite file is made where there is none; a cluster in it
+        is not.
+        """
+        from bkctl.metadata.cluster import open_cluster
+        from bkctl.metadata.uri import parse_uri
+
+        connection = other_connection(text, os.environ)
+        named = parse_uri(connection.uri).security
+        options, environment, shared = connection.settings, {}, None
+        try:
+            own = self.connection()
+        except UsageError:
+            own = None
+        if own is not None and _same_servers(own.uri, connection.uri):
+            environment = dict(os.environ) if login == NO_LOGIN else {}
+            if connection.context is None:
+                options, shared = self._options.over(own.settings), parse_uri(own.uri).security
+        self._quiet_libraries()
+        security = store_security(login.over(options), environment)
+        if named is not None and login == NO_LOGIN:
+            security = named.over(security)
+        security = security.over(shared)
+        with self.working(f"Connecting to {shown_uri(connection.uri)}"):
+            return open_cluster(connection.uri, timeout_s=self.timeout_s, create_store=create_store, security=security)
 
     @contextmanager
     def cluster(self) -> Iterator[Cluster]:
         """The cluster that the options name, open until the end of the block."""
-        from bkctl.metadata.cluster import open_cluster
-
-        connection = self.connection()
-        self.detail(f"cluster {connection.uri} ({connection.source})")
-        self._quiet_libraries()
-        with self.working(f"Connecting to {connection.uri}"):
-            cluster = open_cluster(connection.uri, timeout_s=self.timeout_s)
-        with cluster:
+        with self.open_cluster() as cluster:
             yield cluster
 
     def bookkeeper(self, cluster: Cluster, protocol: Protocol | None = None) -> BookKeeper:
@@ -111,7 +200,9 @@ class Run:
         from bkctl.client.ledger import BookKeeper, client_tls
         from bkctl.protocol.messages import Protocol
 
-        ca, certificate, key = (None if path is None else str(path) for path in self._tls)
+        options = self._options.over(self.connection().settings)
+        files = options.tls_ca, options.tls_certificate, options.tls_key
+        ca, certificate, key = (None if path is None else str(path) for path in files)
         if ca is None and (certificate or key):
             raise UsageError("--tls-cert and --tls-key go with --tls-ca", hint="add the authorities' PEM file")
         return BookKeeper(
@@ -119,7 +210,7 @@ class Run:
             protocol=protocol or Protocol.V3,
             tls=None if ca is None else client_tls(ca, certificate, key),
             timeout_s=self.timeout_s,
-            addresses=self.bookie_addresses,
+            addresses=parse_bookie_addresses(options.bookie_addresses),
         )
 
     def complete(self, work: Coroutine[Any, Any, T]) -> T:
@@ -155,6 +246,26 @@ class Run:
             )
         return BookieDirectories()
 
+    @contextmanager
+    def digest_checker(
+        self, digest_type: DigestType | None, password: bytes, files: Iterable[Path]
+    ) -> Iterator[DigestChecker]:
+        """Checks the entries in `files` against their digests; what is not given comes from a metadata store, if the
+        command names one."""
+        from bkctl.storage.digests import DigestChecker
+
+        if digest_type is not None or not self.names_metadata:
+            yield DigestChecker(digest_type, password=password or None)
+            return
+        from bkctl.metadata.stored_ledgers import StoredDigests
+
+        with self.cluster() as cluster:
+            stored = StoredDigests(cluster, files)
+            yield DigestChecker(
+                digest_of=stored.digest_of, password=password or None,
+                password_of=None if password else stored.password_of,
+            )  # fmt: skip
+
     def log(self) -> None:
         """Write what happens to stderr, line by line with times: for what runs in the foreground for long."""
         import logging
@@ -177,6 +288,34 @@ class Run:
         """Print `rows` as they come. What came before an error is printed, then the error is raised."""
         with self.rows(columns) as writer:
             writer.rows(rows)
+
+    def watch(
+        self,
+        seconds: float | None,
+        look: Callable[[], Iterable[Any]],
+        columns: Columns,
+        *,
+        subscribe: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
+        single: bool = False,
+    ) -> None:
+        """Print what `look` returns; with `seconds` again whenever it changed, until the user ends it.
+
+        `subscribe(callback)` makes the store call at each change, and returns the cancel: then changes are seen at
+        once, else when the next `seconds` are over. On a terminal a table is drawn anew, elsewhere printed again; the
+        other forms give the rows that are new or changed, ndjson also those that went, with `"removed":true`. `single`:
+        one row, shown as an object.
+        """
+        if seconds is None:
+            rows = look()
+            if single:
+                self.show(next(iter(rows)), columns)
+            else:
+                self.render(rows, columns)
+            return
+        from ._watch import watch
+
+        self._clear_activity()
+        watch(look, columns, self.output, seconds=seconds, subscribe=subscribe, single=single, color=self.color)
 
     @contextmanager
     def rows(self, columns: Columns, *, live: bool = False) -> Iterator[RowWriter]:
@@ -235,8 +374,17 @@ class Run:
 
     # --- asking -------------------------------------------------------------------------------------------------
 
-    def confirm(self, loss: str) -> None:
-        """Say what would be lost and ask on a terminal; `--yes` goes ahead.
+    def start_audit(self, *, begun: bool) -> None:
+        """This run changes something: the audit log gets it, from now on (`begun`) or from when a cluster is open."""
+        path = audit_file(os.environ)
+        if path is None:
+            return
+        audit = self._session.audit = Audit(path, ["bkctl", *self._session.words])
+        if begun:
+            audit.begin()
+
+    def confirm(self, loss: str, *, typed: str | None = None) -> None:
+        """Say what would be lost and ask on a terminal; `--yes` goes ahead. With `typed` these words must be typed.
 
         Raises Declined (exit 1) when the answer is no, UsageError without a terminal and without `--yes`.
         """
@@ -244,14 +392,56 @@ class Run:
             return
         if sys.stdin is None or not sys.stdin.isatty() or not sys.stderr.isatty():
             raise UsageError(f"{loss}: not asked, since this is no terminal", hint="add --yes to go ahead")
-        print(f"{loss}. Go ahead? [y/N] ", file=sys.stderr, end="", flush=True)
-        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        question = "Go ahead? [y/N]" if typed is None else f"Type {typed} to go ahead:"
+        if self._connection is not None:
+            print(f"On {shown_uri(self._connection.uri)} ({self._connection.source}):", file=sys.stderr)
+        print(f"{loss}. {question} ", file=sys.stderr, end="", flush=True)
+        answer = sys.stdin.readline().strip()
+        if answer != typed if typed is not None else answer.lower() not in ("y", "yes"):
             raise Declined("Declined, nothing was changed")
+
+    @contextmanager
+    def undo(self, cluster: Cluster, file: Path | None, *, elsewhere: bool = False) -> Iterator[UndoFile]:
+        """The undo file of a command that changes metadata: each change is recorded there before it is made.
+
+        `file` is what `--undo` names ("none": nothing is kept), else it is a new file in the user's state directory.
+        How to apply it is said at the end, after an error too; `elsewhere`: `cluster` is not the connection's.
+        """
+        from bkctl.metadata.undo import UndoFile
+
+        path = None if file is not None and str(file) == NO_FILE else file or self._new_undo_file()
+        if path is not None and path.exists():
+            raise UsageError(f"{path} exists", hint="name a new file with --undo")
+        undo = UndoFile(path, cluster, without_secrets(["bkctl", *self._session.words]))
+        try:
+            with undo:
+                yield undo
+        finally:
+            if undo.count and path is not None:
+                if self._session.audit is not None:
+                    self._session.audit.undo_file(path)
+                there = f" -u '{cluster.uri}'" if elsewhere else ""
+                self.note(f"Undo it with: bkctl metadata undo {path}{there}")
+
+    def _new_undo_file(self) -> Path:
+        import time
+
+        name = "-".join(word for word in self._session.words[:2] if word.isalpha())
+        moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        return state_directory(os.environ) / "undo" / f"{moment}-{name or 'bkctl'}-{os.urandom(3).hex()}.ndjson"
 
     def finish_with(self, findings: int, what: str) -> None:
         """End with exit code 3 when there are findings."""
         if findings:
             raise FindingsError(f"{findings:,} {what}")
+
+
+def _same_servers(uri: str, other: str) -> bool:
+    """Whether both are on the same servers, so that what is told one is told the other."""
+    from bkctl.metadata.uri import parse_uri
+
+    one, two = parse_uri(uri), parse_uri(other)
+    return (one.driver, set(one.hosts)) == (two.driver, set(two.hosts))
 
 
 # --- declaring ------------------------------------------------------------------------------------------------------
@@ -351,6 +541,33 @@ class _Helpful:
 class Command(_Helpful, TyperCommand):
     """A leaf command."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Parse `args`, where `--watch` and some commands' `--digest` may stand without their values."""
+        if any("--watch" in param.opts for param in self.params):
+            args = self._with_watch_seconds(args)
+        if any("--digest" in param.opts and param.metavar == "[TYPE]" for param in self.params):
+            args = _with_digest_type(args)
+        return super().parse_args(ctx, args)
+
+    def _with_watch_seconds(self, args: list[str]) -> list[str]:
+        has_arguments = any(param.param_type_name == "argument" for param in self.params)
+        end = args.index("--") if "--" in args else len(args)
+        shown = list(args)
+        for at in range(end):
+            if args[at] == "--watch" and (has_arguments or at + 1 >= end or not is_duration(args[at + 1])):
+                shown[at] = f"--watch={WATCH_S_DEFAULT}"
+        return shown
+
+
+def _with_digest_type(args: list[str]) -> list[str]:
+    end = args.index("--") if "--" in args else len(args)
+    return [
+        f"--digest={ANY_DIGEST}"
+        if at < end and arg == "--digest" and (at + 1 >= end or args[at + 1].upper() not in DIGEST_NAMES)
+        else arg
+        for at, arg in enumerate(args)
+    ]
+
 
 class Group(_Helpful, TyperGroup):
     """A group of commands."""
@@ -367,12 +584,15 @@ def command(
     *,
     connects: bool = False,
     asks: bool = False,
+    changes: bool | str = False,
     hidden: bool = False,
 ) -> Callable[[F], F]:
     """Register a function as the command `name` of `app`.
 
     Its parameter `run: Run` and those of composite types (see _options) are filled in; the others are Typer's.
     `connects`: it uses a cluster, so its help shows the connection options. `asks`: its help shows `--yes`.
+    `changes`: it changes something, and goes to the audit log unless its parameter `dry_run` is set; a name is the
+    parameter that makes it change something.
     """
 
     def register(function: F) -> F:
@@ -393,12 +613,16 @@ def command(
             context: typer.Context = values.pop("typer_context")
             session = context.find_root().obj
             global_values = {param.name: values.pop(param.name) for param in global_options}
-            run = Run(session if isinstance(session, Session) else Session(), read_globals(global_values))
+            if not isinstance(session, Session):
+                session = Session()
+            run = Run(session, read_globals(global_values))
             arguments: dict[str, Any] = {}
             for composite_name, composite in composites.items():
                 arguments[composite_name] = composite.resolve(values)
             taken = {param.name for composite in composites.values() for param in composite.parameters}
             arguments.update({key: value for key, value in values.items() if key not in taken})
+            if (arguments[changes] if isinstance(changes, str) else changes) and not arguments.get("dry_run"):
+                run.start_audit(begun=not connects)
             function(run, **arguments)
 
         context_parameter = inspect.Parameter("typer_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)

@@ -81,12 +81,14 @@ def _bookies(options: dict[str, list[str]]) -> Iterator[str]:
 def _cluster(options: dict[str, list[str]]) -> Cluster:
     from bkctl.metadata.cluster import open_cluster
 
-    from ._options import Globals, connect_to, environment_globals
+    from ._options import Globals, connect_to, environment_globals, store_security
 
     uri, conf, context = (options[name][-1] if name in options else None for name in ("uri", "conf", "context"))
     after = Globals(metadata_uri=uri, conf=None if conf is None else Path(conf), context=context)
-    connection = connect_to([("", after), ("", environment_globals(os.environ))], os.environ)
-    return open_cluster(connection.uri, timeout_s=TIME_LIMIT_S)
+    environment = environment_globals(os.environ)
+    connection = connect_to([("", after), ("", environment)], os.environ)
+    security = store_security(after.over(environment).over(connection.settings), os.environ)
+    return open_cluster(connection.uri, timeout_s=TIME_LIMIT_S, security=security)
 
 
 def _journals(options: dict[str, list[str]]) -> Iterator[str]:
@@ -95,6 +97,12 @@ def _journals(options: dict[str, list[str]]) -> Iterator[str]:
 
 def _entry_logs(options: dict[str, list[str]]) -> Iterator[str]:
     return map(_file_name, _directories(options).entry_logs())
+
+
+def _contexts(options: dict[str, list[str]]) -> Iterator[str]:
+    from ._contexts import Contexts
+
+    yield from Contexts.read(os.environ).names
 
 
 def _file_name(file: BookieFile) -> str:
@@ -120,4 +128,5 @@ _SOURCES: Final[dict[str, Callable[[dict[str, list[str]]], Iterator[str]]]] = {
     "bookie": _bookies,
     "journal": _journals,
     "entrylog": _entry_logs,
+    "context": _contexts,
 }

@@ -9,22 +9,27 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TextIO
 
 import typer
 
-from bkctl.errors import NotFound, UsageError
+from bkctl.errors import UsageError
 from bkctl.ids import LedgerId, parse_scope_id, resolve_ledger
 
 from ._output import Output
 
+if TYPE_CHECKING:
+    from bkctl.metadata.store import StoreSecurity
+
 PASSWORD_SIZE_BYTES_MAX: Final = 65536
 TIMEOUT_S_DEFAULT: Final = 30.0
 GLOBAL_PANEL: Final = "Connection and output"
+WATCH_S_DEFAULT: Final = 2.0
+WATCH_S_MIN: Final = 0.1
 
 
 class Composite(NamedTuple):
@@ -68,6 +73,11 @@ def parse_duration(text: str, what: str) -> float:
     if match is None:
         raise UsageError(f"{what}: not a duration: {text!r}", hint="give seconds, or a number with ms, s, m, h or d")
     return float(match[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2] or "s"]
+
+
+def is_duration(text: str) -> bool:
+    """Whether `parse_duration` reads it."""
+    return _DURATION.fullmatch(text) is not None
 
 
 def parse_number(text: str, what: str) -> int:
@@ -178,10 +188,51 @@ def _digest_type(text: str) -> Any:
     return DigestType.parse(text)
 
 
-def digest_type_option(help: str, default: str | None = None) -> Composite:
-    """`--digest-type` as a bkctl.formats.entry.DigestType."""
-    option = typer.Option("--digest-type", metavar="TYPE", help=help, show_default=default is not None)
-    return _converted("digest_type_name", option, _digest_type, default)
+def digest_type_option(help: str) -> Composite:
+    """`--digest TYPE`, also `--digest-type`, as a bkctl.formats.entry.DigestType."""
+    option = typer.Option("--digest", "--digest-type", metavar="TYPE", help=help)
+    return _converted("digest_type_name", option, _digest_type)
+
+
+#: What `--digest` without a type stands for, where it may be without: that digests be checked.
+ANY_DIGEST: Final = "any"
+DIGEST_NAMES: Final = frozenset(("CRC32", "CRC32C", "HMAC", "MAC", "DUMMY"))
+
+
+class DigestCheck(NamedTuple):
+    """`--digest [TYPE]`: whether it was given, and which type (None: found out ledger by ledger)."""
+
+    wanted: bool
+    digest_type: Any
+
+
+def _digest_check(values: Mapping[str, Any]) -> DigestCheck:
+    name = values["digest_type_name"]
+    return DigestCheck(name is not None, None if name in (None, ANY_DIGEST) else _digest_type(name))
+
+
+#: `--digest [TYPE]`, also `--digest-type TYPE`.
+DigestToCheck = Annotated[
+    DigestCheck,
+    Composite(
+        (
+            parameter(
+                "digest_type_name",
+                Annotated[
+                    str,
+                    typer.Option(
+                        "--digest",
+                        "--digest-type",
+                        metavar="[TYPE]",
+                        help="Check that each entry matches its digest; ledgers of scope 0 are of TYPE (CRC32C, CRC32, "
+                        "HMAC, DUMMY; default: found out ledger by ledger).",
+                    ),
+                ],
+            ),
+        ),
+        _digest_check,
+    ),
+]
 
 
 def _key_values(values: Mapping[str, Any]) -> dict[str, bytes]:
@@ -257,8 +308,52 @@ LedgerShape = Annotated[
 ]
 
 
+# --- changing and watching ------------------------------------------------------------------------------------------
+
+#: `--dry-run` of what changes something.
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be changed, and change nothing.")]
+
+#: `--undo FILE`; see Run.undo.
+UndoOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--undo",
+        metavar="FILE",
+        help="Where to keep what 'metadata undo' needs: a new file (default: in the user's state directory), or none.",
+    ),
+]
+
+KeepGoing = Annotated[
+    bool, typer.Option("--keep-going", help="Go on past failures, and report them at the end (exit code 3 then).")
+]
+
+
+def _watch_interval(text: str) -> float:
+    seconds = parse_duration(text, "--watch")
+    if seconds < WATCH_S_MIN:
+        raise UsageError(f"--watch {text}: must be {WATCH_S_MIN} s or more")
+    return seconds
+
+
+#: `--watch [SECONDS]`: the seconds between looks, None when absent; see Run.watch. Where the command takes arguments,
+#: seconds are given as `--watch=SECONDS`.
+WatchOption = Annotated[
+    float | None,
+    _converted(
+        "watch_interval",
+        typer.Option(
+            "--watch",
+            metavar="[SECONDS]",
+            help="Show what changes, until Ctrl-C; --watch=SECONDS looks so often (default 2).",
+        ),
+        _watch_interval,
+    ),
+]
+
+
 # --- ledgers --------------------------------------------------------------------------------------------------------
 
+LEDGER_LINE_LENGTH_MAX: Final = 1 << 20
 LEDGER_FORMS: Final = "decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID"
 
 _LEDGER_ID = parameter(
@@ -321,8 +416,103 @@ OneLedger = Annotated[
     ),
 ]
 
+#: The arguments and options that name ledgers.
+MANY_LEDGERS: Final = Composite(
+    (
+        parameter(
+            "ledgers",
+            Annotated[
+                list[str],
+                typer.Argument(metavar="LEDGER", help=f"The ledgers: {LEDGER_FORMS}.", show_default=False),
+            ],
+        ),
+        *_LEDGER_PARAMETERS,
+    ),
+    _many_ledgers,
+)
 #: One ledger or more.
-ManyLedgers = Annotated[
+ManyLedgers = Annotated[list[LedgerId], MANY_LEDGERS]
+
+
+def _any_ledgers(values: Mapping[str, Any]) -> list[LedgerId]:
+    named = any(values[name] is not None for name in ("ledger_id", "ledger_qualified_name")) or values["ledgers"]
+    return _many_ledgers(values) if named else []
+
+
+#: Ledgers by argument; none named: an empty list.
+LedgersOfExport = Annotated[
+    list[LedgerId],
+    Composite(
+        (
+            parameter(
+                "ledgers",
+                Annotated[
+                    list[str],
+                    typer.Argument(
+                        metavar="LEDGER", help=f"Only these ledgers: {LEDGER_FORMS} (default: all).", show_default=False
+                    ),
+                ],
+            ),
+            *_LEDGER_PARAMETERS,
+        ),
+        _any_ledgers,
+    ),
+]
+
+
+def _ledgers_or_file(values: Mapping[str, Any]) -> list[LedgerId]:
+    file: str | None = values["from_file"]
+    if file is None:
+        return _many_ledgers(values)
+    ledgers = _any_ledgers(values)
+    scope = None if values["ledger_scope_id"] is None else parse_scope_id(values["ledger_scope_id"])
+    ledgers.extend(_read_ledgers(file, scope))
+    return ledgers
+
+
+def _read_ledgers(file: str, scope_id: int | None) -> list[LedgerId]:
+    """The ledgers in a file: one a line in any text form, or an object of ndjson; empty lines and # comments aside."""
+    import sys
+
+    if file == "-":
+        if sys.stdin is None:
+            raise UsageError("stdin is closed, so it names no ledgers")
+        return _ledgers_in(sys.stdin, "stdin", scope_id)
+    with open(file, encoding="utf-8", errors="replace") as stream:
+        return _ledgers_in(stream, file, scope_id)
+
+
+def _ledgers_in(lines: TextIO, where: str, scope_id: int | None) -> list[LedgerId]:
+    ledgers = []
+    number = 0
+    while line := lines.readline(LEDGER_LINE_LENGTH_MAX):
+        number += 1
+        if len(line) == LEDGER_LINE_LENGTH_MAX:
+            raise UsageError(f"{where} line {number}: longer than {LEDGER_LINE_LENGTH_MAX} characters")
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        try:
+            ledgers.append(LedgerId.parse(_ledger_in_json(text) if text.startswith("{") else text, scope_id))
+        except UsageError as error:
+            raise UsageError(f"{where} line {number}: {error.message}", hint=error.hint) from error
+    return ledgers
+
+
+def _ledger_in_json(text: str) -> str:
+    import json
+
+    try:
+        name = json.loads(text).get("ledgerQualifiedName")
+    except (ValueError, RecursionError):
+        name = None
+    if not isinstance(name, str):
+        raise UsageError("an object without ledgerQualifiedName", hint="give what 'bkctl ledger list -o ndjson' prints")
+    return name
+
+
+#: Ledgers by argument, or in a file.
+LedgersOrFile = Annotated[
     list[LedgerId],
     Composite(
         (
@@ -333,9 +523,20 @@ ManyLedgers = Annotated[
                     typer.Argument(metavar="LEDGER", help=f"The ledgers: {LEDGER_FORMS}.", show_default=False),
                 ],
             ),
+            parameter(
+                "from_file",
+                Annotated[
+                    str,
+                    typer.Option(
+                        "--from-file",
+                        metavar="FILE",
+                        help="The ledgers in this file (-: stdin), one a line, as 'ledger list -o id' prints them.",
+                    ),
+                ],
+            ),
             *_LEDGER_PARAMETERS,
         ),
-        _many_ledgers,
+        _ledgers_or_file,
     ),
 ]
 
@@ -398,6 +599,11 @@ ScopeToList = Annotated[
     int | None, Composite(_scope_parameters("Only ledgers of this scope (default 0)."), _scope_filter(0))
 ]
 
+#: The scope that a command looks at (None: all scopes, as when none is named).
+ScopeOfAny = Annotated[
+    int | None, Composite(_scope_parameters("Only ledgers of this scope (default: all)."), _scope_filter(None))
+]
+
 
 class ScanFilter(NamedTuple):
     """Which ledgers a scan shows: one ledger, one scope, or (both None) all."""
@@ -429,16 +635,21 @@ SCAN_LEDGERS: Final = Composite(
 # --- passwords ------------------------------------------------------------------------------------------------------
 
 
+def read_password_file(path: Path) -> bytes:
+    """The password in a file, without one last line end. Raises UsageError for a file that is too large, OSError."""
+    with open(path, "rb") as stream:
+        content = stream.read(PASSWORD_SIZE_BYTES_MAX + 1)
+    if len(content) > PASSWORD_SIZE_BYTES_MAX:
+        raise UsageError(f"{path}: larger than {PASSWORD_SIZE_BYTES_MAX} bytes, so not a password file")
+    return content.removesuffix(b"\n").removesuffix(b"\r")
+
+
 def _password(values: Mapping[str, Any]) -> bytes:
     text, file = values["password"], values["password_file"]
     if text is not None and file is not None:
         raise UsageError("--password and --password-file are given", hint="give one of them")
     if file is not None:
-        with open(file, "rb") as stream:
-            content = stream.read(PASSWORD_SIZE_BYTES_MAX + 1)
-        if len(content) > PASSWORD_SIZE_BYTES_MAX:
-            raise UsageError(f"{file}: larger than {PASSWORD_SIZE_BYTES_MAX} bytes, so not a password file")
-        return content.removesuffix(b"\n").removesuffix(b"\r")
+        return read_password_file(file)
     if text is None:
         text = os.environ.get("BKCTL_LEDGER_PASSWORD", "")
     return os.fsencode(text)
@@ -527,23 +738,26 @@ class Globals:
     tls_ca: Path | None = None
     tls_certificate: Path | None = None
     tls_key: Path | None = None
+    metadata_tls: bool = False
+    metadata_tls_ca: Path | None = None
+    metadata_tls_certificate: Path | None = None
+    metadata_tls_key: Path | None = None
+    metadata_user: str | None = None
+    metadata_password_file: Path | None = None
+    metadata_sasl: bool = False
+    metadata_creator_acl: bool = False
     output: Output | None = None
     timeout_s: float | None = None
     yes: bool = False
 
     def over(self, earlier: Globals) -> Globals:
-        """These options where they are given, else the `earlier` ones. Connections merge elsewhere: see connect_to."""
-        return replace(
-            self,
-            bookie_addresses=earlier.bookie_addresses + self.bookie_addresses,
-            tls_ca=self.tls_ca or earlier.tls_ca,
-            tls_certificate=self.tls_certificate or earlier.tls_certificate,
-            tls_key=self.tls_key or earlier.tls_key,
-            output=self.output or earlier.output,
-            timeout_s=self.timeout_s if self.timeout_s is not None else earlier.timeout_s,
-            yes=self.yes or earlier.yes,
-            conf=self.conf or earlier.conf,
-        )
+        """These options where they are given, else the `earlier` ones. What names the cluster is up to connect_to."""
+        merged: dict[str, Any] = {}
+        for each in fields(self):
+            mine = getattr(self, each.name)
+            merged[each.name] = getattr(earlier, each.name) if mine is None or mine is False else mine
+        merged["bookie_addresses"] = earlier.bookie_addresses + self.bookie_addresses
+        return Globals(**merged)
 
 
 def _global(name: str, annotation: Any, *declarations: str, default: Any = None, **settings: Any) -> Parameter:
@@ -551,8 +765,11 @@ def _global(name: str, annotation: Any, *declarations: str, default: Any = None,
     return parameter(name, Annotated[annotation, option], default)
 
 
-def global_parameters(*, connects: bool, asks: bool) -> tuple[Parameter, ...]:
-    """The options accepted before the group and after the command. Those that the command has no use for are hidden."""
+def global_parameters(*, connects: bool, asks: bool, full: bool = False) -> tuple[Parameter, ...]:
+    """The options accepted before the group and after the command. Those that the command has no use for are hidden.
+
+    How to log in to the metadata store is shown by the `full` help alone, the program's own.
+    """
     return (
         _global(
             "g_metadata_uri",
@@ -561,7 +778,7 @@ def global_parameters(*, connects: bool, asks: bool) -> tuple[Parameter, ...]:
             "-u",
             metavar="URI",
             hidden=not connects,
-            help="Metadata store: zk+hierarchical://HOST:PORT/ledgers, sqlite:///FILE. [BKCTL_METADATA_URI]",
+            help="Metadata store: zk://HOST:PORT/ledgers, etcd://HOST:PORT/SCOPE, sqlite:///FILE. [BKCTL_METADATA_URI]",
         ),
         _global(
             "g_conf",
@@ -576,7 +793,7 @@ def global_parameters(*, connects: bool, asks: bool) -> tuple[Parameter, ...]:
             str,
             "--context",
             "-x",
-            metavar="NAME",
+            metavar="CONTEXT",
             hidden=not connects,
             help="A named connection of the configuration file. [BKCTL_CONTEXT]",
         ),
@@ -613,6 +830,71 @@ def global_parameters(*, connects: bool, asks: bool) -> tuple[Parameter, ...]:
             help="Its private key (PEM). [BKCTL_TLS_KEY]",
         ),
         _global(
+            "g_metadata_tls",
+            bool,
+            "--metadata-tls",
+            default=False,
+            hidden=not full,
+            help="Talk TLS to the metadata store. [BKCTL_METADATA_TLS=1]",
+        ),
+        _global(
+            "g_metadata_tls_ca",
+            Path,
+            "--metadata-tls-ca",
+            metavar="FILE",
+            hidden=not full,
+            help="The same, with these authorities (PEM) instead of the system's. [BKCTL_METADATA_TLS_CA]",
+        ),
+        _global(
+            "g_metadata_tls_certificate",
+            Path,
+            "--metadata-tls-cert",
+            metavar="FILE",
+            hidden=not full,
+            help="Our own certificate for the metadata store (PEM). [BKCTL_METADATA_TLS_CERT]",
+        ),
+        _global(
+            "g_metadata_tls_key",
+            Path,
+            "--metadata-tls-key",
+            metavar="FILE",
+            hidden=not full,
+            help="Its private key (PEM). [BKCTL_METADATA_TLS_KEY]",
+        ),
+        _global(
+            "g_metadata_user",
+            str,
+            "--metadata-user",
+            metavar="NAME",
+            hidden=not full,
+            help="Log in to the metadata store: etcd, or ZooKeeper's digest scheme. [BKCTL_METADATA_USER]",
+        ),
+        _global(
+            "g_metadata_password_file",
+            Path,
+            "--metadata-password-file",
+            metavar="FILE",
+            hidden=not full,
+            help="File with that user's password. [BKCTL_METADATA_PASSWORD_FILE, or BKCTL_METADATA_PASSWORD itself]",
+        ),
+        _global(
+            "g_metadata_sasl",
+            bool,
+            "--metadata-sasl",
+            default=False,
+            hidden=not full,
+            help="Log in to ZooKeeper by SASL (DIGEST-MD5) instead. [BKCTL_METADATA_SASL=1]",
+        ),
+        _global(
+            "g_metadata_creator_acl",
+            bool,
+            "--metadata-creator-acl",
+            default=False,
+            hidden=not full,
+            help="Create ZooKeeper nodes for that user alone, as zkEnableSecurity in --conf. "
+            "[BKCTL_METADATA_CREATOR_ACL=1]",
+        ),
+        _global(
             "g_timeout",
             str,
             "--timeout",
@@ -642,6 +924,14 @@ def read_globals(values: Mapping[str, Any]) -> Globals:
         tls_ca=values["g_tls_ca"],
         tls_certificate=values["g_tls_certificate"],
         tls_key=values["g_tls_key"],
+        metadata_tls=bool(values["g_metadata_tls"]),
+        metadata_tls_ca=values["g_metadata_tls_ca"],
+        metadata_tls_certificate=values["g_metadata_tls_certificate"],
+        metadata_tls_key=values["g_metadata_tls_key"],
+        metadata_user=values["g_metadata_user"],
+        metadata_password_file=values["g_metadata_password_file"],
+        metadata_sasl=bool(values["g_metadata_sasl"]),
+        metadata_creator_acl=bool(values["g_metadata_creator_acl"]),
         output=values["g_output"],
         timeout_s=None if values["g_timeout"] is None else parse_duration(values["g_timeout"], "--timeout"),
         yes=bool(values["g_yes"]),
@@ -658,6 +948,12 @@ def environment_globals(environment: Mapping[str, str]) -> Globals:
         text = get(name)
         return None if text is None else Path(text)
 
+    def flag(name: str) -> bool:
+        text = (get(name) or "").lower()
+        if text not in ("", "0", "1", "false", "true", "no", "yes"):
+            raise UsageError(f"BKCTL_{name}={text!r}: not a switch", hint="set it to 1 or 0")
+        return text in ("1", "true", "yes")
+
     output, timeout = get("OUTPUT"), get("TIMEOUT")
     if output is not None and output not in set(Output):
         raise UsageError(f"BKCTL_OUTPUT={output!r}: not a form of output", hint=f"one of {', '.join(Output)}")
@@ -669,6 +965,14 @@ def environment_globals(environment: Mapping[str, str]) -> Globals:
         tls_ca=path("TLS_CA"),
         tls_certificate=path("TLS_CERT"),
         tls_key=path("TLS_KEY"),
+        metadata_tls=flag("METADATA_TLS"),
+        metadata_tls_ca=path("METADATA_TLS_CA"),
+        metadata_tls_certificate=path("METADATA_TLS_CERT"),
+        metadata_tls_key=path("METADATA_TLS_KEY"),
+        metadata_user=get("METADATA_USER"),
+        metadata_password_file=path("METADATA_PASSWORD_FILE"),
+        metadata_sasl=flag("METADATA_SASL"),
+        metadata_creator_acl=flag("METADATA_CREATOR_ACL"),
         output=None if output is None else Output(output),
         timeout_s=None if timeout is None else parse_duration(timeout, "BKCTL_TIMEOUT"),
     )
@@ -678,10 +982,15 @@ def environment_globals(environment: Mapping[str, str]) -> Globals:
 
 
 class Connection(NamedTuple):
-    """The metadata store to open, and what named it (for messages)."""
+    """The metadata store to open, and what named it (for messages).
+
+    `context` is the context's name where one did; `settings` are its other settings, for what no option says.
+    """
 
     uri: str
     source: str
+    context: str | None = None
+    settings: Globals = Globals()
 
 
 def connect_to(levels: list[tuple[str, Globals]], environment: Mapping[str, str]) -> Connection:
@@ -705,9 +1014,11 @@ def connect_to(levels: list[tuple[str, Globals]], environment: Mapping[str, str]
             return _context(options.context, environment)
     if without is not None:
         raise UsageError(f"{without}: no metadataServiceUri and no zkServers", hint="add --metadata-uri")
-    current = _current_context(environment)
+    from ._contexts import Contexts
+
+    current = Contexts.read(environment).current
     if current is not None:
-        return current
+        return _context(current, environment)
     if (local := _local_cluster()) is not None:
         return Connection(local, "the local cluster")
     raise UsageError(
@@ -715,50 +1026,128 @@ def connect_to(levels: list[tuple[str, Globals]], environment: Mapping[str, str]
     )
 
 
-def context_file(environment: Mapping[str, str]) -> Path:
-    """The configuration file: BKCTL_CONFIG, else bkctl/config.toml under XDG_CONFIG_HOME or ~/.config."""
-    if given := environment.get("BKCTL_CONFIG"):
-        return Path(given)
-    home = environment.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
-    return Path(home) / "bkctl" / "config.toml"
+def other_connection(text: str, environment: Mapping[str, str]) -> Connection:
+    """Where `text` leads: a metadata URI, or `context:NAME`, with that context's login. Raises NotFound, UsageError."""
+    prefix, colon, name = text.partition(":")
+    if prefix == "context" and colon:
+        return _context(name, environment)
+    return Connection(text, "its URI")
 
 
-def _read_contexts(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """The configuration file's content; None when there is no file."""
-    path = context_file(environment)
-    try:
-        content = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    import tomllib
+class Login(NamedTuple):
+    """The user of a metadata store that is not the connection's; None where none is named."""
 
-    try:
-        return tomllib.loads(content.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: not TOML: {error}") from error
+    user: str | None
+    password_file: Path | None
+
+    def over(self, settings: Globals) -> Globals:
+        """The settings with this login in place of theirs, if there is one."""
+        if self.user is None and self.password_file is None:
+            return settings
+        return replace(settings, metadata_user=self.user, metadata_password_file=self.password_file)
 
 
-def _current_context(environment: Mapping[str, str]) -> Connection | None:
-    document = _read_contexts(environment)
-    name = None if document is None else document.get("current-context")
-    return None if name is None else _context(str(name), environment)
+NO_LOGIN: Final = Login(None, None)
+
+#: The login of the store that --to names.
+LoginOfTarget = Annotated[
+    Login,
+    Composite(
+        (
+            parameter(
+                "to_user",
+                Annotated[
+                    str | None,
+                    typer.Option("--to-user", metavar="NAME", help="Log in to the target; never with --metadata-user."),
+                ],
+            ),
+            parameter(
+                "to_password_file",
+                Annotated[
+                    Path | None,
+                    typer.Option(
+                        "--to-password-file",
+                        metavar="FILE",
+                        help="File with that user's password. For TLS or SASL name a context: --to context:NAME.",
+                    ),
+                ],
+            ),
+        ),
+        lambda values: Login(values["to_user"], values["to_password_file"]),
+    ),
+]
 
 
 def _context(name: str, environment: Mapping[str, str]) -> Connection:
-    document = _read_contexts(environment)
-    path = context_file(environment)
-    if document is None:
-        raise NotFound(
-            f"Context {name!r}: there is no {path}", hint="use --metadata-uri, or write [contexts.NAME] there"
-        )
-    contexts = document.get("contexts")
-    settings = contexts.get(name) if isinstance(contexts, dict) else None
-    if not isinstance(settings, dict):
-        raise NotFound(f"Context {name!r} is not in {path}", hint=f"add [contexts.{name}] with metadata-uri")
-    uri = settings.get("metadata-uri")
-    if not isinstance(uri, str):
-        raise UsageError(f"{path}: context {name!r} has no metadata-uri")
-    return Connection(uri, f"context {name}")
+    from ._contexts import Contexts
+
+    settings = Contexts.read(environment).get(name)
+    files = {key: None if getattr(settings, key) is None else Path(getattr(settings, key)) for key in _CONTEXT_FILES}
+    return Connection(
+        settings.metadata_uri,
+        f"context {name}",
+        name,
+        Globals(
+            bookie_addresses=settings.bookie_address,
+            metadata_tls=settings.metadata_tls,
+            metadata_user=settings.metadata_user,
+            metadata_sasl=settings.metadata_sasl,
+            metadata_creator_acl=settings.metadata_creator_acl,
+            tls_ca=files["tls_ca"],
+            tls_certificate=files["tls_cert"],
+            tls_key=files["tls_key"],
+            metadata_tls_ca=files["metadata_tls_ca"],
+            metadata_tls_certificate=files["metadata_tls_cert"],
+            metadata_tls_key=files["metadata_tls_key"],
+            metadata_password_file=files["metadata_password_file"],
+        ),
+    )
+
+
+_CONTEXT_FILES: Final = (
+    "tls_ca",
+    "tls_cert",
+    "tls_key",
+    "metadata_tls_ca",
+    "metadata_tls_cert",
+    "metadata_tls_key",
+    "metadata_password_file",
+)
+
+
+def store_security(options: Globals, environment: Mapping[str, str]) -> StoreSecurity:
+    """How `options` say the metadata store is reached and logged in to. Raises UsageError, OSError (password file)."""
+    from bkctl.metadata.store import NO_SECURITY, StoreSecurity
+
+    password: bytes | None = None
+    if options.metadata_password_file is not None:
+        password = read_password_file(options.metadata_password_file)
+    elif options.metadata_user is not None and "BKCTL_METADATA_PASSWORD" in environment:
+        password = os.fsencode(environment["BKCTL_METADATA_PASSWORD"])
+    creator_acl = options.metadata_creator_acl or _zk_enable_security(options.conf)
+    given = StoreSecurity(
+        tls=options.metadata_tls or options.metadata_tls_ca is not None,
+        ca=_text(options.metadata_tls_ca),
+        certificate=_text(options.metadata_tls_certificate),
+        key=_text(options.metadata_tls_key),
+        user=options.metadata_user,
+        password=None if password is None else password.decode("utf-8", "surrogateescape"),
+        sasl=options.metadata_sasl,
+        creator_acl=creator_acl,
+    )
+    return NO_SECURITY if given == NO_SECURITY else given
+
+
+def _zk_enable_security(conf: Path | None) -> bool:
+    if conf is None:
+        return False
+    from bkctl.config import read_properties
+
+    return (read_properties(conf).get("zkEnableSecurity") or "").lower() == "true"
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _local_cluster() -> str | None:

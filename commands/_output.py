@@ -14,13 +14,24 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from enum import Enum, StrEnum
+from functools import partial
 from itertools import islice
+from json.encoder import JSONEncoder
 from json.encoder import encode_basestring_ascii as quote
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Protocol, TextIO
 
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
+
+#: What `_rows` must say of itself: one that was built from other sources, or none at all, is not used.
+COMPILED_API: Final = 1
+try:
+    from . import _rows
+except ImportError:  # installed without a compiler
+    join_rows = None
+else:
+    join_rows = _rows.join_rows if getattr(_rows, "API", None) == COMPILED_API else None
 
 
 class Output(StrEnum):
@@ -142,6 +153,7 @@ CYAN: Final = "\x1b[36m"
 RESET: Final = "\x1b[0m"
 
 _CSV_SPECIAL: Final = re.compile(r'[,"\r\n]').search
+_TRAILING_SPACES: Final = re.compile(r"(?m) +$")
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
@@ -183,6 +195,13 @@ def binary_text(data: bytes | bytearray | memoryview, format: str | None) -> str
     if format == "hex":
         return data.hex()
     return base64_text(data)
+
+
+def hex_of_base64(text: str) -> str:
+    """What a table shows of a short binary value, such as a key, that is base64 in all other output."""
+    import binascii
+
+    return binascii.a2b_base64(text).hex()
 
 
 def readable_text(data: bytes | bytearray | memoryview) -> str:
@@ -243,9 +262,7 @@ def _ledger_csv(ledger: LedgerId) -> str:
 
 
 def _dumps(value: Any) -> str:
-    import json
-
-    return json.dumps(value, separators=(",", ":"), default=_json_default)
+    return _ENCODER.encode(value)
 
 
 def _json_default(value: Any) -> Any:
@@ -254,6 +271,10 @@ def _json_default(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+#: json.dumps would make a new one for each value, since ours is not its default form.
+_ENCODER: Final = JSONEncoder(separators=(",", ":"), default=_json_default)
 
 
 class _Form(NamedTuple):
@@ -357,18 +378,15 @@ def _value_code(column: Column, index: int, scope: dict[str, Any]) -> str:
 def compile_json(columns: Columns, *, before: str = "", after: str = "") -> Callable[[Any], str]:
     """The function row → its JSON object on one line, with the plain text `before` and `after` it."""
 
-    def field(column: Column, code: str) -> str:
-        return code if column.kind is Kind.LEDGER else f'"{column.name}":{code}'
-
     optional = [
-        (getter(column), _compile(_JSON, Columns(column), ",", field, ""))
+        (getter(column), _compile(_JSON, Columns(column), ",", _json_field, ""))
         for column in columns.columns
         if column.optional
     ]
     if not optional:
-        return _compile(_JSON, columns, before + "{{", field, "}}" + after)
+        return _compile(_JSON, columns, before + "{{", _json_field, "}}" + after)
     always = Columns(*(column for column in columns.columns if not column.optional))
-    fields = _compile(_JSON, always, before + "{{", field, "")
+    fields = _compile(_JSON, always, before + "{{", _json_field, "")
     ending = "}" + after.replace("\\n", "\n")
 
     def with_optional(row: Any) -> str:
@@ -377,9 +395,91 @@ def compile_json(columns: Columns, *, before: str = "", after: str = "") -> Call
     return with_optional
 
 
+def _json_field(column: Column, code: str) -> str:
+    return code if column.kind is Kind.LEDGER else f'"{column.name}":{code}'
+
+
 def compile_csv(columns: Columns) -> Callable[[Any], str]:
     """The function row → its csv line; text is quoted where RFC 4180 wants it."""
     return _compile(_CSV, columns, "", lambda column, code: code, "\\n")
+
+
+_VALUE: Final = "\0"
+
+
+class _BlockText:
+    """Turns rows that are given as columns into text: one % operation for hundreds of them.
+
+    That is three times as fast as a function of each row.
+    """
+
+    def __init__(
+        self, form: _Form, columns: Columns, begin: str, field: Callable[[Column, str], str], end: str,
+        constants: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self._texts: list[tuple[str, Callable[[Any], Any] | None]] = []
+        #: What stands before, between and behind the values.
+        self._pieces = [begin]
+        separator = ""
+        for column in columns.columns:
+            source = column.source
+            if not isinstance(source, Constant) and column.name in constants:
+                source = Constant(constants[column.name])
+            if isinstance(source, Constant):
+                if column.optional and source.value is None and form is _JSON:
+                    continue
+                same = Column(None, column.name, source, column.kind, absent=column.absent)
+                text = _compile(form, Columns(same), "", lambda _, code: code, "")(None)
+                self._pieces[-1] += separator + field(column, text)
+            else:
+                self._texts.append((column.name, _value_text(form, column)))
+                before, _, after = field(column, _VALUE).partition(_VALUE)
+                self._pieces[-1] += separator + before
+                self._pieces.append(after)
+            separator = ","
+        self._pieces[-1] += end
+        self._block = "%s".join(piece.replace("%", "%%") for piece in self._pieces) * BATCH_ROWS
+
+    def __call__(self, count: int, values: Mapping[str, Any]) -> str:
+        """The text of `count` rows."""
+        columns = tuple(
+            list(map(text, values[name])) if text is not None else values[name] for name, text in self._texts
+        )
+        if join_rows is not None:
+            joined = join_rows(tuple(self._pieces), columns, count)
+            if joined is not None:
+                return joined
+        width = len(columns)
+        flat: list[Any] = [None] * (count * width)
+        for index, column in enumerate(columns):
+            flat[index::width] = column
+        texts = []
+        for row in range(0, count, BATCH_ROWS):
+            rows = min(BATCH_ROWS, count - row)
+            block = self._block if rows == BATCH_ROWS else self._block[: len(self._block) // BATCH_ROWS * rows]
+            texts.append(block % tuple(flat[row * width : (row + rows) * width]))
+        return "".join(texts)
+
+
+def _value_text(form: _Form, column: Column) -> Callable[[Any], Any] | None:
+    """The function value → its text; None where what str makes of it will do."""
+    if column.kind in (Kind.INTEGER, Kind.SIZE) and column.absent is None:
+        return None
+    if column.kind is Kind.LEDGER:
+        texts = _Texts(form.ledger)
+        if column.absent is not None:
+            texts[column.absent] = form.null_ledger
+        return texts.__getitem__
+    text = _compile(form, Columns(_of_value(column)), "", lambda _, code: code, "")
+    return _Texts(text).__getitem__ if column.kind is Kind.TEXT else text
+
+
+def _of_value(column: Column) -> Column:
+    """The column of a row that is nothing but the value."""
+    return Column(
+        column.title, column.name, Inline("r"), column.kind, absent=column.absent, nullable=column.nullable,
+        text=column.text, style=column.style,
+    )  # fmt: skip
 
 
 def csv_cell(text: str) -> str:
@@ -455,6 +555,13 @@ def _cell_function(column: Column) -> Callable[[Any], str]:
     if column.kind in (Kind.LEDGER, Kind.TEXT):
         return _Texts(lambda value: NULL if value == absent else cell_text(column, value)).__getitem__
     return lambda value: NULL if value == absent else cell_text(column, value)
+
+
+def _value_cell(column: Column) -> Callable[[Any], str]:
+    """The function value → cell."""
+    if column.text is None and column.kind is Kind.INTEGER and column.absent is None:
+        return str
+    return _cell_function(column)
 
 
 def _nested_text(value: Any) -> str:
@@ -543,6 +650,8 @@ class RowWriter:
 
     def use(self, columns: Columns) -> None:
         """Take the values of later rows from `columns`: the same fields, from other sources."""
+        self._columns = columns
+        self._block_texts: dict[tuple[tuple[str, Any], ...], _BlockText] = {}
         if self._table is not None:
             self._table.use(columns)
         elif self._output is Output.ID:
@@ -620,6 +729,41 @@ class RowWriter:
             if slow:
                 self._push()
 
+    def block(self, count: int, values: Mapping[str, Sequence[Any] | Constant]) -> None:
+        """Print `count` rows given as columns: JSON name → the value of each row, or one Constant for all.
+
+        None stands in Constants only. Columns with a Constant for their source need not be there. Three times as fast
+        as row by row.
+        """
+        if count == 0:
+            return
+        if self._table is not None:
+            self._batch.extend(self._table.add_block(count, values, now=self._live))
+        elif self._output is Output.ID:
+            key = self._columns.key
+            assert key is not None
+            text = str if key.kind is Kind.INTEGER else partial(_id_text, key)
+            self._batch.append("\n".join(map(text, values[key.name])) + "\n")
+        else:
+            self._batch.append(self._block_text(values)(count, values))
+        self._flush_batch()
+        if time.monotonic() - self._pushed > PATIENCE_S:
+            self._push()
+
+    def _block_text(self, values: Mapping[str, Sequence[Any] | Constant]) -> _BlockText:
+        constants = {name: value.value for name, value in values.items() if isinstance(value, Constant)}
+        shape = tuple(constants.items())
+        known = self._block_texts.get(shape)
+        if known is None:
+            columns = self._columns
+            if self._output is Output.CSV:
+                known = _BlockText(_CSV, columns, "", lambda column, code: code, "\n", constants)
+            else:
+                begin, end = (",\n{", "}") if self._output is Output.JSON else ("{", "}\n")
+                known = _BlockText(_JSON, columns, begin, _json_field, end, constants)
+            self._block_texts[shape] = known
+        return known
+
     def _flush_batch(self) -> None:
         if self._output is Output.JSON:
             self._flush_json()
@@ -667,10 +811,39 @@ class _Table:
         """Take the cells of later rows from `columns`."""
         self._columns = [column for column in columns.columns if column.title is not None]
         self._cells = compile_cells(self._columns)
+        self._texts = [_value_cell(column) for column in self._columns]
 
     def add(self, row: Any, *, now: bool) -> list[str]:
         """The lines that can be printed once `row` is there."""
-        cells = self._cells(row)
+        return self._add_cells(self._cells(row), now=now)
+
+    def add_block(self, count: int, values: Mapping[str, Sequence[Any] | Constant], *, now: bool) -> list[str]:
+        """The lines that can be printed once `count` rows, given as columns, are there."""
+        texts: list[Sequence[str]] = []
+        for column, text in zip(self._columns, self._texts, strict=True):
+            source = column.source if isinstance(column.source, Constant) else values[column.name]
+            if isinstance(source, Constant):
+                texts.append([NULL if source.value is None else text(source.value)] * count)
+            else:
+                texts.append(list(map(text, source)))
+        lines: list[str] = []
+        rows = zip(*texts, strict=True)
+        done = 0
+        while self._sample is not None and done < count:
+            lines += self._add_cells(next(rows), now=now)
+            done += 1
+        if done < count and self._template is not None:
+            flat: list[str] = [""] * ((count - done) * len(texts))
+            for index, column_texts in enumerate(texts):
+                flat[index :: len(texts)] = column_texts[done:]
+            block = (self._template + "\n") * (count - done) % tuple(flat)
+            if block.isascii():
+                lines.append(_TRAILING_SPACES.sub("", block) if " \n" in block else block)
+                return lines
+        lines.extend(self._format(cells) for cells in rows)
+        return lines
+
+    def _add_cells(self, cells: tuple[str, ...], *, now: bool) -> list[str]:
         if self._sample is None:
             line = self._template % cells if self._template else ""
             return [line.rstrip() + "\n"] if line.isascii() and line else [self._format(cells)]
@@ -703,9 +876,10 @@ class _Table:
             ]
         self._fit()
         if not self._color and not (self._room is not None and any(column.flexible for column in self._columns)):
-            self._template = "  ".join(
+            cells = [
                 f"%{width}s" if right else f"%-{width}s" for width, right in zip(self._widths, self._right, strict=True)
-            )
+            ]
+            self._template = "  ".join([*cells[:-1], cells[-1] if self._right[-1] else "%s"])
         header = self._format(titles, header=True)
         lines = [header, *(self._format(row) for row in self._sample)]
         self._sample = None

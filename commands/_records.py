@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import typer
 
@@ -24,12 +24,26 @@ from ._options import (
     number_option,
     parameter,
 )
-from ._output import NULL, Column, Columns, Constant, Inline, Kind, Output, RowWriter, binary_text, readable_text
+from ._output import (
+    NULL,
+    Column,
+    Columns,
+    Constant,
+    Inline,
+    Kind,
+    Output,
+    RowWriter,
+    base64_text,
+    binary_text,
+    hex_of_base64,
+    readable_text,
+)
 
 if TYPE_CHECKING:
     from bkctl.formats.entry import DigestType
     from bkctl.formats.record import Record
     from bkctl.storage.listing import RecordFilter
+    from bkctl.storage.scan import RecordBatch
 
 
 class TypeName(StrEnum):
@@ -59,6 +73,11 @@ class RecordOptions(NamedTuple):
     format: BinaryFormat | None
     digest_type: DigestType | None
 
+    @property
+    def wants_payloads(self) -> bool:
+        """Whether payloads are printed: then records cannot come in batches."""
+        return self.body
+
     def filter(self) -> RecordFilter:
         """The domain's filter."""
         from bkctl.formats.record import RecordType
@@ -71,7 +90,7 @@ class RecordOptions(NamedTuple):
 _PARTS: dict[str, Composite] = {
     "ledgers": SCAN_LEDGERS,
     "entry": number_option("--entry", "Only this entry id."),
-    "from": number_option("--from-pos", "Begin at this byte of the file; a record must begin there."),
+    "from": number_option("--from-pos", "Begin at this byte of the file; a record must begin there (0: all)."),
     "to": number_option("--to-pos", "The last byte that a shown record may begin at."),
     "limit": count_option("--limit", "At most so many records."),
     "digest": digest_type_option(
@@ -131,6 +150,9 @@ DirOption = Annotated[
     list[Path] | None,
     typer.Option("--dir", metavar="DIR", help="A directory of the bookie, with or without its current; repeatable."),
 ]
+PlacesArgument = Annotated[
+    list[Path] | None, typer.Argument(metavar="DIR", help="The bookie's directories (default: those of --conf).")
+]
 ShowSecretsOption = Annotated[bool, typer.Option("--show-secrets", help="Also the master keys.")]
 
 
@@ -146,6 +168,7 @@ def record_columns(
         "EXPLICIT_LAC": RecordType.EXPLICIT_LAC,
         "LEDGER_KEY": RecordType.LEDGER_KEY,
         "digest_type": digest_type,
+        "base64_text": base64_text,
     }
     size = (
         "None if r.format_version == 1 else r.payload_size()" if digest_type is None else "r.payload_size(digest_type)"
@@ -166,8 +189,8 @@ def record_columns(
         Column("FILE", "file", Constant(str(path)), flexible=True, text=lambda path: Path(path).name),
     ]
     if secrets:
-        key = "r.special_payload.hex() if r.type is LEDGER_KEY else None"
-        columns.append(Column("MASTER KEY", "masterKey", Inline(key, names), optional=True))
+        key = "base64_text(r.special_payload) if r.type is LEDGER_KEY else None"
+        columns.append(Column("MASTER KEY", "masterKey", Inline(key, names), optional=True, text=hex_of_base64))
     if options.body:
         columns.append(Column("PAYLOAD", "payload", _payload_function(options, output), flexible=True))
     return Columns(*columns, key="offset")
@@ -201,15 +224,17 @@ def _explicit_lac(record: Record) -> int | None:
 
 def print_records(
     run: Run,
-    files: Iterable[tuple[Path, int | None, Iterator[Record]]],
+    files: Iterable[tuple[Path, int | None, Iterator[Record] | Iterator[RecordBatch]]],
     id_name: str,
     options: RecordOptions,
     *,
     secrets: bool = False,
+    batches: bool = False,
 ) -> None:
     """Print the records of `files` (path, id, records), file by file; damage in one does not hide the next.
 
-    Raises the error of the one damaged file, or Corrupt naming how many there are.
+    With `batches` they come as RecordBatch, where `options` want no payloads. Raises the error of the one damaged file,
+    or Corrupt naming how many there are.
     """
     if options.format is BinaryFormat.RAW and run.output is not Output.TABLE:
         raise UsageError("--format raw prints payloads and nothing else", hint=f"leave -o {run.output.value} out")
@@ -218,16 +243,19 @@ def print_records(
     with ExitStack() as stack:
         writer: RowWriter | None = None
         for path, file_id, records in files:
-            chosen = tally.watch(records)
             try:
                 if options.format is BinaryFormat.RAW:
-                    for record in chosen:
+                    for record in tally.watch(cast("Iterator[Record]", records)):
                         run.raw(record.payload(options.digest_type) or b"")
                 else:
                     columns = record_columns(path, file_id, id_name, options, run.output, secrets=secrets)
                     writer = writer or stack.enter_context(run.rows(columns))
                     writer.use(columns)
-                    writer.rows(chosen)
+                    if batches:
+                        for batch in tally.watch_batches(cast("Iterator[RecordBatch]", records)):
+                            _write_batch(writer, batch, options.digest_type)
+                    else:
+                        writer.rows(tally.watch(cast("Iterator[Record]", records)))
             except (Corrupt, Unsupported) as error:
                 errors.append(error)
             if tally.left == 0:
@@ -239,6 +267,31 @@ def print_records(
             f"bkctl: {tally.unknown:,} entries of scope 0 do not say where their payload begins; add --digest-type"
         )
     raise_first(run, errors)
+
+
+def _write_batch(writer: RowWriter, batch: RecordBatch, digest_type: DigestType | None) -> None:
+    if batch.record is not None:
+        writer.row(batch.record)
+        return
+    sizes = batch.payload_sizes(digest_type)
+    if sizes is not None and None in sizes:
+        writer.rows(batch.records())
+        return
+    writer.block(
+        len(batch),
+        {
+            "ledger": batch.ledgers,
+            "entryId": batch.numbers("entry_ids"),
+            "lastAddConfirmed": batch.numbers("last_add_confirmed"),
+            "length": batch.numbers("lengths"),
+            "size": Constant(None) if sizes is None else sizes,
+            "formatVersion": Constant(batch.format_version),
+            "offset": batch.offsets,
+            "recordSize": batch.numbers("sizes"),
+            "type": Constant(TypeName.ENTRY),
+            "masterKey": Constant(None),
+        },
+    )
 
 
 class _Tally:
@@ -263,6 +316,18 @@ class _Tally:
             if self.left is not None:
                 self.left -= 1
             yield record
+            if self.left == 0:
+                return
+
+    def watch_batches(self, batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
+        """The batches, as many records as the limit leaves."""
+        for batch in batches:
+            if self.left is None:
+                yield batch
+                continue
+            chosen = batch.first(self.left)
+            self.left -= len(chosen)
+            yield chosen
             if self.left == 0:
                 return
 

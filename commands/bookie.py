@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from bkctl.errors import UsageError
-from bkctl.ids import LedgerId
+from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
+from bkctl.ids import LedgerId, parse_scope_id
 
 from ._command import Run, command, group
-from ._options import ManyLedgers, number_option
-from ._output import Column, Columns, Kind, Output
-from ._records import DirOption, ShowSecretsOption
+from ._options import MANY_LEDGERS, Composite, number_option
+from ._output import Column, Columns, Kind, Output, base64_text, hex_of_base64, iso_time
+from ._records import DirOption, PlacesArgument, ShowSecretsOption, raise_first
 
 if TYPE_CHECKING:
     from bkctl.storage.directories import BookieDirectories, BookieFile
-    from bkctl.storage.listing import EntryLocation, Gap, LedgerIndex
+    from bkctl.storage.index import BookieIndexes, EntryLocation, Gap, LedgerIndex
 
 app = group()
 index_app = group("Ledger indexes of a bookie: which entries are here, and where.")
@@ -44,44 +43,66 @@ def start(run: Run) -> None:
     """
     from bkctl.bookie.server import Bookie, serve
 
-    config = run.config().with_changes(metadata_service_uri=run.connection().uri)
+    config = run.config()
+    connection = run.connection()
+    config = config.with_changes(metadata_service_uri=connection.uri)
     run.log()
 
     def started(bookie: Bookie) -> None:
         run.show(bookie, STARTED_COLUMNS)
 
-    run.complete(serve(config, started=started))
+    run.complete(serve(config, security=run.security(connection), started=started))
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
-def _number(file: BookieFile) -> int | None:
-    return file.id if isinstance(file.id, int) else None
+class FileRow(NamedTuple):
+    """A file, and what it says of itself."""
+
+    file: BookieFile
+    detail: dict[str, Any] | None
 
 
-def _ledger(file: BookieFile) -> LedgerId | None:
-    return file.id if isinstance(file.id, LedgerId) else None
+def _number(row: FileRow) -> int | None:
+    return row.file.id if isinstance(row.file.id, int) else None
 
 
-def _id_text(file: BookieFile) -> str | None:
-    return None if file.id is None else str(file.id)
+def _ledger(row: FileRow) -> LedgerId | None:
+    return row.file.id if isinstance(row.file.id, LedgerId) else None
 
 
-def _hex(file: BookieFile) -> str | None:
-    number = _number(file)
+def _id_text(row: FileRow) -> str | None:
+    return None if row.file.id is None else str(row.file.id)
+
+
+def _hex(row: FileRow) -> str | None:
+    number = _number(row)
     return None if number is None else f"{number:x}"
 
 
+def _detail_text(detail: dict[str, Any]) -> str:
+    """What a file says, for people: ids in hex, as names of files have them; directories are in JSON only."""
+    parts = []
+    for name, value in detail.items():
+        if value is None or value is False or isinstance(value, list) or f"{name}Hex" in detail:
+            continue
+        if name.endswith("Hex"):
+            name, value = name.removesuffix("Hex"), f"0x{value}"
+        parts.append(name if value is True else f"{name} {value}")
+    return ", ".join(parts)
+
+
 FILE_COLUMNS = Columns(
-    Column("KIND", "kind", lambda file: file.kind.value),
+    Column("KIND", "kind", lambda row: row.file.kind.value),
     Column("ID", "id", _number, Kind.INTEGER),
     Column("HEX", "idHex", _hex),
     Column(None, "ledger", _ledger, Kind.LEDGER),
-    Column("SCOPED", "scoped", "scoped", Kind.BOOLEAN),
-    Column("SIZE", "size", "size", Kind.SIZE),
-    Column("MODIFIED", "mtime", "mtime_ms", Kind.TIME),
-    Column("FILE", "file", lambda file: str(file.path), flexible=True),
+    Column("SCOPED", "scoped", "file.scoped", Kind.BOOLEAN),
+    Column("SIZE", "size", "file.size", Kind.SIZE),
+    Column("MODIFIED", "mtime", "file.mtime_ms", Kind.TIME),
+    Column("FILE", "file", lambda row: str(row.file.path)),
+    Column("DETAIL", "detail", "detail", Kind.NESTED, flexible=True, text=_detail_text),
     key="file",
 )
 # An index file's id is a ledger, which JSON has in its own fields and a table in the column of ids.
@@ -93,20 +114,39 @@ FILE_TABLE_COLUMNS = Columns(
 @command(app, "files")
 def files(
     run: Run,
-    places: Annotated[
-        list[Path] | None, typer.Argument(metavar="DIR", help="The bookie's directories (default: those of --conf).")
-    ] = None,
+    places: PlacesArgument = None,
     directories: DirOption = None,
     kind: Annotated[
         list[str] | None,
         typer.Option("--kind", metavar="KIND", help="journal, entryLog, index, rocksdb, cookie … or all; repeatable."),
     ] = None,
 ) -> None:
-    """List a bookie's files: journals, entry logs, indexes, marks, cookies."""
+    """List a bookie's files: journals, entry logs, indexes, marks, cookies, and what is none of its own (`unknown`).
+
+    DETAIL is what a file says of itself: format versions, a cookie's bookie, where a mark points, the kept read-only
+    state. All files are listed, then what is wrong with one is reported (exit code 7).
+    """
     kinds = _kinds(kind or [])
     found = run.directories([*(places or ()), *(directories or ())]).files()
+    errors: list[BkctlError] = []
     columns = FILE_TABLE_COLUMNS if run.output is Output.TABLE else FILE_COLUMNS
-    run.render((file for file in found if not kinds or file.kind in kinds), columns)
+    run.render((_file_row(file, errors) for file in found if not kinds or file.kind in kinds), columns)
+    raise_first(run, errors)
+
+
+def _file_row(file: BookieFile, errors: list[BkctlError]) -> FileRow:
+    from bkctl.storage.status import read_detail
+
+    try:
+        detail = read_detail(file)
+    except NotFound:
+        return FileRow(file, None)  # A running bookie deleted it meanwhile.
+    except BkctlError as error:
+        errors.append(error)
+        return FileRow(file, None)
+    if detail is None:
+        return FileRow(file, None)
+    return FileRow(file, {name: iso_time(value) if name == "updated" else value for name, value in detail.items()})
 
 
 def _kinds(texts: list[str]) -> frozenset[Any]:
@@ -178,13 +218,30 @@ META_COLUMNS = Columns(
     Column("FILE", "file", lambda row: str(row.source.path), flexible=True),
     key="ledger",
 )
-MASTER_KEY = Column("MASTER KEY", "masterKey", lambda row: row.source.master_key.hex())
+MASTER_KEY = Column("MASTER KEY", "masterKey", lambda row: base64_text(row.source.master_key), text=hex_of_base64)
+
+
+class LedgersOrAll(NamedTuple):
+    """The ledgers that were named; None: all, of one scope where `scope_id` says so."""
+
+    ledgers: list[LedgerId] | None
+    scope_id: int | None
+
+
+def _ledgers_or_all(values: Mapping[str, Any]) -> LedgersOrAll:
+    if values["ledgers"] or values["ledger_id"] is not None or values["ledger_qualified_name"] is not None:
+        return LedgersOrAll(MANY_LEDGERS.resolve(values), None)
+    scope = values["ledger_scope_id"]
+    return LedgersOrAll(None, None if scope is None else parse_scope_id(scope))
+
+
+AnyLedgers = Annotated[LedgersOrAll, Composite(MANY_LEDGERS.parameters, _ledgers_or_all)]
 
 
 @command(index_app, "show")
 def show(
     run: Run,
-    ledgers: ManyLedgers,
+    which: AnyLedgers,
     entry: Annotated[int | None, number_option("--entry", "Only this entry id.")],
     directories: DirOption = None,
     meta: Annotated[
@@ -195,41 +252,73 @@ def show(
     ] = False,
     show_secrets: ShowSecretsOption = False,
 ) -> None:
-    """Show where a bookie has a ledger's entries: index files and the databases of DbLedgerStorage."""
+    """Show where a bookie has a ledger's entries: index files and the databases of DbLedgerStorage.
+
+    `--meta` without a ledger shows all that the bookie has.
+    """
     if meta and gaps:
         raise UsageError("--meta and --gaps are given", hint="give one of them")
-    given = run.directories(directories)
-    if meta:
-        columns = META_COLUMNS.and_also(MASTER_KEY) if show_secrets else META_COLUMNS
-        run.render(_metas(given, ledgers), columns)
-    elif gaps:
-        run.render(_gaps(given, ledgers), GAP_COLUMNS)
-    else:
-        run.render(_locations(given, ledgers, entry), LOCATION_COLUMNS)
+    if which.ledgers is None and not meta:
+        raise UsageError("No ledger is given", hint="name ledgers, or add --meta to see all that the bookie has")
+    with _indexes(run.directories(directories)) as indexes:
+        if meta:
+            ledgers = indexes.ledgers(which.scope_id) if which.ledgers is None else which.ledgers
+            columns = META_COLUMNS.and_also(MASTER_KEY) if show_secrets else META_COLUMNS
+            errors: list[BkctlError] = []
+            run.render(_metas(indexes, ledgers, errors, named=which.ledgers is not None), columns)
+            raise_first(run, errors)
+        elif gaps:
+            run.render(_gaps(indexes, which.ledgers or []), GAP_COLUMNS)
+        else:
+            run.render(_locations(indexes, which.ledgers or [], entry), LOCATION_COLUMNS)
 
 
-def _locations(given: BookieDirectories, ledgers: list[LedgerId], entry_id: int | None) -> Iterator[LocationRow]:
-    from bkctl.storage.listing import open_ledger_index
+def _indexes(given: BookieDirectories) -> BookieIndexes:
+    from bkctl.storage.index import BookieIndexes
+
+    return BookieIndexes(given)
+
+
+def _locations(indexes: BookieIndexes, ledgers: list[LedgerId], entry_id: int | None) -> Iterator[LocationRow]:
+    from bkctl.storage.index import EntryLocation
 
     for ledger in ledgers:
-        with open_ledger_index(given, ledger) as index:
-            for each in index.locations():
-                if entry_id is None or each.entry_id == entry_id:
+        with indexes.open(ledger) as index:
+            if entry_id is None:
+                for each in index.locations():
                     yield LocationRow(ledger, each)
+            elif location := index.location_of(entry_id):
+                yield LocationRow(ledger, EntryLocation(entry_id, location))
 
 
-def _gaps(given: BookieDirectories, ledgers: list[LedgerId]) -> Iterator[GapRow]:
-    from bkctl.storage.listing import open_ledger_index
-
+def _gaps(indexes: BookieIndexes, ledgers: list[LedgerId]) -> Iterator[GapRow]:
     for ledger in ledgers:
-        with open_ledger_index(given, ledger) as index:
+        with indexes.open(ledger) as index:
             for gap in index.gaps():
                 yield GapRow(ledger, gap)
 
 
-def _metas(given: BookieDirectories, ledgers: list[LedgerId]) -> Iterator[MetaRow]:
-    from bkctl.storage.listing import open_ledger_index
+def _metas(
+    indexes: BookieIndexes, ledgers: list[LedgerId], errors: list[BkctlError], *, named: bool
+) -> Iterator[MetaRow]:
+    from bkctl.storage.findings import as_damage
 
     for ledger in ledgers:
-        with open_ledger_index(given, ledger) as index:
-            yield MetaRow(index, index.explicit_lac(), *index.extent())
+        try:
+            found = indexes.open(ledger) if named else indexes.find(ledger)
+            if found is None:
+                continue
+            with found as index:
+                row = MetaRow(index, index.explicit_lac(), *index.extent())
+        except (Corrupt, Unsupported) as error:
+            errors.append(error)
+            continue
+        except BkctlError as error:
+            if named:
+                raise
+            errors.append(as_damage(error))
+            continue
+        yield row
+
+
+from . import _bookie_check, _bookie_repair  # noqa: E402, F401  (they register their commands on the apps above)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from bkctl.errors import AlreadyExists, Conflict, NotFound, UsageError
+
 from ._command import Run, command, group
+from ._options import DryRun, WatchOption
 from ._output import GREEN, RED, YELLOW, Column, Columns, Kind
 
 if TYPE_CHECKING:
     from bkctl.bookie.local import LocalCluster
+    from bkctl.metadata.cluster import Cluster
 
 app = group()
+healthcheck_app = group("Whether clients may take bookies that fail them into quarantine, for the whole cluster.")
+app.add_typer(healthcheck_app, name="healthcheck")
 
 LOCAL_COLUMNS = Columns(
     Column("BOOKIE", "bookieId", "bookie.bookie_id"),
@@ -59,6 +65,237 @@ def info(run: Run) -> None:
         run.show(cluster_info(cluster), INFO_COLUMNS)
 
 
+# --- health ---------------------------------------------------------------------------------------------------------
+
+HEALTH_COLUMNS = Columns(
+    Column("SEVERITY", "severity", lambda row: row.severity.value, style={"error": RED, "warning": YELLOW}),
+    Column("CODE", "code", "code"),
+    Column("SUBJECT", "subject", lambda row: row.subject or None),
+    Column("WHAT", "message", "message", flexible=True),
+    Column("ADVICE", "advice", "advice", flexible=True),
+    key="code",
+)
+
+
+@command(app, "health", connects=True)
+def health(
+    run: Run,
+    watch: WatchOption,
+    threshold: Annotated[
+        float, typer.Option("--threshold", metavar="PERCENT", help="Used disk space that is too much.")
+    ] = 90.0,
+    no_bookies: Annotated[
+        bool, typer.Option("--no-bookies", help="Look at the metadata only, and ask no bookie.")
+    ] = False,
+) -> None:
+    """Say what is wrong with the cluster and what to do about it; exit code 3 when something is.
+
+    Bookies that are down, read-only, full or silent, cookies, under-replicated ledgers, auto-recovery, scopes.
+    """
+    from bkctl.metadata.health import HealthFinding, health_findings
+
+    if not 0 <= threshold <= 100:
+        raise UsageError(f"--threshold {threshold:g}: percent are 0 to 100")
+
+    async def asked() -> list[HealthFinding]:
+        from bkctl.client.operations import disk_findings
+
+        async with run.bookkeeper(cluster) as bookkeeper:
+            return await disk_findings(bookkeeper, cluster.bookies.list(include_down=False), threshold)
+
+    def look() -> list[HealthFinding]:
+        found = list(health_findings(cluster))
+        if not no_bookies:
+            found += run.complete(asked())
+        return sorted(found, key=lambda each: (each.severity, each.code, each.subject))
+
+    findings: list[HealthFinding] = []
+    with run.cluster() as cluster:
+        if watch is not None:
+            run.watch(watch, look, HEALTH_COLUMNS)
+            return
+        with run.working("Asking the bookies"):
+            findings = look()
+    run.render(findings, HEALTH_COLUMNS)
+    if not findings:
+        run.note("The cluster is healthy")
+    run.finish_with(len(findings), "findings" if len(findings) > 1 else "finding")
+
+
+class Check(NamedTuple):
+    """Whether clients may quarantine bookies that fail them; `changed` None where nothing was asked to change."""
+
+    enabled: bool
+    changed: bool | None = None
+
+
+CHECK_COLUMNS = Columns(
+    Column("ENABLED", "enabled", "enabled", Kind.BOOLEAN, style={"yes": GREEN, "no": YELLOW}),
+    Column("CHANGED", "changed", "changed", Kind.BOOLEAN, optional=True),
+    key=None,
+)
+
+
+@command(healthcheck_app, "status", connects=True)
+def healthcheck_status(run: Run) -> None:
+    """Show whether clients may take bookies that fail them into quarantine."""
+    from bkctl.metadata.health import HealthCheckSwitch
+
+    with run.cluster() as cluster:
+        run.show(Check(HealthCheckSwitch(cluster).is_enabled()), CHECK_COLUMNS)
+
+
+@command(healthcheck_app, "enable", connects=True, changes=True)
+def healthcheck_enable(run: Run) -> None:
+    """Let clients take bookies that fail them into quarantine."""
+    _switch_healthcheck(run, True)
+
+
+@command(healthcheck_app, "disable", connects=True, changes=True)
+def healthcheck_disable(run: Run) -> None:
+    """Keep every client from taking bookies into quarantine."""
+    _switch_healthcheck(run, False)
+
+
+def _switch_healthcheck(run: Run, enabled: bool) -> None:
+    from bkctl.metadata.health import HealthCheckSwitch
+
+    with run.cluster() as cluster:
+        run.show(Check(enabled, HealthCheckSwitch(cluster).set(enabled)), CHECK_COLUMNS)
+
+
+# --- the whole cluster ----------------------------------------------------------------------------------------------
+
+
+class Identity(NamedTuple):
+    """Which cluster it is."""
+
+    metadata_uri: str
+    instance_id: str
+    factory_class: str
+
+
+ID_COLUMNS = Columns(
+    Column("METADATA URI", "metadataUri", "metadata_uri"),
+    Column("INSTANCE ID", "instanceId", "instance_id"),
+    Column("LAYOUT", "managerFactoryClass", "factory_class"),
+    key="instanceId",
+)
+
+
+@command(app, "id", connects=True)
+def show_id(run: Run) -> None:
+    """Show the cluster's instance id."""
+    with run.cluster() as cluster:
+        factory_class, instance_id = cluster.layout().factory_class, cluster.instance_id()
+        if not instance_id:
+            raise NotFound(
+                f"The cluster in {cluster.uri} has no instance id",
+                hint="a bookie's cookie may name it: 'bkctl cookie show BOOKIE'",
+            )
+        run.show(Identity(cluster.uri, instance_id, factory_class), ID_COLUMNS)
+
+
+@command(app, "init", connects=True, changes=True)
+def init(
+    run: Run,
+    long_long_layout: Annotated[
+        bool,
+        typer.Option("--long-long-layout", help="Write BP-35's own class into LAYOUT: no Apache process starts on it."),
+    ] = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Make a new cluster where --metadata-uri says: layout, instance id, places of bookies and cookies.
+
+    Where there is a cluster nothing is changed, and the exit code is 5.
+    """
+    from bkctl.metadata.cluster import init_cluster, new_layout
+    from bkctl.metadata.uri import parse_uri
+
+    def refuse(cluster: Cluster) -> None:
+        raise AlreadyExists(
+            f"There is a cluster in {cluster.uri}: {cluster.instance_id()}", hint="'bkctl cluster info' shows it"
+        )
+
+    location = parse_uri(run.connection().uri)
+    layout = new_layout(location, long_long=long_long_layout)
+    if not dry_run:
+        with run.open_cluster(create_store=True) as cluster:
+            if not init_cluster(cluster, layout=layout):
+                refuse(cluster)
+            run.show(Identity(cluster.uri, cluster.instance_id(), cluster.layout().factory_class), ID_COLUMNS)
+        return
+    try:
+        with run.cluster() as cluster:
+            if cluster.store.get(cluster.places.layout) is not None:
+                refuse(cluster)
+    except NotFound:
+        pass  # No file yet.
+    run.show(Identity(location.text, "", layout.factory_class), ID_COLUMNS)
+
+
+NUKE_COLUMNS = Columns(
+    Column("INSTANCE ID", "instanceId", "instance_id"),
+    Column("LEDGERS", "ledgerCount", "ledger_count", Kind.INTEGER),
+    Column("SCOPES", "scopeCount", "scope_count", Kind.INTEGER),
+    Column("COOKIES", "cookieCount", "cookie_count", Kind.INTEGER),
+    key="instanceId",
+)
+
+
+@command(app, "nuke", connects=True, changes=True, asks=True)
+def nuke(
+    run: Run,
+    instance_id: Annotated[
+        str | None,
+        typer.Option("--instance-id", metavar="ID", help="The cluster's instance id, so that it is the one."),
+    ] = None,
+    backup: Annotated[
+        Path | None, typer.Option("--backup", metavar="FILE", help="Export all metadata to this new file before.")
+    ] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Remove a cluster's metadata, all of it, for good; refused while bookies are registered.
+
+    The bookies' own files stay as they are, but no bookie starts on them again. With --backup, 'metadata import' brings
+    the metadata back.
+    """
+    from bkctl.metadata.dump import ClusterSource, export_to_file
+    from bkctl.metadata.nuke import nuke as remove
+    from bkctl.metadata.nuke import plan_nuke
+
+    if instance_id is None:
+        raise UsageError("--instance-id is needed", hint="'bkctl cluster id' shows it")
+    with run.cluster() as cluster:
+        with run.working("Counting ledgers"):
+            plan = plan_nuke(cluster)
+        if instance_id != plan.instance_id:
+            raise Conflict(
+                f"The cluster in {cluster.uri} has another instance id: {plan.instance_id}",
+                hint="check the metadata URI",
+            )
+        if dry_run:
+            run.show(plan, NUKE_COLUMNS)
+            return
+        if plan.foreign_scopes:
+            run.note("So would the scoped ledgers of a cluster that was formatted away: no backup holds them")
+        kept = f"; {backup} will hold a copy" if backup is not None else ", and there is no backup"
+        run.confirm(
+            f"All metadata of the cluster {plan.instance_id} in {cluster.uri} would be lost: "
+            f"{plan.ledger_count:,} ledgers, {plan.cookie_count:,} cookies{kept}"
+        )
+        if backup is not None:
+            with run.working(f"Exporting to {backup}") as activity:
+                export_to_file(ClusterSource(cluster), backup, progress=activity.update)
+        with run.working("Removing nodes") as activity:
+            count = remove(cluster, progress=activity.update)
+    run.show(plan, NUKE_COLUMNS)
+    run.note(f"{count:,} nodes were removed")
+
+
+# --- local clusters -------------------------------------------------------------------------------------------------
+
+
 def _local(directory: Path | None) -> LocalCluster:
     from bkctl.bookie.local import LocalCluster, active_cluster
 
@@ -67,7 +304,7 @@ def _local(directory: Path | None) -> LocalCluster:
     return active_cluster() or LocalCluster()
 
 
-@command(app, "up")
+@command(app, "up", changes=True)
 def up(
     run: Run,
     directory: LocalDirectory = None,
@@ -87,7 +324,7 @@ def up(
     run.note(f"Local cluster at {cluster.directory}; commands without --metadata-uri use it until 'bkctl cluster down'")
 
 
-@command(app, "down")
+@command(app, "down", changes=True)
 def down(
     run: Run,
     directory: LocalDirectory = None,

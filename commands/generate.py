@@ -18,13 +18,23 @@ from ._options import GLOBAL_PANEL
 from .main import GROUPS, RootGroup, root
 
 #: What a value is completed with: by the metavar of its option or argument.
-DYNAMIC: Final = {"LEDGER": "ledger", "BOOKIE": "bookie", "JOURNAL": "journal", "LOG": "entrylog"}
+DYNAMIC: Final = {"LEDGER": "ledger", "BOOKIE": "bookie", "JOURNAL": "journal", "LOG": "entrylog", "CONTEXT": "context"}
 FILES: Final = ("FILE", "DIR")
 _ENVIRONMENT: Final = (
     ("BKCTL_METADATA_URI, BKCTL_CONF, BKCTL_CONTEXT", "Where to connect, where no option says it."),
     ("BKCTL_BOOKIE_ADDRESS", "As --bookie-address; several are separated by spaces or commas."),
     ("BKCTL_TLS_CA, BKCTL_TLS_CERT, BKCTL_TLS_KEY", "As --tls-ca, --tls-cert, --tls-key."),
     ("BKCTL_OUTPUT, BKCTL_TIMEOUT", "As --output and --timeout."),
+    (
+        "BKCTL_METADATA_TLS, BKCTL_METADATA_TLS_CA, BKCTL_METADATA_TLS_CERT, BKCTL_METADATA_TLS_KEY, "
+        "BKCTL_METADATA_USER, BKCTL_METADATA_PASSWORD_FILE, BKCTL_METADATA_SASL, BKCTL_METADATA_CREATOR_ACL",
+        "As the options of these names; BKCTL_METADATA_PASSWORD is the password itself.",
+    ),
+    (
+        "BKCTL_AUDIT_LOG",
+        "Where commands that change something are noted: a file instead of bkctl/audit.ndjson under XDG_STATE_HOME or "
+        "~/.local/state, or none.",
+    ),
     ("BKCTL_LEDGER_PASSWORD", "The ledger password of commands that take --password."),
     ("BKCTL_CONFIG", "The configuration file, instead of bkctl/config.toml under XDG_CONFIG_HOME or ~/.config."),
     ("NO_COLOR", "No colours, whatever it is set to."),

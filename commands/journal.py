@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from bkctl.errors import BkctlError, UsageError
+from bkctl.errors import BkctlError, NotFound, UsageError
 
 from ._command import Run, command, group
-from ._output import Column, Columns, Kind
+from ._options import count_option
+from ._output import GREEN, NULL, RED, YELLOW, Column, Columns, Kind, ledger_column
 from ._records import DirOption, Records, ShowSecretsOption, print_records, raise_first
 
 if TYPE_CHECKING:
-    from bkctl.formats.record import Record
     from bkctl.storage.directories import BookieDirectories, BookieFile
-    from bkctl.storage.listing import JournalSummary, RecordFilter
+    from bkctl.storage.journals import JournalCheck, JournalStatistics, JournalSummary
+    from bkctl.storage.listing import RecordFilter
 
 app = group()
 
@@ -25,6 +28,18 @@ app = group()
 def file_key(file: BookieFile) -> str:
     """The id that names the file again: a decimal, `scoped/5` in the scoped id space."""
     return f"scoped/{file.id}" if file.scoped else str(file.id)
+
+
+PlacesArgument = Annotated[
+    list[Path] | None, typer.Argument(metavar="DIR", help="Journal directories (default: those of --conf).")
+]
+JournalNames = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="JOURNAL",
+        help="Journals: decimal or 0x id, file name, path, or a directory (default: all of --dir or --conf).",
+    ),
+]
 
 
 JOURNAL_COLUMNS = Columns(
@@ -42,13 +57,11 @@ JOURNAL_COLUMNS = Columns(
 @command(app, "list")
 def list_journals(
     run: Run,
-    places: Annotated[
-        list[Path] | None, typer.Argument(metavar="DIR", help="Journal directories (default: those of --conf).")
-    ] = None,
+    places: PlacesArgument = None,
     directories: DirOption = None,
 ) -> None:
     """List the journal files: id, version, size, time of the last write."""
-    from bkctl.storage.listing import journal_summaries
+    from bkctl.storage.journals import journal_summaries
 
     errors: list[BkctlError] = []
 
@@ -66,13 +79,7 @@ def list_journals(
 def read(
     run: Run,
     records: Records,
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="JOURNAL",
-            help="Journals: decimal or 0x id, file name, path, or a directory (default: all of --dir or --conf).",
-        ),
-    ] = None,
+    names: JournalNames = None,
     directories: DirOption = None,
     after_lastmark: Annotated[
         bool, typer.Option("--after-lastmark", help="Only what is behind the last mark: what a restart replays.")
@@ -83,12 +90,30 @@ def read(
 
     What stands before damage is printed, then the damage is reported (exit code 7).
     """
-    given = run.directories(directories, needed=not names)
-    files = [path for name in names or () for path in _journals_named(given, name)]
-    if not names:
+    given, files = _journals(run, names, directories)
+    if files is None:
         files = [file.path for file in given.journals()]
     starts = _starts(given, files) if after_lastmark else dict.fromkeys(files, 0)
-    print_records(run, _files(starts, records.filter()), "journalId", records, secrets=show_secrets)
+    batches = not records.wants_payloads
+    found = _files(starts, records.filter(), batches=batches)
+    print_records(run, found, "journalId", records, secrets=show_secrets, batches=batches)
+
+
+def _journals(
+    run: Run, names: list[str] | None, directories: list[Path] | None
+) -> tuple[BookieDirectories, list[Path] | None]:
+    """The directories that are given, and the journals that a command is about, each once (None: all of them)."""
+    if names and all(Path(name).is_dir() for name in names):
+        directories, names = [*map(Path, names), *(directories or ())], None
+    given = run.directories(directories, needed=not names)
+    if not names:
+        return given, None
+    return given, list(dict.fromkeys(path for name in names for path in _journals_named(given, name)))
+
+
+def _all_journals(run: Run, names: list[str] | None, directories: list[Path] | None) -> list[Path]:
+    given, files = _journals(run, names, directories)
+    return [file.path for file in given.journals()] if files is None else files
 
 
 def _journals_named(given: BookieDirectories, name: str) -> list[Path]:
@@ -101,26 +126,34 @@ def _journals_named(given: BookieDirectories, name: str) -> list[Path]:
 
 def _starts(given: BookieDirectories, files: list[Path]) -> dict[Path, int]:
     """The files from the marked one on, and where to begin in each."""
-    from bkctl.storage.listing import files_after_marks
+    from bkctl.storage.journals import files_after_marks
 
     if not given.ledger_dirs:
         raise UsageError("--after-lastmark needs the ledger directories", hint="add --conf, or --dir for each")
     return files_after_marks(given, files)
 
 
-def _files(starts: dict[Path, int], chosen: RecordFilter) -> Iterator[tuple[Path, int | None, Iterator[Record]]]:
+def _files(
+    starts: dict[Path, int], chosen: RecordFilter, *, batches: bool
+) -> Iterator[tuple[Path, int | None, Iterator[Any]]]:
     from bkctl.formats.journal import journal_id_of
 
     for path, start in starts.items():
-        yield path, journal_id_of(path.name), _records(path, start, chosen)
+        yield path, journal_id_of(path.name), _records(path, start, chosen, batches=batches)
 
 
-def _records(path: Path, start: int, chosen: RecordFilter) -> Iterator[Record]:
+def _records(path: Path, start: int, chosen: RecordFilter, *, batches: bool) -> Iterator[Any]:
     from bkctl.storage.journal import JournalReader
 
-    with JournalReader.open(path) as reader:
-        yield from chosen.of_journal(reader, start)
+    try:
+        reader = JournalReader.open(path)
+    except NotFound:
+        return  # A running bookie deleted it meanwhile.
+    with reader:
+        yield from chosen.batches_of_journal(reader, start) if batches else chosen.of_journal(reader, start)
 
+
+# --- lastmark -------------------------------------------------------------------------------------------------------
 
 MARK_COLUMNS = Columns(
     Column("INDEX", "journalIndex", "journal_index", Kind.INTEGER),
@@ -141,7 +174,220 @@ def lastmark(
     ] = None,
     directories: DirOption = None,
 ) -> None:
-    """Show the last mark of each journal: everything before it is in ledger storage."""
-    from bkctl.storage.listing import latest_marks
+    """Show the last mark of each journal: everything before it is in ledger storage.
 
-    run.render(latest_marks(run.directories([*(places or ()), *(directories or ())])), MARK_COLUMNS)
+    It is the highest that the ledger directories keep; files of it that are damaged are reported (exit code 7).
+    """
+    from bkctl.storage.journals import latest_marks
+
+    latest = latest_marks(run.directories([*(places or ()), *(directories or ())]))
+    run.render(latest.marks, MARK_COLUMNS)
+    raise_first(run, [error for _, error in latest.damaged])
+
+
+# --- verify ---------------------------------------------------------------------------------------------------------
+
+STATE_STYLE = {
+    "endOfFile": GREEN, "zeros": GREEN, "torn": YELLOW, "damaged": RED, "unreadable": RED, "missing": RED
+}  # fmt: skip
+
+
+def _checked_key(row: JournalCheck) -> str:
+    if row.journal_id is None:
+        return str(row.path)
+    return f"scoped/{row.journal_id}" if row.scoped else str(row.journal_id)
+
+
+VERIFY_COLUMNS = Columns(
+    Column("JOURNAL", "journalId", "journal_id", Kind.INTEGER),
+    Column("HEX", "journalIdHex", lambda row: None if row.journal_id is None else f"{row.journal_id:x}"),
+    Column("VERSION", "version", "version", Kind.INTEGER),
+    Column("SIZE", "size", "size_bytes", Kind.SIZE),
+    Column("STATE", "state", lambda row: row.state.value, style=STATE_STYLE),
+    Column("RECORDS", "recordCount", "record_count", Kind.INTEGER),
+    Column(None, "entryCount", "entry_count", Kind.INTEGER),
+    Column("GOOD END", "goodEnd", "good_end", Kind.INTEGER),
+    Column("BEHIND", "sizeBehind", "behind.size_bytes", Kind.SIZE),
+    Column("ENTRIES BEHIND", "entriesBehind", "behind.entry_count", Kind.INTEGER),
+    Column(None, "recordsBehind", "behind.record_count", Kind.INTEGER),
+    Column("RESUMES", "resumesAt", "behind.resumes_at", Kind.INTEGER),
+    Column("MARK", "lastMark", "mark", Kind.INTEGER),
+    Column(None, "scoped", "scoped", Kind.BOOLEAN),
+    Column("FILE", "file", lambda row: str(row.path), text=lambda path: Path(path).name),
+    Column("PROBLEM", "problem", "problem", flexible=True),
+    key=Column("JOURNAL", "journalId", _checked_key),
+)
+
+
+@command(app, "verify")
+def verify(run: Run, names: JournalNames = None, directories: DirOption = None) -> None:
+    """Check journal files: where the good part of each ends and why, what lies behind it, what the last marks point at.
+
+    The state `endOfFile`, `zeros` (allocated ahead) or `torn` (the last write was cut) is what a bookie leaves. With
+    `damaged`, RESUMES is where plausible records begin again: `journal read --from-pos` prints them. Exit code 7 for
+    damage; 3 for a journal that a last mark names, or that its neighbours enclose, and that is not there, and for a
+    mark inside a record.
+    """
+    from bkctl.storage.journals import check_journals
+
+    given, files = _journals(run, names, directories)
+    if files is None:
+        given.of_a_bookie()
+    errors: list[BkctlError] = []
+    findings = 0
+
+    def rows() -> Iterator[JournalCheck]:
+        nonlocal findings
+        for check in check_journals(given, files):
+            if check.error is not None:
+                errors.append(check.error)
+            elif check.problem is not None:
+                findings += 1
+            yield check
+
+    with run.working("Reading journals"):
+        run.render(rows(), VERIFY_COLUMNS)
+    if errors and findings:
+        run.note(f"bkctl: {findings:,} journals that are missing or wrongly marked")
+    raise_first(run, errors)
+    run.finish_with(findings, "journals that are missing or wrongly marked")
+
+
+# --- stats ----------------------------------------------------------------------------------------------------------
+
+
+class Grouping(StrEnum):
+    """What `stats` sums up by."""
+
+    FILE = "file"
+    TYPE = "type"
+    LEDGER = "ledger"
+    SCOPE = "scope"
+
+
+def _count_of(kind: str) -> Any:
+    return lambda row: row.counts[kind]
+
+
+def _decimal(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
+
+
+def _percent(value: float | None) -> str:
+    return NULL if value is None else f"{value:.1%}"
+
+
+STATS_COLUMNS = Columns(
+    Column("JOURNAL", "journalId", "file.id", Kind.INTEGER),
+    Column("HEX", "journalIdHex", lambda row: f"{row.file.id:x}"),
+    Column("VERSION", "version", "version", Kind.INTEGER),
+    Column("SIZE", "size", "file.size", Kind.SIZE),
+    Column("WRITTEN", "writtenSize", "good_end", Kind.SIZE),
+    Column("RECORDS", "recordCount", "record_count", Kind.INTEGER),
+    Column("RECORD BYTES", "recordSize", "record_bytes", Kind.SIZE),
+    Column("ENTRIES", "entryCount", _count_of("entry"), Kind.INTEGER),
+    Column("KEYS", "ledgerKeyCount", _count_of("ledgerKey"), Kind.INTEGER),
+    Column("FENCES", "fenceCount", _count_of("fence"), Kind.INTEGER),
+    Column("LACS", "explicitLacCount", _count_of("explicitLac"), Kind.INTEGER),
+    Column("LEDGERS", "ledgerCount", lambda row: len(row.ledgers), Kind.INTEGER),
+    Column(None, "paddingSize", "padding_bytes", Kind.SIZE),
+    Column("PADDING", "paddingRatio", lambda row: _decimal(row.padding_ratio), Kind.NESTED, text=_percent),
+    Column("GROUPS", "groupCount", "group_count", Kind.INTEGER),
+    Column("PER GROUP", "recordsPerGroup", lambda row: _decimal(row.records_per_group), Kind.NESTED),
+    Column(None, "groupSizeMax", "group_bytes_max", Kind.SIZE),
+    Column(None, "created", "created_ms", Kind.TIME),
+    Column("MODIFIED", "mtime", "file.mtime_ms", Kind.TIME),
+    Column(None, "scoped", "file.scoped", Kind.BOOLEAN),
+    Column("FILE", "file", lambda row: str(row.file.path), flexible=True, text=lambda path: Path(path).name),
+    key=Column("JOURNAL", "journalId", lambda row: file_key(row.file)),
+)
+
+
+class Sum(NamedTuple):
+    """The records of one kind, ledger or scope; `size_bytes` with their size fields."""
+
+    key: Any
+    record_count: int
+    size_bytes: int
+    ledger_count: int = 1
+
+
+_SUMS = (
+    Column("RECORDS", "recordCount", "record_count", Kind.INTEGER),
+    Column("SIZE", "size", "size_bytes", Kind.SIZE),
+)
+TYPE_COLUMNS = Columns(Column("TYPE", "type", lambda row: str(row.key)), *_SUMS, key="type")
+LEDGER_COLUMNS = Columns(ledger_column("key"), *_SUMS, key="ledger")
+SCOPE_COLUMNS = Columns(
+    Column("SCOPE", "ledgerScopeId", lambda row: str(row.key)),
+    Column("LEDGERS", "ledgerCount", "ledger_count", Kind.INTEGER),
+    *_SUMS,
+    key="ledgerScopeId",
+)
+
+
+@command(app, "stats")
+def stats(
+    run: Run,
+    top: Annotated[int | None, count_option("--top", "Only so many rows, those with the most bytes.")],
+    names: JournalNames = None,
+    directories: DirOption = None,
+    by: Annotated[
+        Grouping, typer.Option("--by", metavar="WHAT", help="A row for each file, type, ledger or scope.")
+    ] = Grouping.FILE,
+) -> None:
+    """Sum up journal files: records by type, ledger or scope, padding, and what was synced together.
+
+    GROUPS are what was written and synced at once, as far as padding tells (from version 5 on). `created` is the time
+    in a directory's first journal id; later ids count on from it. What stands before damage counts, then the damage
+    is reported (exit code 7).
+    """
+    files = _all_journals(run, names, directories)
+    errors: list[BkctlError] = []
+    with run.working("Reading journals"):
+        if by is Grouping.FILE:
+            rows: Iterable[JournalStatistics] = _statistics(files, errors)
+            if top is not None:
+                rows = sorted(rows, key=lambda row: row.record_bytes, reverse=True)[:top]
+            run.render(rows, STATS_COLUMNS)
+        else:
+            columns = {Grouping.TYPE: TYPE_COLUMNS, Grouping.LEDGER: LEDGER_COLUMNS, Grouping.SCOPE: SCOPE_COLUMNS}[by]
+            sums = _sums(_statistics(files, errors), by)
+            sums.sort(key=itemgetter(2), reverse=True)
+            run.render(sums if top is None else sums[:top], columns)
+    raise_first(run, errors)
+
+
+def _statistics(files: list[Path], errors: list[BkctlError]) -> Iterator[JournalStatistics]:
+    from bkctl.storage.journals import journal_statistics
+
+    for path in files:
+        found = journal_statistics(path)
+        if found is not None:
+            if found.error is not None:
+                errors.append(found.error)
+            yield found
+
+
+def _sums(files: Iterable[JournalStatistics], by: Grouping) -> list[Sum]:
+    from collections import Counter
+
+    records: Counter[Any] = Counter()
+    sizes: Counter[Any] = Counter()
+    for found in files:
+        records.update(found.counts if by is Grouping.TYPE else found.ledgers)
+        sizes.update(found.type_bytes if by is Grouping.TYPE else found.ledger_bytes)
+        if by is Grouping.TYPE and found.padding_bytes:
+            records["padding"] += found.padding_count
+            sizes["padding"] += found.padding_bytes
+    if by is not Grouping.SCOPE:
+        return [Sum(key, records[key], sizes[key]) for key in sorted(sizes)]
+    return [
+        Sum(
+            scope_id,
+            sum(count for ledger, count in records.items() if ledger.scope_id == scope_id),
+            sum(size for ledger, size in sizes.items() if ledger.scope_id == scope_id),
+            sum(ledger.scope_id == scope_id for ledger in sizes),
+        )
+        for scope_id in sorted({ledger.scope_id for ledger in sizes})
+    ]

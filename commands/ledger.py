@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from bkctl.errors import EntryNotFound, FindingsError, UsageError
+from bkctl.errors import BkctlError, Conflict, EntryNotFound, FindingsError, UsageError
 from bkctl.ids import LedgerId
 
 from ._command import Run, command, group
@@ -19,9 +20,12 @@ from ._options import (
     BinaryFormat,
     BinaryFormatOption,
     CustomMetadata,
+    DryRun,
     Entries,
+    KeepGoing,
     LedgerPassword,
     LedgerShape,
+    LedgersOrFile,
     LedgerToCreate,
     ManyLedgers,
     NewLedger,
@@ -29,16 +33,22 @@ from ._options import (
     ProtocolOption,
     ScopeToList,
     Shape,
+    UndoOption,
+    WatchOption,
     count_option,
     duration_option,
+    number_option,
     size_option,
 )
 from ._output import GREEN, RED, YELLOW, Column, Columns, Kind, Output, RowWriter, binary_text, readable_text
 
 if TYPE_CHECKING:
+    from bkctl.client.ensemble import ReplicaPlace
     from bkctl.client.ledger import BookKeeper, ReadHandle, WriteHandle
     from bkctl.client.operations import ReplicaFinding, RoundTrip
+    from bkctl.metadata.cluster import Cluster
     from bkctl.metadata.ledgers import VersionedMetadata
+    from bkctl.metadata.removal import Removal, RemovalPlan
 
 app = group()
 
@@ -100,6 +110,17 @@ def _short_time(text: str | None) -> str:
     return "-" if text is None else f"{text[:19]}Z"
 
 
+def _custom_line(row: LedgerRow) -> str | None:
+    """Custom metadata in a list's table: Pulsar's as what it says, else keys and values."""
+    if pulsar := row.object.get("pulsar"):
+        words = (pulsar.get(name) for name in ("application", "component", "managedLedger", "cursor"))
+        return " ".join(word for word in words if word)
+    from binascii import a2b_base64
+
+    custom = row.object["customMetadata"]
+    return ", ".join(f"{key}={readable_text(a2b_base64(value))}" for key, value in custom.items()) or None
+
+
 LEDGER_TABLE_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     _field("STATE", "state", style=_STATES),
@@ -108,6 +129,7 @@ LEDGER_TABLE_COLUMNS = Columns(
     _field("LENGTH", "length", Kind.SIZE),
     _field("LAST ENTRY", "lastEntryId", Kind.INTEGER),
     _field("CREATED", "ctime", text=_short_time),
+    Column("CUSTOM METADATA", "customMetadata", _custom_line, flexible=True),
     key="ledger",
 )
 
@@ -177,7 +199,7 @@ async def _create(
     return await bookkeeper.create_ledger_adv(ledger_id, ledger_scope_id=target.scope_id, **settings)
 
 
-@command(app, "write", connects=True)
+@command(app, "write", connects=True, changes=True)
 def write(
     run: Run,
     target: LedgerToCreate,
@@ -248,16 +270,15 @@ def list_ledgers(
     age_min: Annotated[float | None, duration_option("--min-age", "Only ledgers at least this old.")],
     age_max: Annotated[float | None, duration_option("--max-age", "Only ledgers at most this old.")],
     size_min: Annotated[int | None, size_option("--min-size", "Only ledgers of at least this length.")],
+    size_max: Annotated[int | None, size_option("--max-size", "Only ledgers of at most this length.")],
+    custom_metadata: CustomMetadata,
     limit: Annotated[int | None, count_option("--limit", "At most so many.")],
+    watch: WatchOption,
     bookie: Annotated[
         str | None, typer.Option("--bookie", metavar="BOOKIE", help="Only ledgers with entries there.")
     ] = None,
     state: Annotated[
         list[str] | None, typer.Option("--state", metavar="STATE", help="OPEN, IN_RECOVERY or CLOSED; repeatable.")
-    ] = None,
-    meta_key: Annotated[
-        list[str] | None,
-        typer.Option("--meta-key", metavar="KEY=VALUE", help="Only with this custom metadata; repeatable."),
     ] = None,
     after: Annotated[
         str | None, typer.Option("--after", metavar="LEDGER", help="Only ledgers behind this one.")
@@ -267,19 +288,24 @@ def list_ledgers(
         bool, typer.Option("--keep-going", help="Go on past metadata that cannot be read (exit code 3 then).")
     ] = False,
 ) -> None:
-    """List the ledgers of a scope in order of their ids, with their metadata (-o id: ids alone, much faster)."""
+    """List the ledgers of a scope in order of their ids, with their metadata (-o id: ids alone, much faster).
+
+    --custom-metadata lists only the ledgers that have all that is given.
+    """
     from itertools import islice
+    from operator import itemgetter
 
     from bkctl.metadata.overview import LedgerQuery
     from bkctl.metadata.overview import list_ledgers as find_ledgers
 
     query = LedgerQuery(
         bookie_id=bookie,
-        states=frozenset(_state(text, "--state") for text in state or ()),
+        states=_states(state, "--state"),
         age_s_min=age_min,
         age_s_max=age_max,
         size_bytes_min=size_min,
-        custom_metadata=tuple(_meta_key(text) for text in meta_key or ()),
+        size_bytes_max=size_max,
+        custom_metadata=tuple(custom_metadata.items()),
     )
     start = None if after is None else LedgerId.parse(after)
     if start is not None and scope_id is not None and start.scope_id != scope_id:
@@ -289,59 +315,131 @@ def list_ledgers(
                 hint=f"add --ledger-scope-id {start.scope_id} or --all-scopes",
             )
         start = LedgerId(scope_id, start.ledger_id)
-    unreadable: list[LedgerId] = []
+    unreadable: dict[LedgerId, str] = {}
 
     def skip(ledger: LedgerId, error: Exception) -> None:
-        unreadable.append(ledger)
-        run.note(f"bkctl: {error}")
+        if unreadable.get(ledger) != str(error):
+            unreadable[ledger] = str(error)
+            run.note(f"bkctl: {error}")
 
-    with run.cluster() as cluster, run.working("Listing ledgers"):
+    def look() -> Iterator[LedgerRow]:
         if (count or run.output is Output.ID) and not query.needs_metadata:
             ids = islice(cluster.ledgers.ledgers(scope_id, start), limit)
-            rows = (LedgerRow(ledger, {}) for ledger in ids)
-        else:
-            found = find_ledgers(cluster, scope_id, after=start, query=query, unreadable=skip if keep_going else None)
-            rows = (_ledger_row(ledger, metadata) for ledger, metadata in islice(found, limit))
+            return (LedgerRow(ledger, {}) for ledger in ids)
+        found = find_ledgers(cluster, scope_id, after=start, query=query, unreadable=skip if keep_going else None)
+        return (_ledger_row(ledger, metadata) for ledger, metadata in islice(found, limit))
+
+    with run.cluster() as cluster, run.working("Listing ledgers", enabled=watch is None):
         if count:
-            run.show(sum(1 for _ in rows), COUNT_COLUMNS)
+            run.watch(watch, lambda: [sum(1 for _ in look())], COUNT_COLUMNS, single=True)
+        elif run.output is Output.ID and watch is None and limit is None and not query.needs_metadata:
+            # Hundreds of thousands of ids: a directory at a time, not a row each.
+            for batch in cluster.ledgers.batches(scope_id, start):
+                # In order, so that all are of scope 0 where the last is.
+                names = batch if batch[-1].is_scoped else map(itemgetter(1), batch)
+                run.text("\n".join(map(str, names)) + "\n")
         else:
-            run.render(rows, _list_columns(run))
-    if unreadable:
-        raise FindingsError(f"The metadata of {len(unreadable):,} ledgers cannot be read")
+            run.watch(watch, look, _list_columns(run))
+    run.finish_with(len(unreadable), "ledgers have metadata that cannot be read")
 
 
-def _state(text: str, flag: str) -> str:
+def _states(texts: list[str] | None, flag: str) -> frozenset[str]:
     from bkctl.formats.metadata import LedgerState
 
-    name = text.upper().replace("-", "_")
-    if name not in LedgerState.__members__:
-        raise UsageError(f"{flag} {text!r}: not a ledger state", hint=f"one of {', '.join(LedgerState.__members__)}")
-    return name
-
-
-def _meta_key(text: str) -> tuple[str, bytes]:
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise UsageError(f"--meta-key {text!r}: not KEY=VALUE")
-    return key, os.fsencode(value)
+    names = {text: text.upper().replace("-", "_") for text in texts or ()}
+    for text, name in names.items():
+        if name not in LedgerState.__members__:
+            known = ", ".join(LedgerState.__members__)
+            raise UsageError(f"{flag} {text!r}: not a ledger state", hint=f"one of {known}")
+    return frozenset(names.values())
 
 
 @command(app, "show", connects=True)
 def show(
     run: Run,
-    ledger: OneLedger,
+    ledgers: ManyLedgers,
+    watch: WatchOption,
     show_secrets: Annotated[bool, typer.Option("--show-secrets", help="Also the ledger's password.")] = False,
 ) -> None:
-    """Show one ledger's metadata."""
+    """Show the metadata of one ledger, or of several."""
+    single = len(ledgers) == 1
+
+    def look() -> Iterator[LedgerRow]:
+        for ledger, found in cluster.ledgers.read_many(ledgers):
+            if isinstance(found, BkctlError):
+                raise found
+            yield _ledger_row(ledger, found, show_secrets)
+
+    def subscribe(changed: Callable[[], None]) -> Callable[[], None]:
+        cancels = [cluster.ledgers.watch(ledger, lambda _: changed()) for ledger in ledgers]
+
+        def cancel() -> None:
+            for each in cancels:
+                each()
+
+        return cancel
+
     with run.cluster() as cluster:
-        row = _ledger_row(ledger, cluster.ledgers.read(ledger), show_secrets)
-        run.show(row, SECRET_COLUMNS if show_secrets else LEDGER_COLUMNS)
+        columns = SECRET_COLUMNS if show_secrets else LEDGER_COLUMNS if single else _list_columns(run)
+        run.watch(watch, look, columns, subscribe=subscribe, single=single)
+
+
+# --- locate ---------------------------------------------------------------------------------------------------------
+
+
+class PlaceRow(NamedTuple):
+    """A replica's place and its ledger; `entry_id` is the one entry that was asked for."""
+
+    ledger: LedgerId
+    entry_id: int | None
+    place: ReplicaPlace
+
+
+PLACE_COLUMNS = Columns(
+    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+    Column("FIRST ENTRY", "firstEntryId", "place.first_entry_id", Kind.INTEGER),
+    Column("LAST ENTRY", "lastEntryId", "place.last_entry_id", Kind.INTEGER),
+    Column("INDEX", "index", "place.ensemble_index", Kind.INTEGER),
+    Column("BOOKIE", "bookieId", "place.bookie_id"),
+    Column("STATE", "state", "place.state", style={"rw": GREEN, "ro": YELLOW, "down": RED}),
+    Column("SCOPES", "ledgerScopes", "place.ledger_scopes", Kind.BOOLEAN),
+    Column("ENTRIES", "entryCount", "place.entry_count", Kind.INTEGER),
+    key="bookieId",
+)
+ENTRY_PLACE_COLUMNS = Columns(
+    PLACE_COLUMNS.columns[0],
+    Column("ENTRY", "entryId", "entry_id", Kind.INTEGER),
+    Column("POSITION", "position", "place.position", Kind.INTEGER),
+    *PLACE_COLUMNS.columns[1:-1],
+    key="bookieId",
+)
+
+
+@command(app, "locate", connects=True)
+def locate(
+    run: Run, ledgers: ManyLedgers, entry: Annotated[int | None, number_option("--entry", "Only this entry.")]
+) -> None:
+    """Show which bookies hold a ledger: each fragment's ensemble, and how many of its entries each should have.
+
+    --entry shows the write set of one entry, in the order in which its bookies are asked. A bookie's state is rw, ro or
+    down; SCOPES says whether it serves ledgers of scopes other than 0.
+    """
+    from bkctl.client.ensemble import locate as find
+
+    if entry is not None and not 0 <= entry < 1 << 63:
+        raise UsageError(f"--entry {entry}: entry ids are 0 or more, below 2^63")
+    with run.cluster() as cluster, run.rows(PLACE_COLUMNS if entry is None else ENTRY_PLACE_COLUMNS) as writer:
+        bookies = cluster.bookies.list()
+        for ledger, found in cluster.ledgers.read_many(ledgers):
+            if isinstance(found, BkctlError):
+                raise found
+            writer.rows(PlaceRow(ledger, entry, place) for place in find(ledger, found.metadata, bookies, entry))
 
 
 # --- read, tail -----------------------------------------------------------------------------------------------------
 
 
-@command(app, "read", connects=True)
+@command(app, "read", connects=True, changes="recover")
 def read(
     run: Run,
     ledger: OneLedger,
@@ -455,72 +553,144 @@ def tail(
 
 # --- delete, recover ------------------------------------------------------------------------------------------------
 
+
+def _known(name: str) -> Callable[[Removal], Any]:
+    return lambda row: None if row.metadata is None else getattr(row.metadata, name)
+
+
 DELETED_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
-    Column("STATE", "state", lambda row: row.object["state"], style=_STATES),
-    Column("LENGTH", "length", lambda row: row.object["length"], Kind.SIZE),
-    Column("LAST ENTRY", "lastEntryId", lambda row: row.object["lastEntryId"], Kind.INTEGER),
-    Column("DELETED", "deleted", lambda row: row.object["deleted"], Kind.BOOLEAN),
+    Column("STATE", "state", lambda row: row.metadata and row.metadata.state.name, style=_STATES),
+    Column("LENGTH", "length", _known("length"), Kind.SIZE),
+    Column("LAST ENTRY", "lastEntryId", _known("last_entry_id"), Kind.INTEGER),
+    Column("DELETED", "deleted", "removed", Kind.BOOLEAN),
+    Column(None, "error", lambda row: row.error and row.error.message, optional=True),
     key="ledger",
 )
 
 
-@command(app, "delete", connects=True, asks=True)
+@command(app, "delete", connects=True, asks=True, changes=True)
 def delete(
     run: Run,
-    ledgers: ManyLedgers,
+    ledgers: LedgersOrFile,
+    rate: Annotated[int | None, count_option("--rate", "At most so many a second.")],
     if_state: Annotated[
-        str | None, typer.Option("--if-state", metavar="STATE", help="Only while it is in this state (else exit 5).")
+        list[str] | None,
+        typer.Option("--if-state", metavar="STATE", help="Only while it is in this state (else exit 5); repeatable."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be deleted, and delete nothing.")] = False,
+    ignore_missing: Annotated[
+        bool, typer.Option("--ignore-missing", help="Pass over ledgers that are not there, as when run again.")
+    ] = False,
+    keep_going: KeepGoing = False,
+    backup: Annotated[
+        Path | None,
+        typer.Option(
+            "--backup",
+            metavar="FILE",
+            help="Export their metadata first, into a new file (or into one in this directory), for 'metadata import'.",
+        ),
+    ] = None,
+    undo: UndoOption = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Delete ledgers: their metadata now, their entries when the bookies collect garbage.
 
-    Asks on a terminal; elsewhere --yes is needed.
+    Asks on a terminal; elsewhere --yes is needed. Nothing is deleted when one of the ledgers is not there or in another
+    state, unless --keep-going is given. 'metadata undo' restores the metadata; that helps as long as the bookies still
+    have the entries.
     """
-    from bkctl.errors import Conflict
+    from bkctl.metadata.removal import plan_removal, remove_ledgers
 
-    wanted = None if if_state is None else _state(if_state, "--if-state")
-    with run.cluster() as cluster:
-        found = [(ledger, cluster.ledgers.read(ledger)) for ledger in dict.fromkeys(ledgers)]
-        for ledger, each in found:
-            if wanted is not None and each.metadata.state.name != wanted:
-                raise Conflict(f"Ledger {ledger} is {each.metadata.state.name}, not {wanted}; nothing was deleted")
-        rows = [_ledger_row(ledger, each) for ledger, each in found]
-        if not dry_run:
-            run.confirm(_loss(rows))
-        with run.rows(DELETED_COLUMNS) as writer:
-            for row, (ledger, each) in zip(rows, found, strict=True):
-                if not dry_run:
-                    # With a wanted state, only the version that was seen in it may go.
-                    cluster.ledgers.remove(ledger, each.version if wanted is not None else None)
-                row.object["deleted"] = not dry_run
+    states = _states(if_state, "--if-state")
+    some: list[Removal] = []
+    with run.cluster() as cluster, ExitStack() as stack:
+        writer = stack.enter_context(run.rows(DELETED_COLUMNS))
+
+        def seen(row: Removal) -> None:
+            if len(some) < 5:
+                some.append(row)
+            if dry_run:
                 writer.row(row)
 
+        with run.working("Looking at the ledgers"):
+            plan = plan_removal(cluster, ledgers, states=states, keep_missing=ignore_missing, seen=seen)
+        if plan.failures and not keep_going:
+            error = plan.failures[0].error
+            assert error is not None
+            raise Conflict(f"{error.message}; nothing was deleted") if isinstance(error, Conflict) else error
+        failures = 0
 
-def _loss(rows: list[LedgerRow]) -> str:
+        def failed(row: Removal) -> None:
+            nonlocal failures
+            failures += 1
+            writer.row(row)
+            run.note(f"bkctl: {row.error}")
+
+        for each in plan.failures:
+            failed(each)
+        if plan.ledgers and not dry_run:
+            run.confirm(_loss(plan, some))
+            if backup is not None:
+                _export(run, cluster, plan.ledgers, backup)
+            kept = stack.enter_context(run.undo(cluster, undo))
+            with run.working("Deleting", total=len(plan.ledgers), unit="ledgers") as activity:
+                for row in remove_ledgers(
+                    cluster,
+                    plan.ledgers,
+                    states=states,
+                    record=lambda _, path, value: kept.record(path, value, None),
+                    keep_missing=ignore_missing,
+                    keep_going=keep_going,
+                    per_second=rate,
+                ):
+                    activity.advance()
+                    if row.error is None:
+                        writer.row(row)
+                    elif keep_going:
+                        failed(row)
+    run.finish_with(failures, "ledgers were not deleted")
+
+
+def _export(run: Run, cluster: Cluster, ledgers: list[LedgerId], target: Path) -> None:
+    """Export the ledgers' metadata into a new file `target`, or one in that directory; on disk when this returns."""
+    from bkctl.metadata.dump import ClusterSource, write_export
+
+    if target.is_dir():
+        import time
+
+        target /= f"ledgers-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.ndjson"
+    # Ledger metadata holds passwords.
+    file = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with open(file, "wb") as stream, run.working("Exporting"):
+        write_export(ClusterSource(cluster, ledgers), stream)
+        stream.flush()
+        os.fsync(file)
+    run.note(f"Metadata exported to {target}")
+
+
+def _loss(plan: RemovalPlan, some: list[Removal]) -> str:
     from ._output import size_text
 
-    size = size_text(sum(row.object["length"] for row in rows))
-    if len(rows) == 1:
-        row = rows[0]
+    if len(plan.ledgers) == 1:
+        metadata = some[0].metadata
+        assert metadata is not None
         known = "not closed"
-        if row.object["state"] == "CLOSED":
-            known = f"{_counted(row.object['lastEntryId'] + 1, 'entry', 'entries')}, {size}"
-        return f"Ledger {row.ledger} ({row.object['state']}, {known}) would be lost"
-    return f"{len(rows):,} ledgers ({size} in the closed ones) would be lost: {_some(rows)}"
+        if metadata.state.name == "CLOSED":
+            known = f"{_counted(metadata.last_entry_id + 1, 'entry', 'entries')}, {size_text(metadata.length)}"
+        return f"Ledger {some[0].ledger} ({metadata.state.name}, {known}) would be lost"
+    names = ", ".join(str(row.ledger) for row in some)
+    more = ", …" if len(plan.ledgers) > len(some) else ""
+    return (
+        f"{len(plan.ledgers):,} ledgers ({plan.closed_count:,} closed, with {size_text(plan.size_bytes)}) "
+        f"would be lost: {names}{more}"
+    )
 
 
 def _counted(count: int, one: str, many: str) -> str:
     return f"{count:,} {one if count == 1 else many}"
 
 
-def _some(rows: list[LedgerRow]) -> str:
-    names = ", ".join(str(row.ledger) for row in rows[:5])
-    return names if len(rows) <= 5 else f"{names}, …"
-
-
-@command(app, "recover", connects=True)
+@command(app, "recover", connects=True, changes=True)
 def recover(run: Run, ledgers: ManyLedgers) -> None:
     """Close ledgers whose writer died: fence them, find their last entry, bring it to enough bookies.
 
@@ -628,7 +798,7 @@ TRIAL_COLUMNS = Columns(
 )
 
 
-@command(app, "test", connects=True)
+@command(app, "test", connects=True, changes=True)
 def try_out(
     run: Run,
     target: LedgerToCreate,

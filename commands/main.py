@@ -26,7 +26,10 @@ GROUPS: Final[dict[str, str]] = {
     "journal": "Journal files and last marks of a bookie.",
     "entrylog": "Entry log files of a bookie.",
     "metadata": "The metadata store as it is.",
+    "cookie": "The bookies' cookies, in the metadata store and in their directories.",
+    "autorecovery": "The replication of ledgers whose bookies failed.",
     "cluster": "The cluster as a whole; local clusters.",
+    "context": "Named connections in the user's configuration file.",
 }
 
 #: What an operating system error means for the exit code.
@@ -87,13 +90,10 @@ def _flag(name: str, *declarations: str, **settings: Any) -> Parameter:
 
 def _root(**values: Any) -> None:
     context: typer.Context = values["context"]
-    context.obj = Session(
-        globals=read_globals(values),
-        verbose=values["verbose"],
-        quiet=values["quiet"],
-        no_color=values["no_color"],
-        debug=values["debug"],
-    )
+    session = context.obj = context.obj if isinstance(context.obj, Session) else Session()
+    session.globals = read_globals(values)
+    session.verbose, session.quiet = values["verbose"], values["quiet"]
+    session.no_color, session.debug = values["no_color"], values["debug"]
 
 
 _root.__signature__ = Signature(  # type: ignore[attr-defined]
@@ -104,7 +104,7 @@ _root.__signature__ = Signature(  # type: ignore[attr-defined]
         _flag("no_color", "--no-color", help="No colours (also NO_COLOR)."),
         _flag("debug", "--debug", help="Show the traceback of an error."),
         _flag("version", "--version", help="Print the version.", is_eager=True, callback=_version),
-        *global_parameters(connects=True, asks=True),
+        *global_parameters(connects=True, asks=True, full=True),
     ]
 )
 _root.__annotations__ = {}
@@ -168,23 +168,45 @@ def one_line(text: str) -> str:
 
 def run(arguments: list[str]) -> int:
     """Run one command line; returns the exit code. Prints the error, if there is one, as one line on stderr."""
+    session = Session(words=arguments)
+    error: BaseException | None = None
     try:
-        code = root().main(arguments, prog_name="bkctl", standalone_mode=False)
+        code = root().main(arguments, prog_name="bkctl", standalone_mode=False, obj=session)
         try:
             sys.stdout.flush()
-        except OSError as error:
-            raise output_error(error) from error
+        except OSError as problem:
+            raise output_error(problem) from problem
     except ClosedOutput:
         # Nobody reads stdout any more; the interpreter's own flush at exit must not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (BkctlError, OSError, _ParserError) as error:
-        return _report(error, arguments)
+        code = 0
+    except (BkctlError, OSError, _ParserError) as problem:
+        error = problem
+        code = _report(error, arguments)
     except (typer.Abort, EOFError):
         code = 130
+    except Exception as problem:
+        _end_audit(session, 1, problem)
+        raise
+    code = code if isinstance(code, int) else 0
     if code == 130:
         print("bkctl: Interrupted", file=sys.stderr)
-    return code if isinstance(code, int) else 0
+    _end_audit(session, code, error)
+    return code
+
+
+def _end_audit(session: Session, code: int, error: BaseException | None) -> None:
+    audit = session.audit
+    if audit is None:
+        return
+    audit.end(code, None if error is None else one_line(error_line(error)[0]))
+    if audit.problem is not None and not session.quiet:
+        reason = audit.problem.strerror or str(audit.problem)
+        print(
+            f"bkctl: Warning: the audit log {audit.path} cannot be written: {reason}; "
+            "BKCTL_AUDIT_LOG names another file, or none",
+            file=sys.stderr,
+        )
 
 
 def _report(error: BaseException, arguments: list[str]) -> int:

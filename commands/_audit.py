@@ -1,0 +1,166 @@
+"""The audit log: who changed what, when, where, and how it went.
+
+One JSON object a line. A command that changes something writes `"event":"begin"` before its first change and
+`"event":"end"` with its exit code; a begin without an end is a command that was killed. The file is
+`bkctl/audit.ndjson` in the user's state directory (`$XDG_STATE_HOME`, else `~/.local/state`); BKCTL_AUDIT_LOG names
+another, or `none`.
+Passwords on the command line are written as `***`. At 8 MiB the file becomes `audit.ndjson.1`, replacing the last one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+SIZE_BYTES_MAX: Final = 8 << 20
+NONE: Final = "none"
+_HIDDEN: Final = "***"
+_SECRET_OPTION: Final = re.compile(r"--?[\w-]*(?:password|secret|token|master-key)", re.ASCII | re.IGNORECASE)
+_USER_IN_URI: Final = re.compile(r"(://)[^/\s]*@")
+
+
+def state_directory(environment: Mapping[str, str]) -> Path:
+    """The user's state directory for bkctl: `$XDG_STATE_HOME/bkctl`, else `~/.local/state/bkctl`."""
+    base = environment.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
+    return Path(base) / "bkctl"
+
+
+def audit_file(environment: Mapping[str, str]) -> Path | None:
+    """Where the log is; None where it is not wanted."""
+    given = environment.get("BKCTL_AUDIT_LOG")
+    if given:
+        return None if given == NONE else Path(given)
+    return state_directory(environment) / "audit.ndjson"
+
+
+def shown_uri(uri: str) -> str:
+    """A metadata URI as it may be printed: user and password as `***`."""
+    return _USER_IN_URI.sub(rf"\1{_HIDDEN}@", uri)
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """The command line with the values of options that hold secrets, and user names in URIs, as `***`."""
+    shown: list[str] = []
+    hide = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if hide:
+            shown.append(_HIDDEN)
+            hide = False
+        elif _SECRET_OPTION.fullmatch(name):
+            shown.append(f"{name}={_HIDDEN}" if equals else word)
+            hide = not equals
+        else:
+            shown.append(shown_uri(word))
+    return shown
+
+
+class Audit:
+    """The log's two lines for one run of a command that changes something; a write that fails is kept as `problem`."""
+
+    def __init__(self, path: Path, words: Sequence[str]) -> None:
+        self.path = path
+        self._began = time.time()
+        self._entry: dict[str, Any] = {
+            "id": os.urandom(8).hex(),
+            "user": _user(),
+            "host": os.uname().nodename,
+            "pid": os.getpid(),
+            "directory": _directory(),
+            "command": without_secrets(words),
+        }
+        self._has_begun = False
+        #: Why a line could not be written.
+        self.problem: OSError | None = None
+
+    def connected(self, uri: str, source: str) -> None:
+        """Note what the command works on; `source` says what named it."""
+        self._entry["metadataUri"] = shown_uri(uri)
+        self._entry["connection"] = source
+
+    def undo_file(self, path: Path) -> None:
+        """Note where what undoes it is kept."""
+        self._entry["undoFile"] = str(path)
+
+    def begin(self) -> None:
+        """Write the first line; a second call does nothing."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._write({"event": "begin"})
+
+    def end(self, exit_code: int, error: str | None) -> None:
+        """Write the last line, if there was a first: before, nothing can have been changed."""
+        if not self._has_begun:
+            return
+        outcome: dict[str, Any] = {"event": "end", "exitCode": exit_code}
+        if error:
+            outcome["error"] = error
+        self._write({**outcome, "seconds": round(time.time() - self._began, 3)})
+
+    def _write(self, fields: Mapping[str, Any]) -> None:
+        import json
+
+        now = time.time()
+        moment = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(now))}.{int(now % 1 * 1000):03d}Z"
+        line = json.dumps({"time": moment, **fields, **self._entry}, ensure_ascii=True) + "\n"
+        try:
+            _append(self.path, line.encode("ascii"))
+        except OSError as error:
+            self.problem = error
+
+
+def _append(path: Path, line: bytes) -> None:
+    """One write at the end of the file, so that lines of several processes stay whole."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # A pipe that nobody reads must not hold up the command.
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    try:
+        status = os.fstat(file)
+        if stat.S_ISREG(status.st_mode) and status.st_size >= SIZE_BYTES_MAX:
+            file = _rotate(path, file, status)
+        written = os.write(file, line)
+        if written < len(line):
+            raise OSError(errno.EIO, "Only part of a line could be written", str(path))
+    finally:
+        os.close(file)
+
+
+def _rotate(path: Path, file: int, status: os.stat_result) -> int:
+    """Put the full file aside; the file to write to, which is the full one where that cannot be done."""
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.stat(path), status):
+            os.replace(path, f"{path}.1")
+        fresh = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return file
+    os.close(file)
+    return fresh
+
+
+def _user() -> str:
+    """Who runs the command; behind sudo, as whom too: `alice as root`."""
+    import pwd
+
+    uid = os.getuid()
+    try:
+        name = pwd.getpwuid(uid).pw_name
+    except KeyError:
+        name = str(uid)
+    before = os.environ.get("SUDO_USER")
+    return f"{before} as {name}" if before and before != name else name
+
+
+def _directory() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:
+        return None

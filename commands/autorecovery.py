@@ -1,0 +1,487 @@
+"""`bkctl autorecovery`: the replication of ledgers whose bookies failed, of every scope."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from bkctl.errors import AlreadyExists, BkctlError, Conflict, Corrupt, NotFound, UsageError
+from bkctl.ids import LedgerId
+
+from ._command import Run, command, group
+from ._options import DryRun, LedgersOrFile, ScopeOfAny, UndoOption, WatchOption, duration_option, parse_duration
+from ._output import GREEN, RED, YELLOW, Column, Columns, Kind
+
+if TYPE_CHECKING:
+    from bkctl.metadata.cluster import Cluster
+    from bkctl.metadata.replication import LedgerUnderreplicationManager, UnderreplicatedLedger
+
+app = group()
+
+_SPAN_OF_NO_CHECK_MS = 21 * 24 * 3600 * 1000
+
+
+def _manager(cluster: Cluster) -> LedgerUnderreplicationManager:
+    from bkctl.metadata.replication import LedgerUnderreplicationManager
+
+    cluster.layout()  # Without a cluster all would look well.
+    return LedgerUnderreplicationManager(cluster.store)
+
+
+# --- status ---------------------------------------------------------------------------------------------------------
+
+
+class StatusRow(NamedTuple):
+    """Auto-recovery at a glance."""
+
+    enabled: bool
+    auditor_id: str | None
+    scoped_auditor_id: str | None
+    delay_s: int | None
+    underreplicated: bool
+    worker_count: int
+    all_ledgers_ms: int | None
+    placement_policy_ms: int | None
+    replicas_ms: int | None
+
+
+STATUS_COLUMNS = Columns(
+    Column("ENABLED", "enabled", "enabled", Kind.BOOLEAN, style={"yes": GREEN, "no": YELLOW}),
+    Column("AUDITOR", "auditorId", "auditor_id"),
+    Column("AUDITOR OF SCOPES", "scopedAuditorId", "scoped_auditor_id"),
+    Column("LOST BOOKIE DELAY (s)", "lostBookieRecoveryDelay", lambda row: row.delay_s or 0, Kind.INTEGER),
+    Column("UNDERREPLICATED", "underReplicated", "underreplicated", Kind.BOOLEAN, style={"yes": RED, "no": GREEN}),
+    Column("BEING REPLICATED", "lockedLedgerCount", "worker_count", Kind.INTEGER),
+    Column("ALL LEDGERS CHECKED", "checkAllLedgersTime", "all_ledgers_ms", Kind.TIME),
+    Column("PLACEMENT CHECKED", "placementPolicyCheckTime", "placement_policy_ms", Kind.TIME),
+    Column("REPLICAS CHECKED", "replicasCheckTime", "replicas_ms", Kind.TIME),
+    key=None,
+)
+
+
+@command(app, "status", connects=True)
+def status(run: Run, watch: WatchOption) -> None:
+    """Show auto-recovery: on or off, the auditors, the delay, marked and locked ledgers, when checks ran last."""
+    from bkctl.metadata.replication import AuditorCheck
+
+    def look() -> Iterator[StatusRow]:
+        yield StatusRow(
+            enabled=manager.is_enabled(),
+            auditor_id=manager.auditor(),
+            scoped_auditor_id=manager.auditor(scoped=True),
+            delay_s=manager.lost_bookie_recovery_delay_s(),
+            underreplicated=manager.any(),
+            worker_count=sum(1 for _ in manager.locks()),
+            all_ledgers_ms=manager.check_ctime_ms(AuditorCheck.ALL_LEDGERS),
+            placement_policy_ms=manager.check_ctime_ms(AuditorCheck.PLACEMENT_POLICY),
+            replicas_ms=manager.check_ctime_ms(AuditorCheck.REPLICAS),
+        )
+
+    with run.cluster() as cluster:
+        manager = _manager(cluster)
+        run.watch(watch, look, STATUS_COLUMNS, single=True)
+
+
+class Switch(NamedTuple):
+    """What a switch is now, and whether that is new."""
+
+    enabled: bool
+    changed: bool
+
+
+SWITCH_COLUMNS = Columns(
+    Column("ENABLED", "enabled", "enabled", Kind.BOOLEAN, style={"yes": GREEN, "no": YELLOW}),
+    Column("CHANGED", "changed", "changed", Kind.BOOLEAN),
+    key=None,
+)
+
+
+def _switch(run: Run, enabled: bool) -> None:
+    with run.cluster() as cluster:
+        manager = _manager(cluster)
+        try:
+            (manager.enable if enabled else manager.disable)()
+            changed = True
+        except AlreadyExists:
+            changed = False
+    run.show(Switch(enabled, changed), SWITCH_COLUMNS)
+    if not changed:
+        run.note(f"Auto-recovery was {'enabled' if enabled else 'disabled'} already")
+
+
+@command(app, "enable", connects=True, changes=True)
+def enable(run: Run) -> None:
+    """Switch auto-recovery on, for the whole cluster; nothing happens where it is on."""
+    _switch(run, True)
+
+
+@command(app, "disable", connects=True, changes=True)
+def disable(run: Run) -> None:
+    """Switch auto-recovery off, for the whole cluster: no audits, no replication, until it is enabled again."""
+    _switch(run, False)
+
+
+# --- marked ledgers -------------------------------------------------------------------------------------------------
+
+
+def _age_s(row: Any) -> int | None:
+    return None if row.ctime_ms is None else max(0, time.time_ns() // 1_000_000 - row.ctime_ms) // 1000
+
+
+MARK_COLUMNS = Columns(
+    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+    Column("MISSING ON", "missingReplicas", lambda row: list(row.missing_replicas), Kind.NESTED, text=", ".join),
+    Column("MARKED", "ctime", "ctime_ms", Kind.TIME),
+    Column("AGE (s)", "ageSeconds", _age_s, Kind.INTEGER),
+    Column("WORKER", "worker", "worker"),
+    key="ledger",
+)
+COUNT_COLUMNS = Columns(Column("LEDGERS", "count", "ledger_count", Kind.INTEGER), key=None)
+
+
+class MarkRow(NamedTuple):
+    """A marked ledger, and who replicates it now."""
+
+    ledger: LedgerId
+    missing_replicas: tuple[str, ...]
+    ctime_ms: int | None
+    worker: str | None
+
+
+class Count(NamedTuple):
+    """How many."""
+
+    ledger_count: int
+
+
+@command(app, "list", connects=True)
+def list_marked(
+    run: Run,
+    scope: ScopeOfAny,
+    watch: WatchOption,
+    older_than: Annotated[
+        float | None, duration_option("--older-than", "Only what was marked that long ago: 1h, 30m.")
+    ],
+    missing: Annotated[
+        list[str] | None, typer.Option("--missing", metavar="BOOKIE", help="Only what this bookie lacks; repeatable.")
+    ] = None,
+    not_missing: Annotated[
+        list[str] | None,
+        typer.Option("--not-missing", metavar="BOOKIE", help="Only what this bookie does not lack; repeatable."),
+    ] = None,
+    count: Annotated[bool, typer.Option("--count", help="Print how many, not which.")] = False,
+) -> None:
+    """List the ledgers that are marked as under-replicated: what they miss on which bookies, since when, who works."""
+    problems: dict[str, BkctlError] = {}
+
+    def look() -> Iterator[MarkRow]:
+        problems.clear()
+        locks = {} if count else {lock.ledger: lock.owner or "?" for lock in manager.locks(scope)}
+        for ledger, found in manager.list(scope):
+            if isinstance(found, BkctlError):
+                problems[str(found)] = found
+            elif _wanted(found):
+                yield MarkRow(ledger, found.missing_replicas, found.ctime_ms, locks.get(ledger))
+
+    def _wanted(mark: UnderreplicatedLedger) -> bool:
+        replicas = mark.missing_replicas
+        age_s = _age_s(mark)
+        return (
+            (not missing or any(each in replicas for each in missing))
+            and not any(each in replicas for each in not_missing or ())
+            and (older_than is None or (age_s is not None and age_s >= older_than))
+        )
+
+    with run.cluster() as cluster, run.working("Listing under-replicated ledgers", enabled=watch is None):
+        manager = _manager(cluster)
+        if count:
+            run.watch(watch, lambda: iter([Count(sum(1 for _ in look()))]), COUNT_COLUMNS, single=True)
+        else:
+            run.watch(watch, look, MARK_COLUMNS)
+    if problems:
+        raise next(iter(problems.values()))
+
+
+class Work(NamedTuple):
+    """A ledger that is being replicated; `length` in bytes, None where it was deleted or cannot be read."""
+
+    ledger: LedgerId
+    worker: str | None
+    ctime_ms: int | None
+    length: int | None
+
+
+LOCK_COLUMNS = Columns(
+    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+    Column("WORKER", "worker", "worker"),
+    Column("SINCE", "ctime", "ctime_ms", Kind.TIME),
+    Column("SIZE", "length", "length", Kind.SIZE),
+    key="ledger",
+)
+
+
+@command(app, "workers", connects=True)
+def workers(run: Run, scope: ScopeOfAny, watch: WatchOption) -> None:
+    """List the ledgers that are being replicated now, and by whom (Apache's workers give their host name)."""
+
+    def look() -> Iterator[Work]:
+        locks = list(manager.locks(scope))
+        ledgers = cluster.ledgers.read_many(lock.ledger for lock in locks)
+        for lock, (_, found) in zip(locks, ledgers, strict=True):
+            length = None if isinstance(found, BkctlError) else found.metadata.length
+            yield Work(lock.ledger, lock.owner, lock.ctime_ms, length)
+
+    with run.cluster() as cluster:
+        manager = _manager(cluster)
+        run.watch(watch, look, LOCK_COLUMNS)
+
+
+MARKED_COLUMNS = Columns(
+    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+    Column("MISSING ON", "missingReplicas", lambda row: list(row.missing_replicas), Kind.NESTED, text=", ".join),
+    Column("CHANGED", "changed", "changed", Kind.BOOLEAN),
+    key="ledger",
+)
+
+
+class Marked(NamedTuple):
+    """A ledger and its mark as it was asked for; `changed` False where it stood so already."""
+
+    ledger: LedgerId
+    missing_replicas: tuple[str, ...]
+    changed: bool
+
+
+@command(app, "mark", connects=True, changes=True)
+def mark(
+    run: Run,
+    ledgers: LedgersOrFile,
+    missing: Annotated[
+        list[str] | None,
+        typer.Option("--missing", metavar="BOOKIE", help="A bookie of its ensembles that lacks entries; repeatable."),
+    ] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Mark ledgers as under-replicated, so that auto-recovery's workers look after them."""
+    if not missing:
+        raise UsageError("No bookie is named that lacks entries", hint="add --missing BOOKIE")
+    with run.cluster() as cluster:
+        manager = _manager(cluster)
+        if not manager.is_enabled():
+            run.note("Auto-recovery is disabled: nobody will look at the marks until it is enabled")
+        # All are looked at before the first is marked.
+        for ledger, found in cluster.ledgers.read_many(ledgers):
+            if isinstance(found, BkctlError):
+                raise found
+            for bookie_id in missing:
+                if not any(bookie_id in fragment.bookies for fragment in found.metadata.ensembles):
+                    raise UsageError(
+                        f"Bookie {bookie_id} is in no ensemble of ledger {ledger}",
+                        hint=f"'bkctl ledger locate {ledger}' shows its bookies",
+                    )
+        with run.rows(MARKED_COLUMNS) as writer:
+            for ledger in ledgers:
+                before = manager.get(ledger)
+                present = () if before is None else before.missing_replicas
+                wanted = tuple(dict.fromkeys((*present, *missing)))
+                changed = wanted != present if dry_run else manager.mark(ledger, missing)
+                writer.row(Marked(ledger, wanted, changed))
+
+
+@command(app, "unmark", connects=True, changes=True, asks=True)
+def unmark(run: Run, ledgers: LedgersOrFile, undo: UndoOption = None, dry_run: DryRun = False) -> None:
+    """Take the under-replicated mark off ledgers, so that no worker looks after them."""
+    from bkctl.metadata.replication import mark_path, parse_mark
+
+    with run.cluster() as cluster:
+        manager = _manager(cluster)
+        marks = {}
+        for ledger in ledgers:
+            found = cluster.store.get(mark_path(ledger))
+            if found is None:
+                raise NotFound(
+                    f"Ledger {ledger} is not marked as under-replicated", hint="'bkctl autorecovery list' shows those"
+                )
+            marks[ledger] = found
+
+        def taken_away(ledger: LedgerId) -> Marked:
+            try:
+                replicas = parse_mark(ledger, marks[ledger]).missing_replicas
+            except Corrupt:
+                replicas = ()  # A damaged mark goes as well.
+            return Marked(ledger, replicas, True)
+
+        if not dry_run:
+            run.confirm(f"{len(marks):,} ledgers would not be replicated, until an audit marks them again")
+        with run.rows(MARKED_COLUMNS) as writer:
+            if dry_run:
+                writer.rows(map(taken_away, marks))
+                return
+            with run.undo(cluster, undo) as record:
+                for ledger, found in marks.items():
+                    record.record(mark_path(ledger), found.value, None)
+                    manager.unmark(ledger, found.version)
+                    writer.row(taken_away(ledger))
+
+
+# --- the auditor ----------------------------------------------------------------------------------------------------
+
+
+class Vote(NamedTuple):
+    """A bookie that would be auditor; the first one of each kind is."""
+
+    bookie_id: str
+    scoped: bool
+    elected: bool
+
+
+VOTE_COLUMNS = Columns(
+    Column("AUDITOR", "bookieId", "bookie_id"),
+    Column("ELECTED", "elected", "elected", Kind.BOOLEAN, style={"yes": GREEN}),
+    Column("OF SCOPES", "scopes", "scoped", Kind.BOOLEAN),
+    key="bookieId",
+)
+
+
+@command(app, "auditor", connects=True)
+def auditor(
+    run: Run,
+    all_votes: Annotated[bool, typer.Option("--all", help="Also those who wait to be elected.")] = False,
+) -> None:
+    """Show the bookie that is the auditor (and the auditor of the scopes, where there is one); exit code 4: none."""
+    with run.cluster() as cluster:
+        manager = _manager(cluster)
+        rows = [
+            Vote(bookie_id, scoped, at == 0)
+            for scoped in (False, True)
+            for at, bookie_id in enumerate(manager.votes(scoped=scoped))
+            if at == 0 or all_votes
+        ]
+    if not rows:
+        raise NotFound("No auditor is elected", hint="start auto-recovery on some bookie")
+    run.render(rows, VOTE_COLUMNS)
+
+
+class Clock(StrEnum):
+    """The auditor's periodic checks."""
+
+    ALL_LEDGERS = "all-ledgers"
+    PLACEMENT = "placement"
+    REPLICAS = "replicas"
+
+
+class ClockRow(NamedTuple):
+    """When a check ran last, before and after its clock was set back."""
+
+    check: str
+    before_ms: int | None
+    after_ms: int
+
+
+class Audited(NamedTuple):
+    """Who was told to audit."""
+
+    auditor_id: str
+
+
+AUDITED_COLUMNS = Columns(Column("AUDITOR", "auditorId", "auditor_id"), key="auditorId")
+CLOCK_COLUMNS = Columns(
+    Column("CHECK", "check", "check"),
+    Column("RAN LAST", "before", "before_ms", Kind.TIME),
+    Column("SET BACK TO", "after", "after_ms", Kind.TIME),
+    key="check",
+)
+
+
+def _clocks(texts: str) -> list[Clock]:
+    try:
+        return list(dict.fromkeys(Clock(text.strip()) for text in texts.split(",")))
+    except ValueError:
+        names = ", ".join(each.value for each in Clock)
+        raise UsageError(f"--reset-clock {texts}: a list of {names} is needed") from None
+
+
+@command(app, "audit", connects=True, changes=True)
+def audit(
+    run: Run,
+    reset_clock: Annotated[
+        str | None,
+        typer.Option(
+            "--reset-clock",
+            metavar="CHECK,…",
+            help="Make these checks due instead (all-ledgers, placement, replicas); an auditor that starts runs them.",
+        ),
+    ] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Have the auditor look for lost bookies now, or make its periodic checks due."""
+    from bkctl.metadata.replication import AuditorCheck
+
+    checks = {
+        Clock.ALL_LEDGERS: AuditorCheck.ALL_LEDGERS,
+        Clock.PLACEMENT: AuditorCheck.PLACEMENT_POLICY,
+        Clock.REPLICAS: AuditorCheck.REPLICAS,
+    }
+    clocks = [] if reset_clock is None else _clocks(reset_clock)
+    with run.cluster() as cluster:
+        manager = _manager(cluster)
+        if not clocks:
+            if dry_run:
+                if not manager.is_enabled():
+                    raise Conflict("Auto-recovery is disabled", hint="enable it first")
+                auditor_id = manager.auditor()
+                if auditor_id is None:
+                    raise NotFound("No auditor is elected", hint="start auto-recovery on some bookie")
+            else:
+                auditor_id = manager.trigger_audit()
+            run.show(Audited(auditor_id), AUDITED_COLUMNS)
+            return
+        after_ms = time.time_ns() // 1_000_000 - _SPAN_OF_NO_CHECK_MS
+        rows = []
+        for clock in clocks:
+            rows.append(ClockRow(clock.value, manager.check_ctime_ms(checks[clock]), after_ms))
+            if not dry_run:
+                manager.set_check_ctime_ms(checks[clock], after_ms)
+    run.render(rows, CLOCK_COLUMNS)
+    run.note("The checks run when an auditor starts next; restart the auditor to have them now")
+
+
+class Delay(NamedTuple):
+    """Seconds that the auditor waits before it takes a bookie for lost; `stored` False: its default."""
+
+    seconds: int
+    stored: bool
+
+
+DELAY_COLUMNS = Columns(
+    Column("DELAY (s)", "lostBookieRecoveryDelay", "seconds", Kind.INTEGER),
+    Column("STORED", "stored", "stored", Kind.BOOLEAN),
+    key=None,
+)
+
+
+@command(app, "delay", connects=True, changes="seconds")
+def delay(
+    run: Run,
+    seconds: Annotated[
+        str | None, typer.Argument(metavar="[DELAY]", help="The new delay: seconds, or 30m, 2h; 0 is none.")
+    ] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Show, or set, how long the auditor waits before it takes a bookie that is gone for lost."""
+    with run.cluster() as cluster:
+        manager = _manager(cluster)
+        if seconds is None:
+            stored = manager.lost_bookie_recovery_delay_s()
+            run.show(Delay(stored or 0, stored is not None), DELAY_COLUMNS)
+            return
+        wanted = parse_duration(seconds, "DELAY")
+        if wanted != int(wanted):
+            raise UsageError(f"DELAY {seconds}: whole seconds are needed")
+        if not dry_run:
+            manager.set_lost_bookie_recovery_delay_s(int(wanted))
+        run.show(Delay(int(wanted), True), DELAY_COLUMNS)

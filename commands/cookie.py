@@ -1,0 +1,507 @@
+"""`bkctl cookie`: the bookies' cookies, in the metadata store and in their directories."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from bkctl.errors import BkctlError, NotFound, Unreachable, UsageError
+
+from ._command import Run, command, group
+from ._options import BinaryFormat, BinaryFormatOption, DryRun, UndoOption
+from ._output import RED, Column, Columns, Kind
+from ._records import DirOption
+
+if TYPE_CHECKING:
+    from bkctl.formats.metadata import Cookie
+
+app = group()
+
+#: A cookie is some paths; nothing larger is read.
+_FILE_SIZE_BYTES_MAX = 1 << 20
+
+BookieArgument = Annotated[str, typer.Argument(metavar="BOOKIE", help="The bookie's id.")]
+FileOption = Annotated[
+    Path, typer.Option("--file", "-f", metavar="FILE", help="The cookie, as 'cookie generate' writes it.")
+]
+
+
+class CookieRow(NamedTuple):
+    """A cookie and where it is: `place` is a directory, None for the metadata store."""
+
+    bookie_id: str | None
+    place: str | None
+    cookie: Cookie | None
+    version: int | None
+    error: str | None
+
+
+def cookie_object(cookie: Cookie) -> dict[str, Any]:
+    """The JSON object of a cookie."""
+    return {
+        "layoutVersion": cookie.layout_version,
+        "journalDirs": list(cookie.journal_dirs),
+        "ledgerDirs": list(cookie.ledger_dirs),
+        "indexDirs": None if cookie.index_dirs is None else list(cookie.index_dirs),
+        "instanceId": cookie.instance_id,
+    }
+
+
+def _part(title: str, name: str, attribute: str, kind: Kind = Kind.TEXT, **settings: Any) -> Column:
+    def get(row: CookieRow) -> Any:
+        value = None if row.cookie is None else getattr(row.cookie, attribute)
+        return list(value) if isinstance(value, tuple) else value
+
+    return Column(title, name, get, kind, **settings)
+
+
+COOKIE_COLUMNS = Columns(
+    Column("BOOKIE", "bookieId", "bookie_id"),
+    Column("DIRECTORY", "directory", "place", optional=True),
+    _part("JOURNALS", "journalDirs", "journal_dirs", Kind.NESTED, flexible=True),
+    _part("LEDGERS", "ledgerDirs", "ledger_dirs", Kind.NESTED, flexible=True),
+    _part("INDEXES", "indexDirs", "index_dirs", Kind.NESTED, flexible=True),
+    _part("INSTANCE ID", "instanceId", "instance_id"),
+    _part("LAYOUT", "layoutVersion", "layout_version", Kind.INTEGER),
+    Column("VERSION", "version", "version", Kind.INTEGER, optional=True),
+    Column("PROBLEM", "error", "error", optional=True),
+    key="bookieId",
+)
+LIST_COLUMNS = Columns(
+    *(column for column in COOKIE_COLUMNS.columns if column.name not in ("directory",)), key="bookieId"
+)
+
+
+@command(app, "list", connects=True)
+def list_cookies(run: Run) -> None:
+    """List the cookies in the metadata store; one that cannot be read is a row with the problem (exit code 3 then)."""
+    problems = 0
+
+    def rows() -> Iterator[CookieRow]:
+        nonlocal problems
+        for bookie_id in cluster.cookies.list():
+            try:
+                found = cluster.cookies.read(bookie_id)
+            except Unreachable:
+                raise
+            except BkctlError as error:
+                problems += 1
+                yield CookieRow(bookie_id, None, None, None, str(error))
+            else:
+                if found is not None:
+                    yield CookieRow(bookie_id, None, found.value, found.version, None)
+
+    with run.cluster() as cluster:
+        run.render(rows(), LIST_COLUMNS)
+    run.finish_with(problems, "cookies cannot be read")
+
+
+@command(app, "show", connects=True)
+def show(
+    run: Run,
+    bookie: Annotated[str | None, typer.Argument(metavar="BOOKIE", help="The bookie's id.")] = None,
+    dir: DirOption = None,
+    format: BinaryFormatOption = None,
+) -> None:
+    """Show a bookie's cookie in the metadata store, or with --dir those in directories.
+
+    --format raw writes the cookie's bytes and nothing else.
+    """
+    from bkctl.formats.metadata import Cookie
+
+    if (bookie is None) == (not dir):
+        raise UsageError("A bookie id or --dir is needed", hint="give one of them")
+    found: list[tuple[str | None, bytes, int | None]] = []
+    if bookie is not None:
+        from bkctl.bookie.cookies import cookie_path
+
+        with run.cluster() as cluster:
+            node = cluster.store.get(cookie_path(bookie))
+            if node is None:
+                raise NotFound(
+                    f"Bookie {bookie} has no cookie in {cluster.store.name}", hint="'bkctl cookie list' shows them"
+                )
+            found.append((None, node.value, node.version))
+            where = f"cookie of {bookie} in {cluster.store.name}"
+    found.extend((str(path), _read(path), None) for path in map(_version_file, dir or ()))
+    if format is not None:
+        if format is not BinaryFormat.RAW:
+            raise UsageError(f"--format {format.value}: only raw is there", hint="leave it out for the fields")
+        for _, data, _ in found:
+            run.raw(data)
+        return
+    rows = []
+    for place, data, version in found:
+        cookie = Cookie.parse(data, place or where)
+        rows.append(CookieRow(bookie or cookie.bookie_id, place, cookie, version, None))
+    if len(rows) == 1:
+        run.show(rows[0], COOKIE_COLUMNS)
+    else:
+        run.render(rows, COOKIE_COLUMNS)
+
+
+def _version_file(directory: Path) -> Path:
+    from bkctl.bookie.cookies import VERSION_FILE, version_file
+
+    if directory.name == VERSION_FILE or directory.is_file():
+        return directory
+    return directory / VERSION_FILE if directory.name == "current" else version_file(str(directory))
+
+
+def _read(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        data = file.read(_FILE_SIZE_BYTES_MAX + 1)
+    if len(data) > _FILE_SIZE_BYTES_MAX:
+        raise UsageError(f"{path} is larger than {_FILE_SIZE_BYTES_MAX} bytes, so it is no cookie")
+    return data
+
+
+def _cookie_in(path: Path, bookie: str) -> tuple[bytes, Cookie]:
+    """Bytes of a cookie file for that bookie, and the cookie."""
+    from bkctl.formats.metadata import Cookie
+
+    data = _read(path)
+    cookie = Cookie.parse(data, str(path))
+    if cookie.bookie_id != bookie:
+        raise UsageError(
+            f"{path} is the cookie of bookie {cookie.bookie_id}, not of {bookie}",
+            hint="such a bookie could not start; 'bkctl cookie rename' changes an id",
+        )
+    return data, cookie
+
+
+@command(app, "create", connects=True, changes=True)
+def create(
+    run: Run, bookie: BookieArgument, file: FileOption, undo: UndoOption = None, dry_run: DryRun = False
+) -> None:
+    """Put a cookie into the metadata store, for a bookie that has none (else exit code 5).
+
+    The file's bytes go in as they are.
+    """
+    from bkctl.bookie.cookies import cookie_path
+    from bkctl.errors import AlreadyExists
+    from bkctl.metadata.store import NEW
+
+    data, cookie = _cookie_in(file, bookie)
+    version: int | None = None
+    with run.cluster() as cluster:
+        path = cookie_path(bookie)
+        if cluster.store.get(path) is not None:
+            raise AlreadyExists(f"Bookie {bookie} has a cookie", hint="'bkctl cookie update' replaces it")
+        if not dry_run:
+            with run.undo(cluster, undo) as kept:
+                kept.record(path, None, data)
+                version = cluster.store.put(path, data, NEW)
+    run.show(CookieRow(bookie, None, cookie, version, None), COOKIE_COLUMNS)
+
+
+CHANGE_COLUMNS = Columns(
+    Column("FIELD", "field", "field"),
+    Column("BEFORE", "before", "found"),
+    Column("AFTER", "after", "expected"),
+    key="field",
+)
+
+
+@command(app, "update", connects=True, asks=True, changes=True)
+def update(
+    run: Run, bookie: BookieArgument, file: FileOption, undo: UndoOption = None, dry_run: DryRun = False
+) -> None:
+    """Replace a bookie's cookie in the metadata store, and print the fields that change.
+
+    Asks on a terminal; elsewhere --yes is needed.
+    """
+    from bkctl.bookie.cookies import CookieFinding, cookie_path, verify
+
+    data, cookie = _cookie_in(file, bookie)
+    with run.cluster() as cluster:
+        path = cookie_path(bookie)
+        found = cluster.store.get(path)
+        if found is None:
+            raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie create' makes one")
+        from bkctl.formats.metadata import Cookie
+
+        before: Cookie | BkctlError
+        try:
+            before = Cookie.parse(found.value, f"cookie of {bookie} in {cluster.store.name}")
+        except BkctlError as error:
+            before = error
+        changes = list(verify(cookie, before, {}))
+        if isinstance(before, BkctlError):
+            changes = [CookieFinding("", "cookie", "readable", "unreadable", "")]
+        elif not changes and found.value != data:
+            changes = [CookieFinding("", "bytes", f"{len(data)} bytes", f"{len(found.value)} bytes", "")]
+        if changes and not dry_run:
+            names = ", ".join(change.field for change in changes)
+            run.confirm(f"The cookie of bookie {bookie} would be replaced, where {names} differ")
+            with run.undo(cluster, undo) as kept:
+                kept.record(path, found.value, data)
+                cluster.store.put(path, data, found.version)
+        run.render(changes, CHANGE_COLUMNS)
+
+
+@command(app, "delete", connects=True, asks=True, changes=True)
+def delete(
+    run: Run,
+    bookies: Annotated[list[str], typer.Argument(metavar="BOOKIE", help="The bookies.")],
+    dir: DirOption = None,
+    undo: UndoOption = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Delete cookies from the metadata store, and with --dir those in directories too; not while a bookie is running.
+
+    Asks on a terminal; elsewhere --yes is needed.
+    """
+    from bkctl.bookie.cookies import check_not_registered, cookie_path
+    from bkctl.formats.metadata import Cookie
+    from bkctl.storage.holding import hold
+
+    rows: list[CookieRow] = []
+    with run.cluster() as cluster:
+        nodes = []
+        for bookie in dict.fromkeys(bookies):
+            found = cluster.store.get(cookie_path(bookie))
+            if found is None:
+                raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie list' shows those that are there")
+            nodes.append((bookie, found))
+            rows.append(_row_of(bookie, None, found.value, found.version))
+        check_not_registered(cluster, bookies)
+        files = []
+        for path in map(_version_file, dir or ()):
+            cookie = Cookie.parse(_read(path), str(path))
+            if cookie.bookie_id not in bookies:
+                raise UsageError(
+                    f"{path} is the cookie of bookie {cookie.bookie_id}", hint="name that bookie, or drop it"
+                )
+            files.append(path)
+            rows.append(CookieRow(cookie.bookie_id, str(path), cookie, None, None))
+        if not dry_run:
+            places = f" and {len(files)} directories" if files else ""
+            names = ", ".join(bookie for bookie, _ in nodes)
+            run.confirm(
+                f"The cookie of bookie {names} in {cluster.store.name}{places} would be lost: "
+                "it does not start on its directories without"
+            )
+            with hold(path.parent for path in files), run.undo(cluster, undo) as kept:
+                for path in files:
+                    kept.record_file(path, None)
+                    path.unlink()
+                for bookie, found in nodes:
+                    kept.record(cookie_path(bookie), found.value, None)
+                    cluster.cookies.remove(bookie, found.version)
+        run.render(rows, COOKIE_COLUMNS)
+
+
+def _row_of(bookie: str, place: str | None, data: bytes, version: int | None) -> CookieRow:
+    from bkctl.formats.metadata import Cookie
+
+    try:
+        return CookieRow(bookie, place, Cookie.parse(data), version, None)
+    except BkctlError as error:
+        return CookieRow(bookie, place, None, version, str(error))
+
+
+@command(app, "generate", connects=True)
+def generate(
+    run: Run,
+    bookie: Annotated[
+        str | None, typer.Argument(metavar="BOOKIE", help="The bookie's id (default: the one of --conf).")
+    ] = None,
+    journal_dirs: Annotated[
+        str | None, typer.Option("--journal-dirs", metavar="DIRS", help="Its journal directories, with commas.")
+    ] = None,
+    ledger_dirs: Annotated[
+        str | None, typer.Option("--ledger-dirs", metavar="DIRS", help="Its ledger directories, with commas.")
+    ] = None,
+    index_dirs: Annotated[
+        str | None, typer.Option("--index-dirs", metavar="DIRS", help="Its index directories, with commas.")
+    ] = None,
+    instance_id: Annotated[
+        str | None, typer.Option("--instance-id", metavar="ID", help="The cluster's (default: asked of the cluster).")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", metavar="FILE", help="Where to write it (default: stdout).")
+    ] = None,
+) -> None:
+    """Write the cookie that a bookie would have: of --conf, or of the directories given."""
+    from bkctl.formats.metadata import Cookie
+
+    config = run.config() if run.conf is not None else None
+    if config is None and (bookie is None or journal_dirs is None or ledger_dirs is None):
+        raise UsageError("A cookie needs the bookie, --journal-dirs and --ledger-dirs", hint="or --conf bk_server.conf")
+    if instance_id is None:
+        with run.cluster() as cluster:
+            instance_id = cluster.instance_id()
+    journals, ledgers, indexes = _directories(journal_dirs), _directories(ledger_dirs), _directories(index_dirs)
+    if config is not None:
+        from bkctl.bookie.cookies import bookie_id_of
+
+        bookie = bookie or bookie_id_of(config)
+        journals = journals or config.journal_directories
+        if not ledgers:
+            ledgers, indexes = config.ledger_directories, indexes or config.index_directories
+    from bkctl.ids import check_bookie_id
+
+    assert bookie is not None
+    cookie = Cookie(check_bookie_id(bookie), journals, ledgers, instance_id or None, indexes or None)
+    data = cookie.serialize()
+    if file is None:
+        run.raw(data)
+        return
+    with open(file, "xb") as stream:
+        stream.write(data)
+    run.show(CookieRow(bookie, str(file), cookie, None, None), COOKIE_COLUMNS)
+
+
+def _directories(text: str | None) -> tuple[str, ...]:
+    return () if text is None else tuple(each for each in text.split(",") if each)
+
+
+class ExpandedRow(NamedTuple):
+    """A directory that is taken in."""
+
+    directory: str
+    bookie_id: str
+
+
+EXPANDED_COLUMNS = Columns(
+    Column("DIRECTORY", "directory", "directory"), Column("BOOKIE", "bookieId", "bookie_id"), key="directory"
+)
+
+
+@command(app, "expand", connects=True, asks=True, changes=True)
+def expand(run: Run, undo: UndoOption = None, dry_run: DryRun = False) -> None:
+    """Take the new, empty ledger and index directories of --conf into the bookie's cookies; it must be stopped.
+
+    Asks on a terminal; elsewhere --yes is needed.
+    """
+    from bkctl.bookie.cookies import bookie_id_of, configured_directories
+    from bkctl.bookie.cookies import expand as take_in
+    from bkctl.storage.files import Files
+    from bkctl.storage.holding import hold
+
+    config = run.config()
+    bookie_id = bookie_id_of(config)
+    with run.cluster() as cluster:
+        new = take_in(config, bookie_id, cluster, Files(), undo=None)
+        if not dry_run and new:
+            run.confirm(f"Bookie {bookie_id} would be given {', '.join(new)}, and could not start without them again")
+            files = Files()
+            for each in new:
+                files.make_directory(Path(each))
+            with hold(map(Path, configured_directories(config))), run.undo(cluster, undo) as kept:
+                take_in(config, bookie_id, cluster, files, undo=kept)
+        run.render((ExpandedRow(each, bookie_id) for each in new), EXPANDED_COLUMNS)
+    if not new:
+        run.note("No directory is new")
+
+
+class RenamedRow(NamedTuple):
+    """A place whose cookie was changed."""
+
+    place: str
+    before: str
+    after: str
+
+
+RENAMED_COLUMNS = Columns(
+    Column("PLACE", "place", "place"), Column("BEFORE", "before", "before"), Column("AFTER", "after", "after"),
+    key="place",
+)  # fmt: skip
+
+
+@command(app, "rename", connects=True, asks=True, changes=True)
+def rename(
+    run: Run,
+    old: Annotated[str, typer.Argument(metavar="OLD", help="The bookie's id now.")],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="Its id from now on.")],
+    dir: DirOption = None,
+    undo: UndoOption = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Change a bookie's id in its cookies: in the metadata store, and in the directories of --dir or --conf.
+
+    The bookie must be stopped. Ledgers still name the old id: 'metadata replace-bookie' changes that. Asks on a
+    terminal; elsewhere --yes is needed.
+    """
+    from bkctl.bookie.cookies import STORE, configured_directories
+    from bkctl.bookie.cookies import rename as change
+    from bkctl.ids import check_bookie_id
+    from bkctl.storage.files import Files
+    from bkctl.storage.holding import hold
+
+    if check_bookie_id(old) == check_bookie_id(new):
+        raise UsageError(f"{old} and {new} are the same id")
+    directories = [str(_version_file(each).parent.parent) for each in dir or ()]
+    if not directories and run.conf is not None:
+        directories = configured_directories(run.config())
+    with run.cluster() as cluster:
+        changed = change(cluster, old, new, directories, Files(), undo=None)
+        if not dry_run:
+            run.confirm(f"Bookie {old} would be {new} in {cluster.store.name} and {len(changed)} directories")
+            with hold(map(Path, directories)), run.undo(cluster, undo) as kept:
+                changed = change(cluster, old, new, directories, Files(), undo=kept)
+        run.render((RenamedRow(place, old, new) for place in (STORE, *changed)), RENAMED_COLUMNS)
+    if not directories:
+        run.note("The cookies in the bookie's directories stay as they are; name them with --dir or --conf")
+
+
+FINDING_COLUMNS = Columns(
+    Column("PLACE", "place", "place"),
+    Column("FIELD", "field", "field", style={"cookie": RED}),
+    Column("EXPECTED", "expected", "expected"),
+    Column("FOUND", "found", "found"),
+    Column("MEANING", "meaning", "meaning"),
+    key="place",
+)
+
+
+@command(app, "verify", connects=True)
+def verify(
+    run: Run,
+    bookie: Annotated[
+        str | None, typer.Argument(metavar="BOOKIE", help="The bookie's id (default: the one of --conf).")
+    ] = None,
+    dir: DirOption = None,
+) -> None:
+    """Compare a bookie's cookies: configured (--conf), in the metadata store, and in its directories.
+
+    Directories are those of --dir, else of --conf. Prints each field that differs and what that means; exit code 3
+    then. Without --conf the store's cookie is what the others are compared with.
+    """
+    from bkctl.bookie.cookies import (
+        bookie_id_of,
+        configured_cookie,
+        configured_directories,
+        read_local,
+        read_stored,
+    )
+    from bkctl.bookie.cookies import verify as compare
+    from bkctl.formats.metadata import Cookie
+
+    config = run.config() if run.conf is not None else None
+    directories = [str(_version_file(each).parent.parent) for each in dir or ()]
+    if config is not None and not directories:
+        directories = configured_directories(config)
+    if bookie is None:
+        if config is None:
+            raise UsageError("No bookie is given", hint="name it, or add --conf bk_server.conf")
+        bookie = bookie_id_of(config)
+    with run.cluster() as cluster:
+        stored = read_stored(cluster, bookie)
+        local = read_local(directories)
+        if config is not None:
+            expected: Cookie = configured_cookie(config, bookie, cluster.instance_id())
+        elif isinstance(stored, Cookie):
+            expected = stored
+        elif isinstance(stored, BkctlError):
+            raise stored
+        else:
+            raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie list' shows those that are there")
+        findings = list(compare(expected, stored, local))
+        run.render(findings, FINDING_COLUMNS)
+    run.note(f"Bookie {bookie}: {len(local) + 1} cookies compared, {len(findings)} differences")
+    run.finish_with(len(findings), f"differences in the cookies of bookie {bookie}")
