@@ -93,3 +93,9 @@ def last_mark(text: str) -> tuple[int, int]:
     found = re.search(r"Journal Id - (\d+)\(\w+\.txn\), Pos - (\d+)", text)
     assert found is not None, text
     return int(found[1]), int(found[2])
+
+
+def last_marks(text: str) -> list[tuple[int, int]]:
+    """(journal id, offset) of each journal directory in `lastmark`, in their order."""
+    found = re.findall(r"Journal Id - (\d+)\(\w+\.txn\), Pos - (\d+)", text)
+    return [(int(journal_id), int(offset)) for journal_id, offset in found]

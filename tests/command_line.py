@@ -103,8 +103,13 @@ class CommandLine:
         done = subprocess.run(["bash", "-c", script], env=values, capture_output=True, timeout=120, check=False)
         return Answer(done.returncode, done.stdout, done.stderr.decode())
 
-    def terminal(self, *arguments: object, type_in: str = "", columns: int = 80) -> tuple[int, str]:
-        """Run a command on a terminal; `type_in` is typed once it asks. Returns its exit code and what stays there."""
+    def terminal(
+        self, *arguments: object, type_in: str = "", columns: int = 80, asks: str = "[y/N]"
+    ) -> tuple[int, str]:
+        """Run a command on a terminal; `type_in` is typed once `asks` is on it.
+
+        Returns its exit code and what stays there.
+        """
         ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         values = environment(**self.settings) | {"TERM": "xterm"}
@@ -120,7 +125,7 @@ class CommandLine:
                 except OSError:  # the last one who wrote is gone
                     break
                 seen += part
-                if type_in and b"[y/N]" in seen:
+                if type_in and asks.encode() in seen:
                     os.write(ours, type_in.encode())
                     type_in = ""
             os.close(ours)

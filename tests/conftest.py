@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,17 +10,27 @@ from typing import Any
 
 import pytest
 import servers
-from servers import ApacheBookie, ApacheCluster, Java, ZooKeeperServer
+from servers import ApacheBookie, ApacheCluster, EtcdServer, Java, JavaOnEtcd, ZooKeeperServer
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A run in the background of a script inherits that, and so would the programs that tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# What commands of tests change is nothing that a user did.
+os.environ["BKCTL_AUDIT_LOG"] = "none"
+
+
 @pytest.fixture(scope="session")
 def java() -> Java:
     """Java with Apache BookKeeper on its class path: `run_source`, `shell`, `start`."""
     return Java()
+
+
+@pytest.fixture(scope="session")
+def java_on_etcd() -> JavaOnEtcd:
+    """As `java`, of the release whose etcd driver is published, with that driver."""
+    return JavaOnEtcd()
 
 
 @pytest.fixture(scope="session")
@@ -38,6 +49,30 @@ def zookeeper_server(java: Java, tmp_path: Path) -> Iterator[Callable[[], ZooKee
 
     def make() -> ZooKeeperServer:
         made.append(ZooKeeperServer(java, tmp_path / f"zookeeper-{len(made)}"))
+        made[-1].start()
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.kill()
+
+
+@pytest.fixture(scope="session")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    """One etcd for the test run. Use `new_root()`, and leave it running."""
+    server = EtcdServer(tmp_path_factory.mktemp("etcd"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def etcd_server(tmp_path: Path) -> Iterator[Callable[..., EtcdServer]]:
+    """Makes started etcds that belong to the test alone, to be killed and started again."""
+    made: list[EtcdServer] = []
+
+    def make(**options: Any) -> EtcdServer:
+        made.append(EtcdServer(tmp_path / f"etcd-{len(made)}", **options))
         made[-1].start()
         return made[-1]
 

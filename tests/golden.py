@@ -79,6 +79,47 @@ class GoldenBookie:
         }
 
 
+@dataclass(frozen=True)
+class GoldenJournals:
+    """Journals and last marks alone, in every version and of unusual settings; see `make_journals.py`. Read only."""
+
+    version: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.version}-{self.name}"
+
+    @property
+    def directory(self) -> Path:
+        return DATA / "journals" / self.version / self.name
+
+    @property
+    def journal_dirs(self) -> list[Path]:
+        return sorted(self.directory.glob("journal-*"))
+
+    @property
+    def ledger_dirs(self) -> list[Path]:
+        return sorted(self.directory.glob("ledgers-*"))
+
+    @functools.cached_property
+    def _shell(self) -> dict[str, Any]:
+        answers: dict[str, Any] = json.loads((self.directory / "shell.json").read_text())
+        return answers
+
+    @property
+    def last_marks(self) -> list[tuple[int, int]]:
+        """`lastmark`: journal id and offset of each journal directory."""
+        return [(journal_id, offset) for journal_id, offset in self._shell["lastMarks"]]
+
+    @property
+    def journals(self) -> dict[Path, tuple[int | None, list[dict[str, Any]]]]:
+        """`readjournal` of each journal, as in `GoldenBookie`."""
+        return {
+            self.directory / name: (answer["version"], _expand(answer["records"]))
+            for name, answer in self._shell["journals"].items()
+        }
+
+
 def _expand(rows: list[list[Any]]) -> list[dict[str, Any]]:
     records = []
     for kind, ledger_id, entry_id, offset, size, detail in rows:
@@ -99,6 +140,12 @@ def bookies() -> list[GoldenBookie]:
         for path in sorted((DATA / version).iterdir())
         if path.is_dir()
     ]
+
+
+def journals() -> list[GoldenJournals]:
+    """Every set of golden journals."""
+    found = sorted((DATA / "journals").glob("*/*/shell.json"))
+    return [GoldenJournals(path.parent.parent.name, path.parent.name) for path in found]
 
 
 def _read(version: str, name: str) -> Any:

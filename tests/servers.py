@@ -32,6 +32,8 @@ REPOSITORY: Final = Path(__file__).resolve().parent.parent
 JAVA_SOURCES: Final = REPOSITORY / "tests" / "java"
 CACHE: Final = Path(os.environ.get("BKCTL_TEST_CACHE") or REPOSITORY / ".cache") / "java"
 BOOKKEEPER_VERSION: Final = os.environ.get("BKCTL_TEST_BOOKKEEPER") or "4.18.0"
+#: The one release whose etcd driver is published.
+ETCD_DRIVER_VERSION: Final = "4.17.3"
 START_TIMEOUT_S: Final = 90.0
 STOP_TIMEOUT_S: Final = 30.0
 
@@ -240,20 +242,30 @@ def fetch_jars(version: str = BOOKKEEPER_VERSION) -> Path:
 
     Calls `require` (skips or fails) if there is no Maven, or it cannot fetch.
     """
-    jars = CACHE / version
-    with _locked(CACHE / f"{version}.lock"):
+    return _fetch(version, f"BookKeeper {version}", "pom.xml", f"-Dbookkeeper.version={version}")
+
+
+def fetch_etcd_driver() -> Path:
+    """The directory that holds Apache's etcd driver, of BookKeeper ETCD_DRIVER_VERSION, and jetcd. As `fetch_jars`."""
+    name = f"etcd-{ETCD_DRIVER_VERSION}"
+    return _fetch(name, "Apache's etcd driver", "etcd-pom.xml", "dependency:copy")
+
+
+def _fetch(name: str, what: str, pom: str, *arguments: str) -> Path:
+    jars = CACHE / name
+    with _locked(CACHE / f"{name}.lock"):
         if jars.is_dir():
             return jars
         maven = shutil.which("mvn")
         if maven is None:
             require("java", f"mvn is not installed, and {jars} does not exist")
-        partial = CACHE / f"{version}.partial"
+        partial = CACHE / f"{name}.partial"
         failure = ""
         for attempt in range(3):
             shutil.rmtree(partial, ignore_errors=True)
             done = subprocess.run(
-                [maven, "-q", "-B", "-ntp", "-f", str(JAVA_SOURCES / "pom.xml"), f"-Dbookkeeper.version={version}",
-                 "dependency:copy-dependencies", "-DincludeScope=runtime", f"-DoutputDirectory={partial}"],
+                [maven, "-q", "-B", "-ntp", "-f", str(JAVA_SOURCES / pom), "dependency:copy-dependencies",
+                 "-DincludeScope=runtime", f"-DoutputDirectory={partial}", *arguments],
                 stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
             )  # fmt: skip
             if done.returncode == 0:
@@ -261,7 +273,7 @@ def fetch_jars(version: str = BOOKKEEPER_VERSION) -> Path:
                 return jars
             failure = done.stdout.strip()[-2000:]
             time.sleep(2 * attempt)
-        require("java", f"Maven cannot fetch BookKeeper {version}: {failure}")
+        require("java", f"Maven cannot fetch {what}: {failure}")
 
 
 class JavaFailed(AssertionError):
@@ -283,6 +295,8 @@ class Java:
         self.java, self.javac = java, javac
         self.version = version
         self.jars = fetch_jars(version)
+        self.class_path = f"{self.jars}/*"
+        self.options: tuple[str, ...] = ()
         self._classes: Path | None = None
 
     def classes(self) -> Path:
@@ -311,10 +325,10 @@ class Java:
         options: tuple[str, ...] = (),
     ) -> list[str]:  # fmt: skip
         """The argument list that runs `main_class`; `own` puts the programs of tests/java on the class path."""
-        class_path = f"{self.classes()}:{self.jars}/*" if own else f"{self.jars}/*"
+        class_path = f"{self.classes()}:{self.class_path}" if own else self.class_path
         return [
             self.java, f"-Xmx{heap_mb}m", *JVM_OPTIONS, f"-Dlog4j2.configurationFile={JAVA_SOURCES}/log4j2-{log4j}.xml",
-            *options, "-cp", class_path, main_class, *map(str, arguments),
+            *self.options, *options, "-cp", class_path, main_class, *map(str, arguments),
         ]  # fmt: skip
 
     def run(
@@ -379,6 +393,34 @@ class Java:
         _reaper.tell("-", process.pid)
 
 
+@contextlib.contextmanager
+def conversation(java: Java, main_class: str, *arguments: object) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Run a program of tests/java that answers each line on its stdin by a JSON line: `ask("read", 5)`.
+
+    Asking raises JavaFailed, with the program's stderr, when it ended.
+    """
+    with tempfile.TemporaryFile("w+") as errors, java.start(main_class, *arguments, stderr=errors) as program:
+
+        def ask(*words: object) -> dict[str, Any]:
+            assert program.stdin is not None
+            assert program.stdout is not None
+            program.stdin.write(" ".join(map(str, words)) + "\n")
+            program.stdin.flush()
+            line = program.stdout.readline()
+            if not line:
+                errors.seek(0)
+                raise JavaFailed(errors.read()[-6000:])
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+
+        try:
+            yield ask
+        finally:
+            assert program.stdin is not None
+            program.stdin.close()
+            java.end(program)
+
+
 def write_ledgers(
     java: Java, metadata_uri: str, protocol: str, salt: int = 0, stop: Callable[[str], None] | None = None,
     small: bool = False, timeout_s: float = 180.0,
@@ -440,6 +482,19 @@ def read_ledgers(
     return [json.loads(line) for line in answers.splitlines()]
 
 
+class JavaOnEtcd(Java):
+    """Java with Apache BookKeeper and Apache's etcd driver: `etcd:` URIs work in its programs, bookies and shell."""
+
+    def __init__(self) -> None:
+        super().__init__(ETCD_DRIVER_VERSION)
+        self.class_path = f"{fetch_etcd_driver()}/*:{self.class_path}"
+        package = "org.apache.bookkeeper.metadata.etcd"
+        self.options = (
+            f"-Dbookkeeper.metadata.client.drivers={package}.EtcdMetadataClientDriver",
+            f"-Dbookkeeper.metadata.bookie.drivers={package}.EtcdMetadataBookieDriver",
+        )
+
+
 # --- ZooKeeper ---------------------------------------------------------------------------------------------------
 
 
@@ -448,9 +503,15 @@ class ZooKeeperServer(Server):
 
     _roots = itertools.count(1)
 
-    def __init__(self, java: Java, directory: Path) -> None:
+    def __init__(
+        self, java: Java, directory: Path, *, heap_mb: int = 256, config: str = "", options: tuple[str, ...] = ()
+    ) -> None:
+        """`config` is added to zoo.cfg, `options` to the JVM's."""
         self.java = java
         self.directory = directory
+        self.heap_mb = heap_mb
+        self.config = config
+        self.options = options
         self.port = free_port()
         super().__init__(f"zookeeper:{self.port}", directory / "zookeeper.log", self._arguments, self._serves)
 
@@ -473,11 +534,16 @@ class ZooKeeperServer(Server):
         config.write_text(
             f"tickTime=500\ndataDir={self.directory}/data\nclientPort={self.port}\nclientPortAddress=127.0.0.1\n"
             "maxClientCnxns=0\nadmin.enableServer=false\n4lw.commands.whitelist=*\nmaxSessionTimeout=60000\n"
+            f"{self.config}"
         )
-        options = ("-Dzookeeper.forceSync=no", "-Dzookeeper.preAllocSize=256", "-Dzookeeper.jmx.log4j.disable=true")
+        options = (
+            "-Dzookeeper.forceSync=no", "-Dzookeeper.preAllocSize=256", "-Dzookeeper.jmx.log4j.disable=true",
+            *self.options,
+        )  # fmt: skip
         return self.java.command(
-            "org.apache.zookeeper.server.quorum.QuorumPeerMain", config, log4j="server", options=options
-        )
+            "org.apache.zookeeper.server.quorum.QuorumPeerMain", config, log4j="server", heap_mb=self.heap_mb,
+            options=options,
+        )  # fmt: skip
 
     def _serves(self) -> bool:
         try:
@@ -486,6 +552,95 @@ class ZooKeeperServer(Server):
                 return b"Mode:" in connection.recv(4096)
         except OSError:
             return False
+
+
+# --- etcd --------------------------------------------------------------------------------------------------------
+
+
+class EtcdServer(Server):
+    """One etcd on a free port; `start()` after `kill()` serves the same data on the same port.
+
+    `tls` is a PEM file with a key and a certificate that is its own authority: the server shows it, and asks clients
+    for one that it signed. `members` makes it one of a cluster: the names and peer ports of all.
+    """
+
+    _roots = itertools.count(1)
+
+    def __init__(
+        self, directory: Path, *, tls: Path | None = None, name: str = "etcd", members: Mapping[str, int] = {},
+        options: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        etcd = shutil.which("etcd")
+        if etcd is None:
+            require("etcd", "etcd is not installed (Debian: etcd-server)")
+        self.etcd = etcd
+        self.directory = directory
+        self.tls = tls
+        self.member_name = name
+        self.port = free_port()
+        self.members = members or {name: free_port()}
+        self.options = options
+        super().__init__(f"etcd:{self.port}", directory / "etcd.log", self._arguments, self._serves)
+
+    @property
+    def connect_string(self) -> str:
+        """`127.0.0.1:PORT`."""
+        return f"127.0.0.1:{self.port}"
+
+    def metadata_uri(self, root: str = "/ledgers") -> str:
+        """BookKeeper's metadata URI of a root key here."""
+        return f"etcd://{self.connect_string}{root}"
+
+    def new_root(self) -> str:
+        """A root key (`/test-7`) that nobody uses; it does not exist yet."""
+        return f"/test-{next(self._roots)}"
+
+    def pause(self) -> None:
+        """SIGSTOP, and wait until each thread stands: it keeps its connections and answers nothing."""
+        os.kill(self.pid, signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.pid}/task")
+        wait_for(
+            lambda: all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in tasks.glob("*/stat")),
+            f"{self.name} stopped",
+        )
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        if self.running:
+            self.resume()
+        super().kill()
+
+    def _arguments(self) -> list[str]:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        url = f"{'http' if self.tls is None else 'https'}://{self.connect_string}"
+        peers = {name: f"http://127.0.0.1:{port}" for name, port in self.members.items()}
+        security: tuple[str, ...] = ()
+        if self.tls is not None:
+            authority = self.directory / "authority.pem"  # without the key, which etcd takes for a bad certificate
+            authority.write_text(self.tls.read_text().partition("-----END PRIVATE KEY-----")[2])
+            security = (
+                f"--cert-file={self.tls}", f"--key-file={self.tls}", "--client-cert-auth",
+                f"--trusted-ca-file={authority}",
+            )  # fmt: skip
+        return [
+            self.etcd, f"--name={self.member_name}", f"--data-dir={self.directory}/data", "--unsafe-no-fsync",
+            f"--listen-client-urls={url}", f"--advertise-client-urls={url}",
+            f"--listen-peer-urls={peers[self.member_name]}",
+            f"--initial-advertise-peer-urls={peers[self.member_name]}",
+            f"--initial-cluster={','.join(f'{name}={peer}' for name, peer in peers.items())}",
+            "--heartbeat-interval=50", "--election-timeout=300", "--logger=zap", "--log-outputs=stderr",
+            *security, *self.options,
+        ]  # fmt: skip
+
+    def _serves(self) -> bool:
+        return "serving client traffic" in self.log_tail(self._log_size, 1 << 20)
+
+    def launch(self) -> None:
+        self._log_size = self.log.stat().st_size if self.log.exists() else 0
+        super().launch()
 
 
 # --- BookKeeper --------------------------------------------------------------------------------------------------
@@ -629,9 +784,10 @@ class ApacheCluster:
 
 
 def main() -> None:
-    """Fetch what `java` needs, ahead of the tests and outside their timeouts; say so if it cannot be had."""
+    """Fetch what `java` and `java_on_etcd` need, ahead of the tests and their timeouts; say so if it cannot be had."""
     try:
         Java()
+        JavaOnEtcd()
     except pytest.skip.Exception as reason:
         print(f"tests that need it are skipped: {reason}", file=sys.stderr)
     except pytest.fail.Exception as reason:

@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bkctl.errors import UsageError
-from bkctl.ids import U64_MAX, LedgerId, check_bookie_id, parse_scope_id, resolve_ledger, to_signed, to_unsigned
+from bkctl.ids import (
+    U64_MAX,
+    LedgerId,
+    check_bookie_id,
+    ledger_ids,
+    parse_scope_id,
+    resolve_ledger,
+    to_signed,
+    to_unsigned,
+)
 
 u64 = st.integers(0, U64_MAX)
 
@@ -141,3 +150,11 @@ def test_bookie_ids_follow_the_released_rule(text: str) -> None:
 def test_what_is_no_bookie_id_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
         check_bookie_id(text)
+
+
+def test_many_ids_of_a_scope_are_the_same_as_each_made_alone() -> None:
+    made = ledger_ids(7, range(3))
+    assert made == [LedgerId(7, 0), LedgerId(7, 1), LedgerId(7, 2)]
+    assert {type(ledger) for ledger in made} == {LedgerId}
+    assert made[1].qualified_name == "00000000000000070000000000000001"
+    assert ledger_ids(7, []) == []

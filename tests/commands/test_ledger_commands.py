@@ -273,3 +273,164 @@ def test_every_form_of_output(cli: Cli, write: object) -> None:
             assert result.code == 0, (command, output, result.err)
             if output == "json":
                 json.loads(result.out)
+
+
+# --- many ledgers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scope() -> str:
+    """A scope that belongs to the test."""
+    return str(uuid.uuid4().int & 0xFFFFFFFF)
+
+
+@pytest.fixture
+def three(cli: Cli, scope: str, tmp_path: Path) -> list[str]:
+    """Three ledgers in `scope` as they are printed: of 1, 200 and 3,000 bytes, the second of Pulsar."""
+    pulsar = ("--custom-metadata", "application=pulsar", "--custom-metadata", "component=managed-ledger")
+    made = []
+    for size, options in ((1, ()), (200, (*pulsar, "--custom-metadata", "pulsar/managed-ledger=a/b/c")), (3000, ())):
+        path = tmp_path / "content"
+        path.write_bytes(b"x" * size)
+        number = str(len(made) + 1)
+        words = ("--ledger-scope-id", scope, "--ledger-id", number, *options)
+        result = cli("ledger", "write", path, "-o", "id", *words)
+        assert result.code == 0, result.err
+        made.append(result.out.strip())
+    return made
+
+
+def test_list_by_size_and_custom_metadata(cli: Cli, scope: str, three: list[str]) -> None:
+    def ids(*arguments: str) -> list[str]:
+        result = cli("ledger", "list", "--ledger-scope-id", scope, "-o", "id", *arguments)
+        assert result.code == 0, result.err
+        return result.out.split()
+
+    assert ids("--min-size", "200") == three[1:]
+    assert ids("--max-size", "200") == three[:2]
+    assert ids("--min-size", "2", "--max-size", "1KiB") == three[1:2]
+    assert ids("--custom-metadata", "application=pulsar", "--custom-metadata", "component=managed-ledger") == three[1:2]
+    assert ids("--custom-metadata", "application=pulsar", "--custom-metadata", "component=schema") == []
+    table = cli("ledger", "list", "--ledger-scope-id", scope).out.splitlines()
+    assert table[2].endswith("pulsar managed-ledger a/b/c")
+    assert table[1].endswith("-")
+
+
+def test_show_of_several(cli: Cli, three: list[str]) -> None:
+    rows = cli("ledger", "show", *three, "-o", "json").json
+    assert [row["ledgerQualifiedName"] for row in rows] == three
+    assert [row["length"] for row in cli("ledger", "show", three[2], three[0], "-o", "ndjson").rows] == [3000, 1]
+    assert [row["password"] for row in cli("ledger", "show", *three, "--show-secrets", "-o", "json").json] == [
+        "",
+        "",
+        "",
+    ]
+    missing = cli("ledger", "show", three[0], "5:5", three[1], "-o", "id")
+    assert (missing.code, missing.out) == (4, f"{three[0]}\n")
+
+
+def test_locate_tells_each_fragment_and_each_entry(cli: Cli, write: object, cluster: LocalCluster) -> None:
+    ledger = write(b"".join(b"%d\n" % number for number in range(10)))  # type: ignore[operator]
+    [(first, ensemble)] = cli("ledger", "show", ledger, "-o", "json").json["ensembles"].items()
+    rows = cli("ledger", "locate", ledger, "-o", "json").json
+    assert [(row["index"], row["bookieId"], row["state"]) for row in rows] == [
+        (index, bookie, "rw") for index, bookie in enumerate(ensemble)
+    ]
+    assert {(row["firstEntryId"], row["lastEntryId"]) for row in rows} == {(int(first), 9)}
+    for row in rows:
+        there = cli("ledger", "read", ledger, "--bookie", row["bookieId"], "-o", "id").out.split()
+        assert row["entryCount"] == len(there)
+        for entry in range(10):
+            places = cli("ledger", "locate", ledger, "--entry", entry, "-o", "json").json
+            assert (row["bookieId"] in [place["bookieId"] for place in places]) == (str(entry) in there)
+    assert [row["position"] for row in cli("ledger", "locate", ledger, "--entry", "4", "-o", "json").json] == [0, 1]
+    assert cli("ledger", "locate", ledger, "--entry", "10").code == 4
+    assert cli("ledger", "locate", ledger, "--entry", "-1").code == 2
+    assert cli("ledger", "locate", "5:5").code == 4
+
+
+def test_delete_of_many_from_a_file(cli: Cli, scope: str, three: list[str], tmp_path: Path) -> None:
+    names = tmp_path / "ledgers"
+    names.write_text(f"# to go\n{three[0]}\n\n2\n{json.dumps({'ledgerQualifiedName': three[2]})}\n{three[0]}\n")
+    words = ("ledger", "delete", "--ledger-scope-id", scope, "--from-file", names)
+
+    def left() -> list[str]:
+        return cli("ledger", "list", "--ledger-scope-id", scope, "-o", "id").out.split()
+
+    dry = cli(*words, "--dry-run", "-o", "ndjson")
+    assert [(row["ledgerQualifiedName"], row["deleted"]) for row in dry.rows] == [(each, False) for each in three]
+    refused = cli(*words)
+    assert refused.code == 2
+    assert f"3 ledgers (3 closed, with 3201 B) would be lost: {three[0]}, {three[1]}, {three[2]}" in refused.err
+    assert left() == three
+    undo = tmp_path / "undo"
+
+    def shown() -> list[dict[str, object]]:
+        rows = cli("ledger", "show", *three, "-o", "json").json
+        # The time of creation is the store's where the metadata has none.
+        return [{name: value for name, value in row.items() if name != "ctime"} for row in rows]
+
+    before = shown()
+    done = cli(*words, "--yes", "--undo", undo, "-o", "ndjson")
+    assert [(row["ledgerQualifiedName"], row["deleted"]) for row in done.rows] == [(each, True) for each in three]
+    assert left() == []
+    assert f"bkctl metadata undo {undo}" in done.err
+    again = cli(*words, "--yes")
+    assert again.code == 4
+    assert cli(*words, "--yes", "--ignore-missing").code == 0
+    assert cli("metadata", "undo", undo, "--yes").code == 0
+    assert shown() == before
+    assert payloads(cli, three[1]) == [b"x" * 200]
+
+
+def test_delete_stops_before_it_begins_unless_told_to_go_on(cli: Cli, three: list[str], tmp_path: Path) -> None:
+    stopped = cli("ledger", "delete", three[0], "9:9", three[1], "--yes")
+    assert (stopped.code, stopped.out) == (4, "")
+    assert cli("ledger", "show", three[0]).code == 0
+    state = cli("ledger", "delete", *three, "--if-state", "OPEN", "--yes")
+    assert state.code == 5
+    assert state.err.count("\n") == 1
+    assert "nothing was deleted" in state.err
+    gone = cli("ledger", "delete", three[0], "9:9", three[1], "--yes", "--keep-going", "-o", "ndjson", "--rate", "50")
+    assert gone.code == 3
+    assert {row["ledgerQualifiedName"]: row["deleted"] for row in gone.rows} == {
+        LedgerId(9, 9).qualified_name: False, three[0]: True, three[1]: True,
+    }  # fmt: skip
+    assert "No ledger" in gone.rows[0]["error"]
+    assert gone.err.splitlines()[-1] == "bkctl: 1 ledgers were not deleted"
+    assert cli("ledger", "delete", three[2], "--if-state", "open", "--if-state", "closed", "--yes").code == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("1\nzz\n", "line 2: Not a ledger id: 'zz'"), ("{}\n", "line 1: an object without"), ("7:1\n", "in scope 7")],
+)
+def test_a_file_of_ledgers_is_read_with_care(cli: Cli, tmp_path: Path, content: str, words: str) -> None:
+    names = tmp_path / "ledgers"
+    names.write_text(content)
+    result = cli("ledger", "delete", "--from-file", names, "--ledger-scope-id", "8", "--yes")
+    assert result.code == 2
+    assert words in result.err
+    assert cli("ledger", "delete", "--from-file", tmp_path / "none", "--yes").code == 4
+    assert cli("ledger", "delete", "--yes").code == 2
+
+
+def test_a_backup_is_an_export_that_import_takes(cli: Cli, three: list[str], tmp_path: Path) -> None:
+    from bkctl.metadata.dump import ExportFile
+
+    (tmp_path / "backups").mkdir()
+    for target in (tmp_path / "backup", tmp_path / "backups"):
+        done = cli("ledger", "delete", *three[:2], "--backup", target, "--yes", "--undo", f"{target}.undo")
+        assert done.code == 0, done.err
+        [file] = target.iterdir() if target.is_dir() else [target]
+        assert file.stat().st_mode & 0o777 == 0o600
+        with ExportFile(file) as export:
+            assert export.check() == {"ledger": 2}
+            assert [record.key for record in export.records()] == three[:2]
+        restored = cli("metadata", "import", "-f", file, "--yes")
+        assert restored.code == 0, restored.err
+        assert len(cli("ledger", "show", *three, "-o", "json").json) == 3
+    # Nothing is deleted where it cannot be kept.
+    assert cli("ledger", "delete", *three, "--backup", tmp_path / "backup", "--yes").code == 5
+    assert cli("ledger", "delete", *three, "--backup", tmp_path / "none" / "x", "--yes").code == 4
+    assert len(cli("ledger", "show", *three, "-o", "json").json) == 3

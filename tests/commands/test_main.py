@@ -66,7 +66,7 @@ def test_offline_commands_import_nothing_heavy(tmp_path: Path) -> None:
         (["ledger", "show", "zz"], "Not a ledger id: 'zz'"),
         (["ledger", "show", "7:1", "--ledger-scope-id", "8"], "in scope 7, but the scope id given is 8"),
         (["ledger", "show", "1", "--ledger-id", "2"], "name different ledgers"),
-        (["ledger", "show", "1", "2"], "unexpected extra argument"),
+        (["ledger", "tail", "1", "2"], "unexpected extra argument"),
         (["ledger", "list"], "No cluster is named"),
         (["ledger", "list", "-u", "nonsense"], "Not a metadata URI"),
         (["ledger", "list", "--all-scopes", "--ledger-scope-id", "7"], "--all-scopes and --ledger-scope-id"),

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import base64
+import hashlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from command_line import CommandLine
 
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, Endpoint, Fragment, LedgerMetadata, LedgerState
@@ -93,7 +96,7 @@ def test_ledger_list(cli: Cli, store: Cluster) -> None:
         (["--min-size", "10"], "5"),
         (["--min-age", "1d"], "5"),
         (["--max-age", "1h"], "6"),
-        (["--meta-key", "application=pulsar"], "5"),
+        (["--custom-metadata", "application=pulsar"], "5"),
         (["--limit", "1"], "5"),
         (["--after", "5"], "6"),
     ],
@@ -204,3 +207,206 @@ def test_conf_names_the_cluster(cli: Cli, store: Cluster, tmp_path: Path, monkey
     assert cli("-u", "sqlite:///nonexistent", "ledger", "list", "-o", "id", "--conf", conf).code == 0
     verbose = cli("-v", "ledger", "list", "--conf", conf)
     assert uri in verbose.err
+
+
+# --- export, import, diff, migrate ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def export(cli: Cli, store: Cluster, tmp_path: Path) -> Path:
+    path = tmp_path / "export"
+    assert cli("metadata", "export", "-f", path).code == 0
+    return path
+
+
+def test_export_does_not_replace_a_file_and_streams_to_stdout(cli: Cli, store: Cluster, export: Path) -> None:
+    before = export.read_bytes()
+    assert cli("metadata", "export", "-f", export).code == 5
+    assert export.read_bytes() == before
+    assert cli("metadata", "export").code == 2
+    assert cli("metadata", "export", "-f", "-", "-o", "json").code == 2
+    lines = cli("metadata", "export", "-f", "-").out.splitlines()
+    assert lines[1:-1] == before.decode().splitlines()[1:-1]
+    row = cli("metadata", "export", "-f", export, "--overwrite", "-o", "json").json
+    assert (row["ledgerCount"], row["cookieCount"], row["size"]) == (3, 1, export.stat().st_size)
+    assert "secret" not in cli("metadata", "export", "7:5", "-f", "-").out
+    assert cli("metadata", "export", "99", "-f", export, "--overwrite").code == 4
+    assert [each.name for each in export.parent.iterdir() if "partial" in each.name] == []
+
+
+def test_import_from_stdin_and_without_a_store(cli: Cli, export: Path, tmp_path: Path) -> None:
+    target = f"sqlite://{tmp_path}/copy.db"
+    planned = cli("metadata", "import", "-f", export, "-u", target, "--dry-run", "-o", "json")
+    assert planned.code == 0
+    assert not (tmp_path / "copy.db").exists()
+    with CommandLine(target).process("metadata", "import", "-f", "-", "-o", "json") as process:
+        out, err = process.communicate(export.read_bytes(), 60)
+    assert process.returncode == 0, err
+    assert json.loads(out) == planned.json
+    assert cli("metadata", "diff", export, target, "-o", "json").json == []
+
+
+def test_import_leaves_other_values_alone_unless_told(cli: Cli, store: Cluster, export: Path, tmp_path: Path) -> None:
+    path = store.ledgers.path(LedgerId(0, 6))
+    mine = store.store.get(store.ledgers.path(LedgerId(0, 5)))
+    assert mine is not None
+    store.store.put(path, mine.value, None)
+    for more in ([], ["--dry-run"]):
+        result = cli("metadata", "import", "-f", export, *more)
+        assert result.code == 5
+        assert "Ledger 6 is there with another value" in result.err
+    undo = tmp_path / "undo"
+    assert cli("metadata", "import", "-f", export, "--overwrite").code == 2
+    assert cli("metadata", "import", "-f", export, "--overwrite", "--undo", undo, "--yes").code == 0
+    assert cli("metadata", "diff", export, "-o", "json").json == []
+    assert cli("metadata", "undo", undo, "--yes").code == 0
+    [row] = cli("metadata", "diff", export, "-o", "json").json
+    assert (row["kind"], row["key"], row["what"]) == ("ledger", "6", "differs")
+    assert {"state", "password", "ensembles"} <= set(row["fields"])
+    assert "secret" not in str(row)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"key":"b2:3181"', b'"key":"../LAYOUT"'),
+        (b'"key":"b2:3181"', b'"key":""'),
+        (b'"kind":"cookie","key":"b2:3181"', b'"kind":"node","key":"INSTANCEID"'),
+        (b'"key":"00000000000000000000000000000005"', b'"key":"0000000000000000ffffffffffffffff"'),
+        (b'"kind":"cookie"', b'"kind":"registration"'),
+        (b'"instanceId":"', b'"id":"'),
+        (b'{"kind":"end"', b'{"kind":"' + b"x" * (3 << 20) + b'"}\n{"kind":"end"'),
+    ],
+)
+def test_a_hostile_export_changes_nothing(
+    cli: Cli, export: Path, tmp_path: Path, old: bytes, new: bytes
+) -> None:  # fmt: skip
+    data = export.read_bytes()
+    assert old in data
+    body = data.replace(old, new).rpartition(b'{"kind":"end"')[0]
+    end = {"kind": "end", "records": body.count(b"\n") - 1, "sha256": hashlib.sha256(body).hexdigest()}
+    export.write_bytes(body + json.dumps(end).encode() + b"\n")  # whoever made it knows how to hash
+    result = cli("metadata", "import", "-f", export, "-u", f"sqlite://{tmp_path}/copy.db")
+    assert result.code == 7
+    assert len(result.err) < 400
+    assert not (tmp_path / "copy.db").exists()
+
+
+def test_what_was_stopped_halfway_is_finished(cli: Cli, store: Cluster, tmp_path: Path) -> None:
+    target = f"sqlite://{tmp_path}/copy.db"
+    # An import that made the cluster and came no further than its instance id.
+    with open_cluster(target, create_store=True) as begun:
+        begun.store.put_all([("INSTANCEID", store.instance_id().encode())])
+    assert cli("metadata", "migrate", "--to", target).code == 5  # a bookie is registered
+    moved = cli("metadata", "migrate", "--to", target, "--live", "-o", "ndjson")
+    assert moved.code == 0, moved.err
+    with open_cluster(target) as copy:
+        assert copy.store.get("LAYOUT") is not None
+        assert copy.store.get("LAYOUT")[0] == store.store.get("LAYOUT")[0]  # type: ignore[index]
+        # A nuke that was stopped just before its end.
+        for name in copy.store.children("") or ():
+            if name not in ("INSTANCEID", "cookies"):
+                _remove(copy, name)
+    finished = cli("cluster", "nuke", "--instance-id", store.instance_id(), "--yes", "-u", target)
+    assert finished.code == 0, finished.err
+    assert cli("cluster", "id", "-u", target).code == 4
+
+
+def _remove(cluster: Cluster, path: str) -> None:
+    for name in cluster.store.children(path) or ():
+        _remove(cluster, f"{path}/{name}")
+    cluster.store.delete(path)
+
+
+def test_the_second_store_is_not_made_by_looking_at_it(cli: Cli, store: Cluster, tmp_path: Path) -> None:
+    target = f"sqlite://{tmp_path}/copy.db"
+    assert cli("metadata", "diff", target).code == 4
+    planned = cli("metadata", "migrate", "--to", target, "--live", "--dry-run", "-o", "ndjson")
+    assert planned.code == 0
+    assert not (tmp_path / "copy.db").exists()
+    assert cli("metadata", "migrate", "--to", target, "--live", "-o", "ndjson").rows == planned.rows
+    assert cli("metadata", "migrate", "--to", store.uri, "--live").code == 2
+    assert cli("metadata", "migrate").code == 2
+    assert cli("metadata", "diff", target, "-o", "json").json == []
+
+
+def test_two_clusters_differ_even_where_both_are_empty(cli: Cli, tmp_path: Path) -> None:
+    uris = [f"sqlite://{tmp_path}/{name}.db" for name in "ab"]
+    for uri in uris:
+        open_cluster(uri, create=True).close()
+    result = cli("metadata", "diff", *uris, "-o", "json")
+    assert result.code == 3
+    assert [(row["kind"], row["key"], row["what"]) for row in result.json] == [("node", "INSTANCEID", "differs")]
+
+
+def test_overwriting_a_target_is_undone_there(cli: Cli, store: Cluster, tmp_path: Path) -> None:
+    target, undo = f"sqlite://{tmp_path}/copy.db", tmp_path / "undo"
+    assert cli("metadata", "migrate", "--to", target, "--live").code == 0
+    with open_cluster(target) as copy:
+        copy.store.put(f"cookies/{BOOKIES[2]}", b"other", None)
+    kept = cli("metadata", "migrate", "--to", target, "--live")
+    assert kept.code == 3
+    assert BOOKIES[2] in kept.err
+    words = ("metadata", "migrate", "--to", target, "--live", "--overwrite", "--undo", undo)
+    assert cli(*words).code == 2
+    replaced = cli(*words, "--yes")
+    assert replaced.code == 0
+    assert f"metadata undo {undo} -u '{target}'" in replaced.err
+    assert cli("metadata", "undo", undo, "-u", target, "--yes").code == 0
+    with open_cluster(target) as copy:
+        assert copy.store.get(f"cookies/{BOOKIES[2]}")[0] == b"other"  # type: ignore[index]
+
+
+# --- check, orphans, replace-bookie, ids ----------------------------------------------------------------------------
+
+
+def test_check_and_orphans_find_and_remove(cli: Cli, store: Cluster, tmp_path: Path) -> None:
+    assert cli("metadata", "check").code == 0
+    store.store.put(store.ledgers.path(LedgerId(7, 5)), b"damage", None)
+    assert cli("autorecovery", "mark", "6", "--missing", BOOKIES[0]).code == 0
+    store.ledgers.remove(LedgerId(0, 6))
+    result = cli("metadata", "check", "-o", "ndjson")
+    assert result.code == 3
+    assert {row["code"] for row in result.rows} == {"unparsable", "orphaned-mark"}
+    assert cli("metadata", "check", "--ledger-scope-id", 7, "-o", "ndjson").rows == [
+        row for row in result.rows if row["code"] == "unparsable"
+    ]
+    for more in ([], ["--delete", "--dry-run"]):
+        assert cli("metadata", "orphans", *more, "-o", "ndjson").code == 3
+    assert cli("metadata", "orphans", "--delete").code == 2
+    undo = tmp_path / "undo"
+    assert cli("metadata", "orphans", "--delete", "--yes", "--undo", undo).code == 0
+    assert cli("metadata", "orphans", "-o", "json").json == []
+    assert cli("metadata", "undo", undo, "--yes").code == 0
+    assert cli("metadata", "orphans", "-o", "json").json[0]["ledgerId"] == "6"
+
+
+def test_replace_bookie_refuses_what_would_lose_data_and_is_undone(cli: Cli, store: Cluster, tmp_path: Path) -> None:
+    old, new, undo = BOOKIES[2], "named", tmp_path / "undo"
+    words = ("metadata", "replace-bookie", "--from", old, "--to", new)
+    assert cli("metadata", "replace-bookie", "--from", old).code == 2
+    assert cli("metadata", "replace-bookie", "--from", old, "--to", old).code == 2
+    assert cli(*words).code == 4  # nobody knows the new one
+    store.cookies.write(new, Cookie(new, ("/j",), ("/l",)), -1)
+    assert cli("metadata", "replace-bookie", "--from", BOOKIES[0], "--to", new).code == 5  # it is registered
+    assert cli(*words, "--rate", 0).code == 2
+    planned = cli(*words, "--dry-run", "-o", "ndjson").rows
+    assert [row["ledgerQualifiedName"][-1] + row["ledgerScopeId"] for row in planned] == ["50", "57"]
+    assert cli(*words, "--limit", 1, "--yes", "--undo", undo, "-o", "id").out == "5\n"
+    assert cli(*words, "--rate", 100, "--yes", "--undo", "none", "-o", "ndjson").rows == planned[1:]
+    assert cli("ledger", "list", "--all-scopes", "--bookie", old, "-o", "id").out == ""
+    assert cli("metadata", "undo", undo, "--yes").code == 0
+    assert cli("ledger", "list", "--all-scopes", "--bookie", old, "-o", "id").out == "5\n"
+
+
+def test_scopes_and_new_ids(cli: Cli, store: Cluster) -> None:
+    rows = cli("metadata", "scopes", "-o", "json").json
+    assert [(row["ledgerScopeId"], row["ledgerCount"]) for row in rows] == [("0", 2), ("7", 1)]
+    assert len(set(cli("metadata", "idgen", "--count", 3, "-o", "id").out.split())) == 3
+    [row] = cli("metadata", "idgen", "--ledger-scope-id", 7, "-o", "ndjson").rows
+    assert row["ledgerScopeId"] == "7"
+    taken = [int(each) for each in cli("metadata", "idgen", "--sequence", "--count", 3, "-o", "id").out.split()]
+    assert taken == list(range(taken[0], taken[0] + 3))
+    assert store.ledgers.new_ledger_id() > LedgerId(0, taken[-1])
+    assert cli("metadata", "idgen", "--ledger-scope-id", 0).code == 2
+    assert cli("metadata", "idgen", "--ledger-scope-id", 7, "--sequence").code == 2

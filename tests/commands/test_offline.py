@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import base64
+import os
 from pathlib import Path
 
 import pytest
+
+from bkctl.formats.index import index_path
+from bkctl.ids import LedgerId
 
 from . import files
 from .conftest import Cli
@@ -96,10 +100,11 @@ def test_journal_read_body_and_secrets(cli: Cli, bookie: Path) -> None:
     result = cli(*arguments)
     payloads = [row["payload"] for row in result.rows if row["type"] == "entry"]
     assert [base64.b64decode(payload) for payload in payloads] == list(files.PAYLOADS)
-    assert files.KEY.hex() not in result.out
+    assert base64.b64encode(files.KEY).decode() not in result.out
     assert "masterKey" not in result.out
     keys = [row["masterKey"] for row in cli(*arguments, "--show-secrets").rows if "masterKey" in row]
-    assert keys == [files.KEY.hex()]
+    assert keys == [base64.b64encode(files.KEY).decode()]
+    assert files.KEY.hex() in cli("journal", "read", "11", "--dir", bookie / "journal", "--show-secrets").out
     assert cli(*arguments, "--format", "hex").rows[1]["payload"] == b"one".hex()
     assert cli(*arguments, "--format", "utf8").rows[1]["payload"] == "one"
     raw = cli("journal", "read", "11", "--dir", bookie / "journal", "--format", "raw")
@@ -157,57 +162,10 @@ def test_lastmark(cli: Cli, bookie: Path) -> None:
     }  # fmt: skip
 
 
-def test_entrylog_list(cli: Cli, bookie: Path) -> None:
-    rows = cli("entrylog", "list", bookie / "ledgers", "-o", "ndjson").rows
-    assert list(rows[0]) == [
-        "logId", "logIdHex", "scoped", "version", "ledgersCount", "ledgersMapOffset", "size", "mtime", "file",
-    ]  # fmt: skip
-    assert [(row["logId"], row["scoped"], row["version"], row["ledgersCount"]) for row in rows] == [
-        (31, False, 1, 1),
-        (31, True, 2, None),
-    ]
-    assert cli("entrylog", "list", bookie / "ledgers", "--sort", "size", "-o", "id").code == 0
-
-
-def test_entrylog_read(cli: Cli, bookie: Path) -> None:
-    rows = cli("entrylog", "read", "--dir", bookie / "ledgers", "-o", "ndjson").rows
-    assert all(list(row) == [*ENTRY, "logId", "logIdHex", "offset", "recordSize", "type", "file"] for row in rows)
-    assert [row["type"] for row in rows] == ["entry"] * 6
-    assert rows[0] == PLAIN | {
-        "entryId": 0, "lastAddConfirmed": -1, "length": 3, "size": None, "formatVersion": 1, "logId": 31,
-        "logIdHex": "1f", "offset": 1024, "recordSize": 39, "type": "entry",
-        "file": str(bookie / "ledgers/current/1f.log"),
-    }  # fmt: skip
-    assert rows[3] == rows[0] | SCOPED | {
-        "size": 3, "formatVersion": 2, "recordSize": 48, "file": str(bookie / "ledgers/current/scoped/1f.log"),
-    }  # fmt: skip
-    assert cli("entrylog", "read", "31", "--dir", bookie / "ledgers", "-o", "id").out == "1024\n1067\n1107\n"
-    assert cli("entrylog", "read", "scoped/31", "--dir", bookie / "ledgers", "-o", "id").out.startswith("1024\n1076\n")
-    assert cli("entrylog", "read", "1f.log", "--dir", bookie / "ledgers").code == 2
-    assert (
-        cli("entrylog", "read", "31", "--dir", bookie / "ledgers", "--type", "ledgersMap", "-o", "json").json[0][
-            "ledgerId"
-        ]
-        is None
-    )
-
-
-def test_entrylog_show(cli: Cli, bookie: Path) -> None:
-    rows = cli("entrylog", "show", "--dir", bookie / "ledgers", "-o", "ndjson").rows
-    assert rows[0] == PLAIN | {
-        "size": 133, "logId": 31, "logIdHex": "1f", "fromLedgersMap": True,
-        "file": str(bookie / "ledgers/current/1f.log"),
-    }  # fmt: skip
-    assert (rows[1]["ledgerScopeId"], rows[1]["size"], rows[1]["fromLedgersMap"]) == ("7", 133 + 27, False)
-    assert cli("entrylog", "show", "--dir", bookie / "ledgers", "-o", "id").out.splitlines() == [
-        "5",
-        SCOPED["ledgerQualifiedName"],
-    ]
-
-
 def test_bookie_files(cli: Cli, bookie: Path) -> None:
     rows = cli("bookie", "files", bookie / "journal", bookie / "ledgers", "-o", "ndjson").rows
-    assert list(rows[0]) == ["kind", "id", "idHex", *IDS, "scoped", "size", "mtime", "file"]
+    assert list(rows[0]) == ["kind", "id", "idHex", *IDS, "scoped", "size", "mtime", "file", "detail"]
+    assert [row["detail"] for row in rows if row["kind"] == "journal"] == [{"version": 6}, {"version": 7}]
     kinds = [row["kind"] for row in rows]
     assert sorted(kinds) == ["entryLog", "entryLog", "index", "index", "journal", "journal", "lastMark"]
     indexes = cli("bookie", "files", bookie / "ledgers", "--kind", "INDEX", "-o", "ndjson").rows
@@ -236,8 +194,28 @@ def test_bookie_index_show(cli: Cli, bookie: Path) -> None:
         "fenced": True, "explicitLac": 1, "entryCount": 3, "lastEntryId": 3,
         "file": str(bookie / "ledgers/current/00000000/00000007/00000000/00000005.idx"),
     }  # fmt: skip
-    assert cli(*arguments, "--show-secrets").json[0]["masterKey"] == files.KEY.hex()
+    assert base64.b64decode(cli(*arguments, "--show-secrets").json[0]["masterKey"]) == files.KEY
+    assert files.KEY.hex() in cli(*arguments[:-2], "--show-secrets").out
     assert cli("bookie", "index", "show", "5", *directory, "--meta", "--gaps").code == 2
+
+
+def test_what_is_no_index_file_is_told_and_hides_no_other(cli: Cli, bookie: Path) -> None:
+    place = ("--dir", bookie / "ledgers", "-o", "ndjson")
+    whole = {
+        command: cli("bookie", *command, *place).rows
+        for command in (("check",), ("index", "check"), ("index", "show", "--meta"))
+    }
+    pipe = bookie / "ledgers/current" / index_path(LedgerId(0, 0x2B2B))
+    pipe.parent.mkdir(parents=True)
+    os.mkfifo(pipe)
+    (bookie / "ledgers/current" / index_path(LedgerId(0, 0x2B2C))).mkdir(parents=True)
+    for command, rows in whole.items():
+        result = cli("bookie", *command, *place)
+        assert (result.code, result.rows) == (7, rows)
+        assert f"{pipe} is no file" in result.err
+        assert "2b2c.idx is a directory" in result.err
+    named = cli("bookie", "index", "show", str(0x2B2B), *place)
+    assert (named.code, str(pipe) in named.err) == (7, True)
 
 
 @pytest.mark.parametrize(
@@ -268,3 +246,16 @@ def test_every_form_of_output_has_the_same_rows(
     assert [list(row) for row in table] == [list(row) for row in rows]
     assert len(cli(*arguments, "-o", "id").out.splitlines()) == len(rows)
     assert len(cli(*arguments).out.splitlines()) == len(rows) + 1
+
+
+@pytest.mark.parametrize("form", ["ndjson", "table"])
+@pytest.mark.parametrize(("kind", "file", "header"), [("journal", "11", 512), ("entrylog", "31", 1024)])
+def test_no_record_begins_in_the_header(cli: Cli, bookie: Path, kind: str, file: str, header: int, form: str) -> None:
+    place = (kind, "read", file, "--dir", bookie / ("journal" if kind == "journal" else "ledgers"), "-o", form)
+    for position in (1, 5, header - 1):
+        for options in ((), ("--body",)):
+            result = cli(*place, "--from-pos", position, *options)
+            assert result.code == 7
+            assert f"No record begins in the header at byte {position}" in result.err
+    for position in (0, header):
+        assert cli(*place, "--from-pos", position).out == cli(*place).out != ""

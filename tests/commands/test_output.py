@@ -2,11 +2,17 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import time
+from array import array
+from importlib.util import module_from_spec, spec_from_file_location
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 
+import bkctl.commands
+from bkctl.commands import _output
 from bkctl.commands._output import (
     Activity,
     ClosedOutput,
@@ -50,6 +56,7 @@ COLUMNS = Columns(
     Column("NESTED", "nested", lambda row: row.nested, Kind.NESTED),
     key="ledger",
 )
+NUMBERS = {4: -1, 5: 2**63 - 1, 6: -(2**63), 50: 10**18, 700: 2**63, 701: -(10**25)}
 ROWS = [
     Row(LedgerId(7, 1), 5, 'x,"y"\n', False, 1755770000123, b"\x00\xff", {"a": ["b", "c"]}),
     Row(None, None, None, None, None, None, None),
@@ -205,6 +212,71 @@ def test_columns_can_change_between_files() -> None:
         assert stream.getvalue() == expected
 
 
+@pytest.mark.parametrize("output", list(Output))
+@pytest.mark.parametrize("counts", [(1,), (3, 700, 2, 1500), (99, 1, 1), (2000,)])
+@pytest.mark.parametrize("umlaut", ["ä", "a"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_rows_given_as_columns_are_printed_as_rows_are(
+    output: Output, counts: tuple[int, ...], umlaut: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(_output, "join_rows", None)
+    columns = Columns(
+        *COLUMNS.columns,
+        Column("SAME", "same", Constant("100 % {of} 'it'\n")),
+        Column("NONE", "none", Constant(None), Kind.INTEGER),
+        Column("SHOWN", "shown", "number", Kind.INTEGER, text=lambda number: f"<{number}>"),
+        Column("MAYBE", "maybe", Constant(None), optional=True),
+        Column("LAST", "last", "text", flexible=True),
+        key="number",
+    )
+    blocks, number = [], 0
+    for count in counts:
+        blocks.append(
+            [
+                Row(
+                    LedgerId(each % 3, each),
+                    NUMBERS.get(each, each),
+                    f"{umlaut}," * (each % 5),
+                    each % 2 == 0,
+                    None,
+                    bytes(each % 7),
+                    [each, {}],
+                )
+                for each in range(number, number + count)
+            ]
+        )
+        number += count
+    one_by_one, at_once = Terminal(), Terminal()
+    with RowWriter(columns, output, stream=one_by_one) as writer:
+        for rows in blocks:
+            writer.rows(rows)
+    with RowWriter(columns, output, stream=at_once) as writer:
+        for rows in blocks:
+            values: dict[str, Any] = {name: [getattr(row, name) for row in rows] for name in Row._fields}
+            values["at"] = Constant(None)
+            values["shown"], values["last"] = values["number"], values["text"]
+            if max(map(abs, values["number"])) < 2**63:
+                values["number"] = memoryview(array("q", [each for row in rows for each in (row.number, 7)]))[::2]
+            writer.block(len(rows), values)
+    assert at_once.getvalue() == one_by_one.getvalue()
+    assert at_once.getvalue().count("\n") >= sum(counts)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "columns", "count"),
+    [
+        (("a",), ([1],), 1), (("a", "b"), ([1],), 2), (("a", "b"), ((1,),), 1), (("a", "b"), (array("i", [1]),), 1),
+        (("a", "b"), (array("q", [1]),), 2), (["a", "b"], ([1],), 1), (("a", "b"), (5,), 1),
+    ],
+)  # fmt: skip
+def test_the_compiled_rows_take_columns_of_one_length_only(pieces: Any, columns: Any, count: int) -> None:
+    if _output.join_rows is None:
+        pytest.skip("bkctl was installed without a C compiler")
+    with pytest.raises((ValueError, TypeError)):
+        _output.join_rows(pieces, columns, count)
+
+
 def test_an_object_is_shown_field_by_field() -> None:
     stream = io.StringIO()
     show(ROWS[0], COLUMNS, Output.TABLE, stream=stream)
@@ -273,3 +345,20 @@ def test_activity_is_drawn_on_a_terminal_and_taken_away(monkeypatch: pytest.Monk
     with Activity("Reading", stream=silent):
         pass
     assert silent.getvalue() == ""
+
+
+@pytest.mark.parametrize("api", [None, _output.COMPILED_API, _output.COMPILED_API + 1])
+def test_compiled_rows_of_other_sources_are_not_used(api: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    stale = ModuleType("bkctl.commands._rows")
+    stale.join_rows = print  # type: ignore[attr-defined]
+    if api is not None:
+        stale.API = api  # type: ignore[attr-defined]
+    monkeypatch.setattr(bkctl.commands, "_rows", stale, raising=False)
+    monkeypatch.setitem(sys.modules, "bkctl.commands._rows", stale)
+    spec = spec_from_file_location("bkctl.commands._output_anew", _output.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    anew = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, anew)
+    spec.loader.exec_module(anew)
+    assert anew.join_rows is (print if api == _output.COMPILED_API else None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,12 +29,19 @@ class Backend:
             store.close()
 
 
-@pytest.fixture(params=["sqlite", "zookeeper"])
+@pytest.fixture(params=["sqlite", "zookeeper", "etcd"])
 def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
     if request.param == "sqlite":
         from bkctl.metadata.sqlite import SqliteStore
 
         made = Backend(lambda: SqliteStore(str(tmp_path / "metadata.db"), timeout_s=20, create=True))
+    elif request.param == "etcd":
+        from bkctl.metadata.etcd import EtcdStore
+
+        etcd = request.getfixturevalue("etcd")
+        hosts, root = [("127.0.0.1", etcd.port)], etcd.new_root()
+        made = Backend(lambda: EtcdStore(hosts, root, timeout_s=20, session_timeout_s=4))
+        made.open().put_all([("", b"")])
     else:
         from bkctl.metadata.zookeeper import ZooKeeperStore
 
@@ -50,12 +58,24 @@ def store(backend: Backend) -> MetadataStore:
     return backend.open()
 
 
-@pytest.fixture(params=["sqlite", "hierarchical", "longhierarchical", "longlonghierarchical", "flat", "null"])
+LAYOUTS = ["sqlite", "etcd", "hierarchical", "longhierarchical", "longlonghierarchical", "flat", "null", "legacy"]
+
+
+@pytest.fixture(params=LAYOUTS)
 def cluster_uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URI of a store without a cluster: SQLite, and each ZooKeeper layout."""
+    """The URI of a store without ledgers: SQLite, etcd, and each ZooKeeper layout."""
     if request.param == "sqlite":
         return f"sqlite://{tmp_path / 'metadata.db'}"
+    if request.param == "etcd":
+        etcd = request.getfixturevalue("etcd")
+        return str(etcd.metadata_uri(etcd.new_root()))
     zookeeper = request.getfixturevalue("zookeeper")
+    if request.param == "legacy":  # No URI names it, and nobody makes such clusters any more.
+        legacy: str = zookeeper.metadata_uri(zookeeper.new_root(), "null")
+        with open_cluster(legacy, timeout_s=20, create=True) as made:
+            layout = b"2\norg.apache.bookkeeper.meta.LegacyHierarchicalLedgerManagerFactory:1"
+            made.store.put("LAYOUT", layout, None)
+        return legacy
     uri: str = zookeeper.metadata_uri(zookeeper.new_root(), request.param)
     return uri
 
@@ -64,3 +84,10 @@ def cluster_uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def cluster(cluster_uri: str) -> Iterator[Cluster]:
     with open_cluster(cluster_uri, timeout_s=20, create=True) as opened:
         yield opened
+
+
+@pytest.fixture(params=["zookeeper", "etcd"])
+def metadata_server(request: pytest.FixtureRequest) -> Callable[[], Any]:
+    """Makes servers that belong to the test alone, to be killed and started again."""
+    make: Callable[[], Any] = request.getfixturevalue(f"{request.param}_server")
+    return make

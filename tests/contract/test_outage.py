@@ -1,4 +1,4 @@
-"""A ZooKeeper that is killed and comes back, sessions that end, and owners that die: nothing is lost or done twice."""
+"""A server that is killed and comes back, sessions that end, owners that die: nothing is lost or done twice."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class Workers:
             raise self._problems[0]
 
 
-def test_acknowledged_writes_are_there_once_after_the_server_was_killed(zookeeper_server: Callable[[], Any]) -> None:
-    server = zookeeper_server()
+def test_acknowledged_writes_are_there_once_after_the_server_was_killed(metadata_server: Callable[[], Any]) -> None:
+    server = metadata_server()
     uri = server.metadata_uri()
     with open_cluster(uri, create=True) as cluster, open_cluster(uri) as other:
         cluster.store.put("counter", b"0", NEW)
@@ -117,12 +117,12 @@ def test_acknowledged_writes_are_there_once_after_the_server_was_killed(zookeepe
             workers.finish()
         found = cluster.store.get("counter")
         assert found is not None
-        assert int(found.value.split()[0]) == found.version == sum(counted)
+        assert int(found.value.split()[0]) == sum(counted)
         assert list(cluster.ledgers.ledgers(None)) == sorted(set(created) - set(removed))
 
 
-def test_a_listing_goes_on_while_the_server_is_killed(zookeeper_server: Callable[[], Any]) -> None:
-    server = zookeeper_server()
+def test_a_listing_goes_on_while_the_server_is_killed(metadata_server: Callable[[], Any]) -> None:
+    server = metadata_server()
     with open_cluster(server.metadata_uri(), create=True) as cluster:
         ids = [LedgerId(scope, number * 10_000) for scope in (0, 7) for number in range(30)]
         for ledger in ids:
@@ -139,9 +139,9 @@ def test_a_listing_goes_on_while_the_server_is_killed(zookeeper_server: Callable
 
 
 def test_a_server_that_stays_away_is_an_error_within_the_timeout(
-    zookeeper_server: Callable[[], Any], capfd: pytest.CaptureFixture[str]
+    metadata_server: Callable[[], Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    server = zookeeper_server()
+    server = metadata_server()
     cluster = open_cluster(server.metadata_uri(), timeout_s=1.0, create=True)
     cluster.ledgers.create(LedgerId(0, 1), METADATA)
     server.kill()
@@ -204,8 +204,8 @@ def test_watches_that_were_cancelled_do_not_pile_up(zookeeper: Any) -> None:
         eventually(lambda: sorted(told) == [0, 0, 10, 10, 20, 20, 30, 30, 40, 40])
 
 
-def test_a_registration_is_held_again_after_the_server_was_down(zookeeper_server: Callable[[], Any]) -> None:
-    server = zookeeper_server()
+def test_a_registration_is_held_again_after_the_server_was_down(metadata_server: Callable[[], Any]) -> None:
+    server = metadata_server()
     uri = server.metadata_uri()
     with open_cluster(uri, create=True) as bookie, open_cluster(uri) as observer:
         bookie.bookies.register("bookie-1", INFO)

@@ -76,6 +76,44 @@ def test_only_our_errors_come_out_of_any_bytes(data, version):
         entry_log.read_header(b"BKLO" + data.ljust(1020, b"\0"))
 
 
+LEDGER_IDS = st.integers(0, 2**64 - 1)
+SIZES = st.integers(0, 2**63 - 1)
+
+
+@given(st.dictionaries(LEDGER_IDS.filter(lambda number: number < 2**63), SIZES, min_size=1, max_size=50))
+def test_what_a_ledgers_map_says_is_what_was_written(sizes):
+    expected = {LedgerId(0, ledger_id): size for ledger_id, size in sizes.items()}
+    (record,) = write_ledgers_map(expected)
+    assert len(record) == 4 + 20 + 16 * len(sizes)
+    assert dict(read_ledgers_map(record[4:], 1)) == expected
+
+
+@given(st.dictionaries(st.tuples(st.integers(1, 2**64 - 1), LEDGER_IDS), SIZES, min_size=1, max_size=50))
+def test_what_a_scoped_ledgers_map_says_is_what_was_written(sizes):
+    expected = {LedgerId(*ids): size for ids, size in sizes.items()}
+    (record,) = write_ledgers_map(expected, version=2)
+    assert len(record) == 4 + 20 + 24 * len(sizes)
+    assert dict(read_ledgers_map(record[4:], 2)) == expected
+
+
+@given(st.integers(0, 2), st.integers(-(2**63), 2**63 - 1), st.integers(-(2**31), 2**31 - 1), st.binary(max_size=40))
+def test_a_header_is_read_as_it_was_written(version, offset, count, rest):
+    header = entry_log.write_header(version, offset, count)
+    assert entry_log.read_header(header + rest) == EntryLogHeader(b"BKLO", version, offset, count)
+
+
+@given(st.binary(max_size=200), st.integers(0, 2**31), st.sampled_from([0, 1, 2]))
+def test_a_map_of_an_absurd_count_allocates_nothing(data, count, version):
+    body = bytes.fromhex("ffffffffffffffff fffffffffffffffe") + count.to_bytes(4, "big") + data
+    with contextlib.suppress(CorruptRecord):
+        assert len(read_ledgers_map(body, version)) == count <= 200
+
+
+@given(st.integers(0, 2**31 - 1), st.integers(0, 2**32 - 1))
+def test_a_location_is_its_log_and_offset(log_id, offset):
+    assert entry_log.unpack_location(entry_log.pack_location(log_id, offset)) == (log_id, offset)
+
+
 def test_locations():
     assert entry_log.pack_location(1, 0x404) == 0x0000_0001_0000_0404
     assert entry_log.unpack_location(0x0000_0001_0000_0404) == (1, 0x404)
@@ -91,3 +129,30 @@ def test_names_and_last_ids():
     assert entry_log.read_last_id(b"1f\n") == 31
     for unreadable in (b"", b"0\n", b"-1\n", b"x\n", b"\xff"):
         assert entry_log.read_last_id(unreadable) is None
+
+
+def test_names_of_compactions():
+    assert entry_log.compaction_of("1f.log.compacting") == (0x1F, None)
+    assert entry_log.compaction_of("1f.log.a.compacted") == (0x1F, 0xA)
+    for name in ("1f.log", "1f.compacting", "1f.log.compacted", "1f.log.a.b.compacted", "x.log.compacting", ""):
+        assert entry_log.compaction_of(name) is None
+    assert entry_log.content_id_of("1f.log") == 0x1F
+    assert entry_log.content_id_of("20.log.1f.compacted") == 0x20
+    assert entry_log.content_id_of("20.log.compacting") == 0x20
+    assert entry_log.content_id_of("lastId") is None
+
+
+@given(st.text(max_size=30) | st.from_regex(r"[0-9a-f]{1,9}\.log(\.[0-9a-f]{1,9})?(\.compact(ing|ed))?"))
+def test_no_name_is_two_things(name):
+    log, compaction = entry_log.log_id_of(name), entry_log.compaction_of(name)
+    assert log is None or compaction is None
+    if log is not None:
+        assert entry_log.log_id_of(entry_log.file_name(log)) == log
+
+
+@given(st.binary(max_size=40))
+def test_any_last_id_is_one_or_none(data):
+    found = entry_log.read_last_id(data)
+    assert found is None or found > 0
+    if found is not None and found < 2**31:
+        assert entry_log.read_last_id(entry_log.write_last_id(found)) == found

@@ -88,7 +88,7 @@ def test_paths_and_keys_round_trip(ledger, entry_id):
     assert index.ledger_of_index_path(index.index_path(ledger)) == ledger
     key = index.location_key(ledger, entry_id)
     assert len(key) == (24 if ledger.is_scoped else 16)
-    assert index.read_location_key(key) == (ledger, entry_id)
+    assert index.read_location_key(key, scoped=ledger.is_scoped) == (ledger, entry_id)
     if ledger.is_scoped or ledger.ledger_id < 2**63:
         assert index.read_ledger_key(index.ledger_key(ledger), scoped=ledger.is_scoped) == ledger
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import subprocess
@@ -38,7 +39,7 @@ def record_rows(rows: Rows) -> Rows:
         if row["type"] == "entry":
             kept["lastAddConfirmed"] = row["lastAddConfirmed"]
         elif row["type"] == "ledgerKey":
-            kept["masterKey"] = row["masterKey"]
+            kept["masterKey"] = base64.b64decode(row["masterKey"]).hex()
         found.append(kept)
     return found
 

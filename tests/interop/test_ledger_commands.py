@@ -86,7 +86,7 @@ def test_list_finds_ledgers_by_what_their_metadata_says(cli: CommandLine, apache
     pulsar = base64.b64encode(b"pulsar").decode()
     found = [row["ledgerId"] for row in rows if row["customMetadata"].get("application") == pulsar]
     assert described <= set(found)
-    assert ids("--meta-key", "application=pulsar") == found
+    assert ids("--custom-metadata", "application=pulsar") == found
     bookie = rows[0]["ensembles"]["0"][0]
     there = [row["ledgerId"] for row in rows if any(bookie in each for each in row["ensembles"].values())]
     assert ids("--bookie", bookie) == there

@@ -218,6 +218,8 @@ def shell_rows(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         names = ["type", "ledgerId", "entryId", "offset", "recordSize"]
         names += {"entry": ["lastAddConfirmed"], "ledgerKey": ["masterKey"]}.get(row["type"], [])
         kept.append({name: row[name] for name in names})
+        if row["type"] == "ledgerKey":
+            kept[-1]["masterKey"] = base64.b64decode(row["masterKey"]).hex()
     return kept
 
 
@@ -265,7 +267,8 @@ def test_apaches_shell_reads_the_files_of_our_bookie_without_complaint(
         assert found
         assert found == apache_shell.locations(answer)
         (meta,) = rows("bookie", "index", "show", ledger_id, "--meta", "--show-secrets", "--dir", bookie.ledger_dir)
-        assert {name: meta[name] for name in ("masterKey", "fenced")} == apache_shell.index_header(answer)
+        key = base64.b64decode(meta["masterKey"]).hex()
+        assert {"masterKey": key, "fenced": meta["fenced"]} == apache_shell.index_header(answer)
 
 
 # --- directories that change hands -----------------------------------------------------------------------------------

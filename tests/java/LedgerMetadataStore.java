@@ -12,6 +12,8 @@ import java.util.concurrent.Executors;
 import java.util.concurrent.ScheduledExecutorService;
 import java.util.stream.Collectors;
 import org.apache.bookkeeper.client.BKException;
+import org.apache.bookkeeper.client.BookKeeper;
+import org.apache.bookkeeper.client.LedgerHandle;
 import org.apache.bookkeeper.client.LedgerMetadataBuilder;
 import org.apache.bookkeeper.client.api.DigestType;
 import org.apache.bookkeeper.client.api.LedgerMetadata;
@@ -29,7 +31,8 @@ import org.apache.bookkeeper.versioning.Versioned;
 /**
  * Apache's own metadata classes behind a pipe: LedgerMetadataStore METADATA-URI, then a command a line on stdin, a JSON line each.
  *
- * <p>id | create ID | read ID | close ID VERSION | remove ID | list | bookies
+ * <p>id | create ID | read ID | close ID VERSION | remove ID | list | bookies | write TEXT (a closed ledger of one entry on one
+ * bookie, by Apache's client) | health [true|false] (may clients quarantine bookies?)
  */
 public final class LedgerMetadataStore {
     private LedgerMetadataStore() {}
@@ -49,7 +52,7 @@ public final class LedgerMetadataStore {
         for (String line = input.readLine(); line != null; line = input.readLine()) {
             Map<String, Object> answer = new LinkedHashMap<>();
             try {
-                answer(line.split(" "), manager, generator, driver.getRegistrationClient(), answer);
+                answer(arguments[0], line.split(" "), manager, generator, driver, answer);
             } catch (Exception error) {
                 Throwable cause = error.getCause() == null ? error : error.getCause();
                 answer.put("error", BKException.getExceptionCode(cause));
@@ -60,9 +63,10 @@ public final class LedgerMetadataStore {
     }
 
     private static void answer(
-            String[] words, LedgerManager manager, LedgerIdGenerator generator, RegistrationClient registration,
-            Map<String, Object> answer) throws Exception {
-        long id = words.length > 1 ? Long.parseLong(words[1]) : -1;
+            String metadataUri, String[] words, LedgerManager manager, LedgerIdGenerator generator,
+            MetadataClientDriver driver, Map<String, Object> answer) throws Exception {
+        RegistrationClient registration = driver.getRegistrationClient();
+        long id = words.length > 1 && words[1].matches("\\d+") ? Long.parseLong(words[1]) : -1;
         switch (words[0]) {
             case "id":
                 CompletableFuture<Long> made = new CompletableFuture<>();
@@ -110,6 +114,21 @@ public final class LedgerMetadataStore {
                             .collect(Collectors.toList()));
                 }
                 answer.put("endpoints", endpoints);
+                break;
+            case "write":
+                try (BookKeeper client = Support.connect(metadataUri, false);
+                        LedgerHandle handle = client.createLedger(
+                                1, 1, 1, BookKeeper.DigestType.CRC32C, Support.bytes("secret"))) {
+                    handle.addEntry(Support.bytes(words[1]));
+                    answer.put("ledgerId", Long.toString(handle.getId()));
+                }
+                break;
+            case "health":
+                if (words.length > 1) {
+                    String method = Boolean.parseBoolean(words[1]) ? "enableHealthCheck" : "disableHealthCheck";
+                    ((CompletableFuture<?>) driver.getClass().getMethod(method).invoke(driver)).get();
+                }
+                answer.put("enabled", driver.isHealthCheckEnabled().get());
                 break;
             default:
                 throw new IllegalArgumentException(words[0]);

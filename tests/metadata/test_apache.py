@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,23 +51,8 @@ def cluster(uri: str) -> Iterator[Cluster]:
 @pytest.fixture
 def apache(java: Any, uri: str) -> Iterator[Ask]:
     """Apache's metadata classes on the same root: `apache("read", 5)`."""
-    with tempfile.TemporaryFile("w+") as errors, java.start("LedgerMetadataStore", uri, stderr=errors) as program:
-
-        def ask(*words: object) -> dict[str, Any]:
-            program.stdin.write(" ".join(map(str, words)) + "\n")
-            program.stdin.flush()
-            line = program.stdout.readline()
-            if not line:
-                errors.seek(0)
-                raise servers.JavaFailed(errors.read()[-6000:])
-            answer: dict[str, Any] = json.loads(line)
-            return answer
-
-        try:
-            yield ask
-        finally:
-            program.stdin.close()
-            java.end(program)
+    with servers.conversation(java, "LedgerMetadataStore", uri) as ask:
+        yield ask
 
 
 def test_each_reads_what_the_other_wrote_and_scopes_stay_ours(
@@ -131,6 +115,30 @@ def test_ids_that_both_generate_in_turn_never_repeat(cluster: Cluster, apache: A
         taken.append(cluster.ledgers.new_ledger_id().ledger_id)
     assert len(set(taken)) == 10
     assert taken == sorted(taken)
+
+
+@pytest.mark.parametrize("long", [False, True], ids=["31 bits", "63 bits"])
+def test_ids_that_both_generate_at_the_same_time_never_repeat(
+    cluster: Cluster, apache: Ask, layout: str, long: bool
+) -> None:
+    if long and layout != "flat":
+        for number in (1, 2, 3):  # the older directories are cleaned up while ids are taken
+            cluster.store.put(f"idgen-long/HOB-{number:010d}", b"", -1)
+    theirs: list[int] = []
+    ours: list[int] = []
+    workers = [threading.Thread(target=lambda: theirs.extend(int(apache("id")["ledgerId"]) for _ in range(40)))]
+    workers += [
+        threading.Thread(target=lambda: ours.extend(cluster.ledgers.new_ledger_id().ledger_id for _ in range(20)))
+        for _ in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    taken = sorted(theirs + ours)
+    # In a flat layout the sequence also counts the root's other children.
+    first = taken[0] if layout == "flat" else 3 << 32 if long else 0
+    assert taken == list(range(first, first + 80))
 
 
 def test_both_go_on_with_63_bits(cluster: Cluster, apache: Ask, layout: str) -> None:

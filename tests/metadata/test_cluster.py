@@ -103,6 +103,7 @@ def test_a_uri_that_does_not_fit_the_layout_is_refused_with_the_right_one(zookee
         (f"2\n{META}HierarchicalLedgerManagerFactory:2".encode(), Unsupported),
         (f"2\n{META}MSLedgerManagerFactory:1".encode(), Unsupported),
         (b"2\norg.example.Other:1", Unsupported),
+        (b"2\norg.example.HierarchicalLedgerManagerFactory:1", Unsupported),
         (b"3\nx:1", Unsupported),
         (b"", Corrupt),
         (b"2\n", Corrupt),
@@ -157,7 +158,7 @@ def test_pulsars_uri_finds_its_root(zookeeper_server: Any, path: str) -> None:
             pulsar.store.delete("INSTANCEID")
 
 
-@pytest.mark.parametrize("uri", ["etcd://127.0.0.1:2379/ledgers", "zk+ms://127.0.0.1/ledgers", "other://x"])
+@pytest.mark.parametrize("uri", ["metadata-store:etcd:http://127.0.0.1:2379", "zk+ms://127.0.0.1/ledgers", "other://x"])
 def test_stores_that_we_lack_are_unsupported(uri: str) -> None:
     with pytest.raises(Unsupported):
         open_cluster(uri)
@@ -349,3 +350,11 @@ def _eventually(condition: Any) -> None:
     while not condition():
         assert time.monotonic() < deadline, "did not happen"
         time.sleep(0.02)
+
+
+def test_a_cookie_for_a_cluster_that_is_not_there_is_refused_with_the_reason(tmp_path: Path, zookeeper: Any) -> None:
+    with open_cluster(zookeeper.metadata_uri(zookeeper.new_root()), timeout_s=20) as cluster:
+        cookie = Cookie("bookie-1", ("/journal",), ("/ledgers",))
+        for expected in (NEW, None):
+            with pytest.raises(NotFound, match="No BookKeeper cluster"):
+                cluster.cookies.write("bookie-1", cookie, expected)

@@ -23,6 +23,7 @@ from bkctl.metadata.ledgers import (
     QualifiedNameLedgerManager,
     VersionedMetadata,
     ZooKeeperLedgerManager,
+    _leaf_numbers,
     ledger_object,
 )
 from bkctl.metadata.sqlite import SqliteStore
@@ -130,6 +131,16 @@ def test_a_path_names_its_ledger(manager: type[HierarchicalLedgerManager], ledge
     else:
         assert re.fullmatch(r"L\d{10,19}|\d\d/\d{4}/L\d{4}|\d{3}/\d{4}/\d{4}/\d{4}/L\d{4}", path)
         assert int(re.sub("[/L]", "", path)) == ledger.ledger_id
+
+
+odd_names = st.text(alphabet="L0123456789\u0664", min_size=1, max_size=10)
+leaf_names = st.from_regex(r"L[0-9]{4}", fullmatch=True) | odd_names
+
+
+@given(names=st.lists(leaf_names, unique=True, max_size=6).map(sorted))
+def test_a_directory_read_at_once_is_its_names_read_one_by_one(names: list[str]) -> None:
+    matches = [re.fullmatch("L([0-9]{4})", name, re.ASCII) for name in names]
+    assert _leaf_numbers(names) == [int(match[1]) for match in matches if match]
 
 
 def test_removing_a_scoped_ledger_removes_what_is_empty_but_never_scopes(store: SqliteStore) -> None:

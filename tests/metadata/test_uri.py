@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bkctl.errors import Unsupported, UsageError
+from bkctl.metadata.store import NO_SECURITY, StoreSecurity
 from bkctl.metadata.uri import LEDGER_MANAGER_TYPES, MetadataUri, assemble_uri, parse_uri
 
 
@@ -18,6 +21,8 @@ from bkctl.metadata.uri import LEDGER_MANAGER_TYPES, MetadataUri, assemble_uri, 
         ("ZK+LongHierarchical://zk1", "zk", "longhierarchical", "zk1:2181", "/ledgers"),
         ("zk+longlonghierarchical://[::1]:1;[fe80::1]/x", "zk", "longlonghierarchical", "[::1]:1,[fe80::1]:2181", "/x"),
         ("etcd://e1:2379;e2/scope", "etcd", "null", "e1:2379,e2:2379", "/scope"),
+        ("etcd+hierarchical://e1:2379,e2:2380/a/b", "etcd", "null", "e1:2379,e2:2380", "/a/b"),
+        ("ETCD+longhierarchical://[::1]", "etcd", "null", "[::1]:2379", "/ledgers"),
         ("sqlite:///var/lib/my data/m.db", "sqlite", "null", "", "/var/lib/my data/m.db"),
         ("metadata-store:zk:z1:2181,z2:2181/ledgers", "zk", "null", "z1:2181,z2:2181", "/ledgers"),
         ("metadata-store:z1:2181;z2:2181/chroot", "zk", "null", "z1:2181,z2:2181", "/chroot"),
@@ -64,7 +69,7 @@ def test_every_form_is_read(text: str, driver: str, manager_type: str, connect_s
         ("sqlite:///tmp/", "directory"),
         ("sqlite+flat:///tmp/m.db", "no ledger manager type"),
         ("sqlite:///tmp/m\0.db", "control characters"),
-        ("etcd+flat://e1/x", "no ledger manager type"),
+        ("etcd+ms://e1/x", "no ledger manager type"),
         ("metadata-store:", "names no host"),
         ("zk://" + "a" * 5000, "characters"),
     ],
@@ -133,3 +138,43 @@ def test_any_text_is_a_uri_or_one_clear_error(text: str) -> None:
         message = ""
         assert parse_uri(uri.text) == uri
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("scheme", ["zk", "ms", "zk+hierarchical"])
+def test_a_password_in_a_uri_is_refused_and_not_repeated(scheme: str) -> None:
+    with pytest.raises((UsageError, Unsupported)) as caught:
+        parse_uri(f"{scheme}://admin:s3cr@t@host:2181/ledgers")
+    assert "s3cr" not in str(caught.value)
+    assert "@host:2181/ledgers" in str(caught.value)
+
+
+def test_an_etcd_uri_may_name_user_password_and_tls() -> None:
+    uri = parse_uri("etcd://ann:p%40s%3As@a:1;b/x?ca=/etc/ca.pem&cert=/c.pem&key=/k.pem")
+    assert uri.text == "etcd://a:1;b:2379/x"
+    assert uri.security == StoreSecurity(
+        tls=True, ca="/etc/ca.pem", certificate="/c.pem", key="/k.pem", user="ann", password="p@s:s"
+    )
+    assert "p@s" not in repr(uri)
+    assert parse_uri("etcd://a/x?tls=true").security == StoreSecurity(tls=True)
+    assert parse_uri("etcd://a/x").security is None
+    assert uri.security is not None
+    bob = StoreSecurity(user="bob", password="other")
+    assert bob.over(uri.security) == replace(uri.security, user="bob", password="other")
+    assert NO_SECURITY.over(uri.security) == uri.security
+    assert bob.over(None) == bob
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("etcd://ann@a/x", "password"),
+        ("etcd://:p@a/x", "password"),
+        ("etcd://a/x?tls=maybe", "true or false"),
+        ("etcd://a/x?user=ann", "'user'"),
+        ("etcd://a/x?ca=/c&tls=false", "TLS files"),
+        ("etcd://a/x?key=/k", "certificate"),
+    ],
+)
+def test_what_an_etcd_uri_says_wrongly_of_login_and_tls(text: str, problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        parse_uri(text)

@@ -23,7 +23,9 @@ def bookie(tmp_path):
         "l1/current/scoped/5.log", "l1/current/scoped/lastId", "l1/current/2.log.compacting",
         "l1/current/BOOKIE_STATUS", "l1/current/DIRTY", "l1/current/ledgers/000001.sst", "l1/current/locations/CURRENT",
         "l1/current/scoped-ledgers/CURRENT", "l1/current/0/0/0.idx.rloc", "l1/current/0/0/1.idx",
-        "l2/current/lastMark.1", "l2/current/5.log", "l2/current/a.log", "l2/current/scoped/1f.log",
+        "l1/current/ledgers.PREV-2026-11-21T06:45:48.123Z/CURRENT", "l1/current/locations.unfinished/CURRENT",
+        "l2/current/0/0/7.idx.backup-20261121T064548Z", "l2/current/lastMark.1", "l2/current/5.log",
+        "l2/current/a.log", "l2/current/scoped/1f.log",
         f"l1/current/{index_path(LEDGERS[0])}", f"l2/current/{index_path(LEDGERS[1])}",
         f"l2/current/{index_path(LEDGERS[2])}",
     ]  # fmt: skip
@@ -67,7 +69,9 @@ def test_all_files_once(bookie):
     found = list(BookieDirectories.at(*given).files())
     assert len(found) == len({file.path for file in found})
     assert {file.kind for file in found} == set(FileKind)
-    assert not [file for file in found if file.path.name in ("x.tmp", "1.idx")]
+    unknown = [file.path for file in found if file.kind is FileKind.UNKNOWN]
+    assert {path.name for path in unknown} == {"x.tmp", "1.idx"}
+    assert not {file.path.name for file in BookieDirectories([bookie / "l1"]).indexes()} & {"x.tmp", "1.idx"}
     assert all(file.mtime_ms > 10**12 for file in found)
 
 
@@ -142,3 +146,25 @@ def test_apaches_directories(apache):
     assert [file.path for file in found.entry_logs()] == sorted(apache.entry_logs)
     assert len(found.cookies()) == 2
     assert [file.path.name for file in found.last_marks()] == ["lastMark"]
+
+
+def test_a_directory_with_directories_of_a_bookie_stands_for_them(bookie):
+    found = BookieDirectories.at(bookie)
+    assert found.ledger_dirs == tuple(bookie / name for name in ("journal", "l1", "l2"))
+    assert list(found.files()) == list(BookieDirectories.at(bookie / "journal", bookie / "l1", bookie / "l2").files())
+    assert BookieDirectories.at(bookie / "l1").ledger_dirs == (bookie / "l1",)
+    assert BookieDirectories.at(bookie / "l1/current").ledger_dirs == (bookie / "l1/current",)
+    assert BookieDirectories.at(bookie / "none").ledger_dirs == (bookie / "none",)
+
+
+def test_a_directory_of_a_bookie_is_no_database_whatever_its_name(tmp_path):
+    (tmp_path / "ledgers/current").mkdir(parents=True)
+    assert [file.kind for file in BookieDirectories(ledger_dirs=[tmp_path]).files()] == [FileKind.UNKNOWN]
+
+
+def test_directories_without_anything_of_a_bookie_are_none(bookie):
+    assert BookieDirectories.at(bookie).of_a_bookie().ledger_dirs
+    (bookie / "other").mkdir()
+    (bookie / "other/notes.txt").touch()
+    with pytest.raises(NotFound, match=r"nothing of a bookie in .*other"):
+        BookieDirectories.at(bookie / "other").of_a_bookie()

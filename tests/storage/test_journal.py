@@ -279,3 +279,108 @@ def test_the_highest_readable_mark_counts(tmp_path):
             (directory / "current" / "lastMark.1").write_bytes(data)
     assert read_last_mark(dirs, 1, 2) == LogMark(4, 1)
     assert read_last_mark(dirs, 0, 2) == read_last_mark(dirs) == read_last_mark([Path("missing")]) == LogMark(0, 0)
+
+
+def columns(batches):
+    """The rows of batches, as `fields` gives them."""
+    rows = []
+    for batch in batches:
+        kinds = batch.types or [RecordType.ENTRY] * len(batch)
+        bodies = [b""] if kinds[0] is RecordType.PADDING else batch.bodies()
+        rows += zip(
+            kinds, batch.ledgers, batch.entry_ids, batch.offsets, batch.sizes, batch.last_add_confirmed, batch.lengths,
+            bodies, strict=True,
+        )  # fmt: skip
+    return rows
+
+
+def fields(records):
+    return [
+        (each.type, each.ledger, each.entry_id, each.offset, each.record_size, each.last_add_confirmed, each.length,
+         each.body)
+        for each in records
+    ]  # fmt: skip
+
+
+def outcome(path, make):
+    """What `make` gives of the journal, the error that ended it, and what the reader says of its end."""
+    rows, error = [], None
+    with JournalReader.open(path) as reader:
+        try:
+            rows.extend(make(reader))
+        except BkctlError as caught:
+            error = str(caught)
+        return rows, error, reader.position, reader.end
+
+
+def check_batches(path):
+    for padding in (False, True):
+        records = outcome(path, lambda reader, padding=padding: reader.records(padding=padding))
+        batches = outcome(path, lambda reader, padding=padding: reader.batches(padding=padding))
+        assert columns(batches[0]) == fields(records[0])
+        assert batches[1:] == records[1:]
+
+
+ALL = [path for each in [*golden.journals(), *golden.bookies()] for path in each.journals]
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: f"{path.parts[-5]}-{path.parts[-4]}-{path.name}")
+def test_batches_have_the_same_records(path):
+    check_batches(path)
+
+
+def test_batches_of_both_formats_up_to_a_byte(tmp_path):
+    data = flushed(write_header(7), *(entry(number, ledger=(V1, V2)[number // 3 % 2]) for number in range(12)))
+    data = flushed(data, journal.ledger_key_record(V2, KEY), entry(12, ledger=V2), journal.fence_record(V1), entry(12))
+    path = tmp_path / "1.txn"
+    path.write_bytes(data + write_record(bytes(40)) + bytes(100))
+    check_batches(path)
+    with JournalReader.open(path) as reader:
+        offsets = [record.offset for record in reader.records()]
+        for start, end in ((0, offsets[5]), (offsets[4], offsets[4] + 1), (offsets[2], 1 << 40), (offsets[3], 600)):
+            expected = [record for record in reader.records(start) if record.offset < end]
+            assert columns(reader.batches(start, end)) == fields(expected)
+
+
+@given(st.integers(0, len(GOOD) - 1), st.binary(min_size=1, max_size=6), st.booleans())
+def test_batches_of_any_bytes_are_the_records(tmp_path_factory, at, data, cut):
+    path = tmp_path_factory.getbasetemp() / "batches.txn"
+    path.write_bytes(GOOD[:at] + data + (b"" if cut else GOOD[at + len(data) :]))
+    try:
+        JournalReader.open(path).close()
+    except Unsupported:
+        return
+    check_batches(path)
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: f"{path.parts[-5]}-{path.parts[-4]}-{path.name}")
+def test_looking_behind_finds_every_record_of_a_journal(path):
+    with JournalReader.open(path) as reader:
+        rows = []
+        try:
+            rows.extend(reader.records())
+        except CorruptRecord:
+            return  # a reused file: what stands behind is the test of the damage matrix
+        behind = reader.look_behind(0)
+    assert behind.record_count == len(rows)
+    assert behind.entry_count == sum(row.type is RecordType.ENTRY for row in rows)
+    assert behind.resumes_at == (rows[0].offset if rows else None)
+
+
+def test_a_bookie_that_writes_on_while_its_journal_is_read(tmp_path, monkeypatch):
+    data = flushed(write_header(6), entry(0), entry(1))
+    path = tmp_path / "1.txn"
+    path.write_bytes(data + bytes(4096))
+    looked = JournalReader.next_data
+
+    def write_and_look(self, at):
+        more = flushed(data, entry(2), entry(3))[len(data) :]
+        with path.open("r+b") as file:
+            file.seek(len(data))
+            file.write(more)
+        return looked(self, at)
+
+    monkeypatch.setattr(JournalReader, "next_data", write_and_look)
+    with JournalReader.open(path) as reader:
+        assert [record.entry_id for record in reader.records()] == [0, 1, 2, 3]
+        assert sum(map(len, reader.batches())) == 4

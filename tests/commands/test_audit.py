@@ -1,0 +1,131 @@
+"""The audit log: which commands are in it, what it says of them, and that it never stands in their way."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bkctl.commands import _audit
+from bkctl.commands._audit import Audit, audit_file, without_secrets
+from bkctl.formats.metadata import Cookie
+from bkctl.metadata.cluster import open_cluster
+
+from .conftest import Cli
+
+
+@pytest.fixture
+def uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    uri = f"sqlite://{tmp_path / 'metadata.db'}"
+    open_cluster(uri, create=True).close()
+    monkeypatch.setenv("BKCTL_METADATA_URI", uri)
+    (tmp_path / "cookie").write_bytes(Cookie("b1", ("/j",), ("/l",)).serialize())
+    return uri
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "state" / "bkctl" / "audit.ndjson"
+
+
+def lines(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def test_a_change_is_logged_with_who_when_where_and_how_it_went(uri: str, cli: Cli, log: Path, tmp_path: Path) -> None:
+    assert cli("cookie", "create", "b1", "-f", tmp_path / "cookie", "--undo", tmp_path / "undo").code == 0
+    begin, end = lines(log)
+    assert (begin["event"], end["event"]) == ("begin", "end")
+    assert begin["id"] == end["id"]
+    assert (end["exitCode"], end["pid"], end["host"]) == (0, os.getpid(), os.uname().nodename)
+    assert end["user"]
+    assert end["command"][:4] == ["bkctl", "cookie", "create", "b1"]
+    assert (end["metadataUri"], end["connection"]) == (uri, "--metadata-uri in the environment")
+    assert end["undoFile"] == str(tmp_path / "undo")
+    assert end["time"].endswith("Z")
+    assert end["seconds"] >= 0
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
+
+
+def test_failures_and_refusals_are_logged(uri: str, cli: Cli, log: Path, tmp_path: Path) -> None:
+    create = ("cookie", "create", "b1", "-f", tmp_path / "cookie")
+    assert cli(*create).code == 0
+    failed = cli(*create)
+    assert failed.code == 5
+    assert cli("cookie", "delete", "b1").code == 2
+    ends = [line for line in lines(log) if line["event"] == "end"]
+    assert [end["exitCode"] for end in ends] == [0, 5, 2]
+    assert failed.err == f"bkctl: {ends[1]['error']}\n"
+
+
+def test_what_changes_nothing_is_not_logged(uri: str, cli: Cli, log: Path, tmp_path: Path) -> None:
+    for words in (
+        ("cookie", "list"), ("ledger", "list"), ("cookie", "create", "b1", "-f", tmp_path / "cookie", "--dry-run"),
+        ("cookie", "create", "b1"), ("cookie", "create", "b1", "-f", tmp_path / "cookie", "-u", "nonsense"),
+        ("ledger", "read", "5"),
+    ):  # fmt: skip
+        cli(*words)
+    assert not log.exists()
+
+
+def test_an_option_can_make_a_command_one_that_changes(uri: str, cli: Cli, log: Path) -> None:
+    assert cli("ledger", "read", "5", "--recover", "--password", "geheim").code == 4
+    assert lines(log)[-1]["command"] == ["bkctl", "ledger", "read", "5", "--recover", "--password", "***"]
+    assert "geheim" not in log.read_text()
+
+
+def test_secrets_do_not_reach_the_log() -> None:
+    assert without_secrets(
+        ["-u", "etcd://ann:x@h:1", "--password", "x", "--password=x", "--b64password", "x", "--api-token=x"]
+    ) == ["-u", "etcd://***@h:1", "--password", "***", "--password=***", "--b64password", "***", "--api-token=***"]
+    kept = ["--metadata-password-file", "f", "--show-secrets", "1", "--custom-metadata", "a=b"]
+    assert without_secrets(kept) == kept
+
+
+def test_the_log_can_be_elsewhere_or_nowhere(
+    uri: str, cli: Cli, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BKCTL_AUDIT_LOG", str(tmp_path / "else" / "where"))
+    assert cli("cookie", "create", "b1", "-f", tmp_path / "cookie").code == 0
+    assert len(lines(tmp_path / "else" / "where")) == 2
+    monkeypatch.setenv("BKCTL_AUDIT_LOG", "none")
+    assert cli("cookie", "delete", "b1", "--yes").code == 0
+    assert not log.exists()
+    assert audit_file({"XDG_STATE_HOME": "/s"}) == Path("/s/bkctl/audit.ndjson")
+
+
+@pytest.mark.parametrize("kind", ["directory", "pipe"])
+def test_a_log_that_cannot_be_written_is_a_warning(
+    uri: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    place = tmp_path / "place"
+    if kind == "directory":
+        place.mkdir()
+    else:
+        os.mkfifo(place)
+    monkeypatch.setenv("BKCTL_AUDIT_LOG", str(place))
+    result = cli("cookie", "create", "b1", "-f", tmp_path / "cookie", "-o", "id")
+    assert (result.code, result.out) == (0, "b1\n")
+    [warning] = [line for line in result.err.splitlines() if line.startswith("bkctl:")]
+    assert warning.startswith(f"bkctl: Warning: the audit log {place} cannot be written: ")
+    assert cli("-q", "cookie", "delete", "b1", "--yes").err == ""
+
+
+def test_a_full_log_is_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_audit, "SIZE_BYTES_MAX", 2000)
+    path = tmp_path / "log"
+    for number in range(40):
+        audit = Audit(path, ["bkctl", str(number)])
+        audit.begin()
+        audit.end(0, None)
+        assert audit.problem is None
+    aside = tmp_path / "log.1"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["log", "log.1"]
+    for each in (path, aside):
+        assert each.stat().st_size < 3000
+    kept = [*lines(aside), *lines(path)]
+    assert [line["command"][1] for line in kept[-4:]] == ["38", "38", "39", "39"]

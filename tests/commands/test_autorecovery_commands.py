@@ -1,0 +1,140 @@
+"""`bkctl autorecovery` on a store alone: what it prints, refuses and leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bkctl.formats.entry import DigestType
+from bkctl.formats.metadata import Fragment, LedgerMetadata
+from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.replication import LedgerUnderreplicationManager, mark_path
+
+from .conftest import Cli
+
+LEDGERS = [LedgerId(0, 5), LedgerId(0, 6), LedgerId(7, 5)]
+NAMES = [str(ledger) for ledger in LEDGERS]
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    uri = f"sqlite://{tmp_path}/m.db"
+    monkeypatch.setenv("BKCTL_METADATA_URI", uri)
+    with open_cluster(uri, create=True) as cluster:
+        for ledger in LEDGERS:
+            metadata = LedgerMetadata(2, 2, 2, DigestType.CRC32C, b"", (Fragment(0, ("b0:1", "b1:1")),))
+            cluster.ledgers.create(ledger, metadata)
+        yield cluster
+
+
+@pytest.fixture
+def marks(store: Cluster) -> LedgerUnderreplicationManager:
+    return LedgerUnderreplicationManager(store.store)
+
+
+def test_a_store_without_a_cluster_is_no_healthy_one(cli: Cli, tmp_path: Path) -> None:
+    for words in (["status"], ["list"], ["enable"], ["disable"], ["workers"], ["auditor"], ["delay", "5"]):
+        result = cli("autorecovery", *words, "-u", f"sqlite://{tmp_path}/none.db")
+        assert (result.code, result.out) == (4, "")
+    assert not (tmp_path / "none.db").exists()
+
+
+def test_switches_say_whether_they_changed_anything(cli: Cli, store: Cluster) -> None:
+    for word, enabled in (("disable", False), ("enable", True)):
+        for changed in (True, False):
+            result = cli("autorecovery", word, "-o", "json")
+            assert (result.code, result.json) == (0, {"enabled": enabled, "changed": changed})
+        assert cli("autorecovery", "status", "-o", "json").json["enabled"] is enabled
+
+
+def test_ledgers_of_every_scope_are_marked_listed_and_unmarked(
+    cli: Cli, marks: LedgerUnderreplicationManager, tmp_path: Path
+) -> None:
+    planned = cli("autorecovery", "mark", *NAMES, "--missing", "b1:1", "--dry-run", "-o", "ndjson").rows
+    assert not marks.any()
+    assert cli("autorecovery", "mark", *NAMES, "--missing", "b1:1", "-o", "ndjson").rows == planned
+    assert cli("autorecovery", "mark", NAMES[0], "--missing", "b1:1", "-o", "json").json[0]["changed"] is False
+    assert cli("autorecovery", "list", "-o", "id").out.split() == NAMES
+    assert cli("autorecovery", "list", "--ledger-scope-id", 7, "-o", "id").out.split() == NAMES[2:]
+    assert cli("autorecovery", "list", "--missing", "b0:1", "-o", "json").json == []
+    assert cli("autorecovery", "list", "--not-missing", "b1:1", "--count", "-o", "json").json == {"count": 0}
+    assert cli("autorecovery", "list", "--older-than", "1h", "-o", "json").json == []
+    [row] = cli("autorecovery", "list", "--ledger-scope-id", 7, "-o", "json").json
+    assert (row["missingReplicas"], row["worker"]) == (["b1:1"], None)
+
+    undo = tmp_path / "undo"
+    assert cli("autorecovery", "unmark", *NAMES).code == 2
+    assert cli("autorecovery", "unmark", *NAMES, "--dry-run", "-o", "id").out.split() == NAMES
+    assert cli("autorecovery", "unmark", *NAMES, "--yes", "--undo", undo).code == 0
+    assert not marks.any()
+    assert cli("autorecovery", "unmark", NAMES[0], "--yes").code == 4
+    assert cli("metadata", "undo", undo, "--yes").code == 0
+    assert cli("autorecovery", "list", "--count", "-o", "json").json == {"count": 3}
+
+
+def test_nothing_is_marked_where_one_ledger_cannot_be(cli: Cli, marks: LedgerUnderreplicationManager) -> None:
+    result = cli("autorecovery", "mark", NAMES[0], "99", "--missing", "b0:1")
+    assert (result.code, result.out) == (4, "")
+    result = cli("autorecovery", "mark", *NAMES, "--missing", "b9:1")
+    assert result.code == 2
+    assert "b9:1 is in no ensemble of ledger 5" in result.err
+    assert cli("autorecovery", "mark", NAMES[0]).code == 2
+    assert not marks.any()
+
+
+def test_a_damaged_mark_is_told_and_can_be_taken_away(cli: Cli, store: Cluster) -> None:
+    store.store.put(mark_path(LEDGERS[0]), b"\xff damage", -1)
+    result = cli("autorecovery", "list")
+    assert result.code == 7
+    assert "0005" in result.err
+    assert cli("autorecovery", "unmark", NAMES[0], "--yes").code == 0
+    assert cli("autorecovery", "list", "-o", "json").json == []
+
+
+def test_workers_are_named_with_what_they_replicate(cli: Cli, store: Cluster) -> None:
+    manager = LedgerUnderreplicationManager(store.store)
+    manager.mark(LEDGERS[2], ["b0:1"])
+    manager.lock(LEDGERS[2], "host-1")
+    [row] = cli("autorecovery", "workers", "-o", "json").json
+    assert (row["ledgerQualifiedName"], row["worker"], row["length"]) == (NAMES[2], "host-1", 0)
+    assert cli("autorecovery", "list", "-o", "json").json[0]["worker"] == "host-1"
+    assert cli("autorecovery", "status", "-o", "json").json["lockedLedgerCount"] == 1
+
+
+def test_the_delay_can_be_none_and_is_checked(cli: Cli, marks: LedgerUnderreplicationManager) -> None:
+    assert cli("autorecovery", "delay", "-o", "json").json == {"lostBookieRecoveryDelay": 0, "stored": False}
+    assert cli("autorecovery", "delay", "90", "--dry-run").code == 0
+    assert marks.lost_bookie_recovery_delay_s() is None
+    for text, seconds in (("90", 90), ("2m", 120), ("0", 0)):
+        assert cli("autorecovery", "delay", text, "-o", "json").json["lostBookieRecoveryDelay"] == seconds
+        assert marks.lost_bookie_recovery_delay_s() == seconds
+    for text in ("1.5", "soon", "99999999d"):
+        assert cli("autorecovery", "delay", text).code == 2
+    assert marks.lost_bookie_recovery_delay_s() == 0
+
+
+def test_an_audit_needs_an_auditor_and_auto_recovery(cli: Cli, store: Cluster) -> None:
+    assert cli("autorecovery", "audit").code == 4
+    assert cli("autorecovery", "audit", "--dry-run").code == 4
+    for name, bookie_id in (("V_0000000009", "b1:1"), ("V_0000000003", "b0:1")):
+        store.store.put(f"underreplication/auditorelection/{name}", f'bookieId: "{bookie_id}"\n'.encode(), -1)
+    assert cli("autorecovery", "auditor", "-o", "id").out == "b0:1\n"
+    assert cli("autorecovery", "auditor", "--all", "-o", "id").out == "b0:1\nb1:1\n"
+    assert cli("autorecovery", "audit", "-o", "id").out == "b0:1\n"
+    cli("autorecovery", "disable")
+    for more in ([], ["--dry-run"]):
+        assert cli("autorecovery", "audit", *more).code == 5
+
+
+def test_clocks_are_set_back(cli: Cli, store: Cluster) -> None:
+    assert cli("autorecovery", "audit", "--reset-clock", "all-ledgers,nonsense").code == 2
+    planned = cli("autorecovery", "audit", "--reset-clock", "all-ledgers,replicas", "--dry-run", "-o", "json").json
+    assert [row["check"] for row in planned] == ["all-ledgers", "replicas"]
+    assert cli("autorecovery", "status", "-o", "json").json["checkAllLedgersTime"] is None
+    assert cli("autorecovery", "audit", "--reset-clock", "all-ledgers,replicas").code == 0
+    status = cli("autorecovery", "status", "-o", "json").json
+    assert status["checkAllLedgersTime"] is not None
+    assert status["placementPolicyCheckTime"] is None

@@ -1,0 +1,369 @@
+"""Commands that change a bookie's files: what they print and ask, what they leave when they cannot."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import golden
+import pytest
+from command_line import CommandLine, environment
+
+from bkctl.bookie.local import LocalCluster
+from bkctl.metadata.cluster import open_cluster
+
+from . import files
+from .conftest import Cli
+
+
+@pytest.fixture
+def bookie(tmp_path: Path) -> Path:
+    files.make(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def db(tmp_path: Path) -> Path:
+    """The ledger directory of a copy of a golden bookie with DbLedgerStorage; its journal is beside."""
+    found = next(one for one in golden.bookies() if one.name == "db")
+    shutil.copytree(found.journal_dir, tmp_path / "journal")
+    shutil.copytree(found.ledger_dir, tmp_path / "ledgers")
+    return tmp_path / "ledgers"
+
+
+def snapshot(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+# --- rebuild and regenerate -------------------------------------------------------------------------------------------
+
+
+def test_rebuild_says_what_it_did(cli: Cli, db: Path) -> None:
+    result = cli(
+        "bookie",
+        "index",
+        "rebuild",
+        "--locations",
+        "--ledgers",
+        "--dir",
+        db,
+        "--dir",
+        db.parent / "journal",
+        "-o",
+        "json",
+    )
+    assert (result.code, result.err) == (0, "")
+    assert list(result.json[0]) == [
+        "file", "logs", "ledgers", "ledgersBefore", "entries", "entriesBefore", "ledgersLeftOut", "entriesSaved",
+        "fencesGuessed", "withoutMasterKey", "backup",
+    ]  # fmt: skip
+    ledgers, locations = result.json
+    assert ledgers["file"] == str(db / "current" / "ledgers")
+    assert ledgers["ledgers"] == ledgers["ledgersBefore"] > 20
+    assert locations["entries"] == locations["entriesBefore"] > 1000
+    for row in result.json:
+        assert Path(row["backup"]).parent == db / "current"
+        assert (Path(row["backup"]) / "CURRENT").exists()
+    table = cli("bookie", "index", "rebuild", "--locations", "--dir", db, "--dry-run").out
+    assert table.splitlines()[0].split() == [
+        "DATABASE",
+        "LOGS",
+        "LEDGERS",
+        "BEFORE",
+        "ENTRIES",
+        "BEFORE",
+        "LEFT",
+        "OUT",
+        "BACKUP",
+    ]
+    assert cli("bookie", "index", "rebuild", "--locations", "--dir", db, "-o", "id").out == f"{db}/current/locations\n"
+
+
+def test_rebuild_reports_damage_and_ends_with_findings(cli: Cli, db: Path) -> None:
+    log = db / "current" / "0.log"
+    data = bytearray(log.read_bytes())
+    data[1024:1028] = b"\x7f\xff\xff\xff"
+    log.write_bytes(data)
+    result = cli("bookie", "index", "rebuild", "--locations", "--dir", db, "-o", "ndjson")
+    assert result.code == 3
+    assert result.rows[0]["entriesSaved"] > 0
+    assert result.rows[0]["entries"] == result.rows[0]["entriesBefore"] - 1
+    assert f"{log}: Record has length 2147483647" in result.err
+    assert result.err.splitlines()[-1].startswith("bkctl: 1 damaged files")
+
+
+def test_rebuild_without_a_choice_and_on_another_storage_class(cli: Cli, bookie: Path) -> None:
+    result = cli("bookie", "index", "rebuild", "--dir", bookie / "ledgers")
+    assert (result.code, result.err) == (
+        2,
+        "bkctl: Neither --ledgers nor --locations is given; give one of them, or both\n",
+    )
+    result = cli("bookie", "index", "rebuild", "--locations", "--dir", bookie / "ledgers")
+    assert result.code == 2
+    assert "regenerate" in result.err
+
+
+def test_regenerate_named_ledgers_and_all(cli: Cli, bookie: Path) -> None:
+    place = ("--dir", bookie / "ledgers", "--dir", bookie / "journal", "-o", "json")
+    result = cli("bookie", "index", "regenerate", "7:5", *place)
+    assert result.code == 0, result.err
+    (row,) = result.json
+    assert (row["ledgerScopeId"], row["ledgerId"], row["entries"], row["lastEntryId"]) == ("7", "5", 3, 2)
+    assert (row["fenced"], row["fenceGuessed"]) == (True, False)
+    assert Path(row["backup"]).is_file()
+    assert row["file"].endswith("00000000/00000007/00000000/00000005.idx")
+    result = cli("bookie", "index", "regenerate", "--all", *place)
+    assert [row["ledgerScopeId"] for row in result.json] == ["0", "7"]
+    result = cli("bookie", "index", "regenerate", "--all", "--ledger-scope-id", "7", *place)
+    assert [row["ledgerScopeId"] for row in result.json] == ["7"]
+
+
+def test_regenerate_with_a_password_file(cli: Cli, bookie: Path) -> None:
+    (bookie / "password").write_text("other\n")
+    shutil.rmtree(bookie / "journal")
+    shutil.rmtree(bookie / "ledgers" / "current" / "0")
+    place = ("--dir", bookie / "ledgers", "-o", "json")
+    result = cli("bookie", "index", "regenerate", "5", *place)
+    assert result.code == 2
+    assert "--password-file" in result.err
+    result = cli("bookie", "index", "regenerate", "5", "--password-file", bookie / "password", *place)
+    assert (result.code, result.json[0]["fenceGuessed"]) == (0, True)
+    assert "1 ledgers are fenced since nothing says that they are not" in result.err
+    meta = cli("bookie", "index", "show", "5", "--meta", "--show-secrets", *place)
+    from bkctl.formats.entry import master_key
+
+    assert base64.b64decode(meta.json[0]["masterKey"]) == master_key(b"other")
+
+
+def test_regenerate_needs_to_be_told_which(cli: Cli, bookie: Path) -> None:
+    for arguments in ((), ("--all", "5")):
+        result = cli("bookie", "index", "regenerate", *arguments, "--dir", bookie / "ledgers")
+        assert result.code == 2
+        assert "add --all" in result.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("index", "rebuild", "--locations", "--ledgers"),
+        ("convert", "--to", "interleaved"),
+    ],
+)
+def test_a_directory_in_use_is_left_alone(cli: Cli, db: Path, arguments: tuple[str, ...]) -> None:
+    before = snapshot(db)
+    script = "import sys; file = open(sys.argv[1]); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script, db / "current" / "0.log"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()
+        result = cli("bookie", *arguments, "--dir", db)
+        dry = cli("bookie", *arguments, "--dir", db, "--dry-run")
+        process.stdin.close()
+    assert (result.code, result.out) == (5, "")
+    assert f"is in use by process {process.pid} (" in result.err
+    assert dry.code == 0
+    assert snapshot(db) == before
+
+
+# --- a full disk ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "limit"),
+    [
+        (("index", "rebuild", "--locations", "--ledgers"), 10_000),
+        (("convert", "--to", "interleaved"), 5_000),
+    ],
+)
+def test_a_file_that_cannot_grow_is_one_error_and_loses_nothing(
+    db: Path, arguments: tuple[str, ...], limit: int
+) -> None:
+    before = snapshot(db / "current")
+    done = subprocess.run(
+        [sys.executable, "-m", "bkctl", "bookie", *arguments, "--dir", db], env=environment(), capture_output=True,
+        text=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)), check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    after = snapshot(db / "current")
+    assert {name: after[name] for name in before} == before
+    command = [sys.executable, "-m", "bkctl", "bookie", *arguments, "--dir", db]
+    subprocess.run(command, env=environment(), check=True, capture_output=True)
+
+
+def test_regenerate_on_a_full_disk(bookie: Path) -> None:
+    before = snapshot(bookie / "ledgers")
+    command = [sys.executable, "-m", "bkctl", "bookie", "index", "regenerate", "--all", "--dir", bookie / "ledgers"]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)), check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1), done.stderr
+    assert snapshot(bookie / "ledgers") == before
+
+
+# --- convert ----------------------------------------------------------------------------------------------------------
+
+
+def test_convert_there_and_back(cli: Cli, bookie: Path) -> None:
+    place = ("--dir", bookie / "ledgers", "--dir", bookie / "journal")
+    show = ("bookie", "index", "show", "5", "7:5", "--dir", bookie / "ledgers", "-o", "ndjson")
+    before = cli(*show).rows
+    dry = cli("bookie", "convert", "--to", "db", "--dry-run", *place, "-o", "json")
+    assert dry.json == [{"directory": str(bookie / "ledgers/current"), "ledgers": 2, "entries": 6, "backups": []}]
+    result = cli("bookie", "convert", "--to", "db", *place, "-o", "json")
+    assert (result.code, result.json[0]["ledgers"], result.json[0]["entries"]) == (0, 2, 6)
+    assert [Path(each).is_dir() for each in result.json[0]["backups"]] == [True]
+    assert "Set ledgerStorageClass=org.apache.bookkeeper.bookie.storage.ldb.DbLedgerStorage" in result.err
+    assert cli(*show).rows == before
+    again = cli("bookie", "convert", "--to", "db", *place)
+    assert again.code == 2
+    assert "converted already" in again.err
+    refused = cli("bookie", "convert", "--to", "interleaved", "--discard-old", *place)
+    assert refused.code == 2
+    assert "--yes" in refused.err
+    result = cli("bookie", "convert", "--to", "interleaved", "--discard-old", "--yes", *place)
+    assert result.code == 0, result.err
+    assert result.out.splitlines()[1].split()[-1] == "-"
+    assert cli(*show).rows == before
+    assert not (bookie / "ledgers/current/ledgers").exists()
+
+
+# --- format and init --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def conf(tmp_path: Path) -> Path:
+    """The configuration of a bookie that is not there yet, in a cluster of its own."""
+    uri = f"sqlite://{tmp_path / 'metadata.db'}"
+    open_cluster(uri, create=True).close()
+    path = tmp_path / "bk_server.conf"
+    path.write_text(
+        f"bookieId=bookie-1\njournalDirectory={tmp_path}/journal\nledgerDirectories={tmp_path}/ledgers\n"
+        f"indexDirectories={tmp_path}/index\nmetadataServiceUri={uri}\n"
+    )
+    return path
+
+
+def test_init_makes_a_bookie_once(cli: Cli, conf: Path, tmp_path: Path) -> None:
+    place = ("--conf", conf)
+    check = cli("bookie", "init", "--check", *place, "-o", "json")
+    assert (check.code, check.json) == (0, [])
+    assert not (tmp_path / "journal").exists()
+    result = cli("bookie", "init", *place, "-o", "json")
+    assert (result.code, result.json["bookieId"]) == (0, "bookie-1")
+    assert result.json["ledgerDirs"] == [f"{tmp_path}/ledgers"]
+    cookies = {(tmp_path / name / "current" / "VERSION").read_bytes() for name in ("journal", "ledgers", "index")}
+    assert len(cookies) == 1
+    assert cli("cookie", "verify", *place).code == 0
+    again = cli("bookie", "init", *place)
+    assert again.code == 5
+    assert "bookie-1 has a cookie" in again.err
+
+
+def test_init_names_all_that_is_in_the_way(cli: Cli, conf: Path, tmp_path: Path) -> None:
+    (tmp_path / "ledgers" / "current").mkdir(parents=True)
+    (tmp_path / "ledgers" / "current" / "0.log").touch()
+    (tmp_path / "index").touch()
+    result = cli("bookie", "init", "--check", "--conf", conf, "-o", "ndjson")
+    assert result.code == 3
+    assert result.rows == [
+        {"place": f"{tmp_path}/ledgers", "problem": "is not empty: current/0.log"},
+        {"place": f"{tmp_path}/index", "problem": "is no directory"},
+    ]
+    assert cli("bookie", "init", "--conf", conf).code == 5
+    assert not (tmp_path / "journal").exists()
+
+
+def test_init_goes_on_where_it_was_killed(cli: Cli, conf: Path, tmp_path: Path) -> None:
+    cli("bookie", "init", "--conf", conf)
+    assert cli("cookie", "delete", "bookie-1", "--yes", "--conf", conf).code == 0
+    (tmp_path / "index" / "current" / "VERSION").unlink()
+    assert cli("bookie", "init", "--conf", conf).code == 0
+    assert cli("cookie", "verify", "--conf", conf).code == 0
+
+
+@pytest.fixture
+def full(conf: Path, tmp_path: Path, cli: Cli) -> Path:
+    """The same bookie, with files."""
+    cli("bookie", "init", "--conf", conf)
+    files.make(tmp_path / "made")
+    for name in ("journal", "ledgers"):
+        shutil.copytree(tmp_path / "made" / name, tmp_path / name, dirs_exist_ok=True)
+    for name in ("0", "00000000"):
+        shutil.move(tmp_path / "ledgers" / "current" / name, tmp_path / "index" / "current" / name)
+    return conf
+
+
+def test_format_lists_what_is_lost_and_needs_a_yes(cli: Cli, full: Path, tmp_path: Path) -> None:
+    before = snapshot(tmp_path / "index")
+    dry = cli("bookie", "format", "--dry-run", "--conf", full, "-o", "json")
+    assert [(row["roles"], row["files"], row["ledgers"], row["scopedLedgers"]) for row in dry.json] == [
+        (["journal"], 3, 0, 0),
+        (["ledger"], 4, 0, 0),
+        (["index"], 3, 1, 1),
+    ]
+    assert all(row["size"] > 0 for row in dry.json)
+    refused = cli("bookie", "format", "--conf", full)
+    assert (refused.code, refused.out) == (2, "")
+    assert "Bookie bookie-1 would lose" in refused.err
+    assert "with 2 ledgers" in refused.err
+    assert snapshot(tmp_path / "index") == before
+
+
+def test_format_empties_everything(cli: Cli, full: Path, tmp_path: Path) -> None:
+    (tmp_path / "journal" / "lost+found").mkdir()
+    assert cli("bookie", "format", "--yes", "--conf", full).code == 0
+    assert [path.name for path in (tmp_path / "journal").iterdir()] == ["lost+found"]
+    assert list((tmp_path / "ledgers").iterdir()) == list((tmp_path / "index").iterdir()) == []
+    # The metadata's cookie is there still: a start would fail, as it should.
+    assert cli("bookie", "init", "--conf", full).code == 5
+    assert cli("bookie", "format", "--yes", "--delete-cookie", "--conf", full).code == 0
+    (tmp_path / "journal" / "lost+found").rmdir()
+    assert cli("bookie", "init", "--conf", full).code == 0
+
+
+@pytest.mark.parametrize(("typed", "code"), [("bookie-1\n", 0), ("yes\n", 1), ("\n", 1)])
+def test_format_on_a_terminal_wants_the_bookies_id(full: Path, tmp_path: Path, typed: str, code: int) -> None:
+    found, seen = CommandLine(None).terminal(
+        "bookie", "format", "--conf", full, type_in=typed, asks="to go ahead:", columns=200
+    )
+    assert found == code, seen
+    assert "Type bookie-1 to go ahead:" in seen
+    assert "2 ledgers" in seen
+    assert (tmp_path / "journal" / "current").exists() == (code != 0)
+
+
+def test_format_of_somebody_elses_directories(cli: Cli, full: Path, tmp_path: Path) -> None:
+    full.write_text(full.read_text().replace("bookie-1", "bookie-2"))
+    result = cli("bookie", "format", "--yes", "--conf", full)
+    assert result.code == 5
+    assert "is bookie bookie-1's, not bookie-2's" in result.err
+    assert (tmp_path / "journal" / "current" / "a.txn").exists()
+
+
+def test_format_of_a_running_bookie(cli: Cli, cluster: LocalCluster) -> None:
+    conf = cluster.directory / "bookie-0" / "bk_server.conf"
+    if not conf.exists():
+        (conf, *_) = sorted(cluster.directory.glob("bookie-*/*.conf"))
+    for arguments in (("format", "--yes"), ("init",)):
+        result = cli("bookie", *arguments, "--conf", conf)
+        assert result.code == 5, result.err
+
+
+def test_repairs_are_audited(cli: Cli, db: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BKCTL_AUDIT_LOG", str(tmp_path / "audit.ndjson"))
+    cli("bookie", "index", "rebuild", "--locations", "--dir", db, "--dry-run")
+    assert not (tmp_path / "audit.ndjson").exists()
+    cli("bookie", "index", "rebuild", "--locations", "--dir", db)
+    lines = [json.loads(line) for line in (tmp_path / "audit.ndjson").read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["begin", "end"]
+    assert os.fspath(db) in " ".join(lines[0]["command"])

@@ -1,0 +1,157 @@
+"""`bkctl cluster` on a metadata store alone: id, init, health, the health check switch, nuke."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import CommandLine
+
+from bkctl.formats.entry import DigestType
+from bkctl.formats.metadata import BookieServiceInfo, Cookie, Fragment, LedgerMetadata
+from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import Cluster, open_cluster
+
+from .conftest import Cli
+
+METADATA = LedgerMetadata(1, 1, 1, DigestType.CRC32C, b"secret", (Fragment(0, ("b0:1",)),))
+
+
+@pytest.fixture
+def uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    uri = f"sqlite://{tmp_path}/m.db"
+    monkeypatch.setenv("BKCTL_METADATA_URI", uri)
+    return uri
+
+
+@pytest.fixture
+def store(uri: str) -> Iterator[Cluster]:
+    with open_cluster(uri, create=True) as cluster:
+        for ledger in (LedgerId(0, 5), LedgerId(7, 5)):
+            cluster.ledgers.create(ledger, METADATA)
+        cluster.cookies.write("b0:1", Cookie("b0:1", ("/j",), ("/l",), instance_id=cluster.instance_id()), -1)
+        yield cluster
+
+
+def test_a_cluster_is_made_once_and_audited_before(
+    cli: Cli, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "audit"
+    monkeypatch.setenv("BKCTL_AUDIT_LOG", str(log))
+    assert cli("cluster", "id").code == 4
+    assert cli("cluster", "init", "--dry-run", "-o", "json").json["metadataUri"] == uri
+    assert not (tmp_path / "m.db").exists()
+    assert not log.exists()
+    made = cli("cluster", "init", "-o", "json").json
+    assert cli("cluster", "id", "-o", "id").out == f"{made['instanceId']}\n"
+    assert cli("cluster", "id", "-o", "json").json == made
+    for more in ([], ["--dry-run"]):
+        again = cli("cluster", "init", *more)
+        assert again.code == 5
+        assert made["instanceId"] in again.err
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(each["event"], each.get("exitCode")) for each in events] == [
+        ("begin", None), ("end", 0), ("begin", None), ("end", 5),
+    ]  # fmt: skip
+
+
+def test_a_cluster_without_an_instance_id_has_none_to_show(cli: Cli, store: Cluster) -> None:
+    store.store.delete("INSTANCEID")
+    assert cli("cluster", "id").code == 4
+    assert "no-instance-id" in cli("cluster", "health", "--no-bookies", "-o", "id").out
+
+
+def test_health_finds_and_advises(cli: Cli, store: Cluster) -> None:
+    result = cli("cluster", "health", "--no-bookies", "-o", "ndjson")
+    assert result.code == 3
+    assert {(row["code"], row["severity"], row["subject"]) for row in result.rows} == {
+        ("bookie-down", "error", "b0:1"),
+        ("no-writable-bookie", "error", None),
+        ("no-bookie-for-scopes", "error", None),
+    }
+    assert all(row["advice"] for row in result.rows)
+    with open_cluster(store.uri) as bookie:
+        bookie.bookies.register("b0:1", BookieServiceInfo((), {"ledgerScopes": "1"}))
+        healthy = cli("cluster", "health", "--no-bookies", "-o", "json")
+        assert (healthy.code, healthy.json) == (0, [])
+    assert cli("cluster", "health", "--threshold", "101").code == 2
+
+
+def test_the_health_check_switch(cli: Cli, store: Cluster) -> None:
+    for word, enabled in (("disable", False), ("enable", True)):
+        for changed in (True, False):
+            assert cli("cluster", "healthcheck", word, "-o", "json").json == {"enabled": enabled, "changed": changed}
+        assert cli("cluster", "healthcheck", "status", "-o", "json").json == {"enabled": enabled}
+
+
+def test_nuke_needs_the_right_id_nobody_registered_and_a_yes(cli: Cli, store: Cluster, tmp_path: Path) -> None:
+    instance_id = store.instance_id()
+    words = ("cluster", "nuke", "--instance-id", instance_id)
+    assert cli("cluster", "nuke", "--yes").code == 2
+    assert cli("cluster", "nuke", "--instance-id", "other", "--yes").code == 5
+    plan = {"instanceId": instance_id, "ledgerCount": 2, "scopeCount": 1, "cookieCount": 1}
+    assert cli(*words, "--dry-run", "-o", "json").json == plan
+    refused = cli(*words)
+    assert refused.code == 2
+    assert "2 ledgers, 1 cookies" in refused.err
+    with open_cluster(store.uri) as bookie:
+        bookie.bookies.register("b0:1", BookieServiceInfo())
+        for more in ([], ["--dry-run"], ["--yes"]):
+            assert cli(*words, *more).code == 5
+    backup = tmp_path / "backup"
+    backup.write_text("mine")
+    assert cli(*words, "--yes", "--backup", backup).code == 5
+    assert backup.read_text() == "mine"
+    assert cli("ledger", "list", "--all-scopes", "--count", "-o", "json").json == {"count": 2}
+    backup.unlink()
+    before = {ledger: store.store.get(store.ledgers.path(ledger))[0] for ledger in store.ledgers.ledgers(None)}  # type: ignore[index]
+    assert cli(*words, "--yes", "--backup", backup, "-o", "json").json == plan
+    assert b"secret" not in backup.read_bytes()  # it is there, in base64
+    assert cli("cluster", "id").code == 4
+    assert store.store.children("") in (None, [])
+
+    assert cli("metadata", "import", "-f", backup).code == 0
+    assert cli("cluster", "id", "-o", "id").out == f"{instance_id}\n"
+    after = {ledger: store.store.get(store.ledgers.path(ledger))[0] for ledger in store.ledgers.ledgers(None)}  # type: ignore[index]
+    assert after == before
+
+
+def test_nuke_tells_of_scoped_ledgers_that_are_another_clusters(cli: Cli, zookeeper: Any) -> None:
+    uri = zookeeper.metadata_uri(zookeeper.new_root())
+    with open_cluster(uri, create=True) as cluster:
+        cluster.ledgers.create(LedgerId(7, 5), METADATA)
+        cluster.store.put("INSTANCEID", b"another", None)
+    words = ("cluster", "nuke", "--instance-id", "another", "-u", uri)
+    refused = cli(*words)
+    assert refused.code == 2
+    assert "formatted away" in refused.err
+    assert cli(*words, "--dry-run", "-o", "json").json["ledgerCount"] == 0
+    assert cli(*words, "--yes").code == 0
+    assert cli("metadata", "tree", "-u", uri).code == 4
+
+
+def test_a_terminal_is_asked(store: Cluster) -> None:
+    cli = CommandLine(store.uri)
+    words = ("cluster", "nuke", "--instance-id", store.instance_id())
+    code, seen = cli.terminal(*words, type_in="n\n")
+    assert code == 1
+    assert "2 ledgers, 1 cookies, and there is no backup" in seen
+    assert "nothing was changed" in seen
+    assert cli("ledger", "list", "--all-scopes", "--count", "-o", "ndjson").rows == [{"count": 2}]
+    code, seen = cli.terminal(*words, type_in="y\n")
+    assert code == 0
+    assert cli("cluster", "id").code == 4
+
+
+def test_the_layout_that_no_apache_process_knows_is_written_on_request_only(cli: Cli, uri: str, zookeeper: Any) -> None:
+    where = zookeeper.metadata_uri(zookeeper.new_root(), "longlonghierarchical")
+    plain = zookeeper.metadata_uri(zookeeper.new_root(), "longlonghierarchical")
+    made = cli("cluster", "init", "--long-long-layout", "-u", where, "-o", "json").json
+    assert made["managerFactoryClass"].endswith(".LongLongHierarchicalLedgerManagerFactory")
+    assert cli("ledger", "list", "--count", "-u", where, "-o", "ndjson").json == {"count": 0}
+    usual = cli("cluster", "init", "-u", plain, "-o", "json").json
+    assert usual["managerFactoryClass"].endswith(".LongHierarchicalLedgerManagerFactory")
+    assert cli("cluster", "init", "--long-long-layout").code == 2

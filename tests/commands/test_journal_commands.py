@@ -1,0 +1,176 @@
+"""`journal verify`, `stats` and `lastmark`: what they find in a bookie's directories."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from bkctl.formats.journal import LogMark
+from bkctl.formats.metadata import Cookie
+
+from . import files
+from .conftest import Cli
+
+#: Where the records of the journal that `files` makes begin, by their order; and its end.
+OFFSETS = (512, 556, 599, 639)
+
+
+@pytest.fixture
+def bookie(tmp_path: Path) -> Path:
+    files.make(tmp_path)
+    return tmp_path
+
+
+def mark(bookie: Path, journal_id: int, offset: int) -> None:
+    (bookie / "ledgers/current/lastMark").write_bytes(LogMark(journal_id, offset).serialize())
+
+
+def test_verify_finds_nothing_in_good_directories(cli: Cli, bookie: Path) -> None:
+    rows = cli("journal", "verify", bookie / "journal", bookie / "ledgers", "-o", "ndjson").rows
+    assert [
+        (row["journalId"], row["version"], row["state"], row["recordCount"], row["entryCount"]) for row in rows
+    ] == [
+        (10, 6, "endOfFile", 6, 3),
+        (11, 7, "endOfFile", 6, 3),
+    ]
+    assert [row["lastMark"] for row in rows] == [None, 512]
+    assert [row["goodEnd"] for row in rows] == [row["size"] for row in rows]
+    assert {row["problem"] for row in rows} == {None}
+    assert list(rows[0]) == [
+        "journalId", "journalIdHex", "version", "size", "state", "recordCount", "entryCount", "goodEnd", "sizeBehind",
+        "entriesBehind", "recordsBehind", "resumesAt", "lastMark", "scoped", "file", "problem",
+    ]  # fmt: skip
+    assert cli("journal", "verify", bookie / "journal", "-o", "id").out == "10\n11\n"
+
+
+@pytest.mark.parametrize(
+    ("offset", "problem"),
+    [
+        (0, None),
+        *((offset, None) for offset in OFFSETS),
+        (1024, None),
+        (557, "points at byte 557, inside a record"),
+        (1 << 40, "behind its end"),
+    ],
+)
+def test_verify_says_where_a_mark_points(cli: Cli, bookie: Path, offset: int, problem: str | None) -> None:
+    mark(bookie, 10, offset)
+    result = cli("journal", "verify", "--dir", bookie / "journal", "--dir", bookie / "ledgers", "-o", "json")
+    row = result.json[0]
+    assert row["lastMark"] == offset
+    assert result.code == (0 if problem is None else 3)
+    assert problem is None or problem in row["problem"]
+
+
+def test_verify_takes_the_marks_that_javas_replay_leaves(cli: Cli, bookie: Path) -> None:
+    path = bookie / "journal/current/a.txn"
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes() + bytes(4096))
+    mark(bookie, 10, size + 4)
+    assert cli("journal", "verify", bookie / "journal", bookie / "ledgers").code == 0
+
+
+def test_verify_finds_what_is_missing(cli: Cli, bookie: Path) -> None:
+    mark(bookie, 9, 600)
+    result = cli("journal", "verify", bookie / "journal", bookie / "ledgers", "-o", "json")
+    assert result.code == 3
+    assert [(row["journalId"], row["state"]) for row in result.json] == [
+        (9, "missing"), (10, "endOfFile"), (11, "endOfFile")
+    ]  # fmt: skip
+    assert "lastMark points at it, byte 600" in result.json[0]["problem"]
+    mark(bookie, 10, 512)
+    (bookie / "journal/current/b.txn").rename(bookie / "journal/current/e.txn")
+    result = cli("journal", "verify", bookie / "journal", bookie / "ledgers", "-o", "json")
+    assert result.code == 3
+    assert "b.txn to d.txn are not there, although a.txn and e.txn are" in result.out
+    mark(bookie, 14, 512)
+    assert cli("journal", "verify", bookie / "journal", bookie / "ledgers", "-o", "json").code == 0
+
+
+def test_verify_tells_damage_and_what_lies_behind_it(cli: Cli, bookie: Path) -> None:
+    path = bookie / "journal/current/a.txn"
+    data = bytearray(path.read_bytes())
+    data[556:560] = (-7).to_bytes(4, "big", signed=True)
+    path.write_bytes(data)
+    result = cli("journal", "verify", bookie / "journal", bookie / "ledgers", "-o", "json")
+    row = result.json[0]
+    assert (result.code, row["state"], row["goodEnd"], row["recordCount"]) == (7, "damaged", 556, 1)
+    assert (row["entriesBehind"], row["recordsBehind"], row["resumesAt"]) == (2, 4, 599)
+    assert row["sizeBehind"] == len(data) - 556
+    assert row["problem"] == "Record has length -7 at byte 556"
+    rest = cli("journal", "read", path, "--from-pos", row["resumesAt"], "-o", "ndjson").rows
+    assert [each["type"] for each in rest] == ["entry", "entry", "fence", "explicitLac"]
+    (bookie / "ledgers/current/lastMark").write_bytes(b"?")
+    result = cli("journal", "verify", bookie / "journal", bookie / "ledgers", "-o", "json")
+    assert (result.code, result.json[0]["state"]) == (7, "unreadable")
+
+
+def test_stats(cli: Cli, bookie: Path) -> None:
+    rows = cli("journal", "stats", bookie / "journal", "-o", "ndjson").rows
+    first = rows[0]
+    assert (first["recordCount"], first["entryCount"], first["ledgerKeyCount"]) == (6, 3, 1)
+    assert (first["fenceCount"], first["explicitLacCount"], first["ledgerCount"]) == (1, 1, 1)
+    assert first["writtenSize"] == first["size"] == 512 + first["recordSize"] + first["paddingSize"]
+    assert first["groupCount"] == 2
+    assert first["recordsPerGroup"] == 3.0
+    assert 0 < first["paddingRatio"] < 1
+    types = {
+        row["type"]: row for row in cli("journal", "stats", bookie / "journal", "--by", "type", "-o", "ndjson").rows
+    }
+    assert {name: row["recordCount"] for name, row in types.items()} == {
+        "entry": 6, "ledgerKey": 2, "fence": 2, "explicitLac": 2, "padding": 2
+    }  # fmt: skip
+    assert sum(row["size"] for row in types.values()) == sum(row["recordSize"] + row["paddingSize"] for row in rows)
+    ledgers = cli("journal", "stats", bookie / "journal", "--by", "ledger", "-o", "ndjson").rows
+    assert [(row["ledgerScopeId"], row["recordCount"]) for row in ledgers] == [("7", 6), ("0", 6)]
+    assert len(cli("journal", "stats", bookie / "journal", "--by", "ledger", "--top", "1", "-o", "ndjson").rows) == 1
+    scopes = cli("journal", "stats", bookie / "journal", "--by", "scope", "-o", "ndjson").rows
+    assert [(row["ledgerScopeId"], row["ledgerCount"]) for row in scopes] == [("7", 1), ("0", 1)]
+    assert [row["size"] for row in scopes] == [row["size"] for row in ledgers]
+
+
+def test_after_lastmark_knows_each_journal_directory_of_a_configuration(cli: Cli, bookie: Path) -> None:
+    shutil.copytree(bookie / "journal", bookie / "second")
+    conf = bookie / "bk_server.conf"
+    conf.write_text(
+        f"journalDirectories={bookie / 'journal'},{bookie / 'second'}\nledgerDirectories={bookie / 'ledgers'}\n"
+    )
+    for index, place in enumerate(((11, 512), (10, 639))):
+        (bookie / f"ledgers/current/lastMark.{index}").write_bytes(LogMark(*place).serialize())
+    (bookie / "ledgers/current/lastMark").unlink()
+    rows = cli("journal", "read", "--conf", conf, "--after-lastmark", "-o", "ndjson").rows
+    found = [(Path(row["file"]).parent.parent.name, row["journalId"], row["offset"]) for row in rows]
+    assert found[0] == ("journal", 11, 512)
+    assert next(place for place in found if place[0] == "second") == ("second", 10, 639)
+    assert cli("journal", "verify", "--conf", conf).code == 0
+    marks = cli("journal", "lastmark", "--conf", conf, "-o", "ndjson").rows
+    assert [(row["journalIndex"], row["journalId"], row["offset"]) for row in marks] == [(0, 11, 512), (1, 10, 639)]
+
+
+def test_verify_looks_at_the_directories_given_and_no_others(
+    cli: Cli, bookie: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cookie = Cookie("bookie", (str(bookie / "journal"),), (str(bookie / "ledgers"),)).serialize()
+    for name in ("journal", "ledgers"):
+        (bookie / name / "current/VERSION").write_bytes(cookie)
+    for name in ("journal", "ledgers"):
+        shutil.copytree(bookie / name, bookie / "copy" / name)
+    for directory in (bookie, bookie / "copy"):
+        monkeypatch.chdir(directory)
+        rows = cli("journal", "verify", "--dir", "journal", "--dir", "ledgers", "-o", "ndjson").rows
+        assert [(row["file"], row["lastMark"]) for row in rows] == [
+            ("journal/current/a.txn", None),
+            ("journal/current/b.txn", 512),
+        ]
+
+
+@pytest.mark.parametrize(
+    "words", [("journal", "verify"), ("entrylog", "verify"), ("bookie", "check"), ("bookie", "index", "check")]
+)
+def test_a_check_of_nothing_does_not_pass(cli: Cli, tmp_path: Path, words: tuple[str, ...]) -> None:
+    (tmp_path / "empty").mkdir()
+    result = cli(*words, "--dir", tmp_path / "empty")
+    assert (result.code, result.out) == (4, "")
+    assert "nothing of a bookie in" in result.err

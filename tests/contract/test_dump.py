@@ -1,0 +1,291 @@
+"""A cluster's metadata goes into a file, out of it, and from each kind of store to each other one, byte for byte."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bkctl.errors import AlreadyExists, Conflict, Corrupt, NotFound, Unsupported, UsageError
+from bkctl.formats.entry import DigestType
+from bkctl.formats.metadata import Cookie, Fragment, LedgerMetadata, LedgerState
+from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.dump import (
+    ClusterSource,
+    Difference,
+    DumpRecord,
+    ExportFile,
+    compare,
+    export_to_file,
+    import_records,
+    prepare_target,
+    write_export,
+)
+from bkctl.metadata.nuke import nuke, plan_nuke
+from bkctl.metadata.replication import LedgerUnderreplicationManager
+from bkctl.metadata.store import NEW
+
+BOOKIES = ("b0:3181", "b1:3181", "b2:3181")
+SHORT_IDS = [0, 5, 2**31 - 2]
+LONG_IDS = [2**31 - 1, 2**40 + 3, 2**63 - 2]
+SCOPED = [LedgerId(1, 0), LedgerId(7, 2**64 - 1), LedgerId(2**64 - 1, 9)]
+
+
+def metadata(number: int) -> LedgerMetadata:
+    closed = number % 2 == 0
+    return LedgerMetadata(
+        3, 2, 2, DigestType.CRC32C, b"secret %d" % number, (Fragment(0, BOOKIES), Fragment(4, BOOKIES[::-1])),
+        LedgerState.CLOSED if closed else LedgerState.OPEN, 100 if closed else 0, 9 if closed else -1,
+        custom_metadata={"application": b"pulsar", "binary": bytes(range(256))},
+        format_version=3 if number % 2 else 2,
+    )  # fmt: skip
+
+
+def fill(cluster: Cluster, ledgers: list[LedgerId]) -> None:
+    for number, ledger in enumerate(ledgers):
+        cluster.ledgers.create(ledger, metadata(number))
+    for bookie_id in BOOKIES:
+        cluster.cookies.write(bookie_id, Cookie(bookie_id, ("/j",), ("/l",), instance_id=cluster.instance_id()), NEW)
+    marks = LedgerUnderreplicationManager(cluster.store)
+    marks.mark(ledgers[0], BOOKIES[:1], now_ms=1)
+    marks.mark(SCOPED[0], BOOKIES[:2], now_ms=2)
+    marks.disable()
+    marks.set_lost_bookie_recovery_delay_s(60)
+
+
+def ids_of(uri: str) -> list[LedgerId]:
+    short_only = uri.startswith("zk+flat")
+    default = SHORT_IDS if short_only else SHORT_IDS + LONG_IDS
+    return [*(LedgerId(0, each) for each in default), *SCOPED]
+
+
+def text_of(cluster: Cluster) -> list[DumpRecord]:
+    return [record for record in ClusterSource(cluster).records() if record.kind != "sequence"]
+
+
+def copy(source: Cluster, target: Cluster) -> None:
+    dump = ClusterSource(source)
+    prepare_target(target, dump.header)
+    assert import_records(dump.records(), target).conflicts == []
+
+
+@pytest.fixture
+def zookeeper_uri(zookeeper: Any) -> Callable[[str], str]:
+    return lambda manager: str(zookeeper.metadata_uri(zookeeper.new_root(), manager))
+
+
+@pytest.mark.parametrize("manager", ["hierarchical", "longhierarchical", "flat"])
+def test_what_went_to_etcd_and_sqlite_and_back_is_the_same_bytes(
+    zookeeper_uri: Callable[[str], str], etcd: Any, tmp_path: Path, manager: str
+) -> None:
+    source_uri, back_uri = zookeeper_uri(manager), zookeeper_uri(manager)
+    etcd_uri = f"etcd://127.0.0.1:{etcd.port}{etcd.new_root()}"
+    with (
+        open_cluster(source_uri, create=True) as source,
+        open_cluster(etcd_uri) as etcd_cluster,
+        open_cluster(f"sqlite://{tmp_path}/m.db", create_store=True) as sqlite_cluster,
+        open_cluster(back_uri) as back,
+    ):
+        fill(source, ids_of(source_uri))
+        for one, other in ((source, etcd_cluster), (etcd_cluster, sqlite_cluster), (sqlite_cluster, back)):
+            copy(one, other)
+        expected = [record._replace(ctime_ms=None) for record in text_of(source)]
+        assert [record._replace(ctime_ms=None) for record in text_of(back)] == expected
+        assert list(compare(ClusterSource(source).records(), ClusterSource(etcd_cluster).records())) == []
+        assert back.instance_id() == source.instance_id()
+        assert back.store.get("LAYOUT").value == source.store.get("LAYOUT").value  # type: ignore[union-attr]
+        for ledger in ids_of(source_uri):
+            path = source.ledgers.path(ledger)
+            assert back.store.get(path)[0] == source.store.get(path)[0]  # type: ignore[index]
+        taken = {ledger.ledger_id for ledger in ids_of(source_uri) if not ledger.is_scoped}
+        assert back.ledgers.new_ledger_id().ledger_id not in taken - set(SHORT_IDS)
+
+
+def test_ids_that_were_generated_are_not_generated_again(cluster_uri: str, tmp_path: Path) -> None:
+    with (
+        open_cluster(cluster_uri, create=True) as source,
+        open_cluster(f"sqlite://{tmp_path}/copy.db", create_store=True) as target,
+    ):
+        generated = max(source.ledgers.new_ledger_id().ledger_id for _ in range(5))
+        copy(source, target)
+        assert target.ledgers.new_ledger_id().ledger_id > generated
+        position = source.ledgers.id_position()
+        assert position is not None
+        assert position > generated
+        assert source.ledgers.skip_ids(position + 7)
+        assert source.ledgers.new_ledger_id().ledger_id > generated + 7
+
+
+def test_long_ids_begin_behind_short_ones_that_were_generated(zookeeper_uri: Callable[[str], str]) -> None:
+    """`idgen-long` without a directory: a generator that stopped between its two steps."""
+    with (
+        open_cluster(zookeeper_uri("hierarchical"), create=True) as source,
+        open_cluster(zookeeper_uri("hierarchical")) as target,
+    ):
+        source.ledgers.new_ledger_id()
+        source.store.put("idgen-long", b"", NEW)
+        assert source.ledgers.id_position() == 1 << 32
+        copy(source, target)
+        taken = target.ledgers.new_ledger_id()
+        assert taken >= LedgerId(0, 1 << 32)
+        copy(source, target)  # skips no more ids
+        assert target.ledgers.new_ledger_id() == LedgerId(0, taken.ledger_id + 1)
+
+
+def test_a_position_past_the_half_of_zookeepers_counter_is_no_negative_one(zookeeper_uri: Callable[[str], str]) -> None:
+    with open_cluster(zookeeper_uri("hierarchical"), create=True) as cluster:
+        cluster.store.put("idgen", b"", NEW)
+        store: Any = cluster.store
+        run = store._run
+
+        def counted(creations: int, children: int) -> Any:
+            value, stat = run(lambda: store._get_async("idgen"), 20)
+            changes = (2 * creations - children + (1 << 31)) % (1 << 32) - (
+                1 << 31
+            )  # DataNode.copyStat, an int of Java
+            return value, stat._replace(cversion=changes, numChildren=children)
+
+        for creations, children in ((0, 0), (5, 2), ((1 << 30) + 7, 1), ((1 << 31) - 1, 0)):
+            store._run = lambda *_, at=creations, left=children: counted(at, left)
+            assert store.sequence_position("idgen") == creations
+
+
+def test_a_cluster_without_an_instance_id_stays_one(tmp_path: Path) -> None:
+    """Bookies' cookies name none either, and would not start where there is one."""
+    with (
+        open_cluster(f"sqlite://{tmp_path}/a.db", create=True) as source,
+        open_cluster(f"sqlite://{tmp_path}/b.db", create_store=True) as target,
+    ):
+        source.store.delete("INSTANCEID")
+        for _ in range(2):
+            copy(source, target)
+        assert target.store.get("INSTANCEID") is None
+        assert target.layout() == source.layout()
+
+
+def test_an_export_that_was_stopped_is_finished_by_doing_it_again(cluster_uri: str, tmp_path: Path) -> None:
+    with (
+        open_cluster(f"sqlite://{tmp_path}/source.db", create=True) as source,
+        open_cluster(cluster_uri, create_store=True) as target,
+    ):
+        fill(source, ids_of("zk+flat"))
+        dump = ClusterSource(source)
+        if target.store.get("LAYOUT") is not None:  # the legacy layout: a cluster of its own
+            with pytest.raises(Conflict):
+                prepare_target(target, dump.header)
+            return
+        records = list(dump.records())
+        prepare_target(target, dump.header)
+        import_records(records[: len(records) // 2], target)
+        prepare_target(target, dump.header)
+        done = import_records(records, target)
+        assert done.same.total() >= len(records) // 2 - 1
+        assert done.created.total() + done.same.total() == len(records) - 1  # the ids are neither
+        assert list(compare(records, ClusterSource(target).records())) == []
+
+
+def test_nuke_leaves_nothing_and_refuses_where_bookies_are(cluster_uri: str) -> None:
+    from bkctl.formats.metadata import BookieServiceInfo
+
+    with open_cluster(cluster_uri, create=True) as cluster:
+        fill(cluster, [LedgerId(0, 5), *SCOPED])
+        with open_cluster(cluster_uri) as bookie:
+            bookie.bookies.register("b0:3181", BookieServiceInfo())
+            with pytest.raises(Conflict, match="registered"):
+                nuke(cluster)
+        plan = plan_nuke(cluster)
+        assert plan[1:] == (1 + len(SCOPED), len(SCOPED), len(BOOKIES), False)
+        nuke(cluster)
+        assert cluster.store.children("") in (None, [])
+        with pytest.raises(NotFound):
+            plan_nuke(cluster)
+
+
+def test_nuke_refuses_what_is_no_part_of_a_cluster(cluster_uri: str) -> None:
+    with open_cluster(cluster_uri, create=True) as cluster:
+        cluster.store.put("brokers", b"", NEW)
+        with pytest.raises(Conflict, match="brokers"):
+            nuke(cluster)
+        assert cluster.store.get("brokers") is not None
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Any:
+    with open_cluster(f"sqlite://{tmp_path}/m.db", create=True) as cluster:
+        fill(cluster, [LedgerId(0, 5), *SCOPED])
+        yield cluster
+
+
+def test_an_export_is_read_back_and_hashed(source: Cluster, tmp_path: Path) -> None:
+    path = tmp_path / "export"
+    exported = export_to_file(ClusterSource(source), path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.stat().st_size == exported.size_bytes
+    with ExportFile(path) as file:
+        assert list(file.records()) == list(ClusterSource(source).records())
+        assert dict(file.check()) == {kind: count for kind, count in exported.counts.items() if count}
+        assert file.header.instance_id == source.instance_id()
+    with pytest.raises(AlreadyExists):
+        export_to_file(ClusterSource(source), path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="is no file"):
+        export_to_file(ClusterSource(source), tmp_path / "pipe", overwrite=True)
+
+
+def test_every_damage_of_an_export_is_noticed(source: Cluster, tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    write_export(ClusterSource(source), buffer)
+    data = buffer.getvalue()
+    path = tmp_path / "damaged"
+    for at in range(0, len(data), 7):
+        for damaged in (data[:at], data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]):
+            path.write_bytes(damaged)
+            with pytest.raises((Corrupt, Unsupported)), ExportFile(path) as file:
+                file.check()
+    path.write_bytes(data + b"x")
+    with pytest.raises(Corrupt), ExportFile(path) as file:
+        file.check()
+
+
+def test_another_cluster_is_not_imported_into(source: Cluster, tmp_path: Path) -> None:
+    with open_cluster(f"sqlite://{tmp_path}/other.db", create=True) as other, pytest.raises(Conflict):
+        prepare_target(other, ClusterSource(source).header)
+
+
+def test_what_is_there_with_another_value_is_left_or_replaced(source: Cluster, tmp_path: Path) -> None:
+    records = list(ClusterSource(source).records())
+    path = source.ledgers.path(LedgerId(0, 5))
+    before = source.store.get(path)
+    assert before is not None
+    source.store.put(path, b"other", before.version)
+    assert import_records(records, source).conflicts == ["Ledger 5"]
+    assert source.store.get(path)[0] == b"other"  # type: ignore[index]
+    changes: list[Any] = []
+    done = import_records(records, source, overwrite=True, record_change=lambda *change: changes.append(change))
+    assert done.replaced == {"ledger": 1}
+    assert changes == [(path, b"other", before.value)]
+    assert source.store.get(path)[0] == before.value  # type: ignore[index]
+
+
+def test_differences_name_the_fields(source: Cluster) -> None:
+    records = list(ClusterSource(source).records())
+    changed = [
+        each._replace(value=LedgerMetadata.parse(each.value).serialize().replace(b"secret 0", b"Secret 0"))
+        if each.key == LedgerId(0, 5).qualified_name and each.kind == "ledger"
+        else each
+        for each in records
+    ]
+    without = [each for each in changed if each.kind != "cookie"]
+    found = list(compare(records, without))
+    assert [each.what for each in found] == ["onlyInFirst"] * len(BOOKIES) + ["differs"]
+    assert found[-1] == Difference("ledger", LedgerId(0, 5).qualified_name, "differs", ("password",))
+    json.dumps(found)

@@ -1,0 +1,206 @@
+"""Auto-recovery's state over every store, with many at it at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from bkctl.errors import AlreadyExists, Conflict, Corrupt, MetadataVersionConflict, NotFound, Unsupported, UsageError
+from bkctl.ids import I64_MAX, U64_MAX, LedgerId
+from bkctl.metadata.replication import AuditorCheck, LedgerUnderreplicationManager, UnderreplicatedLedger
+from bkctl.metadata.store import MetadataStore
+
+IDS = [
+    LedgerId(0, 0), LedgerId(0, 65_535), LedgerId(0, 65_536), LedgerId(0, I64_MAX), LedgerId(1, 0), LedgerId(7, 1),
+    LedgerId(7, 1 << 40), LedgerId(U64_MAX, U64_MAX),
+]  # fmt: skip
+MARK = "ledgers/0000/0000/0000/0005/urL0000000005"
+
+
+@pytest.fixture
+def manager(store: MetadataStore) -> LedgerUnderreplicationManager:
+    return LedgerUnderreplicationManager(store)
+
+
+def missing(manager: LedgerUnderreplicationManager, ledger: LedgerId) -> set[str]:
+    found = manager.get(ledger)
+    assert found is not None
+    return set(found.missing_replicas)
+
+
+def test_marks_are_listed_by_scope_and_taken_away(manager: LedgerUnderreplicationManager) -> None:
+    assert list(manager.list(None)) == []
+    assert not manager.any()
+    for index, ledger in enumerate(IDS[::2] + IDS[1::2]):
+        assert manager.mark(ledger, [f"bookie-{index}"], now_ms=1_700_000_000_000 + index)
+    assert [ledger for ledger, _ in manager.list(None)] == IDS
+    for scope_id in (0, 1, 7, 8, U64_MAX):
+        expected = [ledger for ledger in IDS if ledger.scope_id == scope_id]
+        assert [ledger for ledger, _ in manager.list(scope_id)] == expected
+        assert manager.any(scope_id) == bool(expected)
+    first = manager.get(IDS[0])
+    assert isinstance(first, UnderreplicatedLedger)
+    assert (first.missing_replicas, first.ctime_ms) == (("bookie-0",), 1_700_000_000_000)
+    assert not manager.mark(IDS[0], ["bookie-0"])
+    assert manager.mark(IDS[0], ["bookie-0", "bookie-9", "bookie-9"], now_ms=5)
+    again = manager.get(IDS[0])
+    assert again is not None
+    assert (again.missing_replicas, again.ctime_ms) == (("bookie-0", "bookie-9"), 5)
+    with pytest.raises(MetadataVersionConflict):
+        manager.unmark(IDS[0], first.version)
+    manager.unmark(IDS[0], again.version)
+    with pytest.raises(NotFound):
+        manager.unmark(IDS[0])
+    for ledger in IDS[1:]:
+        manager.unmark(ledger)
+    assert list(manager.list(None)) == []
+    assert manager.store.children("underreplication/ledgers") == []
+
+
+def test_marks_of_many_at_once_add_up(store: MetadataStore, backend: Any) -> None:
+    managers = [LedgerUnderreplicationManager(store), LedgerUnderreplicationManager(backend.open())]
+    problems: list[BaseException] = []
+
+    def run(manager: LedgerUnderreplicationManager, number: int) -> None:
+        try:
+            for ledger in (LedgerId(0, 5), LedgerId(7, 5)):
+                for index in range(8):
+                    manager.mark(ledger, [f"bookie-{number}-{index}"])
+        except BaseException as error:  # noqa: BLE001 - raised below
+            problems.append(error)
+
+    threads = [threading.Thread(target=run, args=(managers[number % 2], number)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+    expected = {f"bookie-{number}-{index}" for number in range(4) for index in range(8)}
+    for ledger in (LedgerId(0, 5), LedgerId(7, 5)):
+        assert missing(managers[0], ledger) == expected
+
+
+def test_a_lock_is_held_by_one_until_its_owner_goes(manager: LedgerUnderreplicationManager, backend: Any) -> None:
+    other_store = backend.open()
+    other = LedgerUnderreplicationManager(other_store)
+    for ledger in (LedgerId(0, 5), LedgerId(7, 5)):
+        other.lock(ledger, "other-host")
+        with pytest.raises(Conflict, match="by other-host"):
+            manager.lock(ledger, "our-host")
+        lock = manager.lock_owner(ledger)
+        assert lock is not None
+        assert (lock.ledger, lock.owner) == (ledger, "other-host")
+    assert [lock.ledger for lock in manager.locks()] == [LedgerId(0, 5), LedgerId(7, 5)]
+    assert [lock.ledger for lock in manager.locks(7)] == [LedgerId(7, 5)]
+    other.unlock(LedgerId(0, 5))
+    manager.lock(LedgerId(0, 5), "our-host")
+    other_store.close()
+    manager.lock(LedgerId(7, 5), "our-host")
+    manager.unlock(LedgerId(7, 5))
+    manager.unlock(LedgerId(7, 5))
+    assert [(lock.ledger, lock.owner) for lock in manager.locks()] == [(LedgerId(0, 5), "our-host")]
+
+
+def test_switches_delay_and_clocks(manager: LedgerUnderreplicationManager) -> None:
+    assert manager.is_enabled()
+    manager.disable()
+    for call, error in (
+        (manager.disable, AlreadyExists),
+        (manager.trigger_audit, Conflict),
+        (lambda: manager.set_lost_bookie_recovery_delay_s(-1), UsageError),
+        (lambda: manager.set_lost_bookie_recovery_delay_s(1 << 31), UsageError),
+    ):
+        with pytest.raises(error):
+            call()
+    assert not manager.is_enabled()
+    manager.enable()
+    with pytest.raises(AlreadyExists):
+        manager.enable()
+    with pytest.raises(NotFound):
+        manager.trigger_audit()
+    assert manager.lost_bookie_recovery_delay_s() is None
+    for seconds in (300, 0):
+        manager.set_lost_bookie_recovery_delay_s(seconds)
+        assert manager.lost_bookie_recovery_delay_s() == seconds
+    for index, check in enumerate(AuditorCheck):
+        assert manager.check_ctime_ms(check) is None
+        manager.set_check_ctime_ms(check, 1_700_000_000_000 + index)
+        assert manager.check_ctime_ms(check) == 1_700_000_000_000 + index
+
+
+def test_votes_are_counted_by_number_and_those_of_scopes_apart(manager: LedgerUnderreplicationManager) -> None:
+    def vote(place: str, name: str, bookie_id: str) -> None:
+        value = f'bookieId: "{bookie_id}"\n'.encode()
+        manager.store.ephemeral(f"underreplication/{place}auditorelection/{name}", value)
+
+    vote("", "V_0000000002", "b:2")
+    vote("", "V_0000000010", "b:10")
+    assert manager.votes() == ("b:2", "b:10")
+    vote("", "V_-2147483648", "b:after-2^31")
+    vote("scopes/", "V_0000000000", "b:scopes")
+    assert manager.auditor() == "b:after-2^31"
+    assert manager.auditor(scoped=True) == "b:scopes"
+    manager.set_lost_bookie_recovery_delay_s(7)
+    before = manager.store.get("underreplication/lostBookieRecoveryDelay")
+    assert manager.trigger_audit() == "b:after-2^31"
+    after = manager.store.get("underreplication/lostBookieRecoveryDelay")
+    assert before is not None
+    assert after is not None
+    assert (after.value, after.version > before.version) == (b"7", True)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "call"),
+    [
+        (MARK, b"\xff", lambda manager: manager.get(LedgerId(0, 5))),
+        (MARK, b"replica: 5", lambda manager: manager.mark(LedgerId(0, 5), ["b"])),
+        ("locks/urL0000000005", b"what", lambda manager: list(manager.locks())),
+        ("lostBookieRecoveryDelay", b"soon", lambda manager: manager.lost_bookie_recovery_delay_s()),
+        ("replicascheckctime", b"\xff\xff", lambda manager: manager.check_ctime_ms(AuditorCheck.REPLICAS)),
+        ("auditorelection/V_0000000001", b"\x00", lambda manager: manager.auditor()),
+        ("LAYOUT", b"BASIC 1", lambda manager: manager.disable()),
+    ],
+    ids=["mark", "mark again", "lock", "delay", "clock", "vote", "layout"],
+)
+def test_damage_is_one_clear_error(
+    manager: LedgerUnderreplicationManager, path: str, value: bytes,
+    call: Callable[[LedgerUnderreplicationManager], object],
+) -> None:  # fmt: skip
+    manager.store.put(f"underreplication/{path}", value, None)
+    with pytest.raises(Corrupt) as caught:
+        call(manager)
+    assert path in str(caught.value)
+
+
+def test_a_damaged_mark_comes_in_its_place_and_other_names_are_passed_over(
+    manager: LedgerUnderreplicationManager,
+) -> None:
+    manager.mark(LedgerId(0, 5), ["b"])
+    manager.mark(LedgerId(0, 7), ["b"])
+    manager.store.put("underreplication/ledgers/0000/0000/0000/0006/urL0000000006", b"\xff", None)
+    manager.store.put("underreplication/ledgers/0000/0000/0000/0008/urL0000000008", b"", None)
+    for name in ("0000/0000/0000/0005/other", "0000/0000/00/urL0000000009", "0000/0000/0000/0009/urL9", "x"):
+        manager.store.put(f"underreplication/ledgers/{name}", b"", None)
+    found = list(manager.list(None))
+    assert [ledger.ledger_id for ledger, _ in found] == [5, 6, 7, 8]
+    assert [isinstance(each, Corrupt) for _, each in found] == [False, True, False, False]
+    last = found[3][1]
+    assert isinstance(last, UnderreplicatedLedger)
+    assert last.missing_replicas == ()
+
+
+def test_a_later_layout_is_refused(manager: LedgerUnderreplicationManager) -> None:
+    manager.store.put("underreplication/LAYOUT", b'type: "BASIC"\nversion: 2\n', None)
+    for call in (lambda: list(manager.list()), manager.disable, lambda: manager.mark(LedgerId(0, 1), ["b"])):
+        with pytest.raises(Unsupported, match="version 2"):
+            call()  # type: ignore[operator]
+
+
+def test_what_cannot_be_marked_is_refused(manager: LedgerUnderreplicationManager) -> None:
+    for ledger, bookies in ((LedgerId(0, 5), ["not a bookie"]), (LedgerId(0, 1 << 63), ["b"])):
+        with pytest.raises(UsageError):
+            manager.mark(ledger, bookies)
+    assert list(manager.list(None)) == []
