@@ -36,12 +36,12 @@ $(BIN)/python:
 	  exit 1; \
 	fi || { rm -rf .venv; exit 1; }
 
-.venv/.bkctl: pyproject.toml | $(BIN)/python
+.venv/.bkctl: pyproject.toml bkctl/storage/_scan.c commands/_rows.c | $(BIN)/python
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
 	@$(BIN)/python -m compileall -q bkctl commands
 	@touch $@
 
-.venv/.test: pyproject.toml | $(BIN)/python
+.venv/.test: pyproject.toml bkctl/storage/_scan.c commands/_rows.c | $(BIN)/python
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test]'
 	@$(BIN)/python -m compileall -q bkctl commands
 	@touch $@ .venv/.bkctl

@@ -3,6 +3,7 @@
     python benchmarks/run.py                     everything
     python benchmarks/run.py startup adds-v2     what is named
     python benchmarks/run.py --seconds 120 adds-v2 adds-v3
+    python benchmarks/run.py --mib 64 1024 -- files
 
 Needs Java 17 and Maven, like the tests, whose servers it uses. A ratio above 1 means that bkctl is faster. The
 machine's noise is part of every figure: compare ratios, not seconds.
@@ -27,6 +28,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT / "tests"))
 
 import servers  # noqa: E402
+from files import compare as compare_files  # noqa: E402
 from own_bookies import OwnBookie  # noqa: E402
 
 BKCTL = [str(Path(sys.executable).with_name("bkctl"))]
@@ -98,9 +100,7 @@ class Bench:
         uri = self.zookeeper.metadata_uri(root)
         directory = self.directory / f"ours-{time.time_ns()}"
         servers.format_cluster(self.java, uri, directory)
-        bookies = [
-            OwnBookie(uri, directory / f"bookie-{index}", settings=server_settings()) for index in range(count)
-        ]
+        bookies = [OwnBookie(uri, directory / f"bookie-{index}", settings=server_settings()) for index in range(count)]
         for bookie in bookies:
             bookie.launch()
         for bookie in bookies:
@@ -185,20 +185,6 @@ def startup(bench: Bench) -> Iterator[Figure]:
         )  # fmt: skip
 
 
-def files(bench: Bench) -> Iterator[Figure]:
-    """Every record of a 64 MiB entry log of 1 KiB entries."""
-    with bench.apache(1) as cluster:
-        ledger_of(bench, cluster.metadata_uri, 64 * 1024)
-        bookie = cluster.bookies[0]
-        bookie.stop()
-        log = max((bookie.ledger_dir / "current").glob("*.log"), key=lambda path: path.stat().st_size)
-        shell = [*bench.java.command("org.apache.bookkeeper.bookie.BookieShell"), "-conf", str(bookie.conf)]
-        ours = timed([*BKCTL, "entrylog", "read", str(log), "-o", "ndjson"])
-        what = f"entrylog read -o ndjson ({log.stat().st_size >> 20} MiB)"
-        yield Figure(what, ours, timed([*shell, "readlog", str(log)], 3), "shell readlog")
-        yield Figure(what, ours, timed(["cat", str(log)]), "cat")
-
-
 def ledger_read(bench: Bench) -> Iterator[Figure]:
     """`ledger read` of 10,000 entries of 1 KiB against the shell's `readledger`."""
     with bench.apache(1) as cluster:
@@ -249,7 +235,6 @@ def adds(bench: Bench, protocol: str) -> Iterator[Figure]:
 
 BENCHMARKS: dict[str, Callable[[Bench], Iterator[Figure]]] = {
     "startup": startup,
-    "files": files,
     "ledger-read": ledger_read,
     "client": client,
     "adds-v2": lambda bench: adds(bench, "v2"),
@@ -300,18 +285,24 @@ def main() -> None:
         print(run(run_client(*sys.argv[2:6])))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(BENCHMARKS))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(("files", *BENCHMARKS)))
     parser.add_argument("--seconds", type=float, default=30, help="how long each adds run takes (30)")
+    parser.add_argument("--mib", type=int, nargs="+", default=[64, 1024], help="sizes of the files (64 1024)")
     arguments = parser.parse_args()
-    unknown = set(arguments.names) - BENCHMARKS.keys()
+    unknown = set(arguments.names) - BENCHMARKS.keys() - {"files"}
     if unknown:
-        parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+        parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are files, {', '.join(BENCHMARKS)}")
     os.environ.setdefault("BKCTL_TEST_REQUIRE", "all")
-    print(f"{'':<58} {'bkctl':>12}  {'peer':>12}  {'ratio':>7}  peer", flush=True)
     with tempfile.TemporaryDirectory(prefix="bkctl-bench-") as directory:
         bench = Bench(Path(directory), arguments.seconds)
         try:
-            for name in arguments.names or BENCHMARKS:
+            if "files" in arguments.names or not arguments.names:
+                for line in compare_files(bench, arguments.mib, full_speed_java):
+                    print(line, flush=True)
+            names = [name for name in arguments.names or BENCHMARKS if name != "files"]
+            if names:
+                print(f"{'':<58} {'bkctl':>12}  {'peer':>12}  {'ratio':>7}  peer", flush=True)
+            for name in names:
                 for figure in BENCHMARKS[name](bench):
                     print(figure.line(), flush=True)
         finally:

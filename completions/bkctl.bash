@@ -11,31 +11,33 @@ _bkctl() {
   for word in "${typed[@]:1:${#typed[@]}-2}"; do
     if [[ -n $skip ]]; then skip=''; continue; fi
     case $word in
-      -*) case " --ack-quorum --after --bookie --bookie-address --bookies --conf --context --count --custom-metadata --depth --digest-type --dir --ensemble-size --entry --format --from --from-pos --if-state --kind --last --ledger --ledger-id --ledger-qualified-name --ledger-scope-id --limit --max-age --meta-key --metadata-uri --min-age --min-size --output --password --password-file --protocol --record-size --size --sort --state --storage --timeout --tls-ca --tls-cert --tls-key --to --to-pos --type --write-quorum -c -o -u -x " in *" $word "*) skip=yes ;; esac ;;
+      -*) case " --ack-quorum --after --backup --bookie --bookie-address --bookies --by --conf --context --count --custom-metadata --depth --digest --digest-type --dir --ensemble-size --entry --file --format --from --from-file --from-pos --if-state --index-dirs --instance-id --journal-dirs --kind --last --ledger --ledger-dirs --ledger-id --ledger-qualified-name --ledger-scope-id --limit --major-threshold --max-age --max-size --metadata-password-file --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-uri --metadata-user --min-age --min-size --minor-threshold --missing --not-missing --older-than --output --password --password-file --protocol --rate --record-size --reset-clock --sample --seed --size --sort --state --storage --threshold --timeout --tls-ca --tls-cert --tls-key --to --to-password-file --to-pos --to-user --top --type --undo --watch --write-quorum -c -f -o -u -x " in *" $word "*) skip=yes ;; esac ;;
       *)
         if [[ $open == yes ]]; then
           path="${path:+$path }$word"
-          case $path in 'ledger'|'bookie'|'bookie index'|'bookies'|'journal'|'entrylog'|'metadata'|'cluster') ;; *) open='' ;; esac
+          case $path in 'ledger'|'bookie'|'bookie index'|'bookies'|'journal'|'entrylog'|'metadata'|'cookie'|'autorecovery'|'cluster'|'cluster healthcheck'|'context') ;; *) open='' ;; esac
         fi ;;
     esac
   done
   case $path in
     '')
       case $previous in
-        -u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -u|--metadata-uri|--bookie-address|--metadata-user|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key|--metadata-tls-ca|--metadata-tls-cert|--metadata-tls-key|--metadata-password-file) kind='files' ;;
+        -x|--context) kind='context' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='ledger bookie bookies journal entrylog metadata cluster --verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
+      words='ledger bookie bookies journal entrylog metadata cookie autorecovery cluster context --verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --metadata-tls --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-user --metadata-password-file --metadata-sasl --metadata-creator-acl --timeout --output --yes --help'
       ;;
     'ledger')
-      words='write list show read tail delete recover verify test --help'
+      words='write list show locate read tail delete recover verify test --help'
       ;;
     'ledger write')
       case $previous in
-        --ledger-id|--ledger-scope-id|--ledger-qualified-name|--ensemble-size|--write-quorum|--ack-quorum|--digest-type|--custom-metadata|--password|--record-size|-u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
+        --ledger-id|--ledger-scope-id|--ledger-qualified-name|--ensemble-size|--write-quorum|--ack-quorum|--digest-type|--custom-metadata|--password|--record-size|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
         --password-file|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
         --protocol) kind='words v2 v3' ;;
+        -x|--context) kind='context' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
       words='--uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --custom-metadata --password --password-file --record-size --protocol --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
@@ -43,30 +45,43 @@ _bkctl() {
       ;;
     'ledger list')
       case $previous in
-        --ledger-scope-id|--min-age|--max-age|--min-size|--limit|--state|--meta-key|-u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
+        --ledger-scope-id|--min-age|--max-age|--min-size|--max-size|--custom-metadata|--limit|--watch|--state|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
         --bookie) kind='bookie' ;;
         --after) kind='ledger' ;;
         -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='--ledger-scope-id --all-scopes --min-age --max-age --min-size --limit --bookie --state --meta-key --after --count --keep-going --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      words='--ledger-scope-id --all-scopes --min-age --max-age --min-size --max-size --custom-metadata --limit --watch --bookie --state --after --count --keep-going --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
       ;;
     'ledger show')
       case $previous in
-        --ledger-id|--ledger-scope-id|--ledger-qualified-name|-u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
+        --ledger-id|--ledger-scope-id|--ledger-qualified-name|--watch|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
         -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='--ledger-id --ledger-scope-id --ledger-qualified-name --show-secrets --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      words='--ledger-id --ledger-scope-id --ledger-qualified-name --watch --show-secrets --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='ledger'
+      ;;
+    'ledger locate')
+      case $previous in
+        --ledger-id|--ledger-scope-id|--ledger-qualified-name|--entry|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--ledger-id --ledger-scope-id --ledger-qualified-name --entry --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
       argument='ledger'
       ;;
     'ledger read')
       case $previous in
-        --ledger-id|--ledger-scope-id|--ledger-qualified-name|--from|--to|--count|--last|--password|-u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
+        --ledger-id|--ledger-scope-id|--ledger-qualified-name|--from|--to|--count|--last|--password|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
         --password-file|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
         --protocol) kind='words v2 v3' ;;
         --bookie) kind='bookie' ;;
         --format) kind='words base64 utf8 hex raw' ;;
+        -x|--context) kind='context' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
       words='--ledger-id --ledger-scope-id --ledger-qualified-name --from --to --count --last --password --password-file --protocol --bookie --recover --no-verify --body --format --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
@@ -74,10 +89,11 @@ _bkctl() {
       ;;
     'ledger tail')
       case $previous in
-        --ledger-id|--ledger-scope-id|--ledger-qualified-name|--last|--password|--from|-u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
+        --ledger-id|--ledger-scope-id|--ledger-qualified-name|--last|--password|--from|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
         --password-file|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
         --protocol) kind='words v2 v3' ;;
         --format) kind='words base64 utf8 hex raw' ;;
+        -x|--context) kind='context' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
       words='--ledger-id --ledger-scope-id --ledger-qualified-name --last --password --password-file --protocol --from --no-verify --body --format --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
@@ -85,17 +101,19 @@ _bkctl() {
       ;;
     'ledger delete')
       case $previous in
-        --ledger-id|--ledger-scope-id|--ledger-qualified-name|--if-state|-u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        --from-file|--backup|--undo|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        --ledger-id|--ledger-scope-id|--ledger-qualified-name|--rate|--if-state|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -x|--context) kind='context' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='--ledger-id --ledger-scope-id --ledger-qualified-name --if-state --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
+      words='--from-file --ledger-id --ledger-scope-id --ledger-qualified-name --rate --if-state --ignore-missing --keep-going --backup --undo --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
       argument='ledger'
       ;;
     'ledger recover')
       case $previous in
-        --ledger-id|--ledger-scope-id|--ledger-qualified-name|-u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
+        --ledger-id|--ledger-scope-id|--ledger-qualified-name|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
         -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
       words='--ledger-id --ledger-scope-id --ledger-qualified-name --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
@@ -103,9 +121,10 @@ _bkctl() {
       ;;
     'ledger verify')
       case $previous in
-        --ledger-id|--ledger-scope-id|--ledger-qualified-name|-u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
+        --ledger-id|--ledger-scope-id|--ledger-qualified-name|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
         --protocol) kind='words v2 v3' ;;
         -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
       words='--ledger-id --ledger-scope-id --ledger-qualified-name --protocol --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
@@ -113,20 +132,22 @@ _bkctl() {
       ;;
     'ledger test')
       case $previous in
-        --ledger-id|--ledger-scope-id|--ledger-qualified-name|--ensemble-size|--write-quorum|--ack-quorum|--digest-type|--count|--size|--password|-u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
+        --ledger-id|--ledger-scope-id|--ledger-qualified-name|--ensemble-size|--write-quorum|--ack-quorum|--digest-type|--count|--size|--password|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
         --password-file|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
         --protocol) kind='words v2 v3' ;;
+        -x|--context) kind='context' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
       words='--uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --count --size --password --password-file --protocol --keep --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
       ;;
     'bookie')
-      words='start files index --help'
+      words='start files check downgrade convert format init index --help'
       ;;
     'bookie start')
       case $previous in
-        -u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
         -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
       words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
@@ -140,8 +161,54 @@ _bkctl() {
       words='--dir --kind --conf --output --help'
       argument='files'
       ;;
+    'bookie check')
+      case $previous in
+        --ledger) kind='ledger' ;;
+        --ledger-scope-id|--digest|--digest-type|--password|--sample|--seed|--rate|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        --password-file|--dir|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--ledger --ledger-scope-id --digest --digest-type --password --password-file --sample --seed --rate --dir --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='files'
+      ;;
+    'bookie downgrade')
+      case $previous in
+        --dir|-c|--conf) kind='files' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--dir --dry-run --conf --output --help'
+      argument='files'
+      ;;
+    'bookie convert')
+      case $previous in
+        --to) kind='words db interleaved' ;;
+        --dir|-c|--conf) kind='files' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--to --dir --discard-old --dry-run --conf --output --yes --help'
+      argument='files'
+      ;;
+    'bookie format')
+      case $previous in
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--delete-cookie --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
+      ;;
+    'bookie init')
+      case $previous in
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--check --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
     'bookie index')
-      words='show --help'
+      words='show check rebuild regenerate --help'
       ;;
     'bookie index show')
       case $previous in
@@ -152,20 +219,69 @@ _bkctl() {
       words='--ledger-id --ledger-scope-id --ledger-qualified-name --entry --dir --meta --gaps --show-secrets --conf --output --help'
       argument='ledger'
       ;;
+    'bookie index check')
+      case $previous in
+        --dir|-c|--conf) kind='files' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--ledgers --locations --dir --conf --output --help'
+      argument='files'
+      ;;
+    'bookie index rebuild')
+      case $previous in
+        --dir|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--ledgers --locations --dir --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='files'
+      ;;
+    'bookie index regenerate')
+      case $previous in
+        --ledger-id|--ledger-scope-id|--ledger-qualified-name|--password|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        --password-file|--dir|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--ledger-id --ledger-scope-id --ledger-qualified-name --password --password-file --dir --all --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='ledger'
+      ;;
     'bookies')
-      words='list --help'
+      words='list show usage --help'
       ;;
     'bookies list')
       case $previous in
+        --watch|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
         --state) kind='words rw ro down all' ;;
-        -u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
         -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='--state --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      words='--watch --state --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
+    'bookies show')
+      case $previous in
+        --watch|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--watch --ledgers --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='bookie'
+      ;;
+    'bookies usage')
+      case $previous in
+        --sort) kind='words bookie used free' ;;
+        --threshold|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--sort --threshold --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
       ;;
     'journal')
-      words='list read lastmark --help'
+      words='list read lastmark verify stats --help'
       ;;
     'journal list')
       case $previous in
@@ -178,13 +294,13 @@ _bkctl() {
     'journal read')
       case $previous in
         --ledger) kind='ledger' ;;
-        --ledger-scope-id|--entry|--from-pos|--to-pos|--limit|--digest-type) kind='none' ;;
+        --ledger-scope-id|--entry|--from-pos|--to-pos|--limit|--digest|--digest-type) kind='none' ;;
         --type) kind='words entry ledgerKey fence forceLedger explicitLac padding ledgersMap unknown' ;;
         --format) kind='words base64 utf8 hex raw' ;;
         --dir|-c|--conf) kind='files' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='--ledger --ledger-scope-id --all-scopes --entry --from-pos --to-pos --type --limit --body --format --digest-type --dir --after-lastmark --show-secrets --conf --output --help'
+      words='--ledger --ledger-scope-id --all-scopes --entry --from-pos --to-pos --type --limit --body --format --digest --digest-type --dir --after-lastmark --show-secrets --conf --output --help'
       argument='journal'
       ;;
     'journal lastmark')
@@ -195,16 +311,36 @@ _bkctl() {
       words='--dir --conf --output --help'
       argument='files'
       ;;
+    'journal verify')
+      case $previous in
+        --dir|-c|--conf) kind='files' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--dir --conf --output --help'
+      argument='journal'
+      ;;
+    'journal stats')
+      case $previous in
+        --top) kind='none' ;;
+        --dir|-c|--conf) kind='files' ;;
+        --by) kind='words file type ledger scope' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--top --dir --by --conf --output --help'
+      argument='journal'
+      ;;
     'entrylog')
-      words='list show read --help'
+      words='list show read verify active garbage extract --help'
       ;;
     'entrylog list')
       case $previous in
-        --dir|-c|--conf) kind='files' ;;
-        --sort) kind='words id size age' ;;
+        --dir|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        --sort) kind='words id size garbage age' ;;
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -x|--context) kind='context' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='--dir --sort --conf --output --help'
+      words='--dir --sort --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
       argument='files'
       ;;
     'entrylog show')
@@ -218,22 +354,66 @@ _bkctl() {
     'entrylog read')
       case $previous in
         --ledger) kind='ledger' ;;
-        --ledger-scope-id|--entry|--from-pos|--to-pos|--limit|--digest-type) kind='none' ;;
+        --ledger-scope-id|--entry|--from-pos|--to-pos|--limit|--digest|--digest-type) kind='none' ;;
         --type) kind='words entry ledgerKey fence forceLedger explicitLac padding ledgersMap unknown' ;;
         --format) kind='words base64 utf8 hex raw' ;;
         --dir|-c|--conf) kind='files' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='--ledger --ledger-scope-id --all-scopes --entry --from-pos --to-pos --type --limit --body --format --digest-type --dir --conf --output --help'
+      words='--ledger --ledger-scope-id --all-scopes --entry --from-pos --to-pos --type --limit --body --format --digest --digest-type --dir --conf --output --help'
+      argument='entrylog'
+      ;;
+    'entrylog verify')
+      case $previous in
+        --digest|--digest-type|--password|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        --password-file|--dir|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--digest --digest-type --password --password-file --dir --no-digests --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='entrylog'
+      ;;
+    'entrylog active')
+      case $previous in
+        --dir|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        --state) kind='words alive dead unknown' ;;
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--dir --all --state --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='entrylog'
+      ;;
+    'entrylog garbage')
+      case $previous in
+        --minor-threshold|--major-threshold|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        --dir|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        --sort) kind='words id size garbage age' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--minor-threshold --major-threshold --dir --all --sort --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='entrylog'
+      ;;
+    'entrylog extract')
+      case $previous in
+        --from|--to|--ledger-scope-id|--digest|--digest-type) kind='none' ;;
+        --ledger) kind='ledger' ;;
+        -f|--file|--dir|-c|--conf) kind='files' ;;
+        --format) kind='words log ndjson raw' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--from --to --ledger --ledger-scope-id --digest --digest-type --file --dir --format --all-copies --scan --conf --output --yes --help'
       argument='entrylog'
       ;;
     'metadata')
-      words='layout get tree --help'
+      words='layout get tree undo export import diff migrate check orphans scopes idgen replace-bookie --help'
       ;;
     'metadata layout')
       case $previous in
-        -u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
         -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
       words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
@@ -241,8 +421,9 @@ _bkctl() {
     'metadata get')
       case $previous in
         --format) kind='words base64 utf8 hex raw' ;;
-        -u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
         -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
       words='--format --show-secrets --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
@@ -250,23 +431,345 @@ _bkctl() {
       ;;
     'metadata tree')
       case $previous in
-        --depth|-u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
+        --depth|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
         -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
       words='--depth --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
       argument='none'
       ;;
-    'cluster')
-      words='info up down status --help'
-      ;;
-    'cluster info')
+    'metadata undo')
       case $previous in
-        -u|--metadata-uri|-x|--context|--bookie-address|--timeout) kind='none' ;;
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
         -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
+      argument='files'
+      ;;
+    'metadata export')
+      case $previous in
+        --ledger-id|--ledger-scope-id|--ledger-qualified-name|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -f|--file|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--ledger-id --ledger-scope-id --ledger-qualified-name --file --overwrite --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='ledger'
+      ;;
+    'metadata import')
+      case $previous in
+        -f|--file|--undo|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--file --overwrite --undo --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
+      ;;
+    'metadata diff')
+      case $previous in
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
       words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='none'
+      ;;
+    'metadata migrate')
+      case $previous in
+        --to|--to-user|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        --to-password-file|--undo|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--to --to-user --to-password-file --overwrite --live --undo --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
+      ;;
+    'metadata check')
+      case $previous in
+        --ledger-scope-id|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--ledger-scope-id --all-scopes --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
+    'metadata orphans')
+      case $previous in
+        --undo|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--delete --undo --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
+      ;;
+    'metadata scopes')
+      case $previous in
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
+    'metadata idgen')
+      case $previous in
+        --count|--ledger-scope-id|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--count --ledger-scope-id --sequence --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
+    'metadata replace-bookie')
+      case $previous in
+        --limit|--rate|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        --from|--to) kind='bookie' ;;
+        --undo|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--limit --from --to --rate --undo --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
+      ;;
+    'cookie')
+      words='list show create update delete generate expand rename verify --help'
+      ;;
+    'cookie list')
+      case $previous in
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
+    'cookie show')
+      case $previous in
+        --dir|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        --format) kind='words base64 utf8 hex raw' ;;
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--dir --format --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='bookie'
+      ;;
+    'cookie create')
+      case $previous in
+        -f|--file|--undo|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--file --undo --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='bookie'
+      ;;
+    'cookie update')
+      case $previous in
+        -f|--file|--undo|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--file --undo --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
+      argument='bookie'
+      ;;
+    'cookie delete')
+      case $previous in
+        --dir|--undo|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--dir --undo --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
+      argument='bookie'
+      ;;
+    'cookie generate')
+      case $previous in
+        --journal-dirs|--ledger-dirs|--index-dirs|--instance-id|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -f|--file|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--journal-dirs --ledger-dirs --index-dirs --instance-id --file --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='bookie'
+      ;;
+    'cookie expand')
+      case $previous in
+        --undo|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--undo --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
+      ;;
+    'cookie rename')
+      case $previous in
+        --dir|--undo|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--dir --undo --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
+      argument='none'
+      ;;
+    'cookie verify')
+      case $previous in
+        --dir|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--dir --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='bookie'
+      ;;
+    'autorecovery')
+      words='status enable disable list workers mark unmark auditor audit delay --help'
+      ;;
+    'autorecovery status')
+      case $previous in
+        --watch|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--watch --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
+    'autorecovery enable')
+      case $previous in
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
+    'autorecovery disable')
+      case $previous in
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
+    'autorecovery list')
+      case $previous in
+        --ledger-scope-id|--watch|--older-than|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        --missing|--not-missing) kind='bookie' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--ledger-scope-id --all-scopes --watch --older-than --missing --not-missing --count --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
+    'autorecovery workers')
+      case $previous in
+        --ledger-scope-id|--watch|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--ledger-scope-id --all-scopes --watch --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
+    'autorecovery mark')
+      case $previous in
+        --from-file|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        --ledger-id|--ledger-scope-id|--ledger-qualified-name|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        --missing) kind='bookie' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--from-file --ledger-id --ledger-scope-id --ledger-qualified-name --missing --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='ledger'
+      ;;
+    'autorecovery unmark')
+      case $previous in
+        --from-file|--undo|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        --ledger-id|--ledger-scope-id|--ledger-qualified-name|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--from-file --ledger-id --ledger-scope-id --ledger-qualified-name --undo --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
+      argument='ledger'
+      ;;
+    'autorecovery auditor')
+      case $previous in
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--all --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
+    'autorecovery audit')
+      case $previous in
+        --reset-clock|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--reset-clock --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
+    'autorecovery delay')
+      case $previous in
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='none'
+      ;;
+    'cluster')
+      words='info health id init nuke up down status healthcheck --help'
+      ;;
+    'cluster info')
+      case $previous in
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
+    'cluster health')
+      case $previous in
+        --watch|--threshold|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--watch --threshold --no-bookies --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
+    'cluster id')
+      case $previous in
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
+    'cluster init')
+      case $previous in
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--long-long-layout --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
+    'cluster nuke')
+      case $previous in
+        --instance-id|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        --backup|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--instance-id --backup --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
       ;;
     'cluster up')
       case $previous in
@@ -290,6 +793,80 @@ _bkctl() {
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
       words='--dir --conf --output --help'
+      ;;
+    'cluster healthcheck')
+      words='status enable disable --help'
+      ;;
+    'cluster healthcheck status')
+      case $previous in
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
+    'cluster healthcheck enable')
+      case $previous in
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
+    'cluster healthcheck disable')
+      case $previous in
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
+    'context')
+      words='list show add use delete --help'
+      ;;
+    'context list')
+      case $previous in
+        -c|--conf) kind='files' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--conf --output --help'
+      ;;
+    'context show')
+      case $previous in
+        -c|--conf) kind='files' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--conf --output --help'
+      argument='context'
+      ;;
+    'context add')
+      case $previous in
+        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--replace --use --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='context'
+      ;;
+    'context use')
+      case $previous in
+        -c|--conf) kind='files' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--conf --output --help'
+      argument='context'
+      ;;
+    'context delete')
+      case $previous in
+        -c|--conf) kind='files' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--conf --output --yes --help'
+      argument='context'
       ;;
   esac
   COMPREPLY=()
