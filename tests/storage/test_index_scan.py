@@ -117,7 +117,8 @@ def test_databases(tmp_path: Path) -> None:
         key=str,
     )  # fmt: skip
     assert counts.errors == []
-    assert counts.findings == len([kind for kind, _ in found if kind not in ("noMasterKey", "needsIntegrityCheck", "noLedger")])
+    notes = ("noMasterKey", "needsIntegrityCheck", "noLedger")
+    assert counts.findings == len([kind for kind, _ in found if kind not in notes])
     assert len(scan(tmp_path, locations=False)[0]) == 7
     assert len(scan(tmp_path, ledgers=False)[0]) == 3
 
