@@ -267,6 +267,34 @@ class BookieConfig:
     log_size_limit: int = _setting("logSizeLimit", LOG_SIZE_LIMIT_MAX, least=1, most=LOG_SIZE_LIMIT_MAX)
     minor_compaction_threshold: float = _setting("minorCompactionThreshold", 0.2, most=1.0)
     major_compaction_threshold: float = _setting("majorCompactionThreshold", 0.8, most=1.0)
+    #: Seconds; 0 or less: never.
+    minor_compaction_interval: int = _setting("minorCompactionInterval", 3600)
+    major_compaction_interval: int = _setting("majorCompactionInterval", 86_400)
+    #: Longer than this no further log is begun; 0 or less: no limit.
+    minor_compaction_max_time_millis: int = _setting("minorCompactionMaxTimeMillis", -1)
+    major_compaction_max_time_millis: int = _setting("majorCompactionMaxTimeMillis", -1)
+    #: Seconds; 0 or less: never.
+    entry_location_compaction_interval: int = _setting("entryLocationCompactionInterval", -1)
+    is_throttle_by_bytes: bool = _setting("isThrottleByBytes", False)
+    #: Entries a second. None: `compaction_rate`, its old name.
+    compaction_rate_by_entries: int | None = _setting("compactionRateByEntries", None, least=1)
+    compaction_rate: int = _setting("compactionRate", 1000, least=1)
+    compaction_rate_by_bytes: int = _setting("compactionRateByBytes", 1_000_000, least=1)
+    compaction_max_outstanding_requests: int = _setting("compactionMaxOutstandingRequests", 100_000, least=1)
+    use_transactional_compaction: bool = _setting("useTransactionalCompaction", False)
+    use_target_entry_log_size_for_gc: bool = _setting("useTargetEntryLogSizeForGc", False)
+    force_allow_compaction: bool = _setting("forceAllowCompaction", False)
+    is_force_gc_allow_when_no_space: bool = _setting("isForceGCAllowWhenNoSpace", False)
+    gc_wait_time: int = _setting("gcWaitTime", 600_000, least=1)
+    #: Milliseconds; 0 or less: never.
+    gc_overreplicated_ledger_wait_time: int = _setting("gcOverreplicatedLedgerWaitTime", 86_400_000)
+    gc_metadata_op_rate_limit: int = _setting("gcMetadataOpRateLimit", 1000, least=1)
+    #: Accepted: what the logs hold is kept in memory, and every ledger is read again before it goes.
+    gc_entry_log_metadata_cache_enabled: bool = _setting("gcEntryLogMetadataCacheEnabled", False)
+    verify_metadata_on_gc: bool = _setting("verifyMetadataOnGC", False)
+    #: A round that would delete at least so many scoped ledgers, and more than this part of them, deletes none of them.
+    gc_scoped_delete_count_min: int = _setting("gcScopedDeleteCountMin", 100, least=1)
+    gc_scoped_delete_ratio_max: float = _setting("gcScopedDeleteRatioMax", 0.5, least=0.0, most=1.0)
     flush_interval: int = _setting("flushInterval", 10_000, least=1)
     page_size: int = _setting("pageSize", 8192, least=8, most=1 << 24)
     page_limit: int = _setting("pageLimit", -1, least=-1)
