@@ -301,6 +301,28 @@ class BookieConfig:
     open_file_limit: int = _setting("openFileLimit", 20_000, least=1)
     file_info_format_version_to_write: int = _setting("fileInfoFormatVersionToWrite", 1, least=0, most=1)
 
+    #: Both caches of DbLedgerStorage are shared by its directories. Java's default is a quarter of the direct memory.
+    db_storage_write_cache_max_size_mb: int = _setting("dbStorage_writeCacheMaxSizeMb", 128, least=1)
+    db_storage_read_ahead_cache_max_size_mb: int = _setting("dbStorage_readAheadCacheMaxSizeMb", 64, least=0)
+    db_storage_read_ahead_cache_batch_size: int = _setting("dbStorage_readAheadCacheBatchSize", 100, least=0)
+    #: 0 or less: only the number of entries counts.
+    db_storage_read_ahead_cache_batch_bytes_size: int = _setting("dbStorage_readAheadCacheBatchBytesSize", -1)
+    #: Bytes, in each directory; None: 32 MiB. Java's default is a tenth of the direct memory.
+    db_storage_rocksdb_block_cache_size: int | None = _setting("dbStorage_rocksDB_blockCacheSize", None, least=0)
+    db_storage_rocksdb_write_buffer_size_mb: int = _setting("dbStorage_rocksDB_writeBufferSizeMB", 64, least=1)
+    db_storage_rocksdb_sst_size_mb: int = _setting("dbStorage_rocksDB_sstSizeInMB", 64, least=1)
+    db_storage_rocksdb_block_size: int = _setting("dbStorage_rocksDB_blockSize", 64 * 1024, least=256, most=1 << 28)
+    db_storage_rocksdb_bloom_filter_bits_per_key: int = _setting(
+        "dbStorage_rocksDB_bloomFilterBitsPerKey", 10, least=-1, most=100
+    )
+    db_storage_rocksdb_num_levels: int = _setting("dbStorage_rocksDB_numLevels", -1, most=64)
+    db_storage_rocksdb_num_files_in_level0: int = _setting("dbStorage_rocksDB_numFilesInLevel0", 4, least=1)
+    db_storage_rocksdb_max_size_in_level1_mb: int = _setting("dbStorage_rocksDB_maxSizeInLevel1MB", 256, least=1)
+    db_storage_rocksdb_lz4_compression_enabled: bool = _setting("dbStorage_rocksDB_lz4CompressionEnabled", True)
+    #: 2 is read by every Apache bookie, 5 by those of 4.16 and later.
+    db_storage_rocksdb_format_version: int = _setting("dbStorage_rocksDB_format_version", 5, least=2, most=5)
+    db_storage_rocksdb_log_path: str | None = _setting("dbStorage_rocksDB_logPath", None)
+
     netty_max_frame_size_bytes: int = _setting("nettyMaxFrameSizeBytes", 5 * 1024 * 1024, least=1024, most=1 << 30)
     max_batch_read_size: int = _setting("maxBatchReadSize", 5 * 1024 * 1024, least=1)
 
