@@ -348,6 +348,20 @@ class BookieConfig:
     tls_trust_store: str | None = _setting("tlsTrustStore", None)
     tls_client_authentication: bool = _setting("tlsClientAuthentication", False)
 
+    http_server_enabled: bool = _setting("httpServerEnabled", False)
+    http_server_port: int = _setting("httpServerPort", 8080, least=0, most=65535)
+    http_server_host: str = _setting("httpServerHost", "0.0.0.0")
+    http_server_tls_enable: bool = _setting("httpServerTlsEnable", False)
+    #: PEM: the private key and the certificate.
+    http_server_key_store_path: str | None = _setting("httpServerKeyStorePath", None)
+    http_server_key_store_password: str | None = _setting("httpServerKeyStorePassword", None)
+    #: PEM: the authorities whose client certificates are let in.
+    http_server_trust_store_path: str | None = _setting("httpServerTrustStorePath", None)
+    http_server_trust_store_password: str | None = _setting("httpServerTrustStorePassword", None)
+    #: Ours: what a client sends as `Authorization: Bearer`; better in a file.
+    http_server_token: str | None = _setting("httpServerToken", None)
+    http_server_token_file: str | None = _setting("httpServerTokenFile", None)
+
     conf_path: Path | None = None
 
     @classmethod
@@ -386,6 +400,25 @@ class BookieConfig:
     def with_changes(self, **changes: Any) -> BookieConfig:
         """A copy with some settings changed."""
         return replace(self, **changes)
+
+    def with_settings(self, settings: Mapping[str, str]) -> BookieConfig:
+        """A copy with settings changed that go by Java's names. Raises UsageError for a value that does not parse.
+
+        Only names of `settings()` can be given.
+        """
+        declared = {each.metadata["key"]: each for each in fields(self) if each.metadata}
+        return replace(
+            self, **{declared[key].name: _parse(declared[key], text, key) for key, text in settings.items()}
+        )
+
+    def settings(self) -> dict[str, str]:
+        """Every setting of one value, by Java's name, as it would stand in a file; those that are None left out."""
+        found = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.metadata and value is not None:
+                found[each.metadata["key"]] = str(value).lower() if isinstance(value, bool) else str(value)
+        return found
 
     @property
     def ledger_storage(self) -> str:

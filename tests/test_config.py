@@ -104,3 +104,14 @@ def test_unknown_storage_class_is_unsupported(tmp_path: Path) -> None:
     config = BookieConfig.load(write(tmp_path / "bk.conf", "ledgerStorageClass=org.example.Mine\n"))
     with pytest.raises(Unsupported):
         _ = config.ledger_storage
+
+
+def test_settings_by_javas_names_go_out_and_in() -> None:
+    config = BookieConfig(http_server_enabled=True, flush_interval=5)
+    settings = config.settings()
+    assert settings["httpServerEnabled"] == "true"
+    assert settings["flushInterval"] == "5"
+    assert "httpServerToken" not in settings
+    assert BookieConfig().with_settings(settings) == config
+    with pytest.raises(UsageError, match="flushInterval must be a whole number"):
+        config.with_settings({"flushInterval": "soon"})
