@@ -1,11 +1,8 @@
-"""What an acknowledgement means, seen from outside the bookie's process: the system calls before it, and SIGKILL."""
+"""What an acknowledgement means, seen from outside the bookie's process: the system calls before it."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import random
 import re
 import shutil
 import subprocess
@@ -15,15 +12,13 @@ from pathlib import Path
 from own_bookies import OwnBookie
 from servers import require
 
-from bkctl.errors import BkctlError, Unreachable
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.protocol.connection import BookieConnection
-from bkctl.protocol.messages import AddRequest, AddResponse, Protocol, ReadRequest, Status
+from bkctl.protocol.messages import AddRequest, Protocol, Status
 
 MakeBookie = Callable[..., OwnBookie]
-KILLS = int(os.environ.get("BKCTL_TEST_KILLS", "4"))
 
 
 def entry(by: DigestManager, entry_id: int, payload: bytes) -> AddRequest:
@@ -100,74 +95,3 @@ def test_the_journal_is_on_disk_before_each_acknowledgement_leaves(
     # One at a time: each entry is written, then synced, and only then answered.
     assert seen.startswith("WSA" * count), seen
     assert seen.count("A") == count
-
-
-def test_sigkill_at_random_points_loses_no_acknowledged_entry(own_bookie: MakeBookie, cluster: Cluster) -> None:
-    seed = int(os.environ.get("BKCTL_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
-    chance = random.Random(seed)
-    # Small logs and frequent checkpoints, so that the kills meet rolls, index writes and last marks.
-    settings = {"logSizeLimit": 200_000, "flushInterval": 20, "journalMaxSizeMB": 1}
-    bookie = own_bookie(cluster.uri, settings=settings)
-    managers = [
-        DigestManager(ledger, DigestType.CRC32C, b"secret")
-        for ledger in (LedgerId(0, 1), LedgerId(0, 2), LedgerId(1, 1), LedgerId((1 << 64) - 1, 1))
-    ]
-    acknowledged: dict[tuple[LedgerId, int], bytes] = {}
-    given: dict[tuple[LedgerId, int], bytes] = {}
-
-    async def write_until_killed() -> None:
-        connection = await connect(bookie, Protocol.V3)
-        waiting = []
-
-        def note(future: asyncio.Future[AddResponse], request: AddRequest) -> None:
-            if not future.cancelled() and future.exception() is None and future.result().status is Status.EOK:
-                acknowledged[request.ledger, request.entry_id] = bytes(request.body)
-
-        kill = asyncio.get_running_loop().call_later(chance.uniform(0.02, 1.0), bookie.process.kill)
-        next_id = 1 + max((entry_id for _, entry_id in given), default=-1)
-        with contextlib.suppress(Unreachable):
-            while bookie.running:
-                for by in managers:
-                    request = entry(by, next_id, chance.randbytes(chance.randint(0, 3000)))
-                    given[by.ledger, next_id] = request.body
-                    future = connection.send(request)
-                    future.add_done_callback(lambda future, request=request: note(future, request))
-                    waiting.append(future)
-                next_id += 1
-                await connection.drain()
-                await asyncio.sleep(0)
-        kill.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        connection.close()
-
-    async def check() -> None:
-        connection = await connect(bookie, Protocol.V3)
-        for by in managers:
-            ids = [entry_id for ledger, entry_id in given if ledger == by.ledger]
-            responses = await asyncio.gather(*(connection.send(ReadRequest(by.ledger, each)) for each in ids))
-            for entry_id, response in zip(ids, responses, strict=True):
-                if response.status is Status.EOK:
-                    assert bytes(response.body) == given[by.ledger, entry_id]
-                    by.open(bytes(response.body), entry_id)
-                else:
-                    # What was not acknowledged may be missing, and is nothing else.
-                    assert response.status in (Status.ENOENTRY, Status.ENOLEDGER)
-                    assert (by.ledger, entry_id) not in acknowledged
-        connection.close()
-
-    try:
-        for _ in range(KILLS):
-            bookie.start()
-            asyncio.run(write_until_killed())
-            bookie.kill()
-            bookie.start()
-            asyncio.run(check())
-            bookie.kill()
-        assert acknowledged
-        bookie.start()
-        bookie.stop()
-        bookie.start()
-        asyncio.run(check())
-    except (AssertionError, BkctlError) as error:
-        error.add_note(f"BKCTL_TEST_SEED={seed}")
-        raise
