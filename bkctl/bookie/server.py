@@ -67,10 +67,10 @@ from bkctl.protocol.messages import (
     WriteLacResponse,
     refusal,
 )
+from bkctl.storage.bookie_storage import Batch, BookieStorage
 from bkctl.storage.files import NO_SPACE, Files
 from bkctl.storage.journal_writer import MEBIBYTE
-from bkctl.storage.ledger_index import LedgerHandle
-from bkctl.storage.ledger_storage import CURRENT, Batch, LedgerStorage
+from bkctl.storage.ledger_storage import CURRENT, LedgerHandle
 
 log: Final = logging.getLogger("bkctl.bookie")
 
@@ -200,7 +200,7 @@ class Bookie:
         self.config = config
         self._security = security
         self.files = files or Files()
-        self.storage = LedgerStorage(config, files=self.files)
+        self.storage = BookieStorage(config, files=self.files)
         self.bookie_id = ""
         self.address = ("", 0)
         self.read_only = config.force_read_only_bookie
@@ -246,11 +246,6 @@ class Bookie:
         Raises UsageError, Unsupported (settings), CookieMismatch, DirectoryInUse, Corrupt, Unreachable, BkctlError (the
         address is taken). Nothing is left running or held then.
         """
-        if self.config.ledger_storage == "db":
-            raise Unsupported(
-                "Our bookie does not have DbLedgerStorage",
-                hint="use ledgerStorageClass org.apache.bookkeeper.bookie.SortedLedgerStorage on new directories",
-            )
         self._loop = asyncio.get_running_loop()
         try:
             await self._start()
@@ -538,12 +533,11 @@ class Bookie:
         take: Callable[[Buffer], None],
     ) -> None:
         """Give the entry to `take`, at once or once a thread has read it. Raises EntryNotFound, OSError, Corrupt."""
-        location = self.storage.location(handle, entry_id)
-        body = self.storage.find(handle, entry_id, location)
+        body = self.storage.find(handle, entry_id)
         if body is not None and not self._server.is_congested(respond):
             take(body)
         else:
-            self._in_reader(functools.partial(self.storage.read, handle, entry_id, location), request, respond, take)
+            self._in_reader(functools.partial(self.storage.read, handle, entry_id), request, respond, take)
 
     def _in_reader(
         self, read: Callable[[], Any], request: Request, respond: Respond, take: Callable[[Any], None]
@@ -552,6 +546,8 @@ class Bookie:
             error = future.exception()
             if error is None:
                 take(future.result())
+            elif isinstance(error, EntryNotFound):
+                respond(refusal(request, Status.ENOENTRY))
             else:
                 log.warning("%s: %s", type(request).__name__, error)
                 respond(refusal(request, Status.EIO))
@@ -630,7 +626,7 @@ class Bookie:
                 respond(ReadResponse(_EOK, request.ledger, LAST_ENTRY, None, lac, timestamp))
                 return
             entry_id = previous + 1
-            if not self.storage.index.location(handle, entry_id):
+            if not self.storage.has(handle, entry_id):
                 respond(ReadResponse(_EOK, request.ledger, LAST_ENTRY, None, lac, timestamp))
                 return
             echoed = entry_id
@@ -662,22 +658,16 @@ class Bookie:
         first = handle.last_entry if request.entry_id == LAST_ENTRY else request.entry_id
         size_max = min(request.max_size, self.config.max_batch_read_size)
         count_max = min(request.max_count, BATCH_READ_COUNT_MAX) if request.max_count > 0 else BATCH_READ_COUNT_MAX
-        locations = [storage.location(handle, first)]
-        while len(locations) < count_max:
-            location = storage.index.location(handle, first + len(locations))
-            if location == 0:
-                break
-            locations.append(location)
-            if len(locations) * 4 + BATCH_READ_OVERHEAD_BYTES > size_max:
-                break
+        if not storage.has(handle, first):
+            raise EntryNotFound(f"No entry {first} of ledger {handle.ledger} on this bookie")
 
         def gather() -> tuple[Buffer, ...]:
             bodies: list[Buffer] = []
             size = BATCH_READ_OVERHEAD_BYTES
-            for index, location in enumerate(locations):
+            while len(bodies) < count_max:
                 try:
-                    body = storage.read(handle, first + index, location)
-                except (OSError, Corrupt):
+                    body = storage.read(handle, first + len(bodies))
+                except (OSError, Corrupt, EntryNotFound):
                     if not bodies:
                         raise
                     break

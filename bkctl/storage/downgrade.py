@@ -14,12 +14,13 @@ from pathlib import Path
 from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.formats.journal import VERSION_SCOPED, LogMark
+from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.directories import COOKIE_NAME, BookieDirectories, FileKind
 from bkctl.storage.files import Files
 from bkctl.storage.holding import hold
 from bkctl.storage.journal import JournalReader, read_last_mark
 from bkctl.storage.journals import files_after_marks
-from bkctl.storage.ledger_storage import CURRENT, LedgerStorage
+from bkctl.storage.ledger_storage import CURRENT
 
 _DIRTY = "DIRTY"
 
@@ -123,7 +124,7 @@ def _plan(directories: BookieDirectories) -> Iterator[Downgraded]:
 def _stop_cleanly(config: BookieConfig, rows: list[Downgraded]) -> None:
     files = Files()
     # Nothing but one empty file a directory is written; it needs no space ahead.
-    storage = LedgerStorage(config.with_changes(journal_pre_alloc_size_mb=0), files=files)
+    storage = BookieStorage(config.with_changes(journal_pre_alloc_size_mb=0), files=files)
     storage.open()
     storage.close()
     for directory in storage.ledger_directories:

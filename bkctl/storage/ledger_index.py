@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +19,7 @@ from typing import Any, Final
 from bkctl.formats import index as formats
 from bkctl.ids import LedgerId
 from bkctl.storage.files import Files, StorageFile
+from bkctl.storage.ledger_storage import LedgerHandle, Move
 
 #: Larger entry ids are refused: their slot would lie where file systems end.
 ENTRY_ID_MAX: Final = (1 << 40) - 1
@@ -29,68 +31,33 @@ _HEADER_SIZE_MIN: Final = 36
 _HEX_DIGITS: Final = frozenset("0123456789abcdef")
 
 
-class LedgerHandle:
-    """What a bookie knows of one ledger while it is in use. `last_entry` is the highest entry id here, −1 for none."""
+class IndexedHandle(LedgerHandle):
+    """A ledger with an index file."""
 
-    __slots__ = (
-        "deleted",
-        "explicit_lac",
-        "fence_recorded",
-        "fenced",
-        "header_changed",
-        "index_path",
-        "is_on_disk",
-        "journal",
-        "key_recorded",
-        "lac",
-        "lac_is_known",
-        "lac_time_ms",
-        "last_entry",
-        "ledger",
-        "log",
-        "log_bytes",
-        "master_key",
-        "page",
-        "page_number",
-        "watchers",
-    )
+    __slots__ = ("header_changed", "index_path", "page", "page_number")
 
     def __init__(self, ledger: LedgerId, master_key: bytes, index_path: Path) -> None:
-        self.ledger = ledger
-        self.master_key = master_key
+        super().__init__(ledger, master_key)
         self.index_path = index_path
-        self.is_on_disk = False
         self.header_changed = True
-        self.fenced = False
-        self.explicit_lac = b""
-        self.last_entry = -1
-        #: Highest LAC seen; what older entries say is added once it is asked for.
-        self.lac = -1
-        self.lac_is_known = True
-        self.lac_time_ms = 0
-        #: Since this bookie started: the master key, and the fence, went to the journal.
-        self.key_recorded = False
-        self.fence_recorded = False
-        self.journal = 0
         #: The page that the last entry went to.
         self.page: array[int] = array("Q")
         self.page_number = -1
-        self.log: Any = None
-        self.log_bytes = 0
-        self.watchers: list[Callable[[], None]] = []
-        self.deleted = False
 
 
 @dataclass(slots=True)
 class IndexFlush:
     """Copies of what changed in the index, as a checkpoint writes it: headers, and pages by number."""
 
-    headers: dict[LedgerId, tuple[LedgerHandle, bytes]]
-    pages: dict[LedgerId, tuple[LedgerHandle, dict[int, bytes]]]
+    headers: dict[LedgerId, tuple[IndexedHandle, bytes]]
+    pages: dict[LedgerId, tuple[IndexedHandle, dict[int, bytes]]]
 
 
 class LedgerIndex:
-    """All ledgers of one bookie. Everything but `write` belongs to one thread (the bookie's event loop)."""
+    """All ledgers of one bookie.
+
+    Any thread may ask for a `location`; everything else but `write` belongs to one (the bookie's event loop).
+    """
 
     def __init__(
         self,
@@ -111,12 +78,13 @@ class LedgerIndex:
         self._handle_limit = handle_limit
         self._version = version
         self._pick_directory = pick_directory
-        self.handles: dict[LedgerId, LedgerHandle] = {}
+        self.handles: dict[LedgerId, IndexedHandle] = {}
         self._pages: OrderedDict[tuple[LedgerId, int], array[int]] = OrderedDict()
-        self._changed: dict[tuple[LedgerId, int], LedgerHandle] = {}
-        self._changed_headers: dict[LedgerId, LedgerHandle] = {}
+        self._changed: dict[tuple[LedgerId, int], IndexedHandle] = {}
+        self._changed_headers: dict[LedgerId, IndexedHandle] = {}
         self._in_flush: IndexFlush | None = None
         self._flushing_count = 0
+        self._lock = threading.RLock()
 
     @property
     def changed_pages(self) -> int:
@@ -125,7 +93,7 @@ class LedgerIndex:
 
     # --- ledgers -----------------------------------------------------------------------------------------------------
 
-    def get(self, ledger: LedgerId) -> LedgerHandle | None:
+    def get(self, ledger: LedgerId) -> IndexedHandle | None:
         """The ledger's handle, None when this bookie does not have it.
 
         Raises OSError, and Corrupt or Unsupported when its index file cannot be read.
@@ -138,20 +106,20 @@ class LedgerIndex:
                 self.handles[ledger] = handle
         return handle
 
-    def create(self, ledger: LedgerId, master_key: bytes) -> LedgerHandle:
+    def create(self, ledger: LedgerId, master_key: bytes) -> IndexedHandle:
         """A handle for a ledger that this bookie does not have; its file is written at the next checkpoint."""
         path = self._find(ledger) or self.directories[self._pick_directory()] / formats.index_path(ledger)
-        handle = LedgerHandle(ledger, master_key, path)
+        handle = IndexedHandle(ledger, master_key, path)
         self.handles[ledger] = handle
         self._changed_headers[ledger] = handle
         return handle
 
-    def change_header(self, handle: LedgerHandle) -> None:
+    def change_header(self, handle: IndexedHandle) -> None:
         """Let the next checkpoint write the header, which changed."""
         handle.header_changed = True
         self._changed_headers[handle.ledger] = handle
 
-    def remove(self, handle: LedgerHandle) -> None:
+    def remove(self, handle: IndexedHandle) -> None:
         """Forget the ledger; the caller then lets the storage thread remove its file (`delete`)."""
         ledger = handle.ledger
         handle.deleted = True
@@ -161,7 +129,7 @@ class LedgerIndex:
             del self._pages[key]
             self._changed.pop(key, None)
 
-    def delete(self, handle: LedgerHandle) -> None:
+    def delete(self, handle: IndexedHandle) -> None:
         """Remove the ledger's index file; no `write` may be under way."""
         for directory in self.directories:
             path = directory / formats.index_path(handle.ledger)
@@ -201,13 +169,13 @@ class LedgerIndex:
                 return directory / name
         return None
 
-    def _load(self, ledger: LedgerId, path: Path) -> LedgerHandle | None:
+    def _load(self, ledger: LedgerId, path: Path) -> IndexedHandle | None:
         with self._files.open_to_read(path) as file:
             data = file.read(0, formats.HEADER_SIZE)
             if len(data) < _HEADER_SIZE_MIN or data[:4] == bytes(4):
                 return None  # a crash came before the first header was on disk: whoever has the key writes it again
             header = formats.read_header(data, where=str(path))
-            handle = LedgerHandle(ledger, header.master_key, path)
+            handle = IndexedHandle(ledger, header.master_key, path)
             handle.is_on_disk = True
             handle.header_changed = False
             handle.fenced = header.fenced
@@ -230,29 +198,67 @@ class LedgerIndex:
 
     # --- locations ---------------------------------------------------------------------------------------------------
 
-    def put(self, handle: LedgerHandle, entry_id: int, location: int) -> None:
+    def put(self, handle: IndexedHandle, entry_id: int, location: int) -> None:
         """Set the location of one entry (0 … ENTRY_ID_MAX)."""
         number, slot = divmod(entry_id, self._slots)
         if number != handle.page_number:
-            handle.page = self._page(handle, number)
-            handle.page_number = number
-            self._changed[handle.ledger, number] = handle
+            with self._lock:
+                handle.page = self._page(handle, number)
+                handle.page_number = number
+                self._changed[handle.ledger, number] = handle
         handle.page[slot] = location
         if entry_id > handle.last_entry:
             handle.last_entry = entry_id
 
-    def location(self, handle: LedgerHandle, entry_id: int) -> int:
+    def location(self, handle: IndexedHandle, entry_id: int) -> int:
         """The entry's location, 0 when this bookie does not have it."""
         if not 0 <= entry_id <= handle.last_entry:
             return 0
         number, slot = divmod(entry_id, self._slots)
-        return handle.page[slot] if number == handle.page_number else self._page(handle, number)[slot]
+        with self._lock:
+            return handle.page[slot] if number == handle.page_number else self._page(handle, number)[slot]
 
-    def pages(self, handle: LedgerHandle) -> dict[int, array[int]]:
+    def location_of(self, ledger: LedgerId, entry_id: int) -> int:
+        """The entry's location, 0 when it or the ledger is not here; any thread. Raises OSError, Corrupt."""
+        with self._lock:
+            handle = self.handles.get(ledger)
+            path = self._find(ledger) if handle is None else None
+            if handle is None and path is not None:
+                handle = self._load(ledger, path)
+            return 0 if handle is None else self.location(handle, entry_id)
+
+    def move(self, moves: Iterable[Move]) -> None:
+        """Change locations that still are the old ones; durable on return. Raises OSError, Corrupt."""
+        by_ledger: dict[LedgerId, list[Move]] = {}
+        for move in moves:
+            by_ledger.setdefault(move.ledger, []).append(move)
+        for ledger, theirs in by_ledger.items():
+            with self._lock:
+                handle = self.handles.get(ledger)
+                path = self._find(ledger) if handle is None else handle.index_path
+                if handle is None and path is not None:
+                    handle = self._load(ledger, path)
+                if handle is None or path is None:
+                    continue
+                places = []
+                for move in theirs:
+                    if self.location(handle, move.entry_id) == move.old:
+                        number, slot = divmod(move.entry_id, self._slots)
+                        self._page(handle, number)[slot] = move.new
+                        places.append(move)
+                if not places or not handle.is_on_disk:
+                    continue
+                with self._files.open(path) as file:
+                    for move in places:
+                        file.write(formats.HEADER_SIZE + move.entry_id * 8, (move.new.to_bytes(8, "big"),))
+                    file.sync()
+
+    def pages(self, handle: IndexedHandle) -> dict[int, array[int]]:
         """Copies of the ledger's pages that are in memory, by page number."""
-        return {number: page[:] for (ledger, number), page in self._pages.items() if ledger == handle.ledger}
+        with self._lock:
+            return {number: page[:] for (ledger, number), page in self._pages.items() if ledger == handle.ledger}
 
-    def locations(self, handle: LedgerHandle, in_memory: dict[int, array[int]]) -> Iterator[tuple[int, array[int]]]:
+    def locations(self, handle: IndexedHandle, in_memory: dict[int, array[int]]) -> Iterator[tuple[int, array[int]]]:
         """(first entry id, locations) page by page, from `in_memory` and the file; any thread may go through it."""
         count = handle.last_entry // self._slots + 1
         if not handle.is_on_disk:
@@ -264,7 +270,7 @@ class LedgerIndex:
                 page = in_memory.get(number)
                 yield number * self._slots, self._read_page(file, number) if page is None else page
 
-    def _page(self, handle: LedgerHandle, number: int) -> array[int]:
+    def _page(self, handle: IndexedHandle, number: int) -> array[int]:
         key = (handle.ledger, number)
         page = self._pages.get(key)
         if page is None:
@@ -276,7 +282,7 @@ class LedgerIndex:
             self._pages.move_to_end(key)
         return page
 
-    def _read(self, handle: LedgerHandle, number: int) -> array[int]:
+    def _read(self, handle: IndexedHandle, number: int) -> array[int]:
         if not handle.is_on_disk or number * self._slots > handle.last_entry:
             return array("Q", bytes(self._page_size))
         with self._files.open_to_read(handle.index_path) as file:
@@ -320,7 +326,7 @@ class LedgerIndex:
         """Copy what changed since the last call, for `write`; then `finish` must be called."""
         assert self._in_flush is None, "one checkpoint at a time"
         headers = {ledger: (handle, self._header(handle)) for ledger, handle in self._changed_headers.items()}
-        pages: dict[LedgerId, tuple[LedgerHandle, dict[int, bytes]]] = {}
+        pages: dict[LedgerId, tuple[IndexedHandle, dict[int, bytes]]] = {}
         for (ledger, number), handle in self._changed.items():
             copy = self._pages[ledger, number][:]
             if _SWAP:
@@ -335,7 +341,7 @@ class LedgerIndex:
         self._in_flush = IndexFlush(headers, pages)
         return self._in_flush
 
-    def _header(self, handle: LedgerHandle) -> bytes:
+    def _header(self, handle: IndexedHandle) -> bytes:
         return formats.write_header(
             handle.master_key,
             fenced=handle.fenced,

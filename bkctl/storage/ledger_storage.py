@@ -1,782 +1,225 @@
-"""LedgerStorage: one bookie's ledgers on disk. The journal, the entry logs and the indexes, tied by checkpoints.
+"""LedgerStorage: what a bookie's storage classes have in common, and which one a configuration asks for.
 
-    add, fence, …     change what is in memory and queue journal records in batches (the bookie's event loop)
-    commit            writes one journal's batch; when it returns, the batch is on disk (that journal's thread)
-    write_entries     writes what the entry logs hold in memory, unsynced (the entry log thread)
-    checkpoint        entry logs synced → indexes synced → last marks → old journals deleted (the checkpoint thread)
-
-Nothing in an index file ever points at what is not in a synced entry log. At start everything behind the last mark is
-replayed from the journals. Source: BookieImpl, LedgerDescriptorImpl, InterleavedLedgerStorage, SyncThread; BP-35.
+A storage class keeps entries, and of each ledger the master key, the fence and the explicit LAC. `BookieStorage` puts
+the journals before it. E is the bookie's event loop, C its flush thread, G the garbage collector's.
+Source: LedgerStorage, CompactableLedgerStorage, LedgerDescriptorImpl.
 """
 
 from __future__ import annotations
 
 import random
-import struct
-import time
-import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
-
-from google_crc32c import value as _crc32c
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from bkctl.config import BookieConfig
-from bkctl.errors import (
-    BadRequest,
-    Corrupt,
-    CorruptRecord,
-    EntryNotFound,
-    LedgerFenced,
-    LedgerNotFound,
-    TruncatedRecord,
-    Unauthorized,
-    Unsupported,
-)
-from bkctl.formats import journal as journal_formats
-from bkctl.formats.availability import Availability
-from bkctl.formats.entry import ENTRY_V1, ENTRY_V2, DigestType, read_entry_header, read_lac_header
-from bkctl.formats.entry_log import SCOPED_DIRECTORY as SCOPED_LOGS
-from bkctl.formats.journal import LAST_MARK, LogMark, file_name, last_mark_name
+from bkctl.errors import Unsupported
 from bkctl.formats.layout import Buffer
-from bkctl.formats.record import BODY_SIZE_MIN, RECORD_SIZE, Record, RecordType
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.storage.entry_logger import EntryLogger
-from bkctl.storage.files import NO_SPACE, SECTOR_SIZE_BYTES, Files
-from bkctl.storage.journal import JournalReader, read_last_mark
-from bkctl.storage.journal_writer import MEBIBYTE, JournalWriter, journal_ids
-from bkctl.storage.ledger_index import ENTRY_ID_MAX, IndexFlush, LedgerHandle, LedgerIndex
+from bkctl.storage.files import Files
 
 #: Where a bookie's files are below each configured directory. Source: BookKeeperConstants.CURRENT_DIR.
 CURRENT: Final = "current"
-LAC_PACKET_SIZE_BYTES_MAX: Final = 256
 #: Entry log bytes in memory before they are written (unsynced).
 CHUNK_SIZE_BYTES: Final = 1 << 20
-#: Changed index pages before a checkpoint is due whatever the flush interval.
-CHANGED_PAGES_MAX: Final = 4096
-_V2_FLAGS: Final = frozenset({0xA0, *(0xA0 | int(each) for each in DigestType)})
-
-_pack_size = RECORD_SIZE.pack
-_unpack_v1 = ENTRY_V1.unpack_from
-_unpack_v2 = ENTRY_V2.unpack_from
-
-#: Told when a batch is on disk (None), or that it never will be.
-Done = Callable[[BaseException | None], None]
 
 
-class Batch:
-    """Records on their way to one journal: whole records in `buffers`, and who waits for them.
+class LedgerHandle:
+    """What a bookie knows of one ledger while it is in use. `last_entry` is the highest entry id here, −1 for none."""
 
-    `tokens` are the callers' own, one an added entry; `calls` are told the outcome after them.
-    """
+    __slots__ = (
+        "deleted",
+        "explicit_lac",
+        "fence_recorded",
+        "fenced",
+        "is_on_disk",
+        "journal",
+        "key_recorded",
+        "lac",
+        "lac_is_known",
+        "lac_time_ms",
+        "last_entry",
+        "ledger",
+        "log",
+        "log_bytes",
+        "master_key",
+        "watchers",
+    )
 
-    __slots__ = ("buffers", "calls", "epoch", "scoped", "size", "tokens")
+    def __init__(self, ledger: LedgerId, master_key: bytes) -> None:
+        self.ledger = ledger
+        self.master_key = master_key
+        #: The storage has the master key on disk, so that the journal need not say it before a fence.
+        self.is_on_disk = False
+        self.fenced = False
+        self.explicit_lac = b""
+        self.last_entry = -1
+        #: Highest LAC seen; what older entries say is added once it is asked for.
+        self.lac = -1
+        self.lac_is_known = True
+        self.lac_time_ms = 0
+        #: Since this bookie started: the master key, and the fence, went to the journal.
+        self.key_recorded = False
+        self.fence_recorded = False
+        self.journal = 0
+        #: The entry log that the ledger was last added to, and its bytes in it.
+        self.log: Any = None
+        self.log_bytes = 0
+        self.watchers: list[Callable[[], None]] = []
+        self.deleted = False
 
-    def __init__(self, epoch: int = 0) -> None:
-        #: Batches of one epoch stand on one another: if one fails, so do those behind it.
-        self.epoch = epoch
-        self.buffers: list[Buffer] = []
-        self.size = 0
-        self.scoped = False
-        self.tokens: list[Any] = []
-        self.calls: list[Done] = []
+
+class Move(NamedTuple):
+    """An entry that compaction wrote again: it stands at `new` too, and the index says `old`."""
+
+    ledger: LedgerId
+    entry_id: int
+    old: int
+    new: int
 
 
-@dataclass(slots=True)
-class Checkpoint:
-    """What one checkpoint writes: the index changes, and the place in each journal that they reach."""
-
-    marks: tuple[LogMark, ...]
-    changes: IndexFlush
+Handle = TypeVar("Handle", bound=LedgerHandle)
 
 
-class LedgerStorage:
-    """The ledgers of one bookie in the directories of `config`; see the module for which thread calls what.
+class LedgerStorage(ABC, Generic[Handle]):
+    """The entries and the state of a bookie's ledgers. Not the journals, so what it has in memory may be lost."""
 
-    `clock_ms` gives new journals their ids; `chance` picks directories.
-    """
+    #: Larger entry ids are refused.
+    entry_id_max: int = I64_MAX
+    #: The handles in memory, for the hot path.
+    handles: dict[LedgerId, Handle]
+    #: All id spaces of entry logs.
+    entry_loggers: Sequence[EntryLogger]
 
-    def __init__(
-        self,
-        config: BookieConfig,
-        *,
-        files: Files | None = None,
-        clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
-        chance: random.Random | None = None,
-    ) -> None:
-        self.config = config
-        self.files = files or Files()
-        self.journal_directories = [Path(each) / CURRENT for each in config.journal_directories]
-        self.ledger_directories = [Path(each) / CURRENT for each in config.ledger_directories]
-        index_directories = config.index_directories or config.ledger_directories
-        self.index_directories = [Path(each) / CURRENT for each in index_directories]
-        self._writable = list(range(len(self.ledger_directories)))
-        self._chance = chance or random.Random()
-        self._clock_ms = clock_ms
-        self.index = LedgerIndex(
-            self.index_directories,
-            self.files,
-            page_size=config.page_size,
-            page_limit=config.page_limit,
-            handle_limit=config.open_file_limit,
-            version=config.file_info_format_version_to_write,
-            pick_directory=self._pick_index_directory,
-        )
-        self._handles = self.index.handles
-        self.journals: list[JournalWriter] = []
-        self.batches: list[Batch] = []
-        self._marks_written: tuple[LogMark, ...] = ()
-        self._has_scoped = False
-        self._journals_entries = config.journal_write_data
-        #: (entries, ledgers skipped for want of a key) of the replay at start.
-        self.replayed = (0, 0)
-
-    def _pick_index_directory(self) -> int:
-        if self.config.index_directories:
-            return self._chance.randrange(len(self.index_directories))
-        return self._pick_ledger_directory()
-
-    def _pick_ledger_directory(self) -> int:
-        return self._chance.choice(self._writable or range(len(self.ledger_directories)))
-
-    @property
-    def writable(self) -> list[int]:
-        """Indexes of the ledger directories that take new files."""
-        return self._writable
-
-    def set_writable(self, numbers: list[int]) -> None:
-        """Let only these ledger directories take new files; an entry log in another one is completed as it is.
-
-        While there are none, everything stays where it is. Source: EntryLogManagerForSingleEntryLog.
-        """
-        if numbers != self._writable:
-            self._writable = numbers
-            if numbers:
-                for logger in (self._logger, self._scoped_logger):
-                    logger.stay_in(numbers)
-
-    # --- start and stop ----------------------------------------------------------------------------------------------
-
+    @abstractmethod
     def open(self) -> None:
-        """Open the directories, made where missing: replay the journals, and begin a new file in each.
+        """Open the directories, made where missing. Raises OSError, Corrupt, Unsupported."""
 
-        Raises OSError; Corrupt when a journal or mark contradicts itself; Unsupported for a later version.
-        """
-        for directory in {*self.journal_directories, *self.ledger_directories, *self.index_directories}:
-            self.files.make_directory(directory)
-        self._logger = self._open_logger(self.ledger_directories, scoped=False)
-        scoped_directories = [each / SCOPED_LOGS for each in self.ledger_directories]
-        self._scoped_logger = self._open_logger(scoped_directories, scoped=True)
-        self._has_scoped = bool(self._scoped_logger.log_ids) or self.index.has_scoped_ledgers()
-        marks = tuple(self._replay())
-        config = self.config
-        self.journals = [
-            JournalWriter(
-                directory,
-                self.files,
-                clock_ms=self._clock_ms,
-                size_max=config.journal_max_size_mb * MEBIBYTE,
-                allocation_size=config.journal_pre_alloc_size_mb * MEBIBYTE,
-                alignment=config.journal_alignment_size,
-                backups=config.journal_max_backups,
-                version=config.journal_format_version_to_write,
-                scoped=self._has_scoped,
-                sync_data=config.journal_sync_data,
-            )
-            for directory in self.journal_directories
-        ]
-        for journal in self.journals:
-            journal.open()
-        self.batches = [Batch() for _ in self.journals]
-        self._failed_epochs = [-1] * len(self.journals)
-        self._marks_written = marks
-        self.run_checkpoint()
-
-    def _open_logger(self, directories: list[Path], *, scoped: bool) -> EntryLogger:
-        return EntryLogger(
-            directories,
-            self.files,
-            scoped=scoped,
-            size_limit=self.config.log_size_limit,
-            pick_directory=self._pick_ledger_directory,
-        )
-
+    @abstractmethod
     def close(self) -> None:
-        """The clean stop: everything into ledger storage, and the directories fit for Apache's bookie again.
+        """Let go of the files, after the last flush."""
 
-        Every batch must have been committed. Raises OSError: then the next start replays. Source: BP-35's downgrade.
+    # --- ledgers -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def get(self, ledger: LedgerId) -> Handle | None:
+        """The ledger's handle, None when it is not here (E). Raises OSError, Corrupt, Unsupported."""
+
+    @abstractmethod
+    def create(self, ledger: LedgerId, master_key: bytes) -> Handle:
+        """A handle for a ledger that is not here (E); the next flush writes it. Raises OSError."""
+
+    @abstractmethod
+    def change_header(self, handle: Handle) -> None:
+        """Let the next flush write the ledger's master key, fence and explicit LAC, one of which changed (E)."""
+
+    @abstractmethod
+    def delete_ledger(self, handle: Handle) -> None:
+        """Forget the ledger (E): its index goes now or with the next flush, its entries stay in the entry logs.
+
+        Raises OSError.
         """
-        self.run_checkpoint()
-        for number, journal in enumerate(self.journals):
-            journal.make_downgradable(lambda mark, number=number: self._write_mark(number, mark))  # type: ignore[misc]
-            journal.close()
 
-    # --- changes -----------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def ledger_ids(self, scope: int | None = None) -> Iterator[LedgerId]:
+        """The ledgers on disk and in memory, ascending, of one scope or of all; any thread may go through them."""
 
-    def add(
-        self,
-        ledger: LedgerId,
-        entry_id: int,
-        master_key: Buffer,
-        body: Buffer,
-        token: object,
-        recovery: bool = False,
-    ) -> None:
-        """Add one entry, and queue it with `token` for its journal.
+    @abstractmethod
+    def has_scoped_ledgers(self) -> bool:
+        """Whether there is an entry log or a ledger of a scope other than 0; after `open`. Raises OSError."""
 
-        Raises Unauthorized (another master key), LedgerFenced (unless `recovery`), BadRequest (ids or format of `body`
-        are not the request's), OSError or Corrupt (the ledger's index cannot be read).
+    # --- entries -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def add(self, handle: Handle, entry_id: int, size_field: bytes, body: Buffer) -> None:
+        """Keep one entry (`size_field` is its length as an int32), readable at once, in memory (E).
+
+        Raises OSError or Corrupt where the index has to be read first, and cannot.
         """
-        try:
-            if ledger[0]:
-                flags, scope_id, ledger_id, found_id, lac, _ = _unpack_v2(body)
-                fits = flags in _V2_FLAGS and scope_id == ledger[0] and ledger_id == ledger[1]
-                logger = self._scoped_logger
-            else:
-                ledger_id, found_id, lac, _ = _unpack_v1(body)
-                fits = ledger_id == ledger[1] and ledger_id <= I64_MAX
-                logger = self._logger
-        except struct.error:
-            fits = False
-        if not fits or found_id != entry_id or not 0 <= entry_id <= ENTRY_ID_MAX:
-            raise BadRequest(f"The body is not entry {entry_id} of ledger {ledger} in the format of its scope")
-        handle = self._handles.get(ledger)
-        if handle is None or handle.master_key != master_key:
-            handle = self._open_to_write(ledger, master_key)
-        if handle.fenced and not recovery:
-            raise LedgerFenced(f"Ledger {ledger} is fenced")
-        size_field = _pack_size(len(body))
-        self.index.put(handle, entry_id, logger.add(handle, size_field, body))
-        if lac > handle.lac:
-            handle.lac = lac
-            if handle.watchers:
-                self.wake(handle)
-        batch = self.batches[handle.journal]
-        batch.tokens.append(token)
-        if not handle.key_recorded:
-            self._record_key(handle, batch)
-        if self._journals_entries:
-            buffers = batch.buffers
-            buffers.append(size_field)
-            buffers.append(body)
-            batch.size += len(body) + 4
-            if ledger[0]:
-                batch.scoped = True
 
-    def _open_to_write(self, ledger: LedgerId, master_key: Buffer) -> LedgerHandle:
-        """The ledger's handle, made where it is missing: the first master key binds it. Raises Unauthorized."""
-        handle = self.get(ledger)
-        if handle is None:
-            if not ledger.is_scoped and ledger.ledger_id > I64_MAX:
-                raise BadRequest(f"Ledger id {ledger.ledger_id} is 2^63 or more, which no ledger of scope 0 can have")
-            handle = self.index.create(ledger, bytes(master_key))
-            self._assign_journal(handle)
-            if ledger.is_scoped and not self._has_scoped:
-                self._has_scoped = True
-                for journal in self.journals:
-                    journal.expect_scoped()
-        elif not handle.master_key:
-            handle.master_key = bytes(master_key)
-            self.index.change_header(handle)
-        elif handle.master_key != master_key:
-            raise Unauthorized(f"Wrong master key for ledger {ledger}")
-        return handle
+    @abstractmethod
+    def has(self, handle: Handle, entry_id: int) -> bool:
+        """Whether the entry is here (E). Raises OSError, Corrupt."""
 
-    def get(self, ledger: LedgerId) -> LedgerHandle | None:
-        """The ledger's handle, None when this bookie does not have it. Raises OSError, Corrupt, Unsupported."""
-        handle = self._handles.get(ledger)
-        if handle is None:
-            handle = self.index.get(ledger)
-            if handle is not None:
-                self._assign_journal(handle)
-        return handle
+    @abstractmethod
+    def find(self, handle: Handle, entry_id: int) -> Buffer | None:
+        """The entry if that needs no disk, else None: then `read` it (E).
 
-    def _assign_journal(self, handle: LedgerHandle) -> None:
-        handle.journal = handle.ledger.value % len(self.journal_directories)
-
-    def _record(self, batch: Batch, ledger: LedgerId, record: bytes) -> None:
-        batch.buffers.append(record)
-        batch.size += len(record)
-        batch.scoped = batch.scoped or ledger.is_scoped
-
-    def _record_key(self, handle: LedgerHandle, batch: Batch) -> None:
-        handle.key_recorded = True
-        self._record(batch, handle.ledger, journal_formats.ledger_key_record(handle.ledger, handle.master_key))
-
-    def fence(self, ledger: LedgerId, master_key: Buffer, done: Done) -> LedgerHandle:
-        """Refuse all but recovery adds from now on, in a ledger made where it is missing; `done` once that is on disk.
-
-        Raises Unauthorized, OSError, Corrupt. Source: BookieImpl.fenceLedger.
+        Raises EntryNotFound when it is known not to be here, and as `read` does.
         """
-        handle = self._open_to_write(ledger, master_key)
-        batch = self.batches[handle.journal]
-        if not handle.fence_recorded:
-            self._record_new_key(handle, batch)
-            self._record(batch, ledger, journal_formats.fence_record(ledger))
-            handle.fence_recorded = True
-        if not handle.fenced:
-            handle.fenced = True
-            self.index.change_header(handle)
-            self.wake(handle)
-        batch.calls.append(done)
-        return handle
 
-    def _record_new_key(self, handle: LedgerHandle, batch: Batch) -> None:
-        """Without its key a record is skipped by replay, so it goes first while no index file has it."""
-        if not handle.is_on_disk and not handle.key_recorded:
-            self._record_key(handle, batch)
+    @abstractmethod
+    def read(self, handle: Handle, entry_id: int) -> Buffer:
+        """The entry; in any thread. Raises EntryNotFound, OSError, Corrupt (it does not stand where the index says)."""
 
-    def write_lac(self, ledger: LedgerId, lac: int, master_key: Buffer, packet: Buffer, done: Done) -> None:
-        """Keep an explicit LAC, in a ledger made where it is missing; `done` once it is on disk.
+    @abstractmethod
+    def entry_ids(self, handle: Handle) -> Callable[[], Iterator[int]]:
+        """A function that lists the ids of the ledger's entries, ascending (E); any thread may call it."""
 
-        Raises Unauthorized, BadRequest (the packet is not the request's), OSError, Corrupt.
-        """
-        if len(packet) > LAC_PACKET_SIZE_BYTES_MAX:
-            raise BadRequest(f"A LAC packet of {len(packet)} bytes")
-        try:
-            header = read_lac_header(packet)
-        except (TruncatedRecord, Unsupported) as error:
-            raise BadRequest(f"Not a LAC packet: {error}") from error
-        # A V2 packet may say scope 0, which is nothing that belongs there.
-        fits = header.ledger == ledger and (header.format_version == 2) == ledger.is_scoped
-        if not fits or header.last_add_confirmed != lac:
-            raise BadRequest(f"The body is not LAC {lac} of ledger {ledger} in the format of its scope")
-        handle = self._open_to_write(ledger, master_key)
-        batch = self.batches[handle.journal]
-        if ledger.is_scoped or self.config.journal_format_version_to_write >= journal_formats.VERSION_EXPLICIT_LAC:
-            self._record_new_key(handle, batch)
-            self._record(batch, ledger, journal_formats.explicit_lac_record(ledger, bytes(packet)))
-        batch.calls.append(done)
-        self._set_explicit_lac(handle, lac, bytes(packet))
-
-    def _set_explicit_lac(self, handle: LedgerHandle, lac: int, packet: bytes) -> None:
-        handle.explicit_lac = packet
-        self.index.change_header(handle)
-        if lac > handle.lac:
-            handle.lac = lac
-            self.wake(handle)
-
-    def force(self, ledger: LedgerId, done: Done) -> None:
-        """Call `done` when everything added to the ledger so far is on disk."""
-        self.batches[ledger.value % len(self.batches)].calls.append(done)
-
-    def wake(self, handle: LedgerHandle) -> None:
-        """Call, once, everybody who watches the ledger's LAC."""
-        watchers, handle.watchers = handle.watchers, []
-        for watcher in watchers:
-            watcher()
-
-    def delete_ledger(self, ledger: LedgerId) -> None:
-        """Forget the ledger: its index file goes, its entries stay in the entry logs until those are collected.
-
-        No checkpoint may be under way. Raises LedgerNotFound, OSError.
-        """
-        handle = self.get(ledger)
-        if handle is None:
-            raise LedgerNotFound(f"No ledger {ledger} on this bookie")
-        self.index.remove(handle)
-        self.wake(handle)
-        self.index.delete(handle)
-
-    # --- journals ----------------------------------------------------------------------------------------------------
-
-    def take_batch(self, number: int) -> Batch | None:
-        """The batch gathered for journal `number`, for `commit` and then `settle`; None when nothing was."""
-        batch = self.batches[number]
-        if not batch.tokens and not batch.calls and not batch.size:
-            return None
-        self.batches[number] = Batch(batch.epoch)
-        return batch
-
-    def commit(self, number: int, batch: Batch, *more: Batch) -> None:
-        """Write batches of journal `number` as one group, in the order of `take_batch`; then they are on disk.
-
-        Raises OSError: the batches fail, and so do all that were taken before `settle` is told.
-        """
-        # Grouped behind a batch that fails, one of a later epoch fails too, and so do those that lean on it.
-        last_epoch = max(batch.epoch, *(each.epoch for each in more)) if more else batch.epoch
-        if batch.epoch <= self._failed_epochs[number]:
-            self._failed_epochs[number] = last_epoch
-            raise OSError(f"An earlier group of journal {self.journals[number].directory} failed")
-        buffers, size, scoped = batch.buffers, batch.size, batch.scoped
-        for each in more:
-            buffers += each.buffers
-            size += each.size
-            scoped = scoped or each.scoped
-        try:
-            self.journals[number].commit(buffers, size, scoped=scoped)
-        except OSError:
-            self._failed_epochs[number] = last_epoch
-            raise
-
-    def settle(self, number: int, batch: Batch, error: OSError | None) -> Batch | None:
-        """Take note of what `commit` came to, and tell the batch's `calls`; its `tokens` are the caller's to tell.
-
-        After a failure what was gathered meanwhile fails too, since its records lean on the lost ones (a ledger key):
-        that batch is returned, its calls are told, its tokens are the caller's.
-        """
-        doomed = None
-        if error is not None and batch.epoch == self.batches[number].epoch:
-            doomed = self.batches[number]
-            self.batches[number] = Batch(batch.epoch + 1)
-            for handle in self._handles.values():
-                if handle.journal == number:
-                    handle.key_recorded = False
-                    handle.fence_recorded = False
-        for call in batch.calls:
-            call(error)
-        for call in doomed.calls if doomed is not None else ():
-            call(error)
-        return doomed
-
-    def flush_journals(self) -> None:
-        """Commit and settle what is queued, in the calling thread; for tools and tests without a journal thread."""
-        for number in range(len(self.journals)):
-            batch = self.take_batch(number)
-            if batch is not None:
-                error = None
-                try:
-                    self.commit(number, batch)
-                except OSError as failure:
-                    error = failure
-                self.settle(number, batch, error)
-                if error is not None:
-                    raise error
-
-    # --- reads -------------------------------------------------------------------------------------------------------
-
-    def location(self, handle: LedgerHandle, entry_id: int) -> int:
-        """Where the entry is. Raises EntryNotFound, OSError, Corrupt."""
-        location = self.index.location(handle, entry_id)
-        if location == 0:
-            raise EntryNotFound(f"No entry {entry_id} of ledger {handle.ledger} on this bookie")
-        return location
-
-    def find(self, handle: LedgerHandle, entry_id: int, location: int) -> Buffer | None:
-        """The entry at `location` if that needs no disk, else None: then `read` it. Raises as `read` does."""
-        logger = self._scoped_logger if handle.ledger[0] else self._logger
-        body = logger.find(location)
-        return logger.read(location, handle.ledger, entry_id, cached=True) if body is None else body
-
-    def read(self, handle: LedgerHandle, entry_id: int, location: int) -> Buffer:
-        """The entry at `location`; any thread may call it. Raises OSError; Corrupt when it does not stand there."""
-        logger = self._scoped_logger if handle.ledger[0] else self._logger
-        body: Buffer | None = logger.find(location)
-        if body is None:
-            body = logger.read(location, handle.ledger, entry_id)
-        assert body is not None
-        return body
-
-    def read_entry(self, ledger: LedgerId, entry_id: int) -> Buffer:
-        """The whole entry; −1 reads the last one. Raises LedgerNotFound, EntryNotFound, OSError, Corrupt."""
-        handle = self.get(ledger)
-        if handle is None:
-            raise LedgerNotFound(f"No ledger {ledger} on this bookie")
-        entry_id = handle.last_entry if entry_id == -1 else entry_id
-        return self.read(handle, entry_id, self.location(handle, entry_id))
-
-    def last_add_confirmed(self, handle: LedgerHandle) -> int:
-        """The highest LAC that any entry or explicit LAC of the ledger said here, −1 for none.
-
-        Raises OSError or Corrupt, when it has to be read from the last entry and cannot.
-        """
-        if not handle.lac_is_known:
-            lac = handle.lac
-            if handle.explicit_lac:
-                lac = max(lac, read_lac_header(handle.explicit_lac).last_add_confirmed)
-            if handle.last_entry >= 0:
-                body = self.read(handle, handle.last_entry, self.location(handle, handle.last_entry))
-                lac = max(lac, read_entry_header(body).last_add_confirmed)
-            handle.lac, handle.lac_is_known = lac, True
-        return handle.lac
-
-    def availability(self, handle: LedgerHandle) -> Callable[[], Availability]:
-        """A function that lists the ledger's entries here; it reads the index file, so call it in any other thread."""
-        in_memory = self.index.pages(handle)
-
-        def entry_ids() -> Iterator[int]:
-            for first, page in self.index.locations(handle, in_memory):
-                if 0 not in page:
-                    yield from range(first, first + len(page))
-                else:
-                    yield from (first + slot for slot, location in enumerate(page) if location)
-
-        return lambda: Availability.of(entry_ids())
-
-    # --- checkpoints -------------------------------------------------------------------------------------------------
+    # --- flushes -----------------------------------------------------------------------------------------------------
 
     @property
+    @abstractmethod
     def unwritten_bytes(self) -> int:
-        """Entry bytes in memory that no entry log file has yet."""
-        return self._logger.unwritten_bytes + self._scoped_logger.unwritten_bytes
+        """Bytes added that are in memory only."""
+
+    @property
+    @abstractmethod
+    def is_flush_due(self) -> bool:
+        """Whether a flush should not wait for its time, because memory fills up."""
 
     def seal_entries(self, least: int = CHUNK_SIZE_BYTES) -> bool:
-        """Prepare what the entry logs hold in memory for `write_entries`, where it is `least` bytes; whether it was."""
-        sealed = False
-        for logger in (self._logger, self._scoped_logger):
-            if logger.buffered_bytes >= least:
-                logger.seal()
-                sealed = True
-        return sealed
+        """Prepare entries for `write_entries`, where they are `least` bytes or more; whether there are such (E)."""
+        return False
 
     def write_entries(self) -> None:
-        """Write what was sealed. Raises OSError; nothing is lost then, the next call tries again."""
-        self._logger.write()
-        self._scoped_logger.write()
+        """Write what was sealed, unsynced. Raises OSError; nothing is lost then, the next call tries again."""
+        return
 
-    @property
-    def is_checkpoint_due(self) -> bool:
-        """Whether a checkpoint should not wait for the flush interval: memory fills with changed index pages."""
-        return self.index.changed_pages >= CHANGED_PAGES_MAX
+    @abstractmethod
+    def begin_flush(self) -> object | None:
+        """What a flush of this moment writes, None when nothing changed (E). `end_flush` must follow, in time."""
 
-    def begin_checkpoint(self) -> Checkpoint | None:
-        """What a checkpoint of this moment has to write; None when nothing changed. `end_checkpoint` must follow."""
-        marks = tuple(journal.mark for journal in self.journals)
-        self.seal_entries(1)
-        changes = self.index.take_changes()
-        if marks == self._marks_written and not changes.headers and not changes.pages:
-            self.index.finish(changes, written=True)
-            return None
-        return Checkpoint(marks, changes)
+    @abstractmethod
+    def flush(self, flush: Any) -> None:
+        """Write and sync the entry logs, then the index (C). Raises OSError; then the next flush does it all again."""
 
-    def checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Write everything down, in the order that a crash anywhere in between needs. Raises OSError."""
-        self._write_changes(checkpoint.changes)
-        for number, mark in enumerate(checkpoint.marks):
-            if mark != (self._marks_written[number] if self._marks_written else None):
-                self._write_mark(number, mark)
-        for journal, mark in zip(self.journals, checkpoint.marks, strict=True):
-            journal.forget_before(mark)
+    @abstractmethod
+    def end_flush(self, flush: Any, *, written: bool) -> None:
+        """Take note that `flush` is done, or failed (E)."""
 
-    def _write_changes(self, changes: IndexFlush) -> None:
-        self.write_entries()
-        for logger in (self._logger, self._scoped_logger):
-            logger.sync()
-        self.index.write(changes)
+    # --- garbage collection ------------------------------------------------------------------------------------------
 
-    def end_checkpoint(self, checkpoint: Checkpoint, *, written: bool) -> None:
-        """Take note that `checkpoint` is done, or failed: then the next one writes everything again."""
-        self.index.finish(checkpoint.changes, written=written)
-        if written:
-            self._marks_written = checkpoint.marks
+    @abstractmethod
+    def set_writable(self, numbers: list[int]) -> None:
+        """Let only the ledger directories of these numbers take new files, while there are any (E)."""
 
-    def run_checkpoint(self) -> None:
-        """A whole checkpoint in the calling thread. Raises OSError."""
-        checkpoint = self.begin_checkpoint()
-        if checkpoint is not None:
-            written = False
-            try:
-                self.checkpoint(checkpoint)
-                written = True
-            finally:
-                self.end_checkpoint(checkpoint, written=written)
+    @abstractmethod
+    def update_locations(self, moves: Iterable[Move]) -> None:
+        """Let the index say `new` where it still says `old`; durable on return (G). Raises OSError, Corrupt."""
 
-    def _write_mark(self, number: int, mark: LogMark) -> None:
-        """Write a journal's mark to every ledger directory; a full one may miss it, for the highest counts."""
-        name = last_mark_name(number, len(self.journal_directories))
-        full: OSError | None = None
-        written = 0
-        for directory in self.ledger_directories:
-            path = directory / name
-            try:
-                is_new = not path.exists()
-                with self.files.open(path, create=True) as file:
-                    file.write(0, (mark.serialize(),))
-                    if file.size() != LAST_MARK.size:
-                        file.truncate(LAST_MARK.size)
-                    file.sync()
-                if is_new:
-                    self.files.sync_directory(directory)
-                written += 1
-            except OSError as error:
-                if error.errno not in NO_SPACE:
-                    raise
-                full = error
-        if full is not None and not written:
-            raise full
+    @abstractmethod
+    def has_entry_at(self, ledger: LedgerId, entry_id: int, location: int) -> bool:
+        """Whether the index says that the entry is at `location` (G). Raises OSError, Corrupt."""
 
-    # --- replay ------------------------------------------------------------------------------------------------------
-
-    def _replay(self) -> Iterator[LogMark]:
-        """Bring everything behind the last marks into ledger storage, in memory or not; gives the marks."""
-        keys: dict[LedgerId, bytes] = {}
-        for number, directory in enumerate(self.journal_directories):
-            mark = read_last_mark(self.ledger_directories, number, len(self.journal_directories))
-            journals = [each for each in journal_ids(directory) if each >= mark.journal_id]
-            if mark.journal_id > 0 and (not journals or journals[0] != mark.journal_id):
-                raise Corrupt(
-                    f"Journal {directory / file_name(mark.journal_id)} is missing, which the last mark names",
-                    hint="entries that were acknowledged may be in it: find it before the bookie starts",
-                )
-            for journal_id in journals:
-                start = mark.offset if journal_id == mark.journal_id else 0
-                self._replay_file(directory / file_name(journal_id), start, keys)
-            yield mark
-
-    def _replay_file(self, path: Path, start: int, keys: dict[LedgerId, bytes]) -> None:
-        with JournalReader.open(path) as reader:
-            try:
-                for record in reader.records(start):
-                    self._replay_record(reader, record, keys)
-                    if self.seal_entries():
-                        self.write_entries()
-                    if self.is_checkpoint_due:
-                        self._flush_replayed()
-            except CorruptRecord as error:
-                if not (self.config.skip_replay_journal_invalid_record or self._is_torn_group(reader, error.offset)):
-                    raise
-
-    def _flush_replayed(self) -> None:
-        self.seal_entries(1)
-        changes = self.index.take_changes()
-        written = False
-        try:
-            self._write_changes(changes)
-            written = True
-        finally:
-            self.index.finish(changes, written=written)
-
-    def _is_torn_group(self, reader: JournalReader, offset: int) -> bool:
-        """Whether what cannot be read at `offset` is the last group, cut by a crash: none of it was acknowledged.
-
-        Of such a group any sectors may be there. So at most one group's end may follow, and nothing behind it.
-        """
-        end = reader.size()
-        boundary = offset + -offset % SECTOR_SIZE_BYTES
-        while boundary < end:
-            data = reader.next_data(boundary)
-            if data is None:
-                return True
-            boundary = data - data % SECTOR_SIZE_BYTES
-            after = _end_of_group(reader, boundary)
-            if after is not None:
-                return reader.next_data(after) is None
-            boundary += SECTOR_SIZE_BYTES
-        return True
-
-    def _replay_record(self, reader: JournalReader, record: Record, keys: dict[LedgerId, bytes]) -> None:
-        ledger = record.ledger
-        if record.format_version == 2 and not ledger.is_scoped:
-            return  # Torn: nobody writes V2 in scope 0.
-        if record.type is RecordType.LEDGER_KEY:
-            master_key = record.special_payload
-            if not self._is_torn_key(reader, record, master_key):
-                keys[ledger] = master_key
-            return
-        if record.type not in _REPLAYED:
-            return
-        try:
-            handle = self.get(ledger)
-        except CorruptRecord as error:
-            # Damage of an index file: taken for the journal's, it could pass for a torn group and end the replay.
-            raise Corrupt(error.message, hint=f"ledger {ledger} has records to replay in the journal") from error
-        if handle is None:
-            key = keys.get(ledger)
-            if key is None:
-                self.replayed = (self.replayed[0], self.replayed[1] + 1)
-                return
-            handle = self._open_to_write(ledger, key)
-        if record.type is RecordType.FENCE:
-            handle.fenced = handle.fence_recorded = True
-            self.index.change_header(handle)
-        elif record.type is RecordType.EXPLICIT_LAC:
-            self._replay_lac(handle, record.special_payload)
-        else:
-            self._replay_entry(handle, record)
-
-    def _is_torn_key(self, reader: JournalReader, record: Record, master_key: bytes) -> bool:
-        """Whether a crash cut the key, together with what it was written for: part of it is in a sector of zeros.
-
-        A key of many zeros alone proves that only where groups share sectors: clients may choose such keys.
-        """
-        if master_key.count(0) < _TORN_KEY_ZEROS:
-            return False
-        if reader.version < journal_formats.VERSION_PADDING or self.config.journal_alignment_size % SECTOR_SIZE_BYTES:
-            return True
-        end = record.offset + RECORD_SIZE.size + record.record_size
-        start = end - len(master_key)
-        sectors = range(start - start % SECTOR_SIZE_BYTES, end, SECTOR_SIZE_BYTES)
-        return any(not any(reader.read(sector, SECTOR_SIZE_BYTES)) for sector in sectors)
-
-    def _replay_lac(self, handle: LedgerHandle, packet: bytes) -> None:
-        try:
-            header = read_lac_header(packet)
-        except (TruncatedRecord, Unsupported):
-            return
-        old = handle.explicit_lac
-        is_torn = bool(old) and _has_digest(old, header.size) and not _has_digest(packet, header.size)
-        if header.ledger != handle.ledger or is_torn:
-            return
-        self._set_explicit_lac(handle, header.last_add_confirmed, packet)
-
-    def _replay_entry(self, handle: LedgerHandle, record: Record) -> None:
-        body, entry_id = record.body, record.entry_id
-        if record.length is None or entry_id > ENTRY_ID_MAX or _is_torn(record):
-            return
-        location = self.index.location(handle, entry_id)
-        if location:
-            try:
-                old = bytes(self.read(handle, entry_id, location))
-            except (OSError, Corrupt, Unsupported):
-                old = b""
-            if old and _is_better(old, body):
-                return
-        logger = self._scoped_logger if handle.ledger.is_scoped else self._logger
-        self.index.put(handle, entry_id, logger.add(handle, _pack_size(len(body)), body))
-        if record.last_add_confirmed is not None:
-            handle.lac = max(handle.lac, record.last_add_confirmed)
-        self.replayed = (self.replayed[0] + 1, self.replayed[1])
+    def compact_locations(self) -> None:
+        """Compact the database of locations, where there is one (G)."""
+        return
 
 
-def _end_of_group(reader: JournalReader, at: int) -> int | None:
-    """Where the group ends whose whole records begin at byte `at`; None when none do."""
-    count = 0
-    while True:
-        head = reader.read(at, 8)
-        if len(head) < 8:
-            return None
-        size, padding = struct.unpack(">ii", head)
-        if size == journal_formats.PADDING_MASK and 0 <= padding < 1 << 20:
-            return at + 8 + padding if count else None
-        if not BODY_SIZE_MIN <= size <= reader.size() - at:
-            return None
-        count += 1
-        at += 4 + size
-        if at % SECTOR_SIZE_BYTES == 0 and reader.next_data(at) is None:
-            return at
+def open_ledger_storage(
+    config: BookieConfig, files: Files, *, chance: random.Random | None = None
+) -> LedgerStorage[Any]:
+    """The storage that `ledgerStorageClass` names, in the directories of `config`; to be opened.
 
-
-#: A master key is a SHA-1 digest with most clients: with this many zeros it may have been cut by a crash.
-_TORN_KEY_ZEROS: Final = 8
-_REPLAYED: Final = frozenset({RecordType.ENTRY, RecordType.FENCE, RecordType.EXPLICIT_LAC})
-
-
-def _is_torn(record: Record) -> bool:
-    """Whether an entry record is the zeros of a group that a crash cut: no length, and yet a payload."""
-    body = record.body
-    return record.format_version == 1 and len(body) > ENTRY_V1.size + 20 and not any(body[: ENTRY_V1.size])
-
-
-def _is_better(old: bytes, new: bytes) -> bool:
-    """Whether of two copies of one entry the stored one is to be kept: the journal's was cut by a crash.
-
-    Copies differ in LAC and digest only (recovery writes an entry again), so a damaged one shows by its digest; where
-    the digest cannot tell, by having more zeros, which is what sectors that never reached the disk read as.
+    `chance` picks directories. Raises Unsupported for a class that is not known.
     """
-    if old == new:
-        return True
-    size = read_entry_header(new).size
-    if _has_digest(new, size):
-        return False
-    return _has_digest(old, size) or len(old) != len(new) or old.count(0) < new.count(0)
+    from bkctl.storage.interleaved_ledger_storage import InterleavedLedgerStorage
 
-
-def _has_digest(data: bytes, size: int) -> bool:
-    """Whether the CRC32 or CRC32C of the `size` bytes of header and the payload follows the header.
-
-    Those are the digests that need no password. True for an entry and for a LAC packet alike.
-    """
-    if data[size : size + 4] == _crc32c(data[:size] + data[size + 4 :]).to_bytes(4, "big"):
-        return True
-    return data[size : size + 8] == zlib.crc32(data[size + 8 :], zlib.crc32(data[:size])).to_bytes(8, "big")
+    if config.ledger_storage == "db":
+        raise Unsupported(
+            "Our bookie does not have DbLedgerStorage",
+            hint="use ledgerStorageClass org.apache.bookkeeper.bookie.SortedLedgerStorage on new directories",
+        )
+    return InterleavedLedgerStorage(config, files, chance=chance)

@@ -303,10 +303,10 @@ def test_a_long_poll_goes_on_when_its_ledger_is_evicted_while_it_wakes(tmp_path:
         await bookie.checkpoint()
         waiting = connection.send(ReadRequest(PLAIN, LAST_ENTRY, previous_lac=0, timeout_ms=10_000))
         storage = bookie.storage
-        while not (handle := storage.index.handles[PLAIN]).watchers:
+        while not (handle := storage.ledgers.handles[PLAIN]).watchers:
             await asyncio.sleep(0.001)
         storage.wake(handle)  # for no news: the poll looks, in the loop's next turn, and goes on
-        del storage.index.handles[PLAIN]
+        del storage.ledgers.handles[PLAIN]
         await asyncio.sleep(0.01)
         await statuses(connection, add(PLAIN, 1), add(PLAIN, 2))
         woken = await waiting

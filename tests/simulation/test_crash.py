@@ -15,8 +15,8 @@ from bkctl.config import BookieConfig
 from bkctl.errors import LedgerFenced
 from bkctl.formats.entry import DigestManager, DigestType, read_lac_header
 from bkctl.ids import LedgerId
+from bkctl.storage.bookie_storage import BookieStorage, Checkpoint
 from bkctl.storage.files import Fault, Files, SimulatedCrash, SimulatedFiles
-from bkctl.storage.ledger_storage import Checkpoint, LedgerStorage
 
 SEEDS = [int(each) for each in os.environ.get("BKCTL_TEST_SEEDS", "1,2,3,4,5,6").split(",")]
 #: The same ledger id in three scopes, and neighbours.
@@ -56,7 +56,7 @@ def digest_of(ledger: LedgerId) -> DigestManager:
 class Workload:
     """Random operations of a bookie; `promised` grows as batches reach the disk."""
 
-    def __init__(self, storage: LedgerStorage, seed: int, promised: Acknowledged) -> None:
+    def __init__(self, storage: BookieStorage, seed: int, promised: Acknowledged) -> None:
         self.storage = storage
         self.random = random.Random(seed)
         self.promised = promised
@@ -149,7 +149,7 @@ class Workload:
                     self.promised.entries[ledger, entry_id] = body
 
 
-def check(storage: LedgerStorage, promised: Acknowledged, *, torn: bool = False) -> None:
+def check(storage: BookieStorage, promised: Acknowledged, *, torn: bool = False) -> None:
     """Everything promised is there, and everything there was once given."""
     for (ledger, entry_id), body in promised.entries.items():
         found = bytes(storage.read_entry(ledger, entry_id))
@@ -175,7 +175,7 @@ def check(storage: LedgerStorage, promised: Acknowledged, *, torn: bool = False)
 
 def survive(image: Path, promised: Acknowledged, journals: int, seed: int, *, torn: bool) -> None:
     """Start on what the crash left; then work, stop cleanly, and start again."""
-    storage = LedgerStorage(config_for(image, journals), files=SimulatedFiles(image, seed=seed))
+    storage = BookieStorage(config_for(image, journals), files=SimulatedFiles(image, seed=seed))
     storage.open()
     check(storage, promised, torn=torn)
     work = Workload(storage, seed + 1, promised)
@@ -183,7 +183,7 @@ def survive(image: Path, promised: Acknowledged, journals: int, seed: int, *, to
     work.commit()
     check(storage, promised, torn=torn)
     storage.close()
-    again = LedgerStorage(config_for(image, journals), files=SimulatedFiles(image, seed=seed))
+    again = BookieStorage(config_for(image, journals), files=SimulatedFiles(image, seed=seed))
     again.open()
     assert again.replayed == (0, 0), "a clean stop leaves nothing to replay"
     check(again, promised, torn=torn)
@@ -203,7 +203,7 @@ def start_and_work(
     root.mkdir()
     files = SimulatedFiles(root, seed=seed, crash_at=crash_at, short_writes=seed % 2 == 0)
     clock = iter(range(1000, 1_000_000))
-    storage = LedgerStorage(
+    storage = BookieStorage(
         config_for(root, journals), files=files, clock_ms=lambda: next(clock), chance=random.Random(seed)
     )
     try:
@@ -243,7 +243,7 @@ def test_a_layer_that_lies_about_syncs_is_found_out(tmp_path: Path) -> None:
 
     (tmp_path / "work").mkdir()
     files = Liar(tmp_path / "work", seed=1)
-    storage = LedgerStorage(config_for(tmp_path / "work"), files=files)
+    storage = BookieStorage(config_for(tmp_path / "work"), files=files)
     storage.open()
     promised = Acknowledged()
     work = Workload(storage, 1, promised)
@@ -262,7 +262,7 @@ def test_a_full_disk_corrupts_nothing(tmp_path: Path, seed: int) -> None:
         root = tmp_path / f"capacity-{capacity}"
         root.mkdir()
         files = SimulatedFiles(root, seed=seed, short_writes=True)
-        storage = LedgerStorage(config_for(root), files=files, chance=random.Random(seed))
+        storage = BookieStorage(config_for(root), files=files, chance=random.Random(seed))
         storage.open()
         promised = Acknowledged()
         work = Workload(storage, seed, promised)
@@ -290,7 +290,7 @@ def test_failing_operations_fail_what_they_must_and_no_more(tmp_path: Path, seed
     root = tmp_path / "work"
     root.mkdir()
     files = SimulatedFiles(root, seed=seed)
-    storage = LedgerStorage(config_for(root), files=files, chance=random.Random(seed))
+    storage = BookieStorage(config_for(root), files=files, chance=random.Random(seed))
     storage.open()
     promised = Acknowledged()
     work = Workload(storage, seed, promised)
@@ -316,7 +316,7 @@ def test_a_failed_journal_sync_ends_the_journal(tmp_path: Path) -> None:
     root = tmp_path / "work"
     root.mkdir()
     files = SimulatedFiles(root)
-    storage = LedgerStorage(config_for(root).with_changes(journal_max_size_mb=1), files=files)
+    storage = BookieStorage(config_for(root).with_changes(journal_max_size_mb=1), files=files)
     storage.open()
     promised = Acknowledged()
     work = Workload(storage, 3, promised)
@@ -340,7 +340,7 @@ def test_real_files_and_simulated_ones_make_the_same_bytes(tmp_path: Path) -> No
         root.mkdir()
         files = SimulatedFiles(root) if simulated else Files()
         clock = iter(range(1000, 1_000_000))
-        storage = LedgerStorage(
+        storage = BookieStorage(
             config_for(root), files=files, clock_ms=lambda clock=clock: next(clock), chance=random.Random(1)
         )
         storage.open()

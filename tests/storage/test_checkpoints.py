@@ -11,14 +11,14 @@ from bkctl.config import BookieConfig
 from bkctl.errors import Corrupt
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.ids import LedgerId
+from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.entry_log import EntryLogReader
 from bkctl.storage.files import Fault, Files, SimulatedFiles, StorageFile
-from bkctl.storage.ledger_storage import LedgerStorage
 
 
 def open_storage(
     root: Path, files: Files | None = None, log_size_limit: int = 1 << 20, ledgers: tuple[str, ...] = ("ledgers",)
-) -> LedgerStorage:
+) -> BookieStorage:
     config = BookieConfig(
         journal_directories=(str(root / "journal"),),
         ledger_directories=tuple(str(root / each) for each in ledgers),
@@ -27,12 +27,12 @@ def open_storage(
         page_limit=4,
         log_size_limit=log_size_limit,
     )
-    storage = LedgerStorage(config, files=files)
+    storage = BookieStorage(config, files=files)
     storage.open()
     return storage
 
 
-def add(storage: LedgerStorage, ledger_id: int, entry_id: int) -> bytes:
+def add(storage: BookieStorage, ledger_id: int, entry_id: int) -> bytes:
     ledger = LedgerId(0, ledger_id)
     digests = DigestManager(ledger, DigestType.CRC32C, b"secret")
     payload = f"entry {entry_id} of {ledger_id}".encode()
@@ -41,7 +41,7 @@ def add(storage: LedgerStorage, ledger_id: int, entry_id: int) -> bytes:
     return body
 
 
-def stored(storage: LedgerStorage, ledger_id: int, entry_id: int) -> bytes:
+def stored(storage: BookieStorage, ledger_id: int, entry_id: int) -> bytes:
     return bytes(storage.read_entry(LedgerId(0, ledger_id), entry_id))
 
 

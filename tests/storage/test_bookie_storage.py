@@ -14,11 +14,11 @@ from bkctl.errors import Corrupt, EntryNotFound, LedgerNotFound
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
+from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.entry_log import EntryLogReader
 from bkctl.storage.files import Files
 from bkctl.storage.index import LedgerIndexReader
 from bkctl.storage.journal import JournalReader
-from bkctl.storage.ledger_storage import LedgerStorage
 
 PLAIN, SCOPED = LedgerId(0, 0x1234), LedgerId(7, 0x1234)
 
@@ -31,9 +31,9 @@ def config_for(root: Path, **changes: Any) -> BookieConfig:
     ).with_changes(**changes)
 
 
-def open_storage(root: Path, **changes: Any) -> LedgerStorage:
+def open_storage(root: Path, **changes: Any) -> BookieStorage:
     clock = iter(range(0x1000, 0x100000))
-    storage = LedgerStorage(config_for(root, **changes), clock_ms=lambda: next(clock), chance=random.Random(1))
+    storage = BookieStorage(config_for(root, **changes), clock_ms=lambda: next(clock), chance=random.Random(1))
     storage.open()
     return storage
 
@@ -47,7 +47,7 @@ def key_of(ledger: LedgerId) -> bytes:
     return DigestManager(ledger, DigestType.CRC32C, b"secret").master_key
 
 
-def add(storage: LedgerStorage, ledger: LedgerId, *entry_ids: int, payload: bytes = b"hello") -> None:
+def add(storage: BookieStorage, ledger: LedgerId, *entry_ids: int, payload: bytes = b"hello") -> None:
     for entry_id in entry_ids:
         storage.add(ledger, entry_id, key_of(ledger), body_of(ledger, entry_id, payload), None)
 
@@ -303,7 +303,7 @@ def test_a_deleted_ledger_is_gone_and_may_come_again(tmp_path: Path) -> None:
     with pytest.raises(LedgerNotFound):
         storage.delete_ledger(PLAIN)
     assert bytes(storage.read_entry(SCOPED, 1)) == body_of(SCOPED, 1)
-    assert storage.index.ledgers() == {SCOPED}
+    assert list(storage.ledgers.ledger_ids()) == [SCOPED]
     add(storage, PLAIN, 1)
     storage.run_checkpoint()
     with pytest.raises(EntryNotFound):
@@ -319,12 +319,12 @@ def test_memory_is_bounded_by_the_limits(tmp_path: Path) -> None:
             add(storage, ledger, entry_id)
         storage.flush_journals()
         storage.run_checkpoint()
-    assert len(storage.index.handles) <= 10
+    assert len(storage.ledgers.handles) <= 10
     for ledger in ledgers:
         for entry_id in range(0, 80, 8):
             assert bytes(storage.read_entry(ledger, entry_id)) == body_of(ledger, entry_id)
-    assert len(storage.index._pages) <= 8 + 1
-    assert storage.index.ledgers() == set(ledgers)
+    assert len(storage.ledgers.index._pages) <= 8 + 1
+    assert list(storage.ledgers.ledger_ids()) == sorted(ledgers)
 
 
 def test_a_torn_first_header_of_an_index_is_written_again(tmp_path: Path) -> None:
@@ -373,9 +373,8 @@ def test_reads_come_from_memory_the_page_cache_or_the_disk_alike(tmp_path: Path)
             assert handle is not None
             for entry_id, size in enumerate((0, 10, 5000, 200_000, 3)):
                 expected = body_of(handle.ledger, entry_id, bytes(size))
-                location = storage.location(handle, entry_id)
-                assert bytes(storage.read(handle, entry_id, location)) == expected
-                found = storage.find(handle, entry_id, location)
+                assert bytes(storage.read(handle, entry_id)) == expected
+                found = storage.find(handle, entry_id)
                 assert found is None or bytes(found) == expected
 
 

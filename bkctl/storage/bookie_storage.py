@@ -1,0 +1,711 @@
+"""BookieStorage: one bookie's ledgers on disk. The journals and the storage behind them, tied by checkpoints.
+
+    add, fence, …     change what is in memory and queue journal records in batches (the bookie's event loop)
+    commit            writes one journal's batch; when it returns, the batch is on disk (that journal's thread)
+    write_entries     writes what the entry logs hold in memory, unsynced (the entry log thread)
+    checkpoint        entry logs synced → indexes synced → last marks → old journals deleted (the checkpoint thread)
+
+`ledgers` is the storage proper, of the class that the configuration names. At start everything behind the last mark is
+replayed from the journals. Source: BookieImpl, LedgerDescriptorImpl, SyncThread; BP-35.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from google_crc32c import value as _crc32c
+
+from bkctl.config import BookieConfig
+from bkctl.errors import (
+    BadRequest,
+    Corrupt,
+    CorruptRecord,
+    LedgerFenced,
+    LedgerNotFound,
+    TruncatedRecord,
+    Unauthorized,
+    Unsupported,
+)
+from bkctl.formats import journal as journal_formats
+from bkctl.formats.availability import Availability
+from bkctl.formats.entry import ENTRY_V1, ENTRY_V2, DigestType, read_entry_header, read_lac_header
+from bkctl.formats.journal import LAST_MARK, LogMark, file_name, last_mark_name
+from bkctl.formats.layout import Buffer
+from bkctl.formats.record import BODY_SIZE_MIN, RECORD_SIZE, Record, RecordType
+from bkctl.ids import I64_MAX, LedgerId
+from bkctl.storage.files import NO_SPACE, SECTOR_SIZE_BYTES, Files
+from bkctl.storage.journal import JournalReader, read_last_mark
+from bkctl.storage.journal_writer import MEBIBYTE, JournalWriter, journal_ids
+from bkctl.storage.ledger_storage import CHUNK_SIZE_BYTES, CURRENT, LedgerHandle, open_ledger_storage
+
+LAC_PACKET_SIZE_BYTES_MAX: Final = 256
+_V2_FLAGS: Final = frozenset({0xA0, *(0xA0 | int(each) for each in DigestType)})
+
+_pack_size = RECORD_SIZE.pack
+_unpack_v1 = ENTRY_V1.unpack_from
+_unpack_v2 = ENTRY_V2.unpack_from
+
+#: Told when a batch is on disk (None), or that it never will be.
+Done = Callable[[BaseException | None], None]
+
+
+class Batch:
+    """Records on their way to one journal: whole records in `buffers`, and who waits for them.
+
+    `tokens` are the callers' own, one an added entry; `calls` are told the outcome after them.
+    """
+
+    __slots__ = ("buffers", "calls", "epoch", "scoped", "size", "tokens")
+
+    def __init__(self, epoch: int = 0) -> None:
+        #: Batches of one epoch stand on one another: if one fails, so do those behind it.
+        self.epoch = epoch
+        self.buffers: list[Buffer] = []
+        self.size = 0
+        self.scoped = False
+        self.tokens: list[Any] = []
+        self.calls: list[Done] = []
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """What one checkpoint writes: the storage's changes, and the place in each journal that they reach."""
+
+    marks: tuple[LogMark, ...]
+    #: None when nothing but journals changed.
+    flush: object | None
+
+
+class BookieStorage:
+    """The ledgers of one bookie in the directories of `config`; see the module for which thread calls what.
+
+    `clock_ms` gives new journals their ids; `chance` picks directories.
+    """
+
+    def __init__(
+        self,
+        config: BookieConfig,
+        *,
+        files: Files | None = None,
+        clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+        chance: random.Random | None = None,
+    ) -> None:
+        self.config = config
+        self.files = files or Files()
+        self.journal_directories = [Path(each) / CURRENT for each in config.journal_directories]
+        self.ledger_directories = [Path(each) / CURRENT for each in config.ledger_directories]
+        index_directories = config.index_directories or config.ledger_directories
+        self.index_directories = [Path(each) / CURRENT for each in index_directories]
+        self._writable = list(range(len(self.ledger_directories)))
+        self._clock_ms = clock_ms
+        self.ledgers = open_ledger_storage(config, self.files, chance=chance)
+        self._handles = self.ledgers.handles
+        self._entry_id_max = self.ledgers.entry_id_max
+        self.journals: list[JournalWriter] = []
+        self.batches: list[Batch] = []
+        self._marks_written: tuple[LogMark, ...] = ()
+        self._has_scoped = False
+        self._journals_entries = config.journal_write_data
+        #: (entries, ledgers skipped for want of a key) of the replay at start.
+        self.replayed = (0, 0)
+
+    @property
+    def writable(self) -> list[int]:
+        """Indexes of the ledger directories that take new files."""
+        return self._writable
+
+    def set_writable(self, numbers: list[int]) -> None:
+        """Let only these ledger directories take new files; an entry log in another one is completed as it is.
+
+        While there are none, everything stays where it is. Source: EntryLogManagerForSingleEntryLog.
+        """
+        if numbers != self._writable:
+            self._writable = numbers
+            self.ledgers.set_writable(numbers)
+
+    # --- start and stop ----------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Open the directories, made where missing: replay the journals, and begin a new file in each.
+
+        Raises OSError; Corrupt when a journal or mark contradicts itself; Unsupported for a later version.
+        """
+        for directory in {*self.journal_directories, *self.ledger_directories, *self.index_directories}:
+            self.files.make_directory(directory)
+        self.ledgers.open()
+        self._has_scoped = self.ledgers.has_scoped_ledgers()
+        marks = tuple(self._replay())
+        config = self.config
+        self.journals = [
+            JournalWriter(
+                directory,
+                self.files,
+                clock_ms=self._clock_ms,
+                size_max=config.journal_max_size_mb * MEBIBYTE,
+                allocation_size=config.journal_pre_alloc_size_mb * MEBIBYTE,
+                alignment=config.journal_alignment_size,
+                backups=config.journal_max_backups,
+                version=config.journal_format_version_to_write,
+                scoped=self._has_scoped,
+                sync_data=config.journal_sync_data,
+            )
+            for directory in self.journal_directories
+        ]
+        for journal in self.journals:
+            journal.open()
+        self.batches = [Batch() for _ in self.journals]
+        self._failed_epochs = [-1] * len(self.journals)
+        self._marks_written = marks
+        self.run_checkpoint()
+
+    def close(self) -> None:
+        """The clean stop: everything into ledger storage, and the directories fit for Apache's bookie again.
+
+        Every batch must have been committed. Raises OSError: then the next start replays. Source: BP-35's downgrade.
+        """
+        self.run_checkpoint()
+        for number, journal in enumerate(self.journals):
+            journal.make_downgradable(lambda mark, number=number: self._write_mark(number, mark))  # type: ignore[misc]
+            journal.close()
+        self.ledgers.close()
+
+    # --- changes -----------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        ledger: LedgerId,
+        entry_id: int,
+        master_key: Buffer,
+        body: Buffer,
+        token: object,
+        recovery: bool = False,
+    ) -> None:
+        """Add one entry, and queue it with `token` for its journal.
+
+        Raises Unauthorized (another master key), LedgerFenced (unless `recovery`), BadRequest (ids or format of `body`
+        are not the request's), OSError or Corrupt (the ledger's index cannot be read).
+        """
+        try:
+            if ledger[0]:
+                flags, scope_id, ledger_id, found_id, lac, _ = _unpack_v2(body)
+                fits = flags in _V2_FLAGS and scope_id == ledger[0] and ledger_id == ledger[1]
+            else:
+                ledger_id, found_id, lac, _ = _unpack_v1(body)
+                fits = ledger_id == ledger[1] and ledger_id <= I64_MAX
+        except struct.error:
+            fits = False
+        if not fits or found_id != entry_id or not 0 <= entry_id <= self._entry_id_max:
+            raise BadRequest(f"The body is not entry {entry_id} of ledger {ledger} in the format of its scope")
+        handle = self._handles.get(ledger)
+        if handle is None or handle.master_key != master_key:
+            handle = self._open_to_write(ledger, master_key)
+        if handle.fenced and not recovery:
+            raise LedgerFenced(f"Ledger {ledger} is fenced")
+        size_field = _pack_size(len(body))
+        self.ledgers.add(handle, entry_id, size_field, body)
+        if lac > handle.lac:
+            handle.lac = lac
+            if handle.watchers:
+                self.wake(handle)
+        batch = self.batches[handle.journal]
+        batch.tokens.append(token)
+        if not handle.key_recorded:
+            self._record_key(handle, batch)
+        if self._journals_entries:
+            buffers = batch.buffers
+            buffers.append(size_field)
+            buffers.append(body)
+            batch.size += len(body) + 4
+            if ledger[0]:
+                batch.scoped = True
+
+    def _open_to_write(self, ledger: LedgerId, master_key: Buffer) -> LedgerHandle:
+        """The ledger's handle, made where it is missing: the first master key binds it. Raises Unauthorized."""
+        handle = self.get(ledger)
+        if handle is None:
+            if not ledger.is_scoped and ledger.ledger_id > I64_MAX:
+                raise BadRequest(f"Ledger id {ledger.ledger_id} is 2^63 or more, which no ledger of scope 0 can have")
+            handle = self.ledgers.create(ledger, bytes(master_key))
+            self._assign_journal(handle)
+            if ledger.is_scoped and not self._has_scoped:
+                self._has_scoped = True
+                for journal in self.journals:
+                    journal.expect_scoped()
+        elif not handle.master_key:
+            handle.master_key = bytes(master_key)
+            self.ledgers.change_header(handle)
+        elif handle.master_key != master_key:
+            raise Unauthorized(f"Wrong master key for ledger {ledger}")
+        return handle
+
+    def get(self, ledger: LedgerId) -> LedgerHandle | None:
+        """The ledger's handle, None when this bookie does not have it. Raises OSError, Corrupt, Unsupported."""
+        handle = self._handles.get(ledger)
+        if handle is None:
+            handle = self.ledgers.get(ledger)
+            if handle is not None:
+                self._assign_journal(handle)
+        return handle
+
+    def _assign_journal(self, handle: LedgerHandle) -> None:
+        handle.journal = handle.ledger.value % len(self.journal_directories)
+
+    def _record(self, batch: Batch, ledger: LedgerId, record: bytes) -> None:
+        batch.buffers.append(record)
+        batch.size += len(record)
+        batch.scoped = batch.scoped or ledger.is_scoped
+
+    def _record_key(self, handle: LedgerHandle, batch: Batch) -> None:
+        handle.key_recorded = True
+        self._record(batch, handle.ledger, journal_formats.ledger_key_record(handle.ledger, handle.master_key))
+
+    def fence(self, ledger: LedgerId, master_key: Buffer, done: Done) -> LedgerHandle:
+        """Refuse all but recovery adds from now on, in a ledger made where it is missing; `done` once that is on disk.
+
+        Raises Unauthorized, OSError, Corrupt. Source: BookieImpl.fenceLedger.
+        """
+        handle = self._open_to_write(ledger, master_key)
+        batch = self.batches[handle.journal]
+        if not handle.fence_recorded:
+            self._record_new_key(handle, batch)
+            self._record(batch, ledger, journal_formats.fence_record(ledger))
+            handle.fence_recorded = True
+        if not handle.fenced:
+            handle.fenced = True
+            self.ledgers.change_header(handle)
+            self.wake(handle)
+        batch.calls.append(done)
+        return handle
+
+    def _record_new_key(self, handle: LedgerHandle, batch: Batch) -> None:
+        """Without its key a record is skipped by replay, so it goes first while no index file has it."""
+        if not handle.is_on_disk and not handle.key_recorded:
+            self._record_key(handle, batch)
+
+    def write_lac(self, ledger: LedgerId, lac: int, master_key: Buffer, packet: Buffer, done: Done) -> None:
+        """Keep an explicit LAC, in a ledger made where it is missing; `done` once it is on disk.
+
+        Raises Unauthorized, BadRequest (the packet is not the request's), OSError, Corrupt.
+        """
+        if len(packet) > LAC_PACKET_SIZE_BYTES_MAX:
+            raise BadRequest(f"A LAC packet of {len(packet)} bytes")
+        try:
+            header = read_lac_header(packet)
+        except (TruncatedRecord, Unsupported) as error:
+            raise BadRequest(f"Not a LAC packet: {error}") from error
+        # A V2 packet may say scope 0, which is nothing that belongs there.
+        fits = header.ledger == ledger and (header.format_version == 2) == ledger.is_scoped
+        if not fits or header.last_add_confirmed != lac:
+            raise BadRequest(f"The body is not LAC {lac} of ledger {ledger} in the format of its scope")
+        handle = self._open_to_write(ledger, master_key)
+        batch = self.batches[handle.journal]
+        if ledger.is_scoped or self.config.journal_format_version_to_write >= journal_formats.VERSION_EXPLICIT_LAC:
+            self._record_new_key(handle, batch)
+            self._record(batch, ledger, journal_formats.explicit_lac_record(ledger, bytes(packet)))
+        batch.calls.append(done)
+        self._set_explicit_lac(handle, lac, bytes(packet))
+
+    def _set_explicit_lac(self, handle: LedgerHandle, lac: int, packet: bytes) -> None:
+        handle.explicit_lac = packet
+        self.ledgers.change_header(handle)
+        if lac > handle.lac:
+            handle.lac = lac
+            self.wake(handle)
+
+    def force(self, ledger: LedgerId, done: Done) -> None:
+        """Call `done` when everything added to the ledger so far is on disk."""
+        self.batches[ledger.value % len(self.batches)].calls.append(done)
+
+    def wake(self, handle: LedgerHandle) -> None:
+        """Call, once, everybody who watches the ledger's LAC."""
+        watchers, handle.watchers = handle.watchers, []
+        for watcher in watchers:
+            watcher()
+
+    def delete_ledger(self, ledger: LedgerId) -> None:
+        """Forget the ledger: its index goes, its entries stay in the entry logs until those are collected.
+
+        No checkpoint may be under way. Raises LedgerNotFound, OSError.
+        """
+        handle = self.get(ledger)
+        if handle is None:
+            raise LedgerNotFound(f"No ledger {ledger} on this bookie")
+        self.ledgers.delete_ledger(handle)
+        self.wake(handle)
+
+    # --- journals ----------------------------------------------------------------------------------------------------
+
+    def take_batch(self, number: int) -> Batch | None:
+        """The batch gathered for journal `number`, for `commit` and then `settle`; None when nothing was."""
+        batch = self.batches[number]
+        if not batch.tokens and not batch.calls and not batch.size:
+            return None
+        self.batches[number] = Batch(batch.epoch)
+        return batch
+
+    def commit(self, number: int, batch: Batch, *more: Batch) -> None:
+        """Write batches of journal `number` as one group, in the order of `take_batch`; then they are on disk.
+
+        Raises OSError: the batches fail, and so do all that were taken before `settle` is told.
+        """
+        # Grouped behind a batch that fails, one of a later epoch fails too, and so do those that lean on it.
+        last_epoch = max(batch.epoch, *(each.epoch for each in more)) if more else batch.epoch
+        if batch.epoch <= self._failed_epochs[number]:
+            self._failed_epochs[number] = last_epoch
+            raise OSError(f"An earlier group of journal {self.journals[number].directory} failed")
+        buffers, size, scoped = batch.buffers, batch.size, batch.scoped
+        for each in more:
+            buffers += each.buffers
+            size += each.size
+            scoped = scoped or each.scoped
+        try:
+            self.journals[number].commit(buffers, size, scoped=scoped)
+        except OSError:
+            self._failed_epochs[number] = last_epoch
+            raise
+
+    def settle(self, number: int, batch: Batch, error: OSError | None) -> Batch | None:
+        """Take note of what `commit` came to, and tell the batch's `calls`; its `tokens` are the caller's to tell.
+
+        After a failure what was gathered meanwhile fails too, since its records lean on the lost ones (a ledger key):
+        that batch is returned, its calls are told, its tokens are the caller's.
+        """
+        doomed = None
+        if error is not None and batch.epoch == self.batches[number].epoch:
+            doomed = self.batches[number]
+            self.batches[number] = Batch(batch.epoch + 1)
+            for handle in self._handles.values():
+                if handle.journal == number:
+                    handle.key_recorded = False
+                    handle.fence_recorded = False
+        for call in batch.calls:
+            call(error)
+        for call in doomed.calls if doomed is not None else ():
+            call(error)
+        return doomed
+
+    def flush_journals(self) -> None:
+        """Commit and settle what is queued, in the calling thread; for tools and tests without a journal thread."""
+        for number in range(len(self.journals)):
+            batch = self.take_batch(number)
+            if batch is not None:
+                error = None
+                try:
+                    self.commit(number, batch)
+                except OSError as failure:
+                    error = failure
+                self.settle(number, batch, error)
+                if error is not None:
+                    raise error
+
+    # --- reads -------------------------------------------------------------------------------------------------------
+
+    def has(self, handle: LedgerHandle, entry_id: int) -> bool:
+        """Whether the entry is here. Raises OSError, Corrupt."""
+        return self.ledgers.has(handle, entry_id)
+
+    def find(self, handle: LedgerHandle, entry_id: int) -> Buffer | None:
+        """The entry if that needs no disk, else None: then `read` it. Raises EntryNotFound, OSError, Corrupt."""
+        return self.ledgers.find(handle, entry_id)
+
+    def read(self, handle: LedgerHandle, entry_id: int) -> Buffer:
+        """The entry; any thread may call it. Raises EntryNotFound, OSError; Corrupt when it does not stand there."""
+        return self.ledgers.read(handle, entry_id)
+
+    def read_entry(self, ledger: LedgerId, entry_id: int) -> Buffer:
+        """The whole entry; −1 reads the last one. Raises LedgerNotFound, EntryNotFound, OSError, Corrupt."""
+        handle = self.get(ledger)
+        if handle is None:
+            raise LedgerNotFound(f"No ledger {ledger} on this bookie")
+        entry_id = handle.last_entry if entry_id == -1 else entry_id
+        return self.read(handle, entry_id)
+
+    def last_add_confirmed(self, handle: LedgerHandle) -> int:
+        """The highest LAC that any entry or explicit LAC of the ledger said here, −1 for none.
+
+        Raises OSError or Corrupt, when it has to be read from the last entry and cannot.
+        """
+        if not handle.lac_is_known:
+            lac = handle.lac
+            if handle.explicit_lac:
+                lac = max(lac, read_lac_header(handle.explicit_lac).last_add_confirmed)
+            if handle.last_entry >= 0:
+                body = self.read(handle, handle.last_entry)
+                lac = max(lac, read_entry_header(body).last_add_confirmed)
+            handle.lac, handle.lac_is_known = lac, True
+        return handle.lac
+
+    def availability(self, handle: LedgerHandle) -> Callable[[], Availability]:
+        """A function that lists the ledger's entries here; it reads the index file, so call it in any other thread."""
+        entry_ids = self.ledgers.entry_ids(handle)
+        return lambda: Availability.of(entry_ids())
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    @property
+    def unwritten_bytes(self) -> int:
+        """Entry bytes in memory that no entry log file has yet."""
+        return self.ledgers.unwritten_bytes
+
+    def seal_entries(self, least: int = CHUNK_SIZE_BYTES) -> bool:
+        """Prepare what is in memory for `write_entries`, where it is `least` bytes or more; whether it was."""
+        return self.ledgers.seal_entries(least)
+
+    def write_entries(self) -> None:
+        """Write what was sealed. Raises OSError; nothing is lost then, the next call tries again."""
+        self.ledgers.write_entries()
+
+    @property
+    def is_checkpoint_due(self) -> bool:
+        """Whether a checkpoint should not wait for the flush interval: memory fills up."""
+        return self.ledgers.is_flush_due
+
+    def begin_checkpoint(self) -> Checkpoint | None:
+        """What a checkpoint of this moment has to write; None when nothing changed. `end_checkpoint` must follow."""
+        marks = tuple(journal.mark for journal in self.journals)
+        flush = self.ledgers.begin_flush()
+        if flush is None and marks == self._marks_written:
+            return None
+        return Checkpoint(marks, flush)
+
+    def checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Write everything down, in the order that a crash anywhere in between needs. Raises OSError."""
+        if checkpoint.flush is not None:
+            self.ledgers.flush(checkpoint.flush)
+        for number, mark in enumerate(checkpoint.marks):
+            if mark != (self._marks_written[number] if self._marks_written else None):
+                self._write_mark(number, mark)
+        for journal, mark in zip(self.journals, checkpoint.marks, strict=True):
+            journal.forget_before(mark)
+
+    def end_checkpoint(self, checkpoint: Checkpoint, *, written: bool) -> None:
+        """Take note that `checkpoint` is done, or failed: then the next one writes everything again."""
+        if checkpoint.flush is not None:
+            self.ledgers.end_flush(checkpoint.flush, written=written)
+        if written:
+            self._marks_written = checkpoint.marks
+
+    def run_checkpoint(self) -> None:
+        """A whole checkpoint in the calling thread. Raises OSError."""
+        checkpoint = self.begin_checkpoint()
+        if checkpoint is not None:
+            written = False
+            try:
+                self.checkpoint(checkpoint)
+                written = True
+            finally:
+                self.end_checkpoint(checkpoint, written=written)
+
+    def _write_mark(self, number: int, mark: LogMark) -> None:
+        """Write a journal's mark to every ledger directory; a full one may miss it, for the highest counts."""
+        name = last_mark_name(number, len(self.journal_directories))
+        full: OSError | None = None
+        written = 0
+        for directory in self.ledger_directories:
+            path = directory / name
+            try:
+                is_new = not path.exists()
+                with self.files.open(path, create=True) as file:
+                    file.write(0, (mark.serialize(),))
+                    if file.size() != LAST_MARK.size:
+                        file.truncate(LAST_MARK.size)
+                    file.sync()
+                if is_new:
+                    self.files.sync_directory(directory)
+                written += 1
+            except OSError as error:
+                if error.errno not in NO_SPACE:
+                    raise
+                full = error
+        if full is not None and not written:
+            raise full
+
+    # --- replay ------------------------------------------------------------------------------------------------------
+
+    def _replay(self) -> Iterator[LogMark]:
+        """Bring everything behind the last marks into ledger storage, in memory or not; gives the marks."""
+        keys: dict[LedgerId, bytes] = {}
+        for number, directory in enumerate(self.journal_directories):
+            mark = read_last_mark(self.ledger_directories, number, len(self.journal_directories))
+            journals = [each for each in journal_ids(directory) if each >= mark.journal_id]
+            if mark.journal_id > 0 and (not journals or journals[0] != mark.journal_id):
+                raise Corrupt(
+                    f"Journal {directory / file_name(mark.journal_id)} is missing, which the last mark names",
+                    hint="entries that were acknowledged may be in it: find it before the bookie starts",
+                )
+            for journal_id in journals:
+                start = mark.offset if journal_id == mark.journal_id else 0
+                self._replay_file(directory / file_name(journal_id), start, keys)
+            yield mark
+
+    def _replay_file(self, path: Path, start: int, keys: dict[LedgerId, bytes]) -> None:
+        with JournalReader.open(path) as reader:
+            try:
+                for record in reader.records(start):
+                    self._replay_record(reader, record, keys)
+                    if self.seal_entries():
+                        self.write_entries()
+                    if self.is_checkpoint_due:
+                        self._flush_replayed()
+            except CorruptRecord as error:
+                if not (self.config.skip_replay_journal_invalid_record or self._is_torn_group(reader, error.offset)):
+                    raise
+
+    def _flush_replayed(self) -> None:
+        flush = self.ledgers.begin_flush()
+        if flush is not None:
+            written = False
+            try:
+                self.ledgers.flush(flush)
+                written = True
+            finally:
+                self.ledgers.end_flush(flush, written=written)
+
+    def _is_torn_group(self, reader: JournalReader, offset: int) -> bool:
+        """Whether what cannot be read at `offset` is the last group, cut by a crash: none of it was acknowledged.
+
+        Of such a group any sectors may be there. So at most one group's end may follow, and nothing behind it.
+        """
+        end = reader.size()
+        boundary = offset + -offset % SECTOR_SIZE_BYTES
+        while boundary < end:
+            data = reader.next_data(boundary)
+            if data is None:
+                return True
+            boundary = data - data % SECTOR_SIZE_BYTES
+            after = _end_of_group(reader, boundary)
+            if after is not None:
+                return reader.next_data(after) is None
+            boundary += SECTOR_SIZE_BYTES
+        return True
+
+    def _replay_record(self, reader: JournalReader, record: Record, keys: dict[LedgerId, bytes]) -> None:
+        ledger = record.ledger
+        if record.format_version == 2 and not ledger.is_scoped:
+            return  # Torn: nobody writes V2 in scope 0.
+        if record.type is RecordType.LEDGER_KEY:
+            master_key = record.special_payload
+            if not self._is_torn_key(reader, record, master_key):
+                keys[ledger] = master_key
+            return
+        if record.type not in _REPLAYED:
+            return
+        try:
+            handle = self.get(ledger)
+        except CorruptRecord as error:
+            # Damage of an index file: taken for the journal's, it could pass for a torn group and end the replay.
+            raise Corrupt(error.message, hint=f"ledger {ledger} has records to replay in the journal") from error
+        if handle is None:
+            key = keys.get(ledger)
+            if key is None:
+                self.replayed = (self.replayed[0], self.replayed[1] + 1)
+                return
+            handle = self._open_to_write(ledger, key)
+        if record.type is RecordType.FENCE:
+            handle.fenced = handle.fence_recorded = True
+            self.ledgers.change_header(handle)
+        elif record.type is RecordType.EXPLICIT_LAC:
+            self._replay_lac(handle, record.special_payload)
+        else:
+            self._replay_entry(handle, record)
+
+    def _is_torn_key(self, reader: JournalReader, record: Record, master_key: bytes) -> bool:
+        """Whether a crash cut the key, together with what it was written for: part of it is in a sector of zeros.
+
+        A key of many zeros alone proves that only where groups share sectors: clients may choose such keys.
+        """
+        if master_key.count(0) < _TORN_KEY_ZEROS:
+            return False
+        if reader.version < journal_formats.VERSION_PADDING or self.config.journal_alignment_size % SECTOR_SIZE_BYTES:
+            return True
+        end = record.offset + RECORD_SIZE.size + record.record_size
+        start = end - len(master_key)
+        sectors = range(start - start % SECTOR_SIZE_BYTES, end, SECTOR_SIZE_BYTES)
+        return any(not any(reader.read(sector, SECTOR_SIZE_BYTES)) for sector in sectors)
+
+    def _replay_lac(self, handle: LedgerHandle, packet: bytes) -> None:
+        try:
+            header = read_lac_header(packet)
+        except (TruncatedRecord, Unsupported):
+            return
+        old = handle.explicit_lac
+        is_torn = bool(old) and _has_digest(old, header.size) and not _has_digest(packet, header.size)
+        if header.ledger != handle.ledger or is_torn:
+            return
+        self._set_explicit_lac(handle, header.last_add_confirmed, packet)
+
+    def _replay_entry(self, handle: LedgerHandle, record: Record) -> None:
+        body, entry_id = record.body, record.entry_id
+        if record.length is None or entry_id > self._entry_id_max or _is_torn(record):
+            return
+        if self.ledgers.has(handle, entry_id):
+            try:
+                old = bytes(self.read(handle, entry_id))
+            except (OSError, Corrupt, Unsupported):
+                old = b""
+            if old and _is_better(old, body):
+                return
+        self.ledgers.add(handle, entry_id, _pack_size(len(body)), body)
+        if record.last_add_confirmed is not None:
+            handle.lac = max(handle.lac, record.last_add_confirmed)
+        self.replayed = (self.replayed[0] + 1, self.replayed[1])
+
+
+def _end_of_group(reader: JournalReader, at: int) -> int | None:
+    """Where the group ends whose whole records begin at byte `at`; None when none do."""
+    count = 0
+    while True:
+        head = reader.read(at, 8)
+        if len(head) < 8:
+            return None
+        size, padding = struct.unpack(">ii", head)
+        if size == journal_formats.PADDING_MASK and 0 <= padding < 1 << 20:
+            return at + 8 + padding if count else None
+        if not BODY_SIZE_MIN <= size <= reader.size() - at:
+            return None
+        count += 1
+        at += 4 + size
+        if at % SECTOR_SIZE_BYTES == 0 and reader.next_data(at) is None:
+            return at
+
+
+#: A master key is a SHA-1 digest with most clients: with this many zeros it may have been cut by a crash.
+_TORN_KEY_ZEROS: Final = 8
+_REPLAYED: Final = frozenset({RecordType.ENTRY, RecordType.FENCE, RecordType.EXPLICIT_LAC})
+
+
+def _is_torn(record: Record) -> bool:
+    """Whether an entry record is the zeros of a group that a crash cut: no length, and yet a payload."""
+    body = record.body
+    return record.format_version == 1 and len(body) > ENTRY_V1.size + 20 and not any(body[: ENTRY_V1.size])
+
+
+def _is_better(old: bytes, new: bytes) -> bool:
+    """Whether of two copies of one entry the stored one is to be kept: the journal's was cut by a crash.
+
+    Copies differ in LAC and digest only (recovery writes an entry again), so a damaged one shows by its digest; where
+    the digest cannot tell, by having more zeros, which is what sectors that never reached the disk read as.
+    """
+    if old == new:
+        return True
+    size = read_entry_header(new).size
+    if _has_digest(new, size):
+        return False
+    return _has_digest(old, size) or len(old) != len(new) or old.count(0) < new.count(0)
+
+
+def _has_digest(data: bytes, size: int) -> bool:
+    """Whether the CRC32 or CRC32C of the `size` bytes of header and the payload follows the header.
+
+    Those are the digests that need no password. True for an entry and for a LAC packet alike.
+    """
+    if data[size : size + 4] == _crc32c(data[:size] + data[size + 4 :]).to_bytes(4, "big"):
+        return True
+    return data[size : size + 8] == zlib.crc32(data[size + 8 :], zlib.crc32(data[:size])).to_bytes(8, "big")
