@@ -261,6 +261,11 @@ class BookieConfig:
     journal_buffered_entries_threshold: int = _setting("journalBufferedEntriesThreshold", 0, least=0)
     journal_flush_when_queue_empty: bool = _setting("journalFlushWhenQueueEmpty", False)
     journal_queue_size: int = _setting("journalQueueSize", 10_000, least=1)
+    #: Entries that wait for the journals, in MiB; None: 256 (Java takes a part of its own memory).
+    journal_max_memory_size_mb: int | None = _setting("journalMaxMemorySizeMb", None, least=1)
+    journal_remove_from_page_cache: bool = _setting("journalRemoveFromPageCache", True)
+    #: How often a journal is synced that need not be, with `journal_sync_data` False.
+    journal_page_cache_flush_interval_msec: int = _setting("journalPageCacheFlushIntervalMSec", 1000, least=0)
 
     skip_replay_journal_invalid_record: bool = _setting("skipReplayJournalInvalidRecord", False)
 
@@ -325,6 +330,22 @@ class BookieConfig:
 
     netty_max_frame_size_bytes: int = _setting("nettyMaxFrameSizeBytes", 5 * 1024 * 1024, least=1024, most=1 << 30)
     max_batch_read_size: int = _setting("maxBatchReadSize", 5 * 1024 * 1024, least=1)
+    #: Of all connections together; 0: no limit.
+    max_adds_in_progress_limit: int = _setting("maxAddsInProgressLimit", 0, least=0)
+    max_reads_in_progress_limit: int = _setting("maxReadsInProgressLimit", 0, least=0)
+    num_add_worker_threads: int = _setting("numAddWorkerThreads", 1, least=0)
+    num_read_worker_threads: int = _setting("numReadWorkerThreads", 8, least=0)
+    #: What waits beyond these, for each of the threads above, is refused; 0: nothing is.
+    max_pending_add_requests_per_thread: int = _setting("maxPendingAddRequestsPerThread", 10_000, least=0)
+    max_pending_read_requests_per_thread: int = _setting("maxPendingReadRequestsPerThread", 10_000, least=0)
+    #: How long a client may take no answers; negative: for ever.
+    wait_timeout_on_response_backpressure_ms: int = _setting("waitTimeoutOnResponseBackpressureMs", -1)
+    close_channel_on_response_timeout: bool = _setting("closeChannelOnResponseTimeout", False)
+    server_sock_keepalive: bool = _setting("serverSockKeepalive", True)
+    server_tcp_keep_idle: int = _setting("serverTcpKeepIdle", -1)
+    server_tcp_keep_intvl: int = _setting("serverTcpKeepIntvl", -1)
+    server_tcp_keep_cnt: int = _setting("serverTcpKeepCnt", -1)
+    bookie_auth_provider_factory_class: str | None = _setting("bookieAuthProviderFactoryClass", None)
 
     disk_usage_threshold: float = _setting("diskUsageThreshold", 0.95, least=0.0, most=1.0)
     disk_usage_warn_threshold: float = _setting("diskUsageWarnThreshold", 0.90, least=0.0, most=1.0)
@@ -333,11 +354,16 @@ class BookieConfig:
     disk_check_interval: int = _setting("diskCheckInterval", 10_000, least=1)
     read_only_mode_enabled: bool = _setting("readOnlyModeEnabled", True)
     read_only_mode_on_any_disk_full_enabled: bool = _setting("readOnlyModeOnAnyDiskFullEnabled", True)
-    #: None: `log_size_limit`.
+    #: What a full directory must have left for files that have to be made all the same; None: `log_size_limit`.
+    min_usable_size_for_entry_log_creation: int | None = _setting("minUsableSizeForEntryLogCreation", None, least=0)
+    min_usable_size_for_index_file_creation: int = _setting("minUsableSizeForIndexFileCreation", 100 << 20, least=0)
+    #: None: that for entry logs.
     min_usable_size_for_high_priority_writes: int | None = _setting(
         "minUsableSizeForHighPriorityWrites", None, least=0
     )
     force_read_only_bookie: bool = _setting("forceReadOnlyBookie", False)
+    #: Keep the mode in BOOKIE_STATUS over a restart.
+    persist_bookie_status_enabled: bool = _setting("persistBookieStatusEnabled", False)
 
     tls_provider_factory_class: str | None = _setting("tlsProviderFactoryClass", None)
     tls_key_store_type: str = _setting("tlsKeyStoreType", "JKS")

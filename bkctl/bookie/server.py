@@ -42,7 +42,6 @@ from bkctl.formats.metadata import BookieServiceInfo, Endpoint
 from bkctl.ids import check_bookie_id
 from bkctl.metadata.cluster import BOOKIE_RPC_PROTOCOL, LEDGER_SCOPES_PROPERTY, Cluster, open_cluster
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity
-from bkctl.protocol.connection import BookieServer
 from bkctl.protocol.messages import (
     LAST_ENTRY,
     AddRequest,
@@ -67,6 +66,7 @@ from bkctl.protocol.messages import (
     WriteLacResponse,
     refusal,
 )
+from bkctl.protocol.server import BookieServer, ServerLimits
 from bkctl.storage.bookie_storage import Batch, BookieStorage
 from bkctl.storage.files import NO_SPACE, Files
 from bkctl.storage.journal_writer import MEBIBYTE
@@ -87,6 +87,9 @@ SWITCH_INTERVAL_S: Final = 0.0005
 DIRTY_FILE: Final = "DIRTY"
 #: Entries in memory that the entry logs do not have yet, above which no more are acknowledged.
 UNWRITTEN_BYTES_MAX: Final = 256 << 20
+
+#: Requests that are not answered yet, of all clients, unless journalMaxMemorySizeMb says otherwise.
+IN_FLIGHT_BYTES_MAX: Final = 256 << 20
 
 _EOK: Final = Status.EOK
 
@@ -209,9 +212,7 @@ class Bookie:
         self._cluster = cluster
         self._owns_cluster = cluster is None
         self._held = contextlib.ExitStack()
-        self._server = BookieServer(
-            self, tls=_tls_context(config), frame_size_bytes_max=config.netty_max_frame_size_bytes
-        )
+        self._server = BookieServer(self, tls=_tls_context(config), limits=_limits(config))
         self._journals: list[_JournalThread] = []
         self._entries: _Worker | None = None
         self._checkpoints: _Worker | None = None
@@ -557,7 +558,8 @@ class Bookie:
             future.add_done_callback(done)
             return future
 
-        self._server.read(respond, start)
+        if not self._server.read(respond, start):
+            respond(refusal(request, Status.ETOOMANYREQUESTS))
 
     def _fenced(
         self,
@@ -936,6 +938,23 @@ async def serve(
             loop.remove_signal_handler(number)
     if bookie.failure is not None:
         raise bookie.failure
+
+
+def _limits(config: BookieConfig) -> ServerLimits:
+    memory_mb = config.journal_max_memory_size_mb
+    return ServerLimits(
+        frame_size_bytes=config.netty_max_frame_size_bytes,
+        in_flight_bytes=IN_FLIGHT_BYTES_MAX if memory_mb is None else memory_mb * MEBIBYTE,
+        adds_in_progress=config.max_adds_in_progress_limit,
+        reads_in_progress=config.max_reads_in_progress_limit,
+        reads_waiting=config.num_read_worker_threads * config.max_pending_read_requests_per_thread,
+        backpressure_wait_ms=config.wait_timeout_on_response_backpressure_ms,
+        closes_on_backpressure=config.close_channel_on_response_timeout,
+        keepalive=config.server_sock_keepalive,
+        keepalive_idle_s=config.server_tcp_keep_idle,
+        keepalive_interval_s=config.server_tcp_keep_intvl,
+        keepalive_count=config.server_tcp_keep_cnt,
+    )
 
 
 # --- addresses and TLS -----------------------------------------------------------------------------------------------

@@ -1,36 +1,31 @@
-"""One TCP connection to or from a bookie: frames, correlation, timeouts, back-pressure, START_TLS; both ends.
+"""A client's TCP connection to a bookie: correlation, timeouts, START_TLS, what a bookie without scopes never gets.
 
-Both ends are asyncio protocols that receive straight into their own buffer (no streams) and write once a loop tick.
+Its framing serves both ends; the bookie's is `server.py`. Both are asyncio protocols that receive straight into their
+own buffer (no streams) and write once a loop tick.
 A decoded body is a view of that buffer and keeps it alive; a new buffer is taken instead of reusing one in view.
-Source: BookieNettyServer, BookieRequestHandler, PerChannelBookieClient, LengthFieldBasedFrameDecoder's bounds.
+Source: PerChannelBookieClient, LengthFieldBasedFrameDecoder.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 import os
 import re
 import ssl
 import struct
-import typing
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
-from bkctl.errors import BkctlError, BookieUnavailable, IllegalOperation, ProtocolError, TimedOut, UsageError
+from bkctl.errors import BkctlError, BookieUnavailable, ProtocolError, TimedOut, UsageError
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.protocol import v2, v3
 from bkctl.protocol.messages import (
-    AUTH_DISABLED_PLUGIN,
     FRAME_SIZE_BYTES_MAX,
     LAST_ENTRY,
     AddRequest,
     AddResponse,
-    AuthMessage,
-    AuthResponse,
-    BareResponse,
     BatchReadRequest,
     BytesLike,
     ForceLedgerRequest,
@@ -43,14 +38,11 @@ from bkctl.protocol.messages import (
     ReadRequest,
     ReadResponse,
     Request,
-    Respond,
     Response,
     StartTlsRequest,
-    StartTlsResponse,
     Status,
     WriteLacRequest,
     WriteLacResponse,
-    refusal,
 )
 
 _T = TypeVar("_T")
@@ -61,11 +53,8 @@ _PROBE: Final = ReadLacRequest(SCOPE_PROBE)
 
 #: Bytes that may wait for a slow reader before its connection is no longer read (server) or `drain` waits (client).
 WRITE_BUFFER_BYTES_MAX: Final = 1 << 20
-#: Requests, and bytes of requests, of one connection that a bookie works on before it stops reading more.
-IN_FLIGHT_REQUESTS_MAX: Final = 10_000
-IN_FLIGHT_BYTES_MAX: Final = 64 << 20
-#: Reads of one connection that a bookie's disks work on at once: each may give as many bytes as a frame holds.
-READS_IN_PROGRESS_MAX: Final = 32
+#: Answers still to come that nobody waits for, above which the connection is given up.
+OWED_MAX: Final = 10_000
 
 _RECEIVE_BYTES_MIN: Final = 1 << 16
 _RECEIVE_BYTES_MAX: Final = 1 << 18
@@ -81,7 +70,7 @@ def run(coroutine: Coroutine[Any, Any, _T]) -> _T:
     return uvloop.run(coroutine)
 
 
-class _FramedProtocol(asyncio.BufferedProtocol):
+class FramedProtocol(asyncio.BufferedProtocol):
     """Splits what arrives into frames, and collects what is sent into one write a loop tick."""
 
     def __init__(self, frame_size_bytes_max: int) -> None:
@@ -221,7 +210,7 @@ _LEDGER_RESPONSES: Final = frozenset(
 )
 
 
-class BookieConnection(_FramedProtocol):
+class BookieConnection(FramedProtocol):
     """A client's connection to one bookie; made by `open`. All of it belongs to the event loop's thread.
 
     Any number of requests may be in flight. v3 answers are matched by transaction id, v2's by operation, ledger and
@@ -350,7 +339,7 @@ class BookieConnection(_FramedProtocol):
             else:
                 self._expect(key, waiting)
         else:
-            if not self._scopes and _scope_of(request) and request is not _PROBE:
+            if not self._scopes and scope_of(request) and request is not _PROBE:
                 ledger = cast("ReadRequest", request).ledger
                 message = f"Bookie {self.bookie_id} cannot serve scopes, so not ledger {ledger}"
                 _fail(future, BookieUnavailable(message))
@@ -514,7 +503,7 @@ class BookieConnection(_FramedProtocol):
                     del self._packets[key]
                     self._time_out(waiting)
                     self._owed[key] = self._owed.get(key, 0) + 1
-        if len(self._owed) > IN_FLIGHT_REQUESTS_MAX or not self._tend_held(tick):
+        if len(self._owed) > OWED_MAX or not self._tend_held(tick):
             self._fail(BookieUnavailable(f"Bookie {self.bookie_id} left too much without an answer"))
             self._abort()
             return
@@ -588,7 +577,7 @@ class BookieConnection(_FramedProtocol):
         await asyncio.shield(self._gone)
 
 
-def _scope_of(request: Request) -> int:
+def scope_of(request: Request) -> int:
     return cast("ReadRequest", request).ledger[0] if type(request) in _LEDGER_REQUESTS else 0
 
 
@@ -619,308 +608,3 @@ def _fail(future: asyncio.Future[Response], error: BkctlError) -> None:
 def _copy(error: BkctlError) -> BkctlError:
     """The same error anew, since each raise adds to an error's traceback."""
     return type(error)(error.message, hint=error.hint)
-
-
-class RequestHandler(typing.Protocol):
-    """What a BookieServer serves: the bookie."""
-
-    def handle(self, request: Request, respond: Respond) -> None:
-        """Take one request, and see that `respond` is called exactly once, now or later, from the loop's thread.
-
-        Never given: authentication, START_TLS, and what the protocol itself refuses. A BkctlError raised here is
-        answered with its status (EIO when it has none); any other exception ends the connection and goes to the loop's
-        exception handler.
-        """
-
-
-class _ServedConnection(_FramedProtocol):
-    """A bookie's end of one connection. It speaks v3 until the first frame that is none, and v2 from then on."""
-
-    def __init__(self, server: BookieServer) -> None:
-        super().__init__(server.frame_size_bytes_max)
-        self._server = server
-        self._is_v2 = False
-        self._secure = False
-        self._upgrade: asyncio.Task[None] | None = None
-        self._in_flight = 0
-        self._in_flight_size = 0
-        self._reads: deque[Callable[[], asyncio.Future[Any]]] = deque()  # not begun yet
-        self._reads_in_progress = 0
-        self._finishing = False
-        self._continue_due = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self._server.connections.add(self)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._reads.clear()
-        self._server.connections.discard(self)
-
-    # Requests.
-
-    def _frame(self, buffer: memoryview, at: int, end: int) -> None:
-        size = end - at
-        respond: Respond
-        request: Request | None
-        if not self._is_v2:
-            call = v3.decode_request(buffer, at, end)
-            if call is not None:
-                header, request = call
-                if request is None or header.version != v3.VERSION or type(request) in _OWN_REQUESTS:
-                    self._answer_call(header, request)
-                    return
-                respond = functools.partial(self._respond_call, header, _scope_of(request), size)
-                self._dispatch(request, respond, size)
-                return
-            self._is_v2 = True
-        head, request = v2.decode_request(buffer, at, end)
-        if isinstance(request, AuthMessage):
-            self._queued(v2.encode_response(head, _NO_AUTH, self._out))
-        elif head >> 24 > v2.VERSION:
-            self._queued(v2.encode_response(head, refusal(request, Status.EBADVERSION), self._out))
-        else:
-            self._dispatch(request, functools.partial(self._respond_packet, head, size), size)
-
-    def _dispatch(self, request: Request, respond: Respond, size: int) -> None:
-        self._in_flight += 1
-        self._in_flight_size += size
-        if self._in_flight >= IN_FLIGHT_REQUESTS_MAX or self._in_flight_size >= IN_FLIGHT_BYTES_MAX:
-            self._halt()
-        try:
-            self._server.handler.handle(request, respond)
-        except BkctlError as error:
-            status = Status.EIO if error.v3_code is None else Status(error.v3_code)
-            respond(refusal(request, status))
-        except Exception:
-            self.abort()
-            raise
-
-    def _answer_call(self, header: v3.Header, request: Request | None) -> None:
-        """Answer a v3 request that is none of the bookie's business."""
-        response: Response
-        if header.version != v3.VERSION:
-            response = BareResponse(Status.EBADVERSION) if request is None else refusal(request, Status.EBADVERSION)
-        elif isinstance(request, AuthMessage):
-            response = _NO_AUTH
-        elif isinstance(request, StartTlsRequest) and self._may_upgrade():
-            self._queued(v3.encode_response(header, StartTlsResponse(Status.EOK), 0, self._out))
-            self._flush()
-            self._halt()
-            self._upgrade = self._loop.create_task(self._start_tls())
-            return
-        else:
-            response = BareResponse(Status.EBADREQ)
-        scope_id = 0 if request is None else _scope_of(request)
-        self._queued(v3.encode_response(header, response, scope_id, self._out))
-
-    def _may_upgrade(self) -> bool:
-        return self._server.tls is not None and not self._secure and self._upgrade is None and not self._in_flight
-
-    async def _start_tls(self) -> None:
-        assert self._transport is not None
-        assert self._server.tls is not None
-        if self._start != self._end:
-            # Requests in clear behind START_TLS would be taken for authenticated ones.
-            self._transport.abort()
-            return
-        try:
-            transport = await self._loop.start_tls(self._transport, self, self._server.tls, server_side=True)
-        except OSError:
-            transport = None
-        if transport is None:
-            self._transport.abort()
-            return
-        self._use(transport)
-        self._secure = True
-        self._upgrade = None
-        self._continue()
-
-    # Answers.
-
-    def _respond_packet(self, head: int, size: int, response: Response) -> None:
-        if self._lost:
-            return
-        self._in_flight -= 1
-        self._in_flight_size -= size
-        try:
-            written = v2.encode_response(head, response, self._out)
-        except IllegalOperation as error:
-            self._broken(error.message)
-            return
-        self._queued(written)
-        if self._halted:
-            self._unblock()
-
-    def _respond_call(self, header: v3.Header, scope_id: int, size: int, response: Response) -> None:
-        if self._lost:
-            return
-        self._in_flight -= 1
-        self._in_flight_size -= size
-        self._queued(v3.encode_response(header, response, scope_id, self._out))
-        if self._halted:
-            self._unblock()
-
-    # Back-pressure: reads begin while their answers find room, and a halted connection neither reads nor parses.
-
-    @property
-    def is_congested(self) -> bool:
-        """Whether the client takes its answers slower than they come."""
-        return self._write_paused
-
-    def read(self, start: Callable[[], asyncio.Future[Any]]) -> None:
-        """See BookieServer.read."""
-        self._reads.append(start)
-        self._begin_reads()
-
-    def _begin_reads(self) -> None:
-        while self._reads and self._reads_in_progress < READS_IN_PROGRESS_MAX and not self._write_paused:
-            self._reads_in_progress += 1
-            self._reads.popleft()().add_done_callback(self._read_over)
-
-    def _read_over(self, _: asyncio.Future[Any]) -> None:
-        self._reads_in_progress -= 1
-        self._begin_reads()
-
-    def _halt(self) -> None:
-        if not self._halted:
-            self._halted = True
-            if self._transport is not None:
-                self._transport.pause_reading()
-
-    def _unblock(self) -> None:
-        """Continue soon, when what halted the connection is over."""
-        if self._finishing:
-            if not self._in_flight:
-                self._close()
-        elif not self._continue_due:
-            self._continue_due = True
-            self._loop.call_soon(self._continue)
-
-    def _continue(self) -> None:
-        self._continue_due = False
-        if not self._halted or self._lost or self._finishing or self._write_paused or self._upgrade is not None:
-            return
-        if self._in_flight > IN_FLIGHT_REQUESTS_MAX // 2 or self._in_flight_size > IN_FLIGHT_BYTES_MAX // 2:
-            return
-        self._halted = False
-        self._parse()
-        if not self._halted and self._transport is not None:
-            self._transport.resume_reading()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._halt()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._begin_reads()
-        self._unblock()
-
-    # Life.
-
-    def _broken(self, problem: str) -> None:
-        self._finishing = True
-        self._close()
-
-    def finish(self) -> None:
-        """Read no more, answer what was read, then close."""
-        self._finishing = True
-        self._halt()
-        if not self._in_flight:
-            self._close()
-
-    def _close(self) -> None:
-        self._halted = True
-        self._flush()
-        self._lost = True
-        if self._transport is not None:
-            self._transport.close()
-
-    def abort(self) -> None:
-        """Close at once."""
-        if self._transport is not None:
-            self._transport.abort()
-
-    async def wait_closed(self) -> None:
-        """Wait until the socket is closed."""
-        await asyncio.shield(self._gone)
-
-
-_OWN_REQUESTS: Final = frozenset({AuthMessage, StartTlsRequest})
-_NO_AUTH: Final = AuthResponse(Status.EOK, AUTH_DISABLED_PLUGIN, b"")
-
-
-def _connection_of(respond: Respond) -> _ServedConnection:
-    """The connection that `respond` answers on: it is a partial of one of that one's methods."""
-    return cast("_ServedConnection", cast("Any", respond).func.__self__)
-
-
-class BookieServer:
-    """Serves a bookie's requests on one address, v2 and v3 on each connection as its client speaks.
-
-    It answers by itself what needs no bookie: authentication (none is required), START_TLS (when `tls` is given), other
-    protocol versions (EBADVERSION), and v3 operations that do not exist (EBADREQ). Bytes that are no frame or no
-    request close their connection. A scope in a v3 request is echoed in the answer.
-    """
-
-    def __init__(
-        self,
-        handler: RequestHandler,
-        *,
-        tls: ssl.SSLContext | None = None,
-        frame_size_bytes_max: int = FRAME_SIZE_BYTES_MAX,
-    ) -> None:
-        self.handler = handler
-        self.tls = tls
-        self.frame_size_bytes_max = frame_size_bytes_max
-        self.connections: set[_ServedConnection] = set()
-        self._server: asyncio.Server | None = None
-
-    def read(self, respond: Respond, start: Callable[[], asyncio.Future[Any]]) -> None:
-        """Have `start` begin a read of the disk, now or when its answer, which goes to `respond`, finds room in memory.
-
-        `start` gives the future of what was read, and has seen to the answer when that is done. It is never called
-        once the connection is lost. Bounded are the answers of one connection: at most READS_IN_PROGRESS_MAX are being
-        read, and none begins while the client is behind with those that were given.
-        """
-        _connection_of(respond).read(start)
-
-    def is_congested(self, respond: Respond) -> bool:
-        """Whether the client that `respond` answers takes its answers slower than they come."""
-        return _connection_of(respond).is_congested
-
-    async def start(self, host: str, port: int = 0) -> None:
-        """Listen on `host`:`port` (0: any free port, see `port`). Raises OSError when the address cannot be had."""
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _ServedConnection(self), host, port, backlog=1024)
-
-    @property
-    def port(self) -> int:
-        """The port that is listened on."""
-        assert self._server is not None
-        return int(self._server.sockets[0].getsockname()[1])
-
-    def abort(self) -> None:
-        """Close every connection at once, with requests unanswered; new ones are served."""
-        for connection in list(self.connections):
-            connection.abort()
-
-    async def close(self, grace_s: float = 5.0) -> None:
-        """Take no more requests, answer those that were read for at most `grace_s` seconds, then close all."""
-        if self._server is None:
-            return
-        self._server.close()
-        connections = list(self.connections)
-        for connection in connections:
-            connection.finish()
-        if connections:
-            closing = [asyncio.ensure_future(connection.wait_closed()) for connection in connections]
-            _, late = await asyncio.wait(closing, timeout=grace_s)
-            if late:
-                for connection in connections:
-                    connection.abort()
-                await asyncio.wait(late)
-        await self._server.wait_closed()
-        self._server = None

@@ -17,7 +17,8 @@ from bkctl.config import BookieConfig
 from bkctl.errors import BookieUnavailable
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
-from bkctl.protocol import connection, v2
+from bkctl.protocol import server as protocol_server
+from bkctl.protocol import v2
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.messages import ReadRequest
 from bkctl.storage.files import DiskUsage, Files
@@ -59,7 +60,7 @@ def test_held_adds_go_on_without_another_request_or_checkpoint(
 def test_a_client_that_does_not_read_has_few_answers_in_memory(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "READS_IN_PROGRESS_MAX", 4)
+    monkeypatch.setattr(protocol_server, "READS_IN_PROGRESS_MAX", 4)
     count, payload = 200, bytes(200_000)
 
     async def scenario() -> None:

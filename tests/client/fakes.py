@@ -13,7 +13,7 @@ from bkctl.formats.entry import read_entry_header, read_lac_header
 from bkctl.formats.metadata import BookieServiceInfo, Endpoint
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
-from bkctl.protocol.connection import SCOPE_PROBE, BookieServer
+from bkctl.protocol.connection import SCOPE_PROBE
 from bkctl.protocol.messages import (
     AddRequest,
     AddResponse,
@@ -28,6 +28,7 @@ from bkctl.protocol.messages import (
     WriteLacResponse,
     refusal,
 )
+from bkctl.protocol.server import BookieServer
 
 
 class Fault(Enum):

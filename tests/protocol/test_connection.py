@@ -22,9 +22,9 @@ from bkctl.errors import (
     UsageError,
 )
 from bkctl.ids import LedgerId
-from bkctl.protocol import connection as connection_module
+from bkctl.protocol import server as server_module
 from bkctl.protocol import v3
-from bkctl.protocol.connection import SCOPE_PROBE, BookieConnection, BookieServer, RequestHandler
+from bkctl.protocol.connection import SCOPE_PROBE, BookieConnection
 from bkctl.protocol.messages import (
     AddRequest,
     AddResponse,
@@ -53,6 +53,7 @@ from bkctl.protocol.messages import (
     WriteLacResponse,
     refusal,
 )
+from bkctl.protocol.server import BookieServer, RequestHandler
 
 LEDGER = LedgerId(0, 5)
 SCOPED = LedgerId(7, 5)
@@ -911,7 +912,7 @@ def test_a_reader_that_does_not_read_stops_its_own_requests(runner: Runner, monk
 def test_reads_of_the_disk_wait_for_a_client_that_is_behind(
     runner: Runner, monkeypatch: pytest.MonkeyPatch, leaves: bool
 ) -> None:
-    monkeypatch.setattr(connection_module, "READS_IN_PROGRESS_MAX", 8)
+    monkeypatch.setattr(server_module, "READS_IN_PROGRESS_MAX", 8)
     body, count = bytes(100_000), 2000
     begun: list[int] = []
     in_progress: set[asyncio.Future[bytes]] = set()
@@ -961,7 +962,7 @@ def test_reads_of_the_disk_wait_for_a_client_that_is_behind(
 def test_a_bookie_that_answers_late_gets_a_bounded_number_of_requests(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection_module, "IN_FLIGHT_REQUESTS_MAX", 100)
+    monkeypatch.setattr(server_module, "IN_FLIGHT_REQUESTS_MAX", 100)
 
     async def main() -> None:
         bookie = Holding()
@@ -981,7 +982,7 @@ def test_a_bookie_that_answers_late_gets_a_bounded_number_of_requests(
 
 
 def test_bytes_in_flight_are_bounded_too(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_module, "IN_FLIGHT_BYTES_MAX", 1_000_000)
+    monkeypatch.setattr(server_module, "IN_FLIGHT_BYTES_MAX", 1_000_000)
 
     async def main() -> None:
         bookie = Holding()

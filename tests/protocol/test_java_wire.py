@@ -15,7 +15,7 @@ from bkctl.errors import BkctlError, EntryNotFound, LedgerFenced, LedgerNotFound
 from bkctl.formats.entry import read_entry_header, read_lac_header
 from bkctl.ids import LedgerId
 from bkctl.protocol import v3_hot
-from bkctl.protocol.connection import BookieServer, run
+from bkctl.protocol.connection import run
 from bkctl.protocol.messages import (
     AddRequest,
     AddResponse,
@@ -35,6 +35,7 @@ from bkctl.protocol.messages import (
     WriteLacResponse,
     refusal,
 )
+from bkctl.protocol.server import BookieServer
 
 pytestmark = pytest.mark.java
 

@@ -12,7 +12,7 @@ import pytest
 from bkctl.errors import BookieUnavailable
 from bkctl.ids import LedgerId
 from bkctl.protocol import v3
-from bkctl.protocol.connection import BookieConnection, BookieServer
+from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.messages import (
     BytesLike,
     Protocol,
@@ -24,6 +24,7 @@ from bkctl.protocol.messages import (
     StartTlsResponse,
     Status,
 )
+from bkctl.protocol.server import BookieServer
 
 HOST = "127.0.0.1"
 LEDGER = LedgerId(0, 5)

@@ -1,0 +1,538 @@
+"""The bookie's end of its TCP connections: v2 and v3 as the client speaks, START_TLS, bounds on what is in flight.
+
+What a bookie cannot take waits in its client: a connection over a bound is not read any more until there is room. So
+memory is bounded by `ServerLimits`, whatever clients send, and however slowly they read their answers.
+Source: BookieNettyServer, BookieRequestHandler, BookieRequestProcessor, PacketProcessorBase.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import socket
+import ssl
+import typing
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from bkctl.errors import BkctlError, IllegalOperation
+from bkctl.protocol import v2, v3
+from bkctl.protocol.connection import FramedProtocol, scope_of
+from bkctl.protocol.messages import (
+    AUTH_DISABLED_PLUGIN,
+    FRAME_SIZE_BYTES_MAX,
+    AddRequest,
+    AuthMessage,
+    AuthResponse,
+    BareResponse,
+    BatchReadRequest,
+    ReadRequest,
+    Request,
+    Respond,
+    Response,
+    StartTlsRequest,
+    StartTlsResponse,
+    Status,
+    refusal,
+)
+
+#: Requests, and bytes of requests, of one connection that a bookie works on before it stops reading more.
+IN_FLIGHT_REQUESTS_MAX: Final = 10_000
+IN_FLIGHT_BYTES_MAX: Final = 64 << 20
+#: Reads of one connection that a bookie's disks work on at once: each may give as many bytes as a frame holds.
+READS_IN_PROGRESS_MAX: Final = 32
+#: A client that broke the protocol gets so long to take the answers before.
+BROKEN_GRACE_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits:
+    """What a BookieServer takes; 0 is no limit, where nothing else is said.
+
+    A connection that would pass `in_flight_bytes` (of all connections together), `adds_in_progress` or
+    `reads_in_progress` (as well) is not read until there is room. Reads that wait for a disk beyond `reads_waiting` are
+    refused with ETOOMANYREQUESTS. A client that takes no answer for `backpressure_wait_ms` (negative: for ever) loses
+    its connection, or with `closes_on_backpressure` False the answers until it reads again.
+
+    Source: nettyMaxFrameSizeBytes, journalMaxMemorySizeMb, maxAddsInProgressLimit, maxReadsInProgressLimit,
+    maxPendingReadRequestsPerThread, waitTimeoutOnResponseBackpressureMs, closeChannelOnResponseTimeout,
+    serverSockKeepalive, serverTcpKeepIdle, serverTcpKeepIntvl, serverTcpKeepCnt (seconds; negative: the system's).
+    """
+
+    frame_size_bytes: int = FRAME_SIZE_BYTES_MAX
+    in_flight_bytes: int = 256 << 20
+    adds_in_progress: int = 0
+    reads_in_progress: int = 0
+    reads_waiting: int = 0
+    backpressure_wait_ms: int = -1
+    closes_on_backpressure: bool = False
+    keepalive: bool = True
+    keepalive_idle_s: int = -1
+    keepalive_interval_s: int = -1
+    keepalive_count: int = -1
+
+
+DEFAULT_LIMITS: Final = ServerLimits()
+
+
+class RequestHandler(typing.Protocol):
+    """What a BookieServer serves: the bookie."""
+
+    def handle(self, request: Request, respond: Respond) -> None:
+        """Take one request, and see that `respond` is called exactly once, now or later, from the loop's thread.
+
+        Never given: authentication, START_TLS, and what the protocol itself refuses. A BkctlError raised here is
+        answered with its status (EIO when it has none); any other exception ends the connection and goes to the loop's
+        exception handler.
+        """
+
+
+class _ServedConnection(FramedProtocol):
+    """A bookie's end of one connection. It speaks v3 until the first frame that is none, and v2 from then on."""
+
+    def __init__(self, server: BookieServer) -> None:
+        super().__init__(server.limits.frame_size_bytes)
+        self._server = server
+        self._is_v2 = False
+        self._secure = False
+        self._upgrade: asyncio.Task[None] | None = None
+        self._in_flight = 0
+        self._in_flight_size = 0
+        self._counted = 0  # bytes of the requests in flight that the server knows of
+        self._reads: deque[tuple[Respond, Callable[[], asyncio.Future[Any]]]] = deque()  # not begun yet
+        self._reads_in_progress = 0
+        self._impatience: asyncio.TimerHandle | None = None
+        self._drops_answers = False
+        #: Called once when the connection is lost.
+        self.on_lost: set[Callable[[], None]] = set()
+        self._finishing = False
+        self._continue_due = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._server.connections.add(self)
+        found = transport.get_extra_info("socket")
+        if found is not None and self._server.limits.keepalive:
+            _keep_alive(found, self._server.limits)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._impatience is not None:
+            self._impatience.cancel()
+        self._server.connections.discard(self)
+        self._server.reads_waiting -= len(self._reads)
+        while self._reads:
+            self._reads.popleft()[0](BareResponse(Status.EIO))  # nobody hears it, but it is in flight no more
+        while self.on_lost:
+            self.on_lost.pop()()
+
+    # Requests.
+
+    def _parse(self) -> None:
+        super()._parse()
+        self._server.count(self)
+
+    def _frame(self, buffer: memoryview, at: int, end: int) -> None:
+        size = end - at
+        respond: Respond
+        request: Request | None
+        if not self._is_v2:
+            call = v3.decode_request(buffer, at, end)
+            if call is not None:
+                header, request = call
+                if request is None or header.version != v3.VERSION or type(request) in _OWN_REQUESTS:
+                    self._answer_call(header, request)
+                    return
+                respond = functools.partial(self._respond_call, header, scope_of(request), size)
+                self._dispatch(request, respond, size)
+                return
+            self._is_v2 = True
+        head, request = v2.decode_request(buffer, at, end)
+        if isinstance(request, AuthMessage):
+            self._queued(v2.encode_response(head, _NO_AUTH, self._out))
+        elif head >> 24 > v2.VERSION:
+            self._queued(v2.encode_response(head, refusal(request, Status.EBADVERSION), self._out))
+        else:
+            self._dispatch(request, functools.partial(self._respond_packet, head, size), size)
+
+    def _dispatch(self, request: Request, respond: Respond, size: int) -> None:
+        self._in_flight += 1
+        self._in_flight_size += size
+        if self._in_flight >= IN_FLIGHT_REQUESTS_MAX or self._in_flight_size >= IN_FLIGHT_BYTES_MAX:
+            self.halt()
+        try:
+            self._server.handler.handle(request, respond)
+        except BkctlError as error:
+            status = Status.EIO if error.v3_code is None else Status(error.v3_code)
+            respond(refusal(request, status))
+        except Exception:
+            self.abort()
+            raise
+
+    def _answer_call(self, header: v3.Header, request: Request | None) -> None:
+        """Answer a v3 request that is none of the bookie's business."""
+        response: Response
+        if header.version != v3.VERSION:
+            response = BareResponse(Status.EBADVERSION) if request is None else refusal(request, Status.EBADVERSION)
+        elif isinstance(request, AuthMessage):
+            response = _NO_AUTH
+        elif isinstance(request, StartTlsRequest) and self._may_upgrade():
+            self._queued(v3.encode_response(header, StartTlsResponse(Status.EOK), 0, self._out))
+            self._flush()
+            self.halt()
+            self._upgrade = self._loop.create_task(self._start_tls())
+            return
+        else:
+            response = BareResponse(Status.EBADREQ)
+        scope_id = 0 if request is None else scope_of(request)
+        self._queued(v3.encode_response(header, response, scope_id, self._out))
+
+    def _may_upgrade(self) -> bool:
+        return self._server.tls is not None and not self._secure and self._upgrade is None and not self._in_flight
+
+    async def _start_tls(self) -> None:
+        assert self._transport is not None
+        assert self._server.tls is not None
+        if self._start != self._end:
+            # Requests in clear behind START_TLS would be taken for authenticated ones.
+            self._transport.abort()
+            return
+        try:
+            transport = await self._loop.start_tls(self._transport, self, self._server.tls, server_side=True)
+        except OSError:
+            transport = None
+        if transport is None:
+            self._transport.abort()
+            return
+        self._use(transport)
+        self._secure = True
+        self._upgrade = None
+        self._continue()
+
+    # Answers.
+
+    def _respond_packet(self, head: int, size: int, response: Response) -> None:
+        self._in_flight -= 1
+        self._in_flight_size -= size
+        if self._lost:
+            self._server.count(self)
+            return
+        try:
+            written = v2.encode_response(head, response, self._out)
+        except IllegalOperation as error:
+            self._broken(error.message)
+            return
+        self._queued(written)
+        if self._halted:
+            self.unblock()
+
+    def _respond_call(self, header: v3.Header, scope_id: int, size: int, response: Response) -> None:
+        self._in_flight -= 1
+        self._in_flight_size -= size
+        if self._lost:
+            self._server.count(self)
+            return
+        self._queued(v3.encode_response(header, response, scope_id, self._out))
+        if self._halted:
+            self.unblock()
+
+    def _flush(self) -> None:
+        if self._drops_answers:
+            self._out.clear()
+            self._out_size = 0
+        super()._flush()
+        self._server.count(self)
+
+    # Back-pressure: reads begin while their answers find room, and a halted connection neither reads nor parses.
+
+    @property
+    def is_congested(self) -> bool:
+        """Whether the client takes its answers slower than they come."""
+        return self._write_paused
+
+    def read(self, respond: Respond, start: Callable[[], asyncio.Future[Any]]) -> None:
+        """See BookieServer.read."""
+        self._reads.append((respond, start))
+        self._server.reads_waiting += 1
+        self._begin_reads()
+
+    def _begin_reads(self) -> None:
+        while self._reads and self._reads_in_progress < READS_IN_PROGRESS_MAX and not self._write_paused:
+            self._reads_in_progress += 1
+            self._server.reads_waiting -= 1
+            self._reads.popleft()[1]().add_done_callback(self._read_over)
+
+    def _read_over(self, _: asyncio.Future[Any]) -> None:
+        self._reads_in_progress -= 1
+        self._begin_reads()
+
+    def halt(self) -> None:
+        """Take no more requests for now."""
+        if not self._halted:
+            self._halted = True
+            if self._transport is not None:
+                self._transport.pause_reading()
+
+    def unblock(self) -> None:
+        """Continue soon, when what halted the connection is over."""
+        if self._finishing:
+            if not self._in_flight:
+                self._close()
+        elif not self._continue_due:
+            self._continue_due = True
+            self._loop.call_soon(self._continue)
+
+    def _continue(self) -> None:
+        self._continue_due = False
+        if not self._halted or self._lost or self._finishing or self._write_paused or self._upgrade is not None:
+            return
+        if self._in_flight > IN_FLIGHT_REQUESTS_MAX // 2 or self._in_flight_size > IN_FLIGHT_BYTES_MAX // 2:
+            return
+        if self._server.has_to_wait(self):
+            return
+        self._halted = False
+        self._parse()
+        if not self._halted and self._transport is not None:
+            self._transport.resume_reading()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.halt()
+        wait_ms = self._server.limits.backpressure_wait_ms
+        if wait_ms >= 0 and self._impatience is None:
+            self._impatience = self._loop.call_later(wait_ms / 1000, self._lose_patience)
+
+    def _lose_patience(self) -> None:
+        """The client took nothing for too long. Source: PacketProcessorBase.sendResponse."""
+        self._impatience = None
+        if self._server.limits.closes_on_backpressure:
+            self.abort()
+        else:
+            self._drops_answers = True
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._drops_answers = False
+        if self._impatience is not None:
+            self._impatience.cancel()
+            self._impatience = None
+        self._begin_reads()
+        self.unblock()
+
+    # Life.
+
+    def _broken(self, problem: str) -> None:
+        self._finishing = True
+        self._close()
+        self._loop.call_later(BROKEN_GRACE_S, self.abort)
+
+    def finish(self) -> None:
+        """Read no more, answer what was read, then close."""
+        self._finishing = True
+        self.halt()
+        if not self._in_flight:
+            self._close()
+
+    def _close(self) -> None:
+        self._halted = True
+        self._flush()
+        self._lost = True
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Close at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def wait_closed(self) -> None:
+        """Wait until the socket is closed."""
+        await asyncio.shield(self._gone)
+
+    def uncounted(self) -> int:
+        """How many bytes more are in flight than at the last call."""
+        change = self._in_flight_size - self._counted
+        self._counted = self._in_flight_size
+        return change
+
+
+class _Slots:
+    """So many requests of a kind may be in progress; and the connections that wait for a slot."""
+
+    __slots__ = ("free", "waiting")
+
+    def __init__(self, count: int) -> None:
+        self.free = count
+        self.waiting: dict[_LimitedConnection, None] = {}
+
+
+class _LimitedConnection(_ServedConnection):
+    """A connection of a server that bounds the adds or reads in progress: with its next request, all of it waits.
+
+    Source: BookieRequestProcessor.onAddRequestStart, which switches a channel's autoRead off.
+    """
+
+    def __init__(self, server: BookieServer) -> None:
+        super().__init__(server)
+        self._next: tuple[Request, Respond, int] | None = None
+
+    def _dispatch(self, request: Request, respond: Respond, size: int) -> None:
+        slots = self._server.slots.get(type(request))
+        if slots is None:
+            super()._dispatch(request, respond, size)
+        elif slots.free > 0:
+            slots.free -= 1
+            super()._dispatch(request, functools.partial(self._release, slots, respond), size)
+        else:
+            self._next = (request, respond, size)
+            slots.waiting[self] = None
+            self.halt()
+
+    def _release(self, slots: _Slots, respond: Respond, response: Response) -> None:
+        slots.free += 1
+        waiting, slots.waiting = slots.waiting, {}
+        for each in waiting:
+            each.unblock()
+        respond(response)
+
+    def _parse(self) -> None:
+        if self._next is not None:
+            waiting, self._next = self._next, None
+            self._dispatch(*waiting)
+            if self._halted:
+                return
+        super()._parse()
+
+
+def _keep_alive(connected: socket.socket, limits: ServerLimits) -> None:
+    """Have the system find out about clients that are gone without a word."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", limits.keepalive_idle_s),
+        ("TCP_KEEPINTVL", limits.keepalive_interval_s),
+        ("TCP_KEEPCNT", limits.keepalive_count),
+    ):
+        if value > 0 and hasattr(socket, name):
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+_OWN_REQUESTS: Final = frozenset({AuthMessage, StartTlsRequest})
+_NO_AUTH: Final = AuthResponse(Status.EOK, AUTH_DISABLED_PLUGIN, b"")
+
+
+def _connection_of(respond: Respond) -> _ServedConnection:
+    """The connection that `respond` answers on: it is a partial of one of that one's methods."""
+    return cast("_ServedConnection", cast("Any", respond).func.__self__)
+
+
+class BookieServer:
+    """Serves a bookie's requests on one address, v2 and v3 on each connection as its client speaks.
+
+    It answers by itself what needs no bookie: authentication (none is required), START_TLS (when `tls` is given), other
+    protocol versions (EBADVERSION), and v3 operations that do not exist (EBADREQ). Bytes that are no frame or no
+    request close their connection. A scope in a v3 request is echoed in the answer.
+    """
+
+    def __init__(
+        self,
+        handler: RequestHandler,
+        *,
+        tls: ssl.SSLContext | None = None,
+        limits: ServerLimits = DEFAULT_LIMITS,
+    ) -> None:
+        self.handler = handler
+        self.tls = tls
+        self.limits = limits
+        self.connections: set[_ServedConnection] = set()
+        #: Bytes of requests that are not answered yet, and reads that are not begun yet, over all connections.
+        self.in_flight_bytes = 0
+        self.reads_waiting = 0
+        self.slots: dict[type, _Slots] = {}
+        if limits.adds_in_progress:
+            self.slots[AddRequest] = _Slots(limits.adds_in_progress)
+        if limits.reads_in_progress:
+            self.slots[ReadRequest] = self.slots[BatchReadRequest] = _Slots(limits.reads_in_progress)
+        self._waiting: dict[_ServedConnection, None] = {}
+        self._server: asyncio.Server | None = None
+
+    def count(self, connection: _ServedConnection) -> None:
+        """Take note of what is in flight on `connection` now, once for many requests; halt it when all have too much.
+
+        A connection that is lost counts on until its requests are answered: they are in memory still.
+        """
+        change = connection.uncounted()
+        if change > 0:
+            self.in_flight_bytes += change
+            self.has_to_wait(connection)
+        elif change < 0:
+            self.in_flight_bytes += change
+            if self._waiting and self.in_flight_bytes <= self.limits.in_flight_bytes // 2:
+                waiting, self._waiting = self._waiting, {}
+                for each in waiting:
+                    each.unblock()
+
+    def has_to_wait(self, connection: _ServedConnection) -> bool:
+        """Whether `connection` may take no more requests until others are answered; it is halted then."""
+        if self.in_flight_bytes < self.limits.in_flight_bytes:
+            return False
+        connection.halt()
+        self._waiting[connection] = None
+        return True
+
+    def read(self, respond: Respond, start: Callable[[], asyncio.Future[Any]]) -> bool:
+        """Have `start` begin a read of the disk, now or when its answer, which goes to `respond`, finds room in memory.
+
+        `start` gives the future of what was read, and has seen to the answer when that is done. It is never called
+        once the connection is lost. Bounded are the answers of one connection: at most READS_IN_PROGRESS_MAX are being
+        read, and none begins while the client is behind with those that were given. False, and nothing is done, when
+        too many wait already (`ServerLimits.reads_waiting`).
+        """
+        if self.limits.reads_waiting and self.reads_waiting >= self.limits.reads_waiting:
+            return False
+        _connection_of(respond).read(respond, start)
+        return True
+
+    def on_lost(self, respond: Respond) -> set[Callable[[], None]]:
+        """What is called once the connection is lost that `respond` answers on; add to it, and discard from it."""
+        return _connection_of(respond).on_lost
+
+    def is_congested(self, respond: Respond) -> bool:
+        """Whether the client that `respond` answers takes its answers slower than they come."""
+        return _connection_of(respond).is_congested
+
+    async def start(self, host: str, port: int = 0) -> None:
+        """Listen on `host`:`port` (0: any free port, see `port`). Raises OSError when the address cannot be had."""
+        loop = asyncio.get_running_loop()
+        kind = _LimitedConnection if self.slots else _ServedConnection
+        self._server = await loop.create_server(lambda: kind(self), host, port, backlog=1024)
+
+    @property
+    def port(self) -> int:
+        """The port that is listened on."""
+        assert self._server is not None
+        return int(self._server.sockets[0].getsockname()[1])
+
+    def abort(self) -> None:
+        """Close every connection at once, with requests unanswered; new ones are served."""
+        for connection in list(self.connections):
+            connection.abort()
+
+    async def close(self, grace_s: float = 5.0) -> None:
+        """Take no more requests, answer those that were read for at most `grace_s` seconds, then close all."""
+        if self._server is None:
+            return
+        self._server.close()
+        connections = list(self.connections)
+        for connection in connections:
+            connection.finish()
+        if connections:
+            closing = [asyncio.ensure_future(connection.wait_closed()) for connection in connections]
+            _, late = await asyncio.wait(closing, timeout=grace_s)
+            if late:
+                for connection in connections:
+                    connection.abort()
+                await asyncio.wait(late)
+        await self._server.wait_closed()
+        self._server = None
