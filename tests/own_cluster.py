@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Final
 
 from own_bookies import OwnBookie
-from servers import SORTED, Server
+from servers import INTERLEAVED, SORTED, Server
+
+#: Three bookies that have every storage class of ours among them.
+STORAGES: Final = (SORTED, INTERLEAVED, SORTED)
 
 
 class OwnCluster:

@@ -14,7 +14,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import apache_shell
 import pytest
 from command_line import CommandLine
 from own_bookies import OwnBookie
-from own_cluster import OwnCluster, journal_version, start_all, stop_all
+from own_cluster import STORAGES, OwnCluster, journal_version, start_all, stop_all
 from servers import (
     INTERLEAVED,
     SORTED,
@@ -61,28 +61,12 @@ def scenario(body: Coroutine[Any, Any, Any], timeout_s: float = 120) -> Any:
 MakeCluster = Callable[..., OwnCluster]
 
 
-@pytest.fixture
-def own_cluster(java: Java, zookeeper: ZooKeeperServer, tmp_path: Path) -> Iterator[MakeCluster]:
-    """Makes a cluster of our bookies, not started, on a root that Apache's shell formatted: (storages, settings)."""
-    made: list[OwnCluster] = []
-
-    def make(storages: Iterable[str], settings: Mapping[str, object]) -> OwnCluster:
-        uri = zookeeper.metadata_uri(zookeeper.new_root())
-        format_cluster(java, uri, tmp_path)
-        made.append(OwnCluster(uri, tmp_path, storages, settings))
-        return made[-1]
-
-    yield make
-    for cluster in made:
-        cluster.kill()
-
-
 @pytest.fixture(scope="module")
 def _own(java: Java, zookeeper: ZooKeeperServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnCluster]:
     directory = tmp_path_factory.mktemp("own")
     uri = zookeeper.metadata_uri(zookeeper.new_root())
     format_cluster(java, uri, directory)
-    cluster = OwnCluster(uri, directory, (SORTED, INTERLEAVED, SORTED))
+    cluster = OwnCluster(uri, directory, STORAGES)
     try:
         yield cluster
     finally:
@@ -515,7 +499,7 @@ def test_bookies_killed_at_random_points_lose_nothing_acknowledged(
     chance = random.Random(seed)
     # Small files and quick checkpoints, so that kills fall into all that a bookie does.
     settings = {"zkTimeout": 1000, "journalMaxSizeMB": 1, "logSizeLimit": 512 * 1024, "flushInterval": 150}
-    own = own_cluster((SORTED, INTERLEAVED, SORTED), settings)
+    own = own_cluster(STORAGES, settings)
     uri = own.metadata_uri
     start_all(own.bookies)
     with open_cluster(uri) as cluster:
