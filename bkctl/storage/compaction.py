@@ -1,0 +1,226 @@
+"""Compaction: what is alive in a log with garbage is written again elsewhere, and then the log goes.
+
+    copy      each entry whose location in the index is in the old log → `<id>.log.compacting`
+    finish    ledgers map and header, synced, renamed to `<id>.log`: a log like any other
+    move      the index says the new location where it still says the old one (compare-and-set), durable
+    remove    after a checkpoint, the old log
+
+A crash anywhere leaves at worst a copy too many, since the old log is there until no index on disk points to it. So
+Apache's third name, `<id>.log.<source>.compacted`, is never written; those that Apache left are taken for what they
+are: the finished log. Source: AbstractLogCompactor, EntryLogCompactor, TransactionalEntryLogCompactor.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
+
+from bkctl.config import BookieConfig
+from bkctl.errors import BkctlError, ReadOnlyBookie
+from bkctl.formats.entry_log import HEADER_SIZE, pack_location
+from bkctl.ids import LedgerId
+from bkctl.storage.entry_log import EntryLogReader
+from bkctl.storage.entry_log_metadata import EntryLogMetadata
+from bkctl.storage.files import Files
+from bkctl.storage.ledger_storage import LedgerStorage, Move
+from bkctl.storage.scan import RecordBatch
+
+if TYPE_CHECKING:
+    from bkctl.storage.entry_logger import CompactionLog, EntryLogger
+
+#: Moves of entries that are remembered at once, 40 bytes each; then the log that they went to is finished.
+MOVES_MAX: Final = 1 << 20
+#: What must be left on a disk besides the copies.
+SPARE_BYTES: Final = 64 << 20
+#: Entries, and bytes of them, after which the throttle is asked.
+_THROTTLED_ENTRIES: Final = 64
+_THROTTLED_BYTES: Final = 64 << 10
+_MOVE_WIDTH: Final = 5
+
+
+class CompactionStopped(BkctlError):
+    """The bookie stops; what was not finished begins anew at another time."""
+
+
+class Throttler:
+    """Lets so many entries, or bytes of entries, through in a second, as `isThrottleByBytes` and the rates say.
+
+    `stopped` ends every wait. Source: AbstractLogCompactor.Throttler.
+    """
+
+    def __init__(
+        self, config: BookieConfig, stopped: threading.Event, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._by_bytes = config.is_throttle_by_bytes
+        by_entries = config.compaction_rate_by_entries or config.compaction_rate
+        self._rate = config.compaction_rate_by_bytes if self._by_bytes else by_entries
+        self._stopped = stopped
+        self._clock = clock
+        self._free_at = clock()
+
+    def acquire(self, entry_count: int, size_bytes: int) -> None:
+        """Return once the entries that were let through before are paid for. Raises CompactionStopped."""
+        now = self._clock()
+        while now < self._free_at and not self._stopped.is_set():
+            self._stopped.wait(self._free_at - now)
+            now = self._clock()
+        if self._stopped.is_set():
+            raise CompactionStopped("The bookie stops")
+        self._free_at = max(self._free_at, now) + (size_bytes if self._by_bytes else entry_count) / self._rate
+
+
+class _Target:
+    """A log that copies go to, and where each came from."""
+
+    def __init__(self, logger: EntryLogger) -> None:
+        self.logger = logger
+        #: None until there is something to copy.
+        self.log: CompactionLog | None = None
+        self.size = 0
+        #: Scope, ledger, entry, old and new location of each copy.
+        self.moves: array[int] = array("Q")
+        #: Logs of which all that is alive was copied, to this log or one before.
+        self.sources: list[EntryLogMetadata] = []
+
+    def add(self, ledger: LedgerId, entry_id: int, old: int, body: bytes) -> None:
+        if self.log is None:
+            self.log = self.logger.open_compaction_log()
+        new = self.log.add(ledger, body)
+        self.size += len(body) + 4
+        self.moves.extend((*ledger, entry_id, old, new))
+
+    def every_move(self) -> Iterator[Move]:
+        moves = iter(self.moves)
+        for scope_id, ledger_id, entry_id, old, new in zip(moves, moves, moves, moves, moves, strict=True):
+            yield Move(LedgerId(scope_id, ledger_id), entry_id, old, new)
+
+
+class EntryLogCompactor:
+    """Plain compaction: what is alive in several logs is gathered in one, up to the size of an entry log.
+
+    Java's appends to the log that the bookie writes at present; ours writes logs of its own, so that the index needs no
+    flush before they are complete. `checkpoint` returns when a checkpoint that began after its call is on disk;
+    `removed` is told of each log that went. One id space after the other: logs of different ones never mix.
+    """
+
+    def __init__(
+        self,
+        config: BookieConfig,
+        storage: LedgerStorage[Any],
+        files: Files,
+        *,
+        checkpoint: Callable[[], None],
+        throttler: Throttler,
+        removed: Callable[[EntryLogMetadata], None],
+    ) -> None:
+        self._storage = storage
+        self._files = files
+        self._checkpoint = checkpoint
+        self._throttler = throttler
+        self._removed = removed
+        self._size_limit = config.log_size_limit
+        self._moves_at_once = config.compaction_max_outstanding_requests
+        self._ignores_space = config.force_allow_compaction
+        self._target: _Target | None = None
+        #: Entries copied so far.
+        self.entry_count = 0
+
+    def compact(self, log: EntryLogMetadata) -> None:
+        """Copy what is alive in `log`; `flush` must follow, perhaps after other logs of the same id space.
+
+        Raises ReadOnlyBookie where the disks are too full, Corrupt or Unsupported for a log that cannot be read to its
+        end, OSError, CompactionStopped. After an error nothing is lost, and `log` stays.
+        """
+        self._check_space(log)
+        if self._target is not None and self._target.logger is not log.logger:
+            self.flush()
+        try:
+            with EntryLogReader.open(log.path) as reader:
+                for batch in reader.batches():
+                    self._copy(log, batch)
+        except (OSError, CompactionStopped):
+            self.abort()
+            raise
+        self._target_for(log, 0).sources.append(log)
+
+    def _copy(self, log: EntryLogMetadata, batch: RecordBatch) -> None:
+        ledgers, has_entry_at = log.ledgers, self._storage.has_entry_at
+        window = batch.window
+        entry_count = size_bytes = 0
+        for ledger, entry_id, size, offset, begin in zip(
+            batch.ledgers, batch.entry_ids, batch.sizes, batch.offsets, batch.begins, strict=True
+        ):
+            if entry_id < 0 or ledger not in ledgers:
+                continue
+            old = pack_location(log.log_id, offset + 4)
+            if not has_entry_at(ledger, entry_id, old):
+                continue
+            entry_count += 1
+            size_bytes += size
+            if entry_count >= _THROTTLED_ENTRIES or size_bytes >= _THROTTLED_BYTES:
+                self._throttler.acquire(entry_count, size_bytes)
+                entry_count = size_bytes = 0
+            self._target_for(log, size).add(ledger, entry_id, old, window[begin + 4 : begin + 4 + size])
+            self.entry_count += 1
+        self._throttler.acquire(entry_count, size_bytes)
+
+    def _target_for(self, log: EntryLogMetadata, size: int) -> _Target:
+        target = self._target
+        if target is not None and size:
+            full = target.size + size + 4 > self._size_limit - HEADER_SIZE
+            if (full and target.moves) or len(target.moves) >= MOVES_MAX * _MOVE_WIDTH:
+                self.flush()
+        if self._target is None:
+            self._target = _Target(log.logger)
+        return self._target
+
+    def _check_space(self, log: EntryLogMetadata) -> None:
+        if self._ignores_space:
+            return
+        directories = [each for each in log.logger.directories if each.is_dir()]
+        free = max((self._files.disk_usage(each).free for each in directories), default=0)
+        if free < log.remaining_size_bytes + SPARE_BYTES:
+            raise ReadOnlyBookie(f"No directory has room for the {log.remaining_size_bytes} live bytes of {log.path}")
+
+    def flush(self) -> None:
+        """Finish the copies, move the index, and remove the logs that were copied whole.
+
+        Raises OSError or Corrupt; then the old logs stay.
+        """
+        target, self._target = self._target, None
+        if target is None:
+            return
+        if target.log is not None:
+            try:
+                target.log.finish()
+            except OSError:
+                target.log.abort()
+                raise
+            moves = target.every_move()
+            while some := list(islice(moves, self._moves_at_once)):
+                self._storage.update_locations(some)
+        if target.sources:
+            # What is newer in memory than in the old log has to be on disk too before that goes.
+            self._checkpoint()
+        for source in target.sources:
+            source.logger.remove_log(source.log_id)
+            self._removed(source)
+
+    def abort(self) -> None:
+        """Drop copies that are not finished; the logs that they came from stay."""
+        target, self._target = self._target, None
+        if target is not None and target.log is not None:
+            target.log.abort()
+
+
+class TransactionalEntryLogCompactor(EntryLogCompactor):
+    """Compaction of each log into one of its own, and that log removed before the next one begins."""
+
+    def compact(self, log: EntryLogMetadata) -> None:
+        """Compact `log` and remove it. Raises as EntryLogCompactor.compact and flush."""
+        super().compact(log)
+        self.flush()

@@ -1,0 +1,103 @@
+"""What each entry log holds: its ledgers with their bytes, as garbage collection counts them.
+
+Source: EntryLogMetadata, InMemoryEntryLogMetadataMap, GarbageCollectorThread.extractMetaFromEntryLogs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from pathlib import Path
+
+from bkctl.errors import BkctlError, NotFound
+from bkctl.ids import LedgerId
+from bkctl.storage.entry_log import EntryLogReader
+from bkctl.storage.entry_logger import EntryLogger
+from bkctl.storage.listing import log_contents
+
+
+class EntryLogMetadata:
+    """One complete entry log. `ledgers` are those of its ledgers that still exist, with their bytes in it.
+
+    `total_size_bytes` counts all its entries and their size fields, `remaining_size_bytes` those of `ledgers`.
+    """
+
+    __slots__ = ("ledgers", "log_id", "logger", "path", "remaining_size_bytes", "total_size_bytes")
+
+    def __init__(self, logger: EntryLogger, log_id: int, path: Path, ledgers: dict[LedgerId, int]) -> None:
+        self.logger = logger
+        self.log_id = log_id
+        self.path = path
+        self.ledgers = ledgers
+        self.total_size_bytes = self.remaining_size_bytes = sum(ledgers.values())
+
+    def keep(self, existing: Container[LedgerId]) -> None:
+        """Forget the ledgers that are not `existing`: what they have in the log is garbage."""
+        gone = [ledger for ledger in self.ledgers if ledger not in existing]
+        for ledger in gone:
+            self.remaining_size_bytes -= self.ledgers.pop(ledger)
+
+    def usage(self, size_min: int = 0) -> float:
+        """The part of the log that is no garbage; a log smaller than `size_min` counts as that large.
+
+        0.0 for a log without entries. Source: EntryLogMetadata.getUsage, useTargetEntryLogSizeForGc.
+        """
+        size = self.total_size_bytes
+        if self.remaining_size_bytes < size:
+            size = max(size, size_min)
+        return self.remaining_size_bytes / size if size else 0.0
+
+
+class EntryLogMetadataMap:
+    """The complete entry logs of all id spaces; each is read once. For one thread."""
+
+    def __init__(self, loggers: Sequence[EntryLogger]) -> None:
+        self._loggers = loggers
+        self._logs: list[dict[int, EntryLogMetadata]] = [{} for _ in loggers]
+        self._unreadable: set[Path] = set()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._logs))
+
+    def __iter__(self) -> Iterator[EntryLogMetadata]:
+        """All logs, one id space after the other, ascending in each."""
+        for logs in self._logs:
+            yield from [logs[log_id] for log_id in sorted(logs)]
+
+    def extract(self, problem: Callable[[Path, BkctlError], None]) -> None:
+        """Read what is in the logs that were completed since the last call, and forget those that are gone.
+
+        A log that cannot be read to its end is left out, for nobody knows what else it holds: `problem` is told once.
+        """
+        for logger, logs in zip(self._loggers, self._logs, strict=True):
+            flushed = set(logger.flushed_log_ids())
+            for log_id in logs.keys() - flushed:
+                del logs[log_id]
+            for log_id in sorted(flushed - logs.keys()):
+                path = logger.path_of(log_id)
+                if path in self._unreadable:
+                    continue
+                try:
+                    with EntryLogReader.open(path) as reader:
+                        contents = log_contents(reader)
+                except NotFound:
+                    continue
+                except BkctlError as error:
+                    self.leave_out(path)
+                    problem(path, error)
+                    continue
+                if contents.complete:
+                    logs[log_id] = EntryLogMetadata(logger, log_id, path, contents.sizes)
+                else:
+                    self.leave_out(path)
+                    problem(path, contents.error or BkctlError(f"{path} cannot be read to its end"))
+
+    def leave_out(self, path: Path) -> None:
+        """Never look at this log again, since it is damaged."""
+        self._unreadable.add(path)
+        for logs in self._logs:
+            for log_id in [each.log_id for each in logs.values() if each.path == path]:
+                del logs[log_id]
+
+    def remove(self, log: EntryLogMetadata) -> None:
+        """Forget a log whose file is gone."""
+        self._logs[self._loggers.index(log.logger)].pop(log.log_id, None)

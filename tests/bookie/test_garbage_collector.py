@@ -1,0 +1,489 @@
+"""Garbage collection takes what the metadata store says is no more, and nothing else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bkctl.bookie.garbage_collector import GarbageCollectorThread
+from bkctl.config import BookieConfig
+from bkctl.errors import BkctlError, Unreachable, UsageError
+from bkctl.formats.entry import DigestType
+from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
+from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import Cluster, init_cluster
+from bkctl.metadata.replication import LedgerUnderreplicationManager
+from bkctl.metadata.sqlite import SqliteStore
+from bkctl.metadata.uri import parse_uri
+
+BOOKIE = "bookie-1:3181"
+OTHER = "bookie-2:3181"
+OPEN = LedgerMetadata(1, 1, 1, DigestType.CRC32, b"pw", (Fragment(0, (BOOKIE,)),))
+ELSEWHERE = LedgerMetadata(
+    1, 1, 1, DigestType.CRC32, b"pw", (Fragment(0, (OTHER,)),), state=LedgerState.CLOSED, length=3, last_entry_id=0
+)
+PLAIN = [LedgerId(0, number) for number in (1, 5, 9)]
+SCOPED = [LedgerId(7, 1), LedgerId(7, 5), LedgerId(9, 2)]
+
+
+class Storage:
+    """A bookie's storage as far as the collector asks it; `created` come into being right after the first listing."""
+
+    entry_loggers = ()
+
+    def __init__(self, *ledgers: LedgerId) -> None:
+        self.ledgers = set(ledgers)
+        self.after_listing: Callable[[], None] = lambda: None
+
+    def ledger_ids(self, scope: int | None = None) -> Iterator[LedgerId]:
+        listed = sorted(each for each in self.ledgers if scope is None or each.scope_id == scope)
+        self.after_listing()
+        return iter(listed)
+
+    def delete(self, ledgers: Sequence[LedgerId]) -> int:
+        self.ledgers -= set(ledgers)
+        return len(ledgers)
+
+
+class Bookie:
+    """A collector over `storage` and a cluster as ZooKeeper keeps it."""
+
+    def __init__(self, cluster: Cluster, storage: Storage, **settings: Any) -> None:
+        self.cluster = cluster
+        self.storage = storage
+        self.now_ms = 1_000_000
+        config = BookieConfig(gc_metadata_op_rate_limit=1_000_000, **settings)
+        self.collector = GarbageCollectorThread(
+            config,
+            storage,  # type: ignore[arg-type]
+            cluster,
+            bookie_id=BOOKIE,
+            instance_id=cluster.instance_id(),
+            delete=storage.delete,
+            checkpoint=lambda: None,
+            clock_ms=lambda: self.now_ms,
+        )
+
+    @property
+    def held_back(self) -> str:
+        return self.collector.stats.scoped_held_back
+
+
+@pytest.fixture(params=["zk+longhierarchical://nowhere/ledgers", "zk+hierarchical://nowhere/ledgers", "sqlite"])
+def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
+    path = tmp_path / "metadata.db"
+    uri = f"sqlite://{path}" if request.param == "sqlite" else request.param
+    with Cluster(parse_uri(uri), SqliteStore(str(path), create=True)) as opened:
+        init_cluster(opened)
+        yield opened
+
+
+@pytest.fixture
+def zookeeper_cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """A cluster whose scopes are a tree of their own."""
+    location = parse_uri("zk+longhierarchical://nowhere/ledgers")
+    with Cluster(location, SqliteStore(str(tmp_path / "metadata.db"), create=True)) as opened:
+        init_cluster(opened)
+        yield opened
+
+
+def create(cluster: Cluster, *ledgers: LedgerId, metadata: LedgerMetadata = OPEN) -> None:
+    for ledger in ledgers:
+        cluster.ledgers.create(ledger, metadata)
+
+
+def test_deleted_ledgers_go_and_the_others_stay_in_every_scope(cluster: Cluster) -> None:
+    create(cluster, *PLAIN[:2], *SCOPED[1:], LedgerId(0, 77), LedgerId(8, 1))
+    bookie = Bookie(cluster, Storage(*PLAIN, *SCOPED))
+    bookie.collector.run_round()
+    assert bookie.storage.ledgers == {*PLAIN[:2], *SCOPED[1:]}
+    stats = bookie.collector.stats
+    assert (stats.deleted_ledgers, stats.deleted_scoped_ledgers, stats.failed_rounds) == (2, 1, 0)
+    assert (stats.active_ledgers, bookie.held_back) == (6, "")
+
+
+def test_a_scope_without_ledgers_is_empty(cluster: Cluster) -> None:
+    create(cluster, LedgerId(8, 1))
+    cluster.ledgers.remove(LedgerId(8, 1))
+    bookie = Bookie(cluster, Storage(*SCOPED))
+    bookie.collector.run_round()
+    assert bookie.storage.ledgers == set()
+
+
+def test_without_a_scopes_tree_no_scoped_ledger_is_collected(zookeeper_cluster: Cluster) -> None:
+    bookie = Bookie(zookeeper_cluster, Storage(*PLAIN, *SCOPED))
+    bookie.collector.run_round(force=True, accept_scoped_deletes=True)
+    assert bookie.storage.ledgers == set(SCOPED)
+    assert "no scopes tree" in bookie.held_back
+
+
+def test_a_scopes_tree_of_another_cluster_is_never_collected_on(zookeeper_cluster: Cluster) -> None:
+    create(zookeeper_cluster, SCOPED[0])
+    zookeeper_cluster.store.put("scopes", b"another instance", None)
+    zookeeper_cluster._ledgers = None  # as a bookie that starts now
+    bookie = Bookie(zookeeper_cluster, Storage(*PLAIN, *SCOPED))
+    bookie.collector.run_round(force=True, accept_scoped_deletes=True)
+    assert bookie.storage.ledgers == set(SCOPED)
+    assert "no scopes tree" in bookie.held_back
+
+
+@pytest.mark.parametrize("change", ["gone", "foreign"])
+def test_a_scopes_tree_that_vanishes_during_the_round_proves_nothing(zookeeper_cluster: Cluster, change: str) -> None:
+    create(zookeeper_cluster, SCOPED[0])
+    bookie = Bookie(zookeeper_cluster, Storage(*SCOPED))
+    store = zookeeper_cluster.store
+    children = store.children
+
+    def vanish(path: str, **options: Any) -> list[str] | None:
+        found = children(path, **options)
+        if path == "scopes":
+            zookeeper_cluster.ledgers.remove(SCOPED[0])
+            if change == "gone":
+                store.delete("scopes")
+            else:
+                store.put("scopes", b"another instance", None)
+            store.children = children  # type: ignore[method-assign]
+        return found
+
+    store.children = vanish  # type: ignore[method-assign]
+    bookie.collector.run_round()
+    assert store.children is children, "the tree was never listed"
+    assert bookie.storage.ledgers == set(SCOPED)
+
+
+def test_the_scopes_tree_outlives_its_last_ledger(zookeeper_cluster: Cluster) -> None:
+    create(zookeeper_cluster, SCOPED[0])
+    zookeeper_cluster.ledgers.remove(SCOPED[0])
+    Bookie(zookeeper_cluster, Storage(*SCOPED)).collector.run_round()
+    assert zookeeper_cluster.ledgers.scopes_state() == "ours"
+
+
+@pytest.mark.parametrize("listed_before", [0, 1, 2])
+def test_an_error_while_listing_leaves_every_scoped_ledger(cluster: Cluster, listed_before: int) -> None:
+    create(cluster, LedgerId(0, 2), SCOPED[1])
+    bookie = Bookie(cluster, Storage(*PLAIN, *SCOPED))
+    batches = cluster.ledgers.batches
+
+    def fail(*arguments: Any) -> Iterator[list[LedgerId]]:
+        for number, batch in enumerate(batches(*arguments)):
+            if number == listed_before:
+                break
+            yield batch
+        raise Unreachable("The store is gone")
+
+    cluster.ledgers.batches = fail  # type: ignore[method-assign]
+    bookie.collector.run_round()
+    assert set(SCOPED) <= bookie.storage.ledgers
+    assert bookie.held_back
+    assert bookie.collector.stats.failed_rounds == 1
+    cluster.ledgers.batches = batches  # type: ignore[method-assign]
+    bookie.collector.run_round()
+    assert bookie.storage.ledgers == {SCOPED[1]}
+
+
+def test_candidates_whose_metadata_cannot_be_read_again_stay(cluster: Cluster) -> None:
+    create(cluster, SCOPED[1])
+    bookie = Bookie(cluster, Storage(*PLAIN, *SCOPED))
+    read_many = cluster.ledgers.read_many
+
+    def fail(ids: Any) -> Iterator[Any]:
+        raise Unreachable("The store is gone")
+
+    cluster.ledgers.read_many = fail  # type: ignore[method-assign]
+    bookie.collector.run_round()
+    assert bookie.storage.ledgers == {*PLAIN, *SCOPED}
+    cluster.ledgers.read_many = read_many  # type: ignore[method-assign]
+    bookie.collector.run_round()
+    assert bookie.storage.ledgers == {SCOPED[1]}
+
+
+def test_a_ledger_created_during_the_round_is_never_deleted(cluster: Cluster) -> None:
+    """Its metadata comes first, then the bookie gets it: before or behind the listing of what is here."""
+    create(cluster, SCOPED[0])
+    young = [LedgerId(0, 20), LedgerId(7, 20)]
+    bookie = Bookie(cluster, Storage(*PLAIN, *SCOPED))
+
+    def born() -> None:
+        bookie.storage.after_listing = lambda: None
+        create(cluster, *young)
+        bookie.storage.ledgers.update(young)
+
+    bookie.storage.after_listing = born
+    bookie.collector.run_round()
+    assert bookie.storage.ledgers == {SCOPED[0], *young}
+
+
+def test_a_ledger_that_a_stale_listing_lacks_is_read_again_and_stays(cluster: Cluster) -> None:
+    create(cluster, *PLAIN, *SCOPED)
+    bookie = Bookie(cluster, Storage(*PLAIN, *SCOPED))
+    batches = cluster.ledgers.batches
+    lacking = {PLAIN[1], SCOPED[1]}
+    cluster.ledgers.batches = lambda *arguments: (  # type: ignore[method-assign]
+        [ledger for ledger in batch if ledger not in lacking] for batch in batches(*arguments)
+    )
+    bookie.collector.run_round()
+    assert bookie.storage.ledgers == {*PLAIN, *SCOPED}
+
+
+def test_in_another_cluster_than_the_cookie_says_nothing_is_collected(cluster: Cluster) -> None:
+    bookie = Bookie(cluster, Storage(*PLAIN, *SCOPED))
+    cluster.store.put(cluster.places.instance_id, b"formatted anew", None)
+    bookie.collector.run_round(force=True, accept_scoped_deletes=True)
+    assert bookie.storage.ledgers == {*PLAIN, *SCOPED}
+    assert bookie.collector.stats.failed_rounds == 1
+
+
+def test_an_id_that_no_ledger_can_have_is_left_alone(cluster: Cluster) -> None:
+    impossible = LedgerId(0, 1 << 63)
+    bookie = Bookie(cluster, Storage(impossible))
+    bookie.collector.run_round()
+    assert bookie.storage.ledgers == {impossible}
+
+
+# --- the brake ------------------------------------------------------------------------------------------------------
+
+
+def test_too_many_scoped_deletions_at_once_stop_until_one_round_is_let_pass(cluster: Cluster) -> None:
+    many = [LedgerId(7, number) for number in range(1, 11)]
+    create(cluster, *many[:4])
+    plain = PLAIN[0]
+    bookie = Bookie(cluster, Storage(*many, plain), gc_scoped_delete_count_min=6, gc_scoped_delete_ratio_max=0.5)
+    bookie.collector.run_round()
+    assert bookie.storage.ledgers == set(many), "the brake is for scoped ledgers alone"
+    assert bookie.held_back == "6 of 10 scoped ledgers would be deleted"
+    bookie.collector.run_round(force=True)
+    assert bookie.storage.ledgers == set(many)
+    bookie.collector.run_round(force=True, accept_scoped_deletes=True)
+    assert bookie.storage.ledgers == set(many[:4])
+    for ledger in many[:4]:
+        cluster.ledgers.remove(ledger)
+    bookie.storage.ledgers.update(many)
+    bookie.collector.run_round()
+    assert bookie.storage.ledgers == set(many), "the next round is on its own again"
+
+
+@pytest.mark.parametrize(
+    ("settings", "goes"),
+    [
+        ({"gc_scoped_delete_count_min": 7, "gc_scoped_delete_ratio_max": 0.1}, True),
+        ({"gc_scoped_delete_count_min": 6, "gc_scoped_delete_ratio_max": 0.6}, True),
+        ({"gc_scoped_delete_count_min": 6, "gc_scoped_delete_ratio_max": 0.59}, False),
+        ({}, True),
+    ],
+)
+def test_the_brake_takes_both_a_number_and_a_part(cluster: Cluster, settings: dict[str, Any], goes: bool) -> None:
+    many = [LedgerId(7, number) for number in range(1, 11)]
+    create(cluster, *many[:4])
+    bookie = Bookie(cluster, Storage(*many), **settings)
+    bookie.collector.run_round()
+    assert bookie.storage.ledgers == (set(many[:4]) if goes else set(many))
+
+
+# --- over-replicated ledgers ----------------------------------------------------------------------------------------
+
+
+def test_closed_ledgers_of_other_bookies_go_when_their_time_has_come(cluster: Cluster) -> None:
+    elsewhere, still_open, here = [LedgerId(0, 1), LedgerId(7, 1)], [LedgerId(0, 2), LedgerId(7, 2)], LedgerId(0, 3)
+    create(cluster, *elsewhere, metadata=ELSEWHERE)
+    create(cluster, *still_open, here)
+    bookie = Bookie(cluster, Storage(*elsewhere, *still_open, here), gc_overreplicated_ledger_wait_time=60_000)
+    bookie.collector.run_round()
+    assert len(bookie.storage.ledgers) == 5, "metadata that names other bookies only is no deletion"
+    bookie.now_ms += 60_001
+    bookie.collector.run_round()
+    assert bookie.storage.ledgers == {*still_open, here}
+    assert bookie.collector.stats.deleted_overreplicated_ledgers == 2
+    assert list(LedgerUnderreplicationManager(cluster.store).locks()) == []
+
+
+def test_a_ledger_that_is_being_replicated_is_not_over_replicated(cluster: Cluster) -> None:
+    ledgers = [LedgerId(0, 1), LedgerId(7, 1)]
+    create(cluster, *ledgers, metadata=ELSEWHERE)
+    underreplication = LedgerUnderreplicationManager(cluster.store)
+    for ledger in ledgers:
+        underreplication.lock(ledger, "worker")
+    bookie = Bookie(cluster, Storage(*ledgers), gc_overreplicated_ledger_wait_time=60_000)
+    bookie.now_ms += 60_001
+    bookie.collector.run_round()
+    assert bookie.storage.ledgers == set(ledgers)
+    assert [each.owner for each in underreplication.locks()] == ["worker", "worker"]
+
+
+def test_what_comes_back_before_the_lock_stays(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = LedgerId(7, 1)
+    create(cluster, ledger, metadata=ELSEWHERE)
+    bookie = Bookie(cluster, Storage(ledger), gc_overreplicated_ledger_wait_time=60_000)
+    bookie.now_ms += 60_001
+    lock = LedgerUnderreplicationManager.lock
+
+    def bring_back(self: LedgerUnderreplicationManager, which: LedgerId, owner: str) -> None:
+        cluster.ledgers.write(which, OPEN, cluster.ledgers.read(which).version)
+        lock(self, which, owner)
+
+    monkeypatch.setattr(LedgerUnderreplicationManager, "lock", bring_back)
+    bookie.collector.run_round()
+    assert bookie.storage.ledgers == {ledger}
+    assert list(LedgerUnderreplicationManager(cluster.store).locks()) == []
+
+
+# --- settings and control -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"minor_compaction_interval": 599}, "minorCompactionInterval of 599 s is shorter"),
+        ({"major_compaction_interval": 300}, "majorCompactionInterval of 300 s is shorter"),
+        ({"entry_location_compaction_interval": 1}, "entryLocationCompactionInterval of 1 s is shorter"),
+        ({"minor_compaction_threshold": 0.8}, "minorCompactionThreshold 0.8 is not below"),
+        ({"minor_compaction_interval": 86_400}, "minorCompactionInterval 86400 s is not below"),
+    ],
+)
+def test_settings_that_apache_refuses_are_refused(cluster: Cluster, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Bookie(cluster, Storage(), **settings)
+
+
+def test_settings_of_a_compaction_that_is_off_are_not_looked_at(cluster: Cluster) -> None:
+    Bookie(cluster, Storage(), minor_compaction_interval=0, minor_compaction_threshold=0.9)
+    Bookie(cluster, Storage(), major_compaction_threshold=0.0, major_compaction_interval=1)
+
+
+def test_a_forced_round_runs_in_the_thread_once_and_is_over(cluster: Cluster) -> None:
+    create(cluster, SCOPED[1])
+    storage = Storage(*PLAIN, *SCOPED)
+    bookie = Bookie(cluster, storage)
+    collector = bookie.collector
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        assert go_on.wait(60)
+
+    storage.after_listing = hold
+    collector.start()
+    try:
+        assert not collector.is_in_force_gc
+        assert collector.force()
+        assert begun.wait(60)
+        assert collector.is_in_force_gc
+        assert collector.statuses()[0].force_compacting
+        assert not collector.force(), "one at a time"
+        go_on.set()
+        while collector.is_in_force_gc:
+            assert not threading.Event().wait(0.01)
+        assert storage.ledgers == {SCOPED[1]}
+        (status,) = collector.statuses()
+        assert (status.major_compaction_counter, status.minor_compaction_counter) == (1, 0)
+        assert not status.major_compacting
+    finally:
+        go_on.set()
+        collector.stop()
+    assert not collector.force(), "nothing runs any more"
+
+
+def test_rounds_go_on_after_a_mistake_and_come_by_themselves(cluster: Cluster) -> None:
+    storage = Storage(*PLAIN)
+    bookie = Bookie(cluster, storage, gc_wait_time=1)
+    failures = [ValueError("a mistake"), BkctlError("a failure")]
+
+    def fail() -> None:
+        if failures:
+            raise failures.pop()
+
+    storage.after_listing = fail
+    bookie.collector.start()
+    try:
+        while storage.ledgers:
+            assert not threading.Event().wait(0.01)
+    finally:
+        bookie.collector.stop()
+    assert not failures
+
+
+def test_compaction_runs_when_it_is_due_and_not_suspended(cluster: Cluster) -> None:
+    bookie = Bookie(cluster, Storage())
+    collector, stats = bookie.collector, bookie.collector.stats
+
+    def counts() -> tuple[int, int]:
+        collector.run_round()
+        return stats.major_compactions, stats.minor_compactions
+
+    assert counts() == (0, 0)
+    bookie.now_ms += 3_600_001
+    assert counts() == (0, 1)
+    assert counts() == (0, 1)
+    bookie.now_ms += 86_400_001
+    assert counts() == (1, 1)
+    collector.suspend_major()
+    bookie.now_ms += 86_400_001
+    assert counts() == (1, 2)
+    collector.suspend_minor()
+    assert (collector.is_major_suspended, collector.is_minor_suspended) == (True, True)
+    bookie.now_ms += 86_400_001
+    assert counts() == (1, 2)
+    collector.run_round(force=True)
+    assert counts() == (1, 2)
+    collector.run_round(force=True, major=True)
+    assert counts() == (2, 2)
+    collector.resume_minor()
+    collector.resume_major()
+    collector.run_round(force=True, major=False, minor=False)
+    assert counts() == (2, 2)
+    collector.run_round(force=True, major=False, minor=True)
+    assert counts() == (2, 3)
+    (status,) = collector.statuses()
+    assert status.last_minor_compaction_time == bookie.now_ms
+    assert status.last_major_compaction_time == bookie.now_ms
+
+
+def test_compaction_that_is_off_runs_only_when_forced_and_allowed(cluster: Cluster) -> None:
+    settings = {"minor_compaction_interval": 0, "major_compaction_interval": 0}
+    bookie = Bookie(cluster, Storage(), **settings)
+    bookie.now_ms += 1 << 40
+    bookie.collector.run_round()
+    bookie.collector.run_round(force=True, major=True)
+    assert bookie.collector.stats.major_compactions == 0
+    allowed = Bookie(cluster, Storage(), force_allow_compaction=True, **settings)
+    allowed.now_ms += 1 << 40
+    allowed.collector.run_round()
+    assert allowed.collector.stats.major_compactions == 0
+    allowed.collector.run_round(force=True, major=True)
+    assert allowed.collector.stats.major_compactions == 1
+
+
+def test_full_disks_suspend_compaction_major_first(cluster: Cluster) -> None:
+    collector = Bookie(cluster, Storage()).collector
+    for full, almost_full, major, minor in (
+        (False, True, True, False),
+        (True, True, True, True),
+        (False, True, True, False),
+        (False, False, False, False),
+    ):
+        collector.disks_are(full=full, almost_full=almost_full)
+        assert (collector.is_major_suspended, collector.is_minor_suspended) == (major, minor)
+    collector.suspend_minor()
+    collector.disks_are(full=False, almost_full=False)
+    assert collector.is_minor_suspended, "what somebody suspended stays so"
+    forcing = Bookie(cluster, Storage(), is_force_gc_allow_when_no_space=True).collector
+    forcing.disks_are(full=True, almost_full=True)
+    assert forcing.is_in_force_gc
+    assert not forcing.is_major_suspended
+
+
+def test_databases_of_locations_are_compacted_at_their_own_interval(cluster: Cluster) -> None:
+    storage = Storage()
+    calls: list[None] = []
+    storage.compact_locations = lambda: calls.append(None)  # type: ignore[attr-defined]
+    bookie = Bookie(cluster, storage, entry_location_compaction_interval=1000)
+    bookie.collector.run_round()
+    assert not calls
+    bookie.now_ms += 2_000_001
+    bookie.collector.run_round()
+    bookie.collector.run_round()
+    assert len(calls) == 1
+    assert bookie.collector.statuses()[0].entry_location_compaction_counter == 1
