@@ -1,8 +1,9 @@
 """EntryLogger: writes entry logs of one id space, and reads entries back at their locations.
 
 An entry is added to memory and has its location at once; chunks of entries are written later, in order, by one storage
-thread, and are synced at checkpoints. Scope 0 has one EntryLogger over the ledger directories' `current/`, all other
-scopes have another over `current/scoped/`. Source: DefaultEntryLogger, EntryLoggerAllocator; BP-35.
+thread, and are synced at checkpoints. Garbage collection removes logs, and writes others. Scope 0 has one EntryLogger
+over the ledger directories' `current/`, all other scopes have another over `current/scoped/`.
+Source: DefaultEntryLogger, EntryLoggerAllocator; BP-35.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, NamedTuple
 
 from bkctl.errors import CorruptRecord, TruncatedRecord
 from bkctl.formats import entry_log as formats
@@ -30,38 +34,44 @@ ENTRY_SIZE_BYTES_MIN: Final = 16
 ENTRY_SIZE_BYTES_MAX: Final = 1 << 30
 #: What a read of an entry of unknown size fetches at first.
 _READ_GUESS_BYTES: Final = 4096
+#: What a compaction's log holds in memory before it is written.
+COMPACTION_CHUNK_BYTES: Final = 1 << 20
+
+_pack_size = RECORD_SIZE.pack
 
 
-class LoggedLedger(Protocol):
-    """What the entry logger keeps at a ledger: the log it was last added to, and its bytes in it."""
+class Move(NamedTuple):
+    """An entry that was written again: it stands at `new` too, and the index says `old`."""
 
     ledger: LedgerId
-    log: Any
-    log_bytes: int
+    entry_id: int
+    old: int
+    new: int
 
 
 class OpenLog:
     """The entry log that is being written. `position` is its end, with what is still in memory."""
 
-    __slots__ = ("base", "file", "is_complete", "ledgers", "log_id", "path", "position")
+    __slots__ = ("base", "file", "is_complete", "log_id", "path", "position", "totals")
 
     def __init__(self, log_id: int, path: Path) -> None:
         self.log_id = log_id
         self.base = log_id << 32
         self.path = path
         self.position = formats.HEADER_SIZE
-        self.ledgers: list[LoggedLedger] = []
+        #: Bytes of each ledger in it, sizes included.
+        self.totals: dict[LedgerId, int] = {}
         self.file: StorageFile | None = None
         self.is_complete = False
 
 
 class Chunk:
-    """Consecutive records of one log, on their way to the disk. `entries` are its bodies by location.
+    """Consecutive records of one log, on their way to the disk: size, body, size, …; `entries` are bodies by location.
 
-    `ledgers` is the closing log's map, None while it goes on.
+    `totals` is the closing log's map, None while it goes on.
     """
 
-    __slots__ = ("entries", "ledgers", "log", "parts", "size", "start")
+    __slots__ = ("entries", "log", "parts", "size", "start", "totals")
 
     def __init__(self, log: OpenLog, start: int, parts: list[Buffer], entries: dict[int, Buffer]) -> None:
         self.log = log
@@ -69,14 +79,15 @@ class Chunk:
         self.size = log.position - start
         self.parts = parts
         self.entries = entries
-        self.ledgers: dict[LedgerId, int] | None = None
+        self.totals: dict[LedgerId, int] | None = None
 
 
 class EntryLogger:
     """Writer and random reader of the entry logs in `directories`, which share one id space.
 
-    `add`, `seal` and `find` belong to one thread (the bookie's event loop); `write`, `sync` and `read` may be called
-    from any thread, and `sync` while another one writes.
+    Made, it has put right what a compaction of Apache's or ours left there. `add`, `add_all`, `seal`, `stay_in` and
+    `relocate` belong to one thread at a time; all others may be called from any, and `sync` while another one writes.
+    `preallocates`: the file of the next log is made together with the one that begins.
     """
 
     def __init__(
@@ -87,33 +98,85 @@ class EntryLogger:
         scoped: bool,
         size_limit: int,
         pick_directory: Callable[[], int],
+        preallocates: bool = False,
     ) -> None:
         self.directories = tuple(directories)
-        self._version = formats.VERSION_SCOPED if scoped else formats.VERSION_CURRENT
+        self.version = formats.VERSION_SCOPED if scoped else formats.VERSION_CURRENT
         self._files = files
         self._size_limit = size_limit
         self._pick_directory = pick_directory
+        self._preallocates = preallocates
         self._log: OpenLog | None = None
+        self._next: OpenLog | None = None
         self._chunk_start = 0
         self._parts: list[Buffer] = []
         self._recent: dict[int, Buffer] = {}
         self._unwritten: tuple[Chunk, ...] = ()
         self._lock = threading.Lock()
         self._write_lock = threading.Lock()
+        self._create_lock = threading.Lock()
         self._paths: dict[int, Path] = {}
         self._readers: OrderedDict[int, StorageFile] = OrderedDict()
         self._unsynced: dict[int, OpenLog] = {}
+        self._full: Path | None = None
         self._failed: OSError | None = None
         self._read_guess = _READ_GUESS_BYTES
         for directory in self.directories:
+            self._settle_compactions(directory)
             for log_id, path in _logs_in(directory):
                 self._paths.setdefault(log_id, path)
+        self._flushed = set(self._paths)
         self._last_id = max([*self._paths, *map(_read_last_id, self.directories)], default=-1)
+
+    def _settle_compactions(self, directory: Path) -> None:
+        """Remove a compaction's log that was not finished; take one that was for a log like any other.
+
+        The index may point into a finished one and into the log that it came from. Source: incompleteCompactionLogs.
+        """
+        changed = False
+        for name in _names_in(directory):
+            compaction = formats.compaction_of(name)
+            if compaction is None:
+                continue
+            final = directory / formats.file_name(compaction.log_id)
+            if compaction.source_id is None or final.exists():
+                self._files.remove(directory / name)
+            else:
+                self._files.rename(directory / name, final)
+            changed = True
+        if changed:
+            self._files.sync_directory(directory)
 
     @property
     def log_ids(self) -> list[int]:
         """Ids of all logs, ascending."""
         return sorted(self._paths)
+
+    def flushed_log_ids(self) -> list[int]:
+        """Ids of the logs that nothing more is added to, and that are on disk, ascending."""
+        with self._lock:
+            return sorted(self._flushed)
+
+    def path_of(self, log_id: int) -> Path:
+        """The file of a log. Raises FileNotFoundError."""
+        path = self._paths.get(log_id)
+        if path is None:
+            raise FileNotFoundError(f"No entry log {log_id:x} in {', '.join(map(str, self.directories))}")
+        return path
+
+    def remove_log(self, log_id: int) -> None:
+        """Delete a flushed log, durably; nothing happens when it is gone. Raises OSError."""
+        with self._lock:
+            path = self._paths.get(log_id)
+            self._readers.pop(log_id, None)
+        if path is None:
+            return
+        self._files.remove(path)
+        self._files.sync_directory(path.parent)
+        with self._lock:
+            self._flushed.discard(log_id)
+            self._readers.pop(log_id, None)
+            self._paths.pop(log_id, None)
 
     @property
     def buffered_bytes(self) -> int:
@@ -125,40 +188,79 @@ class EntryLogger:
         """Bytes added that are not in the file yet."""
         return self.buffered_bytes + sum(chunk.size for chunk in self._unwritten)
 
-    def add(self, ledger: LoggedLedger, size_field: bytes, body: Buffer) -> int:
+    def add(self, ledger: LedgerId, size_field: bytes, body: Buffer) -> int:
         """Append one entry (`size_field` is its length as an int32); returns its location. In memory only."""
-        size = len(body)
+        size = len(body) + 4
         log = self._log
-        if log is None or (log.position + size + 4 > self._size_limit and log.position > formats.HEADER_SIZE):
+        if log is None or (log.position + size > self._size_limit and log.position > formats.HEADER_SIZE):
             log = self._roll()
-        at = log.position + 4
-        log.position = at + size
-        location = log.base | at
+        location = log.base | log.position + 4
+        log.position += size
         parts = self._parts
         parts.append(size_field)
         parts.append(body)
         self._recent[location] = body
-        if ledger.log is not log:
-            ledger.log = log
-            ledger.log_bytes = 0
-            log.ledgers.append(ledger)
-        ledger.log_bytes += size + 4
+        totals = log.totals
+        totals[ledger] = totals.get(ledger, 0) + size
         return location
+
+    def add_all(self, ledger: LedgerId, bodies: Sequence[Buffer]) -> list[int]:
+        """Append entries of one ledger; returns their locations. `find` does not see them: the caller keeps them."""
+        locations: list[int] = []
+        start = 0
+        sizes = list(map(len, bodies))
+        while start < len(bodies):
+            log = self._log or self._roll()
+            ends = list(accumulate([size + 4 for size in sizes[start:]], initial=log.position))
+            count = len(ends) - 1
+            if ends[-1] > self._size_limit:
+                count = bisect_right(ends, self._size_limit) - 1
+                if count <= 0 and log.position > formats.HEADER_SIZE:
+                    self._roll()
+                    continue
+                count = max(count, 1)
+            first = log.base + 4
+            locations += [first + end for end in ends[:count]]
+            added: list[Buffer] = [b""] * (2 * count)
+            added[0::2] = map(_pack_size, sizes[start : start + count])
+            added[1::2] = bodies[start : start + count]
+            self._parts += added
+            log.totals[ledger] = log.totals.get(ledger, 0) + ends[count] - log.position
+            log.position = ends[count]
+            start += count
+        return locations
 
     def _roll(self) -> OpenLog:
         if self._log is not None:
             self._close_log(self._log)
-        log_id = self._last_id
-        while True:
-            log_id = 0 if log_id >= formats.LOG_ID_MAX else log_id + 1
-            if log_id not in self._paths:
-                break
-        self._last_id = log_id
-        path = self.directories[self._pick_directory()] / formats.file_name(log_id)
-        self._log = OpenLog(log_id, path)
+        number = self._pick_directory()
+        with self._lock:
+            log, self._next = self._next, None
+        if log is None or log.path.parent != self.directories[number]:
+            if log is not None:
+                self._abandon(log)
+            log_id = self._allocate_id()
+            log = OpenLog(log_id, self.directories[number] / formats.file_name(log_id))
+            self._paths[log_id] = log.path
+        self._log = log
         self._chunk_start = formats.HEADER_SIZE
-        self._paths[log_id] = path
-        return self._log
+        return log
+
+    def _allocate_id(self) -> int:
+        with self._lock:
+            log_id = self._last_id
+            while True:
+                log_id = 0 if log_id >= formats.LOG_ID_MAX else log_id + 1
+                if log_id not in self._paths:
+                    break
+            self._last_id = log_id
+            return log_id
+
+    def _abandon(self, log: OpenLog) -> None:
+        """Leave an empty log to garbage collection."""
+        with self._lock:
+            log.file = None
+            self._flushed.add(log.log_id)
 
     def stay_in(self, numbers: Sequence[int]) -> None:
         """Complete the log that is being written, unless its directory is among `numbers`; what it has stays there."""
@@ -168,21 +270,16 @@ class EntryLogger:
 
     def _close_log(self, log: OpenLog) -> None:
         """Seal the last chunk of `log` together with its ledgers map."""
-        totals: dict[LedgerId, int] = {}
-        for ledger in log.ledgers:
-            if ledger.log is log:
-                totals[ledger.ledger] = totals.get(ledger.ledger, 0) + ledger.log_bytes
-        log.ledgers.clear()
-        self.seal(ledgers=totals)
+        self.seal(totals=log.totals)
         self._log = None
 
-    def seal(self, ledgers: dict[LedgerId, int] | None = None) -> None:
+    def seal(self, totals: dict[LedgerId, int] | None = None) -> None:
         """Let the storage thread's next `write` take everything added so far."""
         log = self._log
-        if log is None or (not self._parts and ledgers is None):
+        if log is None or (not self._parts and totals is None):
             return
         chunk = Chunk(log, self._chunk_start, self._parts, self._recent)
-        chunk.ledgers = ledgers
+        chunk.totals = totals
         with self._lock:
             self._unwritten = (*self._unwritten, chunk)
         self._parts, self._recent, self._chunk_start = [], {}, log.position
@@ -191,7 +288,13 @@ class EntryLogger:
         """Write the sealed chunks to their files, unsynced; a failure (OSError) leaves them to the next call."""
         with self._write_lock:
             while self._unwritten:
-                self._write_chunk(self._unwritten[0])
+                chunk = self._unwritten[0]
+                try:
+                    self._write_chunk(chunk)
+                except OSError as error:
+                    if error.errno in NO_SPACE:
+                        self._full = chunk.log.path.parent
+                    raise
                 with self._lock:
                     self._unwritten = self._unwritten[1:]
 
@@ -199,29 +302,111 @@ class EntryLogger:
         log = chunk.log
         file = log.file or self._create(log)
         end = chunk.start + file.write(chunk.start, chunk.parts)
-        if chunk.ledgers is not None:
-            file.write(end, list(formats.write_ledgers_map(chunk.ledgers, self._version)))
-            file.write(0, (formats.write_header(self._version, end, len(chunk.ledgers)),))
+        if chunk.totals is not None:
+            file.write(end, list(formats.write_ledgers_map(chunk.totals, self.version)))
+            file.write(0, (formats.write_header(self.version, end, len(chunk.totals)),))
         with self._lock:
             self._unsynced[log.log_id] = log
-            log.is_complete = chunk.ledgers is not None
+            log.is_complete = chunk.totals is not None
 
     def _create(self, log: OpenLog) -> StorageFile:
-        if not log.path.parent.is_dir():
-            self._files.make_directory(log.path.parent)
-        file = self._files.open(log.path, create=True)
-        file.write(0, (formats.write_header(self._version),))
+        with self._create_lock:
+            file = self._make_file(log.path)
+            following = None
+            if self._preallocates and self._next is None:
+                log_id = self._allocate_id()
+                following = OpenLog(log_id, log.path.parent / formats.file_name(log_id))
+                following.file = self._make_file(following.path)
+                self._paths[log_id] = following.path
+            self._write_last_id()
+            self._files.sync_directory(log.path.parent)
+            with self._lock:
+                self._next = following or self._next
+        log.file = file
+        return file
+
+    def _make_file(self, path: Path) -> StorageFile:
+        if not path.parent.is_dir():
+            self._files.make_directory(path.parent)
+        file = self._files.open(path, create=True)
+        file.write(0, (formats.write_header(self.version),))
+        return file
+
+    def _write_last_id(self) -> None:
         for directory in self.directories:
             if directory.is_dir():
                 try:
-                    self._files.replace(directory / formats.LAST_ID_NAME, formats.write_last_id(log.log_id))
+                    self._files.replace(directory / formats.LAST_ID_NAME, formats.write_last_id(self._last_id))
                 except OSError as error:
                     # It is a hint, and another directory than the log's may be full. Source: setLastLogId.
                     if error.errno not in NO_SPACE:
                         raise
-        self._files.sync_directory(log.path.parent)
-        log.file = file
-        return file
+
+    def relocate(self, moved: Callable[[list[Move]], None]) -> bool:
+        """Give what a full disk refused to a log in another directory, as `pick_directory` now says; whether it did.
+
+        `moved` is told the new locations, which the index has to say from then on; the old ones are on no disk. The
+        log in the full directory ends with what it has. Raises what `moved` does.
+        """
+        with self._write_lock:
+            full, self._full = self._full, None
+            if full is None or self.directories[self._pick_directory()] == full:
+                return False
+            self.seal()
+            stuck = [chunk for chunk in self._unwritten if chunk.log.path.parent == full]
+            if self._log is not None and self._log.path.parent == full:
+                self._log = None
+            if self._next is not None and self._next.path.parent == full:
+                following, self._next = self._next, None
+                self._abandon(following)
+            moves: list[Move] = []
+            for chunk in stuck:
+                at = chunk.start + 4
+                for size_field, body in zip(chunk.parts[0::2], chunk.parts[1::2], strict=True):
+                    ledger, entry_id = _ids_of(body)
+                    old = chunk.log.base | at
+                    moves.append(Move(ledger, entry_id, old, self.add(ledger, bytes(size_field), body)))
+                    at += len(body) + 4
+            moved(moves)
+            with self._lock:
+                self._unwritten = tuple(chunk for chunk in self._unwritten if chunk not in stuck)
+            for log, start in {chunk.log: chunk.start for chunk in reversed(stuck)}.items():
+                self._end_early(log, start)
+            return True
+
+    def _end_early(self, log: OpenLog, end: int) -> None:
+        """Let `log` have no more than `end` bytes, and no ledgers map, as if the bookie had been killed then."""
+        if log.file is not None:
+            with suppress(OSError):  # what a write left there ends the log as well
+                log.file.truncate(end)
+            with self._lock:
+                log.is_complete = True
+                self._unsynced[log.log_id] = log
+        else:
+            with self._lock:
+                self._flushed.add(log.log_id)
+            self.remove_log(log.log_id)
+
+    def open_compaction_log(self) -> CompactionLog:
+        """A new log in this id space for what compaction keeps; it counts once it is finished. Raises OSError."""
+        directory = self.directories[self._pick_directory()]
+        log_id = self._allocate_id()
+        with self._create_lock:
+            file = self._make_file(directory / f"{formats.file_name(log_id)}.compacting")
+            self._write_last_id()
+        return CompactionLog(self, log_id, file)
+
+    def _take_compacted(self, log_id: int, path: Path) -> None:
+        final = path.with_name(formats.file_name(log_id))
+        self._files.rename(path, final)
+        self._files.sync_directory(final.parent)
+        with self._lock:
+            self._paths[log_id] = final
+            self._flushed.add(log_id)
+
+    def _drop_compacting(self, path: Path) -> None:
+        self._files.remove(path)
+        self._files.sync_directory(path.parent)
 
     def sync(self) -> None:
         """Return when everything written so far is on disk. Raises OSError, after that always: the bookie has to stop.
@@ -244,6 +429,8 @@ class EntryLogger:
                 raise self._failed from error
             if is_complete:
                 log.file = None
+                with self._lock:
+                    self._flushed.add(log.log_id)
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -301,9 +488,7 @@ class EntryLogger:
             if file is not None:
                 self._readers.move_to_end(log_id)
                 return file
-            path = self._paths.get(log_id)
-        if path is None:
-            raise FileNotFoundError(f"No entry log {log_id:x} in {', '.join(map(str, self.directories))}")
+        path = self.path_of(log_id)
         file = self._files.open_to_read(path)
         with self._lock:
             self._readers[log_id] = file
@@ -312,12 +497,65 @@ class EntryLogger:
         return file
 
 
-def _logs_in(directory: Path) -> list[tuple[int, Path]]:
+class CompactionLog:
+    """A log that compaction writes, `<id>.log.compacting` until it is finished. For one thread.
+
+    Source: DefaultEntryLogger.EntryLoggerCompactionEntryLog.
+    """
+
+    def __init__(self, logger: EntryLogger, log_id: int, file: StorageFile) -> None:
+        self.log_id = log_id
+        self._logger = logger
+        self._file = file
+        self._written = self._position = formats.HEADER_SIZE
+        self._parts: list[Buffer] = []
+        self._totals: dict[LedgerId, int] = {}
+
+    def add(self, ledger: LedgerId, body: Buffer) -> int:
+        """Append a copy of one entry; returns the location that it has once the log is finished. Raises OSError."""
+        size = len(body)
+        location = formats.pack_location(self.log_id, self._position + 4)
+        self._parts += (_pack_size(size), bytes(body))
+        self._position += size + 4
+        self._totals[ledger] = self._totals.get(ledger, 0) + size + 4
+        if self._position - self._written >= COMPACTION_CHUNK_BYTES:
+            self._write()
+        return location
+
+    def _write(self) -> None:
+        self._file.write(self._written, self._parts)
+        self._parts, self._written = [], self._position
+
+    def finish(self) -> None:
+        """Make it a log like any other, durably: whole, with its ledgers map. Raises OSError: then `abort` it."""
+        self._write()
+        version = self._logger.version
+        self._file.write(self._written, list(formats.write_ledgers_map(self._totals, version)))
+        self._file.write(0, (formats.write_header(version, self._written, len(self._totals)),))
+        self._file.sync()
+        self._logger._take_compacted(self.log_id, self._file.path)
+
+    def abort(self) -> None:
+        """Remove it; nothing may point into it. Raises OSError."""
+        self._logger._drop_compacting(self._file.path)
+
+
+def _ids_of(body: Buffer) -> tuple[LedgerId, int]:
+    ledger, at = read_ledger(body)
+    return ledger, int.from_bytes(body[at : at + 8], "big", signed=True)
+
+
+def _names_in(directory: Path) -> list[str]:
     try:
-        names = os.listdir(directory)
+        return os.listdir(directory)
     except FileNotFoundError:
         return []
-    return [(log_id, directory / name) for name in names if (log_id := formats.log_id_of(name)) is not None]
+
+
+def _logs_in(directory: Path) -> list[tuple[int, Path]]:
+    return [
+        (log_id, directory / name) for name in _names_in(directory) if (log_id := formats.log_id_of(name)) is not None
+    ]
 
 
 def _read_last_id(directory: Path) -> int:

@@ -16,10 +16,10 @@ from bkctl.errors import EntryNotFound
 from bkctl.formats.entry_log import SCOPED_DIRECTORY
 from bkctl.formats.layout import Buffer
 from bkctl.ids import LedgerId
-from bkctl.storage.entry_logger import EntryLogger
+from bkctl.storage.entry_logger import EntryLogger, Move
 from bkctl.storage.files import Files
 from bkctl.storage.ledger_index import ENTRY_ID_MAX, IndexedHandle, IndexFlush, LedgerIndex
-from bkctl.storage.ledger_storage import CHUNK_SIZE_BYTES, CURRENT, LedgerStorage, Move
+from bkctl.storage.ledger_storage import CHUNK_SIZE_BYTES, CURRENT, LedgerStorage
 
 #: Changed index pages before a flush is due whatever the flush interval.
 CHANGED_PAGES_MAX: Final = 4096
@@ -112,7 +112,7 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
 
     def add(self, handle: IndexedHandle, entry_id: int, size_field: bytes, body: Buffer) -> None:
         logger = self._scoped_logger if handle.ledger[0] else self._logger
-        self.index.put(handle, entry_id, logger.add(handle, size_field, body))
+        self.index.put(handle, entry_id, logger.add(handle.ledger, size_field, body))
 
     def has(self, handle: IndexedHandle, entry_id: int) -> bool:
         return self.index.location(handle, entry_id) != 0

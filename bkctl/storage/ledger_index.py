@@ -18,8 +18,9 @@ from typing import Any, Final
 
 from bkctl.formats import index as formats
 from bkctl.ids import LedgerId
+from bkctl.storage.entry_logger import Move
 from bkctl.storage.files import Files, StorageFile
-from bkctl.storage.ledger_storage import LedgerHandle, Move
+from bkctl.storage.ledger_storage import LedgerHandle
 
 #: Larger entry ids are refused: their slot would lie where file systems end.
 ENTRY_ID_MAX: Final = (1 << 40) - 1

@@ -10,13 +10,13 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from bkctl.config import BookieConfig
 from bkctl.errors import Unsupported
 from bkctl.formats.layout import Buffer
 from bkctl.ids import I64_MAX, LedgerId
-from bkctl.storage.entry_logger import EntryLogger
+from bkctl.storage.entry_logger import EntryLogger, Move
 from bkctl.storage.files import Files
 
 #: Where a bookie's files are below each configured directory. Source: BookKeeperConstants.CURRENT_DIR.
@@ -41,8 +41,6 @@ class LedgerHandle:
         "lac_time_ms",
         "last_entry",
         "ledger",
-        "log",
-        "log_bytes",
         "master_key",
         "watchers",
     )
@@ -63,20 +61,8 @@ class LedgerHandle:
         self.key_recorded = False
         self.fence_recorded = False
         self.journal = 0
-        #: The entry log that the ledger was last added to, and its bytes in it.
-        self.log: Any = None
-        self.log_bytes = 0
         self.watchers: list[Callable[[], None]] = []
         self.deleted = False
-
-
-class Move(NamedTuple):
-    """An entry that compaction wrote again: it stands at `new` too, and the index says `old`."""
-
-    ledger: LedgerId
-    entry_id: int
-    old: int
-    new: int
 
 
 Handle = TypeVar("Handle", bound=LedgerHandle)
