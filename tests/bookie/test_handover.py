@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from own_bookies import OwnBookie
-from servers import INTERLEAVED, SORTED, ApacheBookie, Java, read_ledgers, wait_for, write_ledgers
+from own_cluster import STORAGES
+from servers import ApacheBookie, Java, read_ledgers, wait_for, write_ledgers
 
 from bkctl.metadata.cluster import open_cluster
 
@@ -16,7 +17,7 @@ MakeApache = Callable[..., ApacheBookie]
 
 
 def start_three(uri: str, own_bookie: MakeOwn) -> list[OwnBookie]:
-    bookies = [own_bookie(uri, storage=storage) for storage in (SORTED, INTERLEAVED, SORTED)]
+    bookies = [own_bookie(uri, storage=storage) for storage in STORAGES]
     for bookie in bookies:
         bookie.launch()
     for bookie in bookies:
