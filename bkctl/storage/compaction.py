@@ -16,8 +16,8 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from itertools import compress, islice
+from typing import Any, Final
 
 from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError, ReadOnlyBookie
@@ -25,12 +25,10 @@ from bkctl.formats.entry_log import HEADER_SIZE, pack_location
 from bkctl.ids import LedgerId
 from bkctl.storage.entry_log import EntryLogReader
 from bkctl.storage.entry_log_metadata import EntryLogMetadata
+from bkctl.storage.entry_logger import CompactionLog, EntryLogger, Move
 from bkctl.storage.files import Files
-from bkctl.storage.ledger_storage import LedgerStorage, Move
+from bkctl.storage.ledger_storage import LedgerStorage
 from bkctl.storage.scan import RecordBatch
-
-if TYPE_CHECKING:
-    from bkctl.storage.entry_logger import CompactionLog, EntryLogger
 
 #: Moves of entries that are remembered at once, 40 bytes each; then the log that they went to is finished.
 MOVES_MAX: Final = 1 << 20
@@ -148,23 +146,23 @@ class EntryLogCompactor:
         self._target_for(log, 0).sources.append(log)
 
     def _copy(self, log: EntryLogMetadata, batch: RecordBatch) -> None:
-        ledgers, has_entry_at = log.ledgers, self._storage.has_entry_at
-        window = batch.window
+        ledgers, window, base = log.ledgers, batch.window, pack_location(log.log_id, 4)
+        rows = [
+            (ledger, entry_id, base + offset, begin + 4, size)
+            for ledger, entry_id, offset, begin, size in zip(
+                batch.ledgers, batch.entry_ids, batch.offsets, batch.begins, batch.sizes, strict=True
+            )
+            if entry_id >= 0 and ledger in ledgers
+        ]
+        live = self._storage.live([row[:3] for row in rows])
         entry_count = size_bytes = 0
-        for ledger, entry_id, size, offset, begin in zip(
-            batch.ledgers, batch.entry_ids, batch.sizes, batch.offsets, batch.begins, strict=True
-        ):
-            if entry_id < 0 or ledger not in ledgers:
-                continue
-            old = pack_location(log.log_id, offset + 4)
-            if not has_entry_at(ledger, entry_id, old):
-                continue
-            entry_count += 1
-            size_bytes += size
+        for ledger, entry_id, old, begin, size in compress(rows, live):
             if entry_count >= _THROTTLED_ENTRIES or size_bytes >= _THROTTLED_BYTES:
                 self._throttler.acquire(entry_count, size_bytes)
                 entry_count = size_bytes = 0
-            self._target_for(log, size).add(ledger, entry_id, old, window[begin + 4 : begin + 4 + size])
+            entry_count += 1
+            size_bytes += size
+            self._target_for(log, size).add(ledger, entry_id, old, window[begin : begin + size])
             self.entry_count += 1
         self._throttler.acquire(entry_count, size_bytes)
 

@@ -189,6 +189,10 @@ class LedgerStorage(ABC, Generic[Handle]):
     def has_entry_at(self, ledger: LedgerId, entry_id: int, location: int) -> bool:
         """Whether the index says that the entry is at `location` (G). Raises OSError, Corrupt."""
 
+    def live(self, entries: Sequence[tuple[LedgerId, int, int]]) -> list[bool]:
+        """Whether the index says so, of each (ledger, entry id, location) of one log (G). Raises OSError, Corrupt."""
+        return [self.has_entry_at(*each) for each in entries]
+
     def compact_locations(self) -> None:
         """Compact the database of locations, where there is one (G)."""
         return
