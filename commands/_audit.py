@@ -21,7 +21,14 @@ from typing import Any, Final
 SIZE_BYTES_MAX: Final = 8 << 20
 NONE: Final = "none"
 _HIDDEN: Final = "***"
+#: What names of settings that hold secrets have in them.
+SECRET_WORDS: Final = "passw|secret|token|credential"
 _SECRET_OPTION: Final = re.compile(r"--?[\w-]*(?:password|secret|token|master-key)", re.ASCII | re.IGNORECASE)
+#: A setting of a bookie (NAME=VALUE), or a JSON object with one in it.
+_SECRET_SETTING: Final = re.compile(
+    rf"((?:--set=)?[\w.]*(?:{SECRET_WORDS})[\w.]*(?<!path)(?<!file)=|(?:--body=)?(?=\s*\{{.*(?:{SECRET_WORDS})))",
+    re.ASCII | re.IGNORECASE | re.DOTALL,
+)
 _USER_IN_URI: Final = re.compile(r"(://)[^/\s]*@")
 
 
@@ -56,6 +63,8 @@ def without_secrets(words: Sequence[str]) -> list[str]:
         elif _SECRET_OPTION.fullmatch(name):
             shown.append(f"{name}={_HIDDEN}" if equals else word)
             hide = not equals
+        elif match := _SECRET_SETTING.match(word):
+            shown.append(f"{match[1]}{_HIDDEN}")
         else:
             shown.append(shown_uri(word))
     return shown

@@ -14,8 +14,8 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -29,6 +29,8 @@ from bkctl.errors import BkctlError, FindingsError, UsageError
 from ._audit import Audit, audit_file, shown_uri, state_directory, without_secrets
 from ._options import (
     ANY_DIGEST,
+    BOTH_COMPACTIONS,
+    COMPACTIONS,
     DIGEST_NAMES,
     NO_LOGIN,
     TIMEOUT_S_DEFAULT,
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper
     from bkctl.config import BookieConfig
     from bkctl.formats.entry import DigestType
+    from bkctl.http.client import ApiClient
     from bkctl.metadata.cluster import Cluster
     from bkctl.metadata.store import StoreSecurity
     from bkctl.metadata.undo import UndoFile
@@ -195,14 +198,18 @@ class Run:
         with self.open_cluster() as cluster:
             yield cluster
 
-    def bookkeeper(self, cluster: Cluster, protocol: Protocol | None = None) -> BookKeeper:
-        """A client of `cluster` with the options' timeout, TLS and bookie addresses; an async context manager."""
+    def bookkeeper(
+        self, cluster: Cluster, protocol: Protocol | None = None, *, only: Collection[str] | None = None
+    ) -> BookKeeper:
+        """A client of `cluster` with the options' timeout, TLS and bookie addresses; an async context manager.
+
+        `only` these bookies get new ledgers.
+        """
         from bkctl.client.ledger import BookKeeper, client_tls
         from bkctl.protocol.messages import Protocol
 
         options = self._options.over(self.connection().settings)
-        files = options.tls_ca, options.tls_certificate, options.tls_key
-        ca, certificate, key = (None if path is None else str(path) for path in files)
+        ca, certificate, key = options.tls_files()
         if ca is None and (certificate or key):
             raise UsageError("--tls-cert and --tls-key go with --tls-ca", hint="add the authorities' PEM file")
         return BookKeeper(
@@ -211,7 +218,29 @@ class Run:
             tls=None if ca is None else client_tls(ca, certificate, key),
             timeout_s=self.timeout_s,
             addresses=parse_bookie_addresses(options.bookie_addresses),
+            only=only,
         )
+
+    def http_client(self, url: str) -> ApiClient:
+        """A client of the HTTP server at `url`, with the options' timeout and TLS, and the token in BKCTL_API_TOKEN."""
+        from bkctl.http.client import ApiClient
+        from bkctl.metadata.store import client_tls
+
+        options = self._options
+        with suppress(UsageError):  # Nothing names a cluster, and nothing has to.
+            options = options.over(self.connection().settings)
+        self.detail(f"HTTP server {url}")
+        tls = client_tls(*options.tls_files()) if url.lower().startswith("https:") else None
+        token = os.environ.get("BKCTL_API_TOKEN") or None
+        client = ApiClient(url, token=token, timeout_s=self.timeout_s, tls=tls)
+        if token is not None and not client.server.is_private:
+            self.note(f"bkctl: Warning: the token goes to {url} unencrypted; use https where the server has it")
+        return client
+
+    def bookie_host(self, bookie_id: str) -> str | None:
+        """The host that --bookie-address gives for that bookie."""
+        address = parse_bookie_addresses(self._options.over(self.connection().settings).bookie_addresses).get(bookie_id)
+        return None if address is None else address[0]
 
     def complete(self, work: Coroutine[Any, Any, T]) -> T:
         """Run asynchronous work to its end."""
@@ -546,7 +575,9 @@ class Command(_Helpful, TyperCommand):
         if any("--watch" in param.opts for param in self.params):
             args = self._with_watch_seconds(args)
         if any("--digest" in param.opts and param.metavar == "[TYPE]" for param in self.params):
-            args = _with_digest_type(args)
+            args = _with_value(args, ("--digest",), DIGEST_NAMES, ANY_DIGEST)
+        if any("--suspend" in param.opts for param in self.params):
+            args = _with_value(args, ("--suspend", "--resume"), COMPACTIONS, BOTH_COMPACTIONS)
         return super().parse_args(ctx, args)
 
     def _with_watch_seconds(self, args: list[str]) -> list[str]:
@@ -559,14 +590,11 @@ class Command(_Helpful, TyperCommand):
         return shown
 
 
-def _with_digest_type(args: list[str]) -> list[str]:
+def _with_value(args: list[str], flags: Collection[str], values: Collection[str], absent: str) -> list[str]:
+    """The words, where a flag that none of `values` (in capitals) follows has the value `absent`."""
     end = args.index("--") if "--" in args else len(args)
-    return [
-        f"--digest={ANY_DIGEST}"
-        if at < end and arg == "--digest" and (at + 1 >= end or args[at + 1].upper() not in DIGEST_NAMES)
-        else arg
-        for at, arg in enumerate(args)
-    ]
+    alone = [at for at in range(end) if args[at] in flags and (at + 1 >= end or args[at + 1].upper() not in values)]
+    return [f"{arg}={absent}" if at in alone else arg for at, arg in enumerate(args)]
 
 
 class Group(_Helpful, TyperGroup):

@@ -198,6 +198,10 @@ def digest_type_option(help: str) -> Composite:
 ANY_DIGEST: Final = "any"
 DIGEST_NAMES: Final = frozenset(("CRC32", "CRC32C", "HMAC", "MAC", "DUMMY"))
 
+#: What `--suspend` and `--resume` of `bookie gc` take, in capitals, and what they stand for without it.
+COMPACTIONS: Final = frozenset(("MAJOR", "MINOR", "BOTH"))
+BOTH_COMPACTIONS: Final = "both"
+
 
 class DigestCheck(NamedTuple):
     """`--digest [TYPE]`: whether it was given, and which type (None: found out ledger by ledger)."""
@@ -758,6 +762,10 @@ class Globals:
             merged[each.name] = getattr(earlier, each.name) if mine is None or mine is False else mine
         merged["bookie_addresses"] = earlier.bookie_addresses + self.bookie_addresses
         return Globals(**merged)
+
+    def tls_files(self) -> tuple[str | None, str | None, str | None]:
+        """The PEM files of the authorities, of our certificate and of its key."""
+        return _text(self.tls_ca), _text(self.tls_certificate), _text(self.tls_key)
 
 
 def _global(name: str, annotation: Any, *declarations: str, default: Any = None, **settings: Any) -> Parameter:

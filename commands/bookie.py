@@ -321,4 +321,4 @@ def _metas(
         yield row
 
 
-from . import _bookie_check, _bookie_repair  # noqa: E402, F401  (they register their commands on the apps above)
+from . import _bookie_check, _bookie_http, _bookie_repair  # noqa: E402, F401  (they register their commands on the apps above)

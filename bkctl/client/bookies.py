@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from bkctl.errors import BkctlError, BookieUnavailable
@@ -177,6 +177,7 @@ class BookiePool:
         tls: ssl.SSLContext | None,
         timeout_s: float,
         addresses: Mapping[str, tuple[str, int]],
+        only: Collection[str] | None = None,
     ) -> None:
         self.cluster = cluster
         self.protocol = protocol
@@ -185,6 +186,7 @@ class BookiePool:
         #: Set by `close`: nothing is connected any more.
         self.closed = False
         self._overrides = dict(addresses)
+        self._only = only
         self._addresses: dict[str, tuple[str, int]] = {}
         self._channels: dict[tuple[str, Protocol], BookieChannel] = {}
 
@@ -223,8 +225,9 @@ class BookiePool:
         self._addresses.pop(bookie_id, None)
 
     def registered(self) -> list[RegisteredBookie]:
-        """The bookies that are up. Blocks."""
-        return self.cluster.bookies.list(include_down=False)
+        """The bookies that are up, and that new entries may go to. Blocks."""
+        bookies = self.cluster.bookies.list(include_down=False)
+        return bookies if self._only is None else [each for each in bookies if each.bookie_id in self._only]
 
     async def close(self) -> None:
         """Close every connection; requests fail from now on."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Final, Self
 
 from bkctl.client.bookies import BookiePool, failure, in_thread
@@ -414,7 +414,8 @@ class BookKeeper:
 
     `cluster` is open and stays the caller's. `timeout_s` is the longest wait for a bookie without progress.
     `addresses` says where bookies are that advertise what this machine cannot reach. `tls` turns on START_TLS (see
-    `client_tls`). `throttle_count` is how many adds of one ledger may be in flight before `ready` waits.
+    `client_tls`). `throttle_count` is how many adds of one ledger may be in flight before `ready` waits. `only` these
+    bookies get what is written (None: whoever is registered).
     """
 
     def __init__(
@@ -426,10 +427,11 @@ class BookKeeper:
         timeout_s: float = TIMEOUT_S,
         addresses: Mapping[str, tuple[str, int]] = {},
         throttle_count: int = THROTTLE_COUNT,
+        only: Collection[str] | None = None,
     ) -> None:
         self.cluster = cluster
         self.protocol = protocol
-        self.pool = BookiePool(cluster, protocol=protocol, tls=tls, timeout_s=timeout_s, addresses=addresses)
+        self.pool = BookiePool(cluster, protocol=protocol, tls=tls, timeout_s=timeout_s, addresses=addresses, only=only)
         self._throttle_count = max(throttle_count, 1)
 
     async def __aenter__(self) -> Self:

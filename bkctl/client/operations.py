@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import select
 import stat
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from bkctl.client.ledger import BookKeeper, LedgerEntry, ReadHandle, WriteHandle
 from bkctl.client.verify import Replica, ReplicaState, verify_entries
 from bkctl.errors import BkctlError, Corrupt, ProtocolError, UsageError
+from bkctl.formats.entry import DigestType
 from bkctl.protocol.messages import (
     FRAME_SIZE_BYTES_MAX,
     BookieInfoFlags,
@@ -39,6 +41,8 @@ REPLICA_WINDOW_COUNT: Final = 256
 ENTRY_SIZE_BYTES_MAX: Final = FRAME_SIZE_BYTES_MAX - 256
 #: A tail asks the metadata store and the bookies anew at least so often.
 TAIL_POLL_S: Final = 30.0
+#: Of the entries of `sanity_test`.
+SANITY_ENTRY_SIZE_BYTES: Final = 100
 
 
 # --- writing a stream -----------------------------------------------------------------------------------------------
@@ -411,6 +415,36 @@ async def round_trip(
             state = "closed" if closed else "open"
             raise Corrupt(f"Ledger {ledger}: {entry_count} entries were written, {count} were read from it {state}")
     return RoundTrip(entry_count, entry_size_bytes, handle.last_add_confirmed, wrote - began, reads)
+
+
+async def sanity_test(
+    bookkeeper: BookKeeper, *, ledger_scope_id: int, entry_count: int, progress: Callable[[int], None] = lambda _: None
+) -> RoundTrip:
+    """`round_trip` on a new ledger of one bookie, which is deleted at the end, however that goes.
+
+    `bookkeeper` is made for `only` that bookie. Raises what creating, writing and reading raise: NotEnoughBookies for a
+    bookie that takes no entries. Source: SanityTestCommand.
+    """
+    shape: dict[str, Any] = {
+        "ensemble_size": 1, "write_quorum_size": 1, "ack_quorum_size": 1, "digest_type": DigestType.HMAC,
+    }  # fmt: skip
+    if ledger_scope_id == 0:
+        handle = await bookkeeper.create_ledger(**shape)
+    else:
+        handle = await bookkeeper.create_ledger_adv(ledger_scope_id=ledger_scope_id, **shape)
+    ledger = handle.ledger
+    delete = functools.partial(bookkeeper.delete_ledger, ledger.ledger_id, ledger_scope_id=ledger.scope_id)
+    try:
+        async with handle:
+            result = await round_trip(
+                bookkeeper, handle, entry_count=entry_count, entry_size_bytes=SANITY_ENTRY_SIZE_BYTES, progress=progress
+            )
+    except BaseException:
+        with contextlib.suppress(BkctlError):  # What went wrong first is what counts.
+            await delete()
+        raise
+    await delete()
+    return result
 
 
 async def _compared(reader: ReadHandle, payloads: Sequence[bytes], last: int) -> AsyncGenerator[LedgerEntry, None]:

@@ -85,6 +85,11 @@ class ServerUrl(NamedTuple):
         tls = parts.scheme == "https"
         return cls(tls, host, port or (443 if tls else 80), parts.path.rstrip("/"))
 
+    @property
+    def is_private(self) -> bool:
+        """Whether nobody reads along: TLS, or a server on this machine."""
+        return self.tls or self.host in ("localhost", "::1") or self.host.startswith("127.")
+
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'https' if self.tls else 'http'}://{host}:{self.port}{self.prefix}"
@@ -470,6 +475,8 @@ class CollectorStatus(NamedTuple):
     major_compaction_counter: int
     minor_compaction_counter: int
     entry_location_compaction_counter: int
+    #: Ledgers of scopes ≠ 0 that were found deleted and kept all the same, since they were so many; a bookie of ours.
+    scoped_deletes_held_back: int | None = None
 
 
 class GarbageCollection(NamedTuple):
@@ -566,6 +573,7 @@ class BookieApi:
                 fields.integer("majorCompactionCounter"),
                 fields.integer("minorCompactionCounter"),
                 fields.integer("entryLocationCompactionCounter", 0),
+                fields.integer("scopedDeletesHeldBack") if "scopedDeletesHeldBack" in fields.values else None,
             )
 
     def force_garbage_collection(
