@@ -126,7 +126,7 @@ def bookie_id_of(config: BookieConfig) -> str:
     """The id of the bookie with these settings. Raises UsageError when its address cannot be told."""
     if config.bookie_id:
         return check_bookie_id(config.bookie_id)
-    from bkctl.bookie.server import advertised_host
+    from bkctl.bookie.network import advertised_host
 
     return check_bookie_id(f"{advertised_host(config)}:{config.bookie_port}")
 

@@ -13,17 +13,25 @@ import errno
 import functools
 import logging
 import signal
-import socket
-import ssl
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from queue import Empty, SimpleQueue
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.bookie.cookies import stamp_or_verify
+from bkctl.bookie.disk_watch import DiskWatch, total_usage
+from bkctl.bookie.long_polls import LongPolls
+from bkctl.bookie.network import (
+    advertised_host,
+    check_authentication,
+    former_port,
+    free_port,
+    listening_host,
+    server_limits,
+    tls_context,
+)
+from bkctl.bookie.workers import JournalThread, Worker
 from bkctl.config import BookieConfig
 from bkctl.errors import (
     AlreadyExists,
@@ -33,13 +41,14 @@ from bkctl.errors import (
     EntryNotFound,
     LedgerNotFound,
     ReadOnlyBookie,
+    TooManyRequests,
     Unauthorized,
-    Unsupported,
     UsageError,
 )
 from bkctl.formats.layout import Buffer
 from bkctl.formats.metadata import BookieServiceInfo, Endpoint
-from bkctl.ids import check_bookie_id
+from bkctl.formats.status import STATUS_NAME, BookieMode, BookieStatus
+from bkctl.ids import LedgerId, check_bookie_id
 from bkctl.metadata.cluster import BOOKIE_RPC_PROTOCOL, LEDGER_SCOPES_PROPERTY, Cluster, open_cluster
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity
 from bkctl.protocol.messages import (
@@ -66,18 +75,20 @@ from bkctl.protocol.messages import (
     WriteLacResponse,
     refusal,
 )
-from bkctl.protocol.server import BookieServer, ServerLimits
+from bkctl.protocol.server import BookieServer
 from bkctl.storage.bookie_storage import Batch, BookieStorage
 from bkctl.storage.files import NO_SPACE, Files
 from bkctl.storage.journal_writer import MEBIBYTE
-from bkctl.storage.ledger_storage import CURRENT, LedgerHandle
+from bkctl.storage.ledger_storage import LedgerHandle
+
+if TYPE_CHECKING:
+    from bkctl.bookie.garbage_collector import GarbageCollectorThread
 
 log: Final = logging.getLogger("bkctl.bookie")
 
 #: A batch read counts this much for the response itself, and 4 bytes an entry. Source: BatchedReadEntryProcessor.
 BATCH_READ_OVERHEAD_BYTES: Final = 36
 BATCH_READ_COUNT_MAX: Final = 10_000
-LONG_POLL_MS_MAX: Final = 3_600_000
 #: A stop waits so long for the answers to what was read before.
 STOP_GRACE_S: Final = 5.0
 #: Threads for reads that need the disk.
@@ -88,101 +99,7 @@ DIRTY_FILE: Final = "DIRTY"
 #: Entries in memory that the entry logs do not have yet, above which no more are acknowledged.
 UNWRITTEN_BYTES_MAX: Final = 256 << 20
 
-#: Requests that are not answered yet, of all clients, unless journalMaxMemorySizeMb says otherwise.
-IN_FLIGHT_BYTES_MAX: Final = 256 << 20
-
 _EOK: Final = Status.EOK
-
-
-class _Worker:
-    """One thread that runs what it is given, in order; the loop is told `died` when one of that is at fault."""
-
-    def __init__(self, name: str, died: Callable[[BaseException], None]) -> None:
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._loop = asyncio.get_running_loop()
-        self._died = died
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, task: Callable[[], None]) -> None:
-        self._queue.put(task)
-
-    def _run(self) -> None:
-        try:
-            while (task := self._queue.get()) is not None:
-                task()
-        except BaseException as error:
-            self._loop.call_soon_threadsafe(self._died, error)
-            raise
-
-    def stop(self) -> None:
-        """Return when everything submitted is done."""
-        self._queue.put(None)
-        self._thread.join()
-
-
-class _JournalThread:
-    """Writes one journal: takes the batches that are there as one group, and reports them to the loop once on disk."""
-
-    def __init__(self, bookie: Bookie, number: int) -> None:
-        config = bookie.config
-        self._bookie = bookie
-        self._number = number
-        self._queue: SimpleQueue[Batch | None] = SimpleQueue()
-        self._loop = asyncio.get_running_loop()
-        self._size_enough = config.journal_buffered_writes_threshold
-        self._count_enough = config.journal_buffered_entries_threshold or sys.maxsize
-        waits = config.journal_adaptive_group_writes and not config.journal_flush_when_queue_empty
-        self._wait_s = config.journal_max_group_wait_msec / 1000 if waits else 0.0
-        self._thread = threading.Thread(target=self._run, name=f"journal-{number}", daemon=True)
-        self._thread.start()
-
-    def put(self, batch: Batch) -> None:
-        self._queue.put(batch)
-
-    def _run(self) -> None:
-        try:
-            self._write_groups()
-        except BaseException as error:
-            self._loop.call_soon_threadsafe(self._bookie.thread_died, error)
-            raise
-
-    def _write_groups(self) -> None:
-        get = self._queue.get
-        storage = self._bookie.storage
-        running = True
-        while running:
-            first = get()
-            if first is None:
-                return
-            group = [first]
-            size, count = first.size, len(first.tokens)
-            deadline = time.monotonic() + self._wait_s
-            while size <= self._size_enough and count <= self._count_enough:
-                try:
-                    remaining = deadline - time.monotonic()
-                    batch = get(timeout=remaining) if remaining > 0 else self._queue.get_nowait()
-                except Empty:
-                    break
-                if batch is None:
-                    running = False
-                    break
-                group.append(batch)
-                size += batch.size
-                count += len(batch.tokens)
-            error = None
-            try:
-                storage.commit(self._number, *group)
-            except OSError as failure:
-                error = failure
-            except BkctlError as failure:
-                error = OSError(errno.EIO, str(failure))
-            self._loop.call_soon_threadsafe(self._bookie.committed, self._number, group, error)
-
-    def stop(self) -> None:
-        """Return when everything put is on disk, or failed."""
-        self._queue.put(None)
-        self._thread.join()
 
 
 class Bookie:
@@ -212,18 +129,27 @@ class Bookie:
         self._cluster = cluster
         self._owns_cluster = cluster is None
         self._held = contextlib.ExitStack()
-        self._server = BookieServer(self, tls=_tls_context(config), limits=_limits(config))
-        self._journals: list[_JournalThread] = []
-        self._entries: _Worker | None = None
-        self._checkpoints: _Worker | None = None
+        self._server = BookieServer(self, tls=tls_context(config), limits=server_limits(config))
+        self.garbage_collector: GarbageCollectorThread | None = None
+        self.started_ms = 0
+        self._journals: list[JournalThread] = []
+        self._entries: Worker | None = None
+        self._checkpoints: Worker | None = None
         self._readers: ThreadPoolExecutor | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._polls: set[_LongPoll] = set()
+        self._polls = LongPolls(self)
         self._flush_due = False
         self._is_held = False
+        self._waits_for_journals = False
+        self._pending_adds_max = (
+            config.num_add_worker_threads * config.max_pending_add_requests_per_thread or sys.maxsize
+        )
         self._stopping = False
         self._checkpoint_running: asyncio.Future[None] | None = None
         self._no_space = False
+        self._disks_full = False
+        self._manual = False
+        self._status = BookieStatus(BookieMode.READ_WRITE, -1, False)
         self._allows_high_priority = True
         self._registered_read_only: bool | None = None
         self._registering = asyncio.Lock()
@@ -256,6 +182,9 @@ class Bookie:
 
     async def _start(self) -> None:
         config = self.config
+        check_authentication(config)
+        storage = self.storage
+        self._disks = DiskWatch(config, self.files, storage.ledger_directories, storage.index_directories)
         host = await asyncio.to_thread(advertised_host, config)
         if self._cluster is None:
             if config.metadata_service_uri is None:
@@ -267,20 +196,20 @@ class Bookie:
                 session_timeout_s=config.zk_timeout / 1000,
                 security=self._security,
             )
-        port = config.bookie_port or _former_port(config, host) or _free_port(host)
+        port = config.bookie_port or former_port(config, host) or free_port(host)
         self.bookie_id = check_bookie_id(config.bookie_id or f"{host}:{port}")
         self.address = (host, port)
         try:
             await asyncio.to_thread(self._open_storage, self._cluster)
         except OSError as error:
             raise BkctlError(f"Bookie {self.bookie_id} cannot open its directories: {error}") from error
-        self._journals = [_JournalThread(self, number) for number in range(len(self.storage.journals))]
-        self._entries = _Worker("entries", self.thread_died)
-        self._checkpoints = _Worker("checkpoints", self.thread_died)
+        self._journals = [JournalThread(storage, number, config, self) for number in range(len(storage.journals))]
+        self._entries = Worker("entries", self.thread_died)
+        self._checkpoints = Worker("checkpoints", self.thread_died)
         self._readers = ThreadPoolExecutor(READ_THREADS, "read")
         self._check_disks()
         try:
-            await self._server.start(_listening_host(config, host), port)
+            await self._server.start(listening_host(config, host), port)
         except OSError as error:
             raise BkctlError(
                 f"Bookie {self.bookie_id} cannot listen on port {port}: {error.strerror}",
@@ -291,10 +220,11 @@ class Bookie:
             task = self._loop.create_task(regular)
             task.add_done_callback(self._task_over)
             self._tasks.add(task)
+        self.started_ms = time.time_ns() // 1_000_000
         log.info("Bookie %s serves on port %d%s", self.bookie_id, port, ", read-only" if self.read_only else "")
 
     def _open_storage(self, cluster: Cluster) -> None:
-        storage = self.storage
+        config, storage = self.config, self.storage
         directories = {*storage.journal_directories, *storage.ledger_directories, *storage.index_directories}
         for directory in sorted(directories):
             self.files.make_directory(directory)
@@ -304,6 +234,9 @@ class Bookie:
         for directory in storage.ledger_directories:
             self.files.open(directory / DIRTY_FILE, create=True).close()
             self.files.sync_directory(directory)
+        if config.persist_bookie_status_enabled and not config.force_read_only_bookie:
+            self._status = self._read_status()
+            self._manual = self._status.mode is BookieMode.READ_ONLY and self._status.manual is not False
         storage.open()
         entries, skipped = storage.replayed
         if not is_new and (was_dirty or entries or skipped):
@@ -339,8 +272,7 @@ class Bookie:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
-        for poll in list(self._polls):
-            poll.finish(updated=False)
+        self._polls.finish()
         await self._server.close(STOP_GRACE_S if self.failure is None else 0)
         self._stopping = True
         if self._journals and self.failure is None:
@@ -427,13 +359,25 @@ class Bookie:
         if self.read_only and not (high_priority and self._allows_high_priority and not self._no_space):
             raise ReadOnlyBookie(f"Bookie {self.bookie_id} is read-only")
         assert not isinstance(body, tuple)
-        token = None if deferred_sync else (respond, ledger, entry_id)
-        self.storage.add(ledger, entry_id, master_key, body, token, recovery_add)
+        if (self._is_held or self._waits_for_journals) and not high_priority:
+            self._check_pending()
+        if deferred_sync:
+            self.storage.add(ledger, entry_id, master_key, body, None, recovery_add)
+            self.storage.when_written(ledger, functools.partial(self._answer_add, respond, ledger, entry_id))
+        else:
+            self.storage.add(ledger, entry_id, master_key, body, (respond, ledger, entry_id), recovery_add)
         if not self._flush_due:
             self._flush_due = True
             self._loop.call_soon(self._flush)
-        if deferred_sync:
-            respond(AddResponse(_EOK, ledger, entry_id))
+
+    def _check_pending(self) -> None:
+        """Raises TooManyRequests when the disks are behind and as many adds wait as maxPendingAddRequestsPerThread."""
+        if sum(len(batch.tokens) for batch in self.storage.batches) >= self._pending_adds_max:
+            raise TooManyRequests(f"Bookie {self.bookie_id} is behind with its disks")
+
+    @staticmethod
+    def _answer_add(respond: Respond, ledger: LedgerId, entry_id: int, error: BaseException | None) -> None:
+        respond(AddResponse(_EOK if error is None else Status.EIO, ledger, entry_id))
 
     def _flush(self) -> None:
         """Hand what this turn of the loop gathered to the journal threads."""
@@ -447,7 +391,11 @@ class Bookie:
                 storage.seal_entries(1)
                 self._entries.submit(self._write_entries)
             return
+        self._waits_for_journals = False
         for number, journal in enumerate(self._journals):
+            if journal.is_full and not self._stopping:
+                self._waits_for_journals = True
+                continue
             batch = storage.take_batch(number)
             if batch is not None:
                 journal.put(batch)
@@ -456,9 +404,16 @@ class Bookie:
         if storage.is_checkpoint_due and self._checkpoint_running is None:
             self._begin_checkpoint()
 
+    def written(self, group: list[Batch]) -> None:
+        """The system has a journal's group: tell those who wait for no more (deferred sync); in the event loop."""
+        for batch in group:
+            batch.tell_written(None)
+
     def committed(self, number: int, group: list[Batch], error: OSError | None) -> None:
         """A journal's group is on disk, or failed: tell everybody; in the event loop."""
         for batch in group:
+            if self._journals:
+                self._journals[number].taken(batch)
             doomed = self.storage.settle(number, batch, error)
             status = _EOK if error is None else Status.EIO
             for token in batch.tokens:
@@ -471,6 +426,8 @@ class Bookie:
                     respond(AddResponse(Status.EIO, ledger, entry_id))
         if error is not None:
             self._journal_failed(number, error)
+        if self._waits_for_journals:
+            self._flush_soon()
 
     def _journal_failed(self, number: int, error: OSError) -> None:
         journal = self.storage.journals[number]
@@ -610,9 +567,8 @@ class Bookie:
         previous = request.previous_lac
         assert previous is not None
         waits = request.timeout_ms is not None and request.timeout_ms > 0
-        if waits and self.storage.last_add_confirmed(handle) <= previous and not handle.fenced:
-            self._polls.add(_LongPoll(self, handle, request, respond))
-        else:
+        waits = waits and self.storage.last_add_confirmed(handle) <= previous and not handle.fenced
+        if not (waits and self._polls.wait(handle, request, respond)):
             self.answer_poll(request, respond, updated=False)
 
     def answer_poll(self, request: ReadRequest, respond: Respond, *, updated: bool) -> None:
@@ -643,9 +599,9 @@ class Bookie:
             lambda body: respond(ReadResponse(_EOK, request.ledger, echoed, body, lac, timestamp)),
         )
 
-    def poll_is_over(self, poll: _LongPoll) -> None:
-        """Forget a long poll that is being answered."""
-        self._polls.discard(poll)
+    def on_lost(self, respond: Respond) -> dict[Callable[[], None], None]:
+        """What is called (the keys) once the client is gone that `respond` answers."""
+        return self._server.on_lost(respond)
 
     def _batch_read(self, request: BatchReadRequest, respond: Respond) -> None:
         if request.fence:
@@ -736,13 +692,10 @@ class Bookie:
         )
 
     def _info(self, request: BookieInfoRequest, respond: Respond) -> None:
-        usages = {}
-        for directory in self.storage.ledger_directories:
-            usage = self.files.disk_usage(directory)
-            usages[usage.device] = usage
+        disks = total_usage(self.files.disk_usage(each) for each in self.storage.ledger_directories)
         wanted = request.requested
-        total = sum(usage.total for usage in usages.values()) if wanted & BookieInfoFlags.TOTAL_DISK_CAPACITY else None
-        free = sum(usage.free for usage in usages.values()) if wanted & BookieInfoFlags.FREE_DISK_SPACE else None
+        total = disks.total if wanted & BookieInfoFlags.TOTAL_DISK_CAPACITY else None
+        free = disks.free if wanted & BookieInfoFlags.FREE_DISK_SPACE else None
         respond(BookieInfoResponse(_EOK, total, free))
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
@@ -828,88 +781,79 @@ class Bookie:
         task.add_done_callback(self._tasks.discard)
 
     def _check_disks(self) -> None:
-        """Which ledger directories take new files, and whether the bookie takes entries. Source: LedgerDirsMonitor."""
-        config = self.config
-        storage = self.storage
-        resume = config.disk_usage_lwm_threshold
-        resume = config.disk_usage_threshold if resume is None else resume
-        writable, free = [], 0
-        for number, directory in enumerate(storage.ledger_directories):
-            usage = self.files.disk_usage(directory)
-            limit = config.disk_usage_threshold if number in storage.writable else resume
-            if usage.ratio < limit:
-                writable.append(number)
-            free = max(free, usage.free)
-        storage.set_writable(writable)
-        least = config.min_usable_size_for_high_priority_writes
-        self._allows_high_priority = free >= (config.log_size_limit if least is None else least)
-        any_full = len(writable) < len(storage.ledger_directories)
-        full = not writable or (any_full and config.read_only_mode_on_any_disk_full_enabled)
-        if full and not config.read_only_mode_enabled:
+        """Which directories take new files, and whether the bookie takes entries."""
+        state = self._disks.look()
+        self.storage.set_writable(state.writable)
+        self.storage.set_index_writable(state.index_writable)
+        self._allows_high_priority = state.allows_high_priority
+        self._disks_full = state.full
+        if self.garbage_collector is not None:
+            self.garbage_collector.disks_are(full=state.any_full, almost_full=state.almost_full)
+        if state.full and not self.config.read_only_mode_enabled:
             self._fail(BkctlError(f"The disks of bookie {self.bookie_id} are full, and read-only mode is not enabled"))
-        wanted = config.force_read_only_bookie or full or self._no_space or self.failure is not None
+        self._update_mode()
+
+    # --- read-only and writable --------------------------------------------------------------------------------------
+
+    async def set_read_only(self, wanted: bool) -> None:
+        """Refuse writes because an operator says so, or no longer; registered so when this returns.
+
+        Without the operator's word the bookie may be read-only still, for its disks. Kept over a restart with
+        persistBookieStatusEnabled. Raises UsageError when the configuration forbids it; Unreachable and other errors of
+        the metadata store: it is registered later then. Source: BookieStateReadOnlyService, BookieStateManager.
+        """
+        if wanted and not self.config.read_only_mode_enabled:
+            raise UsageError(f"Bookie {self.bookie_id} cannot become read-only: readOnlyModeEnabled is false")
+        if not wanted and self.config.force_read_only_bookie:
+            raise UsageError(f"Bookie {self.bookie_id} cannot become writable: forceReadOnlyBookie is true")
+        self._manual = wanted
+        self._update_mode()
+        await self._register()
+
+    def state(self) -> dict[str, bool]:
+        """What the bookie does, under the names of Apache's REST API. Source: BookieStateService."""
+        return {
+            "running": self.started_ms > 0 and self.failure is None and not self._released,
+            "readOnly": self.read_only,
+            "shuttingDown": self._stopping and not self._released,
+            "availableForHighPriorityWrites": self._allows_high_priority and not self._no_space,
+        }
+
+    def _update_mode(self) -> None:
+        forced = self.config.force_read_only_bookie or self._manual
+        wanted = forced or self._disks_full or self._no_space or self.failure is not None
         if wanted != self.read_only:
             log.info("Bookie %s is %s now", self.bookie_id, "read-only" if wanted else "writable")
             self.read_only = wanted
+        if self.config.persist_bookie_status_enabled and not self.config.force_read_only_bookie:
+            mode = BookieMode.READ_ONLY if wanted else BookieMode.READ_WRITE
+            if (mode, self._manual) != (self._status.mode, bool(self._status.manual)):
+                self._status = BookieStatus(mode, time.time_ns() // 1_000_000, self._manual)
+                self._write_status(self._status)
 
+    def _read_status(self) -> BookieStatus:
+        """The latest BOOKIE_STATUS of the ledger directories. Source: BookieStatus.readFromDirectories."""
+        found = BookieStatus(BookieMode.READ_WRITE, -1, False)
+        for directory in self.storage.ledger_directories:
+            path = directory / STATUS_NAME
+            try:
+                status = BookieStatus.parse(path.read_bytes(), str(path))
+            except FileNotFoundError:
+                continue
+            except (OSError, BkctlError) as error:
+                log.warning("The bookie's mode cannot be read: %s", error)
+                continue
+            if status.updated_ms > found.updated_ms:
+                found = status
+        return found
 
-class _LongPoll:
-    """A read that waits until the ledger's LAC passes the reader's, the ledger is fenced, or the time is over."""
-
-    def __init__(self, bookie: Bookie, handle: LedgerHandle, request: ReadRequest, respond: Respond) -> None:
-        self._bookie = bookie
-        self._handle = handle
-        self._request = request
-        self._respond = respond
-        self._loop = asyncio.get_running_loop()
-        self._over = False
-        timeout_s = min(request.timeout_ms or 0, LONG_POLL_MS_MAX) / 1000
-        self._timer = self._loop.call_later(timeout_s, functools.partial(self.finish, updated=False))
-        handle.watchers.append(self._woken)
-
-    def _woken(self) -> None:
-        self._loop.call_soon(self._look)
-
-    def _look(self) -> None:
-        previous = self._request.previous_lac
-        assert previous is not None
-        if self._over:
-            return
-        storage = self._bookie.storage
-        try:
-            # Between the wake and now nobody watched the handle, so it may have been evicted.
-            handle = storage.get(self._request.ledger)
-            lac = -1 if handle is None else storage.last_add_confirmed(handle)
-        except (OSError, BkctlError):
-            handle = None  # `finish` meets it again, and answers it
-        if handle is None:
-            self.finish(updated=False)
-        elif lac > previous:
-            self.finish(updated=True)
-        elif handle.fenced:
-            self.finish(updated=False)
-        else:
-            self._handle = handle
-            handle.watchers.append(self._woken)
-
-    def finish(self, *, updated: bool) -> None:
-        """Answer now."""
-        if self._over:
-            return
-        self._over = True
-        self._timer.cancel()
-        self._bookie.poll_is_over(self)
-        with contextlib.suppress(ValueError):
-            self._handle.watchers.remove(self._woken)
-        request = self._request
-        try:
-            self._bookie.answer_poll(request, self._respond, updated=updated)
-        except (OSError, Corrupt) as error:
-            log.warning("Long poll: %s", error)
-            self._respond(refusal(request, Status.EIO))
-        except BkctlError as error:
-            status = Status.EIO if error.v3_code is None else Status(error.v3_code)
-            self._respond(refusal(request, status))
+    def _write_status(self, status: BookieStatus) -> None:
+        """Write BOOKIE_STATUS wherever that is possible. Source: BookieStatus.writeToDirectories."""
+        for directory in self.storage.ledger_directories:
+            try:
+                self.files.replace(directory / STATUS_NAME, status.serialize())
+            except OSError as error:
+                log.warning("The bookie's mode cannot be kept in %s: %s", directory, error)
 
 
 async def serve(
@@ -938,124 +882,3 @@ async def serve(
             loop.remove_signal_handler(number)
     if bookie.failure is not None:
         raise bookie.failure
-
-
-def _limits(config: BookieConfig) -> ServerLimits:
-    memory_mb = config.journal_max_memory_size_mb
-    return ServerLimits(
-        frame_size_bytes=config.netty_max_frame_size_bytes,
-        in_flight_bytes=IN_FLIGHT_BYTES_MAX if memory_mb is None else memory_mb * MEBIBYTE,
-        adds_in_progress=config.max_adds_in_progress_limit,
-        reads_in_progress=config.max_reads_in_progress_limit,
-        reads_waiting=config.num_read_worker_threads * config.max_pending_read_requests_per_thread,
-        backpressure_wait_ms=config.wait_timeout_on_response_backpressure_ms,
-        closes_on_backpressure=config.close_channel_on_response_timeout,
-        keepalive=config.server_sock_keepalive,
-        keepalive_idle_s=config.server_tcp_keep_idle,
-        keepalive_interval_s=config.server_tcp_keep_intvl,
-        keepalive_count=config.server_tcp_keep_cnt,
-    )
-
-
-# --- addresses and TLS -----------------------------------------------------------------------------------------------
-
-
-def advertised_host(config: BookieConfig) -> str:
-    """The host that clients are told. Raises UsageError when there is none, or it is loopback and that is not allowed.
-
-    Source: BookieImpl.getBookieAddress.
-    """
-    host = (config.advertised_address or "").strip()
-    try:
-        if not host:
-            interface = config.listening_interface
-            host = _interface_address(interface) if interface else socket.gethostbyname(socket.gethostname())
-            if config.use_host_name_as_bookie_id:
-                name = socket.getfqdn(host)
-                if name == host:
-                    raise UsageError(f"Cannot find the host name of {host}", hint="set advertisedAddress")
-                host = name.split(".", 1)[0] if config.use_short_host_name else name
-        is_loopback = socket.gethostbyname(host).startswith("127.")
-    except OSError as error:
-        problem = f"Cannot resolve the bookie's address {host!r}: {error}"
-        raise UsageError(problem, hint="set advertisedAddress") from error
-    if is_loopback and not config.allow_loopback:
-        raise UsageError(
-            f"This bookie's address {host} is a loopback address, where no other machine reaches it",
-            hint="set advertisedAddress or listeningInterface, or allowLoopback=true",
-        )
-    return host
-
-
-def _interface_address(name: str) -> str:
-    """The IPv4 address of a network interface. Raises UsageError."""
-    import fcntl
-    import struct
-
-    siocgifaddr = 0x8915
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), siocgifaddr, struct.pack("256s", name.encode()[:15]))
-        except OSError as error:
-            raise UsageError(f"listeningInterface {name!r} has no IPv4 address: {error.strerror}") from error
-    return socket.inet_ntoa(answer[20:24])
-
-
-def _listening_host(config: BookieConfig, host: str) -> str:
-    """Every address, as Apache's, unless an interface is named or the bookie is for this machine only."""
-    if config.listening_interface:
-        return _interface_address(config.listening_interface)
-    return host if socket.gethostbyname(host).startswith("127.") else "0.0.0.0"
-
-
-def _former_port(config: BookieConfig, host: str) -> int | None:
-    """The port in the bookie id of an earlier start, so that `bookiePort=0` keeps its id; None when there is none."""
-    from pathlib import Path
-
-    from bkctl.formats.metadata import Cookie
-
-    if config.bookie_id:
-        return None
-    path = Path(config.journal_directories[0]) / CURRENT / "VERSION"
-    try:
-        bookie_id = Cookie.parse(path.read_bytes(), str(path)).bookie_id
-    except FileNotFoundError:
-        return None
-    name, _, port = bookie_id.rpartition(":")
-    return int(port) if name == host and port.isdecimal() else None
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host if socket.gethostbyname(host).startswith("127.") else "", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _tls_context(config: BookieConfig) -> ssl.SSLContext | None:
-    """The server's TLS settings, None without tlsProviderFactoryClass. Raises Unsupported for Java's own key stores."""
-    if not config.tls_provider_factory_class:
-        return None
-    for kind in (config.tls_key_store_type, config.tls_trust_store_type if config.tls_trust_store else "PEM"):
-        if kind.upper() != "PEM":
-            raise Unsupported(
-                f"TLS with a {kind} key store", hint="use tlsKeyStoreType=PEM and tlsTrustStoreType=PEM with PEM files"
-            )
-    password = None
-    try:
-        if config.tls_key_store_password_path:
-            with open(config.tls_key_store_password_path) as file:
-                password = file.read().strip()
-        if not config.tls_certificate_path or not config.tls_key_store:
-            raise UsageError("TLS needs tlsCertificatePath (certificate) and tlsKeyStore (private key)")
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(config.tls_certificate_path, config.tls_key_store, password)
-        if config.tls_trust_store:
-            context.load_verify_locations(config.tls_trust_store)
-    except (OSError, ssl.SSLError) as error:
-        raise UsageError(f"The TLS files cannot be used: {error}") from error
-    if config.tls_client_authentication:
-        if not config.tls_trust_store:
-            raise UsageError("tlsClientAuthentication needs tlsTrustStore, the certificates of who may connect")
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context

@@ -106,7 +106,7 @@ class _ServedConnection(FramedProtocol):
         self._impatience: asyncio.TimerHandle | None = None
         self._drops_answers = False
         #: Called once when the connection is lost.
-        self.on_lost: set[Callable[[], None]] = set()
+        self.on_lost: dict[Callable[[], None], None] = {}
         self._finishing = False
         self._continue_due = False
 
@@ -126,7 +126,7 @@ class _ServedConnection(FramedProtocol):
         while self._reads:
             self._reads.popleft()[0](BareResponse(Status.EIO))  # nobody hears it, but it is in flight no more
         while self.on_lost:
-            self.on_lost.pop()()
+            self.on_lost.popitem()[0]()
 
     # Requests.
 
@@ -494,8 +494,8 @@ class BookieServer:
         _connection_of(respond).read(respond, start)
         return True
 
-    def on_lost(self, respond: Respond) -> set[Callable[[], None]]:
-        """What is called once the connection is lost that `respond` answers on; add to it, and discard from it."""
+    def on_lost(self, respond: Respond) -> dict[Callable[[], None], None]:
+        """What is called (the keys) once the connection is lost that `respond` answers on; put in and take out."""
         return _connection_of(respond).on_lost
 
     def is_congested(self, respond: Respond) -> bool:

@@ -46,6 +46,9 @@ from bkctl.storage.journal_writer import MEBIBYTE, JournalWriter, journal_ids
 from bkctl.storage.ledger_storage import CHUNK_SIZE_BYTES, CURRENT, LedgerHandle, open_ledger_storage
 
 LAC_PACKET_SIZE_BYTES_MAX: Final = 256
+#: A ledger that was fenced when it was deleted takes no writes until nobody tried for so long; and how many are kept.
+FENCED_AND_DELETED_MS: Final = 7 * 24 * 3_600_000
+FENCED_AND_DELETED_MAX: Final = 100_000
 _V2_FLAGS: Final = frozenset({0xA0, *(0xA0 | int(each) for each in DigestType)})
 
 _pack_size = RECORD_SIZE.pack
@@ -59,10 +62,11 @@ Done = Callable[[BaseException | None], None]
 class Batch:
     """Records on their way to one journal: whole records in `buffers`, and who waits for them.
 
-    `tokens` are the callers' own, one an added entry; `calls` are told the outcome after them.
+    `tokens` are the callers' own, one an added entry; `calls` are told the outcome after them. `written` are told
+    before, once the system has the batch (or that it never will).
     """
 
-    __slots__ = ("buffers", "calls", "epoch", "scoped", "size", "tokens")
+    __slots__ = ("buffers", "calls", "epoch", "scoped", "size", "tokens", "written")
 
     def __init__(self, epoch: int = 0) -> None:
         #: Batches of one epoch stand on one another: if one fails, so do those behind it.
@@ -72,6 +76,13 @@ class Batch:
         self.scoped = False
         self.tokens: list[Any] = []
         self.calls: list[Done] = []
+        self.written: list[Done] = []
+
+    def tell_written(self, error: BaseException | None) -> None:
+        """Tell, once, whether the system has the batch."""
+        written, self.written = self.written, []
+        for done in written:
+            done(error)
 
 
 @dataclass(slots=True)
@@ -111,6 +122,8 @@ class BookieStorage:
         self.journals: list[JournalWriter] = []
         self.batches: list[Batch] = []
         self._marks_written: tuple[LogMark, ...] = ()
+        #: When somebody last wanted to write to it, the longest ago first.
+        self._fenced_and_deleted: dict[LedgerId, int] = {}
         self._has_scoped = False
         self._journals_entries = config.journal_write_data
         #: (entries, ledgers skipped for want of a key) of the replay at start.
@@ -129,6 +142,10 @@ class BookieStorage:
         if numbers != self._writable:
             self._writable = numbers
             self.ledgers.set_writable(numbers)
+
+    def set_index_writable(self, numbers: list[int]) -> None:
+        """Let only these index directories take new files, while there are any."""
+        self.ledgers.set_index_writable(numbers)
 
     # --- start and stop ----------------------------------------------------------------------------------------------
 
@@ -155,6 +172,8 @@ class BookieStorage:
                 version=config.journal_format_version_to_write,
                 scoped=self._has_scoped,
                 sync_data=config.journal_sync_data,
+                sync_interval_ms=config.journal_page_cache_flush_interval_msec,
+                forgets_cache=config.journal_remove_from_page_cache,
             )
             for directory in self.journal_directories
         ]
@@ -189,8 +208,8 @@ class BookieStorage:
     ) -> None:
         """Add one entry, and queue it with `token` for its journal.
 
-        Raises Unauthorized (another master key), LedgerFenced (unless `recovery`), BadRequest (ids or format of `body`
-        are not the request's), OSError or Corrupt (the ledger's index cannot be read).
+        Raises Unauthorized (another master key), LedgerFenced (unless `recovery`, or it is deleted too), BadRequest
+        (ids or format of `body` are not the request's), OSError or Corrupt (the ledger's index cannot be read).
         """
         try:
             if ledger[0]:
@@ -205,7 +224,10 @@ class BookieStorage:
             raise BadRequest(f"The body is not entry {entry_id} of ledger {ledger} in the format of its scope")
         handle = self._handles.get(ledger)
         if handle is None or handle.master_key != master_key:
-            handle = self._open_to_write(ledger, master_key)
+            try:
+                handle = self._open_to_write(ledger, master_key)
+            except LedgerNotFound as error:
+                raise LedgerFenced(error.message) from error
         if handle.fenced and not recovery:
             raise LedgerFenced(f"Ledger {ledger} is fenced")
         size_field = _pack_size(len(body))
@@ -227,9 +249,14 @@ class BookieStorage:
                 batch.scoped = True
 
     def _open_to_write(self, ledger: LedgerId, master_key: Buffer) -> LedgerHandle:
-        """The ledger's handle, made where it is missing: the first master key binds it. Raises Unauthorized."""
+        """The ledger's handle, made where it is missing: the first master key binds it.
+
+        Raises Unauthorized; LedgerNotFound for a ledger that was fenced and is deleted. Source: HandleFactoryImpl.
+        """
         handle = self.get(ledger)
         if handle is None:
+            if self._was_fenced(ledger):
+                raise LedgerNotFound(f"Ledger {ledger} was fenced, and is deleted")
             if not ledger.is_scoped and ledger.ledger_id > I64_MAX:
                 raise BadRequest(f"Ledger id {ledger.ledger_id} is 2^63 or more, which no ledger of scope 0 can have")
             handle = self.ledgers.create(ledger, bytes(master_key))
@@ -269,7 +296,7 @@ class BookieStorage:
     def fence(self, ledger: LedgerId, master_key: Buffer, done: Done) -> LedgerHandle:
         """Refuse all but recovery adds from now on, in a ledger made where it is missing; `done` once that is on disk.
 
-        Raises Unauthorized, OSError, Corrupt. Source: BookieImpl.fenceLedger.
+        Raises Unauthorized, LedgerNotFound (fenced and deleted), OSError, Corrupt. Source: BookieImpl.fenceLedger.
         """
         handle = self._open_to_write(ledger, master_key)
         batch = self.batches[handle.journal]
@@ -292,7 +319,8 @@ class BookieStorage:
     def write_lac(self, ledger: LedgerId, lac: int, master_key: Buffer, packet: Buffer, done: Done) -> None:
         """Keep an explicit LAC, in a ledger made where it is missing; `done` once it is on disk.
 
-        Raises Unauthorized, BadRequest (the packet is not the request's), OSError, Corrupt.
+        Raises Unauthorized, LedgerNotFound (fenced and deleted), BadRequest (the packet is not the request's), OSError,
+        Corrupt.
         """
         if len(packet) > LAC_PACKET_SIZE_BYTES_MAX:
             raise BadRequest(f"A LAC packet of {len(packet)} bytes")
@@ -323,9 +351,13 @@ class BookieStorage:
         """Call `done` when everything added to the ledger so far is on disk."""
         self.batches[ledger.value % len(self.batches)].calls.append(done)
 
+    def when_written(self, ledger: LedgerId, done: Done) -> None:
+        """Call `done` when the system has everything added to the ledger so far, synced or not."""
+        self.batches[ledger.value % len(self.batches)].written.append(done)
+
     def wake(self, handle: LedgerHandle) -> None:
         """Call, once, everybody who watches the ledger's LAC."""
-        watchers, handle.watchers = handle.watchers, []
+        watchers, handle.watchers = handle.watchers, {}
         for watcher in watchers:
             watcher()
 
@@ -338,7 +370,19 @@ class BookieStorage:
         if handle is None:
             raise LedgerNotFound(f"No ledger {ledger} on this bookie")
         self.ledgers.delete_ledger(handle)
+        if handle.fenced:
+            self._fenced_and_deleted[ledger] = self._clock_ms()
+            if len(self._fenced_and_deleted) > FENCED_AND_DELETED_MAX:
+                del self._fenced_and_deleted[next(iter(self._fenced_and_deleted))]
         self.wake(handle)
+
+    def _was_fenced(self, ledger: LedgerId) -> bool:
+        """Whether the ledger was fenced and is deleted since not too long: its writer may not know either yet."""
+        last_ms = self._fenced_and_deleted.pop(ledger, None)
+        if last_ms is None or self._clock_ms() - last_ms > FENCED_AND_DELETED_MS:
+            return False
+        self._fenced_and_deleted[ledger] = self._clock_ms()
+        return True
 
     # --- journals ----------------------------------------------------------------------------------------------------
 
@@ -346,14 +390,15 @@ class BookieStorage:
         """The batch gathered for journal `number`, for `commit` and then `settle`; None when nothing was."""
         batch = self.batches[number]
         if not batch.tokens and not batch.calls and not batch.size:
-            return None
+            return None  # nobody waits in `written` but for an entry, which is a token
         self.batches[number] = Batch(batch.epoch)
         return batch
 
-    def commit(self, number: int, batch: Batch, *more: Batch) -> None:
+    def commit(self, number: int, batch: Batch, *more: Batch, written: Callable[[], None] | None = None) -> None:
         """Write batches of journal `number` as one group, in the order of `take_batch`; then they are on disk.
 
-        Raises OSError: the batches fail, and so do all that were taken before `settle` is told.
+        `written` is called before they are synced. Raises OSError: the batches fail, and so do all that were taken
+        before `settle` is told.
         """
         # Grouped behind a batch that fails, one of a later epoch fails too, and so do those that lean on it.
         last_epoch = max(batch.epoch, *(each.epoch for each in more)) if more else batch.epoch
@@ -366,7 +411,7 @@ class BookieStorage:
             size += each.size
             scoped = scoped or each.scoped
         try:
-            self.journals[number].commit(buffers, size, scoped=scoped)
+            self.journals[number].commit(buffers, size, scoped=scoped, written=written)
         except OSError:
             self._failed_epochs[number] = last_epoch
             raise
@@ -385,10 +430,10 @@ class BookieStorage:
                 if handle.journal == number:
                     handle.key_recorded = False
                     handle.fence_recorded = False
-        for call in batch.calls:
-            call(error)
-        for call in doomed.calls if doomed is not None else ():
-            call(error)
+        for each in (batch,) if doomed is None else (batch, doomed):
+            each.tell_written(error)
+            for call in each.calls:
+                call(error)
         return doomed
 
     def flush_journals(self) -> None:

@@ -37,6 +37,7 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
         index_directories = config.index_directories or config.ledger_directories
         self.index_directories = [Path(each) / CURRENT for each in index_directories]
         self._writable = list(range(len(self.ledger_directories)))
+        self._index_writable = list(range(len(self.index_directories)))
         self._chance = chance or random.Random()
         self.index = LedgerIndex(
             self.index_directories,
@@ -50,9 +51,7 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
         self.handles = self.index.handles
 
     def _pick_index_directory(self) -> int:
-        if self.config.index_directories:
-            return self._chance.randrange(len(self.index_directories))
-        return self._pick_ledger_directory()
+        return self._chance.choice(self._index_writable or range(len(self.index_directories)))
 
     def _pick_ledger_directory(self) -> int:
         return self._chance.choice(self._writable or range(len(self.ledger_directories)))
@@ -66,6 +65,9 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
         if numbers:
             for logger in self.entry_loggers:
                 logger.stay_in(numbers)
+
+    def set_index_writable(self, numbers: list[int]) -> None:
+        self._index_writable = numbers
 
     def open(self) -> None:
         for directory in (*self.ledger_directories, *self.index_directories):

@@ -45,6 +45,8 @@ class JournalWriter:
         version: int = formats.VERSION_CURRENT,
         scoped: bool = False,
         sync_data: bool = True,
+        sync_interval_ms: int = 1000,
+        forgets_cache: bool = True,
     ) -> None:
         self.directory = directory
         self._files = files
@@ -56,6 +58,9 @@ class JournalWriter:
         self._plain_version = version
         self._scoped = scoped
         self._sync_data = sync_data
+        self._sync_interval_ms = sync_interval_ms
+        self._synced_ms = 0
+        self._forgets_cache = forgets_cache
         self._file: StorageFile | None = None
         self._version = version
         self._journal_id = 0
@@ -94,15 +99,25 @@ class JournalWriter:
         self._position = self._allocated = len(header)
         self.mark = LogMark(journal_id, self._position)
 
-    def commit(self, buffers: list[Buffer], size: int, *, scoped: bool = False) -> None:
+    def commit(
+        self,
+        buffers: list[Buffer],
+        size: int,
+        *,
+        scoped: bool = False,
+        written: Callable[[], None] | None = None,
+    ) -> None:
         """Append one group of whole records, `size` bytes in `buffers`; when this returns it is on disk.
 
-        `scoped` says that the group holds records of scoped ledgers. `buffers` is changed. Raises OSError: nothing of
-        the group counts then; BookieIOError once `failed` is set.
+        `scoped` says that the group holds records of scoped ledgers. `buffers` is changed. `written` is called once the
+        system has the group. Without `sync_data` that is all, but every `sync_interval_ms` it is synced. Raises
+        OSError: nothing of the group counts then; BookieIOError once `failed` is set.
         """
         if self.failed is not None:
             raise BookieIOError(f"Journal {self.directory} failed before: {self.failed}")
         if size == 0:
+            if written is not None:
+                written()
             return
         self._scoped = self._scoped or scoped
         wrong_version = scoped and self._version != formats.VERSION_SCOPED
@@ -123,13 +138,22 @@ class JournalWriter:
             self._drop_tail(self._file, start)
             raise
         self._position = end
-        if self._sync_data:
+        if written is not None:
+            written()
+        if self._sync_data or self._is_sync_due():
             try:
                 self._file.sync()
             except OSError as error:
                 self.failed = error
                 raise
         self.mark = LogMark(self._journal_id, end)
+
+    def _is_sync_due(self) -> bool:
+        now_ms = self._clock_ms()
+        due = now_ms - self._synced_ms >= self._sync_interval_ms
+        if due:
+            self._synced_ms = now_ms
+        return due
 
     def _allocate(self, file: StorageFile, end: int) -> None:
         """Reserve space in steps, so that a full disk is found before a byte of the group is written."""
@@ -139,8 +163,9 @@ class JournalWriter:
         target = self._allocated + steps * self._allocation_size
         file.allocate(target)
         self._allocated = target
-        # Nobody reads a journal but a bookie that starts. Source: journalRemovePagesFromCache.
-        file.forget_cache(self._position)
+        if self._forgets_cache:
+            # Nobody reads a journal but a bookie that starts. Source: journalRemoveFromPageCache.
+            file.forget_cache(self._position)
 
     def _drop_tail(self, file: StorageFile, position: int) -> None:
         """After a failed write: cut what may have been written, or no later group would stand behind whole records."""

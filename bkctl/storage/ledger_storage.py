@@ -61,7 +61,7 @@ class LedgerHandle:
         self.key_recorded = False
         self.fence_recorded = False
         self.journal = 0
-        self.watchers: list[Callable[[], None]] = []
+        self.watchers: dict[Callable[[], None], None] = {}
         self.deleted = False
 
 
@@ -180,6 +180,10 @@ class LedgerStorage(ABC, Generic[Handle]):
     @abstractmethod
     def set_writable(self, numbers: list[int]) -> None:
         """Let only the ledger directories of these numbers take new files, while there are any (E)."""
+
+    def set_index_writable(self, numbers: list[int]) -> None:
+        """The same for index directories, where the storage has files of its own in them (E)."""
+        return
 
     @abstractmethod
     def update_locations(self, moves: Iterable[Move]) -> None:

@@ -123,7 +123,7 @@ def test_a_bookie_gives_up_when_one_of_its_threads_dies(
 ) -> None:
     monkeypatch.setattr(server, "UNWRITTEN_BYTES_MAX", 0)
 
-    def defect(*_: object) -> None:
+    def defect(*_: object, **__: object) -> None:
         raise RuntimeError(f"a defect in {method}")
 
     async def scenario() -> None:
@@ -149,7 +149,7 @@ def test_nobody_waits_for_the_answers_of_a_bookie_that_failed(
     monkeypatch.setattr(server, "STOP_GRACE_S", 600.0)
     entered, go_on = threading.Event(), threading.Event()
 
-    def defect(*_: object) -> None:
+    def defect(*_: object, **__: object) -> None:
         entered.set()
         go_on.wait(20)
         raise RuntimeError("a defect")

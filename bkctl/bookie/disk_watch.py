@@ -1,0 +1,118 @@
+"""How full a bookie's disks are, and what follows: which directories take new files, whether the bookie takes entries.
+
+Source: LedgerDirsMonitor, LedgerDirsManager, DiskChecker.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from bkctl.config import BookieConfig
+from bkctl.errors import UsageError
+from bkctl.storage.files import DiskUsage, Files
+
+log: Final = logging.getLogger("bkctl.bookie")
+
+
+class DiskState(NamedTuple):
+    """What the last look showed. Directories are given by their numbers in the configuration.
+
+    `writable` and `index_writable` take new files; where none is below the threshold, those with a minimum of space
+    do (they may be none). `full`: the bookie cannot take entries, with `allows_high_priority` only those of recovery.
+    """
+
+    writable: list[int]
+    index_writable: list[int]
+    full: bool
+    any_full: bool
+    almost_full: bool
+    allows_high_priority: bool
+
+
+class DiskWatch:
+    """Looks at the disks of a bookie; remembers which directories were full. Raises UsageError for its thresholds."""
+
+    def __init__(
+        self, config: BookieConfig, files: Files, ledger_directories: Sequence[Path], index_directories: Sequence[Path]
+    ) -> None:
+        resume = config.disk_usage_lwm_threshold
+        if resume is not None and resume > config.disk_usage_threshold:
+            raise UsageError(
+                f"diskUsageLwmThreshold {resume} is above diskUsageThreshold {config.disk_usage_threshold}",
+                hint="a full disk is used again below the first, and no more above the second",
+            )
+        for_log = config.min_usable_size_for_entry_log_creation
+        for_log = config.log_size_limit if for_log is None else for_log
+        for_priority = config.min_usable_size_for_high_priority_writes
+        self._for_log = for_log
+        self._for_index = config.min_usable_size_for_index_file_creation
+        self._for_priority = for_log if for_priority is None else for_priority
+        self._any_full_is_enough = config.read_only_mode_on_any_disk_full_enabled
+        self._ledgers = _Directories(config, files, ledger_directories)
+        self._indexes = self._ledgers
+        if list(index_directories) != list(ledger_directories):
+            self._indexes = _Directories(config, files, index_directories)
+
+    def look(self) -> DiskState:
+        """Look at all disks. Raises OSError."""
+        sets = (self._ledgers,) if self._indexes is self._ledgers else (self._ledgers, self._indexes)
+        for each in sets:
+            each.look()
+        any_full = any(each.any_full for each in sets)
+        return DiskState(
+            self._ledgers.writable or self._ledgers.with_more_than(self._for_log),
+            self._indexes.writable or self._indexes.with_more_than(self._for_index),
+            any(not each.writable for each in sets) or (any_full and self._any_full_is_enough),
+            any_full,
+            any(each.almost_full for each in sets),
+            all(each.writable or each.with_more_than(self._for_priority) for each in sets),
+        )
+
+
+class _Directories:
+    """Directories of one kind."""
+
+    def __init__(self, config: BookieConfig, files: Files, directories: Sequence[Path]) -> None:
+        resume = config.disk_usage_lwm_threshold
+        self._threshold = config.disk_usage_threshold
+        self._resume = self._threshold if resume is None else resume
+        self._warn = config.disk_usage_warn_threshold
+        self._files = files
+        self._directories = directories
+        self._usages: list[DiskUsage] = []
+        self.writable = list(range(len(directories)))
+        self.almost_full = False
+
+    @property
+    def any_full(self) -> bool:
+        return len(self.writable) < len(self._directories)
+
+    def look(self) -> None:
+        """A directory is full above the threshold, and takes files again below it; where all are full, once their disks
+        together are used less than the low water mark.
+        """
+        usages = self._usages = [self._files.disk_usage(each) for each in self._directories]
+        below = [number for number, usage in enumerate(usages) if usage.ratio <= self._threshold]
+        writable = [number for number in below if number in self.writable]
+        if writable or total_usage(usages).ratio < self._resume:
+            writable = below
+        almost_full = any(self._warn < usages[number].ratio for number in writable)
+        for number, directory in enumerate(self._directories):
+            if (number in writable) != (number in self.writable):
+                state = "takes new files again" if number in writable else "is full and takes no new files"
+                log.warning("Directory %s %s: %.1f %% are used", directory, state, usages[number].ratio * 100)
+        if almost_full and not self.almost_full:
+            log.warning("Directories are almost full: %s", ", ".join(str(self._directories[each]) for each in writable))
+        self.writable, self.almost_full = writable, almost_full
+
+    def with_more_than(self, size: int) -> list[int]:
+        return [number for number, usage in enumerate(self._usages) if usage.free > size]
+
+
+def total_usage(usages: Iterable[DiskUsage]) -> DiskUsage:
+    """All disks together, each counted once. Source: DiskChecker.getTotalDiskUsage."""
+    disks = {usage.device: usage for usage in usages}
+    return DiskUsage(sum(each.total for each in disks.values()), sum(each.free for each in disks.values()), 0)

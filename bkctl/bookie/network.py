@@ -1,0 +1,149 @@
+"""How a bookie is reached: where it listens, what it tells clients, its TLS settings and the limits of its server.
+
+Source: BookieImpl.getBookieAddress, BookieNettyServer, TLSContextFactory.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from pathlib import Path
+from typing import Final
+
+from bkctl.config import BookieConfig
+from bkctl.errors import Unsupported, UsageError
+from bkctl.formats.metadata import Cookie
+from bkctl.protocol.server import ServerLimits
+from bkctl.storage.journal_writer import MEBIBYTE
+from bkctl.storage.ledger_storage import CURRENT
+
+#: Requests that are not answered yet, of all clients, unless journalMaxMemorySizeMb says otherwise.
+IN_FLIGHT_BYTES_MAX: Final = 256 << 20
+#: What Apache's bookie has without a bookieAuthProviderFactoryClass.
+_NO_AUTH_CLASS: Final = "AuthenticationDisabledAuthProviderFactory"
+
+
+def server_limits(config: BookieConfig) -> ServerLimits:
+    """The limits that `config` sets."""
+    memory_mb = config.journal_max_memory_size_mb
+    return ServerLimits(
+        frame_size_bytes=config.netty_max_frame_size_bytes,
+        in_flight_bytes=IN_FLIGHT_BYTES_MAX if memory_mb is None else memory_mb * MEBIBYTE,
+        adds_in_progress=config.max_adds_in_progress_limit,
+        reads_in_progress=config.max_reads_in_progress_limit,
+        reads_waiting=config.num_read_worker_threads * config.max_pending_read_requests_per_thread,
+        backpressure_wait_ms=config.wait_timeout_on_response_backpressure_ms,
+        closes_on_backpressure=config.close_channel_on_response_timeout,
+        keepalive=config.server_sock_keepalive,
+        keepalive_idle_s=config.server_tcp_keep_idle,
+        keepalive_interval_s=config.server_tcp_keep_intvl,
+        keepalive_count=config.server_tcp_keep_cnt,
+    )
+
+
+def advertised_host(config: BookieConfig) -> str:
+    """The host that clients are told. Raises UsageError when there is none, or it is loopback and that is not allowed.
+
+    Source: BookieImpl.getBookieAddress.
+    """
+    host = (config.advertised_address or "").strip()
+    try:
+        if not host:
+            interface = config.listening_interface
+            host = _interface_address(interface) if interface else socket.gethostbyname(socket.gethostname())
+            if config.use_host_name_as_bookie_id:
+                name = socket.getfqdn(host)
+                if name == host:
+                    raise UsageError(f"Cannot find the host name of {host}", hint="set advertisedAddress")
+                host = name.split(".", 1)[0] if config.use_short_host_name else name
+        is_loopback = socket.gethostbyname(host).startswith("127.")
+    except OSError as error:
+        problem = f"Cannot resolve the bookie's address {host!r}: {error}"
+        raise UsageError(problem, hint="set advertisedAddress") from error
+    if is_loopback and not config.allow_loopback:
+        raise UsageError(
+            f"This bookie's address {host} is a loopback address, where no other machine reaches it",
+            hint="set advertisedAddress or listeningInterface, or allowLoopback=true",
+        )
+    return host
+
+
+def _interface_address(name: str) -> str:
+    """The IPv4 address of a network interface. Raises UsageError."""
+    import fcntl
+    import struct
+
+    siocgifaddr = 0x8915
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), siocgifaddr, struct.pack("256s", name.encode()[:15]))
+        except OSError as error:
+            raise UsageError(f"listeningInterface {name!r} has no IPv4 address: {error.strerror}") from error
+    return socket.inet_ntoa(answer[20:24])
+
+
+def listening_host(config: BookieConfig, host: str) -> str:
+    """Every address, as Apache's, unless an interface is named or the bookie is for this machine only."""
+    if config.listening_interface:
+        return _interface_address(config.listening_interface)
+    return host if socket.gethostbyname(host).startswith("127.") else "0.0.0.0"
+
+
+def former_port(config: BookieConfig, host: str) -> int | None:
+    """The port in the bookie id of an earlier start, so that `bookiePort=0` keeps its id; None when there is none."""
+    if config.bookie_id:
+        return None
+    path = Path(config.journal_directories[0]) / CURRENT / "VERSION"
+    try:
+        bookie_id = Cookie.parse(path.read_bytes(), str(path)).bookie_id
+    except FileNotFoundError:
+        return None
+    name, _, port = bookie_id.rpartition(":")
+    return int(port) if name == host and port.isdecimal() else None
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on at present."""
+    with socket.socket() as probe:
+        probe.bind((host if socket.gethostbyname(host).startswith("127.") else "", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def tls_context(config: BookieConfig) -> ssl.SSLContext | None:
+    """The server's TLS settings, None without tlsProviderFactoryClass. Raises Unsupported for Java's own key stores."""
+    if not config.tls_provider_factory_class:
+        return None
+    for kind in (config.tls_key_store_type, config.tls_trust_store_type if config.tls_trust_store else "PEM"):
+        if kind.upper() != "PEM":
+            raise Unsupported(
+                f"TLS with a {kind} key store", hint="use tlsKeyStoreType=PEM and tlsTrustStoreType=PEM with PEM files"
+            )
+    password = None
+    try:
+        if config.tls_key_store_password_path:
+            with open(config.tls_key_store_password_path) as file:
+                password = file.read().strip()
+        if not config.tls_certificate_path or not config.tls_key_store:
+            raise UsageError("TLS needs tlsCertificatePath (certificate) and tlsKeyStore (private key)")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(config.tls_certificate_path, config.tls_key_store, password)
+        if config.tls_trust_store:
+            context.load_verify_locations(config.tls_trust_store)
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError(f"The TLS files cannot be used: {error}") from error
+    if config.tls_client_authentication:
+        if not config.tls_trust_store:
+            raise UsageError("tlsClientAuthentication needs tlsTrustStore, the certificates of who may connect")
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def check_authentication(config: BookieConfig) -> None:
+    """Raises Unsupported when the configuration asks clients to authenticate, other than by TLS certificates."""
+    name = config.bookie_auth_provider_factory_class
+    if name and not name.endswith(_NO_AUTH_CLASS):
+        raise Unsupported(
+            f"bookieAuthProviderFactoryClass {name}: our bookie has no authentication of its own",
+            hint="use tlsProviderFactoryClass with tlsClientAuthentication=true, which lets in who has a certificate",
+        )

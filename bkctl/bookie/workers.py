@@ -1,0 +1,149 @@
+"""The bookie's threads beside its event loop: one a journal, which writes by groups, and others that run tasks.
+
+Source: Journal (its thread and ForceWriteThread), SyncThread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import sys
+import threading
+import time
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from bkctl.config import BookieConfig
+from bkctl.errors import BkctlError
+from bkctl.storage.bookie_storage import Batch, BookieStorage
+
+
+class Worker:
+    """One thread that runs what it is given, in order; the loop is told `died` when one of that is at fault."""
+
+    def __init__(self, name: str, died: Callable[[BaseException], None]) -> None:
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._died = died
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Run `task` behind what was submitted before."""
+        self._queue.put(task)
+
+    def _run(self) -> None:
+        try:
+            while (task := self._queue.get()) is not None:
+                task()
+        except BaseException as error:
+            self._loop.call_soon_threadsafe(self._died, error)
+            raise
+
+    def stop(self) -> None:
+        """Return when everything submitted is done."""
+        self._queue.put(None)
+        self._thread.join()
+
+
+class JournalListener(Protocol):
+    """Who hears from the journals, in the event loop."""
+
+    def written(self, group: list[Batch]) -> None:
+        """The system has the group, which has callers that wait for no more; it is not synced yet."""
+
+    def committed(self, number: int, group: list[Batch], error: OSError | None) -> None:
+        """The group is on disk, or failed."""
+
+    def thread_died(self, error: BaseException) -> None:
+        """The journal's thread is gone, through a fault of ours."""
+
+
+class JournalThread:
+    """Writes one journal: takes the batches that are there as one group, and reports them to the loop once on disk.
+
+    A group is closed by its size in bytes or entries, by the time since its first batch, or, with
+    journalFlushWhenQueueEmpty, when no more batches wait. Source: Journal.run.
+    """
+
+    def __init__(self, storage: BookieStorage, number: int, config: BookieConfig, listener: JournalListener) -> None:
+        self._storage = storage
+        self._number = number
+        self._listener = listener
+        self._queue: SimpleQueue[Batch | None] = SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._size_enough = config.journal_buffered_writes_threshold
+        self._count_enough = config.journal_buffered_entries_threshold or sys.maxsize
+        waits = not config.journal_flush_when_queue_empty
+        self._wait_s = config.journal_max_group_wait_msec / 1000 if waits else 0.0
+        self._count_max = config.journal_queue_size
+        self._count = 0
+        self._thread = threading.Thread(target=self._run, name=f"journal-{number}", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether journalQueueSize entries wait or more; in the loop."""
+        return self._count >= self._count_max
+
+    def put(self, batch: Batch) -> None:
+        """Write `batch` behind the others; in the loop."""
+        self._count += len(batch.tokens)
+        self._queue.put(batch)
+
+    def taken(self, batch: Batch) -> None:
+        """Take note that `batch` was reported; in the loop."""
+        self._count -= len(batch.tokens)
+
+    def _run(self) -> None:
+        try:
+            self._write_groups()
+        except BaseException as error:
+            self._loop.call_soon_threadsafe(self._listener.thread_died, error)
+            raise
+
+    def _write_groups(self) -> None:
+        get = self._queue.get
+        running = True
+        while running:
+            first = get()
+            if first is None:
+                return
+            group = [first]
+            size, count = first.size, len(first.tokens)
+            deadline = time.monotonic() + self._wait_s
+            while size <= self._size_enough and count <= self._count_enough:
+                try:
+                    remaining = deadline - time.monotonic()
+                    batch = get(timeout=remaining) if remaining > 0 else self._queue.get_nowait()
+                except Empty:
+                    break
+                if batch is None:
+                    running = False
+                    break
+                group.append(batch)
+                size += batch.size
+                count += len(batch.tokens)
+            self._write_group(group)
+
+    def _write_group(self, group: list[Batch]) -> None:
+        error = None
+        try:
+            self._storage.commit(self._number, *group, written=self._written(group))
+        except OSError as failure:
+            error = failure
+        except BkctlError as failure:
+            error = OSError(errno.EIO, str(failure))
+        self._loop.call_soon_threadsafe(self._listener.committed, self._number, group, error)
+
+    def _written(self, group: list[Batch]) -> Callable[[], None] | None:
+        """What to call between writing and syncing; mostly nobody wants to know."""
+        if not any(batch.written for batch in group):
+            return None
+        return lambda: (self._loop.call_soon_threadsafe(self._listener.written, group), None)[1]
+
+    def stop(self) -> None:
+        """Return when everything put is on disk, or failed."""
+        self._queue.put(None)
+        self._thread.join()
