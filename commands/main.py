@@ -21,7 +21,7 @@ from ._output import ClosedOutput, output_error
 #: Group → its help; the module of the same name (with `app`) is imported when the group is used.
 GROUPS: Final[dict[str, str]] = {
     "ledger": "Write, list, read, recover and verify ledgers.",
-    "bookie": "One bookie: run it, look into its files and indexes.",
+    "bookie": "One bookie: run it, ask it, look into its files and indexes.",
     "bookies": "The set of bookies of a cluster.",
     "journal": "Journal files and last marks of a bookie.",
     "entrylog": "Entry log files of a bookie.",
@@ -29,6 +29,7 @@ GROUPS: Final[dict[str, str]] = {
     "cookie": "The bookies' cookies, in the metadata store and in their directories.",
     "autorecovery": "The replication of ledgers whose bookies failed.",
     "cluster": "The cluster as a whole; local clusters.",
+    "api": "The REST API of bookies: called, and served.",
     "context": "Named connections in the user's configuration file.",
 }
 
