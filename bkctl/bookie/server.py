@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 from bkctl.bookie.cookies import stamp_or_verify
 from bkctl.bookie.disk_watch import DiskWatch, total_usage
 from bkctl.bookie.long_polls import LongPolls
+from bkctl.bookie.metrics import BookieMetrics
 from bkctl.bookie.network import (
     advertised_host,
     check_authentication,
@@ -49,7 +50,13 @@ from bkctl.formats.layout import Buffer
 from bkctl.formats.metadata import BookieServiceInfo, Endpoint
 from bkctl.formats.status import STATUS_NAME, BookieMode, BookieStatus
 from bkctl.ids import LedgerId, check_bookie_id
-from bkctl.metadata.cluster import BOOKIE_RPC_PROTOCOL, LEDGER_SCOPES_PROPERTY, Cluster, open_cluster
+from bkctl.metadata.cluster import (
+    BOOKIE_RPC_PROTOCOL,
+    HTTP_ENDPOINT_ID,
+    LEDGER_SCOPES_PROPERTY,
+    Cluster,
+    open_cluster,
+)
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity
 from bkctl.protocol.messages import (
     LAST_ENTRY,
@@ -132,6 +139,7 @@ class Bookie:
         self._server = BookieServer(self, tls=tls_context(config), limits=server_limits(config))
         self.garbage_collector: GarbageCollectorThread | None = None
         self.started_ms = 0
+        self.metrics = BookieMetrics()
         self._journals: list[JournalThread] = []
         self._entries: Worker | None = None
         self._checkpoints: Worker | None = None
@@ -204,6 +212,7 @@ class Bookie:
         except OSError as error:
             raise BkctlError(f"Bookie {self.bookie_id} cannot open its directories: {error}") from error
         self._journals = [JournalThread(storage, number, config, self) for number in range(len(storage.journals))]
+        self.metrics.journals = [each.metrics for each in self._journals]
         self._entries = Worker("entries", self.thread_died)
         self._checkpoints = Worker("checkpoints", self.thread_died)
         self._readers = ThreadPoolExecutor(READ_THREADS, "read")
@@ -247,9 +256,15 @@ class Bookie:
 
     @property
     def service_info(self) -> BookieServiceInfo:
-        """What the bookie registers: its address, and that it knows ledger scopes."""
+        """What the bookie registers: its addresses, and that it knows ledger scopes."""
         host, port = self.address
-        return BookieServiceInfo((Endpoint("bookie", port, host, BOOKIE_RPC_PROTOCOL),), {LEDGER_SCOPES_PROPERTY: "1"})
+        endpoints = [Endpoint("bookie", port, host, BOOKIE_RPC_PROTOCOL)]
+        config = self.config
+        if config.http_server_enabled:
+            protocol = "https" if config.http_server_tls_enable else "http"
+            http = Endpoint(HTTP_ENDPOINT_ID, config.http_server_port, config.http_server_host, protocol)
+            endpoints.insert(0, http)
+        return BookieServiceInfo(tuple(endpoints), {LEDGER_SCOPES_PROPERTY: "1"})
 
     async def _register(self) -> None:
         """Register as read-only or writable; what was begun is finished although the caller is cancelled."""
@@ -411,9 +426,11 @@ class Bookie:
 
     def committed(self, number: int, group: list[Batch], error: OSError | None) -> None:
         """A journal's group is on disk, or failed: tell everybody; in the event loop."""
+        now_s = time.monotonic()
         for batch in group:
             if self._journals:
                 self._journals[number].taken(batch)
+            self.metrics.adds_settled(len(batch.tokens), batch.size, now_s - batch.put_s, ok=error is None)
             doomed = self.storage.settle(number, batch, error)
             status = _EOK if error is None else Status.EIO
             for token in batch.tokens:
@@ -493,6 +510,8 @@ class Bookie:
         """Give the entry to `take`, at once or once a thread has read it. Raises EntryNotFound, OSError, Corrupt."""
         body = self.storage.find(handle, entry_id)
         if body is not None and not self._server.is_congested(respond):
+            self.metrics.reads_from_memory += 1
+            self.metrics.read_bytes += len(body)
             take(body)
         else:
             self._in_reader(functools.partial(self.storage.read, handle, entry_id), request, respond, take)
@@ -500,8 +519,11 @@ class Bookie:
     def _in_reader(
         self, read: Callable[[], Any], request: Request, respond: Respond, take: Callable[[Any], None]
     ) -> None:
+        began_s = time.monotonic()
+
         def done(future: asyncio.Future[Any]) -> None:
             error = future.exception()
+            self.metrics.read_entry.observe(time.monotonic() - began_s, ok=error is None)
             if error is None:
                 take(future.result())
             elif isinstance(error, EntryNotFound):
@@ -720,8 +742,10 @@ class Bookie:
             self._no_space = False
             return
         running = self._checkpoint_running = self._loop.create_future()
+        began_s = time.monotonic()
 
         def over(error: OSError | None) -> None:
+            self.metrics.flush.observe(time.monotonic() - began_s, ok=error is None)
             self.storage.end_checkpoint(checkpoint, written=error is None)
             self._checkpoint_running = None
             if error is not None:

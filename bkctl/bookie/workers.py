@@ -14,6 +14,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+from bkctl.bookie.metrics import JournalMetrics
 from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError
 from bkctl.storage.bookie_storage import Batch, BookieStorage
@@ -71,6 +72,7 @@ class JournalThread:
         self._storage = storage
         self._number = number
         self._listener = listener
+        self.metrics = JournalMetrics()
         self._queue: SimpleQueue[Batch | None] = SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._size_enough = config.journal_buffered_writes_threshold
@@ -90,6 +92,7 @@ class JournalThread:
     def put(self, batch: Batch) -> None:
         """Write `batch` behind the others; in the loop."""
         self._count += len(batch.tokens)
+        batch.put_s = time.monotonic()
         self._queue.put(batch)
 
     def taken(self, batch: Batch) -> None:
@@ -125,16 +128,19 @@ class JournalThread:
                 group.append(batch)
                 size += batch.size
                 count += len(batch.tokens)
-            self._write_group(group)
+            self._write_group(group, size, count)
 
-    def _write_group(self, group: list[Batch]) -> None:
+    def _write_group(self, group: list[Batch], size: int, count: int) -> None:
         error = None
+        began = time.monotonic()
+        self.metrics.queue.observe(began - group[0].put_s)
         try:
             self._storage.commit(self._number, *group, written=self._written(group))
         except OSError as failure:
             error = failure
         except BkctlError as failure:
             error = OSError(errno.EIO, str(failure))
+        self.metrics.group_written(count, size, time.monotonic() - began, ok=error is None)
         self._loop.call_soon_threadsafe(self._listener.committed, self._number, group, error)
 
     def _written(self, group: list[Batch]) -> Callable[[], None] | None:

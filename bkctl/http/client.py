@@ -33,13 +33,11 @@ from bkctl.errors import (
     Unsupported,
     UsageError,
 )
-from bkctl.metadata.cluster import RegisteredBookie
+from bkctl.metadata.cluster import HTTP_ENDPOINT_ID, RegisteredBookie
 from bkctl.metadata.store import client_tls
 
 T = TypeVar("T")
 
-#: The id of the endpoint that a bookie with an HTTP server registers. Source: HttpService.publishInfo.
-HTTP_ENDPOINT_ID: Final = "httpserver"
 API_PREFIX: Final = "/api/v1"
 #: An answer that is kept in memory is at most as large: metrics of a large bookie are some MiB.
 ANSWER_SIZE_BYTES_MAX: Final = 32 << 20

@@ -29,6 +29,8 @@ COOKIES: Final = "cookies"
 #: BookieServiceInfo property of a bookie that knows ledger scopes (BP-35).
 LEDGER_SCOPES_PROPERTY: Final = "ledgerScopes"
 BOOKIE_RPC_PROTOCOL: Final = "bookie-rpc"
+#: The id of the endpoint that a bookie with an HTTP server registers. Source: HttpService.publishInfo.
+HTTP_ENDPOINT_ID: Final = "httpserver"
 _PACKAGE: Final = "org.apache.bookkeeper.meta."
 _APACHE_CLASS: Final = re.compile(r"(?:\w+\.)*org\.apache\.bookkeeper\.meta\.(\w+)", re.ASCII)
 _SQLITE_CLASS: Final = "bkctl.QualifiedNameLedgerManager"

@@ -66,13 +66,15 @@ class Batch:
     before, once the system has the batch (or that it never will).
     """
 
-    __slots__ = ("buffers", "calls", "epoch", "scoped", "size", "tokens", "written")
+    __slots__ = ("buffers", "calls", "epoch", "put_s", "scoped", "size", "tokens", "written")
 
     def __init__(self, epoch: int = 0) -> None:
         #: Batches of one epoch stand on one another: if one fails, so do those behind it.
         self.epoch = epoch
         self.buffers: list[Buffer] = []
         self.size = 0
+        #: When it was put to its journal (monotonic clock).
+        self.put_s = 0.0
         self.scoped = False
         self.tokens: list[Any] = []
         self.calls: list[Done] = []

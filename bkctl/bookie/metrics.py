@@ -1,0 +1,224 @@
+"""What a bookie counts, and how it says so: Prometheus text (version 0.0.4) under the names of Apache's bookie.
+
+Counters are plain integers that one thread increments, once a batch of adds, and any thread reads. Durations are kept
+in buckets (16 between a power of two and the next), so that a quantile is right to about 6%.
+Source: BookKeeperServerStats, PrometheusMetricsProvider, PrometheusTextFormat.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+#: Of Apache's summaries.
+QUANTILES: Final = (0.5, 0.75, 0.95, 0.99, 0.999, 0.9999, 1.0)
+#: Quantiles are of this last stretch of time, as Apache's (prometheusStatsLatencyRolloverSeconds).
+ROLLOVER_S: Final = 60.0
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+_SUB_BITS: Final = 4
+_BUCKETS: Final = 40 << _SUB_BITS
+
+
+def _bucket(value: int) -> int:
+    """Below 16 each number has its own; above, the five highest bits count."""
+    shift = value.bit_length() - _SUB_BITS - 1
+    if shift < 0:
+        return value
+    return min((shift << _SUB_BITS) + (value >> shift), _BUCKETS - 1)
+
+
+def _upper(bucket: int) -> int:
+    """The largest value that is in the bucket."""
+    if bucket < 2 << _SUB_BITS:
+        return bucket
+    shift, rest = divmod(bucket, 1 << _SUB_BITS)
+    return ((rest + (1 << _SUB_BITS) + 1) << (shift - 1)) - 1
+
+
+class Summary:
+    """Numbers that were observed: how many, their sum, and quantiles of the last minute or two. One thread observes."""
+
+    __slots__ = ("_before", "_now", "_rolled_s", "count", "sum")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.sum = 0
+        self._now = [0] * _BUCKETS
+        self._before = [0] * _BUCKETS
+        self._rolled_s = time.monotonic()
+
+    def observe(self, value: int, count: int = 1) -> None:
+        """Note `value` (0 or more), `count` times."""
+        self.count += count
+        self.sum += value * count
+        self._now[_bucket(value)] += count
+        if time.monotonic() - self._rolled_s > ROLLOVER_S:
+            self._roll()
+
+    def _roll(self) -> None:
+        now_s = time.monotonic()
+        stale = now_s - self._rolled_s > 2 * ROLLOVER_S
+        self._before = [0] * _BUCKETS if stale else self._now
+        self._now = [0] * _BUCKETS
+        self._rolled_s = now_s
+
+    def quantiles(self) -> list[float]:
+        """The values of QUANTILES in the last stretch; NaN where nothing was observed."""
+        is_recent = time.monotonic() - self._rolled_s <= 2 * ROLLOVER_S
+        counts = [one + other for one, other in zip(self._now, self._before, strict=True)] if is_recent else []
+        total = sum(counts)
+        if not total:
+            return [float("nan")] * len(QUANTILES)
+        found = []
+        bucket, passed = -1, 0
+        for quantile in QUANTILES:
+            while passed < quantile * total and bucket < _BUCKETS - 1:
+                bucket += 1
+                passed += counts[bucket]
+            found.append(float(_upper(bucket)))
+        return found
+
+
+class Latency:
+    """Durations of successes and of failures, observed in microseconds and shown in milliseconds."""
+
+    __slots__ = ("failure", "success")
+
+    def __init__(self) -> None:
+        self.success = Summary()
+        self.failure = Summary()
+
+    def observe(self, seconds: float, count: int = 1, *, ok: bool = True) -> None:
+        """Note a duration that `count` operations took."""
+        (self.success if ok else self.failure).observe(int(seconds * 1_000_000), count)
+
+
+class JournalMetrics:
+    """Of one journal, by its own thread: groups, what was in them, how long they took to write and sync."""
+
+    def __init__(self) -> None:
+        self.sync = Latency()
+        self.queue = Latency()
+        self.group_entries = Summary()
+        self.group_bytes = Summary()
+        self.written_bytes = 0
+
+    def group_written(self, entries: int, size: int, seconds: float, *, ok: bool) -> None:
+        """A group was written and synced, or failed."""
+        self.sync.observe(seconds, ok=ok)
+        self.group_entries.observe(entries)
+        self.group_bytes.observe(size)
+        if ok:
+            self.written_bytes += size
+
+
+class BookieMetrics:
+    """The counters of one bookie. What changes in its event loop is incremented there, at most once a batch."""
+
+    def __init__(self) -> None:
+        #: From an entry's way into a batch until it is on disk and answered.
+        self.add_entry = Latency()
+        self.add_entry_bytes = Summary()
+        self.read_entry = Latency()
+        #: Reads that needed no disk; `read_entry` has them from `settle_reads` on.
+        self.reads_from_memory = 0
+        self.read_bytes = 0
+        self.flush = Latency()
+        self.journals: list[JournalMetrics] = []
+
+    def adds_settled(self, count: int, size: int, seconds: float, *, ok: bool) -> None:
+        """A batch of adds is on disk and answered, or failed."""
+        self.add_entry.observe(seconds, count, ok=ok)
+        if ok and count:
+            self.add_entry_bytes.observe(size // count, count)
+
+    def settle_reads(self) -> None:
+        """Note the reads from memory as such that took no time."""
+        count, self.reads_from_memory = self.reads_from_memory, 0
+        if count:
+            self.read_entry.observe(0.0, count)
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+class PrometheusText:
+    """Builds the text: each metric with its type, then its samples."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def number(self, name: str, kind: str, value: float, labels: Mapping[str, str] | None = None) -> None:
+        """A `counter` or `gauge`; several with the same name follow each other."""
+        header = f"# TYPE {name} {kind}"
+        if header not in self._lines[-40:]:
+            self._lines.append(header)
+        self._lines.append(f"{name}{_labels(labels or {})} {_text(value)}")
+
+    def counter(self, name: str, value: float, labels: Mapping[str, str] | None = None) -> None:
+        """A number that only grows."""
+        self.number(name, "counter", value, labels)
+
+    def gauge(self, name: str, value: float, labels: Mapping[str, str] | None = None) -> None:
+        """A number that goes up and down."""
+        self.number(name, "gauge", value, labels)
+
+    def latency(self, name: str, latency: Latency, labels: Mapping[str, str] | None = None) -> None:
+        """A summary in milliseconds, of failures and of successes."""
+        self._summary(name, {"false": latency.failure, "true": latency.success}, 1000, labels or {})
+
+    def summary(self, name: str, summary: Summary, labels: Mapping[str, str] | None = None) -> None:
+        """A summary of plain numbers, all of them successes."""
+        self._summary(name, {"false": Summary(), "true": summary}, 1, labels or {})
+
+    def _summary(self, name: str, outcomes: Mapping[str, Summary], divisor: int, labels: Mapping[str, str]) -> None:
+        self._lines.append(f"# TYPE {name} summary")
+        for outcome, summary in outcomes.items():
+            for quantile, value in zip(QUANTILES, summary.quantiles(), strict=True):
+                own = _labels({"success": outcome, "quantile": str(quantile), **labels})
+                self._lines.append(f"{name}{own} {_text(value / divisor)}")
+            own = _labels({"success": outcome, **labels})
+            self._lines.append(f"{name}_count{own} {summary.count}")
+            self._lines.append(f"{name}_sum{own} {_text(summary.sum / divisor)}")
+
+    def text(self) -> str:
+        """All of it."""
+        return "\n".join(self._lines) + "\n"
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    escaped = (
+        '{}="{}"'.format(name, value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n"))
+        for name, value in labels.items()
+    )
+    return f"{{{','.join(escaped)}}}" if labels else ""
+
+
+def _text(value: float) -> str:
+    return "NaN" if value != value else f"{value:.16g}"
+
+
+def metric_name(text: str) -> str:
+    """A part of a metric's name made of any text. Source: PrometheusMetricsProvider."""
+    return "".join(char if char.isascii() and (char.isalnum() or char in "_:") else "_" for char in text)
+
+
+def process_metrics(started_s: float) -> Iterator[tuple[str, str, float]]:
+    """Name, kind and value of what the operating system says of this process; nothing where it does not."""
+    try:
+        with open("/proc/self/statm") as file:
+            pages = file.read().split()
+        open_fds = len(os.listdir("/proc/self/fd"))
+    except OSError:
+        return
+    page_size = os.sysconf("SC_PAGE_SIZE")
+    usage = os.times()
+    yield "process_cpu_seconds_total", "counter", usage.user + usage.system
+    yield "process_start_time_seconds", "gauge", started_s
+    yield "process_open_fds", "gauge", open_fds
+    yield "process_max_fds", "gauge", os.sysconf("SC_OPEN_MAX")
+    yield "process_virtual_memory_bytes", "gauge", int(pages[0]) * page_size
+    yield "process_resident_memory_bytes", "gauge", int(pages[1]) * page_size
