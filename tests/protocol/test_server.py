@@ -1,0 +1,308 @@
+"""What a bookie's server takes at once, over all its clients: the bounds of ServerLimits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from bkctl.ids import LedgerId
+from bkctl.protocol import v2
+from bkctl.protocol.connection import BookieConnection
+from bkctl.protocol.messages import (
+    AddRequest,
+    AddResponse,
+    Protocol,
+    ReadRequest,
+    ReadResponse,
+    Request,
+    Respond,
+    Response,
+    Status,
+    refusal,
+)
+from bkctl.protocol.server import BookieServer, ServerLimits
+
+HOST = "127.0.0.1"
+LEDGER = LedgerId(0, 5)
+KEY = b"k" * 20
+KIB = 1024
+
+Runner = Callable[[Coroutine[Any, Any, None]], None]
+
+
+class Holding:
+    """A bookie that answers when the test says so."""
+
+    def __init__(self) -> None:
+        self.held: list[tuple[Request, Respond]] = []
+
+    def handle(self, request: Request, respond: Respond) -> None:
+        self.held.append((request, respond))
+
+    def answer(self, count: int) -> None:
+        for request, respond in self.held[:count]:
+            respond(answer(request))
+        del self.held[:count]
+
+
+def answer(request: Request) -> Response:
+    if isinstance(request, AddRequest):
+        return AddResponse(Status.EOK, request.ledger, request.entry_id)
+    assert isinstance(request, ReadRequest)
+    return ReadResponse(Status.EOK, request.ledger, request.entry_id, b"body")
+
+
+@contextlib.asynccontextmanager
+async def serving(handler: Any, **limits: Any) -> AsyncIterator[BookieServer]:
+    server = BookieServer(handler, limits=ServerLimits(**limits))
+    await server.start(HOST)
+    try:
+        yield server
+    finally:
+        await server.close(grace_s=0.1)
+
+
+@contextlib.asynccontextmanager
+async def clients(server: BookieServer, count: int, protocol: Protocol = Protocol.V3) -> AsyncIterator[list[Any]]:
+    opened = [
+        await BookieConnection.open(HOST, server.port, bookie_id="bookie", protocol=protocol) for _ in range(count)
+    ]
+    try:
+        yield opened
+    finally:
+        for each in opened:
+            each.close()
+            await each.wait_closed()
+
+
+def adds(client: BookieConnection, count: int, size: int = 100) -> list[asyncio.Future[Response]]:
+    bodies = [struct.pack(">qq", LEDGER.ledger_id, entry_id) + bytes(size - 16) for entry_id in range(count)]
+    return [client.send(AddRequest(LEDGER, entry_id, KEY, body)) for entry_id, body in enumerate(bodies)]
+
+
+async def settled(value: Callable[[], int]) -> int:
+    """`value` once it no longer changes."""
+    seen = -1
+    while seen != value() or not seen:
+        seen = value()
+        await asyncio.sleep(0.1)
+    return seen
+
+
+def test_what_is_in_flight_is_bounded_over_all_clients(runner: Runner) -> None:
+    async def main() -> None:
+        bookie = Holding()
+        limit = 2000 * KIB
+        async with serving(bookie, in_flight_bytes=limit) as server, clients(server, 8) as opened:
+            sent = [future for client in opened for future in adds(client, 60, 100 * KIB)]  # 48 MB
+            # One buffer beyond the bound for each client, and no more.
+            most = limit + 8 * (256 + 2 * 100) * KIB
+            assert await settled(lambda: len(bookie.held)) * 100 * KIB < most
+            while any(not future.done() for future in sent):
+                assert server.in_flight_bytes < most
+                bookie.answer(1 + len(bookie.held) // 2)
+                await asyncio.sleep(0)
+            assert {(await future).status for future in sent} == {Status.EOK}
+            assert server.in_flight_bytes == 0
+
+    runner(main())
+
+
+def test_requests_of_clients_that_left_count_until_they_are_answered(runner: Runner) -> None:
+    async def main() -> None:
+        bookie = Holding()
+        async with serving(bookie, in_flight_bytes=1000 * KIB) as server:
+            async with clients(server, 1) as (client,):
+                for future in adds(client, 9, 100 * KIB):
+                    future.add_done_callback(lambda done: done.exception())
+                while len(bookie.held) < 9:
+                    await asyncio.sleep(0.01)
+            while server.connections:
+                await asyncio.sleep(0.01)
+            before = len(bookie.held)
+            assert server.in_flight_bytes >= 900 * KIB
+            async with clients(server, 1) as (client,):
+                sent = adds(client, 20, 100 * KIB)
+                first = await settled(lambda: len(bookie.held)) - before
+                assert first < 6
+                while any(not future.done() for future in sent):
+                    bookie.answer(len(bookie.held))
+                    await asyncio.sleep(0)
+            assert server.in_flight_bytes == 0
+
+    runner(main())
+
+
+@pytest.mark.parametrize("protocol", list(Protocol), ids=lambda each: each.name)
+def test_no_more_adds_are_in_progress_than_allowed_and_reads_have_a_bound_of_their_own(
+    runner: Runner, protocol: Protocol
+) -> None:
+    async def main() -> None:
+        bookie = Holding()
+        async with (
+            serving(bookie, adds_in_progress=3, reads_in_progress=2) as server,
+            clients(server, 4, protocol) as opened,
+        ):
+            sent = [future for client in opened[:2] for future in adds(client, 20)]
+            for client in opened[2:]:
+                sent += [client.send(ReadRequest(LEDGER, entry_id)) for entry_id in range(20)]
+            while any(not future.done() for future in sent):
+                kinds = [type(request) for request, _ in bookie.held]
+                assert kinds.count(AddRequest) <= 3
+                assert kinds.count(ReadRequest) <= 2
+                bookie.answer(1)
+                await asyncio.sleep(0)
+            assert {(await future).status for future in sent} == {Status.EOK}
+
+    runner(main())
+
+
+def test_a_client_that_takes_no_answers_does_not_keep_a_slot_from_the_others(runner: Runner) -> None:
+    body = bytes(1 << 20)
+
+    class Bookie:
+        def handle(self, request: Request, respond: Respond) -> None:
+            assert isinstance(request, ReadRequest)
+            respond(ReadResponse(Status.EOK, request.ledger, request.entry_id, body))
+
+    async def main() -> None:
+        async with serving(Bookie(), reads_in_progress=1) as server:
+            _, writer = await asyncio.open_connection(HOST, server.port)
+            for entry_id in range(100):
+                out: list[Any] = []
+                v2.encode_request(ReadRequest(LEDGER, entry_id), out)
+                writer.writelines(out)
+            async with clients(server, 2) as opened:
+                for client in opened * 3:
+                    assert (await client.send(ReadRequest(LEDGER, 1))).status is Status.EOK
+            writer.transport.abort()
+
+    runner(main())
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_client_that_takes_no_answers_for_too_long_loses_them(runner: Runner, closes: bool) -> None:
+    body = bytes(1 << 20)
+
+    async def main() -> None:
+        bookie = Holding()
+        limits = {"backpressure_wait_ms": 20, "closes_on_backpressure": closes}
+        async with serving(bookie, **limits) as server:
+            reader, writer = await asyncio.open_connection(HOST, server.port)
+            for entry_id in range(60):
+                out: list[Any] = []
+                v2.encode_request(ReadRequest(LEDGER, entry_id), out)
+                writer.writelines(out)
+            while len(bookie.held) < 60:
+                await asyncio.sleep(0.01)
+            for number, (request, respond) in enumerate(bookie.held):
+                assert isinstance(request, ReadRequest)
+                respond(ReadResponse(Status.EOK, request.ledger, request.entry_id, body))
+                if number == 30:
+                    await asyncio.sleep(0.2)  # the wait is over, whatever the kernel took
+            if closes:
+                while server.connections:
+                    await asyncio.sleep(0.01)
+            else:
+                seen = []
+                while not seen or seen[-1] != 1000:
+                    frame = await reader.readexactly(int.from_bytes(await reader.readexactly(4)))
+                    seen.append(int.from_bytes(frame[16:24]))
+                    if len(seen) == 31:
+                        # It reads again, so it gets answers again.
+                        out = []
+                        v2.encode_request(ReadRequest(LEDGER, 1000), out)
+                        writer.writelines(out)
+                        while len(bookie.held) == 60:
+                            await asyncio.sleep(0.01)
+                        bookie.held[-1][1](answer(bookie.held[-1][0]))
+                assert seen == [*range(31), 1000]
+            writer.transport.abort()
+
+    runner(main())
+
+
+def test_reads_beyond_those_that_may_wait_are_refused(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bkctl.protocol.server.READS_IN_PROGRESS_MAX", 2)
+
+    class Disk:
+        server: BookieServer
+        futures: list[asyncio.Future[bytes]]
+
+        def handle(self, request: Request, respond: Respond) -> None:
+            def start() -> asyncio.Future[bytes]:
+                future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+                future.add_done_callback(lambda _: respond(answer(request)))
+                self.futures.append(future)
+                return future
+
+            if not self.server.read(respond, start):
+                respond(refusal(request, Status.ETOOMANYREQUESTS))
+
+    async def main() -> None:
+        disk = Disk()
+        disk.futures = []
+        async with serving(disk, reads_waiting=5) as server:
+            disk.server = server
+            async with clients(server, 1) as (leaves,):
+                for entry_id in range(10):
+                    leaves.send(ReadRequest(LEDGER, entry_id)).add_done_callback(lambda done: done.exception())
+                await settled(lambda: server.reads_waiting)
+                assert server.reads_waiting == 5
+            while server.connections:
+                await asyncio.sleep(0.01)
+            assert server.reads_waiting == 0, "of clients that left"
+            async with clients(server, 1) as (client,):
+                sent = [client.send(ReadRequest(LEDGER, entry_id)) for entry_id in range(10)]
+                assert {(await future).status for future in sent[7:]} == {Status.ETOOMANYREQUESTS}
+                done = 0
+                while not all(future.done() for future in sent):
+                    for future in disk.futures[done:]:
+                        if not future.done():
+                            future.set_result(b"")
+                        done += 1
+                    await asyncio.sleep(0)
+                assert {(await future).status for future in sent[:7]} == {Status.EOK}
+            for future in disk.futures:
+                if not future.done():
+                    future.set_result(b"")
+
+    runner(main())
+
+
+def test_who_asked_is_told_when_a_client_is_lost(runner: Runner) -> None:
+    async def main() -> None:
+        bookie = Holding()
+        told = []
+        async with serving(bookie) as server:
+            async with clients(server, 1) as (client,):
+                client.send(ReadRequest(LEDGER, 1)).add_done_callback(lambda done: done.exception())
+                await settled(lambda: len(bookie.held))
+                lost = server.on_lost(bookie.held[0][1])
+                lost[lambda: told.append("told")] = None
+            while not told:
+                await asyncio.sleep(0.01)
+            assert told == ["told"]
+
+    runner(main())
+
+
+def test_the_system_looks_after_clients_that_are_gone_without_a_word(runner: Runner) -> None:
+    async def main() -> None:
+        async with serving(Holding(), keepalive_idle_s=77, keepalive_count=3) as server, clients(server, 1):
+            while not server.connections:
+                await asyncio.sleep(0.01)
+            (connection,) = server.connections
+            assert connection._transport is not None
+            found = connection._transport.get_extra_info("socket")
+            assert found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 77
+            assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 3
+
+    runner(main())
