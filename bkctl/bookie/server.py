@@ -15,12 +15,13 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from bkctl.bookie.cookies import stamp_or_verify
+from bkctl.bookie.cookies import read_directory, stamp_or_verify
 from bkctl.bookie.disk_watch import DiskWatch, total_usage
+from bkctl.bookie.garbage_collector import GarbageCollectorThread, check_compaction_settings
 from bkctl.bookie.long_polls import LongPolls
 from bkctl.bookie.metrics import BookieMetrics
 from bkctl.bookie.network import (
@@ -44,6 +45,7 @@ from bkctl.errors import (
     ReadOnlyBookie,
     TooManyRequests,
     Unauthorized,
+    Unsupported,
     UsageError,
 )
 from bkctl.formats.layout import Buffer
@@ -87,9 +89,6 @@ from bkctl.storage.bookie_storage import Batch, BookieStorage
 from bkctl.storage.files import NO_SPACE, Files
 from bkctl.storage.journal_writer import MEBIBYTE
 from bkctl.storage.ledger_storage import LedgerHandle
-
-if TYPE_CHECKING:
-    from bkctl.bookie.garbage_collector import GarbageCollectorThread
 
 log: Final = logging.getLogger("bkctl.bookie")
 
@@ -153,7 +152,7 @@ class Bookie:
             config.num_add_worker_threads * config.max_pending_add_requests_per_thread or sys.maxsize
         )
         self._stopping = False
-        self._checkpoint_running: asyncio.Future[None] | None = None
+        self._checkpoint_running: asyncio.Future[bool] | None = None
         self._no_space = False
         self._disks_full = False
         self._manual = False
@@ -191,6 +190,7 @@ class Bookie:
     async def _start(self) -> None:
         config = self.config
         check_authentication(config)
+        check_compaction_settings(config)
         storage = self.storage
         self._disks = DiskWatch(config, self.files, storage.ledger_directories, storage.index_directories)
         host = await asyncio.to_thread(advertised_host, config)
@@ -216,6 +216,17 @@ class Bookie:
         self._entries = Worker("entries", self.thread_died)
         self._checkpoints = Worker("checkpoints", self.thread_died)
         self._readers = ThreadPoolExecutor(READ_THREADS, "read")
+        cookie = read_directory(config.ledger_directories[0])
+        self.garbage_collector = GarbageCollectorThread(
+            config,
+            storage.ledgers,
+            self._cluster,
+            bookie_id=self.bookie_id,
+            instance_id=(cookie and cookie.instance_id) or "",
+            delete=self._delete_ledgers,
+            checkpoint=self._whole_checkpoint,
+            files=self.files,
+        )
         self._check_disks()
         try:
             await self._server.start(listening_host(config, host), port)
@@ -229,6 +240,7 @@ class Bookie:
             task = self._loop.create_task(regular)
             task.add_done_callback(self._task_over)
             self._tasks.add(task)
+        self.garbage_collector.start()
         self.started_ms = time.time_ns() // 1_000_000
         log.info("Bookie %s serves on port %d%s", self.bookie_id, port, ", read-only" if self.read_only else "")
 
@@ -283,6 +295,7 @@ class Bookie:
 
         After a failure nothing more is written: the next start replays the journals. Source: BP-35's downgrade.
         """
+        await self._stop_collecting()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -305,6 +318,11 @@ class Bookie:
         log.info("Bookie %s stopped", self.bookie_id)
         self.stopped.set()
 
+    async def _stop_collecting(self) -> None:
+        """Garbage collection asks the loop and the checkpoint thread, so it ends before them."""
+        if self.garbage_collector is not None:
+            await asyncio.to_thread(self.garbage_collector.stop)
+
     def _stop_threads(self) -> None:
         for journal in self._journals:
             journal.stop()
@@ -321,6 +339,7 @@ class Bookie:
             self.files.sync_directory(directory)
 
     async def _release(self) -> None:
+        await self._stop_collecting()
         await self._server.close(0)
         await asyncio.to_thread(self._stop_threads)
         if self._readers is not None:
@@ -353,6 +372,8 @@ class Bookie:
             self.failure = failure
             self.read_only = True
             self.stopped.set()
+            if self.garbage_collector is not None:
+                self.garbage_collector.cancel()
             # Behind the answers that are there, and instead of those that cannot come any more.
             self._loop.call_soon(self._server.abort)
 
@@ -734,6 +755,18 @@ class Bookie:
         if self._checkpoint_running is not None:
             await asyncio.wait([self._checkpoint_running])
 
+    async def _checkpoint_from_now(self) -> None:
+        """A checkpoint of at least what is in memory now. Raises BkctlError when it fails."""
+        if self._checkpoint_running is not None:
+            await asyncio.wait([self._checkpoint_running])
+        if self._checkpoint_running is None:
+            self._begin_checkpoint()
+        written = self._checkpoint_running is None or await self._checkpoint_running
+        if self.failure is not None:
+            raise self.failure
+        if not written:
+            raise BkctlError(f"Bookie {self.bookie_id} has no space for a checkpoint")
+
     def _begin_checkpoint(self) -> None:
         if self._checkpoints is None or self.failure is not None:
             return
@@ -753,7 +786,7 @@ class Bookie:
             else:
                 self._no_space = False
             self._go_on()
-            running.set_result(None)
+            running.set_result(error is None)
 
         def task() -> None:
             error = None
@@ -766,6 +799,32 @@ class Bookie:
             self._loop.call_soon_threadsafe(over, error)
 
         self._checkpoints.submit(task)
+
+    # --- garbage collection: its thread asks, the loop acts ----------------------------------------------------------
+
+    def _whole_checkpoint(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._checkpoint_from_now(), self._loop).result()
+
+    def _delete_ledgers(self, ledgers: Sequence[LedgerId]) -> int:
+        return asyncio.run_coroutine_threadsafe(self._delete_in_turn(ledgers), self._loop).result()
+
+    async def _delete_in_turn(self, ledgers: Sequence[LedgerId]) -> int:
+        """Delete ledgers, one a turn of the loop and none during a checkpoint; how many there were."""
+        count = 0
+        for ledger in ledgers:
+            while self._checkpoint_running is not None:
+                await asyncio.wait([self._checkpoint_running])
+            if self.failure is not None:
+                raise self.failure
+            try:
+                self.storage.delete_ledger(ledger)
+                count += 1
+            except LedgerNotFound:
+                pass
+            except (Corrupt, Unsupported, OSError) as error:
+                log.warning("Ledger %s cannot be deleted: %s", ledger, error)
+            await asyncio.sleep(0)
+        return count
 
     # --- disks -------------------------------------------------------------------------------------------------------
 
