@@ -1,0 +1,251 @@
+"""Read-only and writable: what each does with requests, who may change it, and what a restart remembers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bkctl.bookie.server import Bookie
+from bkctl.config import BookieConfig
+from bkctl.errors import UsageError
+from bkctl.formats.entry import DigestManager, DigestType
+from bkctl.formats.status import BookieMode, BookieStatus
+from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import Cluster
+from bkctl.protocol.connection import BookieConnection
+from bkctl.protocol.messages import (
+    LAST_ENTRY,
+    AddRequest,
+    BookieInfoRequest,
+    ForceLedgerRequest,
+    ListEntriesRequest,
+    ReadLacRequest,
+    ReadRequest,
+    Status,
+    WriteLacRequest,
+)
+from bkctl.storage.files import DiskUsage, Files
+
+PLAIN, SCOPED, NEW = LedgerId(0, 5), LedgerId(7, 5), LedgerId(0, 6)
+
+
+class Disks(Files):
+    """Disks that are as full as the test says."""
+
+    used = 0.5
+
+    def disk_usage(self, path: Path) -> DiskUsage:
+        return DiskUsage(1 << 40, int((1 - self.used) * (1 << 40)), 1)
+
+
+def by(ledger: LedgerId) -> DigestManager:
+    return DigestManager(ledger, DigestType.CRC32C, b"secret")
+
+
+def add(ledger: LedgerId, entry_id: int, **changes: Any) -> AddRequest:
+    body = by(ledger).seal(entry_id, entry_id - 1, 1, b"x") + b"x"
+    return AddRequest(ledger, entry_id, by(ledger).master_key, body)._replace(**changes)
+
+
+def on_a_bookie(
+    tmp_path: Path,
+    cluster: Cluster,
+    body: Callable[[Bookie, BookieConnection], Coroutine[Any, Any, None]],
+    files: Files | None = None,
+    **settings: Any,
+) -> None:
+    config = BookieConfig(
+        bookie_port=0,
+        advertised_address="127.0.0.1",
+        allow_loopback=True,
+        journal_directories=(str(tmp_path / "journal"),),
+        ledger_directories=(str(tmp_path / "a"), str(tmp_path / "b")),
+        journal_pre_alloc_size_mb=1,
+        disk_check_interval=20,
+        **settings,
+    )
+
+    @contextlib.asynccontextmanager
+    async def connected(bookie: Bookie) -> AsyncIterator[BookieConnection]:
+        connection = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id)
+        assert await connection.supports_scopes()
+        yield connection
+        connection.close()
+
+    async def run() -> None:
+        bookie = Bookie(config, cluster=cluster, files=files or Disks())
+        await bookie.start()
+        try:
+            async with connected(bookie) as connection:
+                await body(bookie, connection)
+        finally:
+            await bookie.stop()
+
+    asyncio.run(run())
+
+
+def registered(cluster: Cluster) -> list[str]:
+    return [each.state for each in cluster.bookies.list()]
+
+
+def status_files(tmp_path: Path) -> list[Path]:
+    return [tmp_path / name / "current" / "BOOKIE_STATUS" for name in ("a", "b")]
+
+
+def write_status(tmp_path: Path, name: str, text: bytes) -> None:
+    path = tmp_path / name / "current" / "BOOKIE_STATUS"
+    path.write_bytes(text)
+
+
+async def nothing(bookie: Bookie, connection: BookieConnection) -> None:
+    """Start and stop."""
+
+
+def test_a_read_only_bookie_reads_fences_and_recovers_but_takes_nothing_new(tmp_path: Path, cluster: Cluster) -> None:
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        for ledger in (PLAIN, SCOPED):
+            assert (await connection.send(add(ledger, 0))).status is Status.EOK
+        assert bookie.state()["readOnly"] is False
+        await bookie.set_read_only(True)
+        assert await asyncio.to_thread(registered, cluster) == ["ro"]
+        assert bookie.state() == {
+            "running": True,
+            "readOnly": True,
+            "shuttingDown": False,
+            "availableForHighPriorityWrites": True,
+        }
+        for ledger in (PLAIN, SCOPED):
+            key = by(ledger).master_key
+            expected = [
+                (add(ledger, 1), Status.EREADONLY),
+                (add(ledger, 1, recovery_add=True), Status.EREADONLY),
+                (WriteLacRequest(ledger, 0, key, by(ledger).seal_lac(0)), Status.EREADONLY),
+                (ReadRequest(ledger, 0), Status.EOK),
+                (ReadRequest(ledger, LAST_ENTRY, previous_lac=0, timeout_ms=1), Status.EOK),
+                (ReadRequest(ledger, LAST_ENTRY, key, fence=True), Status.EOK),
+                (add(ledger, 1, high_priority=True), Status.EFENCED),
+                (add(ledger, 1, recovery_add=True, high_priority=True), Status.EOK),
+                (ReadLacRequest(ledger), Status.EOK),
+                (ForceLedgerRequest(ledger), Status.EOK),
+                (ListEntriesRequest(ledger), Status.EOK),
+                (BookieInfoRequest(3), Status.EOK),
+            ]
+            for request, status in expected:
+                assert (await connection.send(request)).status is status, request
+        assert (await connection.send(ReadRequest(NEW, 0, by(NEW).master_key, fence=True))).status is Status.ENOENTRY
+        await bookie.set_read_only(False)
+        assert await asyncio.to_thread(registered, cluster) == ["rw"]
+        assert (await connection.send(add(LedgerId(0, 9), 0))).status is Status.EOK
+
+    on_a_bookie(tmp_path, cluster, body)
+    assert not any(path.exists() for path in status_files(tmp_path)), "persistBookieStatusEnabled is off"
+
+
+@pytest.mark.parametrize("persists", [True, False])
+def test_a_restart_remembers_what_an_operator_said_when_it_is_told_to(
+    tmp_path: Path, cluster: Cluster, persists: bool
+) -> None:
+    async def become(bookie: Bookie, connection: BookieConnection) -> None:
+        await bookie.set_read_only(True)
+
+    async def still(bookie: Bookie, connection: BookieConnection) -> None:
+        assert bookie.read_only is persists
+        assert await asyncio.to_thread(registered, cluster) == ["ro" if persists else "rw"]
+        await bookie.set_read_only(False)
+
+    async def no_more(bookie: Bookie, connection: BookieConnection) -> None:
+        assert not bookie.read_only
+
+    on_a_bookie(tmp_path, cluster, become, persist_bookie_status_enabled=persists)
+    if persists:
+        found = [BookieStatus.parse(path.read_bytes()) for path in status_files(tmp_path)]
+        assert [(each.mode, each.manual) for each in found] == [(BookieMode.READ_ONLY, True)] * 2
+    on_a_bookie(tmp_path, cluster, still, persist_bookie_status_enabled=persists)
+    on_a_bookie(tmp_path, cluster, no_more, persist_bookie_status_enabled=persists)
+    if persists:
+        found = [BookieStatus.parse(path.read_bytes()) for path in status_files(tmp_path)]
+        assert [(each.mode, each.manual) for each in found] == [(BookieMode.READ_WRITE, False)] * 2
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "read_only"),
+    [
+        (b"1,READ_ONLY,1700000000000,true\n", None, True),
+        (b"1,READ_ONLY,1700000000000\n", None, True),  # of a bookie before 4.17.3
+        (b"1,READ_ONLY,1700000000000,false\n", None, False),  # for its disks, which have space now
+        (b"1,READ_ONLY,1700000000000,true\n", b"1,READ_WRITE,1700000000001,false\n", False),
+        (b"1,READ_WRITE,1700000000000,false\n", b"1,READ_ONLY,1700000000001,true\n", True),
+        (b"1,READ_ONLY,1700000000000,true\n", b"2,anything\n", True),
+        (b"", b"\xff\xff", False),
+    ],
+)
+def test_the_latest_status_that_can_be_read_counts(
+    tmp_path: Path, cluster: Cluster, one: bytes, other: bytes | None, read_only: bool
+) -> None:
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        assert bookie.read_only is read_only
+
+    on_a_bookie(tmp_path, cluster, nothing)
+    write_status(tmp_path, "a", one)
+    if other is not None:
+        write_status(tmp_path, "b", other)
+    on_a_bookie(tmp_path, cluster, body, persist_bookie_status_enabled=True)
+
+
+def test_a_bookie_that_an_operator_made_read_only_stays_so_when_its_disks_have_space(
+    tmp_path: Path, cluster: Cluster
+) -> None:
+    disks = Disks()
+
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        disks.used = 0.99
+        while not bookie.read_only:
+            await asyncio.sleep(0.01)
+        await bookie.set_read_only(True)
+        disks.used = 0.5
+        while bookie._disks_full:
+            await asyncio.sleep(0.01)
+        assert bookie.read_only
+        disks.used = 0.99
+        while not bookie._disks_full:
+            await asyncio.sleep(0.01)
+        await bookie.set_read_only(False)
+        assert bookie.read_only, "for its disks"
+        disks.used = 0.5
+        while bookie.read_only:
+            await asyncio.sleep(0.01)
+
+    on_a_bookie(tmp_path, cluster, body, disks, persist_bookie_status_enabled=True)
+
+
+def test_what_the_configuration_says_no_operator_changes(tmp_path: Path, cluster: Cluster) -> None:
+    async def forced(bookie: Bookie, connection: BookieConnection) -> None:
+        assert bookie.read_only
+        with pytest.raises(UsageError, match="forceReadOnlyBookie"):
+            await bookie.set_read_only(False)
+        assert (await connection.send(add(PLAIN, 0))).status is Status.EREADONLY
+
+    async def never(bookie: Bookie, connection: BookieConnection) -> None:
+        with pytest.raises(UsageError, match="readOnlyModeEnabled"):
+            await bookie.set_read_only(True)
+        assert not bookie.read_only
+
+    on_a_bookie(tmp_path, cluster, forced, force_read_only_bookie=True, persist_bookie_status_enabled=True)
+    assert not any(path.exists() for path in status_files(tmp_path))
+    on_a_bookie(tmp_path, cluster, never, read_only_mode_enabled=False)
+
+
+def test_without_read_only_mode_a_bookie_with_full_disks_stops(tmp_path: Path, cluster: Cluster) -> None:
+    disks = Disks()
+
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        disks.used = 0.99
+        await asyncio.wait_for(bookie.stopped.wait(), 20)
+        assert "read-only mode is not enabled" in str(bookie.failure)
+
+    on_a_bookie(tmp_path, cluster, body, disks, read_only_mode_enabled=False)
