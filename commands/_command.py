@@ -51,6 +51,8 @@ from ._options import (
 from ._output import BOLD, CYAN, RESET, Activity, Columns, Output, RowWriter, emit, emit_bytes, show, wants_color
 
 if TYPE_CHECKING:
+    import ssl
+
     from bkctl.client.ledger import BookKeeper
     from bkctl.config import BookieConfig
     from bkctl.formats.entry import DigestType
@@ -205,21 +207,30 @@ class Run:
 
         `only` these bookies get new ledgers.
         """
-        from bkctl.client.ledger import BookKeeper, client_tls
+        from bkctl.client.ledger import BookKeeper
         from bkctl.protocol.messages import Protocol
 
-        options = self._options.over(self.connection().settings)
-        ca, certificate, key = options.tls_files()
-        if ca is None and (certificate or key):
-            raise UsageError("--tls-cert and --tls-key go with --tls-ca", hint="add the authorities' PEM file")
         return BookKeeper(
             cluster,
             protocol=protocol or Protocol.V3,
-            tls=None if ca is None else client_tls(ca, certificate, key),
+            tls=self.bookie_tls(),
             timeout_s=self.timeout_s,
-            addresses=parse_bookie_addresses(options.bookie_addresses),
+            addresses=self.bookie_addresses(),
             only=only,
         )
+
+    def bookie_tls(self) -> ssl.SSLContext | None:
+        """The TLS settings for connections to bookies, None without --tls-ca."""
+        from bkctl.metadata.store import client_tls
+
+        ca, certificate, key = self._options.over(self.connection().settings).tls_files()
+        if ca is None and (certificate or key):
+            raise UsageError("--tls-cert and --tls-key go with --tls-ca", hint="add the authorities' PEM file")
+        return None if ca is None else client_tls(ca, certificate, key)
+
+    def bookie_addresses(self) -> dict[str, tuple[str, int]]:
+        """What --bookie-address says: bookie id → host and port."""
+        return parse_bookie_addresses(self._options.over(self.connection().settings).bookie_addresses)
 
     def http_client(self, url: str) -> ApiClient:
         """A client of the HTTP server at `url`, with the options' timeout and TLS, and the token in BKCTL_API_TOKEN."""
@@ -239,7 +250,7 @@ class Run:
 
     def bookie_host(self, bookie_id: str) -> str | None:
         """The host that --bookie-address gives for that bookie."""
-        address = parse_bookie_addresses(self._options.over(self.connection().settings).bookie_addresses).get(bookie_id)
+        address = self.bookie_addresses().get(bookie_id)
         return None if address is None else address[0]
 
     def complete(self, work: Coroutine[Any, Any, T]) -> T:

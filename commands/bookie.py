@@ -46,12 +46,25 @@ def start(run: Run) -> None:
     config = run.config()
     connection = run.connection()
     config = config.with_changes(metadata_service_uri=connection.uri)
+    security = run.security(connection)
     run.log()
+    http = None
+    if config.http_server_enabled:
+        from bkctl.http import load_server
+
+        http = load_server().BookieHttpServer(config)
+        config = http.config
 
     def started(bookie: Bookie) -> None:
+        if http is not None:
+            http.start(bookie, security)
         run.show(bookie, STARTED_COLUMNS)
 
-    run.complete(serve(config, security=run.security(connection), started=started))
+    try:
+        run.complete(serve(config, security=security, started=started))
+    finally:
+        if http is not None:
+            http.stop()
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

@@ -40,6 +40,8 @@ HEAVY = {
     "rocksdict",
     "sqlite3",
     "ssl",
+    "starlette",
+    "uvicorn",
     "uvloop",
 }
 

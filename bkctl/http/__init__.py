@@ -1,1 +1,25 @@
 """The REST API: on a bookie, and as a gateway for a cluster."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from types import ModuleType
+
+from bkctl.errors import Unsupported
+
+
+def has_server() -> bool:
+    """Whether the packages of the server are installed."""
+    return all(find_spec(name) is not None for name in ("starlette", "uvicorn"))
+
+
+def load_server() -> ModuleType:
+    """The module `bkctl.http.server`. Raises Unsupported where its packages are not installed."""
+    if not has_server():
+        raise Unsupported(
+            "The HTTP server needs packages that are not installed (starlette, uvicorn)",
+            hint="pip install 'bkctl[http]', or set httpServerEnabled=false",
+        )
+    from bkctl.http import server
+
+    return server

@@ -1,0 +1,242 @@
+"""The REST API as an ASGI application: who may ask, which endpoint, is the request in order, what is answered.
+
+Everything that a client can do to it is bounded: requests at once, the size of a body, the time for it to come, for an
+answer, and for a client to take that. Whatever goes wrong is answered as `{"error": …, "hint": …}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import logging
+import socket
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Final
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from bkctl.errors import (
+    BkctlError,
+    Conflict,
+    NotFound,
+    ProtocolError,
+    ReadOnlyBookie,
+    TimedOut,
+    TooManyRequests,
+    Unreachable,
+    UsageError,
+)
+from bkctl.http.bookie_api import BOOKIE
+from bkctl.http.cluster_api import CLUSTER
+from bkctl.http.endpoints import (
+    TEXT,
+    Call,
+    Endpoint,
+    NotImplementedHere,
+    ServiceUnavailable,
+    error_answer,
+    json_answer,
+    text_answer,
+)
+from bkctl.http.gateway import PassedOn, forward
+from bkctl.http.openapi import document
+
+if TYPE_CHECKING:
+    from starlette.types import Message, Receive, Scope, Send
+
+    from bkctl.http.service import Service
+
+log: Final = logging.getLogger("bkctl.http")
+
+#: Source of none of these: Apache's server has no such limits.
+REQUESTS_MAX: Final = 64
+BODY_SIZE_BYTES_MAX: Final = 64 << 10
+BODY_TIMEOUT_S: Final = 15.0
+ANSWER_TIMEOUT_S: Final = 90.0
+#: The longest wait for a client to take the next piece of an answer.
+SEND_TIMEOUT_S: Final = 30.0
+OPENAPI_PATH: Final = "/openapi.json"
+_CLOSE: Final = {"Connection": "close"}
+
+_STATUS: Final[tuple[tuple[type[BkctlError], int], ...]] = (
+    (UsageError, 400),
+    (NotFound, 404),
+    (Conflict, 409),
+    (ReadOnlyBookie, 409),
+    (NotImplementedHere, 501),
+    (ServiceUnavailable, 503),
+    (TooManyRequests, 503),
+    (TimedOut, 504),
+    (Unreachable, 503),
+)
+
+
+class Api:
+    """The endpoints of a bookie's own server, or (where `service` has no bookie) of a gateway.
+
+    `token` None: whoever gets a connection may ask; with `checks_host` only under a name of this machine, so that no
+    web page in a browser here can. `upstream` is how a gateway reaches the bookies' servers.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        *,
+        token: str | None = None,
+        checks_host: bool = False,
+        upstream: PassedOn | None = None,
+    ) -> None:
+        self.service = service
+        self._token = None if token is None else token.encode()
+        self._hosts = {"localhost", socket.gethostname().lower()} if checks_host else None
+        self._upstream = upstream
+        self._running = 0
+        self.endpoints: tuple[Endpoint, ...] = (
+            Endpoint("GET", "/heartbeat", "Whether the server is there.", self._heartbeat, TEXT, any_method=True),
+            Endpoint("GET", OPENAPI_PATH, "This document.", self._document, {"type": "object"}),
+            *BOOKIE,
+            *CLUSTER,
+        )
+        self._routes = _routes(self.endpoints)
+
+    async def _heartbeat(self, call: Call) -> Response:
+        return text_answer("OK\n")
+
+    async def _document(self, call: Call) -> Response:
+        return json_answer(
+            document(self.endpoints, gateway=not call.service.has_bookie, needs_token=self._token is not None)
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            return
+        exchange = _Exchange(send)
+        try:
+            response = await self._answer(Request(scope, receive))
+            await response(scope, receive, exchange.send)
+        except ClientDisconnect:
+            return
+        except TimeoutError:
+            log.info("%s: the client does not take its answer", scope["path"])
+        except BkctlError as error:  # in the midst of an answer, which breaks off so
+            log.warning("%s: %s", scope["path"], error)
+        except Exception:
+            log.exception("%s broke off", scope["path"])
+
+    async def _answer(self, request: Request) -> Response:
+        if self._running >= REQUESTS_MAX:
+            return error_answer(503, "Too many requests at once", "try again later", {"Retry-After": "1"})
+        self._running += 1
+        try:
+            return await self._checked(request)
+        except BkctlError as error:
+            return _refusal(error)
+        except ClientDisconnect:
+            raise
+        except Exception as error:
+            log.exception("%s %s", request.method, request.url.path)
+            return error_answer(500, f"The server is at fault: {type(error).__name__}", "its log says more")
+        finally:
+            self._running -= 1
+
+    async def _checked(self, request: Request) -> Response:
+        if refused := self._refuse_stranger(request):
+            return refused
+        methods = self._routes.get(request.url.path)
+        if methods is None:
+            return error_answer(404, f"There is nothing at {request.url.path}", f"{OPENAPI_PATH} lists what there is")
+        endpoint = methods.get("GET" if request.method == "HEAD" else request.method)
+        if endpoint is None:
+            allowed = ", ".join(sorted(methods))
+            hint = f"use {allowed}"
+            return error_answer(405, f"{request.method} is not allowed here", hint, {"Allow": allowed})
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                body = await _read_body(request)
+        except TimeoutError:
+            return error_answer(408, f"The body did not come within {BODY_TIMEOUT_S:g} s", None, _CLOSE)
+        if body is None:
+            return error_answer(413, f"The body has more than {BODY_SIZE_BYTES_MAX} bytes", None, _CLOSE)
+        timeout_s = endpoint.timeout_s or ANSWER_TIMEOUT_S
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._handled(endpoint, request, body)
+        except TimeoutError as error:
+            raise TimedOut(f"There is no answer within {timeout_s:g} s") from error
+
+    async def _handled(self, endpoint: Endpoint, request: Request, body: bytes) -> Response:
+        values = endpoint.parse_query(request.query_params)
+        parsed = endpoint.body.parse(body) if endpoint.body is not None else None
+        if endpoint.of_bookie and not self.service.has_bookie:
+            assert self._upstream is not None
+            return await forward(self.service, self._upstream, request, body)
+        return await endpoint.handler(Call(self.service, values, parsed))
+
+    def _refuse_stranger(self, request: Request) -> Response | None:
+        if self._token is not None:
+            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            right = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._token)
+            if scheme.lower() != "bearer" or not right:
+                return error_answer(
+                    401, "The token is missing or wrong", "send 'Authorization: Bearer TOKEN'",
+                    {"WWW-Authenticate": "Bearer", **_CLOSE},
+                )  # fmt: skip
+        if self._hosts is not None and not _is_one_of(request.headers.get("host", ""), self._hosts):
+            return error_answer(
+                403, "The request is for another host", "without a token ask for localhost or an address", _CLOSE
+            )  # fmt: skip
+        return None
+
+
+class _Exchange:
+    """Sends an answer, and gives up on a client that does not take it."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    async def send(self, message: Message) -> None:
+        async with asyncio.timeout(SEND_TIMEOUT_S):
+            await self._send(message)
+
+
+def _routes(endpoints: Iterable[Endpoint]) -> Mapping[str, Mapping[str, Endpoint]]:
+    routes: dict[str, dict[str, Endpoint]] = {}
+    for endpoint in endpoints:
+        methods = routes.setdefault(endpoint.path, {})
+        for method in ("GET", "PUT", "POST", "DELETE") if endpoint.any_method else (endpoint.method,):
+            methods[method] = endpoint
+    return routes
+
+
+def _is_one_of(host: str, names: set[str]) -> bool:
+    name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+    name = name.strip("[]").lower()
+    if not name or name in names or name.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+async def _read_body(request: Request) -> bytes | None:
+    """The body; None when it is too large."""
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > BODY_SIZE_BYTES_MAX:
+            return None
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _refusal(error: BkctlError) -> Response:
+    status = next((code for kind, code in _STATUS if isinstance(error, kind)), 500)
+    if isinstance(error, ProtocolError):
+        status = 502
+    headers = {"Retry-After": "1"} if isinstance(error, ServiceUnavailable) else None
+    return error_answer(status, error.message, error.hint, headers)

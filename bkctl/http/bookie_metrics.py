@@ -1,0 +1,107 @@
+"""/metrics of a bookie: its counters, and what is measured when somebody looks. Apache's names where it has them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Final
+
+from bkctl.bookie.metrics import PrometheusText, metric_name, process_metrics
+
+if TYPE_CHECKING:
+    from bkctl.bookie.server import Bookie
+    from bkctl.http.service import LocalBookie
+
+_USAGE_STEP: Final = 10
+
+
+async def metrics_text(local: LocalBookie) -> str:
+    """All metrics of the bookie."""
+    measured = await local.ask(_measure)
+    return await asyncio.to_thread(_render, local, measured)
+
+
+def _measure(bookie: Bookie) -> dict[str, Any]:
+    """What only the bookie's event loop knows."""
+    bookie.metrics.settle_reads()
+    return {
+        "writable": not bookie.read_only,
+        "ledgers": len(bookie.storage.ledgers.handles),
+        "unwritten": bookie.storage.unwritten_bytes,
+        "writable_directories": len(bookie.storage.writable),
+        "directories": list(bookie.storage.ledger_directories),
+        "journals": len(bookie.storage.journals),
+        "collector": bookie.garbage_collector,
+        "started_s": bookie.started_ms / 1000,
+        "storage": bookie.config.ledger_storage,
+    }
+
+
+def _render(local: LocalBookie, measured: dict[str, Any]) -> str:
+    text = PrometheusText()
+    metrics = local.metrics
+    text.gauge("bookie_SERVER_STATUS", int(measured["writable"]))
+    text.latency("bookkeeper_server_ADD_ENTRY_REQUEST", metrics.add_entry)
+    text.latency("bookkeeper_server_ADD_ENTRY", metrics.add_entry)
+    text.latency("bookkeeper_server_READ_ENTRY_REQUEST", metrics.read_entry)
+    text.latency("bookkeeper_server_READ_ENTRY", metrics.read_entry)
+    text.summary("bookie_BOOKIE_ADD_ENTRY_BYTES", metrics.add_entry_bytes)
+    text.counter("bookie_WRITE_BYTES", metrics.add_entry_bytes.sum)
+    text.counter("bookie_READ_BYTES", metrics.read_bytes)
+    text.gauge("bookie_ledgers_count", measured["ledgers"])
+    text.gauge("bookie_write_cache_size", measured["unwritten"])
+    text.latency("bookie_flush", metrics.flush)
+    _journals(text, local, measured)
+    _directories(text, local, measured)
+    _collector(text, measured)
+    for name, kind, value in process_metrics(measured["started_s"]):
+        text.number(name, kind, value)
+    return text.text()
+
+
+def _journals(text: PrometheusText, local: LocalBookie, measured: dict[str, Any]) -> None:
+    text.gauge("bookie_JOURNAL_DIRS", measured["journals"])
+    for index, journal in enumerate(local.metrics.journals):
+        labels = {"journalIndex": str(index)}
+        text.latency("bookie_journal_JOURNAL_SYNC", journal.sync, labels)
+        text.latency("bookie_journal_JOURNAL_QUEUE_LATENCY", journal.queue, labels)
+        text.summary("bookie_journal_JOURNAL_FORCE_WRITE_BATCH_ENTRIES", journal.group_entries, labels)
+        text.summary("bookie_journal_JOURNAL_FORCE_WRITE_BATCH_BYTES", journal.group_bytes, labels)
+        text.counter("bookie_journal_JOURNAL_WRITE_BYTES", journal.written_bytes, labels)
+
+
+def _directories(text: PrometheusText, local: LocalBookie, measured: dict[str, Any]) -> None:
+    directories = measured["directories"]
+    text.gauge("bookie_ledger_num_dirs", len(directories))
+    text.gauge("bookie_ledger_writable_dirs", measured["writable_directories"])
+    for directory in directories:
+        name = metric_name(str(directory.parent if directory.name == "current" else directory))
+        try:
+            usage = local.bookie.files.disk_usage(directory)
+        except OSError:
+            continue
+        text.gauge(f"bookie_ledger_dir_{name}_usage", round(100 * usage.ratio, 3))
+
+
+def _collector(text: PrometheusText, measured: dict[str, Any]) -> None:
+    """DbLedgerStorage has no `gc` in the names. Source: GarbageCollectorThread, GarbageCollectorStats."""
+    collector = measured["collector"]
+    if collector is None:
+        return
+    stats = collector.stats
+    scope = "bookie" if measured["storage"] == "db" else "bookie_gc"
+    text.counter(f"{scope}_MAJOR_COMPACTION_TOTAL", stats.major_compactions)
+    text.counter(f"{scope}_MINOR_COMPACTION_TOTAL", stats.minor_compactions)
+    text.counter(f"{scope}_ENTRY_LOCATION_COMPACTION_TOTAL", stats.entry_location_compactions)
+    text.counter(f"{scope}_DELETED_LEDGER_TOTAL", stats.deleted_ledgers)
+    text.counter(f"{scope}_RECLAIMED_DELETION_SPACE_BYTES", stats.reclaimed_by_deletion_bytes)
+    text.counter(f"{scope}_RECLAIMED_COMPACTION_SPACE_BYTES", stats.reclaimed_by_compaction_bytes)
+    text.counter(f"{scope}_RECLAIM_FAILED_TO_DELETE", stats.failed_to_delete)
+    text.gauge(f"{scope}_ACTIVE_ENTRY_LOG_TOTAL", stats.active_entry_logs)
+    text.gauge(f"{scope}_ACTIVE_ENTRY_LOG_SPACE_BYTES", stats.active_entry_log_bytes)
+    text.gauge(f"{scope}_ENTRY_LOG_SPACE_BYTES", stats.entry_log_bytes)
+    text.gauge(f"{scope}_ACTIVE_LEDGER_TOTAL", stats.active_ledgers)
+    text.gauge(f"{scope}_ENTRY_LOG_COMPACT_RATIO", stats.compact_ratio)
+    for index, count in enumerate(stats.usage_buckets):
+        text.gauge(f"{scope}_entry_log_usage_buckets_le_{(index + 1) * _USAGE_STEP}", count)
+    text.counter("bkctl_gc_deleted_scoped_ledgers_total", stats.deleted_scoped_ledgers)
+    text.gauge("bkctl_gc_scoped_held_back", int(bool(stats.scoped_held_back)))

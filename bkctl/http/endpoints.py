@@ -1,0 +1,361 @@
+"""How an endpoint of the REST API is declared: one declaration for routing, checks of what comes in, and the document.
+
+    @BOOKIE.get("/api/v1/bookie/state", "Whether the bookie runs, and takes entries.", answer=STATE)
+    async def state(call: Call) -> Response: ...
+
+Source of paths, names, types and key forms: HttpRouter and the services of org.apache.bookkeeper.server.http.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from starlette.responses import Response, StreamingResponse
+
+from bkctl.errors import BkctlError, UsageError
+from bkctl.ids import I64_MAX
+
+if TYPE_CHECKING:
+    from bkctl.http.service import Service
+
+PREFIX: Final = "/api/v1"
+JSON: Final = "application/json"
+TEXT: Final = "text/plain; charset=utf-8"
+#: Of an error: a request can put much into its own message.
+MESSAGE_LENGTH_MAX: Final = 1000
+
+Schema: TypeAlias = Mapping[str, Any]
+
+BOOLEAN: Final[Schema] = {"type": "boolean"}
+INTEGER: Final[Schema] = {"type": "integer", "format": "int64"}
+STRING: Final[Schema] = {"type": "string"}
+
+
+def object_of(**properties: Schema) -> Schema:
+    """The schema of an object that has all these properties; more may come."""
+    return {"type": "object", "properties": dict(properties), "required": list(properties)}
+
+
+def map_of(value: Schema) -> Schema:
+    """The schema of an object of any names with such values."""
+    return {"type": "object", "additionalProperties": dict(value)}
+
+
+def list_of(item: Schema) -> Schema:
+    """The schema of an array."""
+    return {"type": "array", "items": dict(item)}
+
+
+def nullable(kind: str) -> Schema:
+    """The schema of a value of this type or null."""
+    return {"type": [kind, "null"]}
+
+
+class Kind(Enum):
+    """What a value in a query or a body is."""
+
+    TEXT = "string"
+    INTEGER = "integer"
+    BOOLEAN = "boolean"
+    #: In a query: given or not, whatever its value.
+    FLAG = "flag"
+    #: In a body: an array of texts.
+    TEXTS = "array"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One value that a query or a body may carry. Integers are bounded; of `choices` one must be given."""
+
+    name: str
+    help: str
+    kind: Kind = Kind.TEXT
+    required: bool = False
+    least: int = 0
+    most: int = I64_MAX
+    choices: tuple[str, ...] = ()
+
+    def of_query(self, text: str) -> Any:
+        """The value that `text` stands for. Raises UsageError."""
+        if self.kind is Kind.FLAG:
+            return True
+        if self.kind is Kind.INTEGER:
+            digits = text.removeprefix("-")
+            if not (digits.isascii() and digits.isdecimal() and len(digits) <= 20):
+                raise self._refuse(text, "a whole number")
+            return self._bounded(int(text))
+        return self._text(text)
+
+    def of_body(self, value: Any) -> Any:
+        """The value that JSON carries: true and "true" both for a boolean. Raises UsageError."""
+        if self.kind is Kind.TEXTS:
+            if isinstance(value, list) and all(isinstance(each, str) for each in value):
+                return value
+            raise self._refuse(value, "an array of strings")
+        if self.kind is Kind.BOOLEAN and isinstance(value, bool):
+            return value
+        if self.kind is Kind.INTEGER:
+            if isinstance(value, int) and not isinstance(value, bool):
+                return self._bounded(value)
+            raise self._refuse(value, "a whole number")
+        if not isinstance(value, str):
+            raise self._refuse(value, "true or false" if self.kind is Kind.BOOLEAN else "a string")
+        return self._text(value)
+
+    def _text(self, text: str) -> Any:
+        if self.kind is Kind.BOOLEAN:
+            word = text.lower()
+            if word not in ("true", "false"):
+                raise self._refuse(text, "true or false")
+            return word == "true"
+        if self.choices and text not in self.choices:
+            raise self._refuse(text, f"one of {', '.join(self.choices)}")
+        return text
+
+    def _bounded(self, number: int) -> int:
+        if not self.least <= number <= self.most:
+            raise self._refuse(number, f"from {self.least} to {self.most}")
+        return number
+
+    def _refuse(self, given: Any, wanted: str) -> UsageError:
+        return UsageError(f"{self.name} must be {wanted}, not {given!r}"[:MESSAGE_LENGTH_MAX])
+
+    def schema(self, *, in_body: bool) -> Schema:
+        """The JSON schema of the value."""
+        if self.kind is Kind.TEXTS:
+            return list_of(STRING)
+        if self.kind is Kind.INTEGER:
+            return {**INTEGER, "minimum": self.least, "maximum": self.most}
+        if self.kind is Kind.BOOLEAN:
+            texts = {"type": "string", "enum": ["true", "false"]}
+            return {"oneOf": [BOOLEAN, texts]} if in_body else texts
+        if self.choices:
+            return {"type": "string", "enum": list(self.choices)}
+        return STRING
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A JSON object that a request carries. With `needed` it cannot be left out; `open_values`: any name will do."""
+
+    values: tuple[Value, ...] = ()
+    needed: bool = True
+    #: At least one of the values has to be there.
+    some: bool = False
+    open_values: str = ""
+
+    def parse(self, data: bytes) -> dict[str, Any] | None:
+        """The object in `data`, its values checked; None where there is none. Raises UsageError."""
+        if not data.strip():
+            if self.needed:
+                raise UsageError("The request has no body", hint=f"send a JSON object with {self._names()}")
+            return None
+        try:
+            found = json.loads(data, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError):
+            raise UsageError("The body is no JSON", hint=f"send a JSON object with {self._names()}") from None
+        if not isinstance(found, dict):
+            raise UsageError("The body is no JSON object", hint=f"send a JSON object with {self._names()}")
+        if self.open_values:
+            return found
+        known = {each.name: each for each in self.values}
+        unknown = sorted(found.keys() - known.keys())
+        if unknown:
+            message = f"The body has a value that is not known here: {', '.join(unknown)}"
+            raise UsageError(message[:MESSAGE_LENGTH_MAX], hint=f"known are {self._names()}")
+        for each in self.values:
+            if each.required and each.name not in found:
+                raise UsageError(f"The body lacks {each.name}: {each.help}")
+        if self.some and not found:
+            raise UsageError(f"The body lacks {' or '.join(known)}")
+        return {name: known[name].of_body(value) for name, value in found.items()}
+
+    def _names(self) -> str:
+        return self.open_values or ", ".join(each.name for each in self.values)
+
+    def schema(self) -> Schema:
+        """The JSON schema of the body."""
+        if self.open_values:
+            return {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}}
+        schema: dict[str, Any] = {
+            "type": "object",
+            "properties": {
+                each.name: {**each.schema(in_body=True), "description": each.help} for each in self.values
+            },
+            "additionalProperties": False,
+        }
+        if required := [each.name for each in self.values if each.required]:
+            schema["required"] = required
+        if self.some:
+            schema["minProperties"] = 1
+        return schema
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request, checked: the values of its query and its body (None: it has none), and what it works on."""
+
+    service: Service
+    values: Mapping[str, Any]
+    body: Mapping[str, Any] | None
+
+
+Handler: TypeAlias = Callable[[Call], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One method of one path.
+
+    `answer` is the schema of the JSON that it answers with, a media type where that is no JSON. `errors` says what
+    codes mean that are this endpoint's own. `of_bookie`: it is about one bookie, so that a gateway passes it on.
+    """
+
+    method: str
+    path: str
+    summary: str
+    handler: Handler = field(repr=False)
+    answer: Schema | str
+    values: tuple[Value, ...] = ()
+    body: Body | None = None
+    errors: Mapping[int, str] = field(default_factory=dict)
+    of_bookie: bool = False
+    #: Where nothing is to be done it says so in plain text.
+    text_too: bool = False
+    #: Apache answers any method here.
+    any_method: bool = False
+    #: It takes no longer than other requests, unless it says so here.
+    timeout_s: float | None = None
+
+    def parse_query(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """The values of a query string; what is not declared is passed over, as Apache does. Raises UsageError."""
+        values = {}
+        for each in self.values:
+            if each.name in query:
+                values[each.name] = each.of_query(query[each.name])
+            elif each.required:
+                raise UsageError(f"{each.name} is missing: {each.help}")
+        return values
+
+
+class Endpoints(list[Endpoint]):
+    """Endpoints in the order in which they were declared; of one bookie each, or of a cluster."""
+
+    def __init__(self, *, of_bookie: bool) -> None:
+        super().__init__()
+        self._of_bookie = of_bookie
+
+    def get(self, path: str, summary: str, **settings: Any) -> Callable[[Handler], Handler]:
+        """Declare the decorated handler for GET."""
+        return self._declare("GET", path, summary, settings)
+
+    def put(self, path: str, summary: str, **settings: Any) -> Callable[[Handler], Handler]:
+        """Declare the decorated handler for PUT."""
+        return self._declare("PUT", path, summary, settings)
+
+    def delete(self, path: str, summary: str, **settings: Any) -> Callable[[Handler], Handler]:
+        """Declare the decorated handler for DELETE."""
+        return self._declare("DELETE", path, summary, settings)
+
+    def _declare(self, method: str, path: str, summary: str, settings: dict[str, Any]) -> Callable[[Handler], Handler]:
+        def declare(handler: Handler) -> Handler:
+            self.append(Endpoint(method, path, summary, handler, of_bookie=self._of_bookie, **settings))
+            return handler
+
+        return declare
+
+
+class NotImplementedHere(BkctlError):
+    """The API has the endpoint, and this release nothing behind it."""
+
+
+class ServiceUnavailable(BkctlError):
+    """Not now: try again later."""
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+def json_text(value: Any, level: int = 0) -> str:
+    """JSON laid out as Apache's server does (Jackson's indentation), so that line-wise readers of it go on working."""
+    if isinstance(value, Mapping):
+        if not value:
+            return "{ }"
+        indent = "\n" + "  " * (level + 1)
+        inner = f",{indent}".join(
+            f"{json.dumps(str(name), ensure_ascii=False)} : {json_text(each, level + 1)}"
+            for name, each in value.items()
+        )
+        return f"{{{indent}{inner}\n{'  ' * level}}}"
+    if isinstance(value, list | tuple):
+        return f"[ {', '.join(json_text(each, level) for each in value)} ]" if value else "[ ]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A response that carries `value`."""
+    return Response(_encoded(json_text(value)), status, headers, JSON)
+
+
+def text_answer(text: str) -> Response:
+    """A response of plain text."""
+    return Response(_encoded(text), media_type=TEXT)
+
+
+def error_answer(
+    status: int, message: str, hint: str | None = None, headers: Mapping[str, str] | None = None
+) -> Response:
+    """What every refusal looks like: `{"error": …, "hint": …}`."""
+    return json_answer({"error": message[:MESSAGE_LENGTH_MAX], "hint": hint}, status, headers)
+
+
+async def streamed_object(entries: AsyncIterator[list[tuple[str, str]]]) -> Response:
+    """One JSON object of `entries` (names, and values as JSON) that is sent as they come.
+
+    The first ones are waited for, so that what goes wrong at once is an error like any other. Raises what `entries` do.
+    """
+    first = await anext(entries, None)
+
+    async def parts() -> AsyncIterator[bytes]:
+        if first is None:
+            yield b"{ }"
+            return
+        batch: list[tuple[str, str]] | None = first
+        before = "{"
+        while batch is not None:
+            lines = []
+            for name, value in batch:
+                lines.append(f"{before}\n  {json.dumps(name, ensure_ascii=False)} : {value}")
+                before = ","
+            yield _encoded("".join(lines))
+            batch = await anext(entries, None)
+        yield b"\n}" if before == "," else b"{ }"
+
+    return StreamingResponse(parts(), media_type=JSON)
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "replace")  # a request may put half a surrogate pair into a message
+
+
+def error_codes(endpoint: Endpoint) -> Iterator[tuple[int, str]]:
+    """The codes of refusals that the endpoint may answer with, and what they mean."""
+    if endpoint.values or endpoint.body is not None:
+        yield 400, "A value is missing, or does not parse"
+    yield 401, "The token is missing or wrong"
+    yield 403, "The request does not come from where it may"
+    yield from endpoint.errors.items()
+    if endpoint.body is not None:
+        yield 413, "The body is too large"
+    yield 408, "The request did not come in time"
+    yield 500, "Stored data is damaged, or the server is at fault"
+    yield 503, "Too much to do, or a server behind it cannot be reached"
+    yield 504, "A server behind it did not answer in time"

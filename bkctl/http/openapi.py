@@ -1,0 +1,96 @@
+"""The OpenAPI 3.1 document of the API, made of the endpoints' declarations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from bkctl import __version__
+from bkctl.http.endpoints import JSON, TEXT, Endpoint, Kind, Schema, error_codes
+
+_ERROR: Final[Schema] = {
+    "type": "object",
+    "properties": {"error": {"type": "string"}, "hint": {"type": ["string", "null"]}},
+    "required": ["error", "hint"],
+}
+_BOOKIE_PARAMETER: Final = {
+    "name": "bookie",
+    "in": "query",
+    "description": "The bookie that this is about; the gateway passes the request on to its HTTP server.",
+    "required": True,
+    "schema": {"type": "string"},
+}
+
+
+def document(endpoints: Iterable[Endpoint], *, gateway: bool, needs_token: bool) -> dict[str, Any]:
+    """The document of these endpoints. On a `gateway` those of a bookie have a parameter that names it."""
+    paths: dict[str, dict[str, Any]] = {}
+    for endpoint in endpoints:
+        methods = ("get", "put", "post", "delete") if endpoint.any_method else (endpoint.method.lower(),)
+        for method in methods:
+            paths.setdefault(endpoint.path, {})[method] = _operation(endpoint, method, gateway)
+    found: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "bkctl",
+            "version": __version__,
+            "description": "Apache BookKeeper's REST API with the ledger scopes of BP-35.",
+        },
+        "paths": paths,
+        "components": {"schemas": {"Error": _ERROR}},
+    }
+    if needs_token:
+        found["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        found["security"] = [{"token": []}]
+    return found
+
+
+def _operation(endpoint: Endpoint, method: str, gateway: bool) -> dict[str, Any]:
+    name = "-".join(part for part in endpoint.path.split("/") if part not in ("", "api", "v1"))
+    operation: dict[str, Any] = {
+        "operationId": f"{method}-{name}",
+        "summary": endpoint.summary,
+        "responses": _responses(endpoint, gateway),
+    }
+    parameters: list[Mapping[str, Any]] = [
+        {
+            "name": each.name,
+            "in": "query",
+            "description": each.help,
+            "required": each.required,
+            "schema": {"type": "string"} if each.kind is Kind.FLAG else each.schema(in_body=False),
+        }
+        for each in endpoint.values
+    ]
+    if gateway and endpoint.of_bookie:
+        parameters.append(_BOOKIE_PARAMETER)
+    if parameters:
+        operation["parameters"] = parameters
+    if endpoint.body is not None:
+        operation["requestBody"] = {
+            "required": endpoint.body.needed,
+            "content": {JSON: {"schema": endpoint.body.schema()}},
+        }
+    return operation
+
+
+def _responses(endpoint: Endpoint, gateway: bool) -> dict[str, Any]:
+    if isinstance(endpoint.answer, str):
+        content: dict[str, Any] = {endpoint.answer: {"schema": {"type": "string"}}}
+    else:
+        content = {JSON: {"schema": endpoint.answer}}
+    if endpoint.text_too:
+        content[TEXT] = {"schema": {"type": "string"}}
+    responses: dict[str, Any] = {"200": {"description": "Done", "content": content}}
+    codes = dict(error_codes(endpoint))
+    if gateway and endpoint.of_bookie:
+        codes = {400: "A value is missing, or does not parse", 404: "There is no such bookie", **codes}
+        codes[502] = "The bookie's server answers what is no HTTP"
+    for code, meaning in sorted(codes.items()):
+        responses[str(code)] = {
+            "description": meaning,
+            "content": {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}},
+        }
+    return responses
+
+

@@ -1,0 +1,307 @@
+"""The HTTP server itself: where it listens, who may connect, and uvicorn in a thread with an event loop of its own.
+
+A bookie's work and the API's do not wait for each other. Without a token or client certificates it listens on loopback
+only. TLS takes PEM files under Apache's keys: `httpServerKeyStorePath` has the private key and the certificate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from bkctl.config import BookieConfig
+from bkctl.errors import BkctlError, UsageError
+from bkctl.http.app import Api
+from bkctl.http.endpoints import JSON, json_text
+from bkctl.http.gateway import PassedOn
+from bkctl.http.service import LocalBookie, Service
+from bkctl.metadata.store import NO_SECURITY, StoreSecurity, client_tls
+
+if TYPE_CHECKING:
+    from bkctl.bookie.server import Bookie
+
+log: Final = logging.getLogger("bkctl.http")
+
+#: A connection has to have asked something within this, and asks something new within it after an answer.
+IDLE_TIMEOUT_S: Final = 20.0
+#: A client that takes nothing of its answer for so long is cut off.
+STALL_TIMEOUT_S: Final = 40.0
+CONNECTIONS_MAX: Final = 256
+HEAD_SIZE_BYTES_MAX: Final = 32 << 10
+STOP_TIMEOUT_S: Final = 5
+TOKEN_SIZE_BYTES_MAX: Final = 4096
+_LOOK_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSettings:
+    """Where a server listens, and who may ask: who has the `token`, and with `tls` perhaps a certificate."""
+
+    host: str
+    port: int
+    token: str | None = None
+    tls: ssl.SSLContext | None = None
+
+    @classmethod
+    def of(cls, config: BookieConfig) -> HttpSettings:
+        """Those of a bookie. Raises UsageError for files that cannot be used, or a server that would be open to all."""
+        if config.http_server_token and config.http_server_token_file:
+            raise UsageError("httpServerToken and httpServerTokenFile are both set", hint="keep the file")
+        token = config.http_server_token
+        if config.http_server_token_file:
+            token = read_token(Path(config.http_server_token_file))
+        tls = None
+        if config.http_server_tls_enable:
+            if not config.http_server_key_store_path:
+                raise UsageError("httpServerTlsEnable needs httpServerKeyStorePath: a PEM file, key and certificate")
+            tls = tls_context(
+                config.http_server_key_store_path,
+                config.http_server_key_store_password,
+                config.http_server_trust_store_path,
+            )
+        return cls(config.http_server_host, config.http_server_port, token or None, tls).checked(
+            "set httpServerHost=127.0.0.1, or httpServerTokenFile, or TLS with httpServerTrustStorePath"
+        )
+
+    def checked(self, hint: str) -> HttpSettings:
+        """The same. Raises UsageError with `hint` for a server beyond loopback that asks nobody who they are."""
+        if not self.authenticates and not is_loopback(self.host):
+            raise UsageError(
+                f"The HTTP server on {self.host} would be open to everybody who reaches this machine", hint=hint
+            )
+        return self
+
+    @property
+    def authenticates(self) -> bool:
+        """Whether a client has to prove something: a token, or a certificate."""
+        return self.token is not None or (self.tls is not None and self.tls.verify_mode is ssl.CERT_REQUIRED)
+
+    @property
+    def protocol(self) -> str:
+        """http or https."""
+        return "http" if self.tls is None else "https"
+
+
+def read_token(path: Path) -> str:
+    """The token in a file, without the white space around it. Raises UsageError."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(TOKEN_SIZE_BYTES_MAX + 1)
+        token = data.decode("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"The token in {path} cannot be read: {error}") from error
+    if not token or len(data) > TOKEN_SIZE_BYTES_MAX or any(char.isspace() for char in token):
+        raise UsageError(f"{path} has no token: one word of at most {TOKEN_SIZE_BYTES_MAX} characters")
+    return token
+
+
+def tls_context(
+    key_store: str, password: str | None, trust_store: str | None, key: str | None = None
+) -> ssl.SSLContext:
+    """A server's TLS settings from PEM files; with `trust_store` a client needs a certificate from there.
+
+    `key` is the private key's file where it is not in `key_store`. Raises UsageError.
+    """
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(key_store, key, password or "")
+        if trust_store:
+            context.load_verify_locations(trust_store)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError(f"The TLS files of the HTTP server cannot be used: {error}", hint="give PEM files") from error
+    return context
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a server on `host` is for this machine only."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        pass
+    try:
+        found = socket.getaddrinfo(host or "0.0.0.0", None)
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
+
+
+class _Protocol(H11Protocol):
+    """uvicorn's HTTP/1.1, for clients that may want no good: connections, silence and standstill are bounded."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if len(self.connections) >= CONNECTIONS_MAX:
+            transport.abort()
+            return
+        super().connection_made(transport)
+        self._since_s = self.loop.time()
+        self._left = 0
+        self._looking = self.loop.call_later(_LOOK_S, self._look)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.transport is None:  # one too many
+            return
+        self._looking.cancel()
+        super().connection_lost(exc)
+
+    def _look(self) -> None:
+        """Cut off who asks nothing, or takes nothing."""
+        now_s = self.loop.time()
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        left = self.transport.get_write_buffer_size()
+        if (is_answering and not left) or left != self._left:
+            self._since_s, self._left = now_s, left
+        if now_s - self._since_s > (STALL_TIMEOUT_S if left else IDLE_TIMEOUT_S):
+            self.transport.abort()
+        else:
+            self._looking = self.loop.call_later(_LOOK_S, self._look)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport is None or self.transport.is_closing():
+            return
+        super().data_received(data)
+
+    def send_400_response(self, msg: str) -> None:
+        """As uvicorn, but in JSON, and only where an answer can still begin."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()
+            return
+        body = json_text({"error": "The request is no HTTP that this server takes", "hint": None}).encode()
+        headers = [
+            (b"content-type", JSON.encode()), (b"content-length", b"%d" % len(body)), (b"connection", b"close"),
+        ]  # fmt: skip
+        with contextlib.suppress(h11.LocalProtocolError):
+            for event in (
+                h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+
+class HttpServer:
+    """One HTTP server: `bind` takes the address, `start` serves in a thread, `stop` ends that."""
+
+    def __init__(self, settings: HttpSettings) -> None:
+        self.settings = settings
+        self.address = (settings.host, settings.port)
+        self._socket: socket.socket | None = None
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+
+    def bind(self) -> int:
+        """Listen, answering nobody yet; returns the port. Raises BkctlError when the address is taken or nobody's."""
+        host, port = self.settings.host.strip("[]") or "0.0.0.0", self.settings.port
+        try:
+            family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            self._socket = socket.socket(family, kind, number)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind(address)
+            self._socket.listen(128)
+        except OSError as error:
+            self._close_socket()
+            raise BkctlError(
+                f"The HTTP server cannot listen on {host}:{port}: {error.strerror}",
+                hint="another server has the port (httpServerPort), or the address is not this machine's",
+            ) from error
+        self.address = (self.settings.host, self._socket.getsockname()[1])
+        return self.address[1]
+
+    def start(self, make_service: Callable[[], Service], *, upstream: PassedOn | None = None) -> None:
+        """Serve, in a thread of its own, on what `make_service` makes there; `upstream` is the gateway's.
+
+        Connections are answered a moment later.
+        """
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve(make_service(), upstream)), name="http", daemon=True
+        )
+        self._thread.start()
+        log.info("HTTP server on %s:%d", *self.address)
+
+    async def _serve(self, service: Service, upstream: PassedOn | None) -> None:
+        assert self._socket is not None
+        api = Api(
+            service, token=self.settings.token, checks_host=not self.settings.authenticates, upstream=upstream
+        )
+        server = self._server = uvicorn.Server(self._config(api))
+        if self._stopping:
+            return
+        try:
+            await server.serve(sockets=[self._socket])
+        finally:
+            await service.close()
+
+    def _config(self, api: Api) -> uvicorn.Config:
+        tls = self.settings.tls
+        return uvicorn.Config(
+            api,
+            loop="asyncio",
+            http=_Protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level=logging.CRITICAL,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=STOP_TIMEOUT_S,
+            h11_max_incomplete_event_size=HEAD_SIZE_BYTES_MAX,
+            ssl_context_factory=None if tls is None else lambda *_: tls,
+        )
+
+    def stop(self) -> None:
+        """Answer what is under way, and end; nothing happens when nothing runs."""
+        self._stopping = True
+        if self._server is not None:
+            self._server.should_exit = True
+        if self._thread is not None:
+            self._thread.join(STOP_TIMEOUT_S + 5)
+            self._thread = None
+        self._close_socket()
+
+    def _close_socket(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+class BookieHttpServer:
+    """A bookie's own HTTP server: made before the bookie starts, so that it can register it; serves once that is up."""
+
+    def __init__(self, config: BookieConfig) -> None:
+        """Listen where `config` says. Raises UsageError, BkctlError."""
+        self.server = HttpServer(HttpSettings.of(config))
+        #: The configuration with the port that it got.
+        self.config = config.with_changes(http_server_port=self.server.bind())
+
+    def start(self, bookie: Bookie, security: StoreSecurity = NO_SECURITY) -> None:
+        """Serve for the bookie; called in its event loop. Raises BkctlError."""
+        loop = asyncio.get_running_loop()
+        config = bookie.config
+        uri = config.metadata_service_uri
+        assert uri is not None
+        tls = None
+        if config.tls_provider_factory_class and config.tls_trust_store:
+            tls = client_tls(config.tls_trust_store, config.tls_certificate_path, config.tls_key_store)
+        timeout_s = config.zk_timeout / 1000 * 3
+        local = LocalBookie(bookie, loop)
+        self.server.start(lambda: Service(uri, security=security, timeout_s=timeout_s, tls=tls, bookie=local))
+
+    def stop(self) -> None:
+        """End it."""
+        self.server.stop()

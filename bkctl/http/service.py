@@ -1,0 +1,168 @@
+"""What the endpoints work on: a cluster, opened when first needed, and on a bookie's own server that bookie."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from bkctl.bookie.metrics import BookieMetrics
+from bkctl.client.ledger import BookKeeper
+from bkctl.errors import BkctlError, TimedOut
+from bkctl.http.endpoints import ServiceUnavailable
+from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.store import NO_SECURITY, StoreSecurity
+
+if TYPE_CHECKING:
+    import ssl
+
+    from bkctl.bookie.server import Bookie
+
+T = TypeVar("T")
+
+log: Final = logging.getLogger("bkctl.http")
+
+#: A bookie's event loop answers within this, or something is wrong with it.
+BOOKIE_TIMEOUT_S: Final = 30.0
+
+
+class LocalBookie:
+    """A bookie of this process, in an event loop of its own: it is asked there, and no thread waits for it."""
+
+    def __init__(self, bookie: Bookie, loop: asyncio.AbstractEventLoop) -> None:
+        self.bookie = bookie
+        self._loop = loop
+
+    @property
+    def bookie_id(self) -> str:
+        """Its id."""
+        return self.bookie.bookie_id
+
+    @property
+    def metrics(self) -> BookieMetrics:
+        """Its counters; plain numbers, which any thread reads."""
+        return self.bookie.metrics
+
+    async def ask(self, question: Callable[[Bookie], T]) -> T:
+        """The answer to a short question, asked in the bookie's event loop. Raises what it raises, TimedOut."""
+
+        async def answer() -> T:
+            return question(self.bookie)
+
+        return await self._run(answer)
+
+    async def do(self, work: Callable[[Bookie], Awaitable[T]]) -> T:
+        """The outcome of asynchronous work in the bookie's event loop. Raises what it raises, TimedOut."""
+
+        async def run() -> T:
+            return await work(self.bookie)
+
+        return await self._run(run)
+
+    async def _run(self, work: Callable[[], Awaitable[T]]) -> T:
+        async def run() -> T:
+            return await work()
+
+        coroutine = run()
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:  # its loop is closed: it stopped meanwhile
+            coroutine.close()
+            raise TimedOut(f"Bookie {self.bookie_id} is stopping") from None
+        try:
+            async with asyncio.timeout(BOOKIE_TIMEOUT_S):
+                return await asyncio.wrap_future(future)
+        except TimeoutError as error:
+            raise TimedOut(f"Bookie {self.bookie_id} did not answer within {BOOKIE_TIMEOUT_S:g} s") from error
+
+
+class Service:
+    """A cluster's metadata and a client of it, opened when first needed; the bookie, where this is a bookie's server.
+
+    `tls` and `addresses` are how the client reaches bookies. Belongs to the event loop that it is used in.
+    """
+
+    def __init__(
+        self,
+        metadata_uri: str,
+        *,
+        security: StoreSecurity = NO_SECURITY,
+        timeout_s: float = 30.0,
+        tls: ssl.SSLContext | None = None,
+        addresses: Mapping[str, tuple[str, int]] = {},
+        bookie: LocalBookie | None = None,
+    ) -> None:
+        self.metadata_uri = metadata_uri
+        self.timeout_s = timeout_s
+        self._security = security
+        self._tls = tls
+        self.addresses = addresses
+        self._bookie = bookie
+        self._opening = asyncio.Lock()
+        self._cluster: Cluster | None = None
+        self._bookkeeper: BookKeeper | None = None
+        #: One sanity test at a time.
+        self.sanity = asyncio.Lock()
+        self._background: asyncio.Task[None] | None = None
+
+    @property
+    def has_bookie(self) -> bool:
+        """Whether this is a bookie's own server."""
+        return self._bookie is not None
+
+    @property
+    def bookie(self) -> LocalBookie:
+        """The bookie whose server this is."""
+        assert self._bookie is not None
+        return self._bookie
+
+    async def cluster(self) -> Cluster:
+        """The cluster's metadata. Raises as `open_cluster`."""
+        async with self._opening:
+            if self._cluster is None:
+                self._cluster = await asyncio.to_thread(
+                    open_cluster, self.metadata_uri, timeout_s=self.timeout_s, security=self._security
+                )
+            return self._cluster
+
+    async def bookkeeper(self) -> BookKeeper:
+        """A client of the cluster. Raises as `open_cluster`."""
+        cluster = await self.cluster()
+        if self._bookkeeper is None:
+            self._bookkeeper = self._client(cluster)
+        return self._bookkeeper
+
+    async def bookkeeper_of_one(self, bookie_id: str) -> BookKeeper:
+        """A new client that writes to this bookie only; the caller closes it. Raises as `open_cluster`."""
+        return self._client(await self.cluster(), [bookie_id])
+
+    def _client(self, cluster: Cluster, only: list[str] | None = None) -> BookKeeper:
+        return BookKeeper(cluster, timeout_s=self.timeout_s, tls=self._tls, addresses=self.addresses, only=only)
+
+    def in_background(self, work: Callable[[], None]) -> None:
+        """Run long work in a thread, one after the other. Raises ServiceUnavailable while the last one is running."""
+        if self._background is not None and not self._background.done():
+            raise ServiceUnavailable("The last such request is still being worked on", hint="try again later")
+
+        async def run() -> None:
+            try:
+                await asyncio.to_thread(work)
+            except (BkctlError, OSError) as error:
+                log.warning("In the background: %s", error)
+
+        self._background = asyncio.get_running_loop().create_task(run())
+
+    async def close(self) -> None:
+        """Close what was opened."""
+        if self._bookkeeper is not None:
+            await self._bookkeeper.close()
+        if self._cluster is not None:
+            await asyncio.to_thread(self._cluster.close)
+        self._bookkeeper = self._cluster = None
+
+
+async def next_of(items: Iterator[T], count: int) -> list[T]:
+    """The next items of an iterator that waits for servers or disks, fetched in a thread; fewer at its end."""
+    return await asyncio.to_thread(lambda: list(islice(items, count)))
