@@ -384,9 +384,6 @@ def _seconds(milliseconds: int) -> str:
 
 
 _DOING_STYLE = {"running": GREEN, "suspended": YELLOW}
-_HELD_BACK = Column(
-    "SCOPED HELD BACK", "scopedDeletesHeldBack", "status.scoped_deletes_held_back", Kind.INTEGER, optional=True
-)
 COLLECTOR_COLUMNS = Columns(
     Column("#", "collector", "number", Kind.INTEGER),
     Column(None, "isInForceGc", "collection.in_force_gc", Kind.BOOLEAN),
@@ -401,7 +398,7 @@ COLLECTOR_COLUMNS = Columns(
     Column(None, "majorCompactionCounter", "status.major_compaction_counter", Kind.INTEGER),
     Column(None, "minorCompactionCounter", "status.minor_compaction_counter", Kind.INTEGER),
     Column(None, "entryLocationCompactionCounter", "status.entry_location_compaction_counter", Kind.INTEGER),
-    _HELD_BACK,
+    Column(None, "scopedDeletesHeldBack", "status.scoped_deletes_held_back", optional=True),
     key="collector",
 )
 COLLECTOR_TABLE_COLUMNS = Columns(
@@ -417,10 +414,8 @@ COLLECTOR_TABLE_COLUMNS = Columns(
 )
 
 
-def _collector_columns(output: Output, held_back: bool) -> Columns:
-    if output is not Output.TABLE:
-        return COLLECTOR_COLUMNS
-    return COLLECTOR_TABLE_COLUMNS.and_also(_HELD_BACK) if held_back else COLLECTOR_TABLE_COLUMNS
+def _collector_columns(output: Output) -> Columns:
+    return COLLECTOR_TABLE_COLUMNS if output is Output.TABLE else COLLECTOR_COLUMNS
 
 
 @command(app, "gc", connects=True, asks=True)
@@ -476,7 +471,7 @@ def gc(
                 "not name, however many those are"
             )
         if status:
-            run.watch(watch, lambda: _collector_rows(api.garbage_collection()), _collector_columns(run.output, False))
+            run.watch(watch, lambda: _collector_rows(api.garbage_collection()), _collector_columns(run.output))
             return
         if dry_run:
             run.note(f"bkctl: Dry run: {found.name} would {_gc_plan(major, minor, suspend, resume)}")
@@ -488,13 +483,12 @@ def gc(
         else:
             _force_gc(run, found, major, minor, accept_scoped_deletes, wait, deadline)
         after = api.garbage_collection()
-        held_back = sum(each.scoped_deletes_held_back or 0 for each in after.collectors)
-        run.render(_collector_rows(after), _collector_columns(run.output, held_back > 0))
-        if forces and wait:
-            run.finish_with(
-                held_back,
-                "ledgers of scopes seem deleted and were kept, since they are so many; check that, then "
-                "'bookie gc --accept-scoped-deletes' lets one round delete them",
+        run.render(_collector_rows(after), _collector_columns(run.output))
+        held_back = [each.scoped_deletes_held_back for each in after.collectors if each.scoped_deletes_held_back]
+        if held_back and forces and wait:
+            raise FindingsError(
+                f"{found.name} kept ledgers of scopes that seem deleted: {held_back[0]}",
+                hint="check that; 'bookie gc --accept-scoped-deletes' lets one round delete them",
             )
 
 

@@ -473,8 +473,8 @@ class CollectorStatus(NamedTuple):
     major_compaction_counter: int
     minor_compaction_counter: int
     entry_location_compaction_counter: int
-    #: Ledgers of scopes ≠ 0 that were found deleted and kept all the same, since they were so many; a bookie of ours.
-    scoped_deletes_held_back: int | None = None
+    #: Why the last round kept ledgers of scopes ≠ 0 although they are deleted, as it seems; only a bookie of ours does.
+    scoped_deletes_held_back: str | None = None
 
 
 class GarbageCollection(NamedTuple):
@@ -571,7 +571,7 @@ class BookieApi:
                 fields.integer("majorCompactionCounter"),
                 fields.integer("minorCompactionCounter"),
                 fields.integer("entryLocationCompactionCounter", 0),
-                fields.integer("scopedDeletesHeldBack") if "scopedDeletesHeldBack" in fields.values else None,
+                fields.text("scopedDeletesHeldBack", "") or None,
             )
 
     def force_garbage_collection(
@@ -671,6 +671,13 @@ class _Fields:
         if default is not None and name not in self.values:
             return default
         return self._typed(name, "whole number", _whole)
+
+    def text(self, name: str, default: str) -> str:
+        """A string; `default` stands in for one that is not sent."""
+        value = self.values.get(name, default)
+        if not isinstance(value, str):
+            raise _unexpected(f"{self._what}: {name!r}", "no text", value)
+        return value
 
     def _typed(self, name: str, kind: str, convert: Callable[[Any], T]) -> T:
         if name not in self.values:
