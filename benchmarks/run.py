@@ -3,10 +3,11 @@
     python benchmarks/run.py                     everything
     python benchmarks/run.py startup adds-v2     what is named
     python benchmarks/run.py --seconds 120 adds-v2 adds-v3
+    python benchmarks/run.py --storage db --runs 3 --profile adds-v2
     python benchmarks/run.py --mib 64 1024 -- files
 
 Needs Java 17 and Maven, like the tests, whose servers it uses. A ratio above 1 means that bkctl is faster. The
-machine's noise is part of every figure: compare ratios, not seconds.
+machine's noise is part of every figure: compare ratios, not seconds. `--profile` needs py-spy (`pip install py-spy`).
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,10 +33,13 @@ sys.path.insert(0, str(PROJECT / "tests"))
 
 import servers  # noqa: E402
 from files import compare as compare_files  # noqa: E402
-from own_bookies import OwnBookie  # noqa: E402
+from own_cluster import OwnCluster, start_all, stop_all  # noqa: E402
 
 BKCTL = [str(Path(sys.executable).with_name("bkctl"))]
 ENTRY_SIZE_BYTES = 1024
+STORAGES = {"sorted": servers.SORTED, "interleaved": servers.INTERLEAVED, "db": servers.DB}
+#: Functions that a profile names of each thread.
+PROFILE_LINES = 12
 
 
 class Figure(NamedTuple):
@@ -65,9 +72,14 @@ def timed(command: Sequence[str], runs: int = 5) -> float:
 class Bench:
     """The servers that the benchmarks share, started when first used."""
 
-    def __init__(self, directory: Path, seconds: float) -> None:
+    def __init__(
+        self, directory: Path, seconds: float, storage: str = "sorted", runs: int = 1, profile: bool = False
+    ) -> None:
         self.directory = directory
         self.seconds = seconds
+        self.storage = storage
+        self.runs = runs
+        self.profiler = find_profiler() if profile else None
         self.java = servers.Java()
         self._zookeeper: servers.ZooKeeperServer | None = None
         self._apache: dict[int, servers.ApacheCluster] = {}
@@ -80,11 +92,11 @@ class Bench:
         return self._zookeeper
 
     @contextlib.contextmanager
-    def apache(self, count: int) -> Iterator[servers.ApacheCluster]:
-        """Apache bookies with their default storage (Sorted), sizes and a fully optimising JVM."""
+    def apache(self, count: int, storage: str = "sorted") -> Iterator[servers.ApacheCluster]:
+        """Apache bookies of one storage class, with its default sizes and a fully optimising JVM."""
         cluster = servers.ApacheCluster(
             self.java, self.zookeeper, self.directory / f"apache-{time.time_ns()}", root=self.zookeeper.new_root(),
-            storages=(servers.SORTED,) * count, settings=server_settings(),
+            storages=(STORAGES[storage],) * count, settings=server_settings(),
         )  # fmt: skip
         with full_speed_java(heap_mb=1024):
             cluster.start()
@@ -94,22 +106,19 @@ class Bench:
             cluster.stop()
 
     @contextlib.contextmanager
-    def ours(self, count: int) -> Iterator[str]:
-        """Our bookies as processes on the same ZooKeeper; gives the metadata URI."""
+    def ours(self, count: int, storage: str = "sorted") -> Iterator[OwnCluster]:
+        """Our bookies as processes on the same ZooKeeper."""
         root = self.zookeeper.new_root()
         uri = self.zookeeper.metadata_uri(root)
         directory = self.directory / f"ours-{time.time_ns()}"
         servers.format_cluster(self.java, uri, directory)
-        bookies = [OwnBookie(uri, directory / f"bookie-{index}", settings=server_settings()) for index in range(count)]
-        for bookie in bookies:
-            bookie.launch()
-        for bookie in bookies:
-            bookie.wait_ready()
+        cluster = OwnCluster(uri, directory, (STORAGES[storage],) * count, server_settings())
         try:
-            yield uri
+            start_all(cluster.bookies)
+            yield cluster
+            stop_all(cluster.bookies)
         finally:
-            for bookie in bookies:
-                bookie.stop()
+            cluster.kill()
 
     def java_rate(self, *arguments: object) -> dict[str, Any]:
         """Run Bench.java with a fully optimising JVM; what it prints."""
@@ -123,7 +132,10 @@ class Bench:
 
 
 def server_settings() -> dict[str, object]:
-    """Both kinds of bookie run with these: Apache's own defaults where the tests' small ones would throttle."""
+    """Both kinds of bookie run with these: Apache's own defaults where the tests' small ones would throttle.
+
+    Garbage collection looks around several times a run, at ledgers that are all there.
+    """
     return {
         "journalMaxSizeMB": 2048,
         "journalPreAllocSizeMB": 16,
@@ -133,6 +145,11 @@ def server_settings() -> dict[str, object]:
         "numReadWorkerThreads": 8,
         "serverNumIOThreads": 4,
         "allocatorPoolingPolicy": "PooledDirect",
+        "gcWaitTime": 15_000,
+        "dbStorage_writeCacheMaxSizeMb": 256,
+        "dbStorage_readAheadCacheMaxSizeMb": 256,
+        "dbStorage_rocksDB_blockCacheSize": 64 * 1024 * 1024,
+        "dbStorage_rocksDB_writeBufferSizeMB": 64,
     }
 
 
@@ -221,19 +238,105 @@ def our_rate(uri: str, protocol: str, what: str, argument: str) -> float:
     return float(done.stdout)
 
 
-def adds(bench: Bench, protocol: str) -> Iterator[Figure]:
+def adds(bench: Bench, protocol: str) -> Iterator[Figure | str]:
     """Three of our bookies against three of Apache's under the same Java client; journal synced, log, index on."""
     amount = f"{int(bench.seconds)}s"
     arguments = (protocol, "add", amount, ENTRY_SIZE_BYTES, 3, 2, 2)
-    with bench.apache(3) as cluster:
-        peer = bench.java_rate(cluster.metadata_uri, *arguments)["perSecond"]
-    with bench.ours(3) as uri:
-        ours = bench.java_rate(uri, *arguments)["perSecond"]
-    what = f"Java client adds to 3 bookies, {protocol}, E3 Wq2 Aq2, {amount}"
-    yield Figure(what, ours, peer, "Apache bookies", rate=True)
+    for _ in range(bench.runs):
+        with bench.apache(3, bench.storage) as theirs:
+            before = processor_seconds(theirs.bookies)
+            peer = bench.java_rate(theirs.metadata_uri, *arguments)
+            peer_seconds = processor_seconds(theirs.bookies) - before
+        with bench.ours(3, bench.storage) as cluster, profile(bench, cluster.bookies[0]) as lines:
+            before = processor_seconds(cluster.bookies)
+            ours = bench.java_rate(cluster.metadata_uri, *arguments)
+            our_seconds = processor_seconds(cluster.bookies) - before
+        what = f"Java client adds to 3 bookies, {protocol}, E3 Wq2 Aq2, {amount}, {bench.storage}"
+        yield Figure(what, ours["perSecond"], peer["perSecond"], "Apache bookies", rate=True)
+        spent = [
+            f"{name} {seconds:.1f} s, {seconds / done['entries'] * 1e6:.0f} µs an entry"
+            for name, seconds, done in (("ours", our_seconds, ours), ("Apache's", peer_seconds, peer))
+        ]
+        yield f"  processor time of the 3 bookies: {'; '.join(spent)}"
+        yield from lines
 
 
-BENCHMARKS: dict[str, Callable[[Bench], Iterator[Figure]]] = {
+def processor_seconds(bookies: Sequence[servers.Server]) -> float:
+    """User and system time of these processes so far."""
+    return sum(stat_seconds(Path(f"/proc/{bookie.pid}/stat")) for bookie in bookies)
+
+
+def stat_seconds(stat: Path) -> float:
+    fields = stat.read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# --- what bounds ours -----------------------------------------------------------------------------------------------
+
+
+def find_profiler() -> str:
+    """The path of py-spy, which looks at a running process from outside."""
+    found = shutil.which("py-spy", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))))
+    if found is None:
+        raise SystemExit("--profile needs py-spy: pip install py-spy")
+    return found
+
+
+@contextlib.contextmanager
+def profile(bench: Bench, bookie: servers.Server) -> Iterator[list[str]]:
+    """Sample one bookie meanwhile; the list has the lines to print afterwards, none where no profile is asked for."""
+    lines: list[str] = []
+    if bench.profiler is None:
+        yield lines
+        return
+    raw = bench.directory / "profile.raw"
+    command = [bench.profiler, "record", "--threads", "--nonblocking", "--function", "--format", "raw", "--rate", "100"]
+    sampler = subprocess.Popen(
+        [*command, "--duration", "100000", "--output", str(raw), "--pid", str(bookie.pid)],
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    before = thread_seconds(bookie)
+    try:
+        yield lines
+        spent = Counter(thread_seconds(bookie)) - Counter(before)
+    finally:
+        sampler.send_signal(signal.SIGINT)
+        _, said = sampler.communicate(timeout=60)
+    if not raw.exists():
+        raise SystemExit(f"py-spy: {said}")
+    lines += profile_lines(raw.read_text(), spent)
+
+
+def thread_seconds(bookie: servers.Server) -> dict[int, float]:
+    """User and system time of each thread of a process so far, by its native id."""
+    return {int(task.name): stat_seconds(task / "stat") for task in Path(f"/proc/{bookie.pid}/task").iterdir()}
+
+
+def profile_lines(raw: str, spent: Mapping[int, float]) -> list[str]:
+    """For each thread its processor seconds, and the functions in which it was seen most.
+
+    Waiting for the disk or in the event loop (`Runner.run`, which is all that uvloop does itself) is seen, too.
+    """
+    names: dict[int, str] = {}
+    functions: dict[int, Counter[str]] = {}
+    for line in raw.splitlines():
+        stack, _, count = line.rpartition(" ")
+        thread, *frames = stack.split(";")
+        number, _, name = thread.removeprefix("thread (").partition("): ")
+        names[int(number)] = name
+        functions.setdefault(int(number), Counter())[frames[-1] if frames else "?"] += int(count)
+    lines = ["  one of our bookies, processor time of its threads, and where they were seen:"]
+    for number, seconds in sorted(spent.items(), key=lambda item: -item[1]):
+        if seconds < sum(spent.values()) / 50:
+            continue
+        lines.append(f"    {seconds:8.2f} s  {names.get(number, 'a thread without Python')}")
+        seen = functions.get(number, Counter())
+        for function, count in seen.most_common(PROFILE_LINES):
+            lines.append(f"                {count / seen.total():6.1%}  {function}")
+    return lines
+
+
+BENCHMARKS: dict[str, Callable[[Bench], Iterator[Figure | str]]] = {
     "startup": startup,
     "ledger-read": ledger_read,
     "client": client,
@@ -287,6 +390,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(("files", *BENCHMARKS)))
     parser.add_argument("--seconds", type=float, default=30, help="how long each adds run takes (30)")
+    parser.add_argument("--storage", choices=STORAGES, default="sorted", help="of the adds, on both sides (sorted)")
+    parser.add_argument("--runs", type=int, default=1, help="how often each adds benchmark runs (1)")
+    parser.add_argument("--profile", action="store_true", help="show what one of our bookies does during the adds")
     parser.add_argument("--mib", type=int, nargs="+", default=[64, 1024], help="sizes of the files (64 1024)")
     arguments = parser.parse_args()
     unknown = set(arguments.names) - BENCHMARKS.keys() - {"files"}
@@ -294,7 +400,9 @@ def main() -> None:
         parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are files, {', '.join(BENCHMARKS)}")
     os.environ.setdefault("BKCTL_TEST_REQUIRE", "all")
     with tempfile.TemporaryDirectory(prefix="bkctl-bench-") as directory:
-        bench = Bench(Path(directory), arguments.seconds)
+        bench = Bench(
+            Path(directory), arguments.seconds, arguments.storage, arguments.runs, arguments.profile
+        )  # fmt: skip
         try:
             if "files" in arguments.names or not arguments.names:
                 for line in compare_files(bench, arguments.mib, full_speed_java):
@@ -304,7 +412,7 @@ def main() -> None:
                 print(f"{'':<58} {'bkctl':>12}  {'peer':>12}  {'ratio':>7}  peer", flush=True)
             for name in names:
                 for figure in BENCHMARKS[name](bench):
-                    print(figure.line(), flush=True)
+                    print(figure if isinstance(figure, str) else figure.line(), flush=True)
         finally:
             bench.close()
 
