@@ -490,7 +490,11 @@ class Bookie:
             self._flush_soon()
 
     def _storage_failed(self, error: OSError) -> None:
-        if error.errno in NO_SPACE:
+        if error.errno in NO_SPACE and self.storage.leave_full_disk():
+            log.warning("%s is full: its entries go to another ledger directory", error.filename or "A disk")
+            if self._checkpoint_running is None and self._entries is not None:
+                self._entries.submit(self._write_entries)
+        elif error.errno in NO_SPACE:
             self._run_out_of_space(f"Ledger storage is full ({error.filename or error})")
         else:
             self._fail(BkctlError(f"Ledger storage of bookie {self.bookie_id} failed: {error}"))
@@ -654,7 +658,10 @@ class Bookie:
             self._read_batch(request, respond, self._handle(request.ledger))
 
     def _read_batch(self, request: BatchReadRequest, respond: Respond, handle: LedgerHandle) -> None:
-        """Consecutive entries up to a count and a size, at least one. Source: BatchedReadEntryProcessor."""
+        """Consecutive entries up to a count and a size, at least one; the first one's size stands for the others'.
+
+        Source: BatchedReadEntryProcessor.
+        """
         storage = self.storage
         first = handle.last_entry if request.entry_id == LAST_ENTRY else request.entry_id
         size_max = min(request.max_size, self.config.max_batch_read_size)
@@ -665,7 +672,8 @@ class Bookie:
         def gather() -> tuple[Buffer, ...]:
             bodies: list[Buffer] = []
             size = BATCH_READ_OVERHEAD_BYTES
-            while len(bodies) < count_max:
+            most = count_max
+            while len(bodies) < most:
                 try:
                     body = storage.read(handle, first + len(bodies))
                 except (OSError, Corrupt, EntryNotFound):
@@ -673,7 +681,9 @@ class Bookie:
                         raise
                     break
                 size += len(body) + 4
-                if bodies and size > size_max:
+                if not bodies:
+                    most = min(most, 1 + max(0, size_max - size) // (len(body) + 4))
+                elif size > size_max:
                     break
                 bodies.append(body)
             return tuple(bodies)
