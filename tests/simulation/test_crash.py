@@ -8,8 +8,10 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
+from servers import INTERLEAVED, SORTED
 
 from bkctl.config import BookieConfig
 from bkctl.errors import LedgerFenced
@@ -22,6 +24,13 @@ SEEDS = [int(each) for each in os.environ.get("BKCTL_TEST_SEEDS", "1,2,3,4,5,6")
 #: The same ledger id in three scopes, and neighbours.
 LEDGERS = [LedgerId(0, 5), LedgerId(7, 5), LedgerId(0xFFFF_0000_0000_0001, 5), LedgerId(0, 6), LedgerId(0, 0)]
 STEPS = 40
+SETTINGS: dict[str, Any] = {}
+
+
+@pytest.fixture(params=[SORTED, INTERLEAVED], ids=["sorted", "interleaved"], autouse=True)
+def storage_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test once for each storage class."""
+    monkeypatch.setitem(SETTINGS, "ledger_storage_class", request.param)
 
 
 @dataclass
@@ -45,7 +54,8 @@ def config_for(root: Path, journals: int = 1) -> BookieConfig:
         page_size=64,
         page_limit=4,
         open_file_limit=3,
-    )
+        skip_list_size_limit=4096,
+    ).with_changes(**SETTINGS)
 
 
 def digest_of(ledger: LedgerId) -> DigestManager:
