@@ -12,6 +12,9 @@ Source: FileInfo, IndexPersistenceMgr, LedgerMetadataIndex, EntryLocationIndex; 
 from __future__ import annotations
 
 import re
+import sys
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from struct import Struct
@@ -199,6 +202,32 @@ def ledger_key(ledger: LedgerId, *, scoped: bool | None = None) -> bytes:
 def location_key(ledger: LedgerId, entry_id: int, *, scoped: bool | None = None) -> bytes:
     """An entry's key: 16 bytes in `locations` (scope 0), 24 in `scoped-locations`; `scoped` as for `ledger_key`."""
     return ledger_key(ledger, scoped=scoped) + _LONG.pack(entry_id)
+
+
+def location_keys(runs: Sequence[tuple[LedgerId, int]], entry_ids: array[int], *, scoped: bool) -> list[bytes]:
+    """The keys of many entries at once: `runs` says how many of `entry_ids` each ledger has, one after the other."""
+    ids = entry_ids[:]
+    if sys.byteorder == "little":
+        ids.byteswap()
+    tails = ids.tobytes()
+    keys: list[bytes] = []
+    begin = 0
+    for ledger, count in runs:
+        prefix = ledger_key(ledger, scoped=scoped)
+        end = begin + count * _LONG.size
+        keys += [prefix + tails[at : at + _LONG.size] for at in range(begin, end, _LONG.size)]
+        begin = end
+    assert len(keys) == len(entry_ids), "the runs are those of the entries"
+    return keys
+
+
+def location_values(locations: array[int]) -> list[bytes]:
+    """The values of many entries at once."""
+    values = locations[:]
+    if sys.byteorder == "little":
+        values.byteswap()
+    data = values.tobytes()
+    return [data[at : at + _LONG.size] for at in range(0, len(data), _LONG.size)]
 
 
 def read_ledger_key(key: bytes, where: str = "", *, scoped: bool = False) -> LedgerId | None:

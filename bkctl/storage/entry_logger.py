@@ -482,6 +482,26 @@ class EntryLogger:
             raise CorruptRecord("Another entry stands", offset=offset, where=where)
         return body
 
+    def read_following(self, location: int, ledger: LedgerId, *, size_max: int) -> list[tuple[int, memoryview]]:
+        """The entries (id, body) that stand one behind the other from `location` on, within `size_max` bytes.
+
+        Of one ledger, so the list ends before the first record that is not; it may be empty. Raises OSError.
+        """
+        log_id, offset = formats.unpack_location(location)
+        data = memoryview(self._reader(log_id).read(offset - 4, size_max))
+        prefix, at = (ledger.value.to_bytes(16, "big"), 1) if ledger.is_scoped else (ledger[1].to_bytes(8, "big"), 0)
+        ids = at + len(prefix)
+        entries: list[tuple[int, memoryview]] = []
+        start = 4
+        while start + ENTRY_SIZE_BYTES_MIN <= len(data):
+            (size,) = RECORD_SIZE.unpack_from(data, start - 4)
+            body = data[start : start + size]
+            if size < ids + 8 or len(body) < size or body[at:ids] != prefix or (at == 0) != (body[0] < 0x80):
+                break
+            entries.append((int.from_bytes(body[ids : ids + 8], "big", signed=True), body))
+            start += size + 4
+        return entries
+
     def _reader(self, log_id: int) -> StorageFile:
         with self._lock:
             file = self._readers.get(log_id)

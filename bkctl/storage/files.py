@@ -209,6 +209,9 @@ class Files:
         self.rename(beside, path)
         self.sync_directory(path.parent)
 
+    def note_written(self, directory: Path) -> None:
+        """A library has written files in `directory` by itself, and synced them. Nothing to do on a real disk."""
+
     def disk_usage(self, path: Path) -> DiskUsage:
         """How full the file system below `path` is."""
         found = os.statvfs(path)
@@ -379,6 +382,12 @@ class SimulatedFiles(Files):
             self.step("remove", path)
             super().remove(path)
             del self._directory(path.parent).current[path.name]
+
+    def note_written(self, directory: Path) -> None:
+        """The crash comes before that, or keeps all files in `directory` as they are now."""
+        self.step("sync", directory)
+        parent = self._directory(directory.parent)
+        parent.durable[directory.name] = parent.current[directory.name] = self._scan(directory)
 
     def disk_usage(self, path: Path) -> DiskUsage:
         if self.capacity_bytes is None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Final, Generic, TypeVar
 
 from bkctl.config import BookieConfig
-from bkctl.errors import Unsupported
 from bkctl.formats.layout import Buffer
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.storage.entry_logger import EntryLogger, Move
@@ -23,6 +22,8 @@ from bkctl.storage.files import Files
 CURRENT: Final = "current"
 #: Entry log bytes in memory before they are written (unsynced).
 CHUNK_SIZE_BYTES: Final = 1 << 20
+#: Entry bytes in memory for which the bookie holds its connections back, where the storage does not say.
+UNWRITTEN_BYTES_MAX: Final = 256 << 20
 
 
 class LedgerHandle:
@@ -151,6 +152,11 @@ class LedgerStorage(ABC, Generic[Handle]):
         """Bytes added that are in memory only."""
 
     @property
+    def unwritten_bytes_max(self) -> int:
+        """With more of those the bookie takes no entries until a write or a flush is done."""
+        return UNWRITTEN_BYTES_MAX
+
+    @property
     @abstractmethod
     def is_flush_due(self) -> bool:
         """Whether a flush should not wait for its time, because memory fills up."""
@@ -197,9 +203,13 @@ class LedgerStorage(ABC, Generic[Handle]):
         """Whether the index says so, of each (ledger, entry id, location) of one log (G). Raises OSError, Corrupt."""
         return [self.has_entry_at(*each) for each in entries]
 
-    def compact_locations(self) -> None:
-        """Compact the database of locations, where there is one (G)."""
+    def compact_locations(self, paths: Collection[str] = ()) -> None:
+        """Compact the databases of locations at `paths`, all where none is named, if there are any (any thread)."""
         return
+
+    def location_compactions(self) -> dict[str, bool]:
+        """The databases of locations by path, and whether each is being compacted."""
+        return {}
 
 
 def open_ledger_storage(
@@ -209,11 +219,10 @@ def open_ledger_storage(
 
     `chance` picks directories. Raises Unsupported for a class that is not known.
     """
+    if config.ledger_storage == "db":
+        from bkctl.storage.db_ledger_storage import DbLedgerStorage
+
+        return DbLedgerStorage(config, files)
     from bkctl.storage.interleaved_ledger_storage import InterleavedLedgerStorage
 
-    if config.ledger_storage == "db":
-        raise Unsupported(
-            "Our bookie does not have DbLedgerStorage",
-            hint="use ledgerStorageClass org.apache.bookkeeper.bookie.SortedLedgerStorage on new directories",
-        )
     return InterleavedLedgerStorage(config, files, chance=chance)

@@ -1,7 +1,8 @@
 """The RocksDBs of DbLedgerStorage: `ledgers` and `locations`, and `scoped-ledgers` and `scoped-locations`.
 
 They are read beside a running bookie, without a trace in its directories, and written so that Apache's bookie opens
-what we made: with the table format, compression and filter that its own settings have by default.
+what we made: with the table format, compression and filter that its own settings have by default. A bookie that serves
+from a database (`serve`) reads it from any thread, and changes it by `write` alone.
 
 Source: KeyValueStorageRocksDB, LedgerMetadataIndex, EntryLocationIndex; BP-35.
 """
@@ -11,12 +12,13 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Self
 
+from bkctl.config import BookieConfig
 from bkctl.errors import AlreadyExists, BkctlError, Corrupt, CorruptRecord, DirectoryInUse, NotFound
 from bkctl.formats.index import (
     STORAGE_FLAGS_KEY,
@@ -36,8 +38,6 @@ from bkctl.storage.windows import FileReader
 
 #: Puts and deletes that reach the database together.
 BATCH_OPERATIONS: Final = 10_000
-#: The newest block format that every RocksDB reads which Apache 4.16 to 4.18 bring along.
-TABLE_FORMAT_VERSION: Final = 5
 
 _FILE: Final = re.compile(r"CURRENT|IDENTITY|MANIFEST-\d+|OPTIONS-\d+|\d+\.(?:sst|log|blob)").fullmatch
 _OPEN_ATTEMPTS: Final = 5
@@ -52,6 +52,7 @@ class _Database:
 
     path: Path
     scoped: bool
+    _is_for_locations = False
 
     def __init__(self, path: Path, database: Any, view: Any, *, scoped: bool, writes: bool) -> None:
         self.path, self.scoped = path, scoped
@@ -111,16 +112,26 @@ class _Database:
         return cls._open_to_write(path, scoped)
 
     @classmethod
-    def _open_to_write(cls, path: Path, scoped: bool | None) -> Self:
+    def serve(cls, path: Path, config: BookieConfig) -> Self:
+        """The database in the directory `path`, made where there is none, as a bookie with these settings uses it.
+
+        Raises DirectoryInUse where another process has it open, Corrupt.
+        """
+        if (path / "CURRENT").exists():
+            # On a damaged MANIFEST RocksDB may never return.
+            _check_manifest(path)
+        database = cls._open_to_write(path, None, config)
+        # A bookie that is killed leaves nothing that is not RocksDB's.
+        (path / _BINDING_FILE).unlink(missing_ok=True)
+        return database
+
+    @classmethod
+    def _open_to_write(cls, path: Path, scoped: bool | None, config: BookieConfig | None = None) -> Self:
         from rocksdict import Rdict
 
         with _errors_of(path, "cannot be opened"):
-            database = Rdict(str(path), options=cls._write_options())
+            database = Rdict(str(path), options=_write_options(cls._is_for_locations, config or BookieConfig()))
         return cls(path, database, None, scoped=_is_scoped(path, scoped), writes=True)
-
-    @classmethod
-    def _write_options(cls) -> Any:
-        raise AssertionError
 
     def close(self) -> None:
         """Close the database; what was written is on disk then. Safe to call again. Raises BkctlError."""
@@ -189,6 +200,13 @@ class _Database:
             value: bytes | None = self._database.get(key)
         return value
 
+    def values_of(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """The values of many keys, in their order; None where there is none."""
+        self._write_pending()
+        with self._reading():
+            values: list[bytes | None] = self._database.get(list(keys))
+        return values
+
     def stray_tables(self) -> list[Path]:
         """The tables in the directory that the MANIFEST did not name when the database was opened.
 
@@ -218,6 +236,23 @@ class _Database:
         self._write_pending()
         with _errors_of(self.path, "cannot be written"):
             self._database.flush(True)
+
+    def write(self, batch: Any) -> None:
+        """Write one batch (rocksdict's WriteBatch), all of it or nothing; it is on disk when this returns.
+
+        Any thread may call it. Raises BkctlError.
+        """
+        from rocksdict import WriteOptions
+
+        options = WriteOptions()
+        options.sync = True
+        with _errors_of(self.path, "cannot be written"):
+            self._database.write(batch, options)
+
+    def compact(self) -> None:
+        """Let RocksDB merge all tables, and forget what was deleted; returns when that is done. Raises BkctlError."""
+        with _errors_of(self.path, "cannot be compacted"):
+            self._database.compact_range(None, None)
 
     def _batch(self) -> Any:
         if self._pending is None:
@@ -256,6 +291,16 @@ class LedgersDatabase(_Database):
         if pending is not None:
             yield pending[0], self._parse(*pending)
 
+    def ledger_ids(self, first: LedgerId | None = None, end: LedgerId | None = None) -> Iterator[LedgerId]:
+        """Yield the ids of the ledgers from `first` on and before `end`, in order. Raises Corrupt."""
+        last: LedgerId | None = None
+        begin = b"" if first is None else ledger_key(first, scoped=self.scoped)
+        for key, _ in self.items(begin, None if end is None else ledger_key(end, scoped=self.scoped)):
+            ledger = read_ledger_key(key, self._name, scoped=self.scoped)
+            if ledger is not None and ledger != last:
+                yield ledger
+                last = ledger
+
     def get(self, ledger: LedgerId) -> LedgerData | None:
         """What the database says of a ledger; None where it does not have it. Raises Corrupt."""
         if ledger.is_scoped != self.scoped:
@@ -269,12 +314,22 @@ class LedgersDatabase(_Database):
         value = None if self.scoped else self.value_of(STORAGE_FLAGS_KEY)
         return None if value is None else read_storage_flags(value, self._name)
 
+    @staticmethod
+    def batch_of(changes: Mapping[LedgerId, LedgerData], deleted: Iterable[LedgerId]) -> Any:
+        """A batch for `write` that removes ledgers, then adds others or replaces what is said of them."""
+        from rocksdict import WriteBatch
+
+        batch = WriteBatch(raw_mode=True)
+        for ledger in deleted:
+            _delete_ledger(batch, ledger)
+        for ledger, data in changes.items():
+            _put_ledger(batch, ledger, data)
+        return batch
+
     def put(self, ledger: LedgerId, data: LedgerData) -> None:
         """Add a ledger, or replace what is said of it."""
-        key = ledger_key(ledger, scoped=self.scoped)
-        self._batch().put(key, data.serialize())
-        if not self.scoped:
-            self._batch().delete(key + bytes(8))
+        assert ledger.is_scoped == self.scoped, f"ledger {ledger} is kept elsewhere"
+        _put_ledger(self._batch(), ledger, data)
 
     def put_storage_flags(self, flags: int) -> None:
         """Write the storage flags."""
@@ -282,21 +337,17 @@ class LedgersDatabase(_Database):
 
     def delete(self, ledger: LedgerId) -> None:
         """Remove a ledger."""
-        key = ledger_key(ledger, scoped=self.scoped)
-        self._batch().delete(key)
-        if not self.scoped:
-            self._batch().delete(key + bytes(8))
+        assert ledger.is_scoped == self.scoped, f"ledger {ledger} is kept elsewhere"
+        _delete_ledger(self._batch(), ledger)
 
     def _parse(self, ledger: LedgerId, value: bytes) -> LedgerData:
         return LedgerData.parse(value, f"ledger {ledger} in {self.path}")
 
-    @classmethod
-    def _write_options(cls) -> Any:
-        return _write_options(for_locations=False)
-
 
 class LocationsDatabase(_Database):
     """Where a bookie's entries are: `locations`, or `scoped-locations`. The entries of a ledger are in order."""
+
+    _is_for_locations = True
 
     def locations(
         self, ledger: LedgerId | None = None, first: int = 0, last: int | None = None
@@ -316,6 +367,20 @@ class LocationsDatabase(_Database):
             found, entry_id = read_location_key(key, name, scoped=scoped)
             yield found, entry_id, read_location(value, name)
 
+    def ledger_ids(self) -> Iterator[LedgerId]:
+        """Yield the ledgers that have entries here, in order; goes from ledger to ledger. Raises Corrupt."""
+        self._write_pending()
+        with self._reading():
+            items = self._iterator(None)
+            items.seek(b"")
+        while items.valid():
+            ledger, _ = read_location_key(items.key(), self._name, scoped=self.scoped)
+            yield ledger
+            with self._reading():
+                items.seek(_after(ledger_key(ledger)))
+        with self._reading():
+            items.status()
+
     def batches_of(self, ledger: LedgerId, *, count: int = BATCH_OPERATIONS) -> Iterator[list[tuple[bytes, bytes]]]:
         """Yield the items of one ledger, in lists of at most `count`."""
         return self.batches(location_key(ledger, 0, scoped=self.scoped), self._end(ledger, None), count=count)
@@ -333,6 +398,16 @@ class LocationsDatabase(_Database):
             return -1
         found = self.last_item(location_key(ledger, 0), _after(ledger_key(ledger)))
         return -1 if found is None else read_location_key(found[0], self._name, scoped=self.scoped)[1]
+
+    @staticmethod
+    def batch_without(deleted: Iterable[LedgerId]) -> Any:
+        """A batch for `write` that forgets all entries of some ledgers; to be gone on with."""
+        from rocksdict import WriteBatch
+
+        batch = WriteBatch(raw_mode=True)
+        for ledger in deleted:
+            batch.delete_range(location_key(ledger, 0), _after(ledger_key(ledger)))
+        return batch
 
     def put(self, ledger: LedgerId, entry_id: int, location: int) -> None:
         """Say where an entry is."""
@@ -359,10 +434,6 @@ class LocationsDatabase(_Database):
             return _after(ledger_key(ledger, scoped=self.scoped))
         return location_key(ledger, last + 1, scoped=self.scoped)
 
-    @classmethod
-    def _write_options(cls) -> Any:
-        return _write_options(for_locations=True)
-
 
 def check_write_ahead_logs(path: Path) -> Iterator[Corrupt]:
     """Yield what is wrong with the write-ahead logs in the directory `path`, log by log.
@@ -377,6 +448,20 @@ def check_write_ahead_logs(path: Path) -> Iterator[Corrupt]:
                 continue
             except Corrupt as error:
                 yield error
+
+
+def _put_ledger(batch: Any, ledger: LedgerId, data: LedgerData) -> None:
+    key = ledger_key(ledger)
+    batch.put(key, data.serialize())
+    if not ledger.is_scoped:
+        batch.delete(key + bytes(8))  # Apache's rebuild leaves it, and it would count.
+
+
+def _delete_ledger(batch: Any, ledger: LedgerId) -> None:
+    key = ledger_key(ledger)
+    batch.delete(key)
+    if not ledger.is_scoped:
+        batch.delete(key + bytes(8))
 
 
 def _is_scoped(path: Path, scoped: bool | None) -> bool:
@@ -454,27 +539,40 @@ def _open_read_only(directory: str) -> Any:
     return Rdict(directory, options=options, access_type=AccessType.read_only(False))
 
 
-def _write_options(*, for_locations: bool) -> Any:
+def _write_options(for_locations: bool, config: BookieConfig) -> Any:
     from rocksdict import BlockBasedOptions, Cache, ChecksumType, DBCompressionType, Options
 
     table = BlockBasedOptions()
-    table.set_format_version(TABLE_FORMAT_VERSION)
+    table.set_format_version(config.db_storage_rocksdb_format_version)
     table.set_checksum_type(ChecksumType.xxhash())
     options = Options(raw_mode=True)
     options.create_if_missing(True)
-    options.set_write_buffer_size(_WRITE_BUFFER_BYTES)
     if for_locations:
-        table.set_block_size(64 << 10)
-        table.set_bloom_filter(10, False)
-        table.set_block_cache(Cache(_CACHE_BYTES))
+        table.set_block_size(config.db_storage_rocksdb_block_size)
+        if config.db_storage_rocksdb_bloom_filter_bits_per_key > 0:
+            table.set_bloom_filter(config.db_storage_rocksdb_bloom_filter_bits_per_key, False)
+        cache_bytes = config.db_storage_rocksdb_block_cache_size
+        table.set_block_cache(Cache(_CACHE_BYTES if cache_bytes is None else cache_bytes))
         table.set_cache_index_and_filter_blocks(True)
-        options.set_compression_type(DBCompressionType.lz4())
-        options.set_max_bytes_for_level_base(256 << 20)
-        options.set_target_file_size_base(64 << 20)
+        if config.db_storage_rocksdb_lz4_compression_enabled:
+            options.set_compression_type(DBCompressionType.lz4())
+        else:
+            options.set_compression_type(DBCompressionType.snappy())
+        options.set_write_buffer_size(config.db_storage_rocksdb_write_buffer_size_mb << 20)
+        if config.db_storage_rocksdb_num_levels > 0:
+            options.set_num_levels(config.db_storage_rocksdb_num_levels)
+        options.set_level_zero_file_num_compaction_trigger(config.db_storage_rocksdb_num_files_in_level0)
+        options.set_max_bytes_for_level_base(config.db_storage_rocksdb_max_size_in_level1_mb << 20)
+        options.set_target_file_size_base(config.db_storage_rocksdb_sst_size_mb << 20)
         options.set_level_compaction_dynamic_level_bytes(True)
     else:
+        options.set_write_buffer_size(_WRITE_BUFFER_BYTES)
         options.set_compression_type(DBCompressionType.snappy())
     options.set_block_based_table_factory(table)
+    if config.db_storage_rocksdb_log_path:
+        options.set_db_log_dir(config.db_storage_rocksdb_log_path)
+    options.set_keep_log_file_num(30)
+    options.set_log_file_time_to_roll(24 * 3600)
     return options
 
 

@@ -1,0 +1,58 @@
+"""ReadCache: entries that were read ahead of the reads that will ask for them, in bounded memory.
+
+Source: ReadCache.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from bkctl.formats.layout import Buffer
+from bkctl.ids import LedgerId
+
+
+class ReadCache:
+    """The newest `capacity` bytes of the entries that were put here. Any thread may use it."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        #: Bytes of the entries that were put here, those that were discarded since included.
+        self.size = 0
+        self._ledgers: dict[LedgerId, dict[int, Buffer]] = {}
+        self._batches: deque[tuple[LedgerId, list[int], int]] = deque()
+        self._lock = threading.Lock()
+
+    def get(self, ledger: LedgerId, entry_id: int) -> Buffer | None:
+        """The entry; None where it is not here."""
+        entries = self._ledgers.get(ledger)
+        return None if entries is None else entries.get(entry_id)
+
+    def put(self, ledger: LedgerId, entries: Sequence[tuple[int, Buffer]]) -> None:
+        """Keep entries of one ledger, and forget the oldest for them."""
+        size = sum(len(body) for _, body in entries)
+        if not entries or size > self.capacity:
+            return
+        with self._lock:
+            self._ledgers.setdefault(ledger, {}).update(entries)
+            self._batches.append((ledger, [entry_id for entry_id, _ in entries], size))
+            self.size += size
+            while self.size > self.capacity:
+                self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        ledger, entry_ids, size = self._batches.popleft()
+        self.size -= size
+        entries = self._ledgers.get(ledger)
+        if entries is not None:
+            for entry_id in entry_ids:
+                entries.pop(entry_id, None)
+            if not entries:
+                del self._ledgers[ledger]
+
+    def discard(self, ledger: LedgerId) -> None:
+        """Forget a ledger's entries."""
+        if ledger in self._ledgers:
+            with self._lock:
+                self._ledgers.pop(ledger, None)
