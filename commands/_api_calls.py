@@ -88,7 +88,7 @@ def _call(
         client.target(path)  # What is no path is told before anybody is asked.
         if method == "DELETE":
             run.confirm(f"{client.url}{path} would be deleted, and what it stands for")
-        with client.exchange(method, path, body=body, streams=True) as answer:
+        with client.exchange(method, path, found.api.query, body, streams=True) as answer:
             run.detail(f"{answer.status} {answer.content_type or 'without a content type'}")
             if not 200 <= answer.status < 300:
                 raise client.error_of(answer, method, path)
@@ -116,7 +116,7 @@ def _readable(chunks: Iterator[bytes]) -> Iterator[str]:
 
 def _say(run: Run, which: Any, method: str, path: str, body: bytes | None) -> None:
     with server(run, which) as found:
-        target = found.api.client.target(_full(path))
+        target = found.api.client.target(_full(path), found.api.query)
         size = "" if body is None else f" with a body of {len(body):,} bytes"
         run.note(f"bkctl: Dry run: {method} {target}{size} would go to {found.url}")
 

@@ -78,8 +78,8 @@ BookieServerOption = Annotated[
                     typer.Option(
                         "--bookie-url",
                         metavar="URL",
-                        help="The HTTP server, http[s]://HOST:PORT; no cluster is needed. [BKCTL_BOOKIE_URL] Its token "
-                        "is taken from BKCTL_API_TOKEN.",
+                        help="The HTTP server, http[s]://HOST:PORT, also that of a gateway (then with --bookie); no "
+                        "cluster is needed. [BKCTL_BOOKIE_URL; its token: BKCTL_API_TOKEN]",
                     ),
                 ],
             ),
@@ -121,12 +121,12 @@ def server(run: Run, which: BookieServer, *, changes: bool = False) -> Iterator[
     if changes:
         run.start_audit(begun=url is not None)
     if url is not None:
-        yield Server(BookieApi(run.http_client(url)), which.bookie_id, None)
+        yield Server(BookieApi(run.http_client(url), which.bookie_id), which.bookie_id, None)
         return
     with run.cluster() as cluster:
         assert which.bookie_id is not None
         bookie = registered_bookie(cluster, which.bookie_id)
-        url = bookie_url(bookie, run.bookie_host(bookie.bookie_id))
+        url = bookie_url(bookie, run.bookie_addresses().get(bookie.bookie_id, (None, 0))[0])
         yield Server(BookieApi(run.http_client(url)), bookie.bookie_id, cluster)
 
 

@@ -248,11 +248,6 @@ class Run:
             self.note(f"bkctl: Warning: the token goes to {url} unencrypted; use https where the server has it")
         return client
 
-    def bookie_host(self, bookie_id: str) -> str | None:
-        """The host that --bookie-address gives for that bookie."""
-        address = self.bookie_addresses().get(bookie_id)
-        return None if address is None else address[0]
-
     def complete(self, work: Coroutine[Any, Any, T]) -> T:
         """Run asynchronous work to its end."""
         from bkctl.protocol.connection import run

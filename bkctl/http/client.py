@@ -39,6 +39,8 @@ from bkctl.metadata.store import client_tls
 T = TypeVar("T")
 
 API_PREFIX: Final = "/api/v1"
+#: The parameter by which a gateway of bkctl knows the bookie.
+BOOKIE_PARAMETER: Final = "bookie"
 #: An answer that is kept in memory is at most as large: metrics of a large bookie are some MiB.
 ANSWER_SIZE_BYTES_MAX: Final = 32 << 20
 #: JSON takes many times its size once it is read; what the endpoints below answer is small.
@@ -201,10 +203,16 @@ class ApiClient:
             return answer.response()
 
     def call(
-        self, method: str, path: str, body: bytes | None = None, *, size_max: int = ANSWER_SIZE_BYTES_MAX
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] = {},
+        body: bytes | None = None,
+        *,
+        size_max: int = ANSWER_SIZE_BYTES_MAX,
     ) -> ApiResponse:
         """As `request`; raises `error_of` for any status but 2xx."""
-        with self.exchange(method, path, body=body) as answer:
+        with self.exchange(method, path, query, body) as answer:
             if not 200 <= answer.status < 300:
                 raise self.error_of(answer, method, path)
             return answer.response(size_max)
@@ -497,10 +505,13 @@ class Metric(NamedTuple):
 
 class BookieApi:
     """The endpoints of one bookie's HTTP server. Every call raises what `ApiClient.call` does, and ProtocolError for
-    an answer of another shape than the endpoint's. Source: org.apache.bookkeeper.server.http.service."""
+    an answer of another shape than the endpoint's. `bookie_id` tells a gateway which bookie is meant; a bookie's own
+    server passes over it. Source: org.apache.bookkeeper.server.http.service."""
 
-    def __init__(self, client: ApiClient) -> None:
+    def __init__(self, client: ApiClient, bookie_id: str | None = None) -> None:
         self.client = client
+        #: What every request has in its query.
+        self.query: Mapping[str, str] = {} if bookie_id is None else {BOOKIE_PARAMETER: bookie_id}
 
     def state(self) -> BookieState:
         """Whether it runs, takes writes, stops."""
@@ -515,7 +526,7 @@ class BookieApi:
     def readiness(self) -> Readiness:
         """Whether it serves: it is past its start, and does not stop. A bookie that says no is no error."""
         path = f"{API_PREFIX}/bookie/is_ready"
-        with self.client.exchange("GET", path) as answer:
+        with self.client.exchange("GET", path, self.query) as answer:
             if answer.status not in (200, 503):
                 raise self.client.error_of(answer, "GET", path)
             message, _ = _server_message(answer.response())
@@ -619,7 +630,7 @@ class BookieApi:
     def metrics(self) -> str:
         """Its metrics in Prometheus' text format. Raises BkctlError where it has no provider of them."""
         try:
-            return self.client.call("GET", "/metrics").text
+            return self.client.call("GET", "/metrics", self.query).text
         except BkctlError as error:
             if "stats provider" in error.message.lower():
                 provider = "statsProviderClass=org.apache.bookkeeper.stats.prometheus.PrometheusMetricsProvider"
@@ -647,7 +658,7 @@ class BookieApi:
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> ApiResponse:
         data = None if body is None else json.dumps(body).encode("ascii")
-        return self.client.call(method, API_PREFIX + path, data, size_max=JSON_SIZE_BYTES_MAX)
+        return self.client.call(method, API_PREFIX + path, self.query, data, size_max=JSON_SIZE_BYTES_MAX)
 
 
 class _Fields:

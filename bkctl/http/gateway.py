@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import ssl
 from dataclasses import dataclass
-from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from bkctl.errors import NotFound, UsageError
+from bkctl.http.client import BOOKIE_PARAMETER as BOOKIE
 from bkctl.http.client import ApiClient, bookie_url
 from bkctl.http.service import Service
-
-#: The parameter that names the bookie; it does not go on.
-BOOKIE: Final = "bookie"
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,7 @@ def test_state_info_and_ready_are_typed_values(cli: Cli, fake: FakeServer) -> No
         "bookieId,url,running,readOnly,shuttingDown,availableForHighPriorityWrites",
         f"b:1,{fake.url},true,false,false,true",
     )
+    assert fake.asked[-1].path == f"{API}/state?bookie=b%3A1"  # for a gateway
     assert "HIGH-PRIORITY WRITES  yes" in cli("bookie", "state").out
     assert not any("Authorization" in each.headers for each in fake.asked)
 
