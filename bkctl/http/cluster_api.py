@@ -6,6 +6,7 @@ A ledger of scope 0 goes by its decimal id, as in Apache's answers; one of anoth
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -57,6 +58,7 @@ LIMIT_MAX: Final = 1_000_000
 #: Sent as one piece; what is held of an endless answer.
 BATCH_COUNT: Final = 1000
 BATCH_SIZE_BYTES: Final = 1 << 20
+_SURROGATE: Final = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]?")
 DELAY_S_MAX: Final = (1 << 31) - 1
 
 _LEDGER_ID = Value("ledger_id", "The ledger's id, in any text form.")
@@ -205,7 +207,9 @@ def _metadata_entries(
             yield str(ledger), json_text(metadata_object(ledger, found), 1)
         else:
             metadata = replace(found.metadata, c_token=found.metadata.c_token or 0)
-            yield str(ledger), json_text(metadata.serialize().decode("utf-8", "replace"))
+            # Java has one U+FFFD for half a surrogate pair, Python one for each of its bytes.
+            data = _SURROGATE.sub("\ufffd".encode(), metadata.serialize())
+            yield str(ledger), json_text(data.decode("utf-8", "replace"))
 
 
 @CLUSTER.get(
