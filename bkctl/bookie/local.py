@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from bkctl.errors import BkctlError, DirectoryInUse, NotFound, TimedOut, Unsupported, UsageError
+from bkctl.errors import BkctlError, DirectoryInUse, NotFound, TimedOut, UsageError
 
 if TYPE_CHECKING:
     import subprocess
@@ -34,11 +34,11 @@ BOOKIE_COUNT_MAX: Final = 64
 _POLL_S: Final = 0.05
 _LOG_TAIL_BYTES: Final = 4096
 
-#: `--storage` words → Java's ledgerStorageClass; None: not built into our bookie yet.
-STORAGE_CLASSES: Final[dict[str, str | None]] = {
+#: `--storage` words → Java's ledgerStorageClass.
+STORAGE_CLASSES: Final = {
     "sorted": "org.apache.bookkeeper.bookie.SortedLedgerStorage",
     "interleaved": "org.apache.bookkeeper.bookie.InterleavedLedgerStorage",
-    "db": None,
+    "db": "org.apache.bookkeeper.bookie.storage.ldb.DbLedgerStorage",
 }
 
 
@@ -265,9 +265,6 @@ class LocalCluster:
             )
 
     def _write_conf(self, index: int, port: int, storage: str) -> None:
-        storage_class = STORAGE_CLASSES[storage]
-        if storage_class is None:
-            raise Unsupported(f"Our bookie has no {storage!r} ledger storage yet", hint="use --storage interleaved")
         directory = self.directory / f"bookie-{index}"
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "bk_server.conf").write_text(
@@ -279,7 +276,7 @@ class LocalCluster:
             "advertisedAddress=127.0.0.1\n"
             f"journalDirectory={directory / 'journal'}\n"
             f"ledgerDirectories={directory / 'ledgers'}\n"
-            f"ledgerStorageClass={storage_class}\n"
+            f"ledgerStorageClass={STORAGE_CLASSES[storage]}\n"
             "journalPreAllocSizeMB=1\n"
             "diskUsageThreshold=0.99\n"
             "diskUsageWarnThreshold=0.98\n"

@@ -102,8 +102,6 @@ READ_THREADS: Final = 4
 #: Threads of a busy bookie take turns this often: the default of 5 ms is longer than a sync.
 SWITCH_INTERVAL_S: Final = 0.0005
 DIRTY_FILE: Final = "DIRTY"
-#: Entries in memory that the entry logs do not have yet, above which no more are acknowledged.
-UNWRITTEN_BYTES_MAX: Final = 256 << 20
 
 _EOK: Final = Status.EOK
 
@@ -419,13 +417,17 @@ class Bookie:
         """Hand what this turn of the loop gathered to the journal threads."""
         self._flush_due = False
         storage = self.storage
-        if storage.unwritten_bytes > UNWRITTEN_BYTES_MAX and not (self._stopping or self._no_space or self.failure):
+        is_full = storage.unwritten_bytes > storage.ledgers.unwritten_bytes_max
+        if is_full and not (self._stopping or self._no_space or self.failure):
             # The disk is behind: what is not acknowledged holds its connection back, until entries are written. The
             # writes under way may end before they see that, so there has to be one more.
             if not self._is_held and self._entries is not None:
                 self._is_held = True
-                storage.seal_entries(1)
-                self._entries.submit(self._write_entries)
+                if storage.ledgers.writes_ahead:
+                    storage.seal_entries(1)
+                    self._entries.submit(self._write_entries)
+                elif self._checkpoint_running is None:
+                    self._begin_checkpoint()
             return
         self._waits_for_journals = False
         for number, journal in enumerate(self._journals):

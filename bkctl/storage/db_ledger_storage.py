@@ -357,6 +357,8 @@ class SingleDirectoryDbLedgerStorage:
 class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
     """The ledgers in the ledger and index directories of `config`."""
 
+    writes_ahead = False
+
     def __init__(self, config: BookieConfig, files: Files) -> None:
         self.config = config
         indexes = config.index_directories or config.ledger_directories

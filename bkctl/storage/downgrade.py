@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
@@ -23,6 +24,7 @@ from bkctl.storage.journals import files_after_marks
 from bkctl.storage.ledger_storage import CURRENT
 
 _DIRTY = "DIRTY"
+_DB_CLASS: Final = "org.apache.bookkeeper.bookie.storage.ldb.DbLedgerStorage"
 
 
 @dataclass(slots=True)
@@ -43,6 +45,8 @@ class Downgraded:
 def config_of(directories: BookieDirectories) -> BookieConfig:
     """The settings of a bookie of which only the directories are known: Java's defaults for all others.
 
+    Databases in them say that its storage class is DbLedgerStorage.
+
     Raises UsageError where their order cannot be told, NotFound for a missing one.
     """
     from bkctl.storage.repair import layout_of
@@ -57,11 +61,12 @@ def config_of(directories: BookieDirectories) -> BookieConfig:
 
     index_dirs = configured(layout.index_dirs)
     ledger_dirs = configured(layout.ledger_dirs)
-    return BookieConfig(
+    config = BookieConfig(
         journal_directories=configured(layout.journal_dirs),
         ledger_directories=ledger_dirs,
         index_directories=() if index_dirs == ledger_dirs else index_dirs,
     )
+    return config.with_changes(ledger_storage_class=_DB_CLASS) if _databases(directories) else config
 
 
 def downgrade(config: BookieConfig, *, dry_run: bool = False) -> list[Downgraded]:
@@ -69,7 +74,7 @@ def downgrade(config: BookieConfig, *, dry_run: bool = False) -> list[Downgraded
 
     Where none has a journal of version 7 nothing is done: Apache's bookie replays what is there. Nothing is lost
     wherever it is interrupted, and it can be made again. Raises NotFound for a directory that is missing or has no
-    cookie, DirectoryInUse, Corrupt (what a start of the bookie would refuse), Unsupported (DbLedgerStorage).
+    cookie, DirectoryInUse, Corrupt (what a start of the bookie would refuse), UsageError (another storage class).
     """
     directories = _checked(config)
     if dry_run:
@@ -87,16 +92,21 @@ def downgrade(config: BookieConfig, *, dry_run: bool = False) -> list[Downgraded
 
 
 def _checked(config: BookieConfig) -> BookieDirectories:
-    if config.ledger_storage == "db":
-        raise Unsupported("Our bookie does not have DbLedgerStorage, so there is nothing of it to downgrade")
     directories = BookieDirectories(config.journal_directories, config.ledger_directories, config.index_directories)
     for each in (*directories.journal_dirs, *directories.ledger_dirs, *directories.index_dirs):
         if not (each / CURRENT / COOKIE_NAME).is_file():
             raise NotFound(f"{each / CURRENT / COOKIE_NAME} does not exist", hint="are all of its disks mounted?")
-    databases = [file for file in directories.rocksdbs() if file.path.name != "metadata-cache"]
-    if databases:
-        raise Unsupported(f"{databases[0].path}: DbLedgerStorage, which our bookie does not have")
+    databases = _databases(directories)
+    if databases and config.ledger_storage != "db":
+        raise UsageError(
+            f"{databases[0]} is DbLedgerStorage's, and ledgerStorageClass is {config.ledger_storage_class}",
+            hint="is it the bookie's configuration?",
+        )
     return directories
+
+
+def _databases(directories: BookieDirectories) -> list[Path]:
+    return [file.path for file in directories.rocksdbs() if file.path.name != "metadata-cache"]
 
 
 def _plan(directories: BookieDirectories) -> Iterator[Downgraded]:

@@ -72,6 +72,8 @@ Handle = TypeVar("Handle", bound=LedgerHandle)
 class LedgerStorage(ABC, Generic[Handle]):
     """The entries and the state of a bookie's ledgers. Not the journals, so what it has in memory may be lost."""
 
+    #: Whether `write_entries` writes what `seal_entries` prepared; else only a flush writes entries.
+    writes_ahead: bool = True
     #: Larger entry ids are refused.
     entry_id_max: int = I64_MAX
     #: The handles in memory, for the hot path.

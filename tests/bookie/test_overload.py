@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from servers import DB, INTERLEAVED, SORTED
 
 from bkctl.bookie import server
 from bkctl.bookie.server import Bookie
@@ -39,13 +40,13 @@ def bookie_of(cluster: Cluster, directory: Path, files: Files | None = None, **s
     return Bookie(config, cluster=cluster, files=files)
 
 
+@pytest.mark.parametrize("storage", [SORTED, INTERLEAVED, DB])
 def test_held_adds_go_on_without_another_request_or_checkpoint(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
 ) -> None:
-    monkeypatch.setattr(server, "UNWRITTEN_BYTES_MAX", 0)
-
     async def scenario() -> None:
-        bookie = bookie_of(cluster, tmp_path)
+        bookie = bookie_of(cluster, tmp_path, ledger_storage_class=storage)
+        monkeypatch.setattr(type(bookie.storage.ledgers), "unwritten_bytes_max", 0)
         await bookie.start()
         async with BookKeeper(cluster) as bookkeeper:
             writer = await bookkeeper.create_ledger(ensemble_size=1, write_quorum_size=1, ack_quorum_size=1)
@@ -121,13 +122,12 @@ def test_a_bookie_that_cannot_look_after_its_disks_gives_up(cluster: Cluster, tm
 def test_a_bookie_gives_up_when_one_of_its_threads_dies(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    monkeypatch.setattr(server, "UNWRITTEN_BYTES_MAX", 0)
-
     def defect(*_: object, **__: object) -> None:
         raise RuntimeError(f"a defect in {method}")
 
     async def scenario() -> None:
         bookie = bookie_of(cluster, tmp_path, flush_interval=10)
+        monkeypatch.setattr(type(bookie.storage.ledgers), "unwritten_bytes_max", 0)
         await bookie.start()
         monkeypatch.setattr(bookie.storage, method, defect)
         async with BookKeeper(cluster) as bookkeeper:

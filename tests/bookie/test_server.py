@@ -521,9 +521,6 @@ def test_what_cannot_be_served_is_refused_at_the_start(tmp_path: Path, cluster: 
     async def nothing(bookie: Bookie, connection: BookieConnection) -> None:
         pytest.fail("it started")
 
-    db = "org.apache.bookkeeper.bookie.storage.ldb.DbLedgerStorage"
-    with pytest.raises(Unsupported, match="DbLedgerStorage"):
-        on_a_bookie(tmp_path, cluster, nothing, ledger_storage_class=db)
     with pytest.raises(UsageError, match="loopback"):
         on_a_bookie(tmp_path, cluster, nothing, allow_loopback=False)
     with pytest.raises(UsageError, match="no-such-host"):
