@@ -38,6 +38,14 @@ class DiskWatch:
     def __init__(
         self, config: BookieConfig, files: Files, ledger_directories: Sequence[Path], index_directories: Sequence[Path]
     ) -> None:
+        self._ledgers = _Directories(files, ledger_directories)
+        self._indexes = self._ledgers
+        if list(index_directories) != list(ledger_directories):
+            self._indexes = _Directories(files, index_directories)
+        self.use(config)
+
+    def use(self, config: BookieConfig) -> None:
+        """Take the thresholds of `config` from now on. Raises UsageError where they contradict each other."""
         resume = config.disk_usage_lwm_threshold
         if resume is not None and resume > config.disk_usage_threshold:
             raise UsageError(
@@ -51,10 +59,8 @@ class DiskWatch:
         self._for_index = config.min_usable_size_for_index_file_creation
         self._for_priority = for_log if for_priority is None else for_priority
         self._any_full_is_enough = config.read_only_mode_on_any_disk_full_enabled
-        self._ledgers = _Directories(config, files, ledger_directories)
-        self._indexes = self._ledgers
-        if list(index_directories) != list(ledger_directories):
-            self._indexes = _Directories(config, files, index_directories)
+        for each in (self._ledgers, self._indexes):
+            each.use(config)
 
     def look(self) -> DiskState:
         """Look at all disks. Raises OSError."""
@@ -75,16 +81,18 @@ class DiskWatch:
 class _Directories:
     """Directories of one kind."""
 
-    def __init__(self, config: BookieConfig, files: Files, directories: Sequence[Path]) -> None:
-        resume = config.disk_usage_lwm_threshold
-        self._threshold = config.disk_usage_threshold
-        self._resume = self._threshold if resume is None else resume
-        self._warn = config.disk_usage_warn_threshold
+    def __init__(self, files: Files, directories: Sequence[Path]) -> None:
         self._files = files
         self._directories = directories
         self._usages: list[DiskUsage] = []
         self.writable = list(range(len(directories)))
         self.almost_full = False
+
+    def use(self, config: BookieConfig) -> None:
+        resume = config.disk_usage_lwm_threshold
+        self._threshold = config.disk_usage_threshold
+        self._resume = self._threshold if resume is None else resume
+        self._warn = config.disk_usage_warn_threshold
 
     @property
     def any_full(self) -> bool:

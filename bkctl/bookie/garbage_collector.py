@@ -377,6 +377,10 @@ class GarbageCollectorThread:
         self._thread = threading.Thread(target=self._run, name="garbage-collector", daemon=True)
         self._thread.start()
 
+    def use(self, config: BookieConfig) -> None:
+        """Take thresholds and intervals of compaction from `config` from the next round on."""
+        self._config = config
+
     def cancel(self) -> None:
         """Let what is under way end soon, and nothing new begin."""
         self._stopped.set()

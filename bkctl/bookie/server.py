@@ -905,6 +905,18 @@ class Bookie:
         self._update_mode()
         await self._register()
 
+    def reconfigure(self, config: BookieConfig) -> None:
+        """Go on with the settings in `config` that are looked at time and again; the others hold from the next start.
+
+        They are those of disks, flushes, batch reads and compaction. Raises UsageError, and changes nothing, for such
+        as the bookie would not start with.
+        """
+        check_compaction_settings(config)
+        self._disks.use(config)
+        self.config = config
+        if self.garbage_collector is not None:
+            self.garbage_collector.use(config)
+
     def state(self) -> dict[str, bool]:
         """What the bookie does, under the names of Apache's REST API. Source: BookieStateService."""
         return {

@@ -63,9 +63,16 @@ CHANGEABLE: Final = frozenset(
         "diskCheckInterval",
         "diskUsageLwmThreshold",
         "diskUsageThreshold",
+        "diskUsageWarnThreshold",
         "flushInterval",
+        "majorCompactionInterval",
+        "majorCompactionThreshold",
         "maxBatchReadSize",
+        "minUsableSizeForEntryLogCreation",
         "minUsableSizeForHighPriorityWrites",
+        "minUsableSizeForIndexFileCreation",
+        "minorCompactionInterval",
+        "minorCompactionThreshold",
         "readOnlyModeOnAnyDiskFullEnabled",
     }
 )
@@ -147,7 +154,7 @@ async def set_server_config(call: Call) -> Response:
         settings[name] = str(value).lower() if isinstance(value, bool) else str(value)
 
     def change(bookie: Bookie) -> None:
-        bookie.config = bookie.config.with_settings(settings)
+        bookie.reconfigure(bookie.config.with_settings(settings))
 
     await call.service.bookie.ask(change)
     return text_answer("Success set server config.")
