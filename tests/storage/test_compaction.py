@@ -1,0 +1,529 @@
+"""Compaction: logs shrink to what is alive, nothing that is alive is lost, whatever the moment of a crash."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bkctl.config import BookieConfig
+from bkctl.errors import BkctlError, EntryNotFound, LedgerNotFound, ReadOnlyBookie
+from bkctl.formats.entry import DigestManager, DigestType
+from bkctl.formats.entry_log import compaction_of, file_name
+from bkctl.ids import LedgerId
+from bkctl.storage.bookie_storage import BookieStorage
+from bkctl.storage.compaction import (
+    SPARE_BYTES,
+    CompactionStopped,
+    EntryLogCompactor,
+    Throttler,
+    TransactionalEntryLogCompactor,
+)
+from bkctl.storage.entry_log import EntryLogReader
+from bkctl.storage.entry_log_metadata import EntryLogMetadata, EntryLogMetadataMap
+from bkctl.storage.files import DiskUsage, Fault, Files, SimulatedCrash, SimulatedFiles
+
+STORAGE_CLASSES = {
+    "interleaved": "org.apache.bookkeeper.bookie.InterleavedLedgerStorage",
+    "sorted": "org.apache.bookkeeper.bookie.SortedLedgerStorage",
+    "db": "org.apache.bookkeeper.bookie.storage.ldb.DbLedgerStorage",
+}
+ALIVE = [LedgerId(0, 1), LedgerId(7, 1), LedgerId(9, 4)]
+#: In DbLedgerStorage a directory has its share of the ledgers: each has dead ones beside those that are alive.
+DEAD = [LedgerId(0, 3), LedgerId(7, 3), LedgerId(9, 2)]
+ENTRIES = 30
+#: Every one of so many steps is a crash; all storage classes together are stopped at each.
+STRIDE = int(os.environ.get("BKCTL_TEST_STRIDE", "3"))
+#: Enough for two logs of either kind.
+CRASH_ENTRIES = 12
+KINDS = [EntryLogCompactor, TransactionalEntryLogCompactor]
+
+
+def config_for(root: Path, storage_class: str = "interleaved", **changes: Any) -> BookieConfig:
+    return BookieConfig(
+        journal_directories=(str(root / "journal"),),
+        ledger_directories=(str(root / "ledgers-0"), str(root / "ledgers-1")),
+        ledger_storage_class=STORAGE_CLASSES[storage_class],
+        journal_pre_alloc_size_mb=0,
+        journal_max_backups=0,
+        log_size_limit=4 * 1024,
+        page_size=64,
+        compaction_rate=1_000_000_000,
+        compaction_max_outstanding_requests=7,
+    ).with_changes(**changes)
+
+
+def open_storage(config: BookieConfig, files: Files | None = None, clock: int = 0x1000) -> BookieStorage:
+    times = iter(range(clock, clock + 0x1000))
+    storage = BookieStorage(config, files=files, clock_ms=lambda: next(times), chance=random.Random(1))
+    storage.open()
+    return storage
+
+
+def body_of(ledger: LedgerId, entry_id: int, lac: int | None = None) -> bytes:
+    payload = b"%d of %d " % (entry_id, ledger.ledger_id) * 20
+    by = DigestManager(ledger, DigestType.CRC32C, b"secret")
+    return by.seal(entry_id, entry_id - 1 if lac is None else lac, len(payload) * (entry_id + 1), payload) + payload
+
+
+def key_of(ledger: LedgerId) -> bytes:
+    return DigestManager(ledger, DigestType.CRC32C, b"secret").master_key
+
+
+def add(storage: BookieStorage, ledger: LedgerId, entry_id: int, body: bytes | None = None) -> None:
+    storage.add(ledger, entry_id, key_of(ledger), body or body_of(ledger, entry_id), None)
+
+
+def fill(storage: BookieStorage, entry_count: int = ENTRIES) -> None:
+    """Entries of all ledgers, mixed over several logs of both kinds, and nothing left for a replay."""
+    for entry_id in range(entry_count):
+        for ledger in (*ALIVE, *DEAD):
+            add(storage, ledger, entry_id)
+        if entry_id % 3 == 2:  # so that storages which sort the entries mix the ledgers too
+            storage.flush_journals()
+            storage.run_checkpoint()
+
+
+def delete_dead(storage: BookieStorage) -> None:
+    for ledger in DEAD:
+        storage.delete_ledger(ledger)
+    storage.run_checkpoint()
+
+
+def logs_of(storage: BookieStorage) -> EntryLogMetadataMap:
+    logs = EntryLogMetadataMap(storage.ledgers.entry_loggers)
+    logs.extract(_no_problem)
+    existing = set(storage.ledgers.ledger_ids())
+    for each in logs:
+        each.keep(existing)
+    return logs
+
+
+def _no_problem(path: Path, error: BkctlError) -> None:
+    raise AssertionError(f"{path}: {error}")
+
+
+def compactor_for(
+    storage: BookieStorage,
+    kind: type[EntryLogCompactor] = EntryLogCompactor,
+    checkpoint: Callable[[], None] | None = None,
+    removed: Callable[[EntryLogMetadata], None] = lambda log: None,
+) -> EntryLogCompactor:
+    return kind(
+        storage.config,
+        storage.ledgers,
+        storage.files,
+        checkpoint=checkpoint or storage.run_checkpoint,
+        throttler=Throttler(storage.config, threading.Event()),
+        removed=removed,
+    )
+
+
+def compact(storage: BookieStorage, kind: type[EntryLogCompactor] = EntryLogCompactor, **options: Any) -> list[Path]:
+    """Compact every log with garbage; the logs that were removed."""
+    gone: list[Path] = []
+    compactor = compactor_for(storage, kind, removed=lambda log: gone.append(log.path), **options)
+    for log in logs_of(storage):
+        if log.usage() < 1:
+            compactor.compact(log)
+    compactor.flush()
+    return gone
+
+
+def entry_logs(root: Path) -> list[Path]:
+    return sorted([*root.glob("ledgers-*/current/*.log"), *root.glob("ledgers-*/current/scoped/*.log")])
+
+
+def stored(root: Path) -> list[tuple[LedgerId, int]]:
+    """Every entry in every log, where each has to stand in the logs of its own id space."""
+    found = []
+    for path in entry_logs(root):
+        with EntryLogReader.open(path) as reader:
+            assert reader.header is not None
+            for record in reader.records():
+                assert record.ledger.is_scoped == (path.parent.name == "scoped") == (reader.header.version == 2)
+                found.append((record.ledger, record.entry_id))
+    return found
+
+
+def check_alive(storage: BookieStorage, entry_count: int = ENTRIES) -> None:
+    for ledger in ALIVE:
+        for entry_id in range(entry_count):
+            assert bytes(storage.read_entry(ledger, entry_id)) == body_of(ledger, entry_id), (ledger, entry_id)
+
+
+@pytest.fixture(params=STORAGE_CLASSES)
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BookieStorage]:
+    opened = open_storage(config_for(tmp_path, request.param), SimulatedFiles(tmp_path))
+    fill(opened)
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logs_shrink_to_what_is_alive(storage: BookieStorage, tmp_path: Path, kind: type[EntryLogCompactor]) -> None:
+    delete_dead(storage)
+    before = {each.path: each for each in logs_of(storage) if each.usage() < 1}
+    assert {each.logger.version for each in before.values()} == {1, 2}
+    in_use = set(entry_logs(tmp_path)) - {each.path for each in logs_of(storage)}
+    assert sorted(compact(storage, kind)) == sorted(before)
+    assert not any(path.exists() for path in before)
+    assert all(path.exists() for path in in_use), "the logs in use are left alone"
+    check_alive(storage)
+    logs = list(logs_of(storage))
+    assert all(each.usage() == 1.0 for each in logs)
+    kept = [each for log in logs for each in _entries(log.path)]
+    assert len(kept) == len(set(kept)), "no entry is in two logs"
+    assert not {ledger for ledger, _ in kept} & set(DEAD)
+    stored(tmp_path)
+    new = {each.path for each in logs} - in_use
+    assert all(path.stat().st_size <= storage.config.log_size_limit + 4096 for path in new)
+    if kind is EntryLogCompactor and len({each.logger for each in before.values()}) == 2:
+        assert len(new) < len(before), "several logs become one"
+    assert compact(storage, kind) == []
+
+
+def _entries(path: Path) -> list[tuple[LedgerId, int]]:
+    with EntryLogReader.open(path) as reader:
+        return [(record.ledger, record.entry_id) for record in reader.records()]
+
+
+def test_entries_that_were_written_anew_are_not_copied(storage: BookieStorage, tmp_path: Path) -> None:
+    ledger = ALIVE[0]
+    newer = {entry_id: body_of(ledger, entry_id, lac=entry_id) for entry_id in (0, 5)}
+    for entry_id, body in newer.items():
+        add(storage, ledger, entry_id, body)
+    storage.run_checkpoint()
+    delete_dead(storage)
+    compact(storage)
+    for entry_id, body in newer.items():
+        assert bytes(storage.read_entry(ledger, entry_id)) == body
+    kept = stored(tmp_path)
+    assert [kept.count((ledger, entry_id)) for entry_id in (0, 1, 5)] == [1, 1, 1]
+
+
+def test_a_log_of_which_nothing_is_alive_leaves_no_new_one(storage: BookieStorage, tmp_path: Path) -> None:
+    for ledger in (*ALIVE, *DEAD):
+        for entry_id in range(ENTRIES):
+            add(storage, ledger, entry_id)
+    storage.run_checkpoint()
+    before = set(entry_logs(tmp_path))
+    old = [each for each in logs_of(storage) if not any(storage.ledgers.live(_rows(each)))]
+    assert len(old) > 2
+    compactor = compactor_for(storage)
+    for each in old:
+        compactor.compact(each)
+    compactor.flush()
+    assert before - set(entry_logs(tmp_path)) == {each.path for each in old}
+    assert set(entry_logs(tmp_path)) < before
+    check_alive(storage)
+
+
+def _rows(log: EntryLogMetadata) -> list[tuple[LedgerId, int, int]]:
+    with EntryLogReader.open(log.path) as reader:
+        return [(record.ledger, record.entry_id, log.log_id << 32 | record.offset + 4) for record in reader.records()]
+
+
+def test_what_happens_during_a_compaction_is_not_undone(storage: BookieStorage) -> None:
+    """Entries written anew, and ledgers deleted, between the copy and the change of the index."""
+    delete_dead(storage)
+    renewed, deleted = ALIVE[0], ALIVE[1]
+    newer = body_of(renewed, 3, lac=3)
+    compactor = compactor_for(storage)
+    for log in logs_of(storage):
+        compactor.compact(log)
+    add(storage, renewed, 3, newer)
+    storage.delete_ledger(deleted)
+    compactor.flush()
+    assert bytes(storage.read_entry(renewed, 3)) == newer
+    with pytest.raises(LedgerNotFound):
+        storage.read_entry(deleted, 3)
+    storage.run_checkpoint()
+    assert bytes(storage.read_entry(renewed, 3)) == newer
+    assert bytes(storage.read_entry(renewed, 4)) == body_of(renewed, 4)
+
+
+def test_a_reader_with_the_handle_finds_the_new_place(storage: BookieStorage) -> None:
+    handles = {ledger: storage.get(ledger) for ledger in ALIVE}
+    delete_dead(storage)
+    compact(storage)
+    for ledger, handle in handles.items():
+        assert handle is not None
+        assert bytes(storage.read(handle, 3)) == body_of(ledger, 3)
+
+
+@pytest.mark.parametrize("storage_class", STORAGE_CLASSES)
+@pytest.mark.parametrize("moment", ["before the copies", "before the moves", "after the moves"])
+def test_a_checkpoint_in_flight_does_not_bring_the_old_places_back(
+    tmp_path: Path, storage_class: str, moment: str
+) -> None:
+    files = SimulatedFiles(tmp_path)
+    root = tmp_path / "bookie"
+    config = config_for(root, storage_class, page_limit=1, open_file_limit=1)
+    storage = open_storage(config, files)
+    fill(storage)
+    delete_dead(storage)
+    in_flight: list[Any] = []
+    added = iter(range(ENTRIES, 1 << 20))
+
+    def begin() -> None:
+        entry_id = next(added)
+        for ledger in ALIVE:
+            add(storage, ledger, entry_id)  # on the page of the last ones
+        in_flight.append(storage.begin_checkpoint())
+        assert in_flight[0] is not None
+
+    def end() -> None:
+        checkpoint = in_flight.pop()
+        storage.checkpoint(checkpoint)
+        storage.end_checkpoint(checkpoint, written=True)
+
+    def whole_checkpoint() -> None:
+        if in_flight:
+            end()
+        storage.run_checkpoint()
+
+    if moment == "before the copies":
+        begin()
+    compactor = compactor_for(storage, checkpoint=whole_checkpoint)
+    for log in logs_of(storage):
+        compactor.compact(log)
+    if moment == "before the moves":
+        begin()
+    if moment == "after the moves":
+        update = storage.ledgers.update_locations
+
+        def update_and_begin(moves: Any) -> None:
+            update(moves)
+            if not in_flight:
+                begin()
+
+        storage.ledgers.update_locations = update_and_begin  # type: ignore[method-assign]
+    compactor.flush()
+    assert not in_flight
+    check_alive(storage)
+    crashed = open_storage(config_for(files.crash(tmp_path / "after") / "bookie", storage_class), clock=0x9000)
+    check_alive(crashed)
+    crashed.close()
+
+
+# --- crashes and failures -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("storage_class", "kind"),
+    [*((each, EntryLogCompactor) for each in STORAGE_CLASSES), ("interleaved", TransactionalEntryLogCompactor)],
+)
+def test_no_crash_at_any_step_loses_an_entry(tmp_path: Path, storage_class: str, kind: type[EntryLogCompactor]) -> None:
+    """Of what was not synced nothing, a part or everything is on the disk, in turn."""
+    (tmp_path / "filled").mkdir()
+    filled = open_storage(config_for(tmp_path / "filled", storage_class), SimulatedFiles(tmp_path / "filled"))
+    fill(filled, CRASH_ENTRIES)
+    delete_dead(filled)
+    filled.close()
+    step, crashed = -list(STORAGE_CLASSES).index(storage_class) % STRIDE, True
+    while crashed:
+        step += STRIDE
+        base = tmp_path / f"{step}"
+        shutil.copytree(tmp_path / "filled", base)
+        files = SimulatedFiles(base, seed=step)
+        storage = open_storage(config_for(base, storage_class), files, clock=0x9000)
+        files.crash_at = files.operations + step
+        try:
+            compact(storage, kind)
+            crashed = False
+        except SimulatedCrash:
+            pass
+        keep = (0.0, 0.5, 1.0)[step // STRIDE % 3]
+        after = files.crash(tmp_path / f"{step}-crashed", keep=keep, tear=keep == 0.5)
+        again = open_storage(config_for(after, storage_class), SimulatedFiles(after), clock=0x11000)
+        check_alive(again, CRASH_ENTRIES)
+        assert not [path for path in after.rglob("*") if compaction_of(path.name)], "left-overs are settled"
+        if step // STRIDE % 4 == 0:
+            compact(again, kind)
+            check_alive(again, CRASH_ENTRIES)
+            assert all(log.usage() == 1.0 for log in logs_of(again))
+        again.close()
+        shutil.rmtree(base)
+        shutil.rmtree(after)
+    assert step > 10, "the crash came between the steps"
+
+
+def test_what_apaches_compaction_left_is_settled(storage: BookieStorage, tmp_path: Path) -> None:
+    """`<id>.log.compacting` is unfinished; `<id>.log.<source>.compacted` is complete, linked to `<id>.log` or not."""
+    plain = next(each for each in logs_of(storage) if each.logger.version == 1)
+    storage.close()
+    directory = plain.path.parent
+    unfinished = directory / "50.log.compacting"
+    unfinished.write_bytes(plain.path.read_bytes()[:2000])
+    linked = directory / f"{file_name(plain.log_id)}.1f.compacted"
+    linked.hardlink_to(plain.path)
+    finished = directory / f"51.log.{plain.log_id:x}.compacted"
+    finished.write_bytes(plain.path.read_bytes())
+    again = open_storage(storage.config, clock=0x9000)
+    assert not unfinished.exists()
+    assert not linked.exists()
+    assert not finished.exists()
+    assert (directory / "51.log").exists()
+    check_alive(again)
+    delete_dead(again)
+    compact(again)
+    check_alive(again)
+    assert not (directory / "51.log").exists(), "the index never pointed there"
+
+
+@pytest.mark.parametrize("kind", ["write", "create", "rename", "sync"])
+def test_a_disk_that_fails_leaves_everything_as_it_was(tmp_path: Path, kind: str) -> None:
+    files = SimulatedFiles(tmp_path)
+    storage = open_storage(config_for(tmp_path / "bookie"), files)
+    fill(storage)
+    delete_dead(storage)
+    before = set(entry_logs(tmp_path / "bookie"))
+    files.faults.append(Fault(kind, ".log" if kind == "rename" else ".compacting", errno.ENOSPC))
+    with pytest.raises(OSError, match="No space"):
+        compact(storage)
+    assert not files.faults
+    assert set(entry_logs(tmp_path / "bookie")) >= before
+    assert not list(tmp_path.rglob("*.compacting"))
+    check_alive(storage)
+    compact(storage)
+    check_alive(storage)
+
+
+def test_a_log_is_not_compacted_where_no_disk_has_room(storage: BookieStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    delete_dead(storage)
+    before = [each.path for each in logs_of(storage)]
+    log = next(iter(logs_of(storage)))
+    enough = log.remaining_size_bytes + SPARE_BYTES
+    monkeypatch.setattr(storage.files, "disk_usage", lambda path: DiskUsage(1 << 40, enough - 1, 1))
+    with pytest.raises(ReadOnlyBookie, match="No directory has room"):
+        compactor_for(storage).compact(log)
+    assert all(path.exists() for path in before)
+    monkeypatch.setattr(storage.files, "disk_usage", lambda path: DiskUsage(1 << 40, enough, 1))
+    compactor = compactor_for(storage)
+    compactor.compact(log)
+    compactor.flush()
+    assert not log.path.exists()
+    check_alive(storage)
+
+
+def test_a_damaged_log_stays_and_what_stands_before_the_damage_may_move(storage: BookieStorage) -> None:
+    delete_dead(storage)
+    log = next(iter(logs_of(storage)))
+    rows = _rows(log)
+    middle = rows[len(rows) // 2][2] & 0xFFFFFFFF
+    with log.path.open("r+b") as file:
+        file.seek(middle - 4)
+        file.write(b"\x7f\xff\xff\xff")
+    compactor = compactor_for(storage)
+    with pytest.raises(BkctlError, match="length"):
+        compactor.compact(log)
+    compactor.flush()
+    assert log.path.exists()
+    for ledger, entry_id, _ in rows[: len(rows) // 2]:
+        if ledger in ALIVE:
+            assert bytes(storage.read_entry(ledger, entry_id)) == body_of(ledger, entry_id)
+
+
+def test_a_stop_ends_a_compaction_that_waits_for_its_rate(storage: BookieStorage, tmp_path: Path) -> None:
+    delete_dead(storage)
+    before = set(entry_logs(tmp_path))
+    stopped = threading.Event()
+    slow = storage.config.with_changes(compaction_rate_by_entries=1, log_size_limit=1 << 20)
+    throttler = Throttler(slow, stopped)
+    throttler.acquire(1000, 0)
+    compactor = EntryLogCompactor(
+        slow, storage.ledgers, storage.files,
+        checkpoint=storage.run_checkpoint, throttler=throttler, removed=lambda log: None,
+    )  # fmt: skip
+    timer = threading.Timer(0.05, stopped.set)
+    timer.start()
+    with pytest.raises(CompactionStopped):
+        compactor.compact(next(iter(logs_of(storage))))
+    timer.join()
+    assert set(entry_logs(tmp_path)) == before
+    assert not list(tmp_path.rglob("*.compacting"))
+
+
+@pytest.mark.parametrize(("by_bytes", "amounts"), [(False, (10, 0)), (True, (0, 1000))])
+def test_the_rate_is_kept_in_entries_or_bytes(by_bytes: bool, amounts: tuple[int, int]) -> None:
+    """Ten acquisitions of a tenth of a second each: the clock has to stand nine tenths later."""
+    config = BookieConfig(
+        is_throttle_by_bytes=by_bytes, compaction_rate_by_entries=100, compaction_rate_by_bytes=10_000
+    )
+    now = 5.0
+    stopped = threading.Event()
+
+    def wait(seconds: float | None = None) -> bool:
+        nonlocal now
+        now += seconds or 0.0
+        return False
+
+    stopped.wait = wait  # type: ignore[method-assign]
+    throttler = Throttler(config, stopped, clock=lambda: now)
+    for _ in range(10):
+        throttler.acquire(*amounts)
+    assert now == pytest.approx(5.9)
+
+
+def test_the_rate_by_entries_has_its_old_name_too() -> None:
+    stopped = threading.Event()
+    throttler = Throttler(BookieConfig(compaction_rate=10), stopped, clock=lambda: 0.0)
+    throttler.acquire(5, 0)
+    stopped.set()
+    with pytest.raises(CompactionStopped):
+        throttler.acquire(1, 0)
+
+
+# --- what logs hold -------------------------------------------------------------------------------------------------
+
+
+def test_only_complete_logs_are_looked_at_and_those_left_by_a_stop_too(storage: BookieStorage, tmp_path: Path) -> None:
+    logs = logs_of(storage)
+    in_use = set(entry_logs(tmp_path)) - {each.path for each in logs}
+    assert in_use
+    storage.close()
+    again = open_storage(storage.config, clock=0x9000)
+    found = {each.path: each for each in logs_of(again)}
+    assert in_use <= found.keys(), "a log without a map is read from end to end"
+    for path, each in found.items():
+        counted = _entries(path)
+        assert each.total_size_bytes == sum(4 + len(body_of(*entry)) for entry in counted)
+
+
+def test_a_log_that_cannot_be_read_is_said_once_and_left_alone(storage: BookieStorage) -> None:
+    log = next(iter(logs_of(storage)))
+    with log.path.open("r+b") as file:
+        file.write(b"XXXX")
+    problems: list[Path] = []
+    logs = EntryLogMetadataMap(storage.ledgers.entry_loggers)
+    for _ in range(2):
+        logs.extract(lambda path, error: problems.append(path))
+    assert problems == [log.path]
+    assert log.path not in {each.path for each in logs}
+
+
+def test_usage_counts_what_is_left_and_small_logs_by_the_target_size(storage: BookieStorage) -> None:
+    log = max(logs_of(storage), key=lambda each: len(each.ledgers))
+    assert log.usage() == log.usage(1 << 30) == 1.0, "a small log without garbage is no candidate"
+    total, first = log.total_size_bytes, sorted(log.ledgers)[0]
+    size = log.ledgers[first]
+    log.keep({first})
+    assert log.usage() == size / total
+    assert log.usage(total * 2) == size / (total * 2)
+    log.keep(set())
+    assert (log.usage(), log.ledgers, log.remaining_size_bytes) == (0.0, {}, 0)
+
+
+def test_an_entry_that_never_was_here_stays_unknown(storage: BookieStorage) -> None:
+    delete_dead(storage)
+    compact(storage)
+    with pytest.raises(EntryNotFound):
+        storage.read_entry(ALIVE[0], ENTRIES)
