@@ -27,6 +27,7 @@ LOCAL_COLUMNS = Columns(
     Column("ADDRESS", "address", lambda row: f"127.0.0.1:{row.bookie.port}"),
     Column("PID", "pid", "bookie.pid", Kind.INTEGER),
     Column("DIRECTORY", "directory", lambda row: str(row.bookie.directory), flexible=True),
+    Column(None, "httpUrl", "bookie.http_url"),
     Column(None, "conf", lambda row: str(row.bookie.conf)),
     Column(None, "log", lambda row: str(row.bookie.log)),
     key="bookieId",
@@ -315,11 +316,20 @@ def up(
         str | None,
         typer.Option("--storage", metavar="CLASS", help="Ledger storage of new bookies: sorted, interleaved, db."),
     ] = None,
+    http: Annotated[
+        bool | None,
+        typer.Option("--http/--no-http", help="New bookies have an HTTP server (default: if bkctl[http] is there)."),
+    ] = None,
 ) -> None:
     """Start a local cluster of our own bookies, and use it until `cluster down`."""
+    from bkctl.http import has_server, load_server
+
+    if http:
+        load_server()
+    http = has_server() if http is None else http
     cluster = _local(directory)
     with run.working(f"Starting the local cluster at {cluster.directory}"):
-        cluster.up(bookies, storage=storage, timeout_s=run.timeout_s, progress=run.detail)
+        cluster.up(bookies, storage=storage, http=http, timeout_s=run.timeout_s, progress=run.detail)
     run.render(cluster.status(run.timeout_s), LOCAL_COLUMNS)
     run.note(f"Local cluster at {cluster.directory}; commands without --metadata-uri use it until 'bkctl cluster down'")
 
