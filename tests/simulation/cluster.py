@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import functools
+import os
 import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -191,7 +192,7 @@ class BookieHost:
                 self.world.note(f"{self.name} cannot start: {error}")
                 await asyncio.sleep(0.5)
             except BkctlError as error:
-                if self.lies or self._disk_failed():
+                if self._may_fail():
                     self.world.note(f"{self.name} refuses to start: {error}")
                     await asyncio.sleep(1.0)
                 else:
@@ -200,16 +201,17 @@ class BookieHost:
         self.world.note(f"{self.name} is up")
         await bookie.stopped.wait()
         self.world.note(f"{self.name} stops: {bookie.failure or 'as asked'}")
-        if bookie.failure is not None and not (self._disk_failed() or self.lies):
+        if bookie.failure is not None and not self._may_fail():
             raise bookie.failure
         await bookie.stop()
         self.world.note(f"{self.name} stopped")
         self.bookie = None
         self.world.at(0.0, lambda: self.end(process))
 
-    def _disk_failed(self) -> bool:
+    def _may_fail(self) -> bool:
+        """Whether its disk gives it reason to give up."""
         assert self.files is not None
-        return self.files.has_failed
+        return self.files.has_failed or self.name in self.cluster.checker.liars
 
     def end(self, process: Process) -> None:
         """Its main program is over."""
@@ -295,10 +297,14 @@ class SimulatedCluster:
     def bookie_settings(self) -> dict[str, Any]:
         """Settings of garbage collection."""
         return {
-            "gc_wait_time": self.world.random.choice((700, 3000)),
+            "gc_wait_time": self.world.random.choice((500, 1500)),
             "minor_compaction_interval": 2,
             "major_compaction_interval": 4,
             "gc_overreplicated_ledger_wait_time": 3000,
+            "gc_scoped_delete_count_min": self.world.random.choice((2, 100)),
+            "verify_metadata_on_gc": self.world.random.random() < 0.5,
+            "use_transactional_compaction": self.world.random.random() < 0.5,
+            "gc_entry_log_metadata_cache_enabled": self.world.random.random() < 0.3,
         }
 
     def count(self, what: str) -> None:
@@ -374,15 +380,14 @@ class SimulatedCluster:
             host.lies = 0.0
             if host.files is not None:
                 host.files.lies = 0.0
-        deadline = self.world.now + 60
 
         def all_up() -> bool:
             self._start_bookies()
             up = {name for name in self.tree.children["available"] if name != "readonly"}
             return all(
-                host.bookie is not None and (host.bookie_id in up or host.name in self.checker.liars)
+                (host.bookie is not None and host.bookie_id in up) or host.name in self.checker.liars
                 for host in self.hosts
-            ) or (self.world.now > deadline - 20 and all(host.is_up for host in self.hosts) and bool(self.plan.liars))
+            )
 
         self._wait(all_up, 60, "all bookies are up again")
         done: list[bool] = []
@@ -582,6 +587,7 @@ async def look_at_ledgers(cluster: SimulatedCluster, bookkeeper: BookKeeper) -> 
     for story in list(checker.stories.values()):
         if story.is_deleted:
             continue
+        reader: ReadHandle | None = None
         for attempt in range(20):
             try:
                 reader = await bookkeeper.open_ledger(
@@ -592,15 +598,15 @@ async def look_at_ledgers(cluster: SimulatedCluster, bookkeeper: BookKeeper) -> 
                 break
             except BkctlError as error:
                 cluster.world.note(f"{story.ledger!r}, attempt {attempt}: {type(error).__name__}: {error}")
-                if checker._is_excused(story):
+                if checker.is_excused(story):
                     cluster.count("excused")
+                    reader = None
                     break
                 if attempt == 19 or isinstance(error, (NotFound, DigestMismatch, Corrupt)):
                     raise checker.violated(f"{story.ledger!r} cannot be read: {error}") from error
                 await asyncio.sleep(1)
-        else:
-            continue
-        await _look_at_replicas(cluster, story, reader)
+        if reader is not None:
+            await _look_at_replicas(cluster, story, reader)
 
 
 async def _look_at_replicas(cluster: SimulatedCluster, story: Story, reader: ReadHandle) -> None:
@@ -780,7 +786,10 @@ class Nemesis:
 
 
 def simulate(seed: int, plan: Plan, root: Path) -> tuple[World, SimulatedCluster]:
-    """One run below `root`, which is emptied. Raises what went wrong, with the seed and the end of the trace."""
+    """One run below `root`, which is emptied. Raises what went wrong, with the seed and the end of the trace.
+
+    The whole trace of a failure goes to the directory that BKCTL_TEST_TRACES names, if it does.
+    """
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
     with World(seed) as world:
@@ -791,6 +800,8 @@ def simulate(seed: int, plan: Plan, root: Path) -> tuple[World, SimulatedCluster
             error.add_note(f"seed {seed}, {plan}; the end of the trace:")
             for line in world.trace[-60:]:
                 error.add_note(line)
+            if kept := os.environ.get("BKCTL_TEST_TRACES"):
+                Path(kept, f"seed-{seed}.txt").write_text("\n".join(world.trace))
             raise
         world.note(f"{world.event_count} events, checksum {world.digest:08x}, {cluster.counts}")
         return world, cluster

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import concurrent.futures
 import contextlib
 import contextvars
 import heapq
@@ -36,6 +37,8 @@ from bkctl.ids import random_u64
 
 #: 2026-01-01, the wall clock when a world begins.
 EPOCH_S = 1_767_225_600
+#: The name of the threads that carry fibers.
+CARRIER = "simulation"
 #: A turn of an event loop takes at most so long.
 TURN_S = 20e-6
 
@@ -74,7 +77,7 @@ class _Carrier:
         self.fiber: Fiber | None = None
         self.go = _thread.allocate_lock()
         self.go.acquire()
-        self.thread = threading.Thread(target=self._run, daemon=True, name="simulation")
+        self.thread = threading.Thread(target=self._run, daemon=True, name=CARRIER)
         self.thread.start()
 
     def _run(self) -> None:
@@ -742,6 +745,22 @@ def _stands(world: World) -> dict[int, Any]:
     return {id(real): (real, stand) for real, stand in replaced.items()}
 
 
+_result = concurrent.futures.Future.result
+
+
+def _await_result(future: concurrent.futures.Future[Any], timeout: float | None = None) -> Any:
+    """Future.result for a fiber: it waits in the world's time."""
+    if threading.current_thread().name == CARRIER:
+        world = world_now()
+        deadline = None if timeout is None else world.now + timeout
+        me = world.current
+        future.add_done_callback(lambda _: world.wake(me))
+        while not future.done() and (deadline is None or world.now < deadline):
+            world.park(None if deadline is None else deadline - world.now)
+        timeout = None if future.done() else 0
+    return _result(future, timeout)
+
+
 def _numbered_hash(each: Any) -> int:
     return world_now().hash_of(each)
 
@@ -766,14 +785,21 @@ def patched(world: World) -> Iterator[None]:
     stands = _stands(world)
     classes = set()
     with contextlib.ExitStack() as patches:
+        # asyncio.run_coroutine_threadsafe gives one of these.
+        patches.enter_context(mock.patch.object(concurrent.futures.Future, "result", _await_result))
         # Imported where it is used, so replaced at its source.
         patches.enter_context(mock.patch.object(uuid, "uuid4", stands[id(uuid)][1].uuid4))
         for module in _modules():
             name = module.__name__
             for attribute, value in list(vars(module).items()):
-                if isinstance(value, type) and value.__module__ == name and value.__hash__ is object.__hash__:
-                    if value.__dictoffset__:
+                if isinstance(value, type) and value.__module__ == name:
+                    if value.__hash__ is object.__hash__ and value.__dictoffset__:
                         classes.add(value)
+                    for function in vars(value).values():
+                        for option, default in (getattr(function, "__kwdefaults__", None) or {}).items():
+                            if default is time.monotonic:
+                                clock = {option: stands[id(time)][1].monotonic}
+                                patches.enter_context(mock.patch.dict(function.__kwdefaults__, clock))
                     continue
                 real, stand = stands.get(id(value), (None, None))
                 if real is value and real is not None:
