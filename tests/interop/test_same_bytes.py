@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import INTERLEAVED, SORTED, ApacheBookie, Java, ZooKeeperServer, format_cluster
+from servers import BOOKKEEPER_VERSION, INTERLEAVED, SORTED, ApacheBookie, Java, ZooKeeperServer, format_cluster
 
 from bkctl.bookie.server import Bookie
 from bkctl.config import BookieConfig
@@ -37,6 +37,8 @@ from bkctl.storage.journal import JournalReader
 
 pytestmark = pytest.mark.java
 
+#: Earlier releases have no batch reads, or others, and read another BOOKIE_STATUS.
+IS_LATEST = tuple(map(int, BOOKKEEPER_VERSION.split(".")[:2])) >= (4, 18)
 #: Ids of one, two and six bytes, whose directories and varints differ.
 LEDGERS = [LedgerId(0, 7), LedgerId(0, 70_000), LedgerId(0, 0x1234_5678_9ABC)]
 NOWHERE = LedgerId(0, 99)
@@ -267,7 +269,8 @@ def test_answers_and_files_are_the_same_byte_for_byte(
         await compare(theirs, mine, asked(), is_v2=False)
         await compare(theirs, mine, asked(), is_v2=True)
         await compare(theirs, mine, asked_of_v3(), is_v2=False)
-        await compare(theirs, mine, asked_of_v2(), is_v2=True)
+        if IS_LATEST:
+            await compare(theirs, mine, asked_of_v2(), is_v2=True)
         for operation in (v3.READ_ENTRY, v3.ADD_ENTRY, v3.READ_LAC):
             frame = of_another_version(operation)
             assert await mine.ask_raw(frame) == await theirs.ask_raw(frame), operation
@@ -305,6 +308,8 @@ def test_answers_and_files_are_the_same_byte_for_byte(
         asyncio.run(write())
         apache.stop()
         check_files()
+        if not IS_LATEST:
+            return
         asyncio.run(become_read_only())
         shutil.copy(tmp_path / "ledgers" / "current" / "BOOKIE_STATUS", apache.ledger_dir / "current")
         apache.start()

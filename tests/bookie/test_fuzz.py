@@ -1,0 +1,227 @@
+"""Mutated frames to a real port: they harm neither the bookie nor who is served beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import random
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bkctl.bookie.server import Bookie
+from bkctl.config import BookieConfig
+from bkctl.formats.entry import DigestManager, DigestType
+from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import Cluster
+from bkctl.protocol import v2, v3
+from bkctl.protocol.connection import BookieConnection, run
+from bkctl.protocol.messages import (
+    LAST_ENTRY,
+    AddRequest,
+    AuthMessage,
+    BatchReadRequest,
+    BookieInfoRequest,
+    ForceLedgerRequest,
+    ListEntriesRequest,
+    Protocol,
+    ReadLacRequest,
+    ReadRequest,
+    Request,
+    StartTlsRequest,
+    Status,
+    WriteLacRequest,
+)
+
+PLAIN, SCOPED, GOOD = LedgerId(0, 5), LedgerId(7, 5), LedgerId(7, 1)
+#: The whole run, which ends earlier with CASES_MAX.
+DURATION_S = 10.0
+CASES_MAX = 4000
+#: What arrives on one connection is kept this small, so that memory cannot grow unnoticed.
+RSS_GROWTH_BYTES_MAX = 100 << 20
+
+LENGTHS = (-(1 << 31), -1, 0, 1, 3, 4, 5 << 20, (5 << 20) + 1, 1 << 30, (1 << 31) - 1)
+NUMBERS = (0, 1, 2, 5, 127, 128, 255, (1 << 31) - 1, 1 << 31, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
+
+
+def by(ledger: LedgerId) -> DigestManager:
+    return DigestManager(ledger, DigestType.CRC32C, b"secret")
+
+
+def add(ledger: LedgerId, entry_id: int, **changes: Any) -> AddRequest:
+    body = by(ledger).seal(entry_id, entry_id - 1, 100, bytes(100)) + bytes(100)
+    return AddRequest(ledger, entry_id, by(ledger).master_key, body)._replace(**changes)
+
+
+def requests(ledger: LedgerId) -> list[Request]:
+    key = by(ledger).master_key
+    return [
+        add(ledger, 1),
+        add(ledger, 2, recovery_add=True, high_priority=True),
+        add(ledger, 3, deferred_sync=True),
+        ReadRequest(ledger, 0),
+        ReadRequest(ledger, LAST_ENTRY, key, fence=True),
+        ReadRequest(ledger, LAST_ENTRY, previous_lac=0, timeout_ms=50, piggyback=True),
+        WriteLacRequest(ledger, 1, key, by(ledger).seal_lac(1)),
+        ReadLacRequest(ledger),
+        ForceLedgerRequest(ledger),
+        ListEntriesRequest(ledger),
+        BookieInfoRequest(3),
+        AuthMessage("AuthDisabledPlugin", b"token"),
+        StartTlsRequest(),
+    ]
+
+
+def seeds() -> list[bytes]:
+    """A frame of each kind, of both protocols."""
+    frames = []
+    for number, request in enumerate([*requests(PLAIN), *requests(SCOPED)]):
+        out: list[Any] = []
+        v3.encode_request(number, request, out)
+        frames.append(b"".join(map(bytes, out)))
+    key = by(PLAIN).master_key
+    plain = [request for request in requests(PLAIN) if isinstance(request, AuthMessage)]
+    plain += [add(PLAIN, 1), add(PLAIN, 2, recovery_add=True), ReadRequest(PLAIN, 0)]
+    plain += [ReadRequest(PLAIN, LAST_ENTRY, key, fence=True), BatchReadRequest(PLAIN, 0, 1, 100, 1 << 20)]
+    plain += [BatchReadRequest(PLAIN, 0, 1, -1, -1, key, fence=True)]
+    for request in plain:
+        out = []
+        v2.encode_request(request, out)
+        frames.append(b"".join(map(bytes, out)))
+    return frames
+
+
+def mutated(frame: bytes, others: list[bytes], chance: random.Random) -> bytes:
+    """`frame` with some of its bits, bytes, numbers or its length changed."""
+    data = bytearray(frame)
+    for _ in range(chance.choice((0, 1, 1, 1, 2, 5))):
+        at = chance.randrange(len(data)) if data else 0
+        match chance.randrange(9):
+            case 0 if data:
+                data[at] ^= 1 << chance.randrange(8)
+            case 1 if data:
+                data[at] = chance.choice((0, 0x7F, 0x80, 0xA0, 0xA3, 0xFF, chance.randrange(256)))
+            case 2:
+                del data[at : at + chance.choice((1, 4, 8, 100))]
+            case 3:
+                data[at:at] = chance.randbytes(chance.choice((1, 4, 8, 100)))
+            case 4:
+                data[at : at + 8] = struct.pack(">Q", chance.choice(NUMBERS))
+            case 5:
+                other = chance.choice(others)
+                data[at:] = other[chance.randrange(len(other)) :]
+            case 6:
+                data[:4] = struct.pack(">i", chance.choice(LENGTHS))
+            case 7:
+                data[at:at] = data[max(0, at - chance.randrange(1, 200)) : at]
+            case _:
+                data = data[:at]
+    if chance.random() < 0.7 and len(data) >= 4:
+        data[:4] = struct.pack(">i", len(data) - 4)  # so that what is wrong is behind the length
+    return bytes(data)
+
+
+def resident_bytes() -> int:
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * 4096
+
+
+async def attack(port: int, frames: list[bytes], chance: random.Random) -> None:
+    """One client's connection: some frames, cut anywhere, and whatever comes back."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    count = chance.choice((1, 1, 2, 5, 20))
+    data = b"".join(mutated(chance.choice(frames), frames, chance) for _ in range(count))
+    with contextlib.suppress(OSError, RuntimeError):  # uvloop says so when the bookie closed it
+        while data:
+            size = chance.choice((len(data), 1 + chance.randrange(len(data))))
+            writer.write(data[:size])
+            data = data[size:]
+            await asyncio.sleep(0)
+        if chance.random() < 0.3:
+            async with asyncio.timeout(0.02):
+                await reader.read(1 << 16)
+    if chance.random() < 0.5:
+        writer.transport.abort()
+    else:
+        writer.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+@pytest.mark.parametrize(("seed", "has_tls"), [(1, False), (2, True)])
+def test_mutated_frames_do_no_harm(
+    tmp_path: Path, cluster: Cluster, pem: Path, seed: int, has_tls: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = BookieConfig(
+        bookie_port=0,
+        advertised_address="127.0.0.1",
+        allow_loopback=True,
+        journal_directories=(str(tmp_path / "journal"),),
+        ledger_directories=(str(tmp_path / "ledgers"),),
+        journal_pre_alloc_size_mb=1,
+        tls_provider_factory_class="org.apache.bookkeeper.tls.TLSContextFactory" if has_tls else None,
+        tls_key_store_type="PEM",
+        tls_key_store=str(pem),
+        tls_certificate_path=str(pem),
+    )
+    chance = random.Random(seed)
+    frames = seeds()
+    wrong: list[dict[str, Any]] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
+        bookie = Bookie(config, cluster=cluster)
+        await bookie.start()
+        try:
+            await under_attack(bookie)
+        finally:
+            await bookie.stop()
+        assert bookie.failure is None
+
+    async def under_attack(bookie: Bookie) -> None:
+        port = bookie.address[1]
+        v3_client = await BookieConnection.open(*bookie.address, bookie_id="b", timeout_s=60)
+        v2_client = await BookieConnection.open(*bookie.address, bookie_id="b", timeout_s=60, protocol=Protocol.V2)
+        assert await v3_client.supports_scopes()
+        for ledger in (PLAIN, SCOPED):
+            assert (await v3_client.send(add(ledger, 0))).status is Status.EOK
+        end = time.monotonic() + DURATION_S / 2
+        before = good = cases = 0
+        while cases < CASES_MAX and time.monotonic() < end:
+            attacks = [attack(port, frames, chance) for _ in range(16)]
+            answers = await asyncio.gather(
+                v3_client.send(add(GOOD, good)),
+                v2_client.send(add(LedgerId(0, 99), good)),
+                *attacks,
+                return_exceptions=True,
+            )
+            assert [each.status for each in answers[:2]] == [Status.EOK] * 2, answers[:2]  # type: ignore[union-attr]
+            unexpected = [each for each in answers[2:] if isinstance(each, Exception)]
+            assert all(isinstance(each, TimeoutError | OSError) for each in unexpected), unexpected
+            good += 1
+            cases += len(attacks)
+            if good == 30:
+                gc.collect()
+                before = resident_bytes()
+        for entry_id in range(good):
+            read = await v3_client.send(ReadRequest(GOOD, entry_id))
+            assert read.body == add(GOOD, entry_id).body  # type: ignore[union-attr]
+        gc.collect()
+        assert not before or resident_bytes() - before < RSS_GROWTH_BYTES_MAX
+        async with asyncio.timeout(60):
+            while len(bookie._server.connections) > 2 or bookie._server.in_flight_bytes:
+                await asyncio.sleep(0.01)  # long polls too are over
+        v3_client.close()
+        v2_client.close()
+        await bookie.checkpoint()
+        assert bookie.failure is None
+
+    with caplog.at_level(logging.INFO):
+        run(main())
+    assert not wrong
+    told = [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
+    assert not told, [record.getMessage() for record in told]
