@@ -12,14 +12,14 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from command_line import CommandLine
 from own_bookies import OwnBookie
-from servers import INTERLEAVED, SORTED
+from servers import DB, INTERLEAVED, SORTED, wait_for, write_conf
 
 from bkctl.errors import BkctlError, Unreachable
 from bkctl.formats.availability import Availability
@@ -60,10 +60,14 @@ SETTINGS = {
     "skipListSizeLimit": 400_000,
     "gcWaitTime": 50,
     "minorCompactionInterval": 1,
-    "minorCompactionThreshold": 0.5,
+    "minorCompactionThreshold": 0.8,
     "majorCompactionInterval": 2,
-    "majorCompactionThreshold": 0.9,
+    "majorCompactionThreshold": 0.95,
 }
+#: Each start takes one of these.
+SETTINGS_THAT_CHANGE = ("useTransactionalCompaction", "gcEntryLogMetadataCacheEnabled", "entryLogPerLedgerEnabled")
+#: Seconds that the bookie lives: short, or until it compacts.
+LIVES = ((0.05, 0.6), (0.05, 0.6), (1.0, 1.5))
 GONE = (Status.ENOENTRY, Status.ENOLEDGER)
 NOISE = random.Random(1).randbytes(1 << 14)
 
@@ -290,10 +294,11 @@ class Load:
             response = await connection.send(ledger.add())
             assert response.status is Status.EFENCED, (ledger.ledger, response)
 
-    async def are_gone(self, ledgers: Iterable[Ledger]) -> bool:
-        """Whether the bookie knows none of these."""
+    async def deleted_are_gone(self) -> bool:
+        """Whether the bookie knows none of the deleted ledgers."""
         connection = await self.connect(Protocol.V3)
-        answers = [await connection.send(ReadRequest(each.ledger, LAST_ENTRY)) for each in ledgers]
+        deleted = [each for each in self.ledgers if each.deleted]
+        answers = await asyncio.gather(*(connection.send(ReadRequest(each.ledger, LAST_ENTRY)) for each in deleted))
         connection.close()
         return all(answer.status is Status.ENOLEDGER for answer in answers)
 
@@ -321,7 +326,7 @@ def scenario(body: Awaitable[Any]) -> Any:
 
 
 @pytest.mark.timeout(300 + 10 * KILLS)
-@pytest.mark.parametrize("storage", [SORTED, INTERLEAVED], ids=["sorted", "interleaved"])
+@pytest.mark.parametrize("storage", [SORTED, INTERLEAVED, DB], ids=["sorted", "interleaved", "db"])
 def test_a_bookie_that_is_killed_at_random_points_keeps_its_word(
     own_bookie: Callable[..., OwnBookie], cluster: Cluster, storage: str
 ) -> None:
@@ -353,14 +358,30 @@ def test_a_bookie_that_is_killed_at_random_points_keeps_its_word(
         done = bkctl("bookie", "check", "--conf", bookie.conf, "--digest", "--password", PASSWORD.decode())
         assert done.code == 0, (done.out.decode(), done.err)
 
+    def start() -> None:
+        changed = {name: chance.choice(("true", "false")) for name in SETTINGS_THAT_CHANGE}
+        write_conf(bookie.conf, bookie.settings | changed)
+        bookie.start()
+
+    def compactions() -> int:
+        return bookie.log.read_text(errors="replace").count("Compacted ")
+
     try:
         for kill in range(KILLS):
-            timed("start", bookie.start)
+            timed("start", start)
             timed("check", lambda: scenario(load.check()))
-            timed("load", lambda: scenario(live(chance.uniform(0.05, 0.6))))
+            timed("load", lambda: scenario(live(chance.uniform(*chance.choice(LIVES)))))
             if kill % CHECK_EVERY == CHECK_EVERY - 1:
                 timed("files", check_files)
-        bookie.start()
+        before = compactions()
+        start()
+        for ledger in load.alive[::2]:
+            load.delete(ledger)
+        wait_for(lambda: scenario(load.deleted_are_gone()), "the deleted ledgers gone")
+        wait_for(lambda: compactions() > before, "a compaction")
+        scenario(load.check())
+        bookie.kill()
+        start()
         scenario(load.check())
         bookie.stop()
         check_files()
@@ -370,8 +391,12 @@ def test_a_bookie_that_is_killed_at_random_points_keeps_its_word(
         error.add_note(f"BKCTL_TEST_SEED={seed}")
         raise
     replayed = [line for line in bookie.log.read_text(errors="replace").splitlines() if "replayed" in line]
-    print(f"{storage.rpartition('.')[2]}: seed {seed}, {KILLS} kills {dict(kinds)}; {load.acknowledged} entries in ")
-    print(f"{len(load.ledgers)} ledgers ({len(load.alive)} alive), {dict(load.seen)}; {len(replayed)} replays;")
-    print(f"a kill: { {what: round(seconds / KILLS, 2) for what, seconds in spent.items()} } s")
+    a_kill = {what: round(seconds / KILLS, 2) for what, seconds in spent.items()}
+    print(
+        f"{storage.rpartition('.')[2]}, seed {seed}: {KILLS} kills {dict(kinds)}, {a_kill} s each,"
+        f" {len(replayed)} replays;"
+        f" {load.acknowledged} entries in {len(load.ledgers)} ledgers ({len(load.alive)} alive), {dict(load.seen)};"
+        f" {compactions()} compactions, {before} of them before the last kill"
+    )
     assert load.acknowledged
     assert load.seen["explicit LAC"]
