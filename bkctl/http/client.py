@@ -17,7 +17,7 @@ import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from bkctl.errors import (
     BadRequest,
@@ -33,8 +33,9 @@ from bkctl.errors import (
     Unsupported,
     UsageError,
 )
-from bkctl.metadata.cluster import HTTP_ENDPOINT_ID, RegisteredBookie
-from bkctl.metadata.store import client_tls
+
+if TYPE_CHECKING:
+    from bkctl.metadata.cluster import RegisteredBookie
 
 T = TypeVar("T")
 
@@ -102,6 +103,8 @@ def bookie_url(bookie: RegisteredBookie, host: str | None = None) -> str:
     nowhere: the host of the bookie's own address then.
     Raises NotFound for a bookie without HTTP server, BookieUnavailable for one that is down.
     """
+    from bkctl.metadata.cluster import HTTP_ENDPOINT_ID
+
     if bookie.state == "down":
         raise BookieUnavailable(f"Bookie {bookie.bookie_id} is down", hint="'bkctl bookies list' shows who is up")
     endpoints = bookie.info.endpoints if bookie.info is not None else ()
@@ -272,6 +275,8 @@ class ApiClient:
             sock = socket.create_connection((server.host, server.port), self.timeout_s)
         try:
             if server.tls:
+                from bkctl.metadata.store import client_tls
+
                 context = self._tls if self._tls is not None else client_tls()
                 with self.translated():
                     sock = context.wrap_socket(sock, server_hostname=server.host)

@@ -352,7 +352,7 @@ a_total 12
 a_total{x="1",y="a\\"b\\\\c\\nd,}"} 1.5e3 1700000000000
 
 # TYPE lat summary
-lat{success="true",quantile="0.5"} NaN
+lat{success="true",quantile="0.5", thread="0"} NaN
 lat_count{success="true"} 4
 lat_sum{success="true",} 2.5
 # a remark
