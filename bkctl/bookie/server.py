@@ -278,7 +278,10 @@ class Bookie:
 
     async def _register(self) -> None:
         """Register as read-only or writable; what was begun is finished although the caller is cancelled."""
-        await asyncio.shield(self._loop.create_task(self._move()))
+        move = self._loop.create_task(self._move())
+        # Where the caller is gone nobody else takes note of how it ended, and asyncio would complain.
+        move.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.shield(move)
 
     async def _move(self) -> None:
         async with self._registering:  # two moves at once, there and back, could take the bookie off both lists

@@ -27,8 +27,6 @@ from bkctl.errors import (
     BookieUnavailable,
     Corrupt,
     DigestMismatch,
-    EntryNotFound,
-    LedgerNotFound,
     NotFound,
     TimedOut,
     Unreachable,
@@ -627,7 +625,7 @@ async def _read_replica(
             return await reader.read_from(host.bookie_id, entry_id)
         except (BookieUnavailable, TimedOut):  # a stop that was asked for before everything was healed
             await asyncio.sleep(0.5)
-        except (EntryNotFound, LedgerNotFound, Corrupt, DigestMismatch) as error:
+        except BkctlError as error:
             problem = f"{story.ledger!r}: {host.name} stored entry {entry_id}: {error}"
             raise cluster.checker.violated(problem) from error
     raise cluster.checker.violated(f"{story.ledger!r}: {host.name} does not answer")

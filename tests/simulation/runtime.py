@@ -18,6 +18,7 @@ import contextlib
 import contextvars
 import heapq
 import importlib
+import logging
 import pkgutil
 import queue
 import random
@@ -246,6 +247,12 @@ class World:
 
     def __enter__(self) -> World:
         self._patches = contextlib.ExitStack()
+        log = logging.getLogger("bkctl")
+        level, handler = log.level, _LogToTrace(self)
+        log.setLevel(logging.INFO)
+        log.addHandler(handler)
+        self._patches.callback(log.removeHandler, handler)
+        self._patches.callback(log.setLevel, level)
         self._patches.enter_context(patched(self))
         return self
 
@@ -269,6 +276,17 @@ class World:
             self._hashes += 1
             number = each.simulated_hash = self._hashes
         return number
+
+
+class _LogToTrace(logging.Handler):
+    """What the product logs is part of the trace."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.world.note(f"{self.world.current.process.name} says: {record.getMessage()}")
 
 
 class Process:
@@ -348,6 +366,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         if not self.process.is_alive or isinstance(context.get("exception"), Killed):
             return
         error = context.get("exception") or AssertionError(context["message"])
+        self.world.note(f"{self.process.name}: {context['message']}")
         if error.__traceback__ is None or not isinstance(error, Exception):
             error = AssertionError(f"{self.process.name}: {context['message']}: {error!r}")
         self.world.fail(error)
