@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Final
 
 from own_bookies import OwnBookie
-from servers import INTERLEAVED, SORTED, Server
+from servers import DB, INTERLEAVED, SORTED, Server
 
-#: Three bookies that have every storage class of ours among them.
-STORAGES: Final = (SORTED, INTERLEAVED, SORTED)
+#: Every storage class of ours, one for each of three bookies.
+STORAGES: Final = (SORTED, INTERLEAVED, DB)
 
 
 class OwnCluster:
