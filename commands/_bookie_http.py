@@ -308,7 +308,9 @@ READ_ONLY_COLUMNS = Columns(
 def readonly(
     run: Run,
     which: BookieServerOption,
-    wanted: Annotated[Switch | None, typer.Argument(metavar="[on|off]", help="What it shall be.")] = None,
+    wanted: Annotated[
+        Switch | None, typer.Argument(metavar="on|off", help="What it shall be (default: only shown).")
+    ] = None,
     dry_run: DryRun = False,
 ) -> None:
     """Show whether a bookie is read-only, or switch that on or off.
@@ -655,8 +657,10 @@ SANITY_COLUMNS = Columns(
 def sanity(
     run: Run,
     which: BookieServerOption,
-    count: Annotated[int, count_option("--entries", "Entries to write.", default=10)],
-    deadline: Annotated[float | None, duration_option("--deadline", "Give up after this long (exit code 6).")],
+    count: Annotated[int, count_option("--entries", "Entries to write.", default=10, short="-e")],
+    deadline: Annotated[
+        float | None, duration_option("--deadline", "Give up after this long (exit code 6).", short="-t")
+    ],
     scope: Annotated[
         str | None,
         typer.Option("--ledger-scope-id", metavar="SCOPE", help="Scope of the ledger (default 0)."),

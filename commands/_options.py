@@ -96,6 +96,10 @@ def _converted(name: str, option: Any, convert: Callable[[str], Any], default: s
     return Composite((parameter(name, Annotated[str, option], default),), resolve)
 
 
+def _flags(short: str | None, flag: str) -> tuple[str, ...]:
+    return (flag,) if short is None else (short, flag)
+
+
 def number_option(flag: str, help: str) -> Composite:
     """An option for an entry id, a position or an offset: decimal or 0x; None when absent."""
     name = flag.removeprefix("--").replace("-", "_")
@@ -104,7 +108,7 @@ def number_option(flag: str, help: str) -> Composite:
     )
 
 
-def count_option(flag: str, help: str, *, default: int | None = None) -> Composite:
+def count_option(flag: str, help: str, *, default: int | None = None, short: str | None = None) -> Composite:
     """An option for a count that is 1 or more."""
 
     def convert(text: str) -> int:
@@ -114,7 +118,7 @@ def count_option(flag: str, help: str, *, default: int | None = None) -> Composi
         return number
 
     name = flag.removeprefix("--").replace("-", "_")
-    option = typer.Option(flag, help=help, metavar="N", show_default=default is not None)
+    option = typer.Option(*_flags(short, flag), help=help, metavar="N", show_default=default is not None)
     return _converted(f"{name}_count", option, convert, None if default is None else str(default))
 
 
@@ -125,10 +129,10 @@ def size_option(flag: str, help: str, *, default: str | None = None) -> Composit
     return _converted(f"{name}_size", option, lambda text: parse_size(text, flag), default)
 
 
-def duration_option(flag: str, help: str, *, default: str | None = None) -> Composite:
+def duration_option(flag: str, help: str, *, default: str | None = None, short: str | None = None) -> Composite:
     """An option for a duration, in seconds."""
     name = flag.removeprefix("--").replace("-", "_")
-    option = typer.Option(flag, help=help, metavar="DURATION", show_default=default is not None)
+    option = typer.Option(*_flags(short, flag), help=help, metavar="DURATION", show_default=default is not None)
     return _converted(f"{name}_duration", option, lambda text: parse_duration(text, flag), default)
 
 

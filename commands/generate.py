@@ -20,6 +20,8 @@ from .main import GROUPS, RootGroup, root
 #: What a value is completed with: by the metavar of its option or argument.
 DYNAMIC: Final = {"LEDGER": "ledger", "BOOKIE": "bookie", "JOURNAL": "journal", "LOG": "entrylog", "CONTEXT": "context"}
 FILES: Final = ("FILE", "DIR")
+#: A bar within a cell of a table.
+BAR: Final = "\\|"
 _ENVIRONMENT: Final = (
     ("BKCTL_METADATA_URI, BKCTL_CONF, BKCTL_CONTEXT", "Where to connect, where no option says it."),
     ("BKCTL_BOOKIE_ADDRESS", "As --bookie-address; several are separated by spaces or commas."),
@@ -35,6 +37,8 @@ _ENVIRONMENT: Final = (
         "Where commands that change something are noted: a file instead of bkctl/audit.ndjson under XDG_STATE_HOME or "
         "~/.local/state, or none.",
     ),
+    ("BKCTL_BOOKIE_URL", "As --bookie-url, where neither that nor --bookie is given."),
+    ("BKCTL_API_TOKEN", "The token that goes to the HTTP servers of bookies and gateways, and that a gateway wants."),
     ("BKCTL_LEDGER_PASSWORD", "The ledger password of commands that take --password."),
     ("BKCTL_CONFIG", "The configuration file, instead of bkctl/config.toml under XDG_CONFIG_HOME or ~/.config."),
     ("NO_COLOR", "No colours, whatever it is set to."),
@@ -201,8 +205,8 @@ def _markdown_options(options: tuple[Option, ...]) -> Iterator[str]:
     for option in options:
         head = ", ".join(option.names) or option.metavar
         metavar = f" {option.metavar}" if option.metavar and option.names else ""
-        text = option.help.replace("|", "\\|").replace("<", "&lt;")
-        yield f"| `{head}{metavar}` | {text} |".replace("v2|v3", "v2\\|v3")
+        text = option.help.replace("|", BAR).replace("<", "&lt;")
+        yield f"| `{f'{head}{metavar}'.replace('|', BAR)}` | {text} |"
 
 
 def markdown(tree: Page) -> str:

@@ -298,6 +298,7 @@ def test_a_bookie_by_its_id_is_tested_over_the_wire(
         assert answer.code == 0, answer.err
         assert (answer.json["bookieId"], answer.json["passed"], answer.json["entryCount"]) == (bookie, True, 3)
     assert cli("ledger", "list", "--all-scopes", "-o", "id").out == before
+    assert cli("bookie", "sanity", "--bookie", bookie, "-e", "2", "-t", "60s", "-o", "json").json["entryCount"] == 2
     assert cli("bookie", "sanity", "--bookie", "nobody").code == 4
 
 
