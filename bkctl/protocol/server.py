@@ -118,6 +118,8 @@ class _ServedConnection(FramedProtocol):
             _keep_alive(found, self._server.limits)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._gone.done():
+            return
         super().connection_lost(exc)
         if self._impatience is not None:
             self._impatience.cancel()
@@ -205,6 +207,7 @@ class _ServedConnection(FramedProtocol):
             transport = None
         if transport is None:
             self._transport.abort()
+            self.connection_lost(None)  # the transport tells TLS's own protocol, which may not tell us
             return
         self._use(transport)
         self._secure = True

@@ -177,3 +177,27 @@ def test_garbage_instead_of_a_handshake_ends_that_connection(runner: Runner, pem
         assert not server.connections
 
     runner(main())
+
+
+@pytest.mark.parametrize("end", ["garbage", "leaves", "stop"])
+def test_a_handshake_that_fails_leaves_no_connection_behind(runner: Runner, pem: Path, end: str) -> None:
+    async def main() -> None:
+        server = BookieServer(Bookie(), tls=server_context(pem))
+        await server.start(HOST)
+        for _ in range(5):
+            reader, writer = await asyncio.open_connection(HOST, server.port)
+            out: list[BytesLike] = []
+            v3.encode_request(1, StartTlsRequest(), out)
+            writer.writelines(out)
+            assert await reader.readexactly(int.from_bytes(await reader.readexactly(4)))
+            if end == "garbage":
+                writer.write(b"\x00" * 100)
+            elif end == "leaves":
+                writer.transport.abort()
+        if end != "stop":
+            while server.connections:
+                await asyncio.sleep(0.01)
+        await asyncio.wait_for(server.close(0.1), 20)
+        assert not server.connections
+
+    runner(main())
