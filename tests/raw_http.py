@@ -67,7 +67,9 @@ def exchange(port: int, data: bytes, *, timeout_s: float = 60.0) -> bytes:
             connection.shutdown(socket.SHUT_WR)
             while part := connection.recv(1 << 16):
                 received += part
-        except (ConnectionResetError, BrokenPipeError):
+        except TimeoutError:
+            raise
+        except OSError:
             pass  # it does not want to hear the rest
         return bytes(received)
 

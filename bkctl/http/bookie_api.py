@@ -120,8 +120,9 @@ def _settings(config: BookieConfig) -> dict[str, str]:
         found["indexDirectories"] = ",".join(config.index_directories)
     found["ledgerStorageClass"] = config.ledger_storage_class
     for name, value in config.settings().items():
+        text = found.get(name)
         # As it stands in the file where that says the same, 1e3 for 1000.0 and so on.
-        if name not in found or BookieConfig().with_settings({name: found[name]}).settings().get(name) != value:
+        if text is None or (text != value and config.with_settings({name: text}) != config):
             found[name] = value
     found["ledgerScopeIdDefault"] = "0"
     found["ledgerIdFormat"] = "decimal in scope 0, else the ledger qualified name"

@@ -175,7 +175,10 @@ class _Protocol(H11Protocol):
         super().data_received(data)
 
     def send_400_response(self, msg: str) -> None:
-        """As uvicorn, but in JSON, and only where an answer can still begin."""
+        """As uvicorn, but in JSON, and only where an answer can still begin; what is being answered is told to stop."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()
             return

@@ -1,0 +1,54 @@
+"""Fixtures for tests of the REST API: a bookie of ours with an HTTP server, over SQLite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from own_bookies import OwnBookie
+from raw_http import http_port
+from servers import INTERLEAVED
+
+from bkctl.metadata.cluster import open_cluster
+
+
+class HttpBookie(OwnBookie):
+    """A bookie of ours with an HTTP server on any port; `http_port` once it is up."""
+
+    @property
+    def http_port(self) -> int:
+        return http_port(self)
+
+
+def make_bookie(directory: Path, **settings: Any) -> HttpBookie:
+    """A bookie, not started, on a new cluster in SQLite."""
+    directory.mkdir(parents=True, exist_ok=True)
+    uri = f"sqlite://{directory / 'metadata.db'}"
+    open_cluster(uri, create=True).close()
+    common = {"httpServerEnabled": "true", "httpServerHost": "127.0.0.1", "httpServerPort": 0}
+    return HttpBookie(uri, directory / "bookie", storage=INTERLEAVED, settings=common | settings)
+
+
+@pytest.fixture(scope="module")
+def bookie(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpBookie]:
+    """A bookie that the tests of a module share."""
+    server = make_bookie(tmp_path_factory.mktemp("bookie"), httpServerKeyStorePassword="hush", unknownKey="kept")
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def http_bookie(tmp_path: Path) -> Iterator[Callable[..., HttpBookie]]:
+    """Makes bookies of the test's own, not started; settings by keyword."""
+    made: list[HttpBookie] = []
+
+    def make(**settings: Any) -> HttpBookie:
+        made.append(make_bookie(tmp_path / f"bookie-{len(made)}", **settings))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.kill()

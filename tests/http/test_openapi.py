@@ -1,0 +1,81 @@
+"""The OpenAPI document, and a fuzzer that asks by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis
+import schemathesis
+from raw_http import call
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from bkctl.http.app import OPENAPI_PATH
+from bkctl.http.bookie_api import BOOKIE
+from bkctl.http.cluster_api import CLUSTER
+from bkctl.http.openapi import document
+
+#: Requests to each endpoint.
+EXAMPLES = 12
+NOT_HERE = ("/autorecovery/bookie", "/autorecovery/decommission")
+
+
+def test_the_document_names_every_endpoint_of_apaches_server(bookie: Any) -> None:
+    found = call(bookie.http_port, "GET", OPENAPI_PATH).json
+    assert found["openapi"] == "3.1.0"
+    operations = {
+        (method, path) for path, methods in found["paths"].items() for method in methods if path != OPENAPI_PATH
+    }
+    assert {("get", "/heartbeat"), ("post", "/heartbeat"), ("put", "/heartbeat"), ("delete", "/heartbeat")} < operations
+    assert len(operations) == 37 + 3  # heartbeat answers every method
+    assert len({path for _, path in operations}) == 30
+    names = [each["operationId"] for methods in found["paths"].values() for each in methods.values()]
+    assert len(names) == len(set(names))
+
+
+def test_a_gateways_document_asks_which_bookie_is_meant() -> None:
+    found = document([*BOOKIE, *CLUSTER], gateway=True, needs_token=True)
+    state = found["paths"]["/api/v1/bookie/state"]["get"]
+    assert [each["name"] for each in state["parameters"] if each["required"]] == ["bookie"]
+    assert "parameters" not in found["paths"]["/api/v1/bookie/cluster_info"]["get"]
+    assert found["security"] == [{"token": []}]
+
+
+def test_no_request_by_the_document_brings_the_bookie_down(bookie: Any) -> None:
+    port = bookie.http_port
+    schema = schemathesis.openapi.from_dict(call(port, "GET", OPENAPI_PATH).json)
+    schema.config.update(base_url=f"http://127.0.0.1:{port}")
+    asked = set()
+    for found in schema.get_all_operations():
+        operation = found.ok()
+        _fuzz(operation, GenerationMode.POSITIVE)
+        if operation.query or operation.body:
+            _fuzz(operation, GenerationMode.NEGATIVE)
+        asked.add((operation.method, operation.path))
+    assert len(asked) == 41
+    assert bookie.running
+    assert call(port, "GET", "/heartbeat").body == b"OK\n"
+    assert "Traceback" not in bookie.log_tail(size_max=1 << 22)
+
+
+def _fuzz(operation: Any, mode: GenerationMode) -> None:
+    """Ask `operation` with requests that it allows, or that it does not; always the same ones."""
+
+    @hypothesis.settings(
+        max_examples=EXAMPLES, deadline=None, database=None, derandomize=True,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )  # fmt: skip
+    @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+    def ask(case: Any) -> None:
+        checks = [content_type_conformance, response_schema_conformance, status_code_conformance]
+        if not case.path.endswith(NOT_HERE):
+            checks.append(not_a_server_error)
+        response = case.call(timeout=60)
+        case.validate_response(response, checks=checks)
+
+    ask()

@@ -1,0 +1,378 @@
+"""Who may ask an HTTP server of ours, what it refuses, what it shows and changes, and hostile bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import random
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import CommandLine
+from raw_http import Answer, call, exchange
+from servers import free_port, wait_for
+
+from bkctl.config import BookieConfig
+from bkctl.errors import BkctlError, UsageError
+from bkctl.http import app
+from bkctl.http.app import BODY_SIZE_BYTES_MAX, Api
+from bkctl.http.bookie_api import CHANGEABLE
+from bkctl.http.server import HEAD_SIZE_BYTES_MAX, HttpServer, HttpSettings, is_loopback, read_token
+
+V1 = "/api/v1"
+TOKEN = "open-sesame"
+
+
+# --- who may ask -----------------------------------------------------------------------------------------------------
+
+
+def settings(**changes: Any) -> HttpSettings:
+    return HttpSettings.of(BookieConfig(http_server_enabled=True, **changes))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", ""])
+def test_a_server_beyond_loopback_without_authentication_is_refused(host: str, pem: Path) -> None:
+    with pytest.raises(UsageError, match="open to everybody"):
+        settings(http_server_host=host)
+    with pytest.raises(UsageError, match="open to everybody"):  # TLS alone asks nobody who they are
+        settings(http_server_host=host, http_server_tls_enable=True, http_server_key_store_path=str(pem))
+    assert settings(http_server_host=host, http_server_token=TOKEN).authenticates
+    with_certificates = settings(
+        http_server_host=host, http_server_tls_enable=True, http_server_key_store_path=str(pem),
+        http_server_trust_store_path=str(pem),
+    )  # fmt: skip
+    assert with_certificates.authenticates
+
+
+def test_loopback_needs_no_authentication() -> None:
+    for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"):
+        assert is_loopback(host)
+        assert not settings(http_server_host=host).authenticates
+    assert not is_loopback("nowhere.invalid")
+
+
+def test_a_bookie_open_to_everybody_does_not_start(http_bookie: Callable[..., Any]) -> None:
+    bookie = http_bookie(httpServerHost="0.0.0.0")
+    done = subprocess.run(bookie._arguments(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "open to everybody" in done.stderr
+    assert "httpServerTokenFile" in done.stderr
+
+
+def test_a_bookie_without_the_packages_says_what_to_install(
+    http_bookie: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bookie = http_bookie()
+    monkeypatch.setattr("bkctl.http.find_spec", lambda name: None)
+    answer = CommandLine(None)("bookie", "start", "--conf", bookie.conf)
+    assert answer.code == 8
+    assert "pip install 'bkctl[http]'" in answer.problem
+
+
+def test_help_loads_no_web_server() -> None:
+    program = (
+        "import sys; from bkctl.commands.main import run; run(['api', 'serve', '--help']);"
+        "assert not {'starlette', 'uvicorn'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_only_the_token_opens(http_bookie: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(f" {TOKEN}\n")
+    bookie = http_bookie(httpServerTokenFile=file)
+    bookie.start()
+    port = bookie.http_port
+    for path in ("/heartbeat", "/metrics", f"{V1}/bookie/state", "/openapi.json", "/nothing"):
+        for given in ({}, {"Authorization": f"Bearer {TOKEN}x"}, {"Authorization": f"Basic {TOKEN}"},
+                      {"Authorization": "Bearer"}, {"Authorization": f"Bearer \xe9{TOKEN}"}):  # fmt: skip
+            refused = call(port, "GET", path, headers=given)
+            assert refused.status == 401
+            assert refused.error == "The token is missing or wrong"
+            assert refused.headers["www-authenticate"] == "Bearer"
+    right = {"Authorization": f"bearer {TOKEN}", "Host": "some.name.example"}
+    assert call(port, "GET", "/heartbeat", headers=right).status == 200
+    document = call(port, "GET", "/openapi.json", headers=right).json
+    assert document["components"]["securitySchemes"] == {"token": {"type": "http", "scheme": "bearer"}}
+    shown = call(port, "GET", f"{V1}/config/server_config?show_secrets=true", headers=right)
+    assert TOKEN not in shown.body.decode()
+
+
+def test_only_a_certificate_opens(http_bookie: Callable[..., Any], pem: Path) -> None:
+    bookie = http_bookie(
+        httpServerTlsEnable="true", httpServerKeyStorePath=pem, httpServerTrustStorePath=pem, httpServerHost="127.0.0.1"
+    )
+    bookie.start()
+    port = bookie.http_port
+    with pytest.raises((http.client.HTTPException, OSError)):
+        call(port, "GET", "/heartbeat")
+    for certificate in (False, True):
+        context = ssl.create_default_context(cafile=str(pem))
+        if certificate:
+            context.load_cert_chain(str(pem))
+        connection = http.client.HTTPSConnection("127.0.0.1", port, context=context, timeout=60)
+        try:
+            connection.request("GET", "/heartbeat")
+            said = connection.getresponse().read()
+        except OSError:
+            said = b""
+        assert said == (b"OK\n" if certificate else b"")
+        connection.close()
+    shown = CommandLine(str(bookie.settings["metadataServiceUri"]))("bookies", "show", bookie.bookie_id, "-o", "json")
+    (found,) = [each for each in json.loads(shown.out)["endpoints"] if each["id"] == "httpserver"]
+    assert (found["protocol"], found["port"]) == ("https", port)
+
+
+def test_a_page_of_another_site_cannot_ask_in_a_browsers_name(bookie: Any) -> None:
+    port = bookie.http_port
+    for host in ("evil.example", f"evil.example:{port}", "localhost.evil.example", "127.0.0.1.evil.example"):
+        refused = call(port, "GET", f"{V1}/bookie/state", headers={"Host": host})
+        assert refused.status == 403
+        assert refused.error
+    for host in (f"localhost:{port}", "127.0.0.1", f"[::1]:{port}", f"{socket.gethostname()}:{port}"):
+        assert call(port, "GET", f"{V1}/bookie/state", headers={"Host": host}).status == 200
+
+
+def test_files_that_cannot_be_used_are_refused(tmp_path: Path, pem: Path) -> None:
+    file = tmp_path / "token"
+    for text in ("", "two words", "x" * 5000, "\xe9"):
+        file.write_bytes(text.encode("latin-1"))
+        with pytest.raises(UsageError, match="token"):
+            read_token(file)
+    with pytest.raises(UsageError, match="No such file"):
+        read_token(tmp_path / "nothing")
+    file.write_text(TOKEN)
+    with pytest.raises(UsageError, match="both set"):
+        settings(http_server_token="other", http_server_token_file=str(file))
+    with pytest.raises(UsageError, match="httpServerKeyStorePath"):
+        settings(http_server_tls_enable=True)
+    with pytest.raises(UsageError, match="TLS files"):
+        settings(http_server_tls_enable=True, http_server_key_store_path=str(file))
+    assert settings(http_server_host="127.0.0.1", http_server_tls_enable=True, http_server_key_store_path=str(pem)).tls
+
+
+def test_a_port_that_is_taken_is_said_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(BkctlError, match=f"cannot listen on 127.0.0.1:{port}"):
+            HttpServer(HttpSettings("127.0.0.1", port)).bind()
+
+
+# --- settings and metrics --------------------------------------------------------------------------------------------
+
+
+def test_secrets_are_shown_only_when_asked_for(bookie: Any) -> None:
+    port = bookie.http_port
+    found = call(port, "GET", f"{V1}/config/server_config").json
+    assert found["httpServerKeyStorePassword"] == "********"
+    assert found["unknownKey"] == "kept"
+    assert found["ledgerScopeIdDefault"] == "0"
+    asked = call(port, "GET", f"{V1}/config/server_config?show_secrets=true").json
+    assert asked["httpServerKeyStorePassword"] == "hush"
+    assert asked.keys() == found.keys()
+
+
+def test_a_setting_that_is_changed_takes_effect(http_bookie: Callable[..., Any]) -> None:
+    bookie = http_bookie(diskCheckInterval=100)
+    bookie.start()
+    port = bookie.http_port
+
+    def change(**values: Any) -> Answer:
+        return call(port, "PUT", f"{V1}/config/server_config", values)
+
+    def is_read_only() -> bool:
+        return bool(call(port, "GET", f"{V1}/bookie/state").json["readOnly"])
+
+    assert not is_read_only()
+    assert change(diskUsageThreshold=0.0, diskUsageWarnThreshold="0.0").body == b"Success set server config."
+    wait_for(is_read_only, "its disks are full now")
+    assert call(port, "GET", f"{V1}/config/server_config").json["diskUsageThreshold"] == "0.0"
+    assert change(diskUsageThreshold="0.99").status == 200
+    wait_for(lambda: not is_read_only(), "its disks have space again")
+    before = call(port, "GET", f"{V1}/config/server_config").json
+    for refused in (
+        change(diskUsageThreshold="much"), change(diskUsageThreshold=2), change(flushInterval=None),
+        change(minorCompactionThreshold=0.9), change(flushInterval=5, bookiePort=1), change(unknown="x"),
+    ):  # fmt: skip
+        assert refused.status == 400
+        assert refused.error
+    assert call(port, "GET", f"{V1}/config/server_config").json == before
+    assert set(before) >= CHANGEABLE - {"diskUsageLwmThreshold", *(each for each in CHANGEABLE if "minUsable" in each)}
+
+
+def test_metrics_go_by_apaches_names_and_count(bookie: Any) -> None:
+    port = bookie.http_port
+
+    def samples() -> dict[str, float]:
+        answer = call(port, "GET", "/metrics")
+        assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+        lines = [line for line in answer.body.decode().splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+    before = samples()
+    assert call(port, "GET", f"{V1}/bookie/sanity").json["passed"]
+    after = samples()
+    count = 'bookkeeper_server_ADD_ENTRY_REQUEST_count{success="true"}'
+    assert after[count] - before[count] == 10
+    assert after["bookie_WRITE_BYTES"] > before["bookie_WRITE_BYTES"]
+    assert after["bookie_READ_BYTES"] > before["bookie_READ_BYTES"]
+    reads = 'bookkeeper_server_READ_ENTRY_REQUEST_count{success="true"}'
+    assert after[reads] - before[reads] >= 20
+    assert after['bookie_journal_JOURNAL_SYNC_count{success="true",journalIndex="0"}'] > 0
+    assert after['bookkeeper_server_ADD_ENTRY_REQUEST{success="true",quantile="0.5"}'] > 0
+    assert after["bookie_SERVER_STATUS"] == 1
+    assert after["process_resident_memory_bytes"] > 1 << 20
+    names = {name.partition("{")[0] for name in after}
+    assert names >= {
+        "bookie_JOURNAL_DIRS", "bookie_ledgers_count", "bookie_ledger_num_dirs", "bookie_ledger_writable_dirs",
+        "bookie_gc_MAJOR_COMPACTION_TOTAL", "bookie_gc_DELETED_LEDGER_TOTAL", "bookie_gc_ACTIVE_ENTRY_LOG_TOTAL",
+        "bookie_gc_entry_log_usage_buckets_le_10", "bookie_journal_JOURNAL_WRITE_BYTES", "bookie_flush_count",
+    }  # fmt: skip
+
+
+# --- what it refuses -------------------------------------------------------------------------------------------------
+
+
+def test_what_is_too_large_is_refused(bookie: Any) -> None:
+    port = bookie.http_port
+    large = b'{"forceMajor": "%s"}' % (b"x" * BODY_SIZE_BYTES_MAX)
+    assert call(port, "PUT", f"{V1}/bookie/gc", large).status == 413
+    path = f"/heartbeat?{'x' * 64 * HEAD_SIZE_BYTES_MAX}"
+    answer = exchange(port, f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 400")
+    nested = b"[" * BODY_SIZE_BYTES_MAX
+    assert call(port, "PUT", f"{V1}/bookie/gc", nested).status == 400
+    number = b'{"delay_seconds": %s}' % (b"9" * 6000)
+    assert call(port, "PUT", f"{V1}/autorecovery/lost_bookie_recovery_delay", number).status == 400
+    half_a_pair = b'{"\\ud800": "\\udfff"}'
+    assert call(port, "PUT", f"{V1}/bookie/gc", half_a_pair).status == 400
+    assert call(port, "PUT", f"{V1}/config/server_config", half_a_pair).status == 400
+    assert call(port, "PUT", f"{V1}/config/server_config", b'{"flushInterval": NaN}').status == 400
+
+
+class Nothing:
+    """A service of a bookie that is not there."""
+
+    has_bookie = True
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "BODY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(app, "SEND_TIMEOUT_S", 0.01)
+    scope = {
+        "type": "http", "method": "PUT", "path": f"{V1}/bookie/gc", "query_string": b"", "headers": [], "root_path": "",
+    }  # fmt: skip
+    sent: list[dict[str, Any]] = []
+
+    async def never() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+        if len(sent) > 2:
+            await never()  # nor is a client that does not take its answer
+
+    async def ask() -> None:
+        api = Api(Nothing())  # type: ignore[arg-type]
+        await api(scope, never, send)  # type: ignore[arg-type]
+        assert [sent[0]["status"], sent[1]["type"]] == [408, "http.response.body"]
+        await api(scope, never, send)  # type: ignore[arg-type]
+        assert len(sent) == 3
+
+    asyncio.run(ask())
+
+
+def test_too_many_requests_at_once_are_refused(bookie: Any) -> None:
+    """They wait for bodies; the server goes on answering that it is busy, and is free again when they leave."""
+    port = bookie.http_port
+    head = b"PUT /api/v1/bookie/gc HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{"
+    with contextlib.ExitStack() as stack:
+        for _ in range(app.REQUESTS_MAX):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+            connection.sendall(head)
+        wait_for(lambda: call(port, "GET", "/heartbeat").status == 503, "it is busy")
+        refused = call(port, "GET", "/heartbeat")
+        assert refused.headers["retry-after"] == "1"
+        assert refused.error
+    wait_for(lambda: call(port, "GET", "/heartbeat").status == 200, "it is free again")
+
+
+REQUEST = (
+    b"PUT /api/v1/bookie/gc?bookie=x&y=%C3 HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b'Content-Length: 21\r\nAuthorization: Bearer x\r\n\r\n{"forceMajor": false}'
+)
+CHUNKED = (
+    b"PUT /api/v1/bookie/gc HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b'7\r\n{"force\r\ne\r\nMajor": false}\r\n0\r\n\r\n'
+)
+HOSTILE = [
+    b"", b"\x00" * 4000, b"\xff" * 100, b"\r\n" * 5000, b"GET", b"GET / HTTP/9.9\r\n\r\n", b"GET  / HTTP/1.1\r\n\r\n",
+    b"GET / HTTP/1.1\r\n\r\n", b"GET * HTTP/1.1\r\nHost: localhost\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"CONNECT localhost:1 HTTP/1.1\r\nHost: localhost\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 9,
+    b"GET /%00%ff/..%2f HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET http://evil/heartbeat HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /heartbeat HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+    b"GET /heartbeat HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999999999999\r\n\r\n",
+    b"PUT /heartbeat HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\nx",
+    b"PUT /heartbeat HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    b"GET /heartbeat HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: upgrade\r\n\r\n",
+    b"GET /heartbeat HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 5\r\n\r\n",
+    b"GET /heartbeat HTTP/1.1\r\n" + b"X: y\r\n" * 5000 + b"\r\n",
+    b"GET /heartbeat HTTP/1.1\r\nHost: localhost\r\n\r\n" * 200,
+]  # fmt: skip
+
+
+def mutated(source: random.Random) -> bytes:
+    """A request with some bytes changed, taken out, or put in twice."""
+    data = bytearray(source.choice((REQUEST, CHUNKED)))
+    for _ in range(source.randint(1, 6)):
+        at = source.randrange(len(data))
+        kind = source.randrange(4)
+        if kind == 0:
+            data[at] = source.randrange(256)
+        elif kind == 1:
+            del data[at : at + source.randint(1, 8)]
+        elif kind == 2:
+            data[at:at] = data[at : at + source.randint(1, 40)]
+        else:
+            data[at:at] = source.choice((b"\r\n", b"\x00", b": ", b"%", b"&", b"\xed\xa0\x80", b" HTTP/1.1\r\n"))
+        if not data:
+            break
+    return bytes(data)
+
+
+def test_hostile_bytes_do_no_harm(bookie: Any) -> None:
+    seed = 20_260
+    source = random.Random(seed)
+    port = bookie.http_port
+    for data in [*HOSTILE, *(mutated(source) for _ in range(400))]:
+        answer = exchange(port, data)
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 "), (seed, data)
+        assert not answer.startswith(b"HTTP/1.1 5"), (seed, data, answer)
+        assert b"Traceback" not in answer
+    assert call(port, "GET", "/heartbeat").body == b"OK\n"
+    assert call(port, "GET", f"{V1}/bookie/sanity").json == {"passed": True, "readOnly": False}
+    assert "Traceback" not in bookie.log_tail(size_max=1 << 22)
+    assert "Fatal" not in bookie.log_tail(size_max=1 << 22)
+
+
+def test_every_endpoint_of_a_bookie_is_routed_once() -> None:
+    api = Api(Nothing())  # type: ignore[arg-type]
+    places = [(each.method, each.path) for each in api.endpoints]
+    assert len(places) == len(set(places))
+
+
+def test_a_server_that_stops_frees_its_port() -> None:
+    port = free_port()
+    for _ in range(2):
+        server = HttpServer(HttpSettings("127.0.0.1", port))
+        assert server.bind() == port
+        server.stop()
