@@ -205,9 +205,8 @@ class _ServedConnection(FramedProtocol):
             transport = await self._loop.start_tls(self._transport, self, self._server.tls, server_side=True)
         except OSError:
             transport = None
-        if transport is None:
-            self._transport.abort()
-            self.connection_lost(None)  # the transport tells TLS's own protocol, which may not tell us
+        if transport is None or transport.is_closing():
+            self.abort()
             return
         self._use(transport)
         self._secure = True
@@ -349,6 +348,10 @@ class _ServedConnection(FramedProtocol):
         """Close at once."""
         if self._transport is not None:
             self._transport.abort()
+        if self._upgrade is not None:
+            # The transport tells TLS's own protocol in a handshake, which may not tell us.
+            self._upgrade.cancel()
+            self._loop.call_soon(self.connection_lost, None)
 
     async def wait_closed(self) -> None:
         """Wait until the socket is closed."""
