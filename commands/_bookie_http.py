@@ -165,7 +165,7 @@ class Asked(NamedTuple):
     answer: Any
 
 
-BOOKIE: Final = Column("BOOKIE", "bookieId", "server.bookie_id", optional=True)
+BOOKIE: Final = Column("BOOKIE", "bookieId", "server.bookie_id")
 URL: Final = Column("URL", "url", "server.url")
 
 
@@ -635,8 +635,8 @@ def _ms(milliseconds: int) -> str:
 
 
 SANITY_COLUMNS = Columns(
-    Column("BOOKIE", "bookieId", "bookie_id", optional=True),
-    Column("URL", "url", "url", optional=True),
+    Column("BOOKIE", "bookieId", "bookie_id"),
+    Column("URL", "url", "url"),
     Column("PASSED", "passed", "passed", Kind.BOOLEAN, style={"yes": GREEN, "no": RED}),
     Column("READ ONLY", "readOnly", "read_only", Kind.BOOLEAN, style={"yes": YELLOW}),
     Column(

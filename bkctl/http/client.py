@@ -337,7 +337,7 @@ class ApiClient:
         message, hint = _server_message(response)
         said = f"{what}: {message} ({status})" if message else f"{what} failed with status {status}"
         if status in (401, 403):
-            return Unauthorized(said, hint=hint or TOKEN_HINT)
+            return Unauthorized(said, hint=TOKEN_HINT if status == 401 else hint or TOKEN_HINT)
         if status == 404 and "html" in (response.content_type or ""):
             return Unsupported(
                 f"{self.url} has no {path.partition('?')[0]}",

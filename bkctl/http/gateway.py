@@ -30,7 +30,7 @@ async def forward(service: Service, passed_on: PassedOn, request: Request, body:
     if bookie_id is None:
         raise UsageError(
             f"{request.url.path} is about one bookie, and none is named",
-            hint=f"add ?{BOOKIE}=ID; {BOOKIE} ids are in /api/v1/bookie/list_bookies",
+            hint=f"add ?{BOOKIE}=ID (of bkctl: --bookie ID); {BOOKIE} ids are in /api/v1/bookie/list_bookies",
         )
     cluster = await service.cluster()
     bookie = await asyncio.to_thread(cluster.bookies.get, bookie_id)

@@ -69,11 +69,17 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
 
 
 def test_state_info_and_ready_are_typed_values(cli: Cli, fake: FakeServer) -> None:
-    assert cli("bookie", "state", "-o", "json").json == {"url": fake.url, **STATE}
+    assert cli("bookie", "state", "-o", "json").json == {"bookieId": None, "url": fake.url, **STATE}
     assert cli("bookie", "info", "-o", "json").json == {
-        "url": fake.url, **STATE, "totalSpace": 1000, "freeSpace": 250, "usedSpace": 750, "usedPercent": 75,
+        "bookieId": None, "url": fake.url, **STATE,
+        "totalSpace": 1000, "freeSpace": 250, "usedSpace": 750, "usedPercent": 75,
     }  # fmt: skip
-    assert cli("bookie", "ready", "-o", "json").json == {"url": fake.url, "ready": True, "message": "OK"}
+    assert cli("bookie", "ready", "-o", "json").json == {
+        "bookieId": None,
+        "url": fake.url,
+        "ready": True,
+        "message": "OK",
+    }
     assert cli("bookie", "state", "-o", "id").out == f"{fake.url}\n"
     header, row = cli("bookie", "state", "--bookie", "b:1", "--bookie-url", fake.address, "-o", "csv").out.splitlines()
     assert (header, row) == (
@@ -103,7 +109,7 @@ def test_ready_waits_for_a_bookie_to_come_up(cli: Cli, fake: FakeServer) -> None
 
 
 def test_readonly_shows_switches_and_says_what_that_means(cli: Cli, fake: FakeServer) -> None:
-    assert cli("bookie", "readonly", "-o", "json").json == {"url": fake.url, "readOnly": False}
+    assert cli("bookie", "readonly", "-o", "json").json == {"bookieId": None, "url": fake.url, "readOnly": False}
     on = cli("bookie", "readonly", "on", "-o", "json")
     assert (on.code, on.json["readOnly"]) == (0, True)
     assert fake.bodies() == [{"readOnly": True}]
@@ -283,7 +289,10 @@ def test_a_bookie_by_its_url_tests_itself(
 ) -> None:
     fake.replies[f"GET {API}/sanity"] = {"passed": passed, "readOnly": read_only}
     answer = cli("bookie", "sanity", "-o", "json")
-    assert (answer.code, answer.json) == (code, {"url": fake.url, "passed": passed, "readOnly": read_only})
+    assert (answer.code, answer.json) == (
+        code, {"bookieId": None, "url": fake.url, "passed": passed, "readOnly": read_only},
+    )  # fmt: skip
+
     assert text in answer.err
 
 
@@ -315,7 +324,7 @@ def test_sanity_writes_to_no_other_bookie_and_leaves_nothing(cli: Cli, cluster: 
         assert (dead.code, dead.out) == (6, "")
         assert "dead:1" in dead.err
         full = cli("bookie", "sanity", "--bookie", "full:1", "-u", uri, "-o", "json")
-        assert (full.code, full.json) == (3, {"bookieId": "full:1", "passed": False, "readOnly": True})
+        assert (full.code, full.json) == (3, {"bookieId": "full:1", "url": None, "passed": False, "readOnly": True})
         assert cli("ledger", "list", "--all-scopes", "-o", "id", "-u", uri).out == ""
 
 
@@ -467,7 +476,7 @@ def test_tls_needs_authorities_that_sign_the_servers_certificate(cli: Cli, pem: 
     try:
         secure.replies = apache_replies()
         there = ["bookie", "state", "--bookie-url", secure.url]
-        assert cli(*there, "--tls-ca", pem, "-o", "json").json == {"url": secure.url, **STATE}
+        assert cli(*there, "--tls-ca", pem, "-o", "json").json == {"bookieId": None, "url": secure.url, **STATE}
         answer = cli(*there)
         assert answer.code == 6
         assert "do not agree on TLS: self-signed certificate" in answer.err

@@ -80,7 +80,7 @@ def test_a_bookie_is_asked_at_the_server_that_it_registered(place: Place) -> Non
     assert 0 < info["freeSpace"] < info["totalSpace"]
     assert info["usedSpace"] == info["totalSpace"] - info["freeSpace"]
     by_url = CommandLine(None)("bookie", "state", "--bookie-url", place.url, "-o", "ndjson").rows
-    assert by_url == [{"url": place.url, **state}]
+    assert by_url == [{"bookieId": None, "url": place.url, **state}]
 
 
 def test_a_bookie_is_made_read_only_and_writable_again(place: Place) -> None:
@@ -138,7 +138,7 @@ def test_a_sanity_test_passes_and_leaves_nothing(place: Place) -> None:
     row = place.row("bookie", "sanity", "--entries", "5")
     assert (row["passed"], row["readOnly"], row["entryCount"]) == (True, False, 5)
     by_url = CommandLine(None)("bookie", "sanity", "--bookie-url", place.url, "-o", "ndjson").rows
-    assert by_url == [{"url": place.url, "passed": True, "readOnly": False}]
+    assert by_url == [{"bookieId": None, "url": place.url, "passed": True, "readOnly": False}]
     scoped = place.ask("bookie", "sanity", "--ledger-scope-id", "7")
     assert scoped.code == (0 if place.is_ours else 6), scoped.err
     assert place.ledgers() == before
