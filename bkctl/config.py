@@ -270,6 +270,9 @@ class BookieConfig:
     skip_replay_journal_invalid_record: bool = _setting("skipReplayJournalInvalidRecord", False)
 
     log_size_limit: int = _setting("logSizeLimit", LOG_SIZE_LIMIT_MAX, least=1, most=LOG_SIZE_LIMIT_MAX)
+    entry_log_file_preallocation_enabled: bool = _setting("entryLogFilePreallocationEnabled", True)
+    entry_log_per_ledger_enabled: bool = _setting("entryLogPerLedgerEnabled", False)
+    skip_list_size_limit: int = _setting("skipListSizeLimit", 64 << 20, least=1)
     minor_compaction_threshold: float = _setting("minorCompactionThreshold", 0.2, most=1.0)
     major_compaction_threshold: float = _setting("majorCompactionThreshold", 0.8, most=1.0)
     #: Seconds; 0 or less: never.

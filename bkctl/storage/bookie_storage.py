@@ -145,6 +145,13 @@ class BookieStorage:
             self._writable = numbers
             self.ledgers.set_writable(numbers)
 
+    def leave_full_disk(self) -> bool:
+        """After a write to the entry logs failed for want of space: whether its entries go elsewhere now.
+
+        True: `write_entries` may be called again, unless a checkpoint is under way.
+        """
+        return self.ledgers.leave_full_disk()
+
     def set_index_writable(self, numbers: list[int]) -> None:
         """Let only these index directories take new files, while there are any."""
         self.ledgers.set_index_writable(numbers)

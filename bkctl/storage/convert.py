@@ -26,7 +26,7 @@ from bkctl.ids import LedgerId
 from bkctl.storage.directories import CONVERSION_NAME, BookieDirectories
 from bkctl.storage.files import Files
 from bkctl.storage.index import BookieIndexes, LedgerIndexReader
-from bkctl.storage.ledger_index import ENTRY_ID_MAX
+from bkctl.storage.index_persistence import ENTRY_ID_MAX
 from bkctl.storage.regenerate import INDEX, IndexFileBuilder
 from bkctl.storage.repair import (
     UNFINISHED,

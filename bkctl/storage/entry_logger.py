@@ -342,6 +342,11 @@ class EntryLogger:
                     if error.errno not in NO_SPACE:
                         raise
 
+    @property
+    def full_directory(self) -> Path | None:
+        """The directory that had no space for the last `write`; None when that went well."""
+        return self._full
+
     def relocate(self, moved: Callable[[list[Move]], None]) -> bool:
         """Give what a full disk refused to a log in another directory, as `pick_directory` now says; whether it did.
 
@@ -387,13 +392,26 @@ class EntryLogger:
                 self._flushed.add(log.log_id)
             self.remove_log(log.log_id)
 
+    def close(self) -> None:
+        """Remove the log that was made ahead, which nothing is in. Raises OSError."""
+        with self._lock:
+            following, self._next = self._next, None
+        if following is not None:
+            self.remove_log(following.log_id)
+
     def open_compaction_log(self) -> CompactionLog:
         """A new log in this id space for what compaction keeps; it counts once it is finished. Raises OSError."""
         directory = self.directories[self._pick_directory()]
         log_id = self._allocate_id()
+        path = directory / f"{formats.file_name(log_id)}.compacting"
         with self._create_lock:
-            file = self._make_file(directory / f"{formats.file_name(log_id)}.compacting")
-            self._write_last_id()
+            try:
+                file = self._make_file(path)
+                self._write_last_id()
+            except OSError:
+                with suppress(OSError):
+                    self._files.remove(path)
+                raise
         return CompactionLog(self, log_id, file)
 
     def _take_compacted(self, log_id: int, path: Path) -> None:

@@ -193,9 +193,16 @@ class LedgerStorage(ABC, Generic[Handle]):
         """The same for index directories, where the storage has files of its own in them (E)."""
         return
 
+    def leave_full_disk(self) -> bool:
+        """Give what a full disk refused to other directories, now or when a flush is done; False: there is no room (E).
+
+        True: `write_entries` may be called again, unless a flush is under way.
+        """
+        return False
+
     @abstractmethod
     def update_locations(self, moves: Iterable[Move]) -> None:
-        """Let the index say `new` where it still says `old`; durable on return (G). Raises OSError, Corrupt."""
+        """Let the index say `new` where it still says `old` (G), on disk with the next flush. Raises OSError."""
 
     @abstractmethod
     def has_entry_at(self, ledger: LedgerId, entry_id: int, location: int) -> bool:
@@ -226,5 +233,7 @@ def open_ledger_storage(
 
         return DbLedgerStorage(config, files)
     from bkctl.storage.interleaved_ledger_storage import InterleavedLedgerStorage
+    from bkctl.storage.sorted_ledger_storage import SortedLedgerStorage
 
-    return InterleavedLedgerStorage(config, files, chance=chance)
+    storage = SortedLedgerStorage if config.ledger_storage == "sorted" else InterleavedLedgerStorage
+    return storage(config, files, chance=chance)

@@ -21,7 +21,8 @@ from bkctl.storage.directories import BookieDirectories
 from bkctl.storage.files import Files, StorageFile
 from bkctl.storage.garbage import LedgerState
 from bkctl.storage.index import RELOCATION_SUFFIX, BookieIndexes, LedgerIndexReader
-from bkctl.storage.ledger_index import ENTRY_ID_MAX, LedgerIndex
+from bkctl.storage.index_pages import IndexInMemPageMgr
+from bkctl.storage.index_persistence import ENTRY_ID_MAX, IndexedHandle, IndexPersistenceMgr
 from bkctl.storage.repair import (
     UNFINISHED,
     BookieLayout,
@@ -357,50 +358,55 @@ class IndexFileBuilder:
     def __init__(self, directories: list[Path], page_size: int, version: int) -> None:
         self.refused = 0
         self._directory = 0
-        self._index = LedgerIndex(
+        self._files = IndexPersistenceMgr(
             directories,
             _UnsyncedFiles(),
             page_size=page_size,
-            page_limit=-1,
-            handle_limit=_HANDLES_MAX,
+            open_file_limit=_HANDLES_MAX,
             version=version,
             pick_directory=lambda: self._directory,
         )
-        self._added = 0
+        self._pages = IndexInMemPageMgr(self._files, page_size=page_size, page_limit=-1)
+        self._handles: dict[LedgerId, IndexedHandle] = {}
 
     def add(self, ledger: LedgerId, data: LedgerData, directory: int) -> None:
         """Begin a ledger's file in the directory of that number."""
         self._directory = directory
-        handle = self._index.create(ledger, data.master_key)
+        handle = self._files.create(ledger, data.master_key)
         handle.fenced, handle.explicit_lac = data.fenced, data.explicit_lac or b""
-        self._added += 1
-        if self._added % _HANDLES_MAX == 0:
+        self._handles[ledger] = handle
+        if len(self._handles) >= _HANDLES_MAX:
             self.flush()
 
     def put(self, ledger: LedgerId, places: Iterable[tuple[int, int]]) -> None:
         """Say where entries of a ledger that was added are: (entry id, location); a later place replaces one."""
-        index = self._index
-        handle = index.get(ledger)
-        assert handle is not None, f"ledger {ledger} was not added"
+        handle = self._handles.get(ledger)
+        if handle is None:
+            handle = self._files.load(ledger)
+            assert handle is not None, f"ledger {ledger} was not added"
+            self._handles[ledger] = handle
         for entry_id, location in places:
             if entry_id > ENTRY_ID_MAX:
                 self.refused += 1
                 continue
-            index.put(handle, entry_id, location)
-            if index.changed_pages >= _CHANGED_PAGES_MAX:
+            self._pages.put(handle, entry_id, location)
+            if self._pages.changed_count >= _CHANGED_PAGES_MAX:
                 self.flush()
 
     def location(self, ledger: LedgerId, entry_id: int) -> int:
         """Where an entry is said to be so far; 0 where it is not."""
-        handle = self._index.get(ledger)
-        return 0 if handle is None else self._index.location(handle, entry_id)
+        return self._pages.location(ledger, entry_id)
 
     def flush(self) -> None:
         """Write what is in memory. Raises OSError."""
-        changes = self._index.take_changes()
+        pages = self._pages.take_changes()
         written = False
         try:
-            self._index.write(changes)
+            for handle in {**dict.fromkeys(self._handles.values()), **pages}:
+                if handle in pages or not handle.is_on_disk:
+                    self._files.write(handle, None, pages.get(handle, {}))
             written = True
         finally:
-            self._index.finish(changes, written=written)
+            self._pages.finish(written=written)
+        if len(self._handles) >= _HANDLES_MAX:
+            self._handles.clear()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from servers import INTERLEAVED, SORTED
 
 from bkctl.config import BookieConfig
 from bkctl.errors import Corrupt, EntryNotFound, LedgerNotFound
@@ -21,6 +22,13 @@ from bkctl.storage.index import LedgerIndexReader
 from bkctl.storage.journal import JournalReader
 
 PLAIN, SCOPED = LedgerId(0, 0x1234), LedgerId(7, 0x1234)
+SETTINGS: dict[str, Any] = {}
+
+
+@pytest.fixture(params=[SORTED, INTERLEAVED], ids=["sorted", "interleaved"], autouse=True)
+def storage_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test once for each storage class with index files."""
+    monkeypatch.setitem(SETTINGS, "ledger_storage_class", request.param)
 
 
 def config_for(root: Path, **changes: Any) -> BookieConfig:
@@ -28,7 +36,8 @@ def config_for(root: Path, **changes: Any) -> BookieConfig:
         journal_directories=(str(root / "journal"),),
         ledger_directories=(str(root / "ledgers"),),
         journal_pre_alloc_size_mb=1,
-    ).with_changes(**changes)
+        entry_log_file_preallocation_enabled=False,
+    ).with_changes(**SETTINGS, **changes)
 
 
 def open_storage(root: Path, **changes: Any) -> BookieStorage:
@@ -323,7 +332,7 @@ def test_memory_is_bounded_by_the_limits(tmp_path: Path) -> None:
     for ledger in ledgers:
         for entry_id in range(0, 80, 8):
             assert bytes(storage.read_entry(ledger, entry_id)) == body_of(ledger, entry_id)
-    assert len(storage.ledgers.index._pages) <= 8 + 1
+    assert len(storage.ledgers.pages) <= 8 + 1
     assert list(storage.ledgers.ledger_ids()) == sorted(ledgers)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
+from servers import INTERLEAVED, SORTED
 
 from bkctl.config import BookieConfig
 from bkctl.errors import Corrupt
@@ -14,6 +16,14 @@ from bkctl.ids import LedgerId
 from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.entry_log import EntryLogReader
 from bkctl.storage.files import Fault, Files, SimulatedFiles, StorageFile
+
+SETTINGS: dict[str, Any] = {}
+
+
+@pytest.fixture(params=[SORTED, INTERLEAVED], ids=["sorted", "interleaved"], autouse=True)
+def storage_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test once for each storage class with index files."""
+    monkeypatch.setitem(SETTINGS, "ledger_storage_class", request.param)
 
 
 def open_storage(
@@ -26,7 +36,8 @@ def open_storage(
         page_size=64,
         page_limit=4,
         log_size_limit=log_size_limit,
-    )
+        entry_log_file_preallocation_enabled=False,
+    ).with_changes(**SETTINGS)
     storage = BookieStorage(config, files=files)
     storage.open()
     return storage
@@ -155,6 +166,7 @@ def test_an_entry_log_whose_directory_fills_up_is_completed_there_and_the_next_i
     bodies = [add(storage, 1, entry_id) for entry_id in range(3)]
     if sealed:
         storage.seal_entries(1)
+        storage.write_entries()
         bodies.append(add(storage, 1, 3))
     storage.set_writable([])  # no reason to roll: there is nowhere else
     bodies += [add(storage, 1, entry_id) for entry_id in range(len(bodies), 6)]
@@ -164,9 +176,11 @@ def test_an_entry_log_whose_directory_fills_up_is_completed_there_and_the_next_i
     assert [stored(storage, 1, entry_id) for entry_id in range(7)] == bodies, "from memory"
     storage.run_checkpoint()
     found = {log.stem: log.parent for each in logs for log in each.glob("*.log")}
-    assert found == {"0": logs[0], "1": logs[1]}
-    with EntryLogReader.open(logs[0] / "0.log") as reader:
-        assert reader.ledgers_map() == {LedgerId(0, 1): sum(len(body) + 4 for body in bodies[:6])}
+    in_logs = {INTERLEAVED: 6, SORTED: 3 if sealed else 0}[SETTINGS["ledger_storage_class"]]
+    assert found == ({"0": logs[0], "1": logs[1]} if in_logs else {"0": logs[1]})
+    if in_logs:
+        with EntryLogReader.open(logs[0] / "0.log") as reader:
+            assert reader.ledgers_map() == {LedgerId(0, 1): sum(len(body) + 4 for body in bodies[:in_logs])}
     again = open_storage(tmp_path, ledgers=directories)
     assert again.replayed == (0, 0)
     assert [stored(again, 1, entry_id) for entry_id in range(7)] == bodies

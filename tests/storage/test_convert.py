@@ -22,7 +22,7 @@ from bkctl.storage.convert import DB, INTERLEAVED, convert
 from bkctl.storage.directories import CONVERSION_NAME, BookieDirectories, FileKind
 from bkctl.storage.files import Files, SimulatedCrash
 from bkctl.storage.index import LedgerIndexReader
-from bkctl.storage.ledger_index import ENTRY_ID_MAX
+from bkctl.storage.index_persistence import ENTRY_ID_MAX
 from bkctl.storage.rebuild import rebuild
 from bkctl.storage.repair import BookieLayout, layout_of
 from bkctl.storage.rocksdb import LedgersDatabase, LocationsDatabase

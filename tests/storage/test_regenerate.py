@@ -19,7 +19,7 @@ from bkctl.storage.directories import BookieDirectories
 from bkctl.storage.files import Files, SimulatedCrash
 from bkctl.storage.garbage import LedgerState
 from bkctl.storage.index import LedgerIndexReader
-from bkctl.storage.ledger_index import ENTRY_ID_MAX
+from bkctl.storage.index_persistence import ENTRY_ID_MAX
 from bkctl.storage.regenerate import regenerate
 from bkctl.storage.repair import BookieLayout, Known, layout_of
 

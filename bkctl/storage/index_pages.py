@@ -1,0 +1,251 @@
+"""IndexInMemPageMgr: pages of index files in memory, the locations of consecutive entries of one ledger each.
+
+Pages that changed stay until a flush has written them, others are a cache; together they are `pageLimit` at most, as
+far as flushes keep up. Source: IndexInMemPageMgr, LedgerEntryPage.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+from bkctl.ids import LedgerId
+from bkctl.storage.entry_logger import Move
+from bkctl.storage.index_persistence import SWAP, IndexedHandle, IndexPersistenceMgr
+
+#: Pages kept in memory where `pageLimit` does not say.
+PAGES_MAX: Final = 8192
+
+PageKey = tuple[LedgerId, int]
+#: Copies of changed pages, as they go to a ledger's file: by number.
+ChangedPages = dict[IndexedHandle, dict[int, bytes]]
+
+
+class IndexInMemPageMgr:
+    """The pages of all ledgers of one bookie.
+
+    Every method may be called from any thread, but no two flushes (`take_changes` to `finish`) may overlap.
+    """
+
+    def __init__(self, persistence: IndexPersistenceMgr, *, page_size: int, page_limit: int) -> None:
+        self._persistence = persistence
+        self._page_size = page_size
+        self._slots = page_size // 8
+        self.limit = page_limit if page_limit > 0 else PAGES_MAX
+        self._pages: OrderedDict[PageKey, array[int]] = OrderedDict()
+        self._changed: dict[PageKey, IndexedHandle] = {}
+        self._flushing: dict[PageKey, IndexedHandle] = {}
+        #: What was read from a file before this grew may be out of date.
+        self._generation = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    @property
+    def changed_count(self) -> int:
+        """Pages that the next flush has to write."""
+        return len(self._changed)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether all changes are in files."""
+        with self._lock:
+            return not self._changed and not self._flushing
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a flush has to come before more pages change: three quarters of the limit wait for one."""
+        return len(self._changed) + len(self._flushing) >= max(1, self.limit * 3 // 4)
+
+    @property
+    def surplus_bytes(self) -> int:
+        """Bytes of the pages that wait for a flush, above the limit."""
+        return max(0, len(self._changed) + len(self._flushing) - self.limit) * self._page_size
+
+    # --- locations ---------------------------------------------------------------------------------------------------
+
+    def put(self, handle: IndexedHandle, entry_id: int, location: int) -> None:
+        """Set the location of one entry (0 … ENTRY_ID_MAX). Of one ledger, by one thread at a time. Raises OSError."""
+        number, slot = divmod(entry_id, self._slots)
+        if number != handle.page_number:
+            handle.page = self._page_to_change(handle, number)
+            handle.page_number = number
+        handle.page[slot] = location
+        if entry_id > handle.indexed_last:
+            handle.indexed_last = entry_id
+
+    def put_all(self, handle: IndexedHandle, entry_ids: Sequence[int], locations: Sequence[int]) -> None:
+        """Set the locations of entries, ids ascending and all in one page. Raises OSError."""
+        first, last = entry_ids[0], entry_ids[-1]
+        number, slot = divmod(first, self._slots)
+        page = self._page_to_change(handle, number)
+        with self._lock:
+            if last - first + 1 == len(entry_ids):
+                page[slot : slot + len(locations)] = array("Q", locations)
+            else:
+                start = number * self._slots
+                for entry_id, location in zip(entry_ids, locations, strict=True):
+                    page[entry_id - start] = location
+        if last > handle.indexed_last:
+            handle.indexed_last = last
+
+    def page_number(self, entry_id: int) -> int:
+        """The page that the entry's location is in."""
+        return entry_id // self._slots
+
+    def end_of_page(self, number: int) -> int:
+        """The first entry id that is not in page `number`, nor before it."""
+        return (number + 1) * self._slots
+
+    def location(self, ledger: LedgerId, entry_id: int) -> int:
+        """The entry's location, 0 where there is none. Raises OSError."""
+        number, slot = divmod(entry_id, self._slots)
+        return self._load((ledger, number))[slot]
+
+    def cached_location(self, ledger: LedgerId, entry_id: int) -> int | None:
+        """The entry's location, 0 where there is none; None when that needs the disk."""
+        number, slot = divmod(entry_id, self._slots)
+        page = self._pages.get((ledger, number))
+        return None if page is None else page[slot]
+
+    def live(self, entries: Sequence[tuple[LedgerId, int, int]]) -> list[bool]:
+        """Whether each (ledger, entry id, location) is what the index says. Raises OSError."""
+        found = []
+        last_key: PageKey | None = None
+        page = array("Q")
+        for ledger, entry_id, location in entries:
+            number, slot = divmod(entry_id, self._slots)
+            key = (ledger, number)
+            if key != last_key:
+                page, last_key = self._load(key), key
+            found.append(page[slot] == location)
+        return found
+
+    def move(self, handle: IndexedHandle, moves: Iterable[Move]) -> None:
+        """Set the new locations of entries of one ledger whose location is the old one. Raises OSError."""
+        for move in moves:
+            number, slot = divmod(move.entry_id, self._slots)
+            if self._load((handle.ledger, number))[slot] != move.old:
+                continue
+            page = self._page_to_change(handle, number)
+            with self._lock:
+                if page[slot] == move.old:
+                    page[slot] = move.new
+                    self._pages.setdefault((handle.ledger, number), page)
+                    self._changed.setdefault((handle.ledger, number), handle)
+
+    def _load(self, key: PageKey) -> array[int]:
+        """The page, from memory or its file, which is read without the lock."""
+        while True:
+            with self._lock:
+                page = self._pages.get(key)
+                if page is not None:
+                    self._pages.move_to_end(key)
+                    return page
+                generation = self._generation
+            page = self._persistence.read_page(*key)
+            with self._lock:
+                if generation == self._generation:
+                    page = self._pages.setdefault(key, page)
+                    self._evict()
+                    return page
+
+    def _page_to_change(self, handle: IndexedHandle, number: int) -> array[int]:
+        """The page in memory, noted as changed. What is set in it before the next flush begins goes with that."""
+        key = handle.ledger, number
+        is_new = number * self._slots > handle.indexed_last
+        while True:
+            with self._lock:
+                page = self._pages.get(key)
+                if page is not None:
+                    if not handle.deleted:
+                        self._changed[key] = handle
+                    return page
+                generation = self._generation
+            page = array("Q", bytes(self._page_size)) if is_new else self._persistence.read_page(*key)
+            with self._lock:
+                if handle.deleted:
+                    return page
+                if generation == self._generation:
+                    page = self._pages.setdefault(key, page)
+                    self._changed[key] = handle
+                    self._evict()
+                    return page
+
+    def _evict(self) -> None:
+        """Forget the oldest of the pages that did not change, when there are too many."""
+        waiting = len(self._changed) + len(self._flushing)
+        allowed = max(self.limit, waiting + max(self.limit // 4, 1))
+        if len(self._pages) <= allowed:
+            return
+        surplus = len(self._pages) - allowed + self.limit // 8
+        # The one just read stays for whoever asked for it.
+        candidates = [key for key in self._pages if key not in self._changed and key not in self._flushing][:-1]
+        for key in candidates[:surplus]:
+            del self._pages[key]
+
+    # --- a ledger's pages --------------------------------------------------------------------------------------------
+
+    def forget(self, ledger: LedgerId) -> None:
+        """Drop the pages of a ledger that is deleted."""
+        with self._lock:
+            for key in [key for key in self._pages if key[0] == ledger]:
+                del self._pages[key]
+                self._changed.pop(key, None)
+            self._generation += 1
+
+    def changed_ledgers(self) -> set[LedgerId]:
+        """The ledgers with pages that no file has yet."""
+        with self._lock:
+            return {ledger for ledger, _ in (*self._changed, *self._flushing)}
+
+    def copy_of(self, ledger: LedgerId) -> dict[int, array[int]]:
+        """Copies of the ledger's pages that no file has yet, by page number."""
+        with self._lock:
+            waiting = {*self._changed, *self._flushing}
+            return {key[1]: self._pages[key][:] for key in waiting if key[0] == ledger and key in self._pages}
+
+    def entry_ids(self, ledger: LedgerId, in_memory: dict[int, array[int]]) -> Iterator[int]:
+        """The entries with a location, ascending, from `in_memory` and the file. Raises OSError."""
+        count = self._persistence.page_count(ledger)
+        for number in (*range(count), *sorted(each for each in in_memory if each >= count)):
+            page = in_memory.get(number)
+            if page is None:
+                page = self._persistence.read_page(ledger, number)
+            first = number * self._slots
+            if 0 not in page:
+                yield from range(first, first + len(page))
+            else:
+                yield from (first + slot for slot, location in enumerate(page) if location)
+
+    # --- flushes -----------------------------------------------------------------------------------------------------
+
+    def take_changes(self) -> ChangedPages:
+        """Copy the pages that changed since the last call, for `write`; then `finish` must be called."""
+        taken: ChangedPages = {}
+        with self._lock:
+            assert not self._flushing, "one flush at a time"
+            for (ledger, number), handle in self._changed.items():
+                copy = self._pages[ledger, number][:]
+                if SWAP:
+                    copy.byteswap()
+                taken.setdefault(handle, {})[number] = copy.tobytes()
+                handle.page_number = -1
+            self._flushing, self._changed = self._changed, {}
+        return taken
+
+    def finish(self, *, written: bool) -> None:
+        """Take note that the files have what was taken, or that they may not: then it counts as changed again."""
+        with self._lock:
+            flushing, self._flushing = self._flushing, {}
+            self._generation += 1
+            if not written:
+                for key, handle in flushing.items():
+                    if key in self._pages:
+                        self._changed.setdefault(key, handle)
+            else:
+                self._evict()

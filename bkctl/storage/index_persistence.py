@@ -1,0 +1,363 @@
+"""IndexPersistenceMgr: the index files of Interleaved and SortedLedgerStorage, one a ledger.
+
+A file has the ledger's master key, fence and explicit LAC in its header, and behind that 8 bytes an entry: where it is.
+Scope 0 has files two levels deep below `current`, other scopes four. Which locations go into the files, and when, is
+for others to say. Source: IndexPersistenceMgr, FileInfo, FileInfoBackingCache; BP-35.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from bkctl.formats import index as formats
+from bkctl.ids import LedgerId
+from bkctl.storage.files import NO_SPACE, Files, StorageFile
+from bkctl.storage.ledger_storage import LedgerHandle
+
+#: Larger entry ids are refused: their slot would lie where file systems end.
+ENTRY_ID_MAX: Final = (1 << 40) - 1
+SWAP: Final = sys.byteorder == "little"
+#: Fingerprint, version, key length, master key, state bits.
+_HEADER_SIZE_MIN: Final = 36
+_HEX_DIGITS: Final = frozenset("0123456789abcdef")
+_COPIED_BYTES: Final = 1 << 20
+
+
+class IndexedHandle(LedgerHandle):
+    """A ledger with an index file at `index_path`, or one to be. `indexed_last` is the highest entry id in its pages.
+
+    `page` is the one that the last entry went to, `page_number` its number, −1 when it may have left memory.
+    `entries` are the ledger's in the memtable `table`.
+    """
+
+    __slots__ = ("entries", "header_changed", "index_path", "indexed_last", "page", "page_number", "table")
+
+    def __init__(self, ledger: LedgerId, master_key: bytes, index_path: Path) -> None:
+        super().__init__(ledger, master_key)
+        self.index_path = index_path
+        self.header_changed = True
+        self.indexed_last = -1
+        self.page: array[int] = array("Q")
+        self.page_number = -1
+        self.table: object = None
+        self.entries: dict[int, Any] = {}
+
+
+class IndexPersistenceMgr:
+    """The index files in `directories`, at most `open_file_limit` of them open. Every method may be called from any
+    thread, but no two `write` the same ledger at once.
+
+    `pick_directory` says where new files go, `is_writable` which of the directories take them.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        files: Files,
+        *,
+        page_size: int,
+        open_file_limit: int,
+        version: int,
+        pick_directory: Callable[[], int],
+        is_writable: Callable[[int], bool] = lambda number: True,
+    ) -> None:
+        self.directories = tuple(directories)
+        self._files = files
+        self._page_size = page_size
+        self._slots = page_size // 8
+        # Entry logs, journals and connections need descriptors too.
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+        self._open_file_limit = min(open_file_limit, allowed) if allowed > 0 else open_file_limit
+        self._version = version
+        self._pick_directory = pick_directory
+        self._is_writable = is_writable
+        self._lock = threading.Lock()
+        self._names_lock = threading.RLock()
+        self._open: OrderedDict[LedgerId, StorageFile] = OrderedDict()
+        self._doomed: dict[LedgerId, None] = {}
+
+    @property
+    def open_files(self) -> int:
+        """Index files that are open."""
+        return len(self._open)
+
+    # --- ledgers -----------------------------------------------------------------------------------------------------
+
+    def load(self, ledger: LedgerId) -> IndexedHandle | None:
+        """What the ledger's file says, None when there is none. Raises OSError, Corrupt, Unsupported."""
+        path = self._find(ledger)
+        if path is None:
+            return None
+        file = self._file_at(ledger, path)
+        data = file.read(0, formats.HEADER_SIZE)
+        if len(data) < _HEADER_SIZE_MIN or data[:4] == bytes(4):
+            self._forget(ledger)
+            return None  # a crash came before the first header was on disk: whoever has the key writes it again
+        header = formats.read_header(data, where=str(path))
+        handle = IndexedHandle(ledger, header.master_key, path)
+        handle.is_on_disk = True
+        handle.header_changed = False
+        handle.fenced = header.fenced
+        handle.explicit_lac = header.explicit_lac or b""
+        handle.lac_is_known = False
+        handle.last_entry = handle.indexed_last = self._last_entry(file)
+        return handle
+
+    def create(self, ledger: LedgerId, master_key: bytes) -> IndexedHandle:
+        """A handle for a ledger that has no file, or one without a header; the first `write` makes it."""
+        with self._names_lock:
+            if ledger in self._doomed:
+                for directory in self._remove(ledger):
+                    self._files.sync_directory(directory)
+        path = self._find(ledger) or self.directories[self._pick_directory()] / formats.index_path(ledger)
+        return IndexedHandle(ledger, master_key, path)
+
+    def doom(self, ledger: LedgerId) -> None:
+        """Let the ledger's file count for nothing any more; `remove_doomed` deletes it."""
+        with self._names_lock:
+            self._doomed[ledger] = None
+        self._forget(ledger)
+
+    @property
+    def has_doomed(self) -> bool:
+        """Whether `remove_doomed` has anything to do."""
+        return bool(self._doomed)
+
+    def remove_doomed(self) -> None:
+        """Delete the files of doomed ledgers, durably. Raises OSError; the next call goes on."""
+        changed: set[Path] = set()
+        for ledger in list(self._doomed):
+            with self._names_lock:
+                if ledger in self._doomed:
+                    changed |= self._remove(ledger)
+        for directory in changed:
+            with suppress(FileNotFoundError):
+                self._files.sync_directory(directory)
+
+    def _remove(self, ledger: LedgerId) -> set[Path]:
+        self._forget(ledger)
+        changed = set()
+        for directory in self.directories:
+            path = directory / formats.index_path(ledger)
+            for each in (path, path.with_name(f"{path.name}.rloc")):
+                if each.exists():
+                    self._files.remove(each)
+                    changed.add(each.parent)
+        del self._doomed[ledger]
+        return changed
+
+    def ledgers(self) -> set[LedgerId]:
+        """Every ledger with a file; reads the index directories."""
+        found: set[LedgerId] = set()
+        for directory in self.directories:
+            found.update(_ledgers_in(directory, depth=0))
+        return found.difference(list(self._doomed))
+
+    def has_scoped_ledgers(self) -> bool:
+        """Whether any ledger of a scope other than 0 has an index file."""
+        return any(
+            next(_ledgers_in(Path(entry.path), depth=1), None) is not None
+            for directory in self.directories
+            if directory.is_dir()
+            for entry in os.scandir(directory)
+            if len(entry.name) == 8 and _HEX_DIGITS.issuperset(entry.name) and entry.is_dir()
+        )
+
+    def _find(self, ledger: LedgerId) -> Path | None:
+        if ledger in self._doomed:
+            return None
+        name = formats.index_path(ledger)
+        for directory in self.directories:
+            path = directory / name
+            if path.exists():
+                return path
+        for directory in self.directories:
+            # A file is moved to another directory by way of this name; a crash may have left it.
+            relocated = directory / f"{name}.rloc"
+            if relocated.exists():
+                with self._names_lock, suppress(FileNotFoundError):
+                    self._files.rename(relocated, directory / name)
+                    self._files.sync_directory(relocated.parent)
+                return directory / name
+        return None
+
+    # --- files -------------------------------------------------------------------------------------------------------
+
+    def _file_of(self, ledger: LedgerId) -> StorageFile | None:
+        with self._lock:
+            file = self._open.get(ledger)
+            if file is not None:
+                self._open.move_to_end(ledger)
+                return file
+        path = self._find(ledger)
+        return None if path is None else self._file_at(ledger, path)
+
+    def _file_at(self, ledger: LedgerId, path: Path) -> StorageFile:
+        with self._lock:
+            file = self._open.get(ledger)
+        return file if file is not None and file.path == path else self._keep(ledger, self._files.open(path))
+
+    def _keep(self, ledger: LedgerId, file: StorageFile) -> StorageFile:
+        with self._lock:
+            if ledger not in self._doomed:
+                self._open[ledger] = file
+                self._open.move_to_end(ledger)
+                if len(self._open) > self._open_file_limit:
+                    self._open.popitem(last=False)
+        return file
+
+    def _forget(self, ledger: LedgerId) -> None:
+        with self._lock:
+            self._open.pop(ledger, None)
+
+    def _last_entry(self, file: StorageFile) -> int:
+        """The highest entry id with a location, −1 for none; sparse pages before the last ones are skipped over."""
+        count = max(0, file.size() - formats.HEADER_SIZE) // 8
+        while count > 0:
+            start = (count - 1) // self._slots * self._slots
+            page = _decode(file.read(formats.HEADER_SIZE + start * 8, (count - start) * 8))
+            for slot in range(len(page) - 1, -1, -1):
+                if page[slot]:
+                    return start + slot
+            count = start
+        return -1
+
+    def read_page(self, ledger: LedgerId, number: int) -> array[int]:
+        """One page of locations, zeros where the file ends or there is none. Raises OSError."""
+        file = self._file_of(ledger)
+        page = array("Q") if file is None else self._page_in(file, number)
+        page.frombytes(bytes(self._page_size - len(page) * 8))
+        return page
+
+    def page_count(self, ledger: LedgerId) -> int:
+        """How many pages the ledger's file has; the last one may be cut. Raises OSError."""
+        file = self._file_of(ledger)
+        size = 0 if file is None else max(0, file.size() - formats.HEADER_SIZE)
+        return -(-size // self._page_size)
+
+    def _page_in(self, file: StorageFile, number: int) -> array[int]:
+        return _decode(file.read(formats.HEADER_SIZE + number * self._page_size, self._page_size))
+
+    def header_of(self, handle: IndexedHandle) -> bytes:
+        """The bytes of the ledger's header as it is now."""
+        return formats.write_header(
+            handle.master_key,
+            fenced=handle.fenced,
+            explicit_lac=handle.explicit_lac or None,
+            version=self._version,
+        )
+
+    def write(self, handle: IndexedHandle, header: bytes | None, pages: Mapping[int, bytes]) -> None:
+        """Write a header and pages by number, durably; the file is made where it is missing, with its header.
+
+        A file in a full directory moves to another one. Nothing is written of a deleted ledger. Raises OSError.
+        """
+        ledger = handle.ledger
+        with self._names_lock:
+            if handle.deleted or ledger in self._doomed:
+                return
+            known = self._file_of(ledger)
+            if known is None:
+                # Only a whole file gets the name.
+                path = handle.index_path
+                self._files.make_directory(path.parent)
+                file = self._files.open(path.with_name(f"{path.name}.new"), create=True)
+                file.truncate(0)
+            else:
+                file, path = known, known.path
+                handle.index_path = path
+        is_new = known is None
+        if not handle.is_on_disk:
+            header = header or self.header_of(handle)
+        try:
+            self._write_to(file, header, pages)
+        except OSError as error:
+            target = self._elsewhere(path) if error.errno in NO_SPACE else None
+            if target is None:
+                raise
+            if is_new:
+                self._files.remove(file.path)
+                handle.index_path = target
+                raise  # the next flush makes it there
+            self._relocate(handle, file, target)
+            self._write_to(self._file_at(ledger, handle.index_path), header, pages)
+        if is_new:
+            with self._names_lock:
+                if handle.deleted or ledger in self._doomed:
+                    self._files.remove(file.path)
+                    return
+                self._files.rename(file.path, path)
+            self._files.sync_directory(path.parent)
+        handle.is_on_disk = True
+
+    def _write_to(self, file: StorageFile, header: bytes | None, pages: Mapping[int, bytes]) -> None:
+        if header is not None:
+            file.write(0, (header,))
+        numbers = sorted(pages)
+        start = 0
+        for end in range(1, len(numbers) + 1):
+            if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:
+                run = [pages[number] for number in numbers[start:end]]
+                file.write(formats.HEADER_SIZE + numbers[start] * self._page_size, run)
+                start = end
+        file.sync()
+
+    def _elsewhere(self, path: Path) -> Path | None:
+        for number, directory in enumerate(self.directories):
+            if directory not in path.parents and self._is_writable(number):
+                return directory / path.relative_to(next(each for each in self.directories if each in path.parents))
+        return None
+
+    def _relocate(self, handle: IndexedHandle, file: StorageFile, target: Path) -> None:
+        """Move a ledger's file to another directory; a crash leaves the old one or `.rloc`, whole.
+
+        Source: IndexPersistenceMgr.moveLedgerIndexFile, FileInfo.moveToNewLocation.
+        """
+        self._files.make_directory(target.parent)
+        relocated = target.with_name(f"{target.name}.rloc")
+        with self._files.open(relocated, create=True) as copy:
+            copy.truncate(0)
+            end = file.size()
+            for offset in range(0, end, _COPIED_BYTES):
+                copy.write(offset, (file.read(offset, min(_COPIED_BYTES, end - offset)),))
+            copy.sync()
+        self._files.sync_directory(target.parent)
+        with self._names_lock:
+            if handle.deleted or handle.ledger in self._doomed:
+                self._files.remove(relocated)
+                return
+            self._forget(handle.ledger)
+            self._files.remove(handle.index_path)
+            self._files.sync_directory(handle.index_path.parent)
+            self._files.rename(relocated, target)
+            self._files.sync_directory(target.parent)
+            handle.index_path = target
+
+
+def _decode(data: Any) -> array[int]:
+    page = array("Q")
+    page.frombytes(data[: len(data) // 8 * 8])
+    if SWAP:
+        page.byteswap()
+    return page
+
+
+def _ledgers_in(directory: Path, depth: int) -> Iterator[LedgerId]:
+    """The ledgers of the index files below one `current/` directory (depth 0) or a directory in it."""
+    if not directory.is_dir():
+        return
+    for entry in os.scandir(directory):
+        if entry.is_dir():
+            if len(entry.name) <= 8 and _HEX_DIGITS.issuperset(entry.name) and depth < 4:
+                yield from _ledgers_in(Path(entry.path), depth + 1)
+        elif (ledger := formats.ledger_of_index_path(entry.path)) is not None:
+            yield ledger
