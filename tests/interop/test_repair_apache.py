@@ -77,11 +77,7 @@ def ledgers(cluster: ApacheCluster, java: Java) -> list[dict[str, Any]]:
     for bookie in cluster.bookies:
         bookie.stop()
     cluster.ensure_up()
-    there = [one for one in written if not one["deleted"]]
-    # Index files keep explicit LACs, but after a restart only bookies with DbLedgerStorage tell them.
-    for one, found in zip(there, servers.read_ledgers(java, cluster.metadata_uri, "v3", there), strict=True):
-        one["confirmed"] = found["lastAddConfirmed"]
-    return there
+    return [one for one in written if not one["deleted"]]
 
 
 def entries(ledger: dict[str, Any]) -> list[tuple[int, int, str]]:
@@ -92,17 +88,19 @@ def check_served(
     java: Java,
     cluster: ApacheCluster,
     ledgers: list[dict[str, Any]],
-    lac: str = "lastAddConfirmed",
     *,
     recover: bool = False,
 ) -> None:
-    """Apache's client reads every entry up to the ledger's `lac` at least; every bookie has all that it should have."""
+    """Apache's client reads every entry up to the last one that is confirmed; every bookie has all that it should have.
+
+    More may be confirmed by an explicit LAC: after a restart bookies with index files keep it, and do not tell it.
+    """
     answers = servers.read_ledgers(java, cluster.metadata_uri, "v3", ledgers, recover=recover)
     assert len(answers) == len(ledgers)
     for one, found in zip(ledgers, answers, strict=True):
         assert "error" not in found, (one["name"], found)
         if not recover:
-            assert found["lastAddConfirmed"] >= one[lac], one["name"]
+            assert found["lastAddConfirmed"] >= one["lastAddConfirmed"], one["name"]
         assert entries(found) == entries(one)[: found["lastAddConfirmed"] + 1], one["name"]
     uri = cluster.metadata_uri
     assert bkctl("ledger", "verify", *(one["ledgerId"] for one in ledgers), "-u", uri) == []
@@ -176,7 +174,7 @@ def test_apaches_bookies_serve_from_indexes_that_were_made_anew(
 ) -> None:
     ledger, bookies = run(left_open(cluster))
     repair(cluster)
-    check_served(java, cluster, ledgers, "confirmed")
+    check_served(java, cluster, ledgers)
     # Who has the password goes on writing, who has another one does not, and what was fenced stays fenced.
     # Apache's DbLedgerStorage says EIO where it has not opened the ledger since it started.
     assert set(run(answers_to_adds(bookies, ledger, 5, b"wrong"))) <= {Status.EUA, Status.EIO}
