@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from servers import Server
+from servers import Server, wait_for
 
 
 class Answer(NamedTuple):
@@ -76,5 +76,9 @@ def exchange(port: int, data: bytes, *, timeout_s: float = 60.0) -> bytes:
 
 def http_port(server: Server) -> int:
     """The port of the HTTP server of one of our bookies, or of a gateway, as its log says it."""
-    ports = re.findall(r"HTTP server on \S+:(\d+)", server.log_tail(size_max=1 << 20))
-    return int(ports[-1])
+
+    def ports() -> list[str]:
+        return re.findall(r"HTTP server on \S+:(\d+)", server.log_tail(size_max=1 << 20))
+
+    wait_for(ports, f"the HTTP server of {server.name}")  # a bookie's begins once the bookie serves
+    return int(ports()[-1])

@@ -120,13 +120,19 @@ def _settings(config: BookieConfig) -> dict[str, str]:
         found["indexDirectories"] = ",".join(config.index_directories)
     found["ledgerStorageClass"] = config.ledger_storage_class
     for name, value in config.settings().items():
-        text = found.get(name)
-        # As it stands in the file where that says the same, 1e3 for 1000.0 and so on.
-        if text is None or (text != value and config.with_settings({name: text}) != config):
+        if name not in found or not _says_the_same(config, name, found[name]):
             found[name] = value
     found["ledgerScopeIdDefault"] = "0"
     found["ledgerIdFormat"] = "decimal in scope 0, else the ledger qualified name"
     return found
+
+
+def _says_the_same(config: BookieConfig, name: str, text: str) -> bool:
+    """Whether the file's text stands for what holds, 1e3 for 1000.0 and so on; the file may be another one by now."""
+    try:
+        return config.with_settings({name: text}) == config
+    except UsageError:
+        return False
 
 
 def _without_secrets(name: str, value: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from own_bookies import OwnBookie
 from raw_http import http_port
-from servers import INTERLEAVED
+from servers import INTERLEAVED, Server
 
 from bkctl.metadata.cluster import open_cluster
 
@@ -38,6 +39,36 @@ def bookie(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpBookie]:
     server.start()
     yield server
     server.kill()
+
+
+class Gateway(Server):
+    """`bkctl api serve` on any port, with more arguments; `http_port` once it is up."""
+
+    def __init__(self, metadata_uri: str, directory: Path, *arguments: object) -> None:
+        command = [sys.executable, "-m", "bkctl", "api", "serve", "--port", "0", "-u", metadata_uri]
+        super().__init__(
+            "gateway", directory / "gateway.log", lambda: [*command, *map(str, arguments)],
+            lambda: "AUTHENTICATION" in self.log_tail(),
+        )  # fmt: skip
+
+    @property
+    def http_port(self) -> int:
+        return http_port(self)
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[Callable[..., Gateway]]:
+    """Starts gateways: `gateway(metadata_uri, *arguments)`."""
+    made: list[Gateway] = []
+
+    def start(metadata_uri: str, *arguments: object) -> Gateway:
+        made.append(Gateway(metadata_uri, tmp_path / f"gateway-{len(made)}", *arguments))
+        made[-1].start()
+        return made[-1]
+
+    yield start
+    for server in made:
+        server.kill()
 
 
 @pytest.fixture

@@ -1,0 +1,140 @@
+"""A gateway: the cluster's endpoints from the metadata, a bookie's from that bookie's own server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from raw_http import call, exchange
+from servers import DB, free_port
+
+from bkctl.metadata.cluster import open_cluster
+
+V1 = "/api/v1"
+TOKEN = "open-sesame"
+
+
+def uri_of(bookie: Any) -> str:
+    return str(bookie.settings["metadataServiceUri"])
+
+
+def test_what_a_bookie_says_of_its_cluster_a_gateway_says_too(bookie: Any, gateway: Callable[..., Any]) -> None:
+    port = gateway(uri_of(bookie)).http_port
+    for path in (
+        "/heartbeat", f"{V1}/ledger/list", f"{V1}/bookie/list_bookies", f"{V1}/bookie/cluster_info",
+        f"{V1}/autorecovery/status", f"{V1}/autorecovery/who_is_auditor", f"{V1}/ledger/metadata?ledger_id=7",
+        f"{V1}/ledger/metadata", f"{V1}/nothing",
+    ):  # fmt: skip
+        here, there = call(port, "GET", path), call(bookie.http_port, "GET", path)
+        assert here.status == there.status
+        assert here.body == there.body
+    info = call(port, "GET", f"{V1}/bookie/list_bookie_info").json
+    assert list(info) == [bookie.bookie_id, "ClusterInfo: "]
+    assert call(port, "PUT", f"{V1}/autorecovery/bookie", {"bookie_src": ["b:1"]}).status == 501
+
+
+def test_a_gateway_asks_the_bookie_that_is_named(bookie: Any, gateway: Callable[..., Any]) -> None:
+    port = gateway(uri_of(bookie)).http_port
+    named = f"bookie={bookie.bookie_id}"
+    for method, path, body in (
+        ("GET", f"{V1}/bookie/state", None),
+        ("GET", f"{V1}/bookie/is_ready", None),
+        ("GET", f"{V1}/bookie/list_disk_file?file_type=journal", None),
+        ("GET", f"{V1}/config/server_config", None),
+        ("PUT", f"{V1}/bookie/gc/suspend_compaction", {"suspendMajor": True}),
+        ("GET", f"{V1}/bookie/gc/suspend_compaction", None),
+        ("PUT", f"{V1}/bookie/gc/resume_compaction", {"resumeMajor": True}),
+        ("PUT", f"{V1}/bookie/state/readonly", {"readOnly": "no"}),
+    ):
+        here = call(port, method, f"{path}{'&' if '?' in path else '?'}{named}", body)
+        there = call(bookie.http_port, method, path, body)
+        assert (here.status, here.body) == (there.status, there.body)
+        assert here.headers["content-type"] == there.headers["content-type"]
+    metrics = call(port, "GET", f"/metrics?{named}")
+    assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert b"bookie_SERVER_STATUS 1" in metrics.body
+
+
+def test_a_bookie_that_is_not_named_or_not_there_is_said_so(bookie: Any, gateway: Callable[..., Any]) -> None:
+    port = gateway(uri_of(bookie)).http_port
+    nobody = call(port, "GET", f"{V1}/bookie/state")
+    assert nobody.status == 400
+    assert "?bookie=ID" in nobody.json["hint"]
+    assert call(port, "GET", f"{V1}/bookie/state?bookie=other:1").status == 404
+    assert call(port, "GET", f"{V1}/bookie/state?bookie=%00").status == 400
+    with open_cluster(uri_of(bookie)) as cluster:
+        found = cluster.bookies.get(bookie.bookie_id)
+        assert found is not None
+        assert found.info is not None
+        gone = tuple(each._replace(port=free_port()) for each in found.info.endpoints)
+        cluster.bookies.register("gone", type(found.info)(gone, {}))
+        cluster.bookies.register("without", type(found.info)(gone[1:], {}))
+        assert call(port, "GET", f"{V1}/bookie/state?bookie=gone").status == 503
+        assert call(port, "GET", f"{V1}/bookie/state?bookie=without").status == 404
+
+
+def test_a_gateway_keeps_its_token_and_knows_the_bookies(
+    http_bookie: Callable[..., Any], gateway: Callable[..., Any], tmp_path: Path
+) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours.write_text(TOKEN)
+    theirs.write_text("another")
+    bookie = http_bookie(httpServerTokenFile=theirs)
+    bookie.start()
+    port = gateway(uri_of(bookie), "--token-file", ours, "--bookie-token-file", theirs).http_port
+    state = f"{V1}/bookie/state?bookie={bookie.bookie_id}"
+    assert call(port, "GET", state).status == 401
+    assert call(port, "GET", state, headers={"Authorization": "Bearer another"}).status == 401
+    assert call(port, "GET", state, headers={"Authorization": f"Bearer {TOKEN}"}).json["running"]
+
+
+def test_a_gateway_open_to_everybody_does_not_start(bookie: Any, tmp_path: Path) -> None:
+    from command_line import CommandLine
+
+    answer = CommandLine(uri_of(bookie))("api", "serve", "--host", "0.0.0.0", "--port", "0")
+    assert answer.code == 2
+    assert "--token-file" in answer.problem
+    for arguments in (("--port", "70000"), ("--port", "x"), ("--client-ca", tmp_path), ("--token-file", tmp_path)):
+        assert CommandLine(uri_of(bookie))("api", "serve", *arguments).code == 2
+
+
+def test_a_gateway_stops_when_it_is_told_to(bookie: Any, gateway: Callable[..., Any]) -> None:
+    server = gateway(uri_of(bookie))
+    port = server.http_port
+    assert call(port, "GET", "/heartbeat").status == 200
+    os.kill(server.pid, signal.SIGTERM)
+    assert server.process.wait(60) == 0
+    assert "Traceback" not in server.log_tail()
+
+
+def test_a_gateway_without_its_metadata_store_says_so_and_goes_on(tmp_path: Path, gateway: Callable[..., Any]) -> None:
+    port = gateway(f"sqlite://{tmp_path / 'nothing.db'}").http_port
+    for path in (f"{V1}/ledger/list", f"{V1}/bookie/cluster_info", f"{V1}/bookie/state?bookie=b:1"):
+        assert call(port, "GET", path).status == 404
+        assert call(port, "GET", path).error
+    unreachable = gateway(f"zk://127.0.0.1:{free_port()}/ledgers", "--timeout", "1").http_port
+    answer = call(unreachable, "GET", f"{V1}/ledger/list")
+    assert answer.status in (503, 504)
+    assert answer.error
+    assert exchange(unreachable, b"GET /heartbeat HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")
+
+
+def test_databases_of_locations_are_compacted(http_bookie: Callable[..., Any]) -> None:
+    bookie = http_bookie(ledgerStorageClass=DB, entryLocationCompactionInterval=-1)
+    bookie.start()
+    port, path = bookie.http_port, f"{V1}/bookie/entry_location_compact"
+    found = call(port, "GET", path).json
+    assert set(found.values()) == {False}
+    assert str(Path(bookie.settings["ledgerDirectories"]) / "current" / "locations") in found
+    everything = call(port, "PUT", path, {"entryLocationRocksDBCompact": True})
+    assert everything.json == f"Triggered entry Location RocksDB compact on bookie:{bookie.bookie_id}"
+    wrong = call(port, "PUT", path, {"entryLocationRocksDBCompact": True, "entryLocations": "/other"})
+    assert wrong.status == 400
+    assert next(iter(found)) in json.dumps(wrong.json)
+    names = re.findall(r"(?m)^bookie_\w+_TOTAL", call(port, "GET", "/metrics").body.decode())
+    assert "bookie_MAJOR_COMPACTION_TOTAL" in names
