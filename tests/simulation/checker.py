@@ -187,6 +187,10 @@ class Checker:
             if not request.deferred_sync and bookie not in self.liars:
                 self.stored.setdefault(bookie, {}).setdefault(request.ledger, set()).add(request.entry_id)
 
+    def is_fenced(self, bookie: str, ledger: LedgerId) -> bool:
+        """Whether that bookie said that it fenced the ledger."""
+        return (bookie, ledger) in self._fenced
+
     def body_read(self, bookie: str, request: ReadRequest, body: Any) -> None:
         """A bookie gave an entry: it is the one asked for."""
         header = read_entry_header(body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import functools
 import os
@@ -34,7 +35,7 @@ from bkctl.errors import (
 from bkctl.formats.entry import DigestType
 from bkctl.metadata.cluster import Cluster, init_cluster
 from bkctl.metadata.uri import parse_uri
-from bkctl.protocol.messages import Protocol
+from bkctl.protocol.messages import AddRequest, Protocol
 from bkctl.storage.files import Fault
 
 URI = "zk+longlonghierarchical://store/ledgers"
@@ -43,7 +44,10 @@ CLIENT_TIMEOUT_S = 3.0
 STORAGES = (
     "org.apache.bookkeeper.bookie.SortedLedgerStorage",
     "org.apache.bookkeeper.bookie.InterleavedLedgerStorage",
+    "org.apache.bookkeeper.bookie.storage.ldb.DbLedgerStorage",
 )
+#: Settings of every bookie.
+SETTINGS: dict[str, Any] = {"minor_compaction_interval": 2, "major_compaction_interval": 4}
 SCOPES = (0, 0, 7, 0xFFFF_0000_0000_0001)
 
 
@@ -293,11 +297,10 @@ class SimulatedCluster:
         self.counts: dict[str, int] = {}
 
     def bookie_settings(self) -> dict[str, Any]:
-        """Settings of garbage collection."""
+        """Settings of one bookie that have nothing to do with its directories."""
         return {
             "gc_wait_time": self.world.random.choice((500, 1500)),
-            "minor_compaction_interval": 2,
-            "major_compaction_interval": 4,
+            **SETTINGS,
             "gc_overreplicated_ledger_wait_time": 3000,
             "gc_scoped_delete_count_min": self.world.random.choice((2, 100)),
             "verify_metadata_on_gc": self.world.random.random() < 0.5,
@@ -615,6 +618,18 @@ async def _look_at_replicas(cluster: SimulatedCluster, story: Story, reader: Rea
             continue
         for entry_id in sorted(checker.stored.get(host.name, {}).get(story.ledger, ())):
             checker.read(story, await _read_replica(cluster, story, reader, host, entry_id))
+        if checker.is_fenced(host.name, story.ledger):
+            await _try_to_add(reader, host)
+
+
+async def _try_to_add(reader: ReadHandle, host: BookieHost) -> None:
+    """Ask a bookie that fenced the ledger for what it must not do; the checker sees its answer."""
+    access = reader._access
+    entry_id = 1_000_000
+    body = access.digest.seal(entry_id, -1, 0, b"")
+    channel = access.pool.channel(host.bookie_id)
+    with contextlib.suppress(BkctlError):
+        await channel.send(AddRequest(reader.ledger, entry_id, access.digest.master_key, body), access.scoped)
 
 
 async def _read_replica(

@@ -16,6 +16,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import contextvars
+import functools
 import heapq
 import importlib
 import logging
@@ -764,6 +765,28 @@ def _stands(world: World) -> dict[int, Any]:
     return {id(real): (real, stand) for real, stand in replaced.items()}
 
 
+@contextlib.contextmanager
+def _databases_die_with_their_process(world: World) -> Iterator[None]:
+    """RocksDB has threads and open files of its own: close it when its process is killed, wherever it is."""
+    from bkctl.storage.rocksdb import _Database
+
+    real = _Database._open_to_write.__func__  # type: ignore[attr-defined]
+
+    def open_to_write(cls: type[_Database], *arguments: Any, **options: Any) -> _Database:
+        database: _Database = real(cls, *arguments, **options)
+
+        def close() -> None:
+            rocks, database._database = database._database, None
+            if rocks is not None:
+                rocks.close()
+
+        world.current.process.at_death.append(close)
+        return database
+
+    with mock.patch.object(_Database, "_open_to_write", classmethod(open_to_write)):
+        yield
+
+
 _result = concurrent.futures.Future.result
 
 
@@ -787,6 +810,7 @@ def _numbered_hash(each: Any) -> int:
 _PACKAGES = ("bkctl.bookie", "bkctl.storage", "bkctl.client", "bkctl.protocol", "bkctl.metadata")
 
 
+@functools.cache
 def _modules() -> list[types.ModuleType]:
     """The product's modules that a world has to do with, imported late ones too."""
     for package in _PACKAGES[:-1]:
@@ -804,6 +828,7 @@ def patched(world: World) -> Iterator[None]:
     stands = _stands(world)
     classes = set()
     with contextlib.ExitStack() as patches:
+        patches.enter_context(_databases_die_with_their_process(world))
         # asyncio.run_coroutine_threadsafe gives one of these.
         patches.enter_context(mock.patch.object(concurrent.futures.Future, "result", _await_result))
         # Imported where it is used, so replaced at its source.

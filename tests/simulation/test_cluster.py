@@ -18,7 +18,7 @@ from unittest import mock
 
 import pytest
 from simulation.checker import Violation
-from simulation.cluster import Plan, simulate
+from simulation.cluster import SETTINGS, Plan, simulate
 
 from bkctl.client import ensemble, recovery, writer
 from bkctl.storage.bookie_storage import BookieStorage
@@ -29,6 +29,10 @@ HONEST = Plan()
 STORMY = replace(HONEST, fault_interval_s=0.15, duration_s=8, down_max=4)
 #: A disk may fail for good: then its bookie gives up, and starts again.
 FAILING = replace(HONEST, faults=("bad-disk", "full", "slow-disk", "kill", "crash"), fault_interval_s=0.5)
+#: What brings mistakes out soon.
+ROUGH = replace(
+    HONEST, fault_interval_s=0.3, duration_s=10, faults=("crash", "torn", "kill", "cut", "writer", "recoverer")
+)
 LYING = replace(HONEST, liars=1, lies=0.5, faults=(*HONEST.faults, "crash", "torn", "crash"))
 
 
@@ -75,9 +79,7 @@ def test_one_seed_is_one_run(tmp_path: Path) -> None:
 @contextlib.contextmanager
 def no_sync() -> Iterator[None]:
     """Bookies acknowledge what is not on disk."""
-    from simulation.disk import WorldFiles
-
-    with mock.patch.object(WorldFiles, "is_a_lie", return_value=True):
+    with mock.patch.dict(SETTINGS, journal_sync_data=False):
         yield
 
 
@@ -105,9 +107,6 @@ def fence_forgotten() -> Iterator[None]:
         if not handle.fenced:
             handle.fence_recorded = True
         return real(self, ledger, key, done)
-
-    def change_header(self: Any, handle: Any) -> None:
-        pass
 
     with mock.patch.object(BookieStorage, "fence", fence):
         yield
@@ -189,9 +188,42 @@ def marks_first() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def no_second_look() -> Iterator[None]:
+    """Garbage collection goes by a listing from before, and does not ask for a ledger again before it deletes it."""
+    from bkctl.bookie import garbage_collector
+    from bkctl.metadata.ledgers import LedgerManager
+
+    real = LedgerManager.ranges
+    earlier: dict[int, list[Any]] = {}
+
+    def ranges(self: LedgerManager, *arguments: Any, **options: Any) -> Any:
+        found = list(real(self, *arguments, **options))
+        before, earlier[id(self)] = earlier.get(id(self), found), found
+        return before
+
+    def states(self: Any, ledgers: Any) -> Any:
+        return dict.fromkeys(ledgers, garbage_collector.LedgerState.DEAD)
+
+    with (
+        mock.patch.object(LedgerManager, "ranges", ranges),
+        mock.patch.object(garbage_collector.Liveness, "states", states),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def logs_removed_early() -> Iterator[None]:
+    """Compaction removes an entry log before the new places of its entries are on disk."""
+    from bkctl.bookie.server import Bookie
+
+    with mock.patch.object(Bookie, "_whole_checkpoint", return_value=None):
+        yield
+
+
 MUTANTS: list[Callable[[], contextlib.AbstractContextManager[None]]] = [
     no_sync, no_fence, fence_forgotten, ack_quorum_one_less, first_missing_is_the_end, closed_at_lac, wrong_length,
-    recovery_ignored, marks_first,
+    recovery_ignored, marks_first, no_second_look, logs_removed_early,
 ]  # fmt: skip
 
 
@@ -200,7 +232,7 @@ def test_what_breaks_a_promise_is_found(tmp_path: Path, mutant: Callable[[], Any
     with mutant():
         for seed in range(1, 40):
             try:
-                simulate(seed, HONEST, tmp_path / "world")
+                simulate(seed, ROUGH, tmp_path / "world")
             except Violation:
                 return
     pytest.fail("no seed found it")
