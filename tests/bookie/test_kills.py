@@ -65,7 +65,7 @@ SETTINGS = {
     "majorCompactionThreshold": 0.95,
 }
 #: Each start takes one of these.
-SETTINGS_THAT_CHANGE = ("useTransactionalCompaction", "gcEntryLogMetadataCacheEnabled", "entryLogPerLedgerEnabled")
+SETTINGS_THAT_CHANGE = ("useTransactionalCompaction", "gcEntryLogMetadataCacheEnabled")
 #: Seconds that the bookie lives: short, or until it compacts.
 LIVES = ((0.05, 0.6), (0.05, 0.6), (1.0, 1.5))
 GONE = (Status.ENOENTRY, Status.ENOLEDGER)
