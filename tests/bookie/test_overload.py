@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
+import socket
 import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from servers import DB, INTERLEAVED, SORTED
 
-from bkctl.bookie import server
+from bkctl.bookie import long_polls, server
 from bkctl.bookie.server import Bookie
 from bkctl.client.ledger import BookKeeper
 from bkctl.config import BookieConfig
 from bkctl.errors import BookieUnavailable
+from bkctl.formats.entry import ENTRY_V1
+from bkctl.formats.layout import Buffer
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
+from bkctl.protocol import connection, v2
 from bkctl.protocol import server as protocol_server
-from bkctl.protocol import v2
 from bkctl.protocol.connection import BookieConnection
-from bkctl.protocol.messages import ReadRequest
-from bkctl.storage.files import DiskUsage, Files
+from bkctl.protocol.messages import LAST_ENTRY, AddRequest, ForceLedgerRequest, ReadRequest, Status
+from bkctl.storage.files import DiskUsage, Files, StorageFile
+from bkctl.storage.interleaved_ledger_storage import InterleavedLedgerStorage
 
 HOUR_MS = 3_600_000
 
@@ -244,5 +251,250 @@ def test_registrations_that_are_over_leave_nothing_behind(cluster: Cluster, tmp_
             while len(bookie._tasks) > before:
                 await asyncio.sleep(0.01)
         await bookie.stop()
+
+    asyncio.run(scenario())
+
+
+class SlowDisk(Files):
+    """Every sync, and every write to an entry log, takes its time."""
+
+    def open(self, path: Path, *, create: bool = False) -> StorageFile:
+        file = super().open(path, create=create)
+        return _SlowFile(file.path, os.dup(file.fd))
+
+
+class _SlowFile(StorageFile):
+    __slots__ = ()
+
+    def sync(self) -> None:
+        time.sleep(0.05)
+        super().sync()
+
+    def write(self, offset: int, buffers: Sequence[Buffer]) -> int:
+        if self.path.suffix == ".log":
+            time.sleep(0.05)
+        return super().write(offset, buffers)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def v2_adds(ledger_id: int, count: int, size: int) -> tuple[bytes, bytes]:
+    """Frames that add to `ledger_id` with empty bodies behind the header, of entry 0; and where to put the entry id."""
+    body = ENTRY_V1.pack(ledger_id, 0, -1, size) + bytes(size)
+    out: list[Any] = []
+    v2.encode_request(AddRequest(LedgerId(0, ledger_id), 0, bytes(20), body), out)
+    return b"".join(map(bytes, out)), ENTRY_V1.pack(ledger_id, 0, -1, size)
+
+
+async def pour(port: int, ledger_id: int, count: int, size: int) -> list[int]:
+    """Add `count` entries as fast as the socket takes them, and give the codes of the answers."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    frame, header = v2_adds(ledger_id, count, size)
+    at = frame.index(header) + 8
+
+    async def write() -> None:
+        for entry_id in range(count):
+            writer.write(frame[:at] + entry_id.to_bytes(8) + frame[at + 8 :])
+            await writer.drain()
+
+    writing = asyncio.create_task(write())
+    codes = [int.from_bytes((await reader.readexactly(28))[8:12]) for _ in range(count)]
+    await writing
+    writer.close()
+    return codes
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_memory_stays_bounded_when_clients_write_faster_than_the_disk(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(InterleavedLedgerStorage, "unwritten_bytes_max", 8 << 20)
+    clients, count, size = 4, 600, 64 << 10  # 150 MiB
+    most = 0
+
+    async def scenario() -> None:
+        nonlocal most
+        bookie = bookie_of(
+            cluster,
+            tmp_path,
+            SlowDisk(),
+            journal_max_memory_size_mb=8,
+            ledger_storage_class="org.apache.bookkeeper.bookie.InterleavedLedgerStorage",
+        )
+        await bookie.start()
+        before = resident_bytes()
+        pouring = asyncio.gather(*(pour(bookie.address[1], 1 + each, count, size) for each in range(clients)))
+        while not pouring.done():
+            most = max(most, resident_bytes() - before)
+            # One receive buffer beyond the bound for each connection.
+            assert bookie._server.in_flight_bytes <= (8 << 20) + clients * (512 << 10)
+            # What came in one turn of the loop more than its bound, from all connections.
+            assert bookie.storage.unwritten_bytes <= (8 << 20) + (8 << 20) + clients * (512 << 10)
+            await asyncio.sleep(0.01)
+        assert {code for codes in await pouring for code in codes} == {0}
+        await bookie.stop()
+
+    asyncio.run(scenario())
+    assert most < 100 << 20, "of the 150 MiB that were sent"
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_memory_stays_bounded_when_a_client_never_reads_its_answers(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "WRITE_BUFFER_BYTES_MAX", 64 << 10)
+
+    async def scenario() -> None:
+        bookie = bookie_of(cluster, tmp_path)
+        await bookie.start()
+        frame, _ = v2_adds(1, 1, 100)
+        out: list[Any] = []
+        v2.encode_request(ReadRequest(LedgerId(0, 1), 0), out)
+        writers = []
+        before = 0
+        for request in (frame * 100, b"".join(out) * 500):
+            client = socket.socket()
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(bookie.address)
+            _, writer = await asyncio.open_connection(sock=client)
+            writers.append(writer)
+            for _ in range(100_000):
+                writer.write(request)
+                try:
+                    await asyncio.wait_for(writer.drain(), 0.5)
+                except TimeoutError:
+                    break  # it is read no more
+            else:
+                pytest.fail("the bookie reads on")
+            before = before or resident_bytes()
+        assert resident_bytes() - before < 50 << 20
+        assert await asyncio.wait_for(pour(bookie.address[1], 2, 100, 1000), 20) == [0] * 100
+        for writer in writers:
+            writer.transport.abort()
+        await bookie.stop()
+
+    asyncio.run(scenario())
+
+
+def test_adds_beyond_those_that_may_wait_are_refused_and_the_others_kept(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = threading.Event()
+
+    async def scenario() -> None:
+        bookie = bookie_of(cluster, tmp_path, journal_queue_size=10, max_pending_add_requests_per_thread=20)
+        await bookie.start()
+        commit = bookie.storage.commit
+
+        def slow(*batches: Any, **named: Any) -> None:
+            blocked.wait(20)
+            commit(*batches, **named)
+
+        monkeypatch.setattr(bookie.storage, "commit", slow)
+        client = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, timeout_s=60)
+
+        def add(entry_id: int, **flags: bool) -> asyncio.Future[Any]:
+            body = ENTRY_V1.pack(5, entry_id, entry_id - 1, 1) + b"x"
+            return client.send(AddRequest(LedgerId(0, 5), entry_id, bytes(20), body, **flags))
+
+        async def turn() -> None:
+            seen = bookie._server.in_flight_bytes
+            await client.send(ReadRequest(LedgerId(0, 99), 0))
+            assert bookie._server.in_flight_bytes >= seen
+
+        kept = []
+        for entry_id in range(10):
+            kept.append(add(entry_id))
+            await turn()  # so that each is a batch of its own: the journal's queue is full then
+        kept += [add(entry_id) for entry_id in range(10, 30)]
+        await turn()
+        refused = [add(entry_id) for entry_id in range(30, 40)]
+        kept.append(add(40, recovery_add=True, high_priority=True))
+        assert {(await answer).status for answer in refused} == {Status.ETOOMANYREQUESTS}
+        assert not any(answer.done() for answer in kept)
+        blocked.set()
+        assert {(await answer).status for answer in kept} == {Status.EOK}
+        assert (await add(41)).status is Status.EOK
+        client.close()
+        await bookie.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_deferred_add_is_answered_before_the_sync_and_force_after_it(cluster: Cluster, tmp_path: Path) -> None:
+    may_sync, syncs = threading.Event(), threading.Event()
+
+    class HeldJournal(Files):
+        def open(self, path: Path, *, create: bool = False) -> StorageFile:
+            file = super().open(path, create=create)
+            return _HeldFile(file.path, os.dup(file.fd)) if path.suffix == ".txn" else file
+
+    class _HeldFile(StorageFile):
+        __slots__ = ()
+
+        def sync(self) -> None:
+            if bookies and bookies[0].started_ms:
+                syncs.set()
+                may_sync.wait(20)
+            super().sync()
+
+    bookies: list[Bookie] = []
+
+    async def scenario() -> None:
+        bookies.append(bookie_of(cluster, tmp_path, HeldJournal()))
+        bookie = bookies[0]
+        await bookie.start()
+        client = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, timeout_s=60)
+        body = ENTRY_V1.pack(5, 0, -1, 1) + b"x"
+        deferred = client.send(AddRequest(LedgerId(0, 5), 0, bytes(20), body, deferred_sync=True))
+        assert (await deferred).status is Status.EOK
+        force = client.send(ForceLedgerRequest(LedgerId(0, 5)))
+        await client.send(ReadRequest(LedgerId(0, 5), 0))
+        journal = max(bookie.storage.journal_directories[0].glob("*.txn"))
+        assert body in journal.read_bytes()
+        assert not force.done()
+        may_sync.set()
+        assert (await force).status is Status.EOK
+        client.close()
+        await bookie.stop()
+
+    asyncio.run(scenario())
+    assert syncs.is_set()
+
+
+def test_long_polls_are_bounded_in_number_and_end_with_their_clients(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_polls, "LONG_POLLS_MAX", 5)
+
+    async def scenario() -> None:
+        bookie = bookie_of(cluster, tmp_path)
+        await bookie.start()
+        poll = ReadRequest(LedgerId(0, 5), LAST_ENTRY, previous_lac=0, timeout_ms=HOUR_MS, piggyback=True)
+        clients = [
+            await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, timeout_s=60) for _ in range(2)
+        ]
+        body = ENTRY_V1.pack(5, 0, -1, 1) + b"x"
+        assert (await clients[0].send(AddRequest(LedgerId(0, 5), 0, bytes(20), body))).status is Status.EOK
+        waiting = [clients[0].send(poll) for _ in range(5)]
+        beyond: Any = await clients[1].send(poll)
+        assert (beyond.status, beyond.max_lac, beyond.body) == (Status.EOK, -1, None)
+        assert not any(answer.done() for answer in waiting)
+        for answer in waiting:
+            answer.add_done_callback(lambda done: done.exception())
+        clients[0].close()
+        async with asyncio.timeout(20):
+            while len(bookie._polls):
+                await asyncio.sleep(0.01)
+        assert not bookie.storage.ledgers.handles[LedgerId(0, 5)].watchers
+        again = clients[1].send(poll)
+        await clients[1].send(ReadRequest(LedgerId(0, 5), 0))
+        assert not again.done()
+        await bookie.stop()
+        answer = await again
+        assert answer.status is Status.EOK, "a stop ends what waits"
+        clients[1].close()
 
     asyncio.run(scenario())
