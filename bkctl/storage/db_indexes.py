@@ -70,22 +70,22 @@ class _Index(Generic[Database]):
     def _path(self, *, scoped: bool) -> Path:
         return self.directory / (f"scoped-{self._name}" if scoped else self._name)
 
-    def _open(self, *, scoped: bool) -> Database:
+    def _open(self, *, scoped: bool) -> None:
         path = self._path(scoped=scoped)
         self._files.make_directory(path)
         with _as_os_errors(also_damage=False):
             database: Database = self._kind.serve(path, self._config)
-        self._files.note_written(path)
         self._databases[scoped] = database
-        return database
+        self._files.note_written(path)
 
     def _of(self, ledger: LedgerId) -> Database | None:
         return self._databases.get(ledger.is_scoped)
 
     def open_scoped(self) -> None:
-        """Make the database for scoped ledgers, where it is missing. Raises OSError, Corrupt."""
+        """Make the database for scoped ledgers, where it is missing. Raises OSError."""
         if not self.has_scoped:
-            self._open(scoped=True)
+            with _as_os_errors():
+                self._open(scoped=True)
 
     def _write(self, scoped: bool, batch: Any) -> None:
         database = self._databases[scoped]

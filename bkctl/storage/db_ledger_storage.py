@@ -122,6 +122,7 @@ class SingleDirectoryDbLedgerStorage:
             scoped=scoped,
             size_limit=self.config.log_size_limit,
             pick_directory=lambda: 0,
+            preallocates=self.config.entry_log_file_preallocation_enabled,
         )
 
     def _check_pair(self, ledgers: Path, locations: Path) -> None:
