@@ -145,6 +145,7 @@ class Bookie:
         self._polls = LongPolls(self)
         self._flush_due = False
         self._is_held = False
+        self._storage_is_open = False
         self._waits_for_journals = False
         self._pending_adds_max = (
             config.num_add_worker_threads * config.max_pending_add_requests_per_thread or sys.maxsize
@@ -257,6 +258,7 @@ class Bookie:
             self._status = self._read_status()
             self._manual = self._status.mode is BookieMode.READ_ONLY and self._status.manual is not False
         storage.open()
+        self._storage_is_open = True
         entries, skipped = storage.replayed
         if not is_new and (was_dirty or entries or skipped):
             log.info(
@@ -335,6 +337,7 @@ class Bookie:
 
     def _close_storage(self) -> None:
         self.storage.close()
+        self._storage_is_open = False
         for directory in self.storage.ledger_directories:
             self.files.remove(directory / DIRTY_FILE)
             self.files.sync_directory(directory)
@@ -344,7 +347,13 @@ class Bookie:
         await self._server.close(0)
         await asyncio.to_thread(self._stop_threads)
         if self._readers is not None:
-            self._readers.shutdown(wait=False)
+            await asyncio.to_thread(self._readers.shutdown)
+        if self._storage_is_open:  # not after a clean stop: databases are held by whoever opened them
+            self._storage_is_open = False
+            try:
+                await asyncio.to_thread(self.storage.ledgers.close)
+            except (OSError, BkctlError) as error:
+                log.warning("Bookie %s cannot close its ledger storage: %s", self.bookie_id, error)
         async with self._registering:  # a move under way would register again behind our back
             self._released = True
             if self._cluster is not None and self._registered_read_only is not None:

@@ -806,6 +806,7 @@ def simulate(seed: int, plan: Plan, root: Path) -> tuple[World, SimulatedCluster
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
     with World(seed) as world:
+        world.hidden_path = str(root)
         cluster = SimulatedCluster(world, plan, root)
         try:
             cluster.run()

@@ -116,6 +116,8 @@ class World:
         self.random = random.Random(seed)
         self.now = 0.0
         self.trace: list[str] = []
+        #: The directory that everything is in: it is another in each run, and so stays out of the trace.
+        self.hidden_path = "\0"
         #: A running checksum over who ran when: two runs of one seed that differ anywhere differ in it.
         self.digest = 0
         self.event_count = 0
@@ -139,6 +141,8 @@ class World:
 
     def note(self, text: str) -> None:
         """Add a line to the trace."""
+        if self.hidden_path in text:
+            text = text.replace(self.hidden_path, "…")
         self.trace.append(f"{self.now:11.6f} {text}")
 
     def fail(self, error: BaseException) -> None:
@@ -659,7 +663,7 @@ class Executor:
     """concurrent.futures.ThreadPoolExecutor."""
 
     def __init__(self, max_workers: int | None = None, thread_name_prefix: str = "pool", **_: Any) -> None:
-        self._free = max_workers or 8
+        self._size = self._free = max_workers or 8
         self._name = thread_name_prefix
         self._queue: deque[Callable[[], None]] = deque()
 
@@ -684,12 +688,14 @@ class Executor:
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         if cancel_futures:
             self._queue.clear()
+        while wait and (self._queue or self._free < self._size):
+            world_now().sleep(TURN_S)
 
     def __enter__(self) -> Executor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        self.shutdown()
 
 
 class _Result:
