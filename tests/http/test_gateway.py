@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import http.client
 import json
 import os
 import re
@@ -13,6 +15,7 @@ from typing import Any
 from raw_http import call, exchange
 from servers import DB, free_port
 
+from bkctl.client.ledger import BookKeeper
 from bkctl.metadata.cluster import open_cluster
 
 V1 = "/api/v1"
@@ -91,6 +94,41 @@ def test_a_gateway_keeps_its_token_and_knows_the_bookies(
     assert call(port, "GET", state).status == 401
     assert call(port, "GET", state, headers={"Authorization": "Bearer another"}).status == 401
     assert call(port, "GET", state, headers={"Authorization": f"Bearer {TOKEN}"}).json["running"]
+
+
+def test_a_long_answer_is_not_held_in_memory(bookie: Any, gateway: Callable[..., Any]) -> None:
+    server = gateway(uri_of(bookie))
+    entry, count = b"x" * 16_384, 3000
+
+    async def fill() -> int:
+        with open_cluster(uri_of(bookie)) as cluster:
+            async with BookKeeper(cluster) as bookkeeper:
+                writer = await bookkeeper.create_ledger(ensemble_size=1, write_quorum_size=1, ack_quorum_size=1)
+                async with writer:
+                    for _ in range(count):
+                        await writer.ready()
+                        writer.add(entry)
+                return writer.ledger_id
+
+    ledger_id = asyncio.run(fill())
+    path = f"{V1}/ledger/read?encoding=base64&ledger_id={ledger_id}"
+    assert len(call(server.http_port, "GET", f"{path}&end_entry_id=9").json) == 10
+    before = peak_memory(server.pid)
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
+    connection.request("GET", path)
+    response = connection.getresponse()
+    size = 0
+    while part := response.read(1 << 16):
+        size += len(part)
+    connection.close()
+    assert size > count * len(entry) * 4 // 3
+    assert peak_memory(server.pid) - before < size // 2
+
+
+def peak_memory(pid: int) -> int:
+    """The most bytes of memory that a process had."""
+    (line,) = (each for each in Path(f"/proc/{pid}/status").read_text().splitlines() if each.startswith("VmHWM"))
+    return int(line.split()[1]) << 10
 
 
 def test_a_gateway_open_to_everybody_does_not_start(bookie: Any, tmp_path: Path) -> None:

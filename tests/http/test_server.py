@@ -11,7 +11,8 @@ import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,12 @@ from servers import free_port, wait_for
 from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError, UsageError
 from bkctl.http import app
+from bkctl.http import server as server_module
 from bkctl.http.app import BODY_SIZE_BYTES_MAX, Api
 from bkctl.http.bookie_api import CHANGEABLE
+from bkctl.http.gateway import PassedOn
 from bkctl.http.server import HEAD_SIZE_BYTES_MAX, HttpServer, HttpSettings, is_loopback, read_token
+from bkctl.http.service import Service
 
 V1 = "/api/v1"
 TOKEN = "open-sesame"
@@ -303,6 +307,61 @@ def test_too_many_requests_at_once_are_refused(bookie: Any) -> None:
         assert refused.headers["retry-after"] == "1"
         assert refused.error
     wait_for(lambda: call(port, "GET", "/heartbeat").status == 200, "it is free again")
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[int]:
+    """The port of a server in this process that waits for nobody long."""
+    for name in ("IDLE_TIMEOUT_S", "STALL_TIMEOUT_S"):
+        monkeypatch.setattr(server_module, name, 0.3)
+    monkeypatch.setattr(server_module, "_LOOK_S", 0.05)
+    monkeypatch.setattr(server_module, "CONNECTIONS_MAX", 20)
+    server = HttpServer(HttpSettings("127.0.0.1", 0))
+    port = server.bind()
+    server.start(lambda: Service(f"sqlite://{tmp_path / 'nothing.db'}"), upstream=PassedOn())
+    yield port
+    server.stop()
+
+
+def test_who_asks_nothing_is_cut_off(impatient: int) -> None:
+    for begun in (b"", b"GET /heartbeat HTTP/1.1\r\nHost: loc", REQUEST[:-5].replace(b"Content-Length", b"X")[:60]):
+        with socket.create_connection(("127.0.0.1", impatient), timeout=60) as connection:
+            connection.sendall(begun)
+            assert ended(connection)
+    assert call(impatient, "GET", "/heartbeat").status == 200
+
+
+def test_who_takes_nothing_of_an_answer_is_cut_off(impatient: int) -> None:
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(60)
+        connection.connect(("127.0.0.1", impatient))
+        connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 300)
+        wait_for(lambda: call(impatient, "GET", "/heartbeat").status == 200, "it goes on with others")
+        time.sleep(1)  # what is under test is that nothing comes of waiting; less would only make the test pass
+        size = 0
+        with contextlib.suppress(ConnectionResetError):
+            while part := connection.recv(1 << 16):
+                size += len(part)
+        one = len(call(impatient, "GET", "/openapi.json").body)
+        assert size < 300 * one
+
+
+def test_too_many_connections_are_not_taken(impatient: int) -> None:
+    with contextlib.ExitStack() as stack:
+        made = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", impatient), timeout=60)) for _ in range(60)
+        ]
+        assert all(ended(connection) for connection in made)
+    assert call(impatient, "GET", "/heartbeat").status == 200
+
+
+def ended(connection: socket.socket) -> bool:
+    """Whether the server closes the connection without an answer; waits for that."""
+    try:
+        return connection.recv(1 << 16) == b""
+    except ConnectionResetError:
+        return True
 
 
 REQUEST = (
