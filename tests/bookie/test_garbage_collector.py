@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bkctl.bookie.garbage_collector import GarbageCollectorThread
+from bkctl.bookie.server import Bookie as RunningBookie
+from bkctl.client.ledger import BookKeeper
 from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError, Unreachable, UsageError
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
-from bkctl.metadata.cluster import Cluster, init_cluster
+from bkctl.metadata.cluster import Cluster, init_cluster, open_cluster
 from bkctl.metadata.replication import LedgerUnderreplicationManager
 from bkctl.metadata.sqlite import SqliteStore
 from bkctl.metadata.uri import parse_uri
@@ -487,3 +490,129 @@ def test_databases_of_locations_are_compacted_at_their_own_interval(cluster: Clu
     bookie.collector.run_round()
     assert len(calls) == 1
     assert bookie.collector.statuses()[0].entry_location_compaction_counter == 1
+
+
+# --- in a bookie ----------------------------------------------------------------------------------------------------
+
+
+STORAGE_CLASSES = [
+    "org.apache.bookkeeper.bookie.InterleavedLedgerStorage",
+    "org.apache.bookkeeper.bookie.SortedLedgerStorage",
+    "org.apache.bookkeeper.bookie.storage.ldb.DbLedgerStorage",
+]
+
+
+def bookie_config(root: Path, **settings: Any) -> BookieConfig:
+    return BookieConfig(
+        bookie_port=0,
+        listening_interface="lo",
+        allow_loopback=True,
+        bookie_id="one",
+        journal_directories=(str(root / "journal"),),
+        ledger_directories=(str(root / "ledgers-0"), str(root / "ledgers-1")),
+        journal_pre_alloc_size_mb=1,
+        log_size_limit=64 * 1024,
+        compaction_rate=1_000_000,
+    ).with_changes(**settings)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Cluster]:
+    with open_cluster(f"sqlite://{tmp_path / 'metadata.db'}", create=True) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    ("storage_class", "transactional"), [*((each, False) for each in STORAGE_CLASSES), (STORAGE_CLASSES[1], True)]
+)
+def test_a_bookie_collects_and_compacts_while_it_serves(
+    tmp_path: Path, store: Cluster, storage_class: str, transactional: bool
+) -> None:
+    config = bookie_config(
+        tmp_path, ledger_storage_class=storage_class, use_transactional_compaction=transactional, flush_interval=50
+    )
+    payload = b"an entry " * 100
+    entries = 60
+
+    async def write(client: BookKeeper, scope_id: int, count: int) -> list[LedgerId]:
+        one = {"ensemble_size": 1, "write_quorum_size": 1, "ack_quorum_size": 1}
+        handles = [await client.create_ledger_adv(ledger_scope_id=scope_id, **one) for _ in range(count)]  # type: ignore[arg-type]
+        for entry_id in range(entries):
+            await asyncio.gather(*(each.add(payload, entry_id=entry_id) for each in handles))
+        for each in handles:
+            await each.close()
+        return [each.ledger for each in handles]
+
+    async def read(client: BookKeeper, ledger: LedgerId) -> None:
+        reader = await client.open_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id)
+        found = [entry.payload async for entry in reader.read(0, reader.last_add_confirmed)]
+        assert found == [payload] * entries
+
+    async def serve(body: Callable[[BookKeeper, RunningBookie], Coroutine[Any, Any, None]]) -> None:
+        bookie = RunningBookie(config, cluster=store)
+        await bookie.start()
+        try:
+            async with BookKeeper(store) as client:
+                await body(client, bookie)
+        finally:
+            await bookie.stop()
+        assert bookie.failure is None
+
+    kept: list[LedgerId] = []
+
+    async def collect(client: BookKeeper, bookie: RunningBookie) -> None:
+        collector = bookie.garbage_collector
+        assert collector is not None
+        ledgers = [*await write(client, 0, 4), *await write(client, 7, 4)]
+        gone = ledgers[::2]
+        kept.extend(ledgers[1::2])
+        for ledger in gone:
+            await client.delete_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id)
+        kept.extend([*await write(client, 0, 2), *await write(client, 7, 2)])  # completes the logs in use
+        logs = {
+            path for path in tmp_path.glob("ledgers-*/current/**/*.log") if path.parent.name in ("current", "scoped")
+        }
+        await bookie.checkpoint()
+        assert collector.force(major=True)
+        while collector.is_in_force_gc:
+            for ledger in kept:
+                await read(client, ledger)
+            kept.extend(await write(client, 7, 1))
+        for ledger in kept:
+            await read(client, ledger)
+        stats = collector.stats
+        assert stats.failed_rounds == 0
+        assert stats.deleted_ledgers == len(gone)
+        assert set(bookie.storage.ledgers.ledger_ids()) == set(kept)
+        assert collector.statuses()[0].major_compaction_counter == 1
+        assert {path for path in logs if path.exists()} < logs
+        assert stats.reclaimed_by_compaction_bytes + stats.reclaimed_by_deletion_bytes > 2 * entries * len(payload)
+
+    async def read_again(client: BookKeeper, bookie: RunningBookie) -> None:
+        for ledger in kept:
+            await read(client, ledger)
+
+    asyncio.run(serve(collect))
+    asyncio.run(serve(read_again))
+
+
+def test_a_bookie_that_gave_up_collects_no_more(tmp_path: Path, store: Cluster) -> None:
+    async def run() -> None:
+        bookie = RunningBookie(bookie_config(tmp_path, gc_wait_time=1), cluster=store)
+        await bookie.start()
+        bookie.thread_died(RuntimeError("a thread"))
+        assert bookie.garbage_collector is not None
+        assert not bookie.garbage_collector.force()
+        await bookie.stop()
+
+    asyncio.run(run())
+
+
+def test_a_bookie_does_not_start_with_settings_that_cannot_be(tmp_path: Path, store: Cluster) -> None:
+    async def run() -> None:
+        bookie = RunningBookie(bookie_config(tmp_path, minor_compaction_interval=1), cluster=store)
+        with pytest.raises(UsageError, match="minorCompactionInterval"):
+            await bookie.start()
+
+    asyncio.run(run())
+    assert not (tmp_path / "ledgers-0").exists()
