@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 #: Between two looks at work that a bookie does in the background: at first, and at most.
 POLL_S_MIN: Final = 0.05
 POLL_S_MAX: Final = 1.0
+#: However near a deadline is, an answer may take so long.
+ANSWER_S_MIN: Final = 5.0
 
 
 # --- which bookie ---------------------------------------------------------------------------------------------------
@@ -113,6 +115,16 @@ def server(run: Run, which: BookieServer, *, changes: bool = False) -> Iterator[
 
     `changes`: the command changes something, and goes to the audit log. Raises UsageError where nothing names one.
     """
+    with finder(run, which, changes=changes) as find:
+        yield find()
+
+
+@contextmanager
+def finder(run: Run, which: BookieServer, *, changes: bool = False) -> Iterator[Callable[[], Server]]:
+    """As `server`, for who looks again: each call gives the server that the bookie has registered by then.
+
+    A call raises BookieUnavailable while the bookie is not registered.
+    """
     from bkctl.http.client import BookieApi, bookie_url
 
     url = which.url
@@ -121,13 +133,21 @@ def server(run: Run, which: BookieServer, *, changes: bool = False) -> Iterator[
     if changes:
         run.start_audit(begun=url is not None)
     if url is not None:
-        yield Server(BookieApi(run.http_client(url), which.bookie_id), which.bookie_id, None)
+        only = Server(BookieApi(run.http_client(url), which.bookie_id), which.bookie_id, None)
+        yield lambda: only
         return
+    bookie_id = which.bookie_id
+    assert bookie_id is not None
+    found: dict[str, Server] = {}
+
+    def find() -> Server:
+        there = bookie_url(registered_bookie(cluster, bookie_id), run.bookie_addresses().get(bookie_id, (None, 0))[0])
+        if there not in found:
+            found[there] = Server(BookieApi(run.http_client(there)), bookie_id, cluster)
+        return found[there]
+
     with run.cluster() as cluster:
-        assert which.bookie_id is not None
-        bookie = registered_bookie(cluster, which.bookie_id)
-        url = bookie_url(bookie, run.bookie_addresses().get(bookie.bookie_id, (None, 0))[0])
-        yield Server(BookieApi(run.http_client(url)), bookie.bookie_id, cluster)
+        yield find
 
 
 def registered_bookie(cluster: Cluster, bookie_id: str) -> RegisteredBookie:
@@ -211,17 +231,19 @@ def ready(
     which: BookieServerOption,
     deadline: WaitDeadline,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Wait until it is, also while its HTTP server is not up yet.")
+        bool, typer.Option("--wait", help="Wait until it is, also while it is not registered, or not up.")
     ] = False,
 ) -> None:
     """Show whether a bookie is past its start and serves; for probes. Exit code 3: it is not."""
     if deadline is not None and not wait:
         raise UsageError("--deadline goes with --wait", hint="add --wait")
-    with server(run, which) as found:
+    with finder(run, which) as find:
         with run.working("Waiting for the bookie", enabled=wait):
-            patience = Patience(f"{found.name} is not ready", deadline)
+            patience = Patience(f"Bookie {which.bookie_id or which.url or run.conf} is not ready", deadline)
             while True:
                 try:
+                    found = find()
+                    patience.shorten(found)
                     readiness = found.api.readiness()
                 except Unreachable:
                     if not wait:
@@ -242,6 +264,12 @@ class Patience:
         self._what, self._deadline_s = what, deadline_s
         self._pause_s = POLL_S_MIN
         self._end = None if deadline_s is None else time.monotonic() + deadline_s
+
+    def shorten(self, found: Server) -> None:
+        """Wait for one answer no longer than for all of them, and some seconds."""
+        if self._deadline_s is not None:
+            client = found.api.client
+            client.timeout_s = min(client.timeout_s, max(self._deadline_s, ANSWER_S_MIN))
 
     def wait(self) -> None:
         """Sleep until the next look is due. Raises TimedOut."""
@@ -523,6 +551,7 @@ def _force_gc(
 ) -> None:
     api = found.api
     patience = Patience(f"{found.name} still collects garbage", deadline)
+    patience.shorten(found)
     busy = api.garbage_collection().in_force_gc
     if busy and not wait:
         run.note(f"bkctl: {found.name} is in a forced round already, and starts no other; --wait does afterwards")
@@ -606,6 +635,7 @@ def compact_locations(
 
 def _wait_for_locations(run: Run, found: Server, chosen: list[str], deadline: float | None) -> dict[str, bool]:
     patience, began = Patience(f"{found.name} still compacts", deadline), time.monotonic()
+    patience.shorten(found)
     seen = False
     with run.working("Compacting"):
         while True:

@@ -287,7 +287,7 @@ class ApiClient:
     @contextmanager
     def translated(self) -> Iterator[None]:
         """Turn what sockets and http.client raise into errors of the tree."""
-        no_http = "it may be another kind of server" if self.server.tls else "it may want TLS: try https://"
+        no_http = "it may want a certificate: --tls-cert" if self.server.tls else "it may want TLS: try https://"
         try:
             yield
         except TimeoutError as error:
@@ -297,7 +297,7 @@ class ApiClient:
         except ssl.SSLError as error:
             reason = getattr(error, "verify_message", None) or error.reason or error.strerror or str(error)
             raise Unreachable(
-                f"{self.url} and this client do not agree on TLS: {reason}",
+                f"{self.url} and this client do not agree on TLS: {reason.rstrip('.')}",
                 hint="--tls-ca names the authorities that sign its certificate, --tls-cert ours",
             ) from error
         except http.client.IncompleteRead as error:

@@ -17,8 +17,9 @@ from command_line import CommandLine
 from fake_http import HEAD, FakeServer, Reply, Turns, drips, is_silent, misbehaving, sends, sends_for_ever
 
 from bkctl.bookie.local import LocalCluster
-from bkctl.formats.metadata import BookieServiceInfo, Endpoint
+from bkctl.formats.metadata import BookieServiceInfo, Cookie, Endpoint
 from bkctl.metadata.cluster import open_cluster
+from bkctl.metadata.store import NEW
 
 from .conftest import Cli, Result
 
@@ -106,6 +107,21 @@ def test_ready_waits_for_a_bookie_to_come_up(cli: Cli, fake: FakeServer) -> None
     fake.replies[f"GET {API}/is_ready"] = Turns([no, no, b"OK"])
     assert cli("bookie", "ready", "--wait", "-o", "json").json["ready"] is True
     assert len(fake.asked) == 3
+
+
+def test_ready_waits_for_a_bookie_to_register(cli: Cli, fake: FakeServer, tmp_path: Path) -> None:
+    uri = f"sqlite://{tmp_path / 'metadata.db'}"
+    port = int(fake.address.rpartition(":")[2])
+    with open_cluster(uri, create=True) as there:
+        there.cookies.write("b:1", Cookie("b:1", ("/j",), ("/l",), "i"), NEW)
+        command = ["bookie", "ready", "--bookie", "b:1", "-u", uri, "-o", "json"]
+        assert cli(*command).code == 6
+        assert cli(*command, "--wait", "--deadline", "10ms").code == 6
+        with CommandLine(None).process(*command, "--wait") as waiting:
+            there.bookies.register("b:1", BookieServiceInfo((Endpoint("httpserver", port, "127.0.0.1", "http"),)))
+            out, err = waiting.communicate(timeout=120)
+    assert waiting.returncode == 0, err
+    assert json.loads(out) == {"bookieId": "b:1", "url": fake.url, "ready": True, "message": "OK"}
 
 
 def test_readonly_shows_switches_and_says_what_that_means(cli: Cli, fake: FakeServer) -> None:
