@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import hypothesis
@@ -14,9 +15,10 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
+from servers import REPOSITORY
 
 from bkctl.http.app import OPENAPI_PATH
-from bkctl.http.bookie_api import BOOKIE
+from bkctl.http.bookie_api import BOOKIE, CHANGEABLE
 from bkctl.http.cluster_api import CLUSTER
 from bkctl.http.openapi import document
 
@@ -36,6 +38,18 @@ def test_the_document_names_every_endpoint_of_apaches_server(bookie: Any) -> Non
     assert len({path for _, path in operations}) == 30
     names = [each["operationId"] for methods in found["paths"].values() for each in methods.values()]
     assert len(names) == len(set(names))
+
+
+def test_the_manual_names_every_endpoint_and_every_setting_that_can_be_changed() -> None:
+    text = (REPOSITORY / "docs" / "rest.md").read_text()
+    named = re.findall(r"^\| (B|) *\| (any|[A-Z]+) `([^`]+)`", text, re.MULTILINE)
+    assert {(mark == "B", method, path.replace("P/", "/api/v1/", 1)) for mark, method, path in named} == {
+        (True, each.method, each.path) for each in BOOKIE
+    } | {(False, each.method, each.path) for each in CLUSTER} | {
+        (False, "any", "/heartbeat"), (False, "GET", OPENAPI_PATH),
+    }  # fmt: skip
+    settings = text.partition("## Settings that can be changed")[2].partition("##")[0]
+    assert set(re.findall(r"`(\w+)`", settings)) == CHANGEABLE
 
 
 def test_a_gateways_document_asks_which_bookie_is_meant() -> None:
