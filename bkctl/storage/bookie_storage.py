@@ -11,6 +11,7 @@ replayed from the journals. Source: BookieImpl, LedgerDescriptorImpl, SyncThread
 
 from __future__ import annotations
 
+import contextlib
 import random
 import struct
 import time
@@ -25,6 +26,7 @@ from google_crc32c import value as _crc32c
 from bkctl.config import BookieConfig
 from bkctl.errors import (
     BadRequest,
+    BkctlError,
     Corrupt,
     CorruptRecord,
     LedgerFenced,
@@ -161,11 +163,21 @@ class BookieStorage:
     def open(self) -> None:
         """Open the directories, made where missing: replay the journals, and begin a new file in each.
 
-        Raises OSError; Corrupt when a journal or mark contradicts itself; Unsupported for a later version.
+        Raises OSError; Corrupt when a journal or mark contradicts itself; Unsupported for a later version. Nothing is
+        open then.
         """
-        for directory in {*self.journal_directories, *self.ledger_directories, *self.index_directories}:
+        directories = (*self.journal_directories, *self.ledger_directories, *self.index_directories)
+        for directory in dict.fromkeys(directories):
             self.files.make_directory(directory)
         self.ledgers.open()
+        try:
+            self._open_journals()
+        except BaseException:
+            with contextlib.suppress(OSError, BkctlError):  # the failure on its way tells more
+                self.ledgers.close()
+            raise
+
+    def _open_journals(self) -> None:
         self._has_scoped = self.ledgers.has_scoped_ledgers()
         marks = tuple(self._replay())
         config = self.config
