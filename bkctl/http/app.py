@@ -115,7 +115,11 @@ class Api:
             return
         exchange = _Exchange(send)
         try:
-            response = await self._answer(Request(scope, receive))
+            request = Request(scope, receive)
+            response = await self._answer(request)
+            if request.method in ("PUT", "DELETE") and scope["path"] in self._routes and response.status_code != 401:
+                who = request.client.host if request.client is not None else "?"
+                log.info("%s %s from %s: %d", request.method, scope["path"], who, response.status_code)
             await response(scope, receive, exchange.send)
         except ClientDisconnect:
             return
@@ -137,7 +141,7 @@ class Api:
         except ClientDisconnect:
             raise
         except Exception as error:
-            log.exception("%s %s", request.method, request.url.path)
+            log.exception("%s %r", request.method, request.scope["path"])
             return error_answer(500, f"The server is at fault: {type(error).__name__}", "its log says more")
         finally:
             self._running -= 1
@@ -145,9 +149,10 @@ class Api:
     async def _checked(self, request: Request) -> Response:
         if refused := self._refuse_stranger(request):
             return refused
-        methods = self._routes.get(request.url.path)
+        path = request.scope["path"]  # not that of `request.url`, which is taken apart anew
+        methods = self._routes.get(path) or self._routes.get(path.removesuffix("/"))
         if methods is None:
-            return error_answer(404, f"There is nothing at {request.url.path}", f"{OPENAPI_PATH} lists what there is")
+            return error_answer(404, f"There is nothing at {path}", f"{OPENAPI_PATH} lists what there is")
         endpoint = methods.get("GET" if request.method == "HEAD" else request.method)
         if endpoint is None:
             allowed = ", ".join(sorted(methods))

@@ -26,10 +26,11 @@ class PassedOn:
 
 async def forward(service: Service, passed_on: PassedOn, request: Request, body: bytes) -> Response:
     """What the bookie's server answers, its status too. Raises UsageError, NotFound, Unreachable."""
+    path = request.scope["path"]
     bookie_id = request.query_params.get(BOOKIE)
     if bookie_id is None:
         raise UsageError(
-            f"{request.url.path} is about one bookie, and none is named",
+            f"{path} is about one bookie, and none is named",
             hint=f"add ?{BOOKIE}=ID (of bkctl: --bookie ID); {BOOKIE} ids are in /api/v1/bookie/list_bookies",
         )
     cluster = await service.cluster()
@@ -41,5 +42,5 @@ async def forward(service: Service, passed_on: PassedOn, request: Request, body:
     client = ApiClient(url, token=passed_on.token, timeout_s=passed_on.timeout_s, tls=passed_on.tls)
     query = {name: value for name, value in request.query_params.items() if name != BOOKIE}
     method = "GET" if request.method == "HEAD" else request.method
-    answer = await asyncio.to_thread(client.request, method, request.url.path, query, body or None)
+    answer = await asyncio.to_thread(client.request, method, path, query, body or None)
     return Response(answer.body, answer.status, media_type=answer.content_type)

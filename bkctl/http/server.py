@@ -250,8 +250,7 @@ class HttpServer:
             await service.close()
 
     def _config(self, api: Api) -> uvicorn.Config:
-        tls = self.settings.tls
-        return uvicorn.Config(
+        config = uvicorn.Config(
             api,
             loop="asyncio",
             http=_Protocol,
@@ -264,8 +263,10 @@ class HttpServer:
             server_header=False,
             timeout_graceful_shutdown=STOP_TIMEOUT_S,
             h11_max_incomplete_event_size=HEAD_SIZE_BYTES_MAX,
-            ssl_context_factory=None if tls is None else lambda *_: tls,
         )
+        config.load()
+        config.ssl = self.settings.tls  # uvicorn makes none of its own here
+        return config
 
     def stop(self) -> None:
         """Answer what is under way, and end; nothing happens when nothing runs."""

@@ -278,6 +278,9 @@ def test_the_http_server_is_registered_as_apaches_is(pair: Pair) -> None:
 DEVIATIONS = [
     ("GET", "/metrics", None, 500, 200),
     ("PATCH", "/heartbeat", None, 405, 405),
+    ("GET", "/heartbeat/", None, 200, 200),
+    ("GET", f"{V1}/bookie/state/", None, 200, 200),
+    ("GET", f"{V1}/nothing", None, 404, 404),
     ("GET", f"{V1}/ledger/metadata?ledger_id=x", None, 500, 400),
     ("GET", f"{V1}/ledger/metadata?ledger_id=777777", None, 500, 404),
     ("GET", f"{V1}/ledger/metadata", None, 404, 400),
