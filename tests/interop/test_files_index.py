@@ -204,12 +204,12 @@ def alone(java: Java, zookeeper: ZooKeeperServer, tmp_path: Path) -> Iterator[Ca
     """Makes a started bookie on a metadata root of its own."""
     made: list[ApacheBookie | OwnBookie] = []
 
-    def make(storage: str | None, **settings: object) -> ApacheBookie | OwnBookie:
+    def make(storage: str, own: bool, **settings: object) -> ApacheBookie | OwnBookie:
         uri = zookeeper.metadata_uri(zookeeper.new_root())
         format_cluster(java, uri, tmp_path)
         directory = tmp_path / f"bookie-{len(made)}"
-        if storage is None:
-            made.append(OwnBookie(uri, directory, settings=settings))
+        if own:
+            made.append(OwnBookie(uri, directory, storage=storage, settings=settings))
         else:
             made.append(ApacheBookie(java, uri, directory, storage, settings=settings))
         made[-1].start()
@@ -220,11 +220,15 @@ def alone(java: Java, zookeeper: ZooKeeperServer, tmp_path: Path) -> Iterator[Ca
         each.kill()
 
 
-@pytest.mark.parametrize("storage", [SORTED, INTERLEAVED, DB, None], ids=["sorted", "interleaved", "db", "ours"])
+@pytest.mark.parametrize(
+    ("storage", "own"),
+    [(SORTED, False), (INTERLEAVED, False), (DB, False), (SORTED, True), (DB, True)],
+    ids=["sorted", "interleaved", "db", "ours-sorted", "ours-db"],
+)
 def test_a_bookie_under_writes_collections_and_compactions(
-    alone: Callable[..., ApacheBookie | OwnBookie], storage: str | None, tmp_path: Path
+    alone: Callable[..., ApacheBookie | OwnBookie], storage: str, own: bool, tmp_path: Path
 ) -> None:
-    here = alone(storage, **COLLECTING)
+    here = alone(storage, own, **COLLECTING)
     places = here.journal_dir, here.ledger_dir
 
     def logs() -> set[str]:
@@ -240,7 +244,7 @@ def test_a_bookie_under_writes_collections_and_compactions(
             now = logs()
             gone.update(seen - now)
             seen.update(now)
-            return written() >= 8 and (len(gone) >= 1 or storage is None)
+            return written() >= 8 and len(gone) >= 1
 
         wait_for(enough, "some logs collected")
     after = check(*places)  # right after, and still running
@@ -253,8 +257,11 @@ def test_a_bookie_under_writes_collections_and_compactions(
 # --- scoped ---------------------------------------------------------------------------------------------------------
 
 
-def test_our_bookie_with_plain_and_scoped_ledgers(alone: Callable[..., ApacheBookie | OwnBookie]) -> None:
-    here = alone(None)
+@pytest.mark.parametrize("storage", [SORTED, DB], ids=["sorted", "db"])
+def test_our_bookie_with_plain_and_scoped_ledgers(
+    alone: Callable[..., ApacheBookie | OwnBookie], storage: str
+) -> None:
+    here = alone(storage, True)
     line = CommandLine(str(here.settings["metadataServiceUri"]))
     ids = []
     for scope in ([], ["--ledger-scope-id", 7], ["--ledger-scope-id", 1 << 63]):
