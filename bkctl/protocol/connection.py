@@ -56,7 +56,8 @@ WRITE_BUFFER_BYTES_MAX: Final = 1 << 20
 #: Answers still to come that nobody waits for, above which the connection is given up.
 OWED_MAX: Final = 10_000
 
-_RECEIVE_BYTES_MIN: Final = 1 << 16
+#: A small entry keeps the buffer that it came in: that is no larger than what its connection has sent calls for.
+_RECEIVE_BYTES_MIN: Final = 1 << 12
 _RECEIVE_BYTES_MAX: Final = 1 << 18
 _FRAME_LENGTH: Final = struct.Struct(">i")
 
