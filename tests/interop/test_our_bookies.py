@@ -25,6 +25,7 @@ from command_line import CommandLine
 from own_bookies import OwnBookie
 from own_cluster import STORAGES, OwnCluster, journal_version, start_all, stop_all
 from servers import (
+    DB,
     INTERLEAVED,
     SORTED,
     ApacheBookie,
@@ -261,7 +262,7 @@ def test_apaches_shell_reads_the_files_of_our_bookie_without_complaint(
 def test_directories_go_from_ours_to_apaches_bookie_and_back_and_the_reverse(
     java: Java, own_cluster: MakeCluster, apache_bookie: Callable[..., ApacheBookie]
 ) -> None:
-    storages = (SORTED, SORTED, INTERLEAVED)
+    storages = (SORTED, DB, INTERLEAVED)
     own = own_cluster(storages, {"zkTimeout": 2000, "logSizeLimit": 256 * 1024})
     ours, uri = own.bookies, own.metadata_uri
     theirs = [
