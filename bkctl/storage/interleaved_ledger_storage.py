@@ -66,6 +66,7 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
         )
         self.pages = IndexInMemPageMgr(self.persistence, page_size=config.page_size, page_limit=config.page_limit)
         self.handles = {}
+        self.entry_loggers = ()
         self._changed_headers: dict[IndexedHandle, None] = {}
         #: Handles that the garbage collector's thread made for ledgers that nobody else uses.
         self._borrowed: dict[LedgerId, IndexedHandle] = {}
@@ -168,8 +169,9 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
         self.pages.forget(ledger)
 
     def ledger_ids(self, scope: int | None = None) -> Iterator[LedgerId]:
-        found = self.persistence.ledgers()
-        found.update(ledger for ledger, handle in list(self.handles.items()) if not handle.deleted)
+        # In this order: what leaves memory meanwhile has its file by then.
+        found = {ledger for ledger, handle in list(self.handles.items()) if not handle.deleted}
+        found |= self.persistence.ledgers()
         return iter(sorted(each for each in found if scope is None or each.scope_id == scope))
 
     def has_scoped_ledgers(self) -> bool:
