@@ -13,7 +13,7 @@ import os
 import threading
 from array import array
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
@@ -34,6 +34,9 @@ from bkctl.storage.files import NO_SPACE, Files
 from bkctl.storage.rocksdb import BATCH_OPERATIONS, LedgersDatabase, LocationsDatabase
 
 Database = TypeVar("Database", LedgersDatabase, LocationsDatabase)
+Result = TypeVar("Result")
+#: Free space, besides that for its logs, with which a database that had none is opened again.
+_REOPEN_BYTES: Final = 8 << 20
 
 _NO_SPACE: Final = {os.strerror(code): code for code in NO_SPACE}
 
@@ -46,6 +49,9 @@ class _Index(Generic[Database]):
         self._kind: type[Database] = kind
         self._name, self._config, self._files = name, config, files
         self._databases: dict[bool, Database] = {}
+        #: Those that refused a write, and refuse all others until they are opened again.
+        self._failed: set[bool] = set()
+        self._reopening = threading.Lock()
 
     def open(self) -> None:
         """Open what is there; that of scope 0 is made. Raises OSError, DirectoryInUse, Corrupt."""
@@ -78,8 +84,18 @@ class _Index(Generic[Database]):
         self._databases[scoped] = database
         self._files.note_written(path)
 
-    def _of(self, ledger: LedgerId) -> Database | None:
-        return self._databases.get(ledger.is_scoped)
+    def _read(self, ledger: LedgerId, read: Callable[[Database], Result], absent: Result) -> Result:
+        """What `read` finds in the ledger's database; `absent` where there is none. Any thread may call it."""
+        database = self._databases.get(ledger.is_scoped)
+        if database is None:
+            return absent
+        try:
+            return read(database)
+        except BkctlError:
+            with self._reopening:
+                if self._databases[ledger.is_scoped] is database:
+                    raise
+                return read(self._databases[ledger.is_scoped])
 
     def open_scoped(self) -> None:
         """Make the database for scoped ledgers, where it is missing. Raises OSError."""
@@ -88,10 +104,29 @@ class _Index(Generic[Database]):
                 self._open(scoped=True)
 
     def _write(self, scoped: bool, batch: Any) -> None:
+        if scoped in self._failed:
+            self._reopen(scoped=scoped)
         database = self._databases[scoped]
-        with _as_os_errors():
-            database.write(batch)
+        try:
+            with _as_os_errors():
+                database.write(batch)
+        except OSError:
+            self._failed.add(scoped)
+            raise
         self._files.note_written(database.path)
+
+    def _reopen(self, *, scoped: bool) -> None:
+        """Open a database again that had no space: RocksDB takes no write after that. Raises OSError."""
+        database = self._databases[scoped]
+        # What is in its logs becomes a table. Without the space for that it would not open, and nobody could read it.
+        needed = _REOPEN_BYTES + sum(path.stat().st_size for path in database.path.glob("*.log"))
+        if self._files.disk_usage(database.path).free < needed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(database.path))
+        with self._reopening:
+            database.abandon()
+            with _as_os_errors():
+                self._databases[scoped] = self._kind.serve(database.path, self._config)
+            self._failed.discard(scoped)
 
 
 class LedgerMetadataIndex(_Index[LedgersDatabase]):
@@ -102,8 +137,7 @@ class LedgerMetadataIndex(_Index[LedgersDatabase]):
 
     def get(self, ledger: LedgerId) -> LedgerData | None:
         """What is known of a ledger; None where it is not here. Raises Corrupt."""
-        database = self._of(ledger)
-        return None if database is None else database.get(ledger)
+        return self._read(ledger, lambda database: database.get(ledger), None)
 
     def ledger_ids(self, scope: int | None = None) -> Iterator[LedgerId]:
         """Yield the ledgers that are here, ascending: of one scope, or all. Raises Corrupt."""
@@ -137,8 +171,7 @@ class EntryLocationIndex(_Index[LocationsDatabase]):
 
     def location(self, ledger: LedgerId, entry_id: int) -> int:
         """The location of an entry, 0 where it is not here. Raises Corrupt."""
-        database = self._of(ledger)
-        return 0 if database is None else database.get(ledger, entry_id)
+        return self._read(ledger, lambda database: database.get(ledger, entry_id), 0)
 
     def locations(self, entries: Sequence[tuple[LedgerId, int]]) -> list[int]:
         """The locations of many entries, in their order; 0 for one that is not here. Raises Corrupt."""
@@ -152,12 +185,11 @@ class EntryLocationIndex(_Index[LocationsDatabase]):
 
     def last_entry_id(self, ledger: LedgerId) -> int:
         """The highest entry id that is here, -1 for none. Raises Corrupt."""
-        database = self._of(ledger)
-        return -1 if database is None else database.last_entry_id(ledger)
+        return self._read(ledger, lambda database: database.last_entry_id(ledger), -1)
 
     def entry_ids(self, ledger: LedgerId) -> Iterator[int]:
         """Yield the ids of the ledger's entries, ascending. Raises Corrupt."""
-        database = self._of(ledger)
+        database = self._databases.get(ledger.is_scoped)
         if database is not None:
             for _, entry_id, _ in database.locations(ledger):
                 yield entry_id

@@ -13,7 +13,7 @@ import errno
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Self
@@ -127,10 +127,14 @@ class _Database:
 
     @classmethod
     def _open_to_write(cls, path: Path, scoped: bool | None, config: BookieConfig | None = None) -> Self:
-        from rocksdict import Rdict
+        from rocksdict import DBRecoveryMode, Rdict
 
         with _errors_of(path, "cannot be opened"):
-            database = Rdict(str(path), options=_write_options(cls._is_for_locations, config or BookieConfig()))
+            options = _write_options(cls._is_for_locations, config or BookieConfig())
+            if config is not None:
+                # By default RocksDB would forget in silence what stands behind damage in its log, and was synced.
+                options.set_wal_recovery_mode(DBRecoveryMode.tolerate_corrupted_tail_records())
+            database = Rdict(str(path), options=options)
         return cls(path, database, None, scoped=_is_scoped(path, scoped), writes=True)
 
     def close(self) -> None:
@@ -142,11 +146,20 @@ class _Database:
                 self.flush()
         finally:
             database, self._database = self._database, None
-            database.close()
+            with _errors_of(self.path, "cannot be closed"):
+                database.close()
             if self._view is not None:
                 self._view.cleanup()
             else:
                 (self.path / _BINDING_FILE).unlink(missing_ok=True)
+
+    def abandon(self) -> None:
+        """Let go of the database, which failed, without another write; what `write` returned from is on disk."""
+        database, self._database = self._database, None
+        if database is not None:
+            # It says again what it failed with.
+            with suppress(BkctlError), _errors_of(self.path, "cannot be closed"):
+                database.close()
 
     def __enter__(self) -> Self:
         return self

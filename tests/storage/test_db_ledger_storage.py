@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from golden import VERSIONS, GoldenBookie
 from servers import DB
 
 from bkctl.config import BookieConfig
-from bkctl.errors import Corrupt, DirectoryInUse, EntryNotFound, UnknownLedgerState, UsageError
+from bkctl.errors import BkctlError, Corrupt, DirectoryInUse, EntryNotFound, UnknownLedgerState, UsageError
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import unpack_location
 from bkctl.formats.index import LedgerData
@@ -335,6 +336,39 @@ def test_what_a_failed_flush_did_not_write_the_next_one_writes(tmp_path: Path, k
     again.close()
 
 
+def test_a_database_that_had_no_space_is_opened_again_once_there_is_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RocksDB takes no write after one that failed."""
+    root = tmp_path / "disk"
+    root.mkdir()
+    files = SimulatedFiles(root)
+    storage = open_storage(root, files)
+    add(storage, PLAIN, 0)
+    storage.run_checkpoint()
+    assert isinstance(storage.ledgers, DbLedgerStorage)
+    index = storage.ledgers.directories[0].locations
+    broken = index._databases[False]
+
+    def refuse(batch: Any) -> None:
+        raise BkctlError(f"cannot be written: IO error: {os.strerror(errno.ENOSPC)}")
+
+    monkeypatch.setattr(broken, "write", refuse)
+    add(storage, PLAIN, 1)
+    for space in (None, 0, 0):
+        files.capacity_bytes = space
+        with pytest.raises(OSError, match="No space left"):
+            storage.run_checkpoint()
+        assert index._databases[False] is broken, "there is no space to open it"
+        assert [bytes(storage.read_entry(PLAIN, each)) for each in (0, 1)] == [body_of(PLAIN, each) for each in (0, 1)]
+    files.capacity_bytes = None
+    storage.run_checkpoint()
+    assert index._databases[False] is not broken
+    assert [bytes(storage.read_entry(PLAIN, each)) for each in (0, 1)] == [body_of(PLAIN, each) for each in (0, 1)]
+    storage.close()
+    assert locations(root, PLAIN).keys() == {0, 1}
+
+
 def test_a_full_write_cache_asks_for_a_flush_and_then_holds_writers_back(tmp_path: Path) -> None:
     storage = open_storage(tmp_path, directories=2, db_storage_write_cache_max_size_mb=1)
     entry_id = 0
@@ -533,6 +567,28 @@ def test_damaged_databases_are_one_error_at_the_start(tmp_path: Path, damage: Ca
     storage = open_storage(tmp_path)  # nobody holds the databases
     assert bytes(storage.read_entry(PLAIN, 0)) == body_of(PLAIN, 0)
     storage.close()
+
+
+@pytest.mark.parametrize("damage", ["begun", "flipped"])
+def test_a_write_ahead_log_may_end_torn_and_nothing_else(tmp_path: Path, damage: str) -> None:
+    storage = open_storage(tmp_path / "running")
+    for entry_id in range(3):
+        add(storage, PLAIN, entry_id)
+        storage.run_checkpoint()
+    shutil.copytree(tmp_path / "running", tmp_path / "killed")
+    storage.close()
+    (log,) = (tmp_path / "killed" / "ledgers-0" / "current" / "locations").glob("*.log")
+    data = bytearray(log.read_bytes())
+    if damage == "begun":
+        log.write_bytes(data + data[:30])
+        storage = open_storage(tmp_path / "killed")
+        assert entry_ids(storage, PLAIN) == [0, 1, 2]
+        storage.close()
+    else:
+        data[20] ^= 1
+        log.write_bytes(data)
+        with pytest.raises(Corrupt, match=r"current/locations.*'bkctl bookie index rebuild'"):
+            open_storage(tmp_path / "killed")
 
 
 def test_two_processes_cannot_have_one_directory(tmp_path: Path) -> None:
