@@ -16,8 +16,10 @@ from bkctl.ids import LedgerId
 from bkctl.storage.entry_logger import Move
 from bkctl.storage.index_persistence import SWAP, IndexedHandle, IndexPersistenceMgr
 
-#: Pages kept in memory where `pageLimit` does not say.
-PAGES_MAX: Final = 8192
+#: Pages in memory where `pageLimit` does not say.
+PAGES_MAX: Final = 32_768
+#: Of them those that are a cache, since they did not change.
+UNCHANGED_PAGES_MAX: Final = 8192
 
 PageKey = tuple[LedgerId, int]
 #: Copies of changed pages, as they go to a ledger's file: by number.
@@ -179,10 +181,10 @@ class IndexInMemPageMgr:
     def _evict(self) -> None:
         """Forget the oldest of the pages that did not change, when there are too many."""
         waiting = len(self._changed) + len(self._flushing)
-        allowed = max(self.limit, waiting + max(self.limit // 4, 1))
+        allowed = max(min(self.limit, UNCHANGED_PAGES_MAX), waiting + max(self.limit // 4, 1))
         if len(self._pages) <= allowed:
             return
-        surplus = len(self._pages) - allowed + self.limit // 8
+        surplus = len(self._pages) - allowed + min(self.limit, UNCHANGED_PAGES_MAX) // 8
         # The one just read stays for whoever asked for it.
         candidates = [key for key in self._pages if key not in self._changed and key not in self._flushing][:-1]
         for key in candidates[:surplus]:
