@@ -105,6 +105,8 @@ class JournalMetrics:
         self.group_entries = Summary()
         self.group_bytes = Summary()
         self.written_bytes = 0
+        #: Entries put and not reported yet.
+        self.waiting = 0
 
     def group_written(self, entries: int, size: int, seconds: float, *, ok: bool) -> None:
         """A group was written and synced, or failed."""
@@ -146,17 +148,14 @@ class BookieMetrics:
 
 
 class PrometheusText:
-    """Builds the text: each metric with its type, then its samples."""
+    """Builds the text: each metric once with its type, then its samples."""
 
     def __init__(self) -> None:
-        self._lines: list[str] = []
+        self._metrics: dict[str, list[str]] = {}
 
     def number(self, name: str, kind: str, value: float, labels: Mapping[str, str] | None = None) -> None:
-        """A `counter` or `gauge`; several with the same name follow each other."""
-        header = f"# TYPE {name} {kind}"
-        if header not in self._lines[-40:]:
-            self._lines.append(header)
-        self._lines.append(f"{name}{_labels(labels or {})} {_text(value)}")
+        """A sample of a `counter` or `gauge`."""
+        self._samples(name, kind).append(f"{name}{_labels(labels or {})} {_text(value)}")
 
     def counter(self, name: str, value: float, labels: Mapping[str, str] | None = None) -> None:
         """A number that only grows."""
@@ -174,19 +173,22 @@ class PrometheusText:
         """A summary of plain numbers, all of them successes."""
         self._summary(name, {"false": Summary(), "true": summary}, 1, labels or {})
 
+    def _samples(self, name: str, kind: str) -> list[str]:
+        return self._metrics.setdefault(name, [f"# TYPE {name} {kind}"])
+
     def _summary(self, name: str, outcomes: Mapping[str, Summary], divisor: int, labels: Mapping[str, str]) -> None:
-        self._lines.append(f"# TYPE {name} summary")
+        lines = self._samples(name, "summary")
         for outcome, summary in outcomes.items():
             for quantile, value in zip(QUANTILES, summary.quantiles(), strict=True):
                 own = _labels({"success": outcome, "quantile": str(quantile), **labels})
-                self._lines.append(f"{name}{own} {_text(value / divisor)}")
+                lines.append(f"{name}{own} {_text(value / divisor)}")
             own = _labels({"success": outcome, **labels})
-            self._lines.append(f"{name}_count{own} {summary.count}")
-            self._lines.append(f"{name}_sum{own} {_text(summary.sum / divisor)}")
+            lines.append(f"{name}_count{own} {summary.count}")
+            lines.append(f"{name}_sum{own} {_text(summary.sum / divisor)}")
 
     def text(self) -> str:
         """All of it."""
-        return "\n".join(self._lines) + "\n"
+        return "".join(f"{line}\n" for lines in self._metrics.values() for line in lines)
 
 
 def _labels(labels: Mapping[str, str]) -> str:

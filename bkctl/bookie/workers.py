@@ -91,13 +91,13 @@ class JournalThread:
 
     def put(self, batch: Batch) -> None:
         """Write `batch` behind the others; in the loop."""
-        self._count += len(batch.tokens)
+        self.metrics.waiting = self._count = self._count + len(batch.tokens)
         batch.put_s = time.monotonic()
         self._queue.put(batch)
 
     def taken(self, batch: Batch) -> None:
         """Take note that `batch` was reported; in the loop."""
-        self._count -= len(batch.tokens)
+        self.metrics.waiting = self._count = self._count - len(batch.tokens)
 
     def _run(self) -> None:
         try:

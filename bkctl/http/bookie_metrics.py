@@ -62,6 +62,7 @@ def _journals(text: PrometheusText, local: LocalBookie, measured: dict[str, Any]
     text.gauge("bookie_JOURNAL_DIRS", measured["journals"])
     for index, journal in enumerate(local.metrics.journals):
         labels = {"journalIndex": str(index)}
+        text.gauge("bookie_journal_JOURNAL_QUEUE_SIZE", journal.waiting, labels)
         text.latency("bookie_journal_JOURNAL_SYNC", journal.sync, labels)
         text.latency("bookie_journal_JOURNAL_QUEUE_LATENCY", journal.queue, labels)
         text.summary("bookie_journal_JOURNAL_FORCE_WRITE_BATCH_ENTRIES", journal.group_entries, labels)

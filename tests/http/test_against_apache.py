@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -338,6 +338,18 @@ def test_codes_that_differ_are_known(
     assert (apache.status, ours.status) == (apache_code, our_code)
     if our_code != 200:
         assert ours.error
+
+
+def test_a_gateway_passes_on_what_apaches_bookie_says(pair: Pair, gateway: Callable[..., Any]) -> None:
+    port = gateway(pair.cluster.uri).http_port
+    named = f"bookie={pair.apache.bookie_id}"
+    for path in ("state", "info", "gc/suspend_compaction", "list_disk_file?file_type=journal", "nothing_of_the_kind"):
+        direct = call(pair.apache_port, "GET", f"{V1}/bookie/{path}")
+        passed_on = call(port, "GET", f"{V1}/bookie/{path}{'&' if '?' in path else '?'}{named}")
+        assert passed_on.status == direct.status
+        if path not in ("info", "nothing_of_the_kind"):
+            assert passed_on.body == direct.body
+    assert call(port, "GET", f"{V1}/ledger/list").json == call(pair.apache_port, "GET", f"{V1}/ledger/list").json
 
 
 def test_what_re_replicates_is_not_here_and_says_so(pair: Pair) -> None:

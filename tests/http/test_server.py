@@ -217,7 +217,10 @@ def test_metrics_go_by_apaches_names_and_count(bookie: Any) -> None:
     def samples() -> dict[str, float]:
         answer = call(port, "GET", "/metrics")
         assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-        lines = [line for line in answer.body.decode().splitlines() if not line.startswith("#")]
+        lines = answer.body.decode().splitlines()
+        types = [line.split()[2] for line in lines if line.startswith("# TYPE ")]
+        assert len(types) == len(set(types))
+        lines = [line for line in lines if not line.startswith("#")]
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
     before = samples()
@@ -238,6 +241,7 @@ def test_metrics_go_by_apaches_names_and_count(bookie: Any) -> None:
         "bookie_JOURNAL_DIRS", "bookie_ledgers_count", "bookie_ledger_num_dirs", "bookie_ledger_writable_dirs",
         "bookie_gc_MAJOR_COMPACTION_TOTAL", "bookie_gc_DELETED_LEDGER_TOTAL", "bookie_gc_ACTIVE_ENTRY_LOG_TOTAL",
         "bookie_gc_entry_log_usage_buckets_le_10", "bookie_journal_JOURNAL_WRITE_BYTES", "bookie_flush_count",
+        "bookie_journal_JOURNAL_QUEUE_SIZE",
     }  # fmt: skip
 
 

@@ -1,0 +1,73 @@
+"""What a bookie counts, and the text that says so."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from bkctl.bookie import metrics
+from bkctl.bookie.metrics import QUANTILES, BookieMetrics, Latency, PrometheusText, Summary
+
+
+def test_quantiles_are_right_to_some_percent() -> None:
+    summary = Summary()
+    for value in range(100_000):
+        summary.observe(value)
+    assert (summary.count, summary.sum) == (100_000, sum(range(100_000)))
+    for quantile, found in zip(QUANTILES, summary.quantiles(), strict=True):
+        assert found == pytest.approx(quantile * 100_000, rel=0.07)
+
+
+@pytest.mark.parametrize("value", [0, 1, 15, 16, 17, 31, 32, 1000, 1 << 30, 1 << 60])
+def test_one_value_is_every_quantile(value: int) -> None:
+    summary = Summary()
+    summary.observe(value, 3)
+    (found,) = set(summary.quantiles())
+    assert found == value or value < found <= value * 1.07 or value > 1 << 40  # longer than anything lasts
+    assert (summary.count, summary.sum) == (3, 3 * value)
+
+
+def test_quantiles_are_of_the_last_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
+    summary = Summary()
+    assert all(math.isnan(each) for each in summary.quantiles())
+    summary.observe(5)
+    now = 61.0
+    summary.observe(7)  # the minute of the 5 ends
+    assert summary.quantiles()[-1] == 7
+    now = 125.0
+    summary.observe(9)
+    assert summary.quantiles()[0] == 9  # neither 5 nor 7 are recent
+    now = 1000.0
+    assert all(math.isnan(each) for each in summary.quantiles())
+    assert summary.count == 3
+
+
+def test_reads_from_memory_count_as_such_that_took_no_time() -> None:
+    counted = BookieMetrics()
+    counted.reads_from_memory = 3
+    counted.read_entry.observe(0.002)
+    counted.settle_reads()
+    counted.settle_reads()
+    assert counted.read_entry.success.count == 4
+    assert counted.read_entry.success.quantiles()[0] == 0
+    assert counted.read_entry.success.quantiles()[-1] == pytest.approx(2000, rel=0.07)
+
+
+def test_the_text_is_as_prometheus_reads_it() -> None:
+    latency = Latency()
+    latency.observe(0.004, 2)
+    latency.observe(1.5, ok=False)
+    text = PrometheusText()
+    text.gauge("bookie_usage", 12.5, {"dir": 'a"b\\c\nd'})
+    text.gauge("bookie_usage", 7)
+    text.latency("bookie_flush", latency, {"index": "0"})
+    lines = text.text().splitlines()
+    assert lines[:3] == ["# TYPE bookie_usage gauge", r'bookie_usage{dir="a\"b\\c\nd"} 12.5', "bookie_usage 7"]
+    assert lines.count("# TYPE bookie_usage gauge") == 1
+    assert 'bookie_flush_count{success="true",index="0"} 2' in lines
+    assert 'bookie_flush_sum{success="true",index="0"} 8' in lines
+    assert 'bookie_flush_sum{success="false",index="0"} 1500' in lines
+    assert 'bookie_flush{success="true",quantile="0.5",index="0"} 4.095' in lines
