@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from array import array
 
 import pytest
 from hypothesis import given
@@ -124,3 +125,13 @@ def test_ledger_data():
         with pytest.raises(Corrupt, match=r"^ledgers: "):
             LedgerData.parse(damaged, "ledgers")
     assert KEY.hex() not in repr(data)
+
+
+@pytest.mark.parametrize("scope_id", [0, 7, (1 << 64) - 1])
+def test_keys_and_values_made_at_once_are_those_made_one_by_one(scope_id: int) -> None:
+    runs = [(LedgerId(scope_id, 0), 2), (LedgerId(scope_id, 5), 0), (LedgerId(scope_id, (1 << 63) - 1), 3)]
+    entry_ids, locations = [0, (1 << 63) - 1, 7, 1, 8], [1 << 32 | 1028, 0, (1 << 63) - 1, 2, 3]
+    ledgers = [ledger for ledger, count in runs for _ in range(count)]
+    keys = index.location_keys(runs, array("q", entry_ids), scoped=scope_id != 0)
+    assert keys == [index.location_key(*each) for each in zip(ledgers, entry_ids, strict=True)]
+    assert index.location_values(array("q", locations)) == [index.write_location(each) for each in locations]

@@ -198,3 +198,27 @@ def test_the_next_log_is_made_ahead_in_the_same_directory(tmp_path: Path) -> Non
     with EntryLogReader.open(tmp_path / "a" / "3.log") as reader:
         assert list(reader.records()) == []
     assert add(open_logger(tmp_path), LEDGER, 0) >> 32 == 4
+
+
+@pytest.mark.parametrize("ledger", [LEDGER, LedgerId(7, 5), LedgerId((1 << 64) - 1, 5)], ids=repr)
+def test_entries_that_follow_are_read_up_to_the_first_of_another_ledger(tmp_path: Path, ledger: LedgerId) -> None:
+    logger = open_logger(tmp_path, scoped=ledger.is_scoped, size_limit=1 << 20)
+    other = LedgerId(ledger.scope_id, 6) if ledger.is_scoped else OTHER
+    locations = [add(logger, ledger, entry_id) for entry_id in range(5)]
+    add(logger, other, 0)
+    add(logger, ledger, 5)
+    logger.seal()
+    logger.write()
+    size = len(body_of(ledger, 0)) + 4
+
+    def following(entry_id: int, size_max: int) -> list[tuple[int, bytes]]:
+        found = logger.read_following(locations[entry_id], ledger, size_max=size_max)
+        return [(each, bytes(body)) for each, body in found]
+
+    assert following(1, 1 << 20) == [(each, body_of(ledger, each)) for each in (1, 2, 3, 4)]
+    assert [each for each, _ in following(0, 3 * size)] == [0, 1, 2]
+    assert [each for each, _ in following(0, 3 * size - 1)] == [0, 1]
+    assert following(0, 0) == []
+    assert logger.read_following(locations[0], other, size_max=1 << 20) == []
+    end = locations[0] + 7 * size
+    assert logger.read_following(end, ledger, size_max=1 << 20) == []
