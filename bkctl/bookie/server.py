@@ -796,7 +796,7 @@ class Bookie:
             return
         checkpoint = self.storage.begin_checkpoint()
         if checkpoint is None:
-            self._no_space = False
+            self._look_for_space()
             return
         running = self._checkpoint_running = self._loop.create_future()
         began_s = time.monotonic()
@@ -808,7 +808,7 @@ class Bookie:
             if error is not None:
                 self._storage_failed(error)
             else:
-                self._no_space = False
+                self._look_for_space()
             self._go_on()
             running.set_result(error is None)
 
@@ -845,7 +845,7 @@ class Bookie:
                 count += 1
             except LedgerNotFound:
                 pass
-            except (Corrupt, Unsupported, OSError) as error:
+            except OSError as error:
                 log.warning("Ledger %s cannot be deleted: %s", ledger, error)
             await asyncio.sleep(0)
         return count
@@ -868,6 +868,12 @@ class Bookie:
     def _journals_have_space(self) -> bool:
         needed = 2 * self.config.journal_pre_alloc_size_mb * MEBIBYTE
         return all(self.files.disk_usage(each).free > needed for each in self.storage.journal_directories)
+
+    def _look_for_space(self) -> None:
+        """After a checkpoint went well, so ledger storage has space: so may the journals."""
+        if self._no_space:
+            with contextlib.suppress(OSError):
+                self._no_space = not self._journals_have_space()
 
     def _run_out_of_space(self, problem: str) -> None:
         if not self._no_space:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
+import errno
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from bkctl.bookie.server import Bookie
 from bkctl.config import BookieConfig
 from bkctl.errors import UsageError
 from bkctl.formats.entry import DigestManager, DigestType
+from bkctl.formats.layout import Buffer
 from bkctl.formats.status import BookieMode, BookieStatus
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
@@ -29,7 +32,8 @@ from bkctl.protocol.messages import (
     Status,
     WriteLacRequest,
 )
-from bkctl.storage.files import DiskUsage, Files
+from bkctl.storage.files import DiskUsage, Files, StorageFile
+from bkctl.storage.journal import read_last_mark
 
 PLAIN, SCOPED, NEW = LedgerId(0, 5), LedgerId(7, 5), LedgerId(0, 6)
 
@@ -249,3 +253,117 @@ def test_without_read_only_mode_a_bookie_with_full_disks_stops(tmp_path: Path, c
         assert "read-only mode is not enabled" in str(bookie.failure)
 
     on_a_bookie(tmp_path, cluster, body, disks, read_only_mode_enabled=False)
+
+
+class FullFiles(Disks):
+    """Files of which some cannot be written, for want of space."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self.is_full = False
+
+    def refuses(self, path: Path) -> bool:
+        return self.is_full and any(each in str(path) for each in self.names)
+
+    def disk_usage(self, path: Path) -> DiskUsage:
+        return DiskUsage(1 << 40, 0 if self.refuses(path / "x.txn") else 1 << 39, 1)
+
+    def open(self, path: Path, *, create: bool = False) -> StorageFile:
+        file = super().open(path, create=create)
+        return FullFile(self, path, os.dup(file.fd))
+
+
+class FullFile(StorageFile):
+    __slots__ = ("files",)
+
+    def __init__(self, files: FullFiles, path: Path, fd: int) -> None:
+        super().__init__(path, fd)
+        self.files = files
+
+    def write(self, offset: int, buffers: Sequence[Buffer]) -> int:
+        if self.files.refuses(self.path):
+            raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
+        return super().write(offset, buffers)
+
+
+@pytest.mark.parametrize("names", [("journal/current/",), ("lastMark",)], ids=["journal", "marks"])
+def test_a_disk_that_fills_up_all_at_once_makes_it_read_only_until_there_is_space(
+    tmp_path: Path, cluster: Cluster, names: tuple[str, ...]
+) -> None:
+    files = FullFiles(*names)
+
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        assert (await connection.send(add(PLAIN, 0))).status is Status.EOK
+        files.is_full = True
+        first = await connection.send(add(PLAIN, 1))
+        assert first.status is (Status.EIO if "journal" in names[0] else Status.EOK)
+        await bookie.checkpoint()
+        while await asyncio.to_thread(registered, cluster) != ["ro"]:
+            await asyncio.sleep(0.01)
+        assert (await connection.send(add(PLAIN, 2))).status is Status.EREADONLY
+        high = add(PLAIN, 2, recovery_add=True, high_priority=True)
+        assert (await connection.send(high)).status is Status.EREADONLY, "there is no space for it either"
+        assert not bookie.state()["availableForHighPriorityWrites"]
+        assert (await connection.send(ReadRequest(PLAIN, 0))).status is Status.EOK
+        files.is_full = False
+        while await asyncio.to_thread(registered, cluster) != ["rw"]:
+            await asyncio.sleep(0.01)
+        for entry_id in (1, 2):
+            assert (await connection.send(add(PLAIN, entry_id))).status is Status.EOK
+
+    async def read(bookie: Bookie, connection: BookieConnection) -> None:
+        for entry_id in range(3):
+            answer: Any = await connection.send(ReadRequest(PLAIN, entry_id))
+            assert answer.body == add(PLAIN, entry_id).body
+
+    on_a_bookie(tmp_path, cluster, body, files)
+    on_a_bookie(tmp_path, cluster, read)
+
+
+def test_one_full_directory_may_miss_a_mark(tmp_path: Path, cluster: Cluster) -> None:
+    files = FullFiles("a/current/lastMark")
+
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        assert (await connection.send(add(PLAIN, 0))).status is Status.EOK
+        files.is_full = True
+        before = [read_last_mark([tmp_path / name / "current"]) for name in ("a", "b")]
+        await bookie.checkpoint()
+        after = [read_last_mark([tmp_path / name / "current"]) for name in ("a", "b")]
+        assert (after[0], after[1] > before[1]) == (before[0], True)
+        assert not bookie.read_only
+        files.is_full = False
+
+    on_a_bookie(tmp_path, cluster, body, files)
+
+
+@pytest.mark.parametrize("storage_class", [SORTED, INTERLEAVED])
+def test_an_entry_log_leaves_a_disk_that_fills_up_under_it(tmp_path: Path, cluster: Cluster, storage_class: str) -> None:
+    """The log that is written meets ENOSPC while another directory has room: no read-only, and nothing is lost."""
+    files = FullFiles()
+
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        assert (await connection.send(add(PLAIN, 0))).status is Status.EOK
+        await bookie.checkpoint()
+        (log,) = tmp_path.rglob("0.log")
+        files.names, files.is_full = (str(log),), True
+        for entry_id in (1, 2):
+            assert (await connection.send(add(PLAIN, entry_id))).status is Status.EOK
+            await bookie.checkpoint()
+            assert not bookie.read_only
+        while bookie.storage.ledgers.unwritten_bytes:
+            await bookie.checkpoint()
+        assert {path.parent for path in tmp_path.rglob("*.log") if path.stat().st_size > 1024} == {
+            tmp_path / name / "current" for name in ("a", "b")
+        }
+        for entry_id in range(3):
+            answer: Any = await connection.send(ReadRequest(PLAIN, entry_id))
+            assert answer.body == add(PLAIN, entry_id).body
+
+    async def read(bookie: Bookie, connection: BookieConnection) -> None:
+        assert bookie.storage.replayed == (0, 0)
+        for entry_id in range(3):
+            answer: Any = await connection.send(ReadRequest(PLAIN, entry_id))
+            assert answer.body == add(PLAIN, entry_id).body
+
+    on_a_bookie(tmp_path, cluster, body, files, ledger_storage_class=storage_class)
+    on_a_bookie(tmp_path, cluster, read, ledger_storage_class=storage_class)
