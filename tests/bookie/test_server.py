@@ -408,9 +408,7 @@ def test_a_clean_stop_leaves_only_what_apaches_bookie_reads(tmp_path: Path, clus
         assert cluster.bookies.list(include_down=False) == []
 
 
-def test_a_bookie_without_scoped_ledgers_leaves_version_6_and_nothing_of_ours(
-    tmp_path: Path, cluster: Cluster
-) -> None:
+def test_a_bookie_without_scoped_ledgers_leaves_version_6_and_nothing_of_ours(tmp_path: Path, cluster: Cluster) -> None:
     async def body(bookie: Bookie, connection: BookieConnection) -> None:
         await statuses(connection, add(PLAIN, 0))
         assert (tmp_path / "ledgers" / "current" / "DIRTY").exists()
@@ -528,6 +526,9 @@ def test_what_cannot_be_served_is_refused_at_the_start(tmp_path: Path, cluster: 
     tls = "org.apache.bookkeeper.tls.TLSContextFactory"
     with pytest.raises(Unsupported, match="JKS"):
         on_a_bookie(tmp_path, cluster, nothing, tls_provider_factory_class=tls)
+    provider = "org.apache.bookkeeper.sasl.SASLBookieAuthProviderFactory"
+    with pytest.raises(Unsupported, match="no authentication of its own"):
+        on_a_bookie(tmp_path, cluster, nothing, bookie_auth_provider_factory_class=provider)
     assert not list(tmp_path.glob("journal"))
 
 

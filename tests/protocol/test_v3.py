@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bkctl.errors import IllegalOperation, ProtocolError
+from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
 from bkctl.protocol import bookkeeper_protocol_pb2 as pb
 from bkctl.protocol import v3, v3_hot
@@ -147,6 +148,28 @@ def test_a_scope_is_field_15() -> None:
     assert request_bytes(5, WriteLacRequest(SCOPED, 0, b"", b"")).endswith(bytes.fromhex("1a 00 22 00 78 07"))
     high = LedgerId(U64_MAX, 1)
     assert request_bytes(5, ReadLacRequest(high)).endswith(bytes.fromhex("78 ff ff ff ff ff ff ff ff ff 01"))
+
+
+@pytest.mark.parametrize("digits", range(1, 11))
+def test_a_scope_costs_its_field_and_nine_bytes_of_entry_on_the_wire(digits: int) -> None:
+    """`-s` prints the frames of an add of 1 KiB and its answer, in scope 0 and in a scope of `digits` varint bytes."""
+    scope_id = min(1 << 7 * (digits - 1), U64_MAX)
+    field = 1 + digits  # 2 to 11 bytes
+    sizes = {}
+    for ledger in (LedgerId(0, 300), LedgerId(scope_id, 300)):
+        by = DigestManager(ledger, DigestType.CRC32C, b"secret")
+        entry = by.seal(2, 1, 3072, bytes(1024)) + bytes(1024)
+        add = request_bytes(5, AddRequest(ledger, 2, by.master_key, entry))
+        read = request_bytes(5, ReadRequest(ledger, 2))
+        added = response_bytes(v3.Header(5, v3.ADD_ENTRY), AddResponse(Status.EOK, ledger, 2), ledger.scope_id)
+        found = ReadResponse(Status.EOK, ledger, 2, entry, 1)
+        answered = response_bytes(v3.Header(5, v3.READ_ENTRY), found, ledger.scope_id)
+        frames = {"add": add, "read": read, "added": added, "answered": answered}
+        sizes[ledger.scope_id] = {name: len(frame) for name, frame in frames.items()}
+        for name, frame in frames.items():
+            print(f"{name} {ledger.qualified_name} {len(frame)}: {frame[:100].hex(' ')} … {frame[-12:].hex(' ')}")
+    more = {name: sizes[scope_id][name] - sizes[0][name] for name in sizes[0]}
+    assert more == {"add": 9 + field, "read": field, "added": field, "answered": 9 + field}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from servers import INTERLEAVED, SORTED
 
 from bkctl.config import BookieConfig
-from bkctl.errors import Corrupt, EntryNotFound, LedgerNotFound
+from bkctl.errors import Corrupt, EntryNotFound, LedgerFenced, LedgerNotFound
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
@@ -318,6 +318,39 @@ def test_a_deleted_ledger_is_gone_and_may_come_again(tmp_path: Path) -> None:
     with pytest.raises(EntryNotFound):
         storage.read_entry(PLAIN, 0)
     assert bytes(storage.read_entry(PLAIN, 1)) == body_of(PLAIN, 1)
+
+
+def test_a_ledger_that_was_fenced_and_deleted_takes_no_writes_for_a_week(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    now_ms = 1_700_000_000_000
+    storage._clock_ms = lambda: now_ms
+    for ledger in (PLAIN, SCOPED):
+        add(storage, ledger, 0)
+        storage.fence(ledger, key_of(ledger), lambda _: None)
+        storage.flush_journals()
+        storage.run_checkpoint()
+        storage.delete_ledger(ledger)
+    day = 24 * 3_600_000
+    for days in (0, 6, 6):  # each that is refused makes it a week again
+        now_ms += days * day
+        for ledger in (PLAIN, SCOPED):
+            for recovery in (False, True):
+                with pytest.raises(LedgerFenced, match="deleted"):
+                    storage.add(ledger, 1, key_of(ledger), body_of(ledger, 1), None, recovery)
+            with pytest.raises(LedgerNotFound, match="deleted"):
+                storage.fence(ledger, key_of(ledger), lambda _: None)
+            by = DigestManager(ledger, DigestType.CRC32C, b"secret")
+            with pytest.raises(LedgerNotFound, match="deleted"):
+                storage.write_lac(ledger, 0, key_of(ledger), by.seal_lac(0), lambda _: None)
+            with pytest.raises(LedgerNotFound):
+                storage.read_entry(ledger, 0)
+    now_ms += 8 * day
+    add(storage, PLAIN, 0)
+    assert bytes(storage.read_entry(PLAIN, 0)) == body_of(PLAIN, 0)
+    add(storage, LedgerId(0, 99), 0)
+    storage.flush_journals()
+    storage.delete_ledger(LedgerId(0, 99))
+    add(storage, LedgerId(0, 99), 0)  # it was not fenced
 
 
 def test_memory_is_bounded_by_the_limits(tmp_path: Path) -> None:
