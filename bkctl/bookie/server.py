@@ -45,7 +45,6 @@ from bkctl.errors import (
     ReadOnlyBookie,
     TooManyRequests,
     Unauthorized,
-    Unsupported,
     UsageError,
 )
 from bkctl.formats.layout import Buffer

@@ -385,9 +385,12 @@ class BookieStorage:
     def delete_ledger(self, ledger: LedgerId) -> None:
         """Forget the ledger: its index goes, its entries stay in the entry logs until those are collected.
 
-        No checkpoint may be under way. Raises LedgerNotFound, OSError.
+        No checkpoint may be under way. The index may be damaged, since it goes. Raises LedgerNotFound, OSError.
         """
-        handle = self.get(ledger)
+        try:
+            handle = self.get(ledger)
+        except (Corrupt, Unsupported):
+            handle = self.ledgers.create(ledger, b"")
         if handle is None:
             raise LedgerNotFound(f"No ledger {ledger} on this bookie")
         self.ledgers.delete_ledger(handle)

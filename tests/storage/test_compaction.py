@@ -17,6 +17,7 @@ from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError, EntryNotFound, LedgerNotFound, ReadOnlyBookie
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import compaction_of, file_name
+from bkctl.formats.index import index_path
 from bkctl.ids import LedgerId
 from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.compaction import (
@@ -567,6 +568,22 @@ def test_a_ledger_that_leaves_memory_while_ledgers_are_listed_is_listed(
     assert list(storage.ledgers.ledger_ids()) == ALIVE
     assert len(storage.ledgers.handles) < len(ALIVE), "some left memory"
     storage.close()
+
+
+@pytest.mark.parametrize("storage_class", ["interleaved", "sorted"])
+def test_a_ledger_with_a_damaged_index_can_be_deleted(tmp_path: Path, storage_class: str) -> None:
+    storage = open_storage(config_for(tmp_path, storage_class), SimulatedFiles(tmp_path))
+    fill(storage)
+    storage.close()
+    for ledger in DEAD:
+        (path,) = tmp_path.glob(f"ledgers-*/current/{index_path(ledger)}")
+        path.write_bytes(b"rubbish!" * 200)
+    again = open_storage(storage.config, SimulatedFiles(tmp_path), clock=0x9000)
+    delete_dead(again)
+    assert sorted(again.ledgers.ledger_ids()) == ALIVE
+    assert compact(again)
+    check_alive(again)
+    again.close()
 
 
 def test_an_entry_that_never_was_here_stays_unknown(storage: BookieStorage) -> None:
