@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from servers import INTERLEAVED, SORTED
 
 from bkctl.bookie.server import Bookie
 from bkctl.config import BookieConfig
@@ -337,7 +338,9 @@ def test_one_full_directory_may_miss_a_mark(tmp_path: Path, cluster: Cluster) ->
 
 
 @pytest.mark.parametrize("storage_class", [SORTED, INTERLEAVED])
-def test_an_entry_log_leaves_a_disk_that_fills_up_under_it(tmp_path: Path, cluster: Cluster, storage_class: str) -> None:
+def test_an_entry_log_leaves_a_disk_that_fills_up_under_it(
+    tmp_path: Path, cluster: Cluster, storage_class: str
+) -> None:
     """The log that is written meets ENOSPC while another directory has room: no read-only, and nothing is lost."""
     files = FullFiles()
 
