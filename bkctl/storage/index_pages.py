@@ -128,17 +128,22 @@ class IndexInMemPageMgr:
         return found
 
     def move(self, handle: IndexedHandle, moves: Iterable[Move]) -> None:
-        """Set the new locations of entries of one ledger whose location is the old one. Raises OSError."""
+        """Set the new locations of entries of one ledger whose location is the old one. Raises OSError.
+
+        `handle` need not be the one that others put locations with: it only says which file the page goes to.
+        """
         for move in moves:
             number, slot = divmod(move.entry_id, self._slots)
-            if self._load((handle.ledger, number))[slot] != move.old:
-                continue
-            page = self._page_to_change(handle, number)
-            with self._lock:
-                if page[slot] == move.old:
-                    page[slot] = move.new
-                    self._pages.setdefault((handle.ledger, number), page)
-                    self._changed.setdefault((handle.ledger, number), handle)
+            key = handle.ledger, number
+            is_current = False
+            while not is_current:
+                page = self._load(key)
+                with self._lock:
+                    is_current = self._pages.get(key) is page
+                    if is_current and page[slot] == move.old:
+                        page[slot] = move.new
+                        # Who put a location in it has to hear of the next flush.
+                        self._changed.setdefault(key, handle)
 
     def _load(self, key: PageKey) -> array[int]:
         """The page, from memory or its file, which is read without the lock."""

@@ -1,0 +1,77 @@
+"""IndexInMemPageMgr: what several threads do to the pages of one ledger at a time."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bkctl.ids import LedgerId
+from bkctl.storage.entry_logger import Move
+from bkctl.storage.files import Files
+from bkctl.storage.index_pages import IndexInMemPageMgr
+from bkctl.storage.index_persistence import IndexPersistenceMgr
+
+LEDGER = LedgerId(7, 0x1234)
+PAGE_SIZE = 64
+SLOTS = PAGE_SIZE // 8
+
+
+def open_index(root: Path) -> tuple[IndexPersistenceMgr, IndexInMemPageMgr]:
+    root.mkdir(exist_ok=True)
+    persistence = IndexPersistenceMgr(
+        [root], Files(), page_size=PAGE_SIZE, open_file_limit=10, version=1, pick_directory=lambda: 0
+    )
+    return persistence, IndexInMemPageMgr(persistence, page_size=PAGE_SIZE, page_limit=4)
+
+
+def flush(persistence: IndexPersistenceMgr, pages: IndexInMemPageMgr) -> None:
+    for handle, changed in pages.take_changes().items():
+        persistence.write(handle, None, changed)
+    pages.finish(written=True)
+
+
+def test_a_move_by_another_handle_hides_no_later_change(tmp_path: Path) -> None:
+    persistence, pages = open_index(tmp_path)
+    handle = persistence.create(LEDGER, b"key")
+    pages.put(handle, 0, 100)
+    flush(persistence, pages)
+    borrowed = persistence.load(LEDGER)
+    assert borrowed is not None
+    pages.put(handle, 1, 101)
+    pages.move(borrowed, [Move(LEDGER, 0, 100, 200)])
+    flush(persistence, pages)
+    pages.put(handle, 2, 102)
+    flush(persistence, pages)
+    assert list(open_index(tmp_path)[0].read_page(LEDGER, 0))[:3] == [200, 101, 102]
+
+
+def test_a_page_that_leaves_memory_during_a_move_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    persistence, pages = open_index(tmp_path)
+    handle = persistence.create(LEDGER, b"key")
+    pages.put(handle, 0, 100)
+    flush(persistence, pages)
+    borrowed = persistence.load(LEDGER)
+    assert borrowed is not None
+    for entry_id in range(1, 2 * SLOTS):
+        pages.put(handle, entry_id, 100 + entry_id)
+    flush(persistence, pages)
+    load: Callable[[tuple[LedgerId, int]], array[int]] = pages._load
+    evictions = 3
+
+    def load_and_evict(key: tuple[LedgerId, int]) -> array[int]:
+        nonlocal evictions
+        page = load(key)
+        if evictions:
+            evictions -= 1
+            pages.forget(LEDGER)
+        return page
+
+    monkeypatch.setattr(pages, "_load", load_and_evict)
+    pages.move(borrowed, [Move(LEDGER, SLOTS + 1, 101 + SLOTS, 200)])
+    flush(persistence, pages)
+    expected = [100 + entry_id for entry_id in range(SLOTS, 2 * SLOTS)]
+    expected[1] = 200
+    assert list(open_index(tmp_path)[0].read_page(LEDGER, 1)) == expected
