@@ -535,6 +535,7 @@ class GarbageCollectorThread:
         # Listed after the logs: whatever has entries in one of them is here, unless it was deleted.
         existing = set(self._storage.ledger_ids())
         active_bytes = all_bytes = 0
+        is_forgotten = False
         for each in list(self._logs):
             if self._stopped.is_set():
                 raise CompactionStopped("The bookie stops")
@@ -543,6 +544,10 @@ class GarbageCollectorThread:
                 active_bytes += each.remaining_size_bytes
                 all_bytes += each.total_size_bytes
                 continue
+            if not is_forgotten:
+                # The index of a deleted ledger leaves the disk before its logs: after a crash none points nowhere.
+                self._checkpoint()
+                is_forgotten = True
             try:
                 each.logger.remove_log(each.log_id)
             except OSError as error:

@@ -22,6 +22,7 @@ from bkctl.metadata.cluster import Cluster, init_cluster, open_cluster
 from bkctl.metadata.replication import LedgerUnderreplicationManager
 from bkctl.metadata.sqlite import SqliteStore
 from bkctl.metadata.uri import parse_uri
+from bkctl.storage.entry_logger import EntryLogger
 
 BOOKIE = "bookie-1:3181"
 OTHER = "bookie-2:3181"
@@ -594,6 +595,45 @@ def test_a_bookie_collects_and_compacts_while_it_serves(
 
     asyncio.run(serve(collect))
     asyncio.run(serve(read_again))
+
+
+@pytest.mark.parametrize("storage_class", STORAGE_CLASSES[:2])
+def test_the_index_of_a_deleted_ledger_leaves_the_disk_before_its_logs(
+    tmp_path: Path, store: Cluster, storage_class: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash in between would leave an index that points at what is gone."""
+    config = bookie_config(tmp_path, ledger_storage_class=storage_class, flush_interval=3_600_000)
+    indexes: list[set[str]] = []
+    plain_remove = EntryLogger.remove_log
+
+    def remove_log(logger: EntryLogger, log_id: int) -> None:
+        indexes.append({path.name for path in tmp_path.glob("ledgers-*/current/**/*.idx")})
+        plain_remove(logger, log_id)
+
+    monkeypatch.setattr(EntryLogger, "remove_log", remove_log)
+
+    async def run() -> None:
+        bookie = RunningBookie(config, cluster=store)
+        await bookie.start()
+        async with BookKeeper(store) as client:
+            for ledger_id in (1, 2):
+                handle = await client.create_ledger_adv(
+                    ledger_id, ensemble_size=1, write_quorum_size=1, ack_quorum_size=1
+                )
+                await asyncio.gather(*(handle.add(bytes(1000), entry_id=each) for each in range(200)))
+                await handle.close()
+                await bookie.checkpoint()
+            await client.delete_ledger(1)
+        collector = bookie.garbage_collector
+        assert collector is not None
+        assert collector.force(major=False, minor=False)
+        while collector.is_in_force_gc:
+            await asyncio.sleep(0.01)
+        await bookie.stop()
+
+    asyncio.run(run())
+    assert indexes
+    assert all(names == {"2.idx"} for names in indexes)
 
 
 def test_a_bookie_that_gave_up_collects_no_more(tmp_path: Path, store: Cluster) -> None:
