@@ -1,0 +1,145 @@
+"""Group commit: which batches a journal's thread writes as one group."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from bkctl.bookie.workers import JournalThread
+from bkctl.config import BookieConfig
+from bkctl.storage.bookie_storage import Batch
+
+
+class Storage:
+    """Notes each group; the first is held back, so that the others gather."""
+
+    def __init__(self) -> None:
+        self.groups: list[list[Batch]] = []
+        self.entered, self.go_on = threading.Event(), threading.Event()
+        self.error: OSError | None = None
+
+    def commit(self, number: int, *group: Batch, written: Callable[[], None] | None = None) -> None:
+        self.entered.set()
+        self.go_on.wait(20)
+        self.groups.append(list(group))
+        if written is not None:
+            written()
+        if self.error is not None:
+            raise self.error
+
+
+class Listener:
+    """What the loop hears, in order."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, int]] = []
+        self.errors: list[OSError | None] = []
+
+    def written(self, group: list[Batch]) -> None:
+        self.heard.append(("written", len(group)))
+
+    def committed(self, number: int, group: list[Batch], error: OSError | None) -> None:
+        self.heard.append(("committed", len(group)))
+        self.errors.append(error)
+
+    def thread_died(self, error: BaseException) -> None:
+        raise error
+
+
+def batch(size: int, entries: int) -> Batch:
+    made = Batch()
+    made.size = size
+    made.tokens = [None] * entries
+    return made
+
+
+def groups_of(batches: list[Batch], storage: Storage | None = None, **settings: Any) -> tuple[list[int], Listener]:
+    """How many batches each group has behind a first that holds the thread up; and what was heard."""
+    storage = storage or Storage()
+    listener = Listener()
+
+    async def main() -> None:
+        thread = JournalThread(storage, 0, BookieConfig(**settings), listener)  # type: ignore[arg-type]
+        thread.put(batch(1 << 30, 1))
+        await asyncio.to_thread(storage.entered.wait, 20)
+        for each in batches:
+            thread.put(each)
+        storage.go_on.set()
+        await asyncio.to_thread(thread.stop)
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    return [len(group) for group in storage.groups[1:]], listener
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"journal_buffered_writes_threshold": 1 << 20}, [10]),
+        ({"journal_buffered_writes_threshold": 299}, [3, 3, 3, 1]),
+        ({"journal_buffered_writes_threshold": 0}, [1] * 10),
+        ({"journal_buffered_entries_threshold": 9}, [2] * 5),
+        ({"journal_buffered_entries_threshold": 0}, [10]),
+        ({"journal_flush_when_queue_empty": True}, [10]),
+        ({"journal_max_group_wait_msec": 0}, [10]),
+    ],
+    ids=str,
+)
+def test_a_group_ends_with_enough_bytes_or_entries(settings: dict[str, int], expected: list[int]) -> None:
+    found, listener = groups_of([batch(100, 5) for _ in range(10)], **settings)
+    assert found == expected
+    assert listener.heard == [("committed", count) for count in (1, *expected)]
+
+
+def test_a_group_waits_for_more_no_longer_than_its_time() -> None:
+    storage, listener = Storage(), Listener()
+    storage.go_on.set()
+
+    async def main() -> None:
+        config = BookieConfig(journal_max_group_wait_msec=20)
+        thread = JournalThread(storage, 0, config, listener)  # type: ignore[arg-type]
+        thread.put(batch(100, 1))
+        async with asyncio.timeout(20):
+            while not listener.heard:
+                await asyncio.sleep(0.001)
+        await asyncio.to_thread(thread.stop)
+
+    asyncio.run(main())
+    assert listener.heard == [("committed", 1)]
+
+
+def test_who_waits_for_the_write_alone_hears_before_the_others() -> None:
+    waiting = batch(100, 1)
+    waiting.written.append(lambda _: None)
+    _, listener = groups_of([waiting, batch(100, 1)])
+    assert listener.heard == [("committed", 1), ("written", 2), ("committed", 2)]
+
+
+def test_a_failed_group_is_reported_and_the_next_is_tried() -> None:
+    storage = Storage()
+    storage.error = OSError("a disk")
+    _, listener = groups_of([batch(100, 1), batch(1 << 30, 1), batch(100, 1)], storage)
+    assert listener.errors == [storage.error] * len(storage.groups)
+    assert len(storage.groups) == 3
+
+
+def test_the_queue_is_full_with_as_many_entries_as_journal_queue_size() -> None:
+    storage, listener = Storage(), Listener()
+
+    async def main() -> None:
+        thread = JournalThread(storage, 0, BookieConfig(journal_queue_size=10), listener)  # type: ignore[arg-type]
+        one, other = batch(100, 9), batch(100, 1)
+        thread.put(one)
+        assert not thread.is_full
+        thread.put(other)
+        assert thread.is_full
+        thread.taken(one)
+        assert not thread.is_full
+        storage.go_on.set()
+        await asyncio.to_thread(thread.stop)
+
+    asyncio.run(main())

@@ -1,0 +1,124 @@
+"""How a journal is written: what is synced when, what the page cache keeps, who is told in between."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bkctl.config import BookieConfig
+from bkctl.formats.entry import DigestManager, DigestType
+from bkctl.formats.layout import Buffer
+from bkctl.ids import LedgerId
+from bkctl.storage.bookie_storage import BookieStorage
+from bkctl.storage.files import Files, StorageFile
+from bkctl.storage.journal_writer import JournalWriter
+
+LEDGER = LedgerId(0, 5)
+
+
+class Recorded(Files):
+    """Files that note what is done to them."""
+
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+
+    def open(self, path: Path, *, create: bool = False) -> StorageFile:
+        file = super().open(path, create=create)
+        return _RecordedFile(self, path, os.dup(file.fd))
+
+
+class _RecordedFile(StorageFile):
+    __slots__ = ("files",)
+
+    def __init__(self, files: Recorded, path: Path, fd: int) -> None:
+        super().__init__(path, fd)
+        self.files = files
+
+    def write(self, offset: int, buffers: Sequence[Buffer]) -> int:
+        self.files.steps.append("write")
+        return super().write(offset, buffers)
+
+    def sync(self) -> None:
+        self.files.steps.append("sync")
+        super().sync()
+
+    def forget_cache(self, end: int) -> None:
+        self.files.steps.append("forget")
+        super().forget_cache(end)
+
+
+def writer(directory: Path, files: Files, clock: list[int], **settings: Any) -> JournalWriter:
+    options: dict[str, Any] = {"size_max": 1 << 20, "allocation_size": 0, "alignment": 512, "backups": 5}
+    journal = JournalWriter(directory, files, clock_ms=lambda: clock[0], **(options | settings))
+    journal.open()
+    return journal
+
+
+def test_a_group_is_written_then_told_then_synced(tmp_path: Path) -> None:
+    files = Recorded()
+    journal = writer(tmp_path, files, [0])
+    files.steps.clear()
+    journal.commit([b"x" * 100], 100, written=lambda: files.steps.append("told"))
+    assert files.steps == ["write", "told", "sync"]
+    files.steps.clear()
+    journal.commit([], 0, written=lambda: files.steps.append("told"))
+    assert files.steps == ["told"]
+
+
+def test_a_journal_that_need_not_be_synced_is_now_and_then_and_when_it_rolls(tmp_path: Path) -> None:
+    files, clock = Recorded(), [5000]
+    journal = writer(tmp_path, files, clock, sync_data=False, sync_interval_ms=1000, size_max=2000)
+
+    def commit() -> list[str]:
+        files.steps.clear()
+        journal.commit([b"x" * 100], 100)
+        return list(files.steps)
+
+    assert commit() == ["write", "sync"]
+    clock[0] += 999
+    assert commit() == ["write"]
+    clock[0] += 1
+    assert commit() == ["write", "sync"]
+    first = journal.mark.journal_id
+    while journal.mark.journal_id == first:
+        steps = commit()
+    assert steps.count("sync") == 2, "the new file's header, and the old file to its end"
+
+
+def test_the_page_cache_keeps_no_journal_unless_told_to(tmp_path: Path) -> None:
+    for forgets in (True, False):
+        files = Recorded()
+        directory = tmp_path / str(forgets)
+        directory.mkdir()
+        journal = writer(directory, files, [0], allocation_size=4096, forgets_cache=forgets)
+        for _ in range(20):
+            journal.commit([b"x" * 1000], 1000)
+        assert ("forget" in files.steps) is forgets
+
+
+def test_a_journal_that_lost_what_was_not_synced_before_its_mark_is_no_obstacle(tmp_path: Path) -> None:
+    """The mark may stand behind the end of an unsynced journal: what is lost there is in ledger storage."""
+    config = BookieConfig(
+        journal_directories=(str(tmp_path / "journal"),),
+        ledger_directories=(str(tmp_path / "ledgers"),),
+        journal_sync_data=False,
+        journal_pre_alloc_size_mb=1,
+    )
+    by = DigestManager(LEDGER, DigestType.CRC32C, b"")
+
+    def body(entry_id: int) -> bytes:
+        return by.seal(entry_id, entry_id - 1, entry_id + 1, b"x") + b"x"
+
+    storage = BookieStorage(config)
+    storage.open()
+    for entry_id in range(10):
+        storage.add(LEDGER, entry_id, by.master_key, body(entry_id), None)
+        storage.flush_journals()
+    storage.run_checkpoint()
+    for path in (tmp_path / "journal" / "current").glob("*.txn"):
+        os.truncate(path, 512)
+    storage = BookieStorage(config)
+    storage.open()
+    assert [bytes(storage.read_entry(LEDGER, entry_id)) for entry_id in range(10)] == list(map(body, range(10)))
