@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -293,7 +294,8 @@ def test_the_brake_takes_both_a_number_and_a_part(cluster: Cluster, settings: di
 def test_closed_ledgers_of_other_bookies_go_when_their_time_has_come(cluster: Cluster) -> None:
     elsewhere, still_open, here = [LedgerId(0, 1), LedgerId(7, 1)], [LedgerId(0, 2), LedgerId(7, 2)], LedgerId(0, 3)
     create(cluster, *elsewhere, metadata=ELSEWHERE)
-    create(cluster, *still_open, here)
+    create(cluster, *still_open, metadata=replace(OPEN, ensembles=ELSEWHERE.ensembles))
+    create(cluster, here)
     bookie = Bookie(cluster, Storage(*elsewhere, *still_open, here), gc_overreplicated_ledger_wait_time=60_000)
     bookie.collector.run_round()
     assert len(bookie.storage.ledgers) == 5, "metadata that names other bookies only is no deletion"
