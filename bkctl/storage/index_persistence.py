@@ -261,36 +261,34 @@ class IndexPersistenceMgr:
 
         A file in a full directory moves to another one. Nothing is written of a deleted ledger. Raises OSError.
         """
+        try:
+            self._write(handle, header, pages)
+        except OSError as error:
+            target = self._elsewhere(handle.index_path) if error.errno in NO_SPACE else None
+            if target is None:
+                raise
+            self._leave(handle, target)
+            self._write(handle, header, pages)
+
+    def _write(self, handle: IndexedHandle, header: bytes | None, pages: Mapping[int, bytes]) -> None:
         ledger = handle.ledger
         with self._names_lock:
             if handle.deleted or ledger in self._doomed:
                 return
             known = self._file_of(ledger)
-            if known is None:
+            if known is not None:
+                file, path = known, known.path
+                handle.index_path = path
+            else:
                 # Only a whole file gets the name.
                 path = handle.index_path
                 self._files.make_directory(path.parent)
-                file = self._files.open(path.with_name(f"{path.name}.new"), create=True)
+                file = self._files.open(_new_name(path), create=True)
                 file.truncate(0)
-            else:
-                file, path = known, known.path
-                handle.index_path = path
-        is_new = known is None
         if not handle.is_on_disk:
             header = header or self.header_of(handle)
-        try:
-            self._write_to(file, header, pages)
-        except OSError as error:
-            target = self._elsewhere(path) if error.errno in NO_SPACE else None
-            if target is None:
-                raise
-            if is_new:
-                self._files.remove(file.path)
-                handle.index_path = target
-                raise  # the next flush makes it there
-            self._relocate(handle, file, target)
-            self._write_to(self._file_at(ledger, handle.index_path), header, pages)
-        if is_new:
+        self._write_to(file, header, pages)
+        if known is None:
             with self._names_lock:
                 if handle.deleted or ledger in self._doomed:
                     self._files.remove(file.path)
@@ -317,11 +315,16 @@ class IndexPersistenceMgr:
                 return directory / path.relative_to(next(each for each in self.directories if each in path.parents))
         return None
 
-    def _relocate(self, handle: IndexedHandle, file: StorageFile, target: Path) -> None:
+    def _leave(self, handle: IndexedHandle, target: Path) -> None:
         """Move a ledger's file to another directory; a crash leaves the old one or `.rloc`, whole.
 
         Source: IndexPersistenceMgr.moveLedgerIndexFile, FileInfo.moveToNewLocation.
         """
+        file = self._file_of(handle.ledger)
+        if file is None:
+            self._files.remove(_new_name(handle.index_path))
+            handle.index_path = target
+            return
         self._files.make_directory(target.parent)
         relocated = target.with_name(f"{target.name}.rloc")
         with self._files.open(relocated, create=True) as copy:
@@ -341,6 +344,10 @@ class IndexPersistenceMgr:
             self._files.rename(relocated, target)
             self._files.sync_directory(target.parent)
             handle.index_path = target
+
+
+def _new_name(path: Path) -> Path:
+    return path.with_name(f"{path.name}.new")
 
 
 def _decode(data: Any) -> array[int]:
