@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from command_line import CommandLine
 from own_bookies import OwnBookie
-from servers import INTERLEAVED, SORTED, ApacheBookie, Java, read_ledgers, wait_for, write_ledgers
+from servers import DB, INTERLEAVED, SORTED, ApacheBookie, Java, read_ledgers, wait_for, write_ledgers
 
 from bkctl.formats.journal import VERSION_SCOPED
 from bkctl.metadata.cluster import open_cluster
@@ -50,7 +50,7 @@ def test_after_a_crash_and_a_downgrade_apaches_bookies_serve_scope_0_and_ours_al
     two = {"journalDirectories": f"{tmp_path / 'journal-a'},{tmp_path / 'journal-b'}"}
     ours = [
         own_bookie(zookeeper_uri, storage=storage, settings=settings)
-        for storage, settings in ((SORTED, two), (INTERLEAVED, {}), (SORTED, {}))
+        for storage, settings in ((SORTED, two), (INTERLEAVED, {}), (DB, {}))
     ]
     for bookie in ours:
         bookie.launch()
@@ -79,7 +79,10 @@ def test_after_a_crash_and_a_downgrade_apaches_bookies_serve_scope_0_and_ours_al
             assert VERSION_SCOPED not in versions(Path(row["directory"]))
         assert cli("journal", "read", "--conf", bookie.conf, "--after-lastmark", "-o", "id").ids == []
         assert cli("journal", "verify", "--conf", bookie.conf).code == 0
-        again = cli("bookie", "downgrade", "--conf", bookie.conf, "-o", "ndjson")
+        given = ["--conf", bookie.conf]
+        if bookie is not ours[0]:
+            given = ["--dir", bookie.journal_dir, "--dir", bookie.ledger_dir]
+        again = cli("bookie", "downgrade", *given, "-o", "ndjson")
         assert (again.code, [row["journalIds"] for row in again.rows]) == (0, [[]] * len(rows))
         assert "Nothing to do" in again.err
 
@@ -126,7 +129,8 @@ def test_a_downgrade_refuses_what_is_no_bookie_of_ours_or_runs(
     assert cli("bookie", "downgrade", "--conf", bookie.conf).code == 0
     assert cli("bookie", "downgrade", "--dir", bookie.journal_dir, "--dir", bookie.ledger_dir).code == 0
     (bookie.ledger_dir / "current" / "locations").mkdir()
-    assert cli("bookie", "downgrade", "--conf", bookie.conf).code == 8
+    answer = cli("bookie", "downgrade", "--conf", bookie.conf)
+    assert (answer.code, "DbLedgerStorage" in answer.problem) == (2, True)
     shutil.rmtree(bookie.ledger_dir)
     assert "disks" in cli("bookie", "downgrade", "--conf", bookie.conf).problem
 

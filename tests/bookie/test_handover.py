@@ -77,9 +77,9 @@ def test_apaches_bookies_take_over_our_directories_and_ours_take_them_back(
         bookie.wait_ready()
     expect_all(java, zookeeper_uri, first, "v2")
     second = write_ledgers(java, zookeeper_uri, "v2", salt=1, small=True)
-    theirs[0].kill()  # ours replays what Apache's left in its journal
-    for bookie in theirs[1:]:
-        bookie.stop()
+    theirs[1].stop()
+    for bookie in (theirs[0], theirs[2]):
+        bookie.kill()  # ours replays what Apache's left in its journal
 
     for bookie in ours:
         bookie.start()
