@@ -132,6 +132,7 @@ class BookieStorage:
         self._journals_entries = config.journal_write_data
         #: (entries, ledgers skipped for want of a key) of the replay at start.
         self.replayed = (0, 0)
+        self._replays = False
 
     @property
     def writable(self) -> list[int]:
@@ -180,6 +181,11 @@ class BookieStorage:
     def _open_journals(self) -> None:
         self._has_scoped = self.ledgers.has_scoped_ledgers()
         marks = tuple(self._replay())
+        if self._replays:
+            # What a killed process wrote may be in the system's memory alone. Replay saw it and builds on it, and the
+            # marks are about to pass it.
+            for directory in dict.fromkeys((*self.ledger_directories, *self.index_directories)):
+                self.files.sync_file_system(directory)
         config = self.config
         self.journals = [
             JournalWriter(
@@ -656,6 +662,7 @@ class BookieStorage:
         return True
 
     def _replay_record(self, reader: JournalReader, record: Record, keys: dict[LedgerId, bytes]) -> None:
+        self._replays = True
         ledger = record.ledger
         if record.format_version == 2 and not ledger.is_scoped:
             return  # Torn: nobody writes V2 in scope 0.
@@ -719,7 +726,8 @@ class BookieStorage:
                 old = bytes(self.read(handle, entry_id))
             except (OSError, Corrupt, Unsupported):
                 old = b""
-            if old and _is_better(old, body):
+            # An equal one is put again: after a sync that failed it may be in the system's memory alone, as if synced.
+            if old and old != body and _is_better(old, body):
                 return
         self.ledgers.add(handle, entry_id, _pack_size(len(body)), body)
         if record.last_add_confirmed is not None:

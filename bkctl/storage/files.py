@@ -175,6 +175,23 @@ class Files:
         finally:
             os.close(fd)
 
+    def sync_file_system(self, path: Path) -> None:
+        """Make everything durable that anybody wrote to the file system below `path` before: contents and names."""
+        import ctypes
+
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            try:
+                sync = ctypes.CDLL(None, use_errno=True).syncfs
+            except AttributeError:
+                os.sync()  # no Linux: all file systems
+                return
+            if sync(fd):
+                code = ctypes.get_errno()
+                raise OSError(code, os.strerror(code), str(path))
+        finally:
+            os.close(fd)
+
     def rename(self, source: Path, target: Path) -> None:
         """Rename a file over `target`, in one step; both directories need a sync."""
         os.rename(source, target)
@@ -365,6 +382,18 @@ class SimulatedFiles(Files):
         if path == self.root or self.root in path.parents:
             found = self._directory(path)
             found.durable = dict(found.current)
+
+    def sync_file_system(self, path: Path) -> None:
+        self.step("sync", path)
+        self._sync_all(self._top)
+
+    def _sync_all(self, directory: _Directory) -> None:
+        directory.durable = dict(directory.current)
+        for node in directory.current.values():
+            if isinstance(node, _Directory):
+                self._sync_all(node)
+            else:
+                node.sync()
 
     def rename(self, source: Path, target: Path) -> None:
         self.step("rename", target)

@@ -31,6 +31,7 @@ class Story:
     """One ledger, as its clients know it."""
 
     ledger: LedgerId
+    path: str
     payloads: dict[int, bytes] = field(default_factory=dict)
     last_acknowledged: int = -1
     metadata: LedgerMetadata | None = None
@@ -86,7 +87,7 @@ class Checker:
     # --- writers -----------------------------------------------------------------------------------------------------
 
     def created(self, ledger: LedgerId, path: str, metadata: LedgerMetadata) -> Story:
-        story = self.stories[ledger] = Story(ledger, metadata=metadata)
+        story = self.stories[ledger] = Story(ledger, path, metadata=metadata)
         self._paths[path] = ledger
         return story
 

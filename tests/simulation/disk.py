@@ -62,6 +62,12 @@ class WorldFiles(SimulatedFiles):
         file = super().open_to_read(path)
         return _WorldReadFile(file, self)
 
+    def sync_file_system(self, path: Path) -> None:
+        if self.is_a_lie():
+            self.step("sync", path)
+        else:
+            super().sync_file_system(path)
+
     def sync_directory(self, path: Path) -> None:
         if self.is_a_lie():
             self.step("sync", path)
