@@ -93,4 +93,6 @@ class EntryMemTable:
         """Forget the entries of a snapshot that can be read elsewhere now."""
         self.snapshots = tuple(each for each in self.snapshots if each is not snapshot)
         for entries in list(snapshot.ledgers.values()):
-            entries.clear()  # handles hold it until their next entry
+            # Handles hold it until their next entry. One by one, so that other threads get their turn.
+            while entries:
+                entries.popitem()
