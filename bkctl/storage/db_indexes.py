@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
 from bkctl.config import BookieConfig
-from bkctl.errors import BkctlError
+from bkctl.errors import BkctlError, DirectoryInUse
 from bkctl.formats.index import (
     LedgerData,
     location_key,
@@ -124,8 +124,12 @@ class _Index(Generic[Database]):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(database.path))
         with self._reopening:
             database.abandon()
-            with _as_os_errors():
-                self._databases[scoped] = self._kind.serve(database.path, self._config)
+            try:
+                with _as_os_errors(also_damage=False):
+                    self._databases[scoped] = self._kind.serve(database.path, self._config)
+            except DirectoryInUse as error:
+                # Somebody goes through it still, and it stays open until then: the next flush tries again.
+                raise OSError(errno.ENOSPC, error.message) from error
             self._failed.discard(scoped)
 
 

@@ -362,6 +362,12 @@ def test_a_database_that_had_no_space_is_opened_again_once_there_is_some(
         assert index._databases[False] is broken, "there is no space to open it"
         assert [bytes(storage.read_entry(PLAIN, each)) for each in (0, 1)] == [body_of(PLAIN, each) for each in (0, 1)]
     files.capacity_bytes = None
+    reader = index.entry_ids(PLAIN)
+    assert next(reader) == 0
+    with pytest.raises(OSError, match="is in use") as caught:
+        storage.run_checkpoint()
+    assert caught.value.errno == errno.ENOSPC, "the bookie tries again"
+    assert list(reader) == []
     storage.run_checkpoint()
     assert index._databases[False] is not broken
     assert [bytes(storage.read_entry(PLAIN, each)) for each in (0, 1)] == [body_of(PLAIN, each) for each in (0, 1)]
