@@ -30,6 +30,7 @@ SWAP: Final = sys.byteorder == "little"
 _HEADER_SIZE_MIN: Final = 36
 _HEX_DIGITS: Final = frozenset("0123456789abcdef")
 _COPIED_BYTES: Final = 1 << 20
+_RELOCATED: Final = ".rloc"
 
 
 class IndexedHandle(LedgerHandle):
@@ -83,6 +84,8 @@ class IndexPersistenceMgr:
         self._lock = threading.Lock()
         self._names_lock = threading.RLock()
         self._open: OrderedDict[LedgerId, StorageFile] = OrderedDict()
+        #: A file that was opened before this grew may be none of its ledger's any more.
+        self._generation = 0
         self._doomed: dict[LedgerId, None] = {}
 
     @property
@@ -94,10 +97,11 @@ class IndexPersistenceMgr:
 
     def load(self, ledger: LedgerId) -> IndexedHandle | None:
         """What the ledger's file says, None when there is none. Raises OSError, Corrupt, Unsupported."""
+        generation = self._generation
         path = self._find(ledger)
         if path is None:
             return None
-        file = self._file_at(ledger, path)
+        file = self._file_at(ledger, path, generation)
         data = file.read(0, formats.HEADER_SIZE)
         if len(data) < _HEADER_SIZE_MIN or data[:4] == bytes(4):
             self._forget(ledger)
@@ -114,10 +118,11 @@ class IndexPersistenceMgr:
 
     def create(self, ledger: LedgerId, master_key: bytes) -> IndexedHandle:
         """A handle for a ledger that has no file, or one without a header; the first `write` makes it."""
-        with self._names_lock:
-            if ledger in self._doomed:
-                for directory in self._remove(ledger):
-                    self._files.sync_directory(directory)
+        if ledger in self._doomed:  # else nobody waits for the lock
+            with self._names_lock:
+                changed = self._remove(ledger) if ledger in self._doomed else set()
+            for directory in changed:
+                self._files.sync_directory(directory)
         path = self._find(ledger) or self.directories[self._pick_directory()] / formats.index_path(ledger)
         return IndexedHandle(ledger, master_key, path)
 
@@ -148,7 +153,7 @@ class IndexPersistenceMgr:
         changed = set()
         for directory in self.directories:
             path = directory / formats.index_path(ledger)
-            for each in (path, path.with_name(f"{path.name}.rloc")):
+            for each in (path, path.with_name(f"{path.name}{_RELOCATED}")):
                 if each.exists():
                     self._files.remove(each)
                     changed.add(each.parent)
@@ -156,7 +161,10 @@ class IndexPersistenceMgr:
         return changed
 
     def ledgers(self) -> set[LedgerId]:
-        """Every ledger with a file; reads the index directories."""
+        """Every ledger with a file; reads the index directories.
+
+        Raises OSError, also where one of the directories is gone: the ledgers in it are not.
+        """
         found: set[LedgerId] = set()
         for directory in self.directories:
             found.update(_ledgers_in(directory, depth=0))
@@ -173,8 +181,19 @@ class IndexPersistenceMgr:
         )
 
     def _find(self, ledger: LedgerId) -> Path | None:
+        """The ledger's file, None where there is none. Raises OSError, also where a directory is gone."""
         if ledger in self._doomed:
             return None
+        path = self._look_for(ledger)
+        if path is None:
+            with self._names_lock:  # it may just have moved to a directory that was passed
+                path = self._look_for(ledger)
+        if path is None:
+            for directory in self.directories:
+                os.stat(directory)
+        return path
+
+    def _look_for(self, ledger: LedgerId) -> Path | None:
         name = formats.index_path(ledger)
         for directory in self.directories:
             path = directory / name
@@ -182,7 +201,7 @@ class IndexPersistenceMgr:
                 return path
         for directory in self.directories:
             # A file is moved to another directory by way of this name; a crash may have left it.
-            relocated = directory / f"{name}.rloc"
+            relocated = directory / f"{name}{_RELOCATED}"
             if relocated.exists():
                 with self._names_lock, suppress(FileNotFoundError):
                     self._files.rename(relocated, directory / name)
@@ -198,17 +217,21 @@ class IndexPersistenceMgr:
             if file is not None:
                 self._open.move_to_end(ledger)
                 return file
+            generation = self._generation
         path = self._find(ledger)
-        return None if path is None else self._file_at(ledger, path)
+        return None if path is None else self._file_at(ledger, path, generation)
 
-    def _file_at(self, ledger: LedgerId, path: Path) -> StorageFile:
+    def _file_at(self, ledger: LedgerId, path: Path, generation: int) -> StorageFile:
+        """The file at `path`, which was found when that was the generation."""
         with self._lock:
             file = self._open.get(ledger)
-        return file if file is not None and file.path == path else self._keep(ledger, self._files.open(path))
+        if file is None or file.path != path:
+            file = self._keep(ledger, self._files.open(path), generation)
+        return file
 
-    def _keep(self, ledger: LedgerId, file: StorageFile) -> StorageFile:
+    def _keep(self, ledger: LedgerId, file: StorageFile, generation: int) -> StorageFile:
         with self._lock:
-            if ledger not in self._doomed:
+            if generation == self._generation and ledger not in self._doomed:
                 self._open[ledger] = file
                 self._open.move_to_end(ledger)
                 if len(self._open) > self._open_file_limit:
@@ -218,6 +241,7 @@ class IndexPersistenceMgr:
     def _forget(self, ledger: LedgerId) -> None:
         with self._lock:
             self._open.pop(ledger, None)
+            self._generation += 1
 
     def _last_entry(self, file: StorageFile) -> int:
         """The highest entry id with a location, −1 for none; sparse pages before the last ones are skipped over."""
@@ -272,6 +296,10 @@ class IndexPersistenceMgr:
 
     def _write(self, handle: IndexedHandle, header: bytes | None, pages: Mapping[int, bytes]) -> None:
         ledger = handle.ledger
+        # A disk that is gone must not be taken for an empty one.
+        os.stat(next(each for each in self.directories if each in handle.index_path.parents))
+        # Without the lock, which the event loop may want: each directory that is made is synced.
+        self._files.make_directory(handle.index_path.parent)
         with self._names_lock:
             if handle.deleted or ledger in self._doomed:
                 return
@@ -282,7 +310,6 @@ class IndexPersistenceMgr:
             else:
                 # Only a whole file gets the name.
                 path = handle.index_path
-                self._files.make_directory(path.parent)
                 file = self._files.open(_new_name(path), create=True)
                 file.truncate(0)
         if not handle.is_on_disk:
@@ -326,7 +353,7 @@ class IndexPersistenceMgr:
             handle.index_path = target
             return
         self._files.make_directory(target.parent)
-        relocated = target.with_name(f"{target.name}.rloc")
+        relocated = target.with_name(f"{target.name}{_RELOCATED}")
         with self._files.open(relocated, create=True) as copy:
             copy.truncate(0)
             end = file.size()
@@ -360,11 +387,9 @@ def _decode(data: Any) -> array[int]:
 
 def _ledgers_in(directory: Path, depth: int) -> Iterator[LedgerId]:
     """The ledgers of the index files below one `current/` directory (depth 0) or a directory in it."""
-    if not directory.is_dir():
-        return
     for entry in os.scandir(directory):
         if entry.is_dir():
             if len(entry.name) <= 8 and _HEX_DIGITS.issuperset(entry.name) and depth < 4:
                 yield from _ledgers_in(Path(entry.path), depth + 1)
-        elif (ledger := formats.ledger_of_index_path(entry.path)) is not None:
+        elif (ledger := formats.ledger_of_index_path(entry.path.removesuffix(_RELOCATED))) is not None:
             yield ledger

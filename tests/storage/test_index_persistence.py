@@ -10,7 +10,7 @@ import pytest
 
 from bkctl.ids import LedgerId
 from bkctl.storage.entry_logger import Move
-from bkctl.storage.files import Fault, Files, SimulatedCrash, SimulatedFiles
+from bkctl.storage.files import Fault, Files, SimulatedCrash, SimulatedFiles, StorageFile
 from bkctl.storage.index_pages import IndexInMemPageMgr
 from bkctl.storage.index_persistence import IndexedHandle, IndexPersistenceMgr
 
@@ -178,3 +178,78 @@ def test_a_doomed_ledger_is_gone_at_once_and_its_file_with_the_next_flush(tmp_pa
     flush(persistence, pages)
     persistence.remove_doomed()
     assert locations(tmp_path, SCOPED) == {5: 6}
+
+
+def test_without_one_of_its_directories_no_ledger_is_said_to_be_gone(tmp_path: Path) -> None:
+    """Else its entries would be collected: somebody unmounted a disk."""
+    persistence, pages = open_index(tmp_path, pick_directory=lambda: 1)
+    handle = fill(persistence, pages, PLAIN, 0)
+    flush(persistence, pages)
+    again, _ = open_index(tmp_path)
+    (tmp_path / "b").rename(tmp_path / "away")
+    for ask in (again.ledgers, lambda: again.load(PLAIN), lambda: again.read_page(PLAIN, 0)):
+        with pytest.raises(FileNotFoundError):
+            ask()
+    pages.put(handle, 1000, 1001)
+    with pytest.raises(FileNotFoundError):
+        flush(persistence, pages)
+    assert not (tmp_path / "b").exists()
+    (tmp_path / "away").rename(tmp_path / "b")
+    assert again.ledgers() == {PLAIN}
+    flush(persistence, pages)
+    assert locations(tmp_path, PLAIN) == {0: 1, 1000: 1001}
+
+
+@pytest.mark.parametrize("ledger", [PLAIN, SCOPED], ids=str)
+def test_a_ledger_whose_relocation_a_crash_cut_is_listed(tmp_path: Path, ledger: LedgerId) -> None:
+    persistence, pages = open_index(tmp_path)
+    path = fill(persistence, pages, ledger, 0).index_path
+    flush(persistence, pages)
+    path.rename(path.with_name(f"{path.name}.rloc"))
+    assert open_index(tmp_path)[0].ledgers() == {ledger}
+    assert locations(tmp_path, ledger) == {0: 1}
+
+
+def test_a_file_that_was_opened_before_its_ledger_was_deleted_is_not_the_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = Files()
+    persistence, pages = open_index(tmp_path, files)
+    old = fill(persistence, pages, PLAIN, 0)
+    flush(persistence, pages)
+    again, pages = open_index(tmp_path, files)
+    open_file = files.open
+
+    def open_and_delete(path: Path, *, create: bool = False) -> StorageFile:
+        file = open_file(path, create=create)
+        monkeypatch.undo()
+        again.doom(PLAIN)
+        pages.put(again.create(PLAIN, b"key"), 1, 2)
+        return file
+
+    monkeypatch.setattr(files, "open", open_and_delete)
+    assert again.read_page(old.ledger, 0)[0] == 1
+    flush(again, pages)
+    assert locations(tmp_path, PLAIN) == {1: 2}
+
+
+def test_a_file_that_moves_while_it_is_looked_for_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    persistence, pages = open_index(tmp_path, pick_directory=lambda: 1)
+    source = fill(persistence, pages, PLAIN, 0).index_path
+    flush(persistence, pages)
+    again, _ = open_index(tmp_path)
+    exists = Path.exists
+    moved = False
+
+    def exists_and_move(path: Path) -> bool:
+        nonlocal moved
+        found = exists(path)
+        if not moved and tmp_path / "a" in path.parents:
+            moved = True
+            target = tmp_path / "a" / source.relative_to(tmp_path / "b")
+            target.parent.mkdir(parents=True)
+            source.rename(target)
+        return found
+
+    monkeypatch.setattr(Path, "exists", exists_and_move)
+    assert again.read_page(PLAIN, 0)[0] == 1
