@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import sys
 import threading
 import time
@@ -143,11 +144,11 @@ class JournalThread:
         self.metrics.group_written(count, size, time.monotonic() - began, ok=error is None)
         self._loop.call_soon_threadsafe(self._listener.committed, self._number, group, error)
 
-    def _written(self, group: list[Batch]) -> Callable[[], None] | None:
+    def _written(self, group: list[Batch]) -> Callable[[], object] | None:
         """What to call between writing and syncing; mostly nobody wants to know."""
         if not any(batch.written for batch in group):
             return None
-        return lambda: (self._loop.call_soon_threadsafe(self._listener.written, group), None)[1]
+        return functools.partial(self._loop.call_soon_threadsafe, self._listener.written, group)
 
     def stop(self) -> None:
         """Return when everything put is on disk, or failed."""

@@ -424,7 +424,7 @@ class BookieStorage:
         self.batches[number] = Batch(batch.epoch)
         return batch
 
-    def commit(self, number: int, batch: Batch, *more: Batch, written: Callable[[], None] | None = None) -> None:
+    def commit(self, number: int, batch: Batch, *more: Batch, written: Callable[[], object] | None = None) -> None:
         """Write batches of journal `number` as one group, in the order of `take_batch`; then they are on disk.
 
         `written` is called before they are synced. Raises OSError: the batches fail, and so do all that were taken

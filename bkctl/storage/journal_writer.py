@@ -105,7 +105,7 @@ class JournalWriter:
         size: int,
         *,
         scoped: bool = False,
-        written: Callable[[], None] | None = None,
+        written: Callable[[], object] | None = None,
     ) -> None:
         """Append one group of whole records, `size` bytes in `buffers`; when this returns it is on disk.
 
@@ -200,7 +200,8 @@ class JournalWriter:
         write_mark(self.mark)
         aside = self.directory / SCOPED_DIRECTORY
         self._files.make_directory(aside)
-        for journal_id in scoped_ids:
+        # The new file may have taken the place of one that a full disk had left half made.
+        for journal_id in (each for each in scoped_ids if each != self._journal_id):
             name = formats.file_name(journal_id)
             self._files.rename(self.directory / name, aside / name)
         self._files.sync_directory(aside)
