@@ -3,6 +3,7 @@ acknowledged is lost, and nothing that was stored is damaged. A failure prints t
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from collections.abc import Iterator
@@ -242,6 +243,47 @@ def test_no_crash_loses_what_was_acknowledged(tmp_path: Path, seed: int, keep: f
         except BaseException as error:
             error.add_note(f"seed {seed}, crash at operation {crash_at} of {total}, keep {keep}, tear {tear}")
             raise
+
+
+@pytest.mark.parametrize("seed", SEEDS[:3])
+def test_a_kill_and_then_a_power_failure_lose_nothing(tmp_path: Path, seed: int) -> None:
+    """What a killed bookie wrote and did not sync is there for the next start, and not on the disk."""
+    journals = 1 + seed % 2
+    total = start_and_work(tmp_path / "whole", seed, Acknowledged(), journals, None).operations
+    for kill_at in crash_points(seed, total):
+        promised = Acknowledged()
+        root = tmp_path / f"at-{kill_at}"
+        files = start_and_work(root, seed, promised, journals, kill_at)
+        files.crash_at = None
+        BookieStorage(config_for(root, journals), files=files).open()
+        image = files.crash(tmp_path / f"image-{kill_at}")
+        try:
+            survive(image, promised, journals, seed, torn=False)
+        except BaseException as error:
+            error.add_note(f"seed {seed}, killed at operation {kill_at} of {total}")
+            raise
+
+
+def test_a_clean_stop_after_a_journal_that_found_no_space(tmp_path: Path) -> None:
+    """The stop's last journal takes the number of one that was half made: it is the one that the mark names."""
+    root = tmp_path / "work"
+    root.mkdir()
+    files = SimulatedFiles(root)
+    storage = BookieStorage(config_for(root), files=files)
+    storage.open()
+    promised = Acknowledged()
+    work = Workload(storage, 2, promised)
+    for _ in range(4):
+        work.add()
+    work.commit()
+    files.faults.append(Fault("sync", "journal-0/current", errno.ENOSPC))
+    work.add()
+    work.commit()
+    assert not files.faults, "the group found no space for its journal"
+    storage.close()
+    again = BookieStorage(config_for(root), files=files)
+    again.open()
+    check(again, promised)
 
 
 def test_a_layer_that_lies_about_syncs_is_found_out(tmp_path: Path) -> None:
