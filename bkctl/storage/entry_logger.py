@@ -312,18 +312,27 @@ class EntryLogger:
     def _create(self, log: OpenLog) -> StorageFile:
         with self._create_lock:
             file = self._make_file(log.path)
-            following = None
-            if self._preallocates and self._next is None:
-                log_id = self._allocate_id()
-                following = OpenLog(log_id, log.path.parent / formats.file_name(log_id))
-                following.file = self._make_file(following.path)
-                self._paths[log_id] = following.path
+            following = self._make_next(log.path.parent) if self._preallocates and self._next is None else None
             self._write_last_id()
             self._files.sync_directory(log.path.parent)
             with self._lock:
                 self._next = following or self._next
         log.file = file
         return file
+
+    def _make_next(self, directory: Path) -> OpenLog | None:
+        """The next log, made ahead; None where there is no space: nothing needs it yet."""
+        log_id = self._allocate_id()
+        log = OpenLog(log_id, directory / formats.file_name(log_id))
+        try:
+            log.file = self._make_file(log.path)
+        except OSError as error:
+            self._files.remove(log.path)
+            if error.errno not in NO_SPACE:
+                raise
+            return None
+        self._paths[log_id] = log.path
+        return log
 
     def _make_file(self, path: Path) -> StorageFile:
         if not path.parent.is_dir():
@@ -519,6 +528,8 @@ class EntryLogger:
                 break
             entries.append((int.from_bytes(body[ids : ids + 8], "big", signed=True), body))
             start += size + 4
+        if start < len(data) // 2:  # who keeps the entries need not keep all that was read
+            entries = [(entry_id, memoryview(bytes(body))) for entry_id, body in entries]
         return entries
 
     def _reader(self, log_id: int) -> StorageFile:
@@ -530,7 +541,8 @@ class EntryLogger:
         path = self.path_of(log_id)
         file = self._files.open_to_read(path)
         with self._lock:
-            self._readers[log_id] = file
+            if log_id in self._paths:  # a log that was removed meanwhile gives its space back
+                self._readers[log_id] = file
             if len(self._readers) > OPEN_LOGS_MAX:
                 self._readers.popitem(last=False)
         return file

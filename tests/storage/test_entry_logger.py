@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import struct
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from bkctl.formats.entry_log import file_name
 from bkctl.ids import LedgerId
 from bkctl.storage.entry_log import EntryLogReader
 from bkctl.storage.entry_logger import EntryLogger, Move
-from bkctl.storage.files import Fault, Files, SimulatedFiles
+from bkctl.storage.files import Fault, Files, SimulatedFiles, StorageFile
 
 LEDGER, OTHER = LedgerId(0, 5), LedgerId(0, 6)
 
@@ -222,3 +224,51 @@ def test_entries_that_follow_are_read_up_to_the_first_of_another_ledger(tmp_path
     assert logger.read_following(locations[0], other, size_max=1 << 20) == []
     end = locations[0] + 7 * size
     assert logger.read_following(end, ledger, size_max=1 << 20) == []
+
+
+def test_a_disk_without_space_for_the_next_log_takes_this_one(tmp_path: Path) -> None:
+    files = SimulatedFiles(tmp_path)
+    logger = open_logger(tmp_path, files, preallocates=True)
+    location = add(logger, LEDGER, 0)
+    logger.seal()
+    files.faults = [Fault("write", "a/1.log", errno.ENOSPC)]
+    logger.write()
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["0.log", "lastId"]
+    logger.sync()
+    assert logger.log_ids == [0]
+    assert logger.read(location, LEDGER, 0) == body_of(LEDGER, 0)
+
+
+def test_a_removed_log_takes_no_space_for_a_reader_that_came_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = Files()
+    logger = open_logger(tmp_path, files)
+    location = add(logger, LEDGER, 0)
+    logger.seal()
+    logger.write()
+    opened: list[weakref.ref[StorageFile]] = []
+
+    class OpenFile(StorageFile):
+        """One that weak references may name."""
+
+    def open_and_remove(path: Path) -> StorageFile:
+        file = OpenFile(path, os.open(path, os.O_RDONLY))
+        opened.append(weakref.ref(file))
+        logger.remove_log(0)
+        return file
+
+    monkeypatch.setattr(files, "open_to_read", open_and_remove)
+    assert logger.read(location, LEDGER, 0) == body_of(LEDGER, 0)
+    assert [each() for each in opened] == [None], "it is closed"
+
+
+def test_few_entries_that_follow_keep_little_memory(tmp_path: Path) -> None:
+    logger = open_logger(tmp_path, size_limit=1 << 20)
+    first = add(logger, LEDGER, 0)
+    add(logger, OTHER, 0, size=1 << 16)
+    logger.seal()
+    logger.write()
+    ((_, body),) = logger.read_following(first, LEDGER, size_max=1 << 16)
+    assert body == body_of(LEDGER, 0)
+    assert len(body.obj) < 1000
