@@ -14,7 +14,7 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
@@ -63,10 +63,14 @@ class _Index(Generic[Database]):
     def close(self) -> None:
         """Close the databases; what they hold is in tables then, and no log is left to replay. Raises OSError."""
         databases, self._databases = self._databases, {}
-        for database in databases.values():
-            with _as_os_errors():
-                database.close()
-            self._files.note_written(database.path)
+        with ExitStack() as closing:  # one that fails leaves none of the others open
+            for database in databases.values():
+                closing.callback(self._close, database)
+
+    def _close(self, database: Database) -> None:
+        with _as_os_errors():
+            database.close()
+        self._files.note_written(database.path)
 
     @property
     def has_scoped(self) -> bool:
