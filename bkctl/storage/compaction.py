@@ -32,6 +32,8 @@ from bkctl.storage.scan import RecordBatch
 
 #: Moves of entries that are remembered at once, 40 bytes each; then the log that they went to is finished.
 MOVES_MAX: Final = 1 << 20
+#: Of those, how many the index takes together: each may change another page of it.
+MOVES_AT_ONCE_MAX: Final = 4096
 #: What must be left on a disk besides the copies.
 SPARE_BYTES: Final = 64 << 20
 #: Entries, and bytes of them, after which the throttle is asked.
@@ -121,7 +123,7 @@ class EntryLogCompactor:
         self._throttler = throttler
         self._removed = removed
         self._size_limit = config.log_size_limit
-        self._moves_at_once = config.compaction_max_outstanding_requests
+        self._moves_at_once = min(config.compaction_max_outstanding_requests, MOVES_AT_ONCE_MAX)
         self._ignores_space = config.force_allow_compaction
         self._target: _Target | None = None
         #: Entries copied so far.
@@ -201,6 +203,8 @@ class EntryLogCompactor:
             moves = target.every_move()
             while some := list(islice(moves, self._moves_at_once)):
                 self._storage.update_locations(some)
+                if self._storage.writes_ahead and self._storage.is_flush_due:  # changes of the index wait in memory
+                    self._checkpoint()
         if target.sources:
             # What is newer in memory than in the old log has to be on disk too before that goes.
             self._checkpoint()

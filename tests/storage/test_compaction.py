@@ -7,7 +7,7 @@ import os
 import random
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from bkctl.storage.compaction import (
 )
 from bkctl.storage.entry_log import EntryLogReader
 from bkctl.storage.entry_log_metadata import EntryLogMetadata, EntryLogMetadataMap
-from bkctl.storage.entry_logger import EntryLogger
+from bkctl.storage.entry_logger import EntryLogger, Move
 from bkctl.storage.files import DiskUsage, Fault, Files, SimulatedCrash, SimulatedFiles
 from bkctl.storage.interleaved_ledger_storage import InterleavedLedgerStorage
 
@@ -591,3 +591,34 @@ def test_an_entry_that_never_was_here_stays_unknown(storage: BookieStorage) -> N
     compact(storage)
     with pytest.raises(EntryNotFound):
         storage.read_entry(ALIVE[0], ENTRIES)
+
+
+def test_the_index_of_many_small_ledgers_waits_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_for(tmp_path, page_limit=16, log_size_limit=16 * 1024)
+    storage = open_storage(config)
+    assert isinstance(storage.ledgers, InterleavedLedgerStorage)
+    pages = storage.ledgers.pages
+    alive = [LedgerId(0, number) for number in range(10, 310, 3)]
+    for ledger in alive:
+        add(storage, ledger, 0)
+        add(storage, DEAD[0], ledger.ledger_id)
+        if storage.is_checkpoint_due:
+            storage.run_checkpoint()
+    storage.delete_ledger(DEAD[0])
+    storage.run_checkpoint()
+    most = 0
+    update = storage.ledgers.update_locations
+
+    def update_and_look(moves: Iterable[Move]) -> None:
+        nonlocal most
+        update(moves)
+        most = max(most, pages.changed_count)
+
+    monkeypatch.setattr(storage.ledgers, "update_locations", update_and_look)
+    assert compact(storage)
+    assert 12 <= most < 12 + config.compaction_max_outstanding_requests
+    for ledger in alive:
+        assert bytes(storage.read_entry(ledger, 0)) == body_of(ledger, 0)
+    storage.close()
