@@ -157,6 +157,7 @@ class Bookie:
         self._status = BookieStatus(BookieMode.READ_WRITE, -1, False)
         self._allows_high_priority = True
         self._registered_read_only: bool | None = None
+        self._is_move_unsure = False
         self._registering = asyncio.Lock()
         self._released = False
         self._handlers: dict[type, Callable[[Any, Respond], None]] = {
@@ -287,10 +288,12 @@ class Bookie:
     async def _move(self) -> None:
         async with self._registering:  # two moves at once, there and back, could take the bookie off both lists
             wanted = self.read_only
-            if wanted != self._registered_read_only and not self._released:
+            if (wanted != self._registered_read_only or self._is_move_unsure) and not self._released:
                 assert self._cluster is not None
+                self._is_move_unsure = True  # what fails may have been done, or half of it: the next move does it all
                 await asyncio.to_thread(self._cluster.bookies.register, self.bookie_id, self.service_info, wanted)
                 self._registered_read_only = wanted
+                self._is_move_unsure = False
 
     async def stop(self) -> None:
         """The clean stop: answer what was read, checkpoint everything, leave the directories fit for Apache's bookie.
@@ -355,7 +358,7 @@ class Bookie:
                 log.warning("Bookie %s cannot close its ledger storage: %s", self.bookie_id, error)
         async with self._registering:  # a move under way would register again behind our back
             self._released = True
-            if self._cluster is not None and self._registered_read_only is not None:
+            if self._cluster is not None and (self._registered_read_only is not None or self._is_move_unsure):
                 with contextlib.suppress(BkctlError):
                     await asyncio.to_thread(self._cluster.bookies.unregister, self.bookie_id)
                 self._registered_read_only = None
