@@ -391,7 +391,7 @@ class BookieStorage:
     def delete_ledger(self, ledger: LedgerId) -> None:
         """Forget the ledger: its index goes, its entries stay in the entry logs until those are collected.
 
-        No checkpoint may be under way. The index may be damaged, since it goes. Raises LedgerNotFound, OSError.
+        A checkpoint may be under way. The index may be damaged, since it goes. Raises LedgerNotFound, OSError.
         """
         try:
             handle = self.get(ledger)

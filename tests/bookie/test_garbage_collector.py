@@ -23,6 +23,7 @@ from bkctl.metadata.cluster import Cluster, init_cluster, open_cluster
 from bkctl.metadata.replication import LedgerUnderreplicationManager
 from bkctl.metadata.sqlite import SqliteStore
 from bkctl.metadata.uri import parse_uri
+from bkctl.storage.bookie_storage import Checkpoint
 from bkctl.storage.entry_logger import EntryLogger
 
 BOOKIE = "bookie-1:3181"
@@ -636,6 +637,49 @@ def test_the_index_of_a_deleted_ledger_leaves_the_disk_before_its_logs(
     asyncio.run(run())
     assert indexes
     assert all(names == {"2.idx"} for names in indexes)
+
+
+@pytest.mark.parametrize("storage_class", STORAGE_CLASSES)
+def test_ledgers_are_deleted_while_checkpoints_never_end(
+    tmp_path: Path, store: Cluster, storage_class: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy bookie one begins with the end of another, and its disks fill up if it does not collect."""
+    config = bookie_config(tmp_path, ledger_storage_class=storage_class, flush_interval=3_600_000)
+
+    async def run() -> None:
+        bookie = RunningBookie(config, cluster=store)
+        await bookie.start()
+        may_end = threading.Event()
+        plain_checkpoint = bookie.storage.checkpoint
+
+        def checkpoint(begun: Checkpoint) -> None:
+            may_end.wait(120)
+            plain_checkpoint(begun)
+
+        monkeypatch.setattr(bookie.storage, "checkpoint", checkpoint)
+        async with BookKeeper(store) as client:
+            for ledger_id in (1, 2):
+                handle = await client.create_ledger_adv(
+                    ledger_id, ensemble_size=1, write_quorum_size=1, ack_quorum_size=1
+                )
+                await handle.add(b"an entry", entry_id=0)
+                await handle.close()
+            await client.delete_ledger(1)
+            running = asyncio.ensure_future(bookie.checkpoint())
+            collector = bookie.garbage_collector
+            assert collector is not None
+            assert collector.force(major=False, minor=False)
+            async with asyncio.timeout(60):
+                while not collector.stats.deleted_ledgers:
+                    await asyncio.sleep(0.01)
+            assert not running.done()
+            may_end.set()
+            await running
+            assert list(bookie.storage.ledgers.ledger_ids()) == [LedgerId(0, 2)]
+        await bookie.stop()
+        assert bookie.failure is None
+
+    asyncio.run(run())
 
 
 def test_a_bookie_that_gave_up_collects_no_more(tmp_path: Path, store: Cluster) -> None:
