@@ -55,7 +55,7 @@ def add(storage: BookieStorage, ledger: LedgerId, *entry_ids: int, size: int = 1
 def logged(root: Path) -> list[tuple[str, LedgerId, int]]:
     """(directory, ledger, entry id) of every entry in the logs, in their order."""
     found = []
-    for path in sorted(root.rglob("*.log"), key=lambda path: (path.parent, int(path.stem, 16))):
+    for path in sorted(root.rglob("*.log"), key=lambda path: (path.parent.name, int(path.stem, 16))):
         with EntryLogReader.open(path) as reader:
             found += [
                 (path.parent.name, record.ledger, record.entry_id)
