@@ -162,7 +162,6 @@ class EntryLogReader(FileReader):
         if not HEADER_SIZE <= at < file_size:
             raise CorruptRecord(f"Ledgers map is said to be at byte {at} of {file_size}", offset=8, where=self.name)
         sizes: dict[LedgerId, int] = {}
-        count = 0
         while at + 4 <= file_size:
             (size,) = RECORD_SIZE.unpack(self.read(at, 4).ljust(4, b"\0"))
             if size <= 0:
@@ -170,12 +169,16 @@ class EntryLogReader(FileReader):
             if size > min(_LEDGERS_MAP_SIZE_MAX, file_size - at - 4):
                 raise CorruptRecord(f"Ledgers map has length {size}", offset=at, where=self.name)
             for ledger, ledger_size in read_ledgers_map(self.read(at + 4, size), header.version, at, self.name):
-                sizes[ledger] = sizes.get(ledger, 0) + ledger_size
-                count += 1
+                if ledger in sizes or ledger_size <= 0:
+                    # Zeros, where a crash came before the map was synced: the log may have other ledgers.
+                    raise CorruptRecord(f"Ledgers map says {ledger_size} bytes of {ledger}", offset=at, where=self.name)
+                sizes[ledger] = ledger_size
             at += 4 + size
-        if count == 0 or count != header.ledgers_count:
+        if not sizes or len(sizes) != header.ledgers_count:
             raise CorruptRecord(
-                f"Ledgers map names {count} ledgers, the header says {header.ledgers_count}", offset=at, where=self.name
+                f"Ledgers map names {len(sizes)} ledgers, the header says {header.ledgers_count}",
+                offset=at,
+                where=self.name,
             )
         return sizes
 

@@ -96,8 +96,29 @@ def test_a_closed_log_says_its_ledgers(open_log, version, ledgers):
 
 
 def test_a_ledgers_map_of_several_records(open_log):
-    sizes = {LedgerId(0, number): number for number in range(25_000)}
+    sizes = {LedgerId(0, number): number + 1 for number in range(25_000)}
     assert open_log(closed_log([entry(0)], sizes)).ledgers_map() == sizes
+
+
+@pytest.mark.parametrize("ledgers", [1, 2, 40, 1000])
+def test_a_ledgers_map_of_which_a_crash_left_zeros_is_not_believed(open_log, ledgers):
+    """Garbage collection would delete the log, for it would not know of all ledgers in it."""
+    records = [entry(0, ledger=LedgerId(0, 100 + number)) for number in range(ledgers)]
+    sizes = {LedgerId(0, 100 + number): len(record) for number, record in enumerate(records)}
+    data = closed_log(records, sizes)
+    assert open_log(data).ledgers() == sizes
+    first = 1024 + sum(map(len, records)) + 24
+    last = max(first, len(data) - 512)
+    for start, end in (
+        (len(data) - 16, len(data)),
+        (len(data) - 8, len(data)),
+        (last, len(data)),
+        (first, min(first + 512, len(data))),
+    ):
+        reader = open_log(data[:start] + bytes(end - start) + data[end:])
+        with pytest.raises(CorruptRecord, match=r"1f\.log"):
+            reader.ledgers_map()
+        assert reader.ledgers() == sizes
 
 
 @pytest.mark.parametrize(
