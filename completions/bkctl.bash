@@ -11,11 +11,11 @@ _bkctl() {
   for word in "${typed[@]:1:${#typed[@]}-2}"; do
     if [[ -n $skip ]]; then skip=''; continue; fi
     case $word in
-      -*) case " --ack-quorum --after --backup --bookie --bookie-address --bookies --by --conf --context --count --custom-metadata --depth --digest --digest-type --dir --ensemble-size --entry --file --format --from --from-file --from-pos --if-state --index-dirs --instance-id --journal-dirs --kind --last --ledger --ledger-dirs --ledger-id --ledger-qualified-name --ledger-scope-id --limit --major-threshold --max-age --max-size --metadata-password-file --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-uri --metadata-user --min-age --min-size --minor-threshold --missing --not-missing --older-than --output --password --password-file --protocol --rate --record-size --reset-clock --sample --seed --size --sort --state --storage --threshold --timeout --tls-ca --tls-cert --tls-key --to --to-password-file --to-pos --to-user --top --type --undo --watch --write-quorum -c -f -o -u -x " in *" $word "*) skip=yes ;; esac ;;
+      -*) case " --ack-quorum --after --backup --body --bookie --bookie-address --bookie-token-file --bookie-url --bookies --by --client-ca --conf --context --count --custom-metadata --deadline --depth --digest --digest-type --dir --ensemble-size --entries --entry --file --format --from --from-file --from-pos --host --if-state --index-dirs --instance-id --journal-dirs --kind --last --ledger --ledger-dirs --ledger-id --ledger-qualified-name --ledger-scope-id --limit --major-threshold --match --max-age --max-size --metadata-password-file --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-uri --metadata-user --min-age --min-size --minor-threshold --missing --not-missing --older-than --output --password --password-file --port --protocol --rate --record-size --reset-clock --resume --sample --seed --server-cert --server-key --set --size --sort --state --storage --suspend --threshold --timeout --tls-ca --tls-cert --tls-key --to --to-password-file --to-pos --to-user --token-file --top --type --undo --watch --write-quorum -c -e -f -o -t -u -x " in *" $word "*) skip=yes ;; esac ;;
       *)
         if [[ $open == yes ]]; then
           path="${path:+$path }$word"
-          case $path in 'ledger'|'bookie'|'bookie index'|'bookies'|'journal'|'entrylog'|'metadata'|'cookie'|'autorecovery'|'cluster'|'cluster healthcheck'|'context') ;; *) open='' ;; esac
+          case $path in 'ledger'|'bookie'|'bookie index'|'bookies'|'journal'|'entrylog'|'metadata'|'cookie'|'autorecovery'|'cluster'|'cluster healthcheck'|'api'|'context') ;; *) open='' ;; esac
         fi ;;
     esac
   done
@@ -27,7 +27,7 @@ _bkctl() {
         -x|--context) kind='context' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='ledger bookie bookies journal entrylog metadata cookie autorecovery cluster context --verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --metadata-tls --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-user --metadata-password-file --metadata-sasl --metadata-creator-acl --timeout --output --yes --help'
+      words='ledger bookie bookies journal entrylog metadata cookie autorecovery cluster api context --verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --metadata-tls --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-user --metadata-password-file --metadata-sasl --metadata-creator-acl --timeout --output --yes --help'
       ;;
     'ledger')
       words='write list show locate read tail delete recover verify test --help'
@@ -141,7 +141,7 @@ _bkctl() {
       words='--uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --count --size --password --password-file --protocol --keep --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
       ;;
     'bookie')
-      words='start files check downgrade convert format init index --help'
+      words='start files check state ready info readonly gc compact-locations sanity config metrics downgrade convert format init index --help'
       ;;
     'bookie start')
       case $previous in
@@ -171,6 +171,100 @@ _bkctl() {
       esac
       words='--ledger --ledger-scope-id --digest --digest-type --password --password-file --sample --seed --rate --dir --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
       argument='files'
+      ;;
+    'bookie state')
+      case $previous in
+        --bookie) kind='bookie' ;;
+        --bookie-url|--watch|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--bookie --bookie-url --watch --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
+    'bookie ready')
+      case $previous in
+        --bookie) kind='bookie' ;;
+        --bookie-url|--deadline|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--bookie --bookie-url --deadline --wait --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
+    'bookie info')
+      case $previous in
+        --bookie) kind='bookie' ;;
+        --bookie-url|--watch|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--bookie --bookie-url --watch --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
+    'bookie readonly')
+      case $previous in
+        --bookie) kind='bookie' ;;
+        --bookie-url|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--bookie --bookie-url --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='words on off'
+      ;;
+    'bookie gc')
+      case $previous in
+        --bookie) kind='bookie' ;;
+        --bookie-url|--deadline|--watch|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        --suspend|--resume) kind='words major minor both' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--bookie --bookie-url --deadline --watch --major --minor --wait --accept-scoped-deletes --suspend --resume --status --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
+      ;;
+    'bookie compact-locations')
+      case $previous in
+        --bookie) kind='bookie' ;;
+        --bookie-url|--deadline|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--bookie --bookie-url --deadline --wait --status --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='none'
+      ;;
+    'bookie sanity')
+      case $previous in
+        --bookie) kind='bookie' ;;
+        --bookie-url|-e|--entries|-t|--deadline|--ledger-scope-id|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--bookie --bookie-url --entries --deadline --ledger-scope-id --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
+    'bookie config')
+      case $previous in
+        --bookie) kind='bookie' ;;
+        --bookie-url|--set|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--bookie --bookie-url --set --show-secrets --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='none'
+      ;;
+    'bookie metrics')
+      case $previous in
+        --bookie) kind='bookie' ;;
+        --bookie-url|--watch|--match|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--bookie --bookie-url --watch --match --raw --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
       ;;
     'bookie downgrade')
       case $previous in
@@ -777,7 +871,7 @@ _bkctl() {
         --bookies|--storage) kind='none' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='--dir --bookies --storage --conf --output --help'
+      words='--dir --bookies --storage --http --conf --output --help'
       ;;
     'cluster down')
       case $previous in
@@ -823,6 +917,51 @@ _bkctl() {
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
       words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
+    'api')
+      words='serve get put delete --help'
+      ;;
+    'api serve')
+      case $previous in
+        --host|--port|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        --token-file|--bookie-token-file|--server-cert|--server-key|--client-ca|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--host --port --token-file --bookie-token-file --server-cert --server-key --client-ca --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
+    'api get')
+      case $previous in
+        --bookie) kind='bookie' ;;
+        --bookie-url|--max-size|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--bookie --bookie-url --max-size --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='none'
+      ;;
+    'api put')
+      case $previous in
+        --bookie) kind='bookie' ;;
+        --bookie-url|--max-size|--body|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--bookie --bookie-url --max-size --body --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='none'
+      ;;
+    'api delete')
+      case $previous in
+        --bookie) kind='bookie' ;;
+        --bookie-url|--max-size|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--bookie --bookie-url --max-size --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
+      argument='none'
       ;;
     'context')
       words='list show add use delete --help'
