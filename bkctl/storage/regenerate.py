@@ -234,6 +234,8 @@ class _Work:
         self.clean_up()
         if not dry_run:
             places = [self._building(current) for current in self._layout.index_dirs]
+            for place in places:
+                place.mkdir()
             self._builder = IndexFileBuilder(places, page_size, version)
             for ledger, data in self._data.items():
                 self._builder.add(ledger, data, self._number_of(self._rows[ledger].path))
