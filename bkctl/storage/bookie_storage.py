@@ -45,7 +45,7 @@ from bkctl.ids import I64_MAX, LedgerId
 from bkctl.storage.files import NO_SPACE, SECTOR_SIZE_BYTES, Files
 from bkctl.storage.journal import JournalReader, read_last_mark
 from bkctl.storage.journal_writer import MEBIBYTE, JournalWriter, journal_ids
-from bkctl.storage.ledger_storage import CHUNK_SIZE_BYTES, CURRENT, LedgerHandle, open_ledger_storage
+from bkctl.storage.ledger_storage import CHUNK_SIZE_BYTES, CURRENT, LedgerHandle, check_index, open_ledger_storage
 
 LAC_PACKET_SIZE_BYTES_MAX: Final = 256
 #: A ledger that was fenced when it was deleted takes no writes until nobody tried for so long; and how many are kept.
@@ -164,12 +164,13 @@ class BookieStorage:
     def open(self) -> None:
         """Open the directories, made where missing: replay the journals, and begin a new file in each.
 
-        Raises OSError; Corrupt when a journal or mark contradicts itself; Unsupported for a later version. Nothing is
-        open then.
+        Raises OSError; Corrupt when a journal or mark contradicts itself; Unsupported for a later version; UsageError
+        for an index of another storage class, Conflict for one that is being converted. Nothing is open then.
         """
         directories = (*self.journal_directories, *self.ledger_directories, *self.index_directories)
         for directory in dict.fromkeys(directories):
             self.files.make_directory(directory)
+        check_index(self.config)
         self.ledgers.open()
         try:
             self._open_journals()

@@ -199,6 +199,17 @@ def convert(
     return work.result
 
 
+def check_conversion(index_directory: Path) -> None:
+    """Raises Conflict where a conversion stopped in its last step: the index in the first `current` directory is partly
+    one storage class's and partly the other's. Corrupt where that cannot be told."""
+    state = _State.read(index_directory / CONVERSION_NAME)
+    if state is not None and state.swapping:
+        raise Conflict(
+            f"The conversion to {state.to} in {index_directory} is not finished",
+            hint=f"'bkctl bookie convert --to {state.to}' finishes it",
+        )
+
+
 def _free_stamp(layout: BookieLayout) -> str:
     """The time for the names of backups; with a number where another repair has taken this second."""
     moment = stamp = time_stamp()

@@ -10,9 +10,11 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
 from bkctl.config import BookieConfig
+from bkctl.errors import UsageError
 from bkctl.formats.layout import Buffer
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.storage.entry_logger import EntryLogger, Move
@@ -237,3 +239,43 @@ def open_ledger_storage(
 
     storage = SortedLedgerStorage if config.ledger_storage == "sorted" else InterleavedLedgerStorage
     return storage(config, files, chance=chance)
+
+
+def check_index(config: BookieConfig) -> None:
+    """Make sure that the index is one of the configured storage class, or none: else a bookie would find no ledger, and
+    garbage collection would take every entry log for garbage.
+
+    Raises UsageError; Conflict where a conversion stopped in its last step; Corrupt.
+    """
+    from bkctl.storage.directories import CONVERSION_NAME, BookieDirectories
+
+    directories = [Path(each) / CURRENT for each in config.index_directories or config.ledger_directories]
+    if (directories[0] / CONVERSION_NAME).exists():
+        from bkctl.storage.convert import check_conversion
+
+        check_conversion(directories[0])
+    found: Path | None = None
+    if config.ledger_storage == "db":
+        file = next(BookieDirectories(index_dirs=directories).indexes(), None)
+        if file is not None and _database_in_use(directories) is None:
+            found = file.path
+    else:
+        found = _database_in_use(directories)
+    if found is not None:
+        to = "db" if config.ledger_storage == "db" else "interleaved"
+        raise UsageError(
+            f"{found} is another storage class's than {config.ledger_storage_class.rpartition('.')[2]}",
+            hint=f"set ledgerStorageClass as it was, or convert the index: 'bkctl bookie convert --to {to}'",
+        )
+
+
+def _database_in_use(directories: Iterable[Path]) -> Path | None:
+    """A database that has ledgers."""
+    for path in (each / name for each in directories for name in ("ledgers", "scoped-ledgers")):
+        if (path / "CURRENT").exists():
+            from bkctl.storage.rocksdb import LedgersDatabase
+
+            with LedgersDatabase.open(path) as database:
+                if next(database.ledger_ids(), None) is not None:
+                    return path
+    return None

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
 import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import INTERLEAVED, SORTED
+from servers import DB, INTERLEAVED, SORTED
 
 from bkctl.config import BookieConfig
-from bkctl.errors import Corrupt, EntryNotFound, LedgerFenced, LedgerNotFound
+from bkctl.errors import Conflict, Corrupt, EntryNotFound, LedgerFenced, LedgerNotFound, UsageError
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
 from bkctl.storage.bookie_storage import BookieStorage
+from bkctl.storage.directories import CONVERSION_NAME
 from bkctl.storage.entry_log import EntryLogReader
 from bkctl.storage.files import Files
 from bkctl.storage.index import LedgerIndexReader
@@ -37,7 +39,7 @@ def config_for(root: Path, **changes: Any) -> BookieConfig:
         ledger_directories=(str(root / "ledgers"),),
         journal_pre_alloc_size_mb=1,
         entry_log_file_preallocation_enabled=False,
-    ).with_changes(**SETTINGS, **changes)
+    ).with_changes(**SETTINGS | changes)
 
 
 def open_storage(root: Path, **changes: Any) -> BookieStorage:
@@ -433,3 +435,32 @@ def test_files_are_locked_and_replaced_as_one(tmp_path: Path) -> None:
         assert bytes(file.read(0, 5000)) == b"t" + b"x" * 3000
         file.allocate(10_000)
         assert bytes(file.read(3001, 10_000)) == bytes(10_000 - 3001)
+
+
+@pytest.mark.parametrize("ledger", [PLAIN, SCOPED], ids=str)
+def test_an_index_of_another_storage_class_stops_the_start(tmp_path: Path, ledger: LedgerId) -> None:
+    """Without an index of its own a bookie would take all of its entry logs for garbage."""
+    classes = [DB, SETTINGS["ledger_storage_class"]]
+    for first, then in (classes, reversed(classes)):
+        root = tmp_path / first.rpartition(".")[2]
+        open_storage(root, ledger_storage_class=first).close()
+        open_storage(root, ledger_storage_class=then).close()
+        storage = open_storage(root, ledger_storage_class=first)
+        add(storage, ledger, 0)
+        storage.close()
+        with pytest.raises(UsageError, match=then.rpartition(".")[2]):
+            open_storage(root, ledger_storage_class=then)
+        storage = open_storage(root, ledger_storage_class=first)
+        assert bytes(storage.read_entry(ledger, 0)) == body_of(ledger, 0)
+        storage.close()
+
+
+def test_a_conversion_that_is_not_finished_stops_the_start(tmp_path: Path) -> None:
+    open_storage(tmp_path).close()
+    state = {"to": "db", "stamp": "20260101T000000Z", "fingerprint": "f", "counts": [[0, 0]]}
+    path = tmp_path / "ledgers" / "current" / CONVERSION_NAME
+    path.write_text(json.dumps({**state, "swapping": True}))
+    with pytest.raises(Conflict, match="not finished"):
+        open_storage(tmp_path)
+    path.write_text(json.dumps({**state, "swapping": False}))
+    open_storage(tmp_path).close()
