@@ -39,6 +39,10 @@ BATCH_SIZE: Final = 100
 USAGE_BUCKETS: Final = 10
 
 
+class NoSpaceForCheckpoint(BkctlError):
+    """A checkpoint failed for want of space; what it would have written waits in memory and journal."""
+
+
 class GarbageCollectionStatus(NamedTuple):
     """What the collector does and did; times in ms since 1970, from the bookie's start on. Source: Apache's class."""
 
@@ -311,8 +315,9 @@ class GarbageCollectorThread:
     """Runs garbage collection every `gcWaitTime`, and when it is asked to.
 
     `delete` and `checkpoint` are the bookie's: the first deletes ledgers from its storage and returns how many were
-    there, the second returns when a checkpoint that began after its call is on disk; both wait for the event loop, and
-    raise BkctlError or OSError when the bookie gives up. `run_round` does a round in the calling thread.
+    there, the second returns when a checkpoint that began after its call is on disk (NoSpaceForCheckpoint: it has to
+    wait); both wait for the event loop, and raise BkctlError or OSError when the bookie gives up. `run_round` does a
+    round in the calling thread.
     Raises UsageError for settings with which Apache's bookie does not start.
     """
 
@@ -546,7 +551,12 @@ class GarbageCollectorThread:
                 continue
             if not is_forgotten:
                 # The index of a deleted ledger leaves the disk before its logs: after a crash none points nowhere.
-                self._checkpoint()
+                # Where there is no space for that the logs go all the same, for nothing else would ever make some:
+                # an index that a crash brings back is deleted again in the next round.
+                try:
+                    self._checkpoint()
+                except NoSpaceForCheckpoint as error:
+                    log.warning("%s; entry logs in which no ledger is left are removed before it", error)
                 is_forgotten = True
             try:
                 each.logger.remove_log(each.log_id)

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from bkctl.bookie.cookies import read_directory, stamp_or_verify
 from bkctl.bookie.disk_watch import DiskWatch, total_usage
-from bkctl.bookie.garbage_collector import GarbageCollectorThread, check_compaction_settings
+from bkctl.bookie.garbage_collector import GarbageCollectorThread, NoSpaceForCheckpoint, check_compaction_settings
 from bkctl.bookie.long_polls import LongPolls
 from bkctl.bookie.metrics import BookieMetrics
 from bkctl.bookie.network import (
@@ -782,7 +782,7 @@ class Bookie:
             await asyncio.wait([self._checkpoint_running])
 
     async def _checkpoint_from_now(self) -> None:
-        """A checkpoint of at least what is in memory now. Raises BkctlError when it fails."""
+        """A checkpoint of at least what is in memory now. Raises NoSpaceForCheckpoint, and what ended the bookie."""
         if self._checkpoint_running is not None:
             await asyncio.wait([self._checkpoint_running])
         if self._checkpoint_running is None:
@@ -791,7 +791,7 @@ class Bookie:
         if self.failure is not None:
             raise self.failure
         if not written:
-            raise BkctlError(f"Bookie {self.bookie_id} has no space for a checkpoint")
+            raise NoSpaceForCheckpoint(f"Bookie {self.bookie_id} has no space for a checkpoint")
 
     def _begin_checkpoint(self) -> None:
         if self._checkpoints is None or self.failure is not None:

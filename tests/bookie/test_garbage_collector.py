@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bkctl.bookie.garbage_collector import GarbageCollectorThread
+from bkctl.bookie.garbage_collector import GarbageCollectorThread, NoSpaceForCheckpoint
 from bkctl.bookie.server import Bookie as RunningBookie
 from bkctl.client.ledger import BookKeeper
 from bkctl.config import BookieConfig
@@ -637,6 +637,51 @@ def test_the_index_of_a_deleted_ledger_leaves_the_disk_before_its_logs(
     asyncio.run(run())
     assert indexes
     assert all(names == {"2.idx"} for names in indexes)
+
+
+@pytest.mark.parametrize("storage_class", STORAGE_CLASSES)
+def test_a_disk_without_space_for_a_checkpoint_is_freed_of_the_logs_of_deleted_ledgers(
+    tmp_path: Path, store: Cluster, storage_class: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else would free it, and the bookie would never take entries again."""
+    config = bookie_config(
+        tmp_path, ledger_storage_class=storage_class, flush_interval=3_600_000, log_size_limit=1 << 16
+    )
+
+    def logs() -> set[Path]:
+        return {path for path in tmp_path.glob("ledgers-*/current/*.log") if path.stat().st_size > 2048}
+
+    async def run() -> None:
+        bookie = RunningBookie(config, cluster=store)
+        await bookie.start()
+        async with BookKeeper(store) as client:
+            for ledger_id in (1, 2):
+                handle = await client.create_ledger_adv(
+                    ledger_id, ensemble_size=1, write_quorum_size=1, ack_quorum_size=1
+                )
+                await asyncio.gather(*(handle.add(bytes(1000), entry_id=each) for each in range(200)))
+                await handle.close()
+                await bookie.checkpoint()
+            await client.delete_ledger(1)
+        before = logs()
+        collector = bookie.garbage_collector
+        assert collector is not None
+        with monkeypatch.context() as full:
+
+            async def no_space(_: RunningBookie) -> None:
+                raise NoSpaceForCheckpoint("Bookie has no space for a checkpoint")
+
+            full.setattr(RunningBookie, "_checkpoint_from_now", no_space)
+            assert collector.force(major=False, minor=False)
+            while collector.is_in_force_gc:
+                await asyncio.sleep(0.01)
+        assert len(logs()) < len(before)
+        async with BookKeeper(store) as client:
+            handle = await client.open_ledger(2)
+            assert [entry.entry_id async for entry in handle.read(0, 199)] == list(range(200))
+        await bookie.stop()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("storage_class", STORAGE_CLASSES)
