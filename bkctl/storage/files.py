@@ -153,15 +153,21 @@ class Files:
         """Open `path` for reading."""
         return StorageFile(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
 
-    def make_directory(self, path: Path) -> None:
-        """Make `path` and what is missing above it, each name durable in its parent when this returns."""
+    def make_directory(self, path: Path, *, unsynced: dict[Path, None] | None = None) -> None:
+        """Make `path` and what is missing above it, each name durable in its parent when this returns.
+
+        With `unsynced`, those parents are put there instead: the caller syncs them, each once.
+        """
         missing = []
         while not path.is_dir():
             missing.append(path)
             path = path.parent
         for directory in reversed(missing):
             self._mkdir(directory)
-            self.sync_directory(directory.parent)
+            if unsynced is None:
+                self.sync_directory(directory.parent)
+            else:
+                unsynced[directory.parent] = None
 
     def _mkdir(self, path: Path) -> None:
         with contextlib.suppress(FileExistsError):

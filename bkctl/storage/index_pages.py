@@ -1,7 +1,8 @@
 """IndexInMemPageMgr: pages of index files in memory, the locations of consecutive entries of one ledger each.
 
 Pages that changed stay until a flush has written them, others are a cache; together they are `pageLimit` at most, as
-far as flushes keep up. Source: IndexInMemPageMgr, LedgerEntryPage.
+far as flushes keep up. A page takes memory up to its last location: many ledgers may have few entries each.
+Source: IndexInMemPageMgr, LedgerEntryPage.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from bkctl.storage.entry_logger import Move
 from bkctl.storage.index_persistence import SWAP, IndexedHandle, IndexPersistenceMgr
 
 #: Pages in memory where `pageLimit` does not say.
-PAGES_MAX: Final = 32_768
+PAGES_MAX: Final = 65_536
 #: Of them those that are a cache, since they did not change.
 UNCHANGED_PAGES_MAX: Final = 8192
 
 PageKey = tuple[LedgerId, int]
-#: Copies of changed pages, as they go to a ledger's file: by number.
+#: Copies of changed pages, as they go to a ledger's file, without zeros at their ends: by number.
 ChangedPages = dict[IndexedHandle, dict[int, bytes]]
 
 
@@ -40,6 +41,8 @@ class IndexInMemPageMgr:
         self._pages: OrderedDict[PageKey, array[int]] = OrderedDict()
         self._changed: dict[PageKey, IndexedHandle] = {}
         self._flushing: dict[PageKey, IndexedHandle] = {}
+        #: Pages that changed, or that a flush is writing, or both.
+        self._waiting = 0
         #: What was read from a file before this grew may be out of date.
         self._generation = 0
         self._lock = threading.Lock()
@@ -61,12 +64,17 @@ class IndexInMemPageMgr:
     @property
     def is_full(self) -> bool:
         """Whether a flush has to come before more pages change: three quarters of the limit wait for one."""
-        return len(self._changed) + len(self._flushing) >= max(1, self.limit * 3 // 4)
+        return self._waiting >= max(1, self.limit * 3 // 4)
+
+    @property
+    def is_flush_due(self) -> bool:
+        """Whether a flush should begin, so that it is done before they are full."""
+        return len(self._changed) >= max(1, self.limit // 4)
 
     @property
     def surplus_bytes(self) -> int:
         """Bytes of the pages that wait for a flush, above the limit."""
-        return max(0, len(self._changed) + len(self._flushing) - self.limit) * self._page_size
+        return max(0, self._waiting - self.limit) * self._page_size
 
     # --- locations ---------------------------------------------------------------------------------------------------
 
@@ -76,7 +84,11 @@ class IndexInMemPageMgr:
         if number != handle.page_number:
             handle.page = self._page_to_change(handle, number)
             handle.page_number = number
-        handle.page[slot] = location
+        page = handle.page
+        if slot < len(page):
+            page[slot] = location
+        else:
+            _set(page, slot, (location,))
         if entry_id > handle.indexed_last:
             handle.indexed_last = entry_id
 
@@ -87,9 +99,11 @@ class IndexInMemPageMgr:
         page = self._page_to_change(handle, number)
         with self._lock:
             if last - first + 1 == len(entry_ids):
-                page[slot : slot + len(locations)] = array("Q", locations)
+                _set(page, slot, locations)
             else:
                 start = number * self._slots
+                if last - start >= len(page):
+                    _set(page, last - start, (0,))
                 for entry_id, location in zip(entry_ids, locations, strict=True):
                     page[entry_id - start] = location
         if last > handle.indexed_last:
@@ -106,13 +120,13 @@ class IndexInMemPageMgr:
     def location(self, ledger: LedgerId, entry_id: int) -> int:
         """The entry's location, 0 where there is none. Raises OSError."""
         number, slot = divmod(entry_id, self._slots)
-        return self._load((ledger, number))[slot]
+        return _location(self._load((ledger, number)), slot)
 
     def cached_location(self, ledger: LedgerId, entry_id: int) -> int | None:
         """The entry's location, 0 where there is none; None when that needs the disk."""
         number, slot = divmod(entry_id, self._slots)
         page = self._pages.get((ledger, number))
-        return None if page is None else page[slot]
+        return None if page is None else _location(page, slot)
 
     def live(self, entries: Sequence[tuple[LedgerId, int, int]]) -> list[bool]:
         """Whether each (ledger, entry id, location) is what the index says. Raises OSError."""
@@ -124,7 +138,7 @@ class IndexInMemPageMgr:
             key = (ledger, number)
             if key != last_key:
                 page, last_key = self._load(key), key
-            found.append(page[slot] == location)
+            found.append(_location(page, slot) == location)
         return found
 
     def move(self, handle: IndexedHandle, moves: Iterable[Move]) -> None:
@@ -140,10 +154,15 @@ class IndexInMemPageMgr:
                 page = self._load(key)
                 with self._lock:
                     is_current = self._pages.get(key) is page
-                    if is_current and page[slot] == move.old:
+                    if is_current and _location(page, slot) == move.old:
                         page[slot] = move.new
                         # Who put a location in it has to hear of the next flush.
-                        self._changed.setdefault(key, handle)
+                        self._note_changed(key, self._changed.get(key, handle))
+
+    def _note_changed(self, key: PageKey, handle: IndexedHandle) -> None:
+        if key not in self._changed and key not in self._flushing:
+            self._waiting += 1
+        self._changed[key] = handle
 
     def _load(self, key: PageKey) -> array[int]:
         """The page, from memory or its file, which is read without the lock."""
@@ -164,29 +183,29 @@ class IndexInMemPageMgr:
     def _page_to_change(self, handle: IndexedHandle, number: int) -> array[int]:
         """The page in memory, noted as changed. What is set in it before the next flush begins goes with that."""
         key = handle.ledger, number
-        is_new = number * self._slots > handle.indexed_last
+        page = array("Q") if number * self._slots > handle.indexed_last else None
+        generation = self._generation
         while True:
             with self._lock:
-                page = self._pages.get(key)
-                if page is not None:
+                found = self._pages.get(key)
+                if found is not None:
                     if not handle.deleted:
-                        self._changed[key] = handle
+                        self._note_changed(key, handle)
+                    return found
+                if page is not None and handle.deleted:
                     return page
-                generation = self._generation
-            page = array("Q", bytes(self._page_size)) if is_new else self._persistence.read_page(*key)
-            with self._lock:
-                if handle.deleted:
-                    return page
-                if generation == self._generation:
-                    page = self._pages.setdefault(key, page)
-                    self._changed[key] = handle
+                if page is not None and generation == self._generation:
+                    self._pages[key] = page
+                    self._note_changed(key, handle)
                     self._evict()
                     return page
+                generation = self._generation
+            if page is None or len(page):
+                page = self._persistence.read_page(*key)
 
     def _evict(self) -> None:
         """Forget the oldest of the pages that did not change, when there are too many."""
-        waiting = len(self._changed) + len(self._flushing)
-        allowed = max(min(self.limit, UNCHANGED_PAGES_MAX), waiting + max(self.limit // 4, 1))
+        allowed = max(min(self.limit, UNCHANGED_PAGES_MAX), self._waiting + max(self.limit // 4, 1))
         if len(self._pages) <= allowed:
             return
         surplus = len(self._pages) - allowed + min(self.limit, UNCHANGED_PAGES_MAX) // 8
@@ -202,7 +221,8 @@ class IndexInMemPageMgr:
         with self._lock:
             for key in [key for key in self._pages if key[0] == ledger]:
                 del self._pages[key]
-                self._changed.pop(key, None)
+                if self._changed.pop(key, None) is not None and key not in self._flushing:
+                    self._waiting -= 1
             self._generation += 1
 
     def changed_ledgers(self) -> set[LedgerId]:
@@ -243,6 +263,7 @@ class IndexInMemPageMgr:
                 taken.setdefault(handle, {})[number] = copy.tobytes()
                 handle.page_number = -1
             self._flushing, self._changed = self._changed, {}
+            self._waiting = len(self._flushing)
         return taken
 
     def finish(self, *, written: bool) -> None:
@@ -254,5 +275,17 @@ class IndexInMemPageMgr:
                 for key, handle in flushing.items():
                     if key in self._pages:
                         self._changed.setdefault(key, handle)
-            else:
+            self._waiting = len(self._changed)
+            if written:
                 self._evict()
+
+
+def _location(page: array[int], slot: int) -> int:
+    """What the page says of a slot, which may be behind its last location."""
+    return page[slot] if slot < len(page) else 0
+
+
+def _set(page: array[int], slot: int, locations: Sequence[int]) -> None:
+    if slot > len(page):
+        page.frombytes(bytes((slot - len(page)) * 8))
+    page[slot : slot + len(locations)] = array("Q", locations)

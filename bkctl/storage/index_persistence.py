@@ -13,12 +13,13 @@ import sys
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 from bkctl.formats import index as formats
+from bkctl.formats.layout import Buffer
 from bkctl.ids import LedgerId
 from bkctl.storage.files import NO_SPACE, Files, StorageFile
 from bkctl.storage.ledger_storage import LedgerHandle
@@ -72,8 +73,11 @@ class IndexPersistenceMgr:
         is_writable: Callable[[int], bool] = lambda number: True,
     ) -> None:
         self.directories = tuple(directories)
+        # Many small ledgers make paths costly: most are looked for as text.
+        self._prefixes = [f"{directory}/" for directory in self.directories]
         self._files = files
         self._page_size = page_size
+        self._padding = memoryview(bytes(page_size))
         self._slots = page_size // 8
         # Entry logs, journals and connections need descriptors too.
         allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
@@ -87,6 +91,8 @@ class IndexPersistenceMgr:
         #: A file that was opened before this grew may be none of its ledger's any more.
         self._generation = 0
         self._doomed: dict[LedgerId, None] = {}
+        #: Directories with new names in them.
+        self._unsynced: dict[Path, None] = {}
 
     @property
     def open_files(self) -> int:
@@ -123,7 +129,7 @@ class IndexPersistenceMgr:
                 changed = self._remove(ledger) if ledger in self._doomed else set()
             for directory in changed:
                 self._files.sync_directory(directory)
-        path = self._find(ledger) or self.directories[self._pick_directory()] / formats.index_path(ledger)
+        path = self._find(ledger) or Path(self._prefixes[self._pick_directory()] + formats.index_path(ledger))
         return IndexedHandle(ledger, master_key, path)
 
     def doom(self, ledger: LedgerId) -> None:
@@ -189,24 +195,23 @@ class IndexPersistenceMgr:
             with self._names_lock:  # it may just have moved to a directory that was passed
                 path = self._look_for(ledger)
         if path is None:
-            for directory in self.directories:
-                os.stat(directory)
+            for prefix in self._prefixes:
+                os.stat(prefix)
         return path
 
     def _look_for(self, ledger: LedgerId) -> Path | None:
-        name = formats.index_path(ledger)
-        for directory in self.directories:
-            path = directory / name
-            if path.exists():
-                return path
-        for directory in self.directories:
+        paths = [prefix + formats.index_path(ledger) for prefix in self._prefixes]
+        for path in paths:
+            if _exists(path):
+                return Path(path)
+        for path in paths:
             # A file is moved to another directory by way of this name; a crash may have left it.
-            relocated = directory / f"{name}{_RELOCATED}"
-            if relocated.exists():
+            if _exists(path + _RELOCATED):
+                relocated, target = Path(path + _RELOCATED), Path(path)
                 with self._names_lock, suppress(FileNotFoundError):
-                    self._files.rename(relocated, directory / name)
+                    self._files.rename(relocated, target)
                     self._files.sync_directory(relocated.parent)
-                return directory / name
+                return target
         return None
 
     # --- files -------------------------------------------------------------------------------------------------------
@@ -280,10 +285,30 @@ class IndexPersistenceMgr:
             version=self._version,
         )
 
+    def make_directories(self, handles: Iterable[IndexedHandle]) -> None:
+        """Make the directories that new files of these ledgers go to, durably; together it costs less.
+
+        Raises OSError.
+        """
+        for handle in handles:
+            if not handle.is_on_disk and not handle.deleted:
+                with suppress(OSError):  # `write` meets it again
+                    self._check_directory(handle)
+                    self._files.make_directory(handle.index_path.parent, unsynced=self._unsynced)
+        for directory in list(self._unsynced):
+            self._files.sync_directory(directory)
+            del self._unsynced[directory]
+
+    def _check_directory(self, handle: IndexedHandle) -> None:
+        """A disk that is gone must not be taken for an empty one. Raises OSError."""
+        path = str(handle.index_path)
+        os.stat(next(prefix for prefix in self._prefixes if path.startswith(prefix)))
+
     def write(self, handle: IndexedHandle, header: bytes | None, pages: Mapping[int, bytes]) -> None:
         """Write a header and pages by number, durably; the file is made where it is missing, with its header.
 
-        A file in a full directory moves to another one. Nothing is written of a deleted ledger. Raises OSError.
+        Pages may lack zeros at their ends. A file in a full directory moves to another one. Nothing is written of a
+        deleted ledger. Raises OSError.
         """
         try:
             self._write(handle, header, pages)
@@ -296,13 +321,13 @@ class IndexPersistenceMgr:
 
     def _write(self, handle: IndexedHandle, header: bytes | None, pages: Mapping[int, bytes]) -> None:
         ledger = handle.ledger
-        # A disk that is gone must not be taken for an empty one.
-        os.stat(next(each for each in self.directories if each in handle.index_path.parents))
+        self._check_directory(handle)
         # Without the lock, which the event loop may want: each directory that is made is synced.
         self._files.make_directory(handle.index_path.parent)
         with self._names_lock:
             if handle.deleted or ledger in self._doomed:
                 return
+            generation = self._generation
             known = self._file_of(ledger)
             if known is not None:
                 file, path = known, known.path
@@ -322,6 +347,8 @@ class IndexPersistenceMgr:
                     return
                 self._files.rename(file.path, path)
             self._files.sync_directory(path.parent)
+            file.path = path
+            self._keep(ledger, file, generation)
         handle.is_on_disk = True
 
     def _write_to(self, file: StorageFile, header: bytes | None, pages: Mapping[int, bytes]) -> None:
@@ -331,7 +358,12 @@ class IndexPersistenceMgr:
         start = 0
         for end in range(1, len(numbers) + 1):
             if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:
-                run = [pages[number] for number in numbers[start:end]]
+                run: list[Buffer] = []
+                for number in numbers[start:end]:
+                    page = pages[number]
+                    run.append(page)
+                    if len(page) < self._page_size:
+                        run.append(self._padding[len(page) :])
                 file.write(formats.HEADER_SIZE + numbers[start] * self._page_size, run)
                 start = end
         file.sync()
@@ -374,7 +406,15 @@ class IndexPersistenceMgr:
 
 
 def _new_name(path: Path) -> Path:
-    return path.with_name(f"{path.name}.new")
+    return Path(f"{path}.new")
+
+
+def _exists(path: str) -> bool:
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _decode(data: Any) -> array[int]:

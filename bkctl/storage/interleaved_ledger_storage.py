@@ -314,7 +314,9 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
             logger.sync()
 
     def _write_index(self, headers: dict[IndexedHandle, bytes], pages: ChangedPages) -> None:
-        for handle in {**headers, **pages}:
+        handles = {**headers, **pages}
+        self.persistence.make_directories(handles)
+        for handle in handles:
             self.persistence.write(handle, headers.get(handle), pages.get(handle, {}))
         self.persistence.remove_doomed()
 

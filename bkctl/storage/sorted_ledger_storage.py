@@ -177,7 +177,7 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
 
     @property
     def is_flush_due(self) -> bool:
-        return False
+        return self.pages.is_flush_due
 
     def begin_flush(self) -> IndexFlush | None:
         self.table.snapshot()
