@@ -5,6 +5,8 @@ Source: BookieImpl.getBookieAddress, BookieNettyServer, TLSContextFactory.
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import socket
 import ssl
 from pathlib import Path
@@ -24,9 +26,11 @@ _NO_AUTH_CLASS: Final = "AuthenticationDisabledAuthProviderFactory"
 
 
 def server_limits(config: BookieConfig) -> ServerLimits:
-    """The limits that `config` sets."""
+    """The limits that `config` sets. Clients get half of the process's file descriptors: a bookie needs files too."""
     memory_mb = config.journal_max_memory_size_mb
+    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return ServerLimits(
+        connections=0 if descriptors == resource.RLIM_INFINITY else max(1, descriptors // 2),
         frame_size_bytes=config.netty_max_frame_size_bytes,
         in_flight_bytes=IN_FLIGHT_BYTES_MAX if memory_mb is None else memory_mb * MEBIBYTE,
         adds_in_progress=config.max_adds_in_progress_limit,
@@ -39,6 +43,13 @@ def server_limits(config: BookieConfig) -> ServerLimits:
         keepalive_interval_s=config.server_tcp_keep_intvl,
         keepalive_count=config.server_tcp_keep_cnt,
     )
+
+
+def allow_open_files() -> None:
+    """Let this process open as many files and connections as its hard limit allows, as Java does by itself."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # some systems do not mean the hard limit that they name
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def advertised_host(config: BookieConfig) -> str:

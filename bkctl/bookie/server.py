@@ -26,6 +26,7 @@ from bkctl.bookie.long_polls import LongPolls
 from bkctl.bookie.metrics import BookieMetrics
 from bkctl.bookie.network import (
     advertised_host,
+    allow_open_files,
     check_authentication,
     former_port,
     free_port,
@@ -996,6 +997,7 @@ async def serve(
     bookie give up.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    allow_open_files()
     bookie = Bookie(config, security=security)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import socket
 import ssl
 import typing
@@ -43,6 +44,8 @@ IN_FLIGHT_REQUESTS_MAX: Final = 10_000
 IN_FLIGHT_BYTES_MAX: Final = 64 << 20
 #: Reads of one connection that a bookie's disks work on at once: each may give as many bytes as a frame holds.
 READS_IN_PROGRESS_MAX: Final = 32
+log: Final = logging.getLogger("bkctl.protocol")
+
 #: A client that broke the protocol gets so long to take the answers before.
 BROKEN_GRACE_S: Final = 5.0
 
@@ -51,16 +54,18 @@ BROKEN_GRACE_S: Final = 5.0
 class ServerLimits:
     """What a BookieServer takes; 0 is no limit, where nothing else is said.
 
-    A connection that would pass `in_flight_bytes` (of all connections together), `adds_in_progress` or
-    `reads_in_progress` (as well) is not read until there is room. Reads that wait for a disk beyond `reads_waiting` are
-    refused with ETOOMANYREQUESTS. A client that takes no answer for `backpressure_wait_ms` (negative: for ever) loses
-    its connection, or with `closes_on_backpressure` False the answers until it reads again.
+    Clients beyond `connections` are turned away. A connection that would pass `in_flight_bytes` (of all connections
+    together), `adds_in_progress` or `reads_in_progress` (as well) is not read until there is room. Reads that wait for
+    a disk beyond `reads_waiting` are refused with ETOOMANYREQUESTS. A client that takes no answer for
+    `backpressure_wait_ms` (negative: for ever) loses its connection, or with `closes_on_backpressure` False the answers
+    until it reads again.
 
     Source: nettyMaxFrameSizeBytes, journalMaxMemorySizeMb, maxAddsInProgressLimit, maxReadsInProgressLimit,
     maxPendingReadRequestsPerThread, waitTimeoutOnResponseBackpressureMs, closeChannelOnResponseTimeout,
     serverSockKeepalive, serverTcpKeepIdle, serverTcpKeepIntvl, serverTcpKeepCnt (seconds; negative: the system's).
     """
 
+    connections: int = 0
     frame_size_bytes: int = FRAME_SIZE_BYTES_MAX
     in_flight_bytes: int = 256 << 20
     adds_in_progress: int = 0
@@ -112,7 +117,9 @@ class _ServedConnection(FramedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._server.connections.add(self)
+        if not self._server.admits(self):
+            self.abort()
+            return
         found = transport.get_extra_info("socket")
         if found is not None and self._server.limits.keepalive:
             _keep_alive(found, self._server.limits)
@@ -123,7 +130,7 @@ class _ServedConnection(FramedProtocol):
         super().connection_lost(exc)
         if self._impatience is not None:
             self._impatience.cancel()
-        self._server.connections.discard(self)
+        self._server.lost(self)
         self._server.reads_waiting -= len(self._reads)
         while self._reads:
             self._reads.popleft()[0](BareResponse(Status.EIO))  # nobody hears it, but it is in flight no more
@@ -461,7 +468,24 @@ class BookieServer:
         if limits.reads_in_progress:
             self.slots[ReadRequest] = self.slots[BatchReadRequest] = _Slots(limits.reads_in_progress)
         self._waiting: dict[_ServedConnection, None] = {}
+        self._is_crowded = False
         self._server: asyncio.Server | None = None
+
+    def admits(self, connection: _ServedConnection) -> bool:
+        """Whether there is room for one more connection; it is among `connections` then."""
+        count, most = len(self.connections), self.limits.connections
+        if most and count >= most:
+            if not self._is_crowded:
+                log.warning("%d clients are connected, as many as may be: more are turned away until some leave", count)
+            self._is_crowded = True
+            return False
+        self.connections.add(connection)
+        return True
+
+    def lost(self, connection: _ServedConnection) -> None:
+        """A connection is no more."""
+        self.connections.discard(connection)
+        self._is_crowded = self._is_crowded and len(self.connections) * 10 > self.limits.connections * 9
 
     def count(self, connection: _ServedConnection) -> None:
         """Take note of what is in flight on `connection` now, once for many requests; halt it when all have too much.

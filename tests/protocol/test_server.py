@@ -114,6 +114,28 @@ def test_what_is_in_flight_is_bounded_over_all_clients(runner: Runner) -> None:
     runner(main())
 
 
+def test_clients_beyond_the_limit_are_turned_away_until_others_leave(runner: Runner) -> None:
+    async def main() -> None:
+        async with serving(Holding(), connections=3) as server:
+            async with clients(server, 3):
+                reader, writer = await asyncio.open_connection(HOST, server.port)
+                with contextlib.suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+                writer.close()
+                assert len(server.connections) == 3
+            while server.connections:
+                await asyncio.sleep(0.01)
+            bookie = server.handler = Holding()
+            async with clients(server, 1) as (client,):
+                (sent,) = adds(client, 1)
+                while not bookie.held:
+                    await asyncio.sleep(0.01)
+                bookie.answer(1)
+                assert (await sent).status is Status.EOK
+
+    runner(main())
+
+
 def test_requests_of_clients_that_left_count_until_they_are_answered(runner: Runner) -> None:
     async def main() -> None:
         bookie = Holding()
