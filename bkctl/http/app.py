@@ -173,7 +173,7 @@ class Api:
             raise TimedOut(f"There is no answer within {timeout_s:g} s") from error
 
     async def _handled(self, endpoint: Endpoint, request: Request, body: bytes) -> Response:
-        values = endpoint.parse_query(request.query_params)
+        values = endpoint.parse_query(request.query_params.multi_items())
         parsed = endpoint.body.parse(body) if endpoint.body is not None else None
         if endpoint.of_bookie and not self.service.has_bookie:
             assert self._upstream is not None

@@ -38,7 +38,9 @@ from bkctl.http.endpoints import (
 )
 from bkctl.storage.directories import BookieDirectories
 from bkctl.storage.files import Files
+from bkctl.storage.journal_writer import SCOPED_DIRECTORY
 from bkctl.storage.journals import latest_marks
+from bkctl.storage.ledger_storage import CURRENT
 
 if TYPE_CHECKING:
     from bkctl.bookie.garbage_collector import GarbageCollectorThread
@@ -297,7 +299,7 @@ _FILE_TYPES: Final = {"journal": "txn", "entrylog": "log", "index": "idx"}
     values=(Value("file_type", "journal, entrylog or index; anything else: all."),), answer=map_of(STRING),
 )  # fmt: skip
 async def list_disk_file(call: Call) -> Response:
-    """A scoped ledger's index is named with its path, which holds its scope. Source: ListDiskFilesService."""
+    """Files of scoped ledgers are named with their paths below `current`. Source: ListDiskFilesService."""
     config = await call.service.bookie.ask(lambda bookie: bookie.config)
     directories = {
         "journal": config.journal_directories,
@@ -332,10 +334,11 @@ def _names(directories: Iterable[str], ending: str) -> list[str]:
 
 
 def _shown(directory: Path, path: Path) -> str:
-    """The name; of an index file of a scope its path from there on: two levels are Apache's, and more are ours."""
+    """The name; of a file of scoped ledgers its path from `current` on, for other files have that name too."""
     below = path.relative_to(directory).parts
-    levels = below[below.index("current") + 1 :] if "current" in below else below
-    return "/".join(levels) if path.suffix == ".idx" and len(levels) > 3 else path.name
+    levels = below[below.index(CURRENT) + 1 :] if CURRENT in below else below
+    is_scoped = levels[0] == SCOPED_DIRECTORY or (path.suffix == ".idx" and len(levels) > 3)
+    return "/".join(levels) if is_scoped else path.name
 
 
 @BOOKIE.put(

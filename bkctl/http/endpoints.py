@@ -9,7 +9,7 @@ Source of paths, names, types and key forms: HttpRouter and the services of org.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -169,7 +169,7 @@ class Body:
             raise UsageError(message[:MESSAGE_LENGTH_MAX], hint=f"known are {self._names()}")
         for each in self.values:
             if each.required and each.name not in found:
-                raise UsageError(f"The body lacks {each.name}: {each.help}")
+                raise UsageError(f"The body lacks {each.name}: {_phrase(each.help)}")
         if self.some and not found:
             raise UsageError(f"The body lacks {' or '.join(known)}")
         return {name: known[name].of_body(value) for name, value in found.items()}
@@ -193,6 +193,11 @@ class Body:
         if self.some:
             schema["minProperties"] = 1
         return schema
+
+
+def _phrase(sentence: str) -> str:
+    """As part of a message, which has no full stop."""
+    return sentence.removesuffix(".")
 
 
 def _refuse_constant(text: str) -> Any:
@@ -235,14 +240,26 @@ class Endpoint:
     #: It takes no longer than other requests, unless it says so here.
     timeout_s: float | None = None
 
-    def parse_query(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """The values of a query string; what is not declared is passed over, as Apache does. Raises UsageError."""
+    def parse_query(self, pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
+        """The values of a query string. Raises UsageError, also for one that is given twice and not the same.
+
+        What is not declared is passed over, as Apache does, except where something is deleted: a misspelt scope would
+        make another ledger of it.
+        """
+        query: dict[str, str] = {}
+        known = {"bookie", *(each.name for each in self.values)}
+        for name, text in pairs:
+            if name in known and query.setdefault(name, text) != text:
+                raise UsageError(f"{name} is given twice: {query[name]!r} and {text!r}"[:MESSAGE_LENGTH_MAX])
+            if self.method == "DELETE" and name not in known:
+                message = f"The query has a value that is not known here: {name}"
+                raise UsageError(message[:MESSAGE_LENGTH_MAX], hint=f"known are {', '.join(sorted(known))}")
         values = {}
         for each in self.values:
             if each.name in query:
                 values[each.name] = each.of_query(query[each.name])
             elif each.required:
-                raise UsageError(f"{each.name} is missing: {each.help}")
+                raise UsageError(f"{each.name} is missing: {_phrase(each.help)}")
         return values
 
 

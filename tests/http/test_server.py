@@ -265,6 +265,34 @@ def test_what_is_too_large_is_refused(bookie: Any) -> None:
     assert call(port, "PUT", f"{V1}/config/server_config", b'{"flushInterval": NaN}').status == 400
 
 
+def test_files_of_scoped_ledgers_are_told_from_others(bookie: Any) -> None:
+    (journals,) = BookieConfig.load(bookie.conf).journal_directories
+    scoped = Path(journals, "current", "scoped", "abc.txn")
+    scoped.parent.mkdir(exist_ok=True)
+    scoped.touch()
+    try:
+        answer = call(bookie.http_port, "GET", f"{V1}/bookie/list_disk_file?file_type=journal").json
+    finally:
+        scoped.unlink()
+    names = answer["journal files"].split()
+    assert "scoped/abc.txn" in names
+    assert any("/" not in name for name in names)
+
+
+def test_a_query_that_may_mean_another_ledger_is_refused(bookie: Any) -> None:
+    port = bookie.http_port
+    for path in ("metadata", "read"):
+        twice = call(port, "GET", f"{V1}/ledger/{path}?ledger_id=1&ledger_id=2")
+        assert twice.status == 400
+        assert twice.error == "ledger_id is given twice: '1' and '2'"
+        assert call(port, "GET", f"{V1}/ledger/{path}?ledger_id=1&ledger_id=1&nothing=of+the+kind").status == 404
+    assert call(port, "DELETE", f"{V1}/ledger/delete?ledger_id=1&ledger_id=2").status == 400
+    misspelt = call(port, "DELETE", f"{V1}/ledger/delete?ledger_id=1&ledger_scope=7")
+    assert misspelt.status == 400
+    assert misspelt.error == "The query has a value that is not known here: ledger_scope"
+    assert call(port, "DELETE", f"{V1}/ledger/delete?ledger_id=1&ledger_scope_id=7").status == 404
+
+
 class Nothing:
     """A service of a bookie that is not there."""
 
