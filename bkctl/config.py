@@ -220,6 +220,16 @@ _STORAGE_NAMES: Final = {
     "org.apache.bookkeeper.bookie.InterleavedLedgerStorage": "interleaved",
     "org.apache.bookkeeper.bookie.storage.ldb.DbLedgerStorage": "db",
 }
+#: Java's keys that ask for what our bookie lacks, each with the value that does not, and what holds instead.
+_WITHOUT_EFFECT: Final = {
+    "autoRecoveryDaemonEnabled": ("false", "auto-recovery does not run in this bookie"),
+    "dataIntegrityCheckingEnabled": ("false", "entries that were lost are not fetched again"),
+    "disableServerSocketBind": ("false", "the bookie listens on its port"),
+    "enableLocalTransport": ("false", "the bookie is reached by TCP only"),
+    "extraServerComponents": ("", "no other servers run in this bookie"),
+    "localScrubInterval": ("0", "'bkctl bookie check' checks the bookie's files"),
+    "tlsEnabledCipherSuites": ("", "the system's cipher suites are used"),
+}
 #: logSizeLimit's own upper bound. Source: ServerConfiguration.validate.
 LOG_SIZE_LIMIT_MAX: Final = 1 << 30
 
@@ -376,6 +386,10 @@ class BookieConfig:
     tls_trust_store_type: str = _setting("tlsTrustStoreType", "JKS")
     tls_trust_store: str | None = _setting("tlsTrustStore", None)
     tls_client_authentication: bool = _setting("tlsClientAuthentication", False)
+    #: As `TLSv1.3`; none: TLS 1.2 and later.
+    tls_enabled_protocols: tuple[str, ...] = ()
+    #: Nobody else may start the bookie; none: anybody may.
+    permitted_startup_users: tuple[str, ...] = ()
 
     http_server_enabled: bool = _setting("httpServerEnabled", False)
     http_server_port: int = _setting("httpServerPort", 8080, least=0, most=65535)
@@ -392,6 +406,8 @@ class BookieConfig:
     http_server_token_file: str | None = _setting("httpServerTokenFile", None)
 
     conf_path: Path | None = None
+    #: What the file asks for and does not get, a sentence each.
+    warnings: tuple[str, ...] = ()
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> BookieConfig:
@@ -408,12 +424,19 @@ class BookieConfig:
                 given[declared.name] = _parse(declared, properties[key], f"{properties.where(key)}: {key}")
         given["metadata_service_uri"] = properties.metadata_service_uri
         journals = properties.list("journalDirectories") or properties.list("journalDirectory")[:1]
-        directories = {
+        lists = {
             "journal_directories": journals,
             "ledger_directories": properties.list("ledgerDirectories"),
             "index_directories": properties.list("indexDirectories"),
+            "tls_enabled_protocols": properties.list("tlsEnabledProtocols"),
+            "permitted_startup_users": properties.list("permittedStartupUsers"),
         }
-        given |= {name: values for name, values in directories.items() if values}
+        given |= {name: values for name, values in lists.items() if values}
+        given["warnings"] = tuple(
+            f"{properties.where(key)}: {key} has no effect: {instead}"
+            for key, (nothing, instead) in _WITHOUT_EFFECT.items()
+            if properties.get(key, nothing).lower() not in ("", nothing)
+        )
         storage = properties.list("ledgerStorageClass")
         if storage:
             given["ledger_storage_class"] = storage[0]

@@ -80,6 +80,24 @@ def test_values_are_typed(tmp_path: Path) -> None:
     assert config.metadata_service_uri == "zk+hierarchical://a:1,b:2/ledgers"
 
 
+def test_what_a_file_asks_for_in_vain_is_told(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "bk.conf",
+        "autoRecoveryDaemonEnabled=True\nextraServerComponents=\nlocalScrubInterval=0\ntlsEnabledCipherSuites=A,B\n",
+    )
+    assert BookieConfig.load(path).warnings == (
+        f"{path} line 1: autoRecoveryDaemonEnabled has no effect: auto-recovery does not run in this bookie",
+        f"{path} line 4: tlsEnabledCipherSuites has no effect: the system's cipher suites are used",
+    )
+
+
+def test_lists_keep_all_their_values(tmp_path: Path) -> None:
+    path = write(tmp_path / "bk.conf", "permittedStartupUsers=bk, root\ntlsEnabledProtocols=TLSv1.3,TLSv1.2\n")
+    config = BookieConfig.load(path)
+    assert config.permitted_startup_users == ("bk", "root")
+    assert config.tls_enabled_protocols == ("TLSv1.3", "TLSv1.2")
+
+
 def test_old_zookeeper_settings_make_a_uri(tmp_path: Path) -> None:
     config = BookieConfig.load(write(tmp_path / "bk.conf", "zkServers=a:1,b:2\nzkLedgersRootPath=/bk\n"))
     assert config.metadata_service_uri == "zk+null://a:1;b:2/bk"

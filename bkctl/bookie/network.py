@@ -6,6 +6,8 @@ Source: BookieImpl.getBookieAddress, BookieNettyServer, TLSContextFactory.
 from __future__ import annotations
 
 import contextlib
+import os
+import pwd
 import resource
 import socket
 import ssl
@@ -21,6 +23,7 @@ from bkctl.storage.ledger_storage import CURRENT
 
 #: Requests that are not answered yet, of all clients, unless journalMaxMemorySizeMb says otherwise.
 IN_FLIGHT_BYTES_MAX: Final = 256 << 20
+_TLS_VERSIONS: Final = {"TLSv1.2": ssl.TLSVersion.TLSv1_2, "TLSv1.3": ssl.TLSVersion.TLSv1_3}
 #: What Apache's bookie has without a bookieAuthProviderFactoryClass.
 _NO_AUTH_CLASS: Final = "AuthenticationDisabledAuthProviderFactory"
 
@@ -141,6 +144,13 @@ def tls_context(config: BookieConfig) -> ssl.SSLContext | None:
         context.load_cert_chain(config.tls_certificate_path, config.tls_key_store, password)
         if config.tls_trust_store:
             context.load_verify_locations(config.tls_trust_store)
+        if config.tls_enabled_protocols:
+            unknown = [each for each in config.tls_enabled_protocols if each not in _TLS_VERSIONS]
+            if unknown:
+                known = ", ".join(_TLS_VERSIONS)
+                raise UsageError(f"tlsEnabledProtocols names {', '.join(unknown)}", hint=f"known are {known}")
+            versions = [_TLS_VERSIONS[each] for each in config.tls_enabled_protocols]
+            context.minimum_version, context.maximum_version = min(versions), max(versions)
     except (OSError, ssl.SSLError) as error:
         raise UsageError(f"The TLS files cannot be used: {error}") from error
     if config.tls_client_authentication:
@@ -148,6 +158,14 @@ def tls_context(config: BookieConfig) -> ssl.SSLContext | None:
             raise UsageError("tlsClientAuthentication needs tlsTrustStore, the certificates of who may connect")
         context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+def check_user(config: BookieConfig) -> None:
+    """Raises UsageError when this user may not start the bookie. Source: BookieServer.validateUser."""
+    user = pwd.getpwuid(os.geteuid()).pw_name
+    permitted = config.permitted_startup_users
+    if permitted and user not in permitted:
+        raise UsageError(f"permittedStartupUsers are {', '.join(permitted)}, and this is {user}")
 
 
 def check_authentication(config: BookieConfig) -> None:

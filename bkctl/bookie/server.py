@@ -28,6 +28,7 @@ from bkctl.bookie.network import (
     advertised_host,
     allow_open_files,
     check_authentication,
+    check_user,
     former_port,
     free_port,
     listening_host,
@@ -189,6 +190,7 @@ class Bookie:
 
     async def _start(self) -> None:
         config = self.config
+        check_user(config)
         check_authentication(config)
         check_compaction_settings(config)
         storage = self.storage
@@ -241,6 +243,8 @@ class Bookie:
             task.add_done_callback(self._task_over)
             self._tasks.add(task)
         self.garbage_collector.start()
+        for warning in config.warnings:
+            log.warning("%s", warning)
         self.started_ms = time.time_ns() // 1_000_000
         log.info("Bookie %s serves on port %d%s", self.bookie_id, port, ", read-only" if self.read_only else "")
 
