@@ -316,8 +316,9 @@ class SingleDirectoryDbLedgerStorage:
                 changes.is_written = True
 
     def _append(self, changes: _Changes) -> dict[bool, _Locations]:
-        """Add the entries to the entry loggers, in memory, ledger by ledger."""
+        """Add the entries to the entry loggers, ledger by ledger, and write most of them while caches have them."""
         located = {False: _Locations(), True: _Locations()}
+        writes = True
         for handle, entries in changes.cached:
             if handle.deleted:
                 continue
@@ -329,6 +330,11 @@ class SingleDirectoryDbLedgerStorage:
             into.runs.append((ledger, len(entry_ids)))
             if logger.buffered_bytes >= CHUNK_SIZE_BYTES:
                 logger.seal()
+                if writes:
+                    try:
+                        logger.write()
+                    except OSError:
+                        writes = False  # all are placed first: the caller's `write` fails too, or goes on
         return located
 
     def _write_indexes(self, changes: _Changes) -> None:

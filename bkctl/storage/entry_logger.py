@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from bkctl.errors import CorruptRecord, TruncatedRecord
 from bkctl.formats import entry_log as formats
@@ -49,18 +49,27 @@ class Move(NamedTuple):
     new: int
 
 
+class LoggedLedger(Protocol):
+    """A ledger as its entries are added one by one; `log_bytes` of them are in `log`."""
+
+    ledger: LedgerId
+    log: OpenLog | None
+    log_bytes: int
+
+
 class OpenLog:
     """The entry log that is being written. `position` is its end, with what is still in memory."""
 
-    __slots__ = ("base", "file", "is_complete", "log_id", "path", "position", "totals")
+    __slots__ = ("base", "file", "is_complete", "ledgers", "log_id", "path", "position", "totals")
 
     def __init__(self, log_id: int, path: Path) -> None:
         self.log_id = log_id
         self.base = log_id << 32
         self.path = path
         self.position = formats.HEADER_SIZE
-        #: Bytes of each ledger in it, sizes included.
+        #: Bytes of each ledger in it, sizes included, but for those that `ledgers` know themselves.
         self.totals: dict[LedgerId, int] = {}
+        self.ledgers: list[LoggedLedger] = []
         self.file: StorageFile | None = None
         self.is_complete = False
 
@@ -188,7 +197,7 @@ class EntryLogger:
         """Bytes added that are not in the file yet."""
         return self.buffered_bytes + sum(chunk.size for chunk in self._unwritten)
 
-    def add(self, ledger: LedgerId, size_field: bytes, body: Buffer) -> int:
+    def add(self, ledger: LoggedLedger, size_field: bytes, body: Buffer) -> int:
         """Append one entry (`size_field` is its length as an int32); returns its location. In memory only."""
         size = len(body) + 4
         log = self._log
@@ -200,8 +209,11 @@ class EntryLogger:
         parts.append(size_field)
         parts.append(body)
         self._recent[location] = body
-        totals = log.totals
-        totals[ledger] = totals.get(ledger, 0) + size
+        if ledger.log is not log:
+            ledger.log = log
+            ledger.log_bytes = 0
+            log.ledgers.append(ledger)
+        ledger.log_bytes += size
         return location
 
     def add_all(self, ledger: LedgerId, bodies: Sequence[Buffer]) -> list[int]:
@@ -270,7 +282,12 @@ class EntryLogger:
 
     def _close_log(self, log: OpenLog) -> None:
         """Seal the last chunk of `log` together with its ledgers map."""
-        self.seal(totals=log.totals)
+        totals = log.totals
+        for each in log.ledgers:
+            totals[each.ledger] = totals.get(each.ledger, 0) + each.log_bytes
+            each.log = None
+        log.ledgers = []
+        self.seal(totals=totals)
         self._log = None
 
     def seal(self, totals: dict[LedgerId, int] | None = None) -> None:
@@ -369,6 +386,8 @@ class EntryLogger:
             self.seal()
             stuck = [chunk for chunk in self._unwritten if chunk.log.path.parent == full]
             if self._log is not None and self._log.path.parent == full:
+                for each in self._log.ledgers:
+                    each.log = None
                 self._log = None
             if self._next is not None and self._next.path.parent == full:
                 following, self._next = self._next, None
@@ -376,10 +395,11 @@ class EntryLogger:
             moves: list[Move] = []
             for chunk in stuck:
                 at = chunk.start + 4
-                for size_field, body in zip(chunk.parts[0::2], chunk.parts[1::2], strict=True):
+                for body in chunk.parts[1::2]:
                     ledger, entry_id = _ids_of(body)
-                    old = chunk.log.base | at
-                    moves.append(Move(ledger, entry_id, old, self.add(ledger, bytes(size_field), body)))
+                    (new,) = self.add_all(ledger, (body,))
+                    self._recent[new] = body
+                    moves.append(Move(ledger, entry_id, chunk.log.base | at, new))
                     at += len(body) + 4
             moved(moves)
             with self._lock:

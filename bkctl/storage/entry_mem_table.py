@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
@@ -23,7 +24,7 @@ class EntryKey(NamedTuple):
 class Snapshot:
     """Entries that belong together: those that are added now, or that are being written."""
 
-    __slots__ = ("is_sorted", "ledgers", "size", "todo")
+    __slots__ = ("is_sorted", "ledgers", "placed", "size", "todo")
 
     def __init__(self) -> None:
         self.ledgers: dict[IndexedHandle, dict[int, Buffer]] = {}
@@ -32,6 +33,8 @@ class Snapshot:
         self.is_sorted = False
         #: What is still to be written, last first: runs of entry ids of one ledger.
         self.todo: list[tuple[IndexedHandle, list[int]]] = []
+        #: What went to the entry loggers, and may not be in the files.
+        self.placed: list[tuple[IndexedHandle, list[int]]] = []
 
     def keys(self) -> Iterator[EntryKey]:
         """Every entry, in order."""
@@ -89,10 +92,19 @@ class EntryMemTable:
         self.current = Snapshot()
         return True
 
+    @staticmethod
+    def forget_placed(snapshot: Snapshot) -> None:
+        """Forget what the snapshot has placed, which can be read elsewhere now: soon, while caches still have it."""
+        for handle, entry_ids in snapshot.placed:
+            entries = snapshot.ledgers[handle]
+            # By pages, so that other threads get their turn.
+            deque(map(entries.__delitem__, entry_ids), maxlen=0)
+            if not entries:
+                # Handles hold it until their next entry.
+                entries.clear()
+                del snapshot.ledgers[handle]
+        snapshot.placed = []
+
     def drop(self, snapshot: Snapshot) -> None:
-        """Forget the entries of a snapshot that can be read elsewhere now."""
+        """Forget a snapshot of which all can be read elsewhere now."""
         self.snapshots = tuple(each for each in self.snapshots if each is not snapshot)
-        for entries in list(snapshot.ledgers.values()):
-            # Handles hold it until their next entry. One by one, so that other threads get their turn.
-            while entries:
-                entries.popitem()

@@ -85,7 +85,9 @@ class IndexInMemPageMgr:
             handle.page = self._page_to_change(handle, number)
             handle.page_number = number
         page = handle.page
-        if slot < len(page):
+        if slot == len(page):
+            page.append(location)
+        elif slot < len(page):
             page[slot] = location
         else:
             _set(page, slot, (location,))

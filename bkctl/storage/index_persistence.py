@@ -21,6 +21,7 @@ from typing import Any, Final
 from bkctl.formats import index as formats
 from bkctl.formats.layout import Buffer
 from bkctl.ids import LedgerId
+from bkctl.storage.entry_logger import OpenLog
 from bkctl.storage.files import NO_SPACE, Files, StorageFile
 from bkctl.storage.ledger_storage import LedgerHandle
 
@@ -38,10 +39,20 @@ class IndexedHandle(LedgerHandle):
     """A ledger with an index file at `index_path`, or one to be. `indexed_last` is the highest entry id in its pages.
 
     `page` is the one that the last entry went to, `page_number` its number, −1 when it may have left memory.
-    `entries` are the ledger's in the memtable `table`.
+    `entries` are the ledger's in the memtable `table`, `log_bytes` those in the open entry log `log`.
     """
 
-    __slots__ = ("entries", "header_changed", "index_path", "indexed_last", "page", "page_number", "table")
+    __slots__ = (
+        "entries",
+        "header_changed",
+        "index_path",
+        "indexed_last",
+        "log",
+        "log_bytes",
+        "page",
+        "page_number",
+        "table",
+    )
 
     def __init__(self, ledger: LedgerId, master_key: bytes, index_path: Path) -> None:
         super().__init__(ledger, master_key)
@@ -52,6 +63,8 @@ class IndexedHandle(LedgerHandle):
         self.page_number = -1
         self.table: object = None
         self.entries: dict[int, Any] = {}
+        self.log: OpenLog | None = None
+        self.log_bytes = 0
 
 
 class IndexPersistenceMgr:

@@ -196,9 +196,8 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
     # --- entries -----------------------------------------------------------------------------------------------------
 
     def add(self, handle: IndexedHandle, entry_id: int, size_field: bytes, body: Buffer) -> None:
-        ledger = handle.ledger
-        logger = self._scoped_logger if ledger[0] else self._logger
-        self.pages.put(handle, entry_id, logger.add(ledger, size_field, body))
+        logger = self._scoped_logger if handle.ledger[0] else self._logger
+        self.pages.put(handle, entry_id, logger.add(handle, size_field, body))
         if entry_id > handle.last_entry:
             handle.last_entry = entry_id
 

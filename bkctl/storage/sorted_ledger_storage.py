@@ -98,10 +98,15 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
                 snapshot.is_sorted = True
             while snapshot.todo:
                 handle, entry_ids = snapshot.todo[-1]
+                logger = self._scoped_logger if handle.ledger[0] else self._logger
                 if not handle.deleted:
-                    self._write_run(handle, entry_ids, snapshot.ledgers[handle])
-                snapshot.todo.pop()
+                    self._place_run(logger, handle, entry_ids, snapshot.ledgers[handle])
+                snapshot.placed.append(snapshot.todo.pop())
+                if logger.buffered_bytes >= CHUNK_SIZE_BYTES:
+                    self._write_logs()
+                    self.table.forget_placed(snapshot)
             self._write_logs()
+            self.table.forget_placed(snapshot)
             self.table.drop(snapshot)
         self._write_logs()
 
@@ -116,21 +121,19 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
                 yield handle, entry_ids[start:end]
                 start = end
 
-    def _write_run(self, handle: IndexedHandle, entry_ids: list[int], entries: dict[int, Buffer]) -> None:
+    def _place_run(
+        self, logger: EntryLogger, handle: IndexedHandle, entry_ids: list[int], entries: dict[int, Buffer]
+    ) -> None:
         if self.pages.is_full:
             self._write_logs()
             self._sync_logs()
             self._write_pages()
-        logger = self._scoped_logger if handle.ledger[0] else self._logger
         if len(entry_ids) == 1:
             body = entries[entry_ids[0]]
-            locations = [logger.add(handle.ledger, _pack_size(len(body)), body)]
+            locations = [logger.add(handle, _pack_size(len(body)), body)]
         else:
-            locations = logger.add_all(handle.ledger, [entries[entry_id] for entry_id in entry_ids])
+            locations = logger.add_all(handle.ledger, list(map(entries.__getitem__, entry_ids)))
         self.pages.put_all(handle, entry_ids, locations)
-        if logger.buffered_bytes >= CHUNK_SIZE_BYTES:
-            logger.seal()
-            self._write_log(logger)
 
     def _write_logs(self) -> None:
         for logger in self.entry_loggers:

@@ -6,6 +6,7 @@ import errno
 import os
 import struct
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import file_name
 from bkctl.ids import LedgerId
 from bkctl.storage.entry_log import EntryLogReader
-from bkctl.storage.entry_logger import EntryLogger, Move
+from bkctl.storage.entry_logger import EntryLogger, Move, OpenLog
 from bkctl.storage.files import Fault, Files, SimulatedFiles, StorageFile
 
 LEDGER, OTHER = LedgerId(0, 5), LedgerId(0, 6)
@@ -30,6 +31,13 @@ def open_logger(root: Path, files: Files | None = None, **changes: Any) -> Entry
     return EntryLogger(directories, files, **settings)
 
 
+@dataclass(slots=True)
+class Ledger:
+    ledger: LedgerId
+    log: OpenLog | None = None
+    log_bytes: int = 0
+
+
 def body_of(ledger: LedgerId, entry_id: int, size: int = 100) -> bytes:
     digests = DigestManager(ledger, DigestType.CRC32C, b"secret")
     return digests.seal(entry_id, entry_id - 1, size * (entry_id + 1), bytes(size)) + bytes(size)
@@ -37,7 +45,7 @@ def body_of(ledger: LedgerId, entry_id: int, size: int = 100) -> bytes:
 
 def add(logger: EntryLogger, ledger: LedgerId, entry_id: int, size: int = 100) -> int:
     body = body_of(ledger, entry_id, size)
-    return logger.add(ledger, struct.pack(">i", len(body)), body)
+    return logger.add(Ledger(ledger), struct.pack(">i", len(body)), body)
 
 
 def test_a_log_is_flushed_once_it_is_complete_and_synced(tmp_path: Path) -> None:
@@ -60,7 +68,8 @@ def test_entries_added_at_once_stand_as_those_added_one_by_one(tmp_path: Path) -
         logger = open_logger(tmp_path / name)
         bodies = [body_of(LEDGER, entry_id, size) for entry_id, size in enumerate(sizes)]
         if name == "one":
-            locations = [logger.add(LEDGER, struct.pack(">i", len(body)), body) for body in bodies]
+            ledger = Ledger(LEDGER)
+            locations = [logger.add(ledger, struct.pack(">i", len(body)), body) for body in bodies]
         else:
             locations = logger.add_all(LEDGER, bodies)
         logger.seal()
