@@ -386,6 +386,8 @@ class BookieConfig:
     tls_trust_store_type: str = _setting("tlsTrustStoreType", "JKS")
     tls_trust_store: str | None = _setting("tlsTrustStore", None)
     tls_client_authentication: bool = _setting("tlsClientAuthentication", False)
+    #: Ours: Apache's bookie serves clients without TLS too, whatever the other settings say.
+    tls_required: bool = _setting("tlsRequired", False)
     #: As `TLSv1.3`; none: TLS 1.2 and later.
     tls_enabled_protocols: tuple[str, ...] = ()
     #: Nobody else may start the bookie; none: anybody may.

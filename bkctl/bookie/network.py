@@ -127,6 +127,8 @@ def free_port(host: str) -> int:
 def tls_context(config: BookieConfig) -> ssl.SSLContext | None:
     """The server's TLS settings, None without tlsProviderFactoryClass. Raises Unsupported for Java's own key stores."""
     if not config.tls_provider_factory_class:
+        if config.tls_required:
+            raise UsageError("tlsRequired needs tlsProviderFactoryClass, and a key and certificate")
         return None
     for kind in (config.tls_key_store_type, config.tls_trust_store_type if config.tls_trust_store else "PEM"):
         if kind.upper() != "PEM":
@@ -174,5 +176,5 @@ def check_authentication(config: BookieConfig) -> None:
     if name and not name.endswith(_NO_AUTH_CLASS):
         raise Unsupported(
             f"bookieAuthProviderFactoryClass {name}: our bookie has no authentication of its own",
-            hint="use tlsProviderFactoryClass with tlsClientAuthentication=true, which lets in who has a certificate",
+            hint="tlsProviderFactoryClass, tlsClientAuthentication and tlsRequired let in nobody without a certificate",
         )

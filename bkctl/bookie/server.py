@@ -137,7 +137,9 @@ class Bookie:
         self._cluster = cluster
         self._owns_cluster = cluster is None
         self._held = contextlib.ExitStack()
-        self._server = BookieServer(self, tls=tls_context(config), limits=server_limits(config))
+        self._server = BookieServer(
+            self, tls=tls_context(config), requires_tls=config.tls_required, limits=server_limits(config)
+        )
         self.garbage_collector: GarbageCollectorThread | None = None
         self.started_ms = 0
         self.metrics = BookieMetrics()
@@ -248,6 +250,8 @@ class Bookie:
         self.garbage_collector.start()
         for warning in config.warnings:
             log.warning("%s", warning)
+        if config.tls_client_authentication and not config.tls_required:
+            log.warning("Clients without TLS are served too, as Apache's bookie does, unless tlsRequired=true")
         self.started_ms = time.time_ns() // 1_000_000
         log.info("Bookie %s serves on port %d%s", self.bookie_id, port, ", read-only" if self.read_only else "")
 

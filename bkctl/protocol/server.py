@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from bkctl.errors import BkctlError, IllegalOperation
+from bkctl.errors import BkctlError, IllegalOperation, Unauthorized
 from bkctl.protocol import v2, v3
 from bkctl.protocol.connection import FramedProtocol, scope_of
 from bkctl.protocol.messages import (
@@ -94,12 +94,20 @@ class RequestHandler(typing.Protocol):
         """
 
 
+class _TlsOnly:
+    """Serves clients that have not begun TLS, where they must."""
+
+    def handle(self, request: Request, respond: Respond) -> None:
+        raise Unauthorized("This bookie serves no client without TLS")
+
+
 class _ServedConnection(FramedProtocol):
     """A bookie's end of one connection. It speaks v3 until the first frame that is none, and v2 from then on."""
 
     def __init__(self, server: BookieServer) -> None:
         super().__init__(server.limits.frame_size_bytes)
         self._server = server
+        self._handler: RequestHandler = _TlsOnly() if server.requires_tls else server.handler
         self._is_v2 = False
         self._secure = False
         self._upgrade: asyncio.Task[None] | None = None
@@ -172,7 +180,7 @@ class _ServedConnection(FramedProtocol):
         if self._in_flight >= IN_FLIGHT_REQUESTS_MAX or self._in_flight_size >= IN_FLIGHT_BYTES_MAX:
             self.halt()
         try:
-            self._server.handler.handle(request, respond)
+            self._handler.handle(request, respond)
         except BkctlError as error:
             status = Status.EIO if error.v3_code is None else Status(error.v3_code)
             respond(refusal(request, status))
@@ -217,6 +225,7 @@ class _ServedConnection(FramedProtocol):
             return
         self._use(transport)
         self._secure = True
+        self._handler = self._server.handler
         self._upgrade = None
         self._continue()
 
@@ -443,9 +452,10 @@ def _connection_of(respond: Respond) -> _ServedConnection:
 class BookieServer:
     """Serves a bookie's requests on one address, v2 and v3 on each connection as its client speaks.
 
-    It answers by itself what needs no bookie: authentication (none is required), START_TLS (when `tls` is given), other
-    protocol versions (EBADVERSION), and v3 operations that do not exist (EBADREQ). Bytes that are no frame or no
-    request close their connection. A scope in a v3 request is echoed in the answer.
+    It answers by itself what needs no bookie: authentication (none is required), START_TLS (when `tls` is given; with
+    `requires_tls` nothing is served before it), other protocol versions (EBADVERSION), and v3 operations that do not
+    exist (EBADREQ). Bytes that are no frame or no request close their connection. A scope in a v3 request is echoed in
+    the answer.
     """
 
     def __init__(
@@ -453,10 +463,12 @@ class BookieServer:
         handler: RequestHandler,
         *,
         tls: ssl.SSLContext | None = None,
+        requires_tls: bool = False,
         limits: ServerLimits = DEFAULT_LIMITS,
     ) -> None:
         self.handler = handler
         self.tls = tls
+        self.requires_tls = requires_tls
         self.limits = limits
         self.connections: set[_ServedConnection] = set()
         #: Bytes of requests that are not answered yet, and reads that are not begun yet, over all connections.

@@ -529,6 +529,8 @@ def test_what_cannot_be_served_is_refused_at_the_start(tmp_path: Path, cluster: 
     provider = "org.apache.bookkeeper.sasl.SASLBookieAuthProviderFactory"
     with pytest.raises(Unsupported, match="no authentication of its own"):
         on_a_bookie(tmp_path, cluster, nothing, bookie_auth_provider_factory_class=provider)
+    with pytest.raises(UsageError, match="tlsRequired needs tlsProviderFactoryClass"):
+        on_a_bookie(tmp_path, cluster, nothing, tls_required=True)
     with pytest.raises(UsageError, match="permittedStartupUsers are nobody-here, and this is "):
         on_a_bookie(tmp_path, cluster, nothing, permitted_startup_users=("nobody-here",))
     assert not list(tmp_path.glob("journal"))

@@ -83,6 +83,22 @@ def test_a_bookie_with_tls_serves_clients_without(runner: Runner, pem: Path) -> 
     runner(main())
 
 
+@pytest.mark.parametrize("protocol", Protocol)
+def test_a_bookie_that_requires_tls_serves_nobody_without(runner: Runner, pem: Path, protocol: Protocol) -> None:
+    async def main() -> None:
+        server = BookieServer(Bookie(), tls=server_context(pem), requires_tls=True)
+        await server.start(HOST)
+        for tls, status in ((None, Status.EUA), (client_context(pem), Status.EOK)):
+            connection = await BookieConnection.open(HOST, server.port, bookie_id="b", protocol=protocol, tls=tls)
+            for entry_id in range(3):
+                assert (await connection.send(ReadRequest(LEDGER, entry_id))).status is status
+            connection.close()
+            await connection.wait_closed()
+        await server.close()
+
+    runner(main())
+
+
 def test_a_bookie_without_tls_refuses_it(runner: Runner, pem: Path) -> None:
     async def main() -> None:
         server = BookieServer(Bookie())
