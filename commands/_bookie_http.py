@@ -501,7 +501,15 @@ def gc(
                 "not name, however many those are"
             )
         if status:
-            run.watch(watch, lambda: _collector_rows(api.garbage_collection()), _collector_columns(run.output))
+            shown = []
+
+            def look() -> Iterator[CollectorRow]:
+                shown[:] = [api.garbage_collection()]
+                return _collector_rows(shown[0])
+
+            run.watch(watch, look, _collector_columns(run.output))
+            for reason in _held_back(shown[0]):
+                run.note(f"bkctl: {found.name} keeps ledgers of scopes that seem deleted: {reason}")
             return
         if dry_run:
             run.note(f"bkctl: Dry run: {found.name} would {_gc_plan(major, minor, suspend, resume)}")
@@ -514,7 +522,7 @@ def gc(
             _force_gc(run, found, major, minor, accept_scoped_deletes, wait, deadline)
         after = api.garbage_collection()
         run.render(_collector_rows(after), _collector_columns(run.output))
-        held_back = [each.scoped_deletes_held_back for each in after.collectors if each.scoped_deletes_held_back]
+        held_back = _held_back(after)
         if held_back and forces and wait:
             raise FindingsError(
                 f"{found.name} kept ledgers of scopes that seem deleted: {held_back[0]}",
@@ -566,6 +574,11 @@ def _force_gc(
             if not (now.in_force_gc or any(each.force_compacting for each in now.collectors)):
                 break
             patience.wait()
+
+
+def _held_back(collection: GarbageCollection) -> list[str]:
+    """Why collectors deleted no scoped ledgers in their last round."""
+    return [each.scoped_deletes_held_back for each in collection.collectors if each.scoped_deletes_held_back]
 
 
 def _collector_rows(collection: GarbageCollection) -> Iterator[CollectorRow]:

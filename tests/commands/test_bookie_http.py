@@ -266,6 +266,9 @@ def test_gc_asks_before_it_accepts_the_deletes_of_scopes(cli: Cli, fake: FakeSer
 
 def test_deletes_that_a_round_held_back_are_findings(cli: Cli, fake: FakeServer) -> None:
     fake.replies[f"GET {API}/gc_details"] = [{**COLLECTOR, "scopedDeletesHeldBack": "120 of 130"}]
+    shown = cli("bookie", "gc", "--status")
+    assert shown.code == 0
+    assert "keeps ledgers of scopes that seem deleted: 120 of 130" in shown.err
     answer = cli("bookie", "gc", "--wait")
     assert answer.code == 3
     assert "kept ledgers of scopes that seem deleted: 120 of 130" in answer.err
