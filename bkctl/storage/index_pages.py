@@ -98,7 +98,10 @@ class IndexInMemPageMgr:
         """Set the locations of entries, ids ascending and all in one page. Raises OSError."""
         first, last = entry_ids[0], entry_ids[-1]
         number, slot = divmod(first, self._slots)
-        page = self._page_to_change(handle, number)
+        key = handle.ledger, number
+        page = self._pages.get(key) if self._changed.get(key) is handle else None
+        if page is None:
+            page = self._page_to_change(handle, number)
         with self._lock:
             if last - first + 1 == len(entry_ids):
                 _set(page, slot, locations)

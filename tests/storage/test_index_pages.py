@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from bkctl.formats.index import HEADER_SIZE
 from bkctl.ids import LedgerId
 from bkctl.storage.entry_logger import Move
 from bkctl.storage.files import Files
 from bkctl.storage.index_pages import IndexInMemPageMgr
-from bkctl.storage.index_persistence import IndexPersistenceMgr
+from bkctl.storage.index_persistence import IndexedHandle, IndexPersistenceMgr
 
 LEDGER = LedgerId(7, 0x1234)
 PAGE_SIZE = 64
@@ -75,3 +76,35 @@ def test_a_page_that_leaves_memory_during_a_move_is_read_again(tmp_path: Path, m
     expected = [100 + entry_id for entry_id in range(SLOTS, 2 * SLOTS)]
     expected[1] = 200
     assert list(open_index(tmp_path)[0].read_page(LEDGER, 1)) == expected
+
+
+def test_a_page_that_changes_while_a_flush_writes_it_waits_once(tmp_path: Path) -> None:
+    _, pages = open_index(tmp_path)
+    handles = [IndexedHandle(LedgerId(0, number), b"key", tmp_path / f"{number}.idx") for number in (1, 2)]
+    for handle in handles:
+        pages.put(handle, 0, 100)
+    pages.take_changes()
+    for handle in handles:
+        pages.put(handle, 1, 101)
+    assert not pages.is_full, "two of four pages"
+    pages.put(handles[0], SLOTS, 102)
+    assert pages.is_full, "three of four"
+    pages.finish(written=False)
+    assert pages.is_full
+    pages.forget(handles[0].ledger)
+    assert not pages.is_full
+    assert pages.changed_count == 1
+
+
+@pytest.mark.parametrize("entry_ids", [[0], [SLOTS - 1], [1, 2, 4], [3, 4, 5]])
+def test_pages_are_written_whole_wherever_their_last_location_is(tmp_path: Path, entry_ids: list[int]) -> None:
+    persistence, pages = open_index(tmp_path)
+    handle = persistence.create(LEDGER, b"key")
+    locations = [100 + entry_id for entry_id in entry_ids]
+    pages.put_all(handle, entry_ids, locations)
+    assert [pages.location(LEDGER, entry_id) for entry_id in range(SLOTS) if entry_id in entry_ids] == locations
+    assert pages.location(LEDGER, SLOTS - 1) in (0, 100 + SLOTS - 1)
+    flush(persistence, pages)
+    assert handle.index_path.stat().st_size == HEADER_SIZE + PAGE_SIZE
+    expected = [100 + slot if slot in entry_ids else 0 for slot in range(SLOTS)]
+    assert list(open_index(tmp_path)[0].read_page(LEDGER, 0)) == expected
