@@ -152,6 +152,7 @@ class EntryLogReader(FileReader):
     def ledgers_map(self) -> dict[LedgerId, int] | None:
         """Each ledger's bytes in this log, as the ledgers map at its end says; None for a log without one.
 
+        A log that was closed before any entry came (Apache's SortedLedgerStorage may) has no ledgers and no map.
         Raises CorruptRecord when the map contradicts itself or the header.
         """
         header = self.header
@@ -159,6 +160,8 @@ class EntryLogReader(FileReader):
             return None
         at = header.ledgers_map_offset
         file_size = self.size()
+        if self._is_closed_empty(header) and file_size == HEADER_SIZE:
+            return {}
         if not HEADER_SIZE <= at < file_size:
             raise CorruptRecord(f"Ledgers map is said to be at byte {at} of {file_size}", offset=8, where=self.name)
         sizes: dict[LedgerId, int] = {}
@@ -181,6 +184,9 @@ class EntryLogReader(FileReader):
                 where=self.name,
             )
         return sizes
+
+    def _is_closed_empty(self, header: EntryLogHeader) -> bool:
+        return header.ledgers_map_offset == HEADER_SIZE and header.ledgers_count == 0
 
     def scan_ledgers(self, *, complete: bool = True) -> dict[LedgerId, int]:
         """Each ledger's bytes in this log (entries and their size fields), counted from the records themselves.
@@ -212,7 +218,8 @@ class EntryLogReader(FileReader):
         """
         if self.header is None:
             return
-        map_offset = self.header.ledgers_map_offset if complete and self.header.version > VERSION_WITHOUT_MAP else 0
+        has_map = complete and self.header.version > VERSION_WITHOUT_MAP and not self._is_closed_empty(self.header)
+        map_offset = self.header.ledgers_map_offset if has_map else 0
         at, begin = max(start, HEADER_SIZE), 0
         window = self.window(at)
         limit = len(window)

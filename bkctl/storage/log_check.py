@@ -210,7 +210,7 @@ def _check_records(reader: EntryLogReader, check: LogCheck, checker: DigestCheck
         if map_at is not None and header.ledgers_map_offset == 0:
             check.contradictions.append(f"The header does not know of the ledgers map at byte {map_at}")
         return
-    if map_at != header.ledgers_map_offset:
+    if said and map_at != header.ledgers_map_offset:
         check.contradictions.append(
             f"The header says the ledgers map is at byte {header.ledgers_map_offset}, the first one is at {map_at}"
         )

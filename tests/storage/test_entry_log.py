@@ -95,6 +95,15 @@ def test_a_closed_log_says_its_ledgers(open_log, version, ledgers):
     assert ids(read(reader, special=True)[0]) == [("entry", 0), ("entry", 0), ("ledgersMap", -2)]
 
 
+def test_a_log_that_was_closed_before_any_entry_came_is_whole(open_log):
+    reader = open_log(write_header(1, 1024, 0))
+    assert reader.ledgers_map() == reader.ledgers() == reader.scan_ledgers() == {}
+    assert read(reader) == ([], None)
+    for damaged in (write_header(1, 1024, 1), write_header(1, 1024, 0) + entry(0)):
+        with pytest.raises(CorruptRecord):
+            open_log(damaged).ledgers_map()
+
+
 def test_a_ledgers_map_of_several_records(open_log):
     sizes = {LedgerId(0, number): number + 1 for number in range(25_000)}
     assert open_log(closed_log([entry(0)], sizes)).ledgers_map() == sizes

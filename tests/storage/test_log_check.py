@@ -186,6 +186,11 @@ def test_a_ledgers_map_that_says_otherwise_than_the_records(verify, said, proble
     assert problem in str(check.problem)
 
 
+def test_a_log_that_was_closed_before_any_entry_came_is_good(verify) -> None:
+    check = verify(write_header(1, 1024, 0))
+    assert (check.error, check.state, check.problem) == (None, LogState.END_OF_FILE, None)
+
+
 def test_a_damaged_ledgers_map_is_damage(verify) -> None:
     data, _ = log()
     data[16:20] = struct.pack(">i", 7)
