@@ -9,6 +9,7 @@ from pathlib import Path
 
 import golden
 import pytest
+from failing_files import FailingFiles
 from golden import GoldenBookie
 
 from bkctl.errors import UsageError
@@ -329,30 +330,6 @@ def test_a_dry_run_changes_nothing(bookie: Bookie) -> None:
     assert snapshot(bookie.current()) == before
     assert not done.swapped
     assert [(row.ledgers, row.entries, row.backup) for row in done.databases] == [(2, None, None), (2, 2, None)]
-
-
-class FailingFiles(Files):
-    """Files whose changing operation of number `at` fails with `error`, and all after it."""
-
-    def __init__(self, at: int, error: BaseException) -> None:
-        self.at, self.error, self.count = at, error, 0
-
-    def _step(self) -> None:
-        self.count += 1
-        if self.count >= self.at:
-            raise self.error
-
-    def rename(self, source: Path, target: Path) -> None:
-        self._step()
-        super().rename(source, target)
-
-    def exchange(self, one: Path, other: Path) -> None:
-        self._step()
-        super().exchange(one, other)
-
-    def sync_directory(self, path: Path) -> None:
-        self._step()
-        super().sync_directory(path)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import golden
 import pytest
+from failing_files import FailingFiles
 from golden import GoldenBookie
 
 from bkctl.errors import NotFound, UsageError
@@ -16,7 +17,7 @@ from bkctl.formats import entry_log, index, journal
 from bkctl.formats.entry import DigestManager, DigestType, master_key
 from bkctl.ids import LedgerId
 from bkctl.storage.directories import BookieDirectories
-from bkctl.storage.files import Files, SimulatedCrash
+from bkctl.storage.files import SimulatedCrash
 from bkctl.storage.garbage import LedgerState
 from bkctl.storage.index import LedgerIndexReader
 from bkctl.storage.index_persistence import ENTRY_ID_MAX
@@ -257,34 +258,6 @@ def test_a_dry_run_changes_nothing(bookie: Bookie) -> None:
     assert {path: path.read_bytes() for path in bookie.current.rglob("*") if path.is_file()} == before
     assert [(row.entries, row.last_entry_id, row.backup) for row in done.indexes] == [(2, 1, None)]
     assert not done.swapped
-
-
-class FailingFiles(Files):
-    """Files whose changing operation of number `at` fails with `error`, and all after it."""
-
-    def __init__(self, at: int, error: BaseException) -> None:
-        self.at, self.error, self.count = at, error, 0
-
-    def _step(self) -> None:
-        self.count += 1
-        if self.count >= self.at:
-            raise self.error
-
-    def rename(self, source: Path, target: Path) -> None:
-        self._step()
-        super().rename(source, target)
-
-    def exchange(self, one: Path, other: Path) -> None:
-        self._step()
-        super().exchange(one, other)
-
-    def _mkdir(self, path: Path) -> None:
-        self._step()
-        super()._mkdir(path)
-
-    def sync_directory(self, path: Path) -> None:
-        self._step()
-        super().sync_directory(path)
 
 
 @pytest.mark.parametrize("error", [SimulatedCrash(), OSError(errno.ENOSPC, "No space left")], ids=["crash", "full"])
