@@ -100,10 +100,11 @@ class Bench:
         )  # fmt: skip
         with full_speed_java(heap_mb=1024):
             cluster.start()
-        try:
-            yield cluster
-        finally:
-            cluster.stop()
+        with self.logs_of(cluster.bookies), removed_afterwards(cluster.directory):
+            try:
+                yield cluster
+            finally:
+                cluster.stop()
 
     @contextlib.contextmanager
     def ours(self, count: int, storage: str = "sorted") -> Iterator[OwnCluster]:
@@ -113,12 +114,25 @@ class Bench:
         directory = self.directory / f"ours-{time.time_ns()}"
         servers.format_cluster(self.java, uri, directory)
         cluster = OwnCluster(uri, directory, (STORAGES[storage],) * count, server_settings())
+        with self.logs_of(cluster.bookies), removed_afterwards(directory):
+            try:
+                start_all(cluster.bookies)
+                yield cluster
+                stop_all(cluster.bookies)
+            finally:
+                cluster.kill()
+
+    @contextlib.contextmanager
+    def logs_of(self, bookies: Sequence[servers.Server]) -> Iterator[None]:
+        """Print what the bookies said at last, and the space that was left, when a benchmark on them fails."""
         try:
-            start_all(cluster.bookies)
-            yield cluster
-            stop_all(cluster.bookies)
-        finally:
-            cluster.kill()
+            yield
+        except BaseException:
+            free = shutil.disk_usage(self.directory).free >> 20
+            print(f"\n{free:,} MiB are free in {self.directory}", file=sys.stderr)
+            for bookie in bookies:
+                print(f"\n--- {bookie.name}, running: {bookie.running}\n{bookie.log_tail()}", file=sys.stderr)
+            raise
 
     def java_rate(self, *arguments: object) -> dict[str, Any]:
         """Run Bench.java with a fully optimising JVM; what it prints."""
@@ -129,6 +143,17 @@ class Bench:
     def close(self) -> None:
         if self._zookeeper is not None:
             self._zookeeper.kill()
+
+
+@contextlib.contextmanager
+def removed_afterwards(directory: Path) -> Iterator[None]:
+    """A long run leaves tens of GiB, which are gone from the disk, and from its queue, when the next one starts."""
+    os.sync()
+    try:
+        yield
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.sync()
 
 
 def server_settings() -> dict[str, object]:
