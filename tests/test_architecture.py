@@ -22,7 +22,9 @@ DIRECTION = [
     {"formats"},
     {"storage", "protocol"},
     {"metadata"},
-    {"client", "bookie"},
+    {"client"},
+    {"replication"},
+    {"bookie"},
     {"http", "spark"},
     {"commands"},
 ]
