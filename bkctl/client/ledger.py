@@ -510,18 +510,34 @@ class BookKeeper:
             raise Unauthorized(f"Wrong password for ledger {ledger}", hint="give the password it was created with")
         if metadata.digest_type is not None and digest_type not in (None, metadata.digest_type):
             raise DigestMismatch(f"Ledger {ledger} has digest type {metadata.digest_type.name}")
-        digest = DigestManager(
-            ledger,
-            metadata.digest_type or digest_type or DigestType.CRC32,
-            metadata.password if metadata.password is not None else password or b"",
-        )
-        access = LedgerAccess(self.pool, ledger, digest, versioned)
+        access = self.access(ledger, versioned, digest_type=digest_type, password=password)
         if recovery:
             await recover(access)
         if access.metadata.is_closed:
             return ReadHandle(access, access.metadata.last_entry_id, access.metadata.length)
         confirmed = await read_last_confirmed(access)
         return ReadHandle(access, confirmed.last_add_confirmed, confirmed.length)
+
+    def access(
+        self,
+        ledger: LedgerId,
+        versioned: VersionedMetadata,
+        *,
+        digest_type: DigestType | None = None,
+        password: bytes | None = None,
+    ) -> LedgerAccess:
+        """What requests for the ledger need, by its metadata alone: no bookie is asked, no password is checked.
+
+        `digest_type` and `password` count where the metadata has none. Raises IllegalOperation as `open_ledger`.
+        """
+        self._check_scope(ledger.scope_id)
+        metadata = versioned.metadata
+        digest = DigestManager(
+            ledger,
+            metadata.digest_type or digest_type or DigestType.CRC32,
+            metadata.password if metadata.password is not None else password or b"",
+        )
+        return LedgerAccess(self.pool, ledger, digest, versioned)
 
     async def delete_ledger(self, ledger_id: int, *, ledger_scope_id: int = 0) -> None:
         """Delete the ledger's metadata; the bookies drop its entries when they collect garbage.
