@@ -51,6 +51,7 @@ from bkctl.metadata.store import (
     NO_CLUSTER_HINT,
     NO_SECURITY,
     VALUE_SIZE_BYTES_MAX,
+    Claim,
     MetadataStore,
     StoreSecurity,
     Versioned,
@@ -597,6 +598,44 @@ class EtcdStore(MetadataStore):
             raise
         self._start("lease", self._keep_lease)
 
+    def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:
+        """See MetadataStore.claim. The number is how often the parent was written, which each claim does once more."""
+        _check_size(path, value)
+        while True:
+            lease_id = self._lease()
+            try:
+                if numbered:
+                    claimed, revision = self._create_numbered(path, value, lease_id)
+                else:
+                    claimed, revision = path, self._create(path, value, lease_id)
+            except _LeaseLost:
+                self._forget_lease(lease_id)
+                continue
+            self._start("lease", self._keep_lease)
+            return _EtcdClaim(self, claimed, revision)
+
+    def _create_numbered(self, path: str, value: bytes, lease_id: int) -> tuple[str, int]:
+        parent = path.rpartition("/")[0]
+        while True:
+            found = self._read(self._key(parent))
+            if found is None:
+                with contextlib.suppress(AlreadyExists):
+                    self._create(parent, b"")
+                continue
+            numbered = f"{path}{int(found.version):010d}"
+            key = self._key(numbered)
+            answer, _ = self._txn(
+                [_at_revision(found.key, found.mod_revision), _is_absent(key)],
+                [_write(found.key, b"", ignore_value=True), _write(key, value, lease=lease_id)],
+                [_range(key)],
+            )
+            if answer.succeeded:
+                return numbered, int(answer.header.revision)
+            # An answer that was lost: the request that was repeated found its own node.
+            there = _first(answer.responses[0])
+            if there is not None and (there.value, there.lease) == (value, lease_id):
+                return numbered, int(there.mod_revision)
+
     def _expiry_s(self, lease_id: int) -> float:
         """How long after now a lease that nobody keeps alive is over for sure."""
         granted_s = self.session_timeout_s
@@ -859,6 +898,23 @@ class EtcdStore(MetadataStore):
         for each in self._clients:
             if each is not None:
                 each.close()
+
+
+class _EtcdClaim(Claim):
+    """`revision` is the one that made the key, and nobody writes it again."""
+
+    def __init__(self, store: EtcdStore, path: str, revision: int) -> None:
+        self.path = path
+        self._store = store
+        self._revision = revision
+
+    def is_held(self) -> bool:
+        found = self._store._read(self._store._key(self.path))
+        return found is not None and bool(found.mod_revision == self._revision)
+
+    def release(self) -> None:
+        key = self._store._key(self.path)
+        self._store._txn([_at_revision(key, self._revision)], [_delete(key)])
 
 
 class EtcdLedgerManager(QualifiedNameLedgerManager):

@@ -6,7 +6,8 @@
     underreplication/auditorelection/V_<sequence>                      ephemeral: a vote; the lowest one is the auditor
     underreplication/disable, lostBookieRecoveryDelay, …ctime          switches and clocks, for every scope
     underreplication/scopes/ledgers/<32 hex as 4/4/…>/urL<32 hex>      marks, locks and votes of the scopes ≠ 0,
-    underreplication/scopes/locks/urL<32 hex>, …/auditorelection/      where Apache's auditor and workers do not look
+    underreplication/scopes/locks/urL<32 hex>, …/auditorelection/      where Apache's auditor and workers do not look,
+    underreplication/scopes/…ctime                                     and when their auditor checked them
 
 Every byte in scope 0 is Apache's. Source: ZkLedgerUnderreplicationManager, ZkLedgerAuditorManager, DataFormats.proto.
 """
@@ -14,9 +15,10 @@ Every byte in scope 0 is Apache's. Source: ZkLedgerUnderreplicationManager, ZkLe
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
@@ -32,7 +34,7 @@ from bkctl.errors import (
 )
 from bkctl.formats.metadata import parse_message, parse_text, print_text
 from bkctl.ids import I64_MAX, LedgerId, check_bookie_id
-from bkctl.metadata.store import NEW, MetadataStore, Versioned, walk_levels
+from bkctl.metadata.store import NEW, Claim, MetadataStore, Versioned, walk_levels
 
 UNDERREPLICATION: Final = "underreplication"
 LAYOUT_TYPE: Final = "BASIC"
@@ -84,6 +86,8 @@ class LedgerUnderreplicationManager:
     def __init__(self, store: MetadataStore) -> None:
         self.store = store
         self._prepared = False
+        self._claims: dict[LedgerId, Claim] = {}
+        self._claims_lock = threading.Lock()
 
     # marks
 
@@ -113,6 +117,10 @@ class LedgerUnderreplicationManager:
     def any(self, scope_id: int | None = None) -> bool:
         """Whether a ledger of the scope (None: of any) is marked."""
         return next(self._marks(scope_id), None) is not None
+
+    def marked(self, *, scoped: bool) -> Iterator[LedgerId]:
+        """Ids of the marked ledgers of scope 0, or with `scoped` of all others, in ascending order; without values."""
+        return (ledger for _, ledger in self._marks(None if scoped else 0) if ledger.is_scoped == scoped)
 
     def get(self, ledger: LedgerId) -> UnderreplicatedLedger | None:
         """The ledger's mark; None when it has none. Raises Corrupt, naming it."""
@@ -158,6 +166,20 @@ class LedgerUnderreplicationManager:
             raise MetadataVersionConflict(f"Ledger {ledger} was marked underreplicated again meanwhile") from error
         except NotFound as error:
             raise NotFound(f"Ledger {ledger} is not marked underreplicated") from error
+
+    def watch(self, callback: Callable[[], None], *, scoped: bool) -> Callable[[], None]:
+        """Call `callback()` when there may be work for workers on scope 0, or with `scoped` on the others.
+
+        That is when a first mark comes, a lock goes, or auto-recovery is switched; not for each mark among others.
+        As MetadataStore.watch; returns the cancel.
+        """
+        base = f"{UNDERREPLICATION}/scopes" if scoped else UNDERREPLICATION
+        cancels = [
+            self.store.watch(f"{base}/ledgers", callback, children=True),
+            self.store.watch(f"{base}/locks", callback, children=True),
+            self.store.watch(_DISABLE, callback),
+        ]
+        return _cancel_all(cancels)
 
     def _marks(self, scope_id: int | None) -> Iterator[tuple[str, LedgerId]]:
         if scope_id in (None, 0):
@@ -208,28 +230,35 @@ class LedgerUnderreplicationManager:
         found = self.store.get(path)
         return None if found is None else LedgerLock(ledger, self._owner(path, found), found.ctime_ms)
 
-    def lock(self, ledger: LedgerId, owner: str) -> None:
+    def lock(self, ledger: LedgerId, owner: str) -> Claim:
         """Lock the ledger against other workers, until `unlock` or the end of the store's session.
 
-        Raises Conflict, naming the owner, when somebody has it. Source: acquireUnderreplicatedLedger.
+        A session may end while we work: the claim says whether the lock is still ours. Raises Conflict, naming the
+        owner, when somebody has it. Source: acquireUnderreplicatedLedger.
         """
         from bkctl.formats.data_formats_pb2 import LockDataFormat
 
         self._prepare()
         value = print_text(LockDataFormat(bookieId=owner)).encode("ascii")
         try:
-            self.store.ephemeral(_lock_path(ledger), value, wait_s=0)
+            claim = self.store.claim(_lock_path(ledger), value)
         except AlreadyExists as error:
             found = self.lock_owner(ledger)
             by = f" by {found.owner}" if found is not None and found.owner else ""
             raise Conflict(f"Ledger {ledger} is being replicated{by}") from error
+        with self._claims_lock:
+            self._claims[ledger] = claim
+        return claim
 
     def unlock(self, ledger: LedgerId) -> None:
-        """Release a lock of ours; nothing happens where there is none. Source: releaseUnderreplicatedLedger."""
-        try:
-            self.store.delete(_lock_path(ledger))
-        except NotFound:
-            return
+        """Release the lock that `lock` took here, unless it was lost, and maybe taken by another, meanwhile.
+
+        Nothing happens where there is none. Source: releaseUnderreplicatedLedger.
+        """
+        with self._claims_lock:
+            claim = self._claims.pop(ledger, None)
+        if claim is not None:
+            claim.release()
 
     def _owner(self, path: str, found: Versioned[bytes]) -> str | None:
         message = parse_text("LockDataFormat", found.value, f"{path} in {self.store.name}: Lock")
@@ -275,6 +304,22 @@ class LedgerUnderreplicationManager:
         self._prepare()
         self.store.put(_DELAY, b"%d" % seconds, None)
 
+    def initialize_lost_bookie_recovery_delay_s(self, seconds: int) -> int:
+        """Store the delay where none is stored; returns the one that is. Source: initializeLostBookieRecoveryDelay."""
+        self._prepare()
+        self._create(_DELAY, b"%d" % seconds)
+        return self.lost_bookie_recovery_delay_s() or 0
+
+    def watch_auditing(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback()` when the delay is written or auto-recovery is switched, as MetadataStore.watch."""
+        cancels = [self.store.watch(path, callback) for path in (_DELAY, _DISABLE)]
+        return _cancel_all(cancels)
+
+    def delay_version(self) -> int | None:
+        """Another number after each time that somebody wrote the delay, the same one too; None: none is stored."""
+        found = self.store.get(_DELAY)
+        return None if found is None else found.version
+
     def trigger_audit(self) -> str:
         """Have the auditor look for lost bookies now; returns its id.
 
@@ -289,18 +334,21 @@ class LedgerUnderreplicationManager:
         self.set_lost_bookie_recovery_delay_s(self.lost_bookie_recovery_delay_s() or 0)
         return auditor
 
-    def check_ctime_ms(self, check: AuditorCheck) -> int | None:
-        """When the auditor ran this check last, in ms since 1970; None when never. Raises Corrupt."""
+    def check_ctime_ms(self, check: AuditorCheck, *, scoped: bool = False) -> int | None:
+        """When the auditor (`scoped`: that of the scopes) ran this check last, in ms since 1970; None when never.
+
+        Raises Corrupt.
+        """
         from bkctl.formats.data_formats_pb2 import CheckClockFormat
 
-        path = f"{UNDERREPLICATION}/{check.value}"
+        path = _clock_path(check, scoped)
         found = self.store.get(path)
         if found is None:
             return None
         message = parse_message(CheckClockFormat, found.value, f"{path} in {self.store.name}: Clock")
         return message.ctime if message.HasField("ctime") and message.ctime >= 0 else None
 
-    def set_check_ctime_ms(self, check: AuditorCheck, ctime_ms: int) -> None:
+    def set_check_ctime_ms(self, check: AuditorCheck, ctime_ms: int, *, scoped: bool = False) -> None:
         """Store when the check ran last; an auditor that starts later runs it once its interval after that is over.
 
         -1: never. Source: setCheckAllLedgersCTime, setPlacementPolicyCheckCTime, setReplicasCheckCTime.
@@ -308,7 +356,7 @@ class LedgerUnderreplicationManager:
         from bkctl.formats.data_formats_pb2 import CheckClockFormat
 
         self._prepare()
-        self.store.put(f"{UNDERREPLICATION}/{check.value}", CheckClockFormat(ctime=ctime_ms).SerializeToString(), None)
+        self.store.put(_clock_path(check, scoped), CheckClockFormat(ctime=ctime_ms).SerializeToString(), None)
 
     # the auditor
 
@@ -317,17 +365,37 @@ class LedgerUnderreplicationManager:
 
         `scoped`: the auditor of the scopes ≠ 0. Raises Corrupt for a damaged vote.
         """
-        election = f"{UNDERREPLICATION}/{'scopes/' if scoped else ''}auditorelection"
-        matches = [match for match in map(_VOTE.fullmatch, self.store.children(election) or ()) if match]
-        # By number, as Apache does: after 2^31 elections they are negative.
-        matches.sort(key=lambda match: int(match[1]))
-        paths = [f"{election}/{match[0]}" for match in matches]
+        paths = self.vote_paths(scoped=scoped)
         found = zip(paths, self.store.get_many(paths), strict=True)
         return tuple(self._voter(path, each.value) for path, each in found if each is not None)
 
     def auditor(self, *, scoped: bool = False) -> str | None:
         """Id of the bookie that is auditor now; None when there is none. Source: getCurrentAuditor."""
         return next(iter(self.votes(scoped=scoped)), None)
+
+    def vote(self, bookie_id: str, *, scoped: bool = False) -> Claim:
+        """Cast a vote for `bookie_id`, which counts until it is released or the session ends. Source: createMyVote."""
+        from bkctl.formats.data_formats_pb2 import AuditorVoteFormat
+
+        self._prepare()
+        value = print_text(AuditorVoteFormat(bookieId=bookie_id)).encode("ascii")
+        self._create(_election_path(scoped), b"")
+        return self.store.claim(f"{_election_path(scoped)}/V_", value, numbered=True)
+
+    def vote_paths(self, *, scoped: bool = False) -> list[str]:
+        """The votes that there are, in their order: whose is the first is the auditor."""
+        election = _election_path(scoped)
+        matches = [match for match in map(_VOTE.fullmatch, self.store.children(election) or ()) if match]
+        # By number, as Apache does: after 2^31 elections they are negative.
+        matches.sort(key=lambda match: int(match[1]))
+        return [f"{election}/{match[0]}" for match in matches]
+
+    def note_auditor(self, bookie_id: str, *, scoped: bool = False) -> None:
+        """Say in the election's own node who won, as Apache's auditors do for people who look there."""
+        from bkctl.formats.data_formats_pb2 import AuditorVoteFormat
+
+        value = print_text(AuditorVoteFormat(bookieId=bookie_id)).encode("ascii")
+        self.store.put(_election_path(scoped), value, None)
 
     def _voter(self, path: str, value: bytes) -> str:
         message = parse_text("AuditorVoteFormat", value, f"{path} in {self.store.name}: Vote")
@@ -386,6 +454,22 @@ def mark_path(ledger: LedgerId) -> str:
     digits = f"{ledger.ledger_id:016x}"
     parts = "/".join(digits[at : at + 4] for at in range(0, 16, 4))
     return f"{UNDERREPLICATION}/ledgers/{parts}/urL{ledger.ledger_id:010d}"
+
+
+def _cancel_all(cancels: Collection[Callable[[], None]]) -> Callable[[], None]:
+    def cancel() -> None:
+        for each in cancels:
+            each()
+
+    return cancel
+
+
+def _clock_path(check: AuditorCheck, scoped: bool) -> str:
+    return f"{UNDERREPLICATION}/{'scopes/' if scoped else ''}{check.value}"
+
+
+def _election_path(scoped: bool) -> str:
+    return f"{UNDERREPLICATION}/{'scopes/' if scoped else ''}auditorelection"
 
 
 def _lock_path(ledger: LedgerId) -> str:

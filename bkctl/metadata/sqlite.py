@@ -30,7 +30,7 @@ from bkctl.errors import (
     Unsupported,
     UsageError,
 )
-from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, MetadataStore, Versioned, check_path
+from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, Claim, MetadataStore, Versioned, check_path
 
 HEARTBEAT_MS: Final = 2_000
 SESSION_EXPIRY_MS: Final = 6_000
@@ -263,11 +263,7 @@ class SqliteStore(MetadataStore):
     def sequence(self, path: str) -> int:
         """See MetadataStore.sequence."""
         with self._transaction() as connection:
-            rows = connection.execute(
-                "INSERT INTO counter VALUES(?, 0) ON CONFLICT(name) DO UPDATE SET value = value + 1 RETURNING value",
-                (f"sequence {check_path(path)}",),
-            ).fetchall()
-            return int(rows[0][0])
+            return _next_number(connection, path)
 
     def sequence_position(self, path: str) -> int:
         """See MetadataStore.sequence_position."""
@@ -297,18 +293,35 @@ class SqliteStore(MetadataStore):
             time.sleep(WATCH_POLL_MS / 4000)
         self._start_thread()
 
+    def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:
+        """See MetadataStore.claim."""
+        _check_size(path, value)
+        self._end_dead_sessions(at_once=True)
+        with self._transaction() as connection:
+            self._make_session(connection)
+            if numbered:
+                path += f"{_next_number(connection, path):010d}"
+            parent, name = _split(path)
+            if _exists(connection, parent, name):
+                raise AlreadyExists(f"{path} exists in {self.name}")
+            change = _next_change(connection)
+            _insert(connection, parent, name, value, self._session, change)
+        self._start_thread()
+        return _SqliteClaim(self, path, change)
+
+    def _make_session(self, connection: sqlite3.Connection) -> None:
+        if (
+            self._session is None
+            or not connection.execute("SELECT 1 FROM session WHERE id = ?", (self._session,)).fetchone()
+        ):
+            identity = (*_process_identity(), _monotonic_ms(), _wall_ms())
+            self._session = connection.execute("INSERT INTO session VALUES(NULL, ?, ?, ?, ?, ?, ?)", identity).lastrowid
+
     def _put_ephemeral(self, path: str, value: bytes) -> bool:
         parent, name = _split(path)
         self._end_dead_sessions(at_once=True)
         with self._transaction() as connection:
-            if (
-                self._session is None
-                or not connection.execute("SELECT 1 FROM session WHERE id = ?", (self._session,)).fetchone()
-            ):
-                identity = (*_process_identity(), _monotonic_ms(), _wall_ms())
-                self._session = connection.execute(
-                    "INSERT INTO session VALUES(NULL, ?, ?, ?, ?, ?, ?)", identity
-                ).lastrowid
+            self._make_session(connection)
             row = connection.execute(
                 "SELECT owner, value FROM node WHERE parent = ? AND name = ?", (parent, name)
             ).fetchone()
@@ -386,7 +399,7 @@ class SqliteStore(MetadataStore):
         while not self._wake.wait(WATCH_POLL_MS / 1000):
             # The file may be locked, or away for a moment: the next round tries again.
             with contextlib.suppress(BkctlError):
-                if self._ephemerals and time.monotonic() >= beat_at:
+                if self._session is not None and time.monotonic() >= beat_at:
                     self._beat()
                     beat_at = time.monotonic() + HEARTBEAT_MS / 1000
                 if self._watches:
@@ -428,6 +441,31 @@ class SqliteStore(MetadataStore):
             self._thread.join(timeout=1)
 
 
+class _SqliteClaim(Claim):
+    """`change` is the one that made the node: no other node has it."""
+
+    def __init__(self, store: SqliteStore, path: str, change: int) -> None:
+        self.path = path
+        self._store = store
+        self._change = change
+
+    def is_held(self) -> bool:
+        return bool(
+            self._store._rows(
+                "SELECT 1 FROM node WHERE parent = ? AND name = ? AND changed = ?", (*_split(self.path), self._change)
+            )
+        )
+
+    def release(self) -> None:
+        with self._store._transaction() as connection:
+            parent, name = _split(self.path)
+            row = connection.execute(
+                "SELECT 1 FROM node WHERE parent = ? AND name = ? AND changed = ?", (parent, name, self._change)
+            ).fetchone()
+            if row is not None:
+                _remove(connection, parent, name, _next_change(connection))
+
+
 def _split(path: str) -> tuple[str, str]:
     parent, _, name = check_path(path).rpartition("/")
     return parent, name
@@ -444,6 +482,14 @@ def _is_busy(error: sqlite3.Error) -> bool:
 
 def _next_change(connection: sqlite3.Connection) -> int:
     rows = connection.execute("UPDATE counter SET value = value + 1 WHERE name = 'change' RETURNING value").fetchall()
+    return int(rows[0][0])
+
+
+def _next_number(connection: sqlite3.Connection, path: str) -> int:
+    rows = connection.execute(
+        "INSERT INTO counter VALUES(?, 0) ON CONFLICT(name) DO UPDATE SET value = value + 1 RETURNING value",
+        (f"sequence {check_path(path)}",),
+    ).fetchall()
     return int(rows[0][0])
 
 

@@ -145,6 +145,23 @@ def check_path(path: str) -> str:
     return path
 
 
+class Claim(ABC):
+    """A node that we made, and that goes with our session: ours from its creation until it is gone, never again after.
+
+    Made by `MetadataStore.claim`. `path` is where it is.
+    """
+
+    path: str
+
+    @abstractmethod
+    def is_held(self) -> bool:
+        """Whether the node is there, and still the one that we made. Raises Unreachable: nobody knows."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Delete the node, if it is still the one that we made; a second call does nothing. Raises Unreachable."""
+
+
 class MetadataStore(ABC):
     """One metadata store, from the cluster's root down. Paths are relative to it, with no leading "/"; "" is the root.
 
@@ -231,6 +248,15 @@ class MetadataStore(ABC):
 
         After a lost session the node is created again, until `delete(path)` or `close`. A node that another owner holds
         is waited for: `wait_s` seconds (None: until a dead one's session is over), then AlreadyExists.
+        """
+
+    @abstractmethod
+    def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:
+        """Create an ephemeral node that is not created again: a lost session loses the claim, unlike `ephemeral`.
+
+        With `numbered` ten digits follow `path`, greater than those of any node created so before beside it: whoever
+        sees its own node sees all lower ones that there are (ZooKeeper's sequential nodes). One session claims a
+        numbered path once with the same value. Raises AlreadyExists.
         """
 
     @abstractmethod

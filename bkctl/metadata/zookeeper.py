@@ -59,6 +59,7 @@ from bkctl.metadata.store import (
     NO_CLUSTER_HINT,
     NO_SECURITY,
     VALUE_SIZE_BYTES_MAX,
+    Claim,
     MetadataStore,
     StoreSecurity,
     Versioned,
@@ -649,6 +650,25 @@ class ZooKeeperStore(MetadataStore):
                     self._ephemerals.pop(path, None)
             raise
 
+    def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:
+        """See MetadataStore.claim."""
+        full = self._create(path, value, ephemeral=True, sequence=numbered)
+        stat = self._stat(full)
+        if numbered and stat is not None:
+            self._drop_twins(full, value, stat.ephemeralOwner)
+        return _ZooKeeperClaim(self, full[len(self.root) + 1 :], full, None if stat is None else stat.czxid)
+
+    def _drop_twins(self, full: str, value: bytes, session: int) -> None:
+        """Delete what requests made whose answers were lost: each attempt gets a number of its own."""
+        parent, _, name = full.rpartition("/")
+        for other in self._run(lambda: self._client.get_children_async(parent)):
+            if other != name and other[:-10] == name[:-10]:
+                with contextlib.suppress(NoNodeError):
+                    twin = f"{parent}/{other}"
+                    found, stat = self._run(lambda twin=twin: self._client.get_async(twin))
+                    if (stat.ephemeralOwner, found) == (session, value):
+                        self._run(lambda twin=twin: self._client.delete_async(twin))
+
     def _put_ephemeral(self, path: str, value: bytes) -> bool:
         full = self._full(path)
         try:
@@ -776,6 +796,25 @@ class ZooKeeperStore(MetadataStore):
             self._client.stop()
         with contextlib.suppress(KazooException, OSError):
             self._client.close()
+
+
+class _ZooKeeperClaim(Claim):
+    """`czxid` is the transaction that made the node; None: it was gone again at once."""
+
+    def __init__(self, store: ZooKeeperStore, path: str, full: str, czxid: int | None) -> None:
+        self.path = path
+        self._store = store
+        self._full = full
+        self._czxid = czxid
+
+    def is_held(self) -> bool:
+        stat = self._store._stat(self._full)
+        return stat is not None and bool(stat.czxid == self._czxid)
+
+    def release(self) -> None:
+        if self.is_held():
+            with contextlib.suppress(NoNodeError):
+                self._store._run(lambda: self._store._client.delete_async(self._full))
 
 
 def _versioned(answer: tuple[bytes, Any]) -> Versioned[bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -355,3 +356,63 @@ def test_a_callback_that_failed_is_called_again(backend: Any) -> None:
     eventually(lambda: len(calls) == 3 and others)
     writer.put("node", b"", version)
     eventually(lambda: len(calls) > 3 and len(others) > 1)
+
+
+def test_a_claim_is_ours_until_it_is_released(store: MetadataStore, backend: Any) -> None:
+    claim = store.claim("locks/one", b"us")
+    assert (claim.path, claim.is_held()) == ("locks/one", True)
+    found = store.get("locks/one")
+    assert found is not None
+    assert found.value == b"us"
+    for each in (store, backend.open()):
+        with pytest.raises(AlreadyExists):
+            each.claim("locks/one", b"others")
+    claim.release()
+    claim.release()
+    assert not claim.is_held()
+    assert store.get("locks/one") is None
+    # Whoever has it now keeps it, whatever was ours once: other sessions, and later claims of our own.
+    other_store = backend.open()
+    other = other_store.claim("locks/one", b"us")
+    claim.release()
+    assert other.is_held()
+    assert not claim.is_held()
+    other_store.close()
+    again = store.claim("locks/one", b"us")
+    claim.release()
+    assert again.is_held()
+
+
+def test_claims_go_with_the_store_that_made_them(store: MetadataStore, backend: Any) -> None:
+    owner = backend.open()
+    for path in ("locks/one", "locks/two"):
+        owner.claim(path, b"")
+    owner.close()
+    assert store.children("locks") == []
+
+
+def test_numbered_claims_ascend_over_all_sessions(store: MetadataStore, backend: Any) -> None:
+    stores = [store, backend.open()]
+    claims = [stores[count % 2].claim("election/V_", b"%d" % count, numbered=True) for count in range(6)]
+    names = [claim.path for claim in claims]
+    assert names == sorted(names)
+    assert all(len(name) == len("election/V_0000000000") for name in names)
+    assert store.children("election") == [name.rpartition("/")[2] for name in names]
+    for claim in claims[::2]:
+        claim.release()
+    later = stores[1].claim("election/V_", b"later", numbered=True)
+    assert later.path > names[-1]
+    assert store.children("election") == [name.rpartition("/")[2] for name in (*names[1::2], later.path)]
+    store.put("election", b"who won", None)
+    assert stores[1].claim("election/V_", b"last", numbered=True).path > later.path
+
+
+def test_many_claim_a_number_at_once_and_all_get_their_own(store: MetadataStore, backend: Any) -> None:
+    stores = [store, *(backend.open() for _ in range(2))]
+    with ThreadPoolExecutor(6) as executor:
+        claims = list(
+            executor.map(lambda at: stores[at % 3].claim("election/V_", b"%d" % at, numbered=True), range(18))
+        )
+    assert len({claim.path for claim in claims}) == 18
+    assert all(claim.is_held() for claim in claims)
+    assert store.children("election") == sorted(claim.path.rpartition("/")[2] for claim in claims)

@@ -204,3 +204,86 @@ def test_what_cannot_be_marked_is_refused(manager: LedgerUnderreplicationManager
         with pytest.raises(UsageError):
             manager.mark(ledger, bookies)
     assert list(manager.list(None)) == []
+
+
+def test_a_lock_that_another_took_since_is_not_released(manager: LedgerUnderreplicationManager, backend: Any) -> None:
+    ledger = LedgerId(7, 5)
+    ours = manager.lock(ledger, "us")
+    assert ours.is_held()
+    manager.store.delete(ours.path)  # as the end of a session does
+    assert not ours.is_held()
+    other = LedgerUnderreplicationManager(backend.open())
+    theirs = other.lock(ledger, "other-host")
+    manager.unlock(ledger)
+    assert theirs.is_held()
+    assert not ours.is_held()
+    other.unlock(ledger)
+    assert manager.lock_owner(ledger) is None
+
+
+def test_the_first_vote_of_each_election_wins(manager: LedgerUnderreplicationManager, backend: Any) -> None:
+    other = LedgerUnderreplicationManager(backend.open())
+    first, second = manager.vote("b:1"), other.vote("b:2")
+    scoped = other.vote("b:2", scoped=True)
+    assert manager.votes() == ("b:1", "b:2")
+    assert manager.vote_paths() == [first.path, second.path]
+    assert (manager.auditor(), manager.auditor(scoped=True)) == ("b:1", "b:2")
+    other.note_auditor("b:2")
+    third = manager.vote("b:1 again".replace(" ", "-"))
+    first.release()
+    assert manager.auditor() == "b:2"
+    assert other.vote_paths() == [second.path, third.path]
+    assert manager.vote_paths(scoped=True) == [scoped.path]
+
+
+def test_ids_of_marks_come_by_domain(manager: LedgerUnderreplicationManager) -> None:
+    for ledger in IDS:
+        manager.mark(ledger, ["b"])
+    assert list(manager.marked(scoped=False)) == [ledger for ledger in IDS if not ledger.is_scoped]
+    assert list(manager.marked(scoped=True)) == [ledger for ledger in IDS if ledger.is_scoped]
+
+
+def test_clocks_of_scopes_are_their_own(manager: LedgerUnderreplicationManager) -> None:
+    manager.set_check_ctime_ms(AuditorCheck.ALL_LEDGERS, 5)
+    manager.set_check_ctime_ms(AuditorCheck.ALL_LEDGERS, 7, scoped=True)
+    clocks = [manager.check_ctime_ms(AuditorCheck.ALL_LEDGERS, scoped=scoped) for scoped in (False, True)]
+    assert clocks == [5, 7]
+
+
+def test_the_delay_is_stored_once_and_each_write_of_it_shows(manager: LedgerUnderreplicationManager) -> None:
+    assert manager.delay_version() is None
+    assert manager.initialize_lost_bookie_recovery_delay_s(30) == 30
+    assert manager.initialize_lost_bookie_recovery_delay_s(60) == 30
+    versions = [manager.delay_version()]
+    for _ in range(2):
+        manager.set_lost_bookie_recovery_delay_s(30)
+        versions.append(manager.delay_version())
+    assert len(set(versions)) == 3
+
+
+def test_who_waits_for_work_is_told(manager: LedgerUnderreplicationManager, backend: Any) -> None:
+    other = LedgerUnderreplicationManager(backend.open())
+    other.mark(LedgerId(0, 5), ["b"])
+    told = threading.Event()
+    for scoped in (False, True):
+        ledger = LedgerId(7 if scoped else 0, 1 << 50)
+        cancel = manager.watch(told.set, scoped=scoped)
+        claim = None
+        for change in (
+            lambda ledger=ledger: other.mark(ledger, ["b"]),
+            lambda ledger=ledger: other.lock(ledger, "b"),
+            lambda ledger=ledger: other.unlock(ledger),
+            other.disable,
+            other.enable,
+        ):
+            told.clear()
+            claim = change()  # type: ignore[operator]
+            assert told.wait(30), change
+        cancel()
+        del claim
+    cancel = manager.watch_auditing(told.set)
+    for change in (lambda: other.set_lost_bookie_recovery_delay_s(7),) * 2 + (other.disable,):
+        told.clear()
+        change()
+        assert told.wait(30)
+    cancel()

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from simulation.runtime import EPOCH_S, Process, World
 
 from bkctl.errors import AlreadyExists, Conflict, MetadataVersionConflict, NotFound, TimedOut
-from bkctl.metadata.store import NEW, MetadataStore, Versioned, check_path
+from bkctl.metadata.store import NEW, Claim, MetadataStore, Versioned, check_path
 
 T = TypeVar("T")
 
@@ -243,6 +243,20 @@ class Session(MetadataStore):
                 raise AlreadyExists(f"{path} is another's")
             world.sleep(0.2)
 
+    def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:
+        def call() -> Claim:
+            place = path
+            if numbered:
+                number = self.tree.sequences.get(path, 0)
+                self.tree.sequences[path] = number + 1
+                place = f"{path}{number:010d}"
+            if place in self.tree.nodes:
+                raise AlreadyExists(f"{place} is another's")
+            self.tree.set(place, value, self)
+            return _Claim(self, place, self.tree.nodes[place])
+
+        return self._call(call)
+
     def watch(self, path: str, callback: Callable[[], None], *, children: bool = False) -> Callable[[], None]:
         entry: Any = (path, children, self, callback)
         self._call(lambda: self.tree.watches.append(entry))
@@ -258,3 +272,20 @@ class Session(MetadataStore):
             self.is_closed = True
             self.tree.watches = [each for each in self.tree.watches if each[2] is not self]
             self.tree.expire(self)
+
+
+class _Claim(Claim):
+    def __init__(self, session: Session, path: str, node: _Node) -> None:
+        self.path = path
+        self._session = session
+        self._node = node
+
+    def is_held(self) -> bool:
+        return self._session._call(lambda: self._session.tree.nodes.get(self.path) is self._node)
+
+    def release(self) -> None:
+        def call() -> None:
+            if self._session.tree.nodes.get(self.path) is self._node:
+                self._session.tree.remove(self.path)
+
+        self._session._call(call)
