@@ -220,6 +220,15 @@ def check_bookie_id(text: str) -> str:
     return text
 
 
+def parse_bookie_address(text: str, what: str) -> tuple[str, tuple[str, int]]:
+    """`ID=HOST:PORT` as bookie id and (host, port). Raises UsageError, naming `what`."""
+    bookie_id, equals, address = text.rpartition("=")
+    host, colon, port = address.rpartition(":")
+    if not (equals and colon and bookie_id and host and port.isascii() and port.isdigit() and int(port) < 65536):
+        raise UsageError(f"{what} {text!r}: not ID=HOST:PORT")
+    return bookie_id, (host.removeprefix("[").removesuffix("]"), int(port))
+
+
 def random_u64() -> int:
     """An unpredictable unsigned 64-bit number."""
     return int.from_bytes(os.urandom(8), "big")

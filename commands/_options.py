@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TextIO
 import typer
 
 from bkctl.errors import UsageError
-from bkctl.ids import LedgerId, parse_scope_id, resolve_ledger
+from bkctl.ids import LedgerId, parse_bookie_address, parse_scope_id, resolve_ledger
 
 from ._output import Output
 
@@ -1171,11 +1171,4 @@ def _local_cluster() -> str | None:
 
 def parse_bookie_addresses(texts: tuple[str, ...]) -> dict[str, tuple[str, int]]:
     """`ID=HOST:PORT` → {bookie id: (host, port)}; the later of two for one id counts. Raises UsageError."""
-    addresses: dict[str, tuple[str, int]] = {}
-    for text in texts:
-        bookie_id, equals, address = text.rpartition("=")
-        host, colon, port = address.rpartition(":")
-        if not (equals and colon and bookie_id and host and port.isascii() and port.isdigit() and int(port) < 65536):
-            raise UsageError(f"--bookie-address {text!r}: not ID=HOST:PORT")
-        addresses[bookie_id] = (host.removeprefix("[").removesuffix("]"), int(port))
-    return addresses
+    return dict(parse_bookie_address(text, "--bookie-address") for text in texts)
