@@ -222,12 +222,12 @@ _STORAGE_NAMES: Final = {
 }
 #: Java's keys that ask for what our bookie lacks, each with the value that does not, and what holds instead.
 _WITHOUT_EFFECT: Final = {
-    "autoRecoveryDaemonEnabled": ("false", "auto-recovery does not run in this bookie"),
     "dataIntegrityCheckingEnabled": ("false", "entries that were lost are not fetched again"),
     "disableServerSocketBind": ("false", "the bookie listens on its port"),
     "enableLocalTransport": ("false", "the bookie is reached by TCP only"),
     "extraServerComponents": ("", "no other servers run in this bookie"),
     "localScrubInterval": ("0", "'bkctl bookie check' checks the bookie's files"),
+    "repairedPlacementPolicyNotAdheringBookieEnabled": ("false", "replicas that share a rack are counted, not moved"),
     "tlsEnabledCipherSuites": ("", "the system's cipher suites are used"),
 }
 #: logSizeLimit's own upper bound. Source: ServerConfiguration.validate.
@@ -371,12 +371,40 @@ class BookieConfig:
     min_usable_size_for_entry_log_creation: int | None = _setting("minUsableSizeForEntryLogCreation", None, least=0)
     min_usable_size_for_index_file_creation: int = _setting("minUsableSizeForIndexFileCreation", 100 << 20, least=0)
     #: None: that for entry logs.
-    min_usable_size_for_high_priority_writes: int | None = _setting(
-        "minUsableSizeForHighPriorityWrites", None, least=0
-    )
+    min_usable_size_for_high_priority_writes: int | None = _setting("minUsableSizeForHighPriorityWrites", None, least=0)
     force_read_only_bookie: bool = _setting("forceReadOnlyBookie", False)
     #: Keep the mode in BOOKIE_STATUS over a restart.
     persist_bookie_status_enabled: bool = _setting("persistBookieStatusEnabled", False)
+
+    #: Also run auto-recovery in the bookie's process.
+    auto_recovery_daemon_enabled: bool = _setting("autoRecoveryDaemonEnabled", False)
+    #: Seconds, where the metadata store has none: what is stored there counts.
+    lost_bookie_recovery_delay: int = _setting("lostBookieRecoveryDelay", 0, least=0)
+    #: Seconds between the auditor's checks; 0: never (lost bookies: once, when it starts).
+    auditor_periodic_bookie_check_interval: int = _setting("auditorPeriodicBookieCheckInterval", 86_400, least=0)
+    auditor_periodic_check_interval: int = _setting("auditorPeriodicCheckInterval", 604_800, least=0)
+    auditor_periodic_placement_policy_check_interval: int = _setting(
+        "auditorPeriodicPlacementPolicyCheckInterval", 0, least=0
+    )
+    auditor_replicas_check_interval: int = _setting("auditorReplicasCheckInterval", 0, least=0)
+    #: Of the entries between the first and the last of a fragment, which are always read.
+    auditor_ledger_verification_percentage: int = _setting("auditorLedgerVerificationPercentage", 0, least=0, most=100)
+    auditor_max_number_of_concurrent_open_ledger_operations: int = _setting(
+        "auditorMaxNumberOfConcurrentOpenLedgerOperations", 500, least=1
+    )
+    #: Reads in flight while ledgers are checked; 0 or less: a bound of ours.
+    in_flight_read_entry_num_in_ledger_checker: int = _setting("inFlightReadEntryNumInLedgerChecker", -1)
+    #: Seconds; marks that are older are counted by the placement check. 0: none are.
+    underreplicated_ledger_recovery_grace_period: int = _setting("underreplicatedLedgerRecoveryGracePeriod", 0, least=0)
+    #: Milliseconds that a writer has to replace a lost bookie itself, before its ledger is fenced.
+    open_ledger_rereplication_grace_period: int = _setting("openLedgerRereplicationGracePeriod", 30_000, least=0)
+    #: Milliseconds until a ledger that could not be replicated is tried again; the first times sooner.
+    lock_release_of_failed_ledger_grace_period: int = _setting("lockReleaseOfFailedLedgerGracePeriod", 300_000, least=0)
+    rw_rereplicate_backoff_ms: int = _setting("rwRereplicateBackoffMs", 5000, least=0)
+    #: Entries of a fragment that are copied at once.
+    rereplication_entry_batch_size: int = _setting("rereplicationEntryBatchSize", 10, least=1)
+    #: Bytes a second; 0 or less: no limit.
+    replication_rate_by_bytes: int = _setting("replicationRateByBytes", -1)
 
     tls_provider_factory_class: str | None = _setting("tlsProviderFactoryClass", None)
     tls_key_store_type: str = _setting("tlsKeyStoreType", "JKS")
@@ -461,9 +489,7 @@ class BookieConfig:
         Only names of `settings()` can be given.
         """
         declared = {each.metadata["key"]: each for each in fields(self) if each.metadata}
-        return replace(
-            self, **{declared[key].name: _parse(declared[key], text, key) for key, text in settings.items()}
-        )
+        return replace(self, **{declared[key].name: _parse(declared[key], text, key) for key, text in settings.items()})
 
     def settings(self) -> dict[str, str]:
         """Every setting of one value, by Java's name, as it would stand in a file; those that are None left out."""

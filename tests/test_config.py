@@ -21,7 +21,8 @@ def test_properties_read_as_java_reads_them(tmp_path: Path) -> None:
         "plain=1\ncolon : 2\nspace 3\n  indented=4\n"
         "long = a,\\\n   b, c\n"
         "repeated=x\nrepeated=y\n"
-        r"escaped=tab\there\, and \u0041 back\\slash" "\n"
+        r"escaped=tab\there\, and \u0041 back\\slash"
+        "\n"
         "empty=\n"
         "base=/data\nderived=${base}/journal\nunknown=${nothing}\n"
         "include = more.conf\n",
@@ -83,10 +84,10 @@ def test_values_are_typed(tmp_path: Path) -> None:
 def test_what_a_file_asks_for_in_vain_is_told(tmp_path: Path) -> None:
     path = write(
         tmp_path / "bk.conf",
-        "autoRecoveryDaemonEnabled=True\nextraServerComponents=\nlocalScrubInterval=0\ntlsEnabledCipherSuites=A,B\n",
+        "dataIntegrityCheckingEnabled=True\nextraServerComponents=\nlocalScrubInterval=0\ntlsEnabledCipherSuites=A,B\n",
     )
     assert BookieConfig.load(path).warnings == (
-        f"{path} line 1: autoRecoveryDaemonEnabled has no effect: auto-recovery does not run in this bookie",
+        f"{path} line 1: dataIntegrityCheckingEnabled has no effect: entries that were lost are not fetched again",
         f"{path} line 4: tlsEnabledCipherSuites has no effect: the system's cipher suites are used",
     )
 
