@@ -174,6 +174,12 @@ class LedgerClosed(Conflict):
     client_code = -11
 
 
+class UnclosedFragment(Conflict):
+    """Its writer may still change this fragment, so it is not replicated (UnclosedFragmentException)."""
+
+    client_code = -103
+
+
 class DuplicateEntryId(Conflict):
     """The entry id was added before (DuplicateEntryIdException)."""
 

@@ -63,16 +63,16 @@ class FaultReason(Enum):
     GIVEN = "given"
 
 
-#: What was answered for single entries, and so says which of them are missing.
-_ANSWERED: Final = (FaultReason.NO_ENTRY, FaultReason.NO_LEDGER, FaultReason.DAMAGED)
+#: The bookie is alive, and says of single entries that they are missing.
+ANSWERED: Final = (FaultReason.NO_ENTRY, FaultReason.NO_LEDGER, FaultReason.DAMAGED)
 
 
 class EntrySpan(NamedTuple):
-    """Of the entries from `first_entry_id` to `last_entry_id`, all `count` that one bookie should hold."""
+    """Of the entries from `first_entry_id` to `last_entry_id`, all `entry_count` that one bookie should hold."""
 
     first_entry_id: int
     last_entry_id: int
-    count: int
+    entry_count: int
 
 
 class ReplicaFault(NamedTuple):
@@ -83,7 +83,7 @@ class ReplicaFault(NamedTuple):
     it met.
     """
 
-    index: int
+    ensemble_index: int
     bookie_id: str
     reason: FaultReason
     entry_count: int
@@ -110,7 +110,7 @@ class LedgerFragment:
     @property
     def bookie_indexes(self) -> tuple[int, ...]:
         """The ensemble indexes of the bad bookies, ascending."""
-        return tuple(fault.index for fault in self.faults)
+        return tuple(fault.ensemble_index for fault in self.faults)
 
     @property
     def bookies(self) -> tuple[str, ...]:
@@ -246,6 +246,9 @@ class LedgerChecker:
         Source: BookKeeperAdmin.recoverLedger.
         """
         access, _ = await self._begin(ledger, found, ())
+        if not any(bookie_id in bookies for each in access.metadata.ensembles for bookie_id in each.bookies):
+            last_entry_id = access.metadata.last_entry_id if access.metadata.is_closed else INVALID_ENTRY_ID
+            return LedgerCheck(ledger, access.versioned, last_entry_id, ())
         confirmed, problem = await _last_add_confirmed(access)
         bad = []
         for fragment in _fragments(access, confirmed):
@@ -357,8 +360,8 @@ class _Judge:
                 error = await task
                 if error is None:
                     continue
-                reason = _reason(error)
-                if reason not in _ANSWERED:
+                reason = reason_of(error)
+                if reason not in ANSWERED:
                     # What else it would say is not waited for: it counts as lacking everything.
                     return fault._replace(reason=reason, error=error)
                 first = first or error
@@ -370,7 +373,7 @@ class _Judge:
         if first is None:
             return None
         missing = spans.finish() if self._every_entry else None
-        return fault._replace(reason=_reason(first), missing=missing, error=first)
+        return fault._replace(reason=reason_of(first), missing=missing, error=first)
 
     def _chosen(self, fragment: LedgerFragment, index: int) -> Iterable[int]:
         """The entries to be read from that bookie. Source: LedgerChecker.verifyLedgerFragment."""
@@ -470,11 +473,12 @@ def _error_of(
     return None
 
 
-def _reason(error: BkctlError) -> FaultReason:
+def reason_of(error: BkctlError) -> FaultReason:
+    """What the error of reading an entry from one bookie says of that bookie."""
     if isinstance(error, EntryNotFound):
         return FaultReason.NO_ENTRY
     if isinstance(error, LedgerNotFound):
         return FaultReason.NO_LEDGER
-    if isinstance(error, Corrupt):
+    if isinstance(error, Corrupt) and not isinstance(error, ProtocolError):
         return FaultReason.DAMAGED
     return FaultReason.TIMED_OUT if isinstance(error, TimedOut) else FaultReason.UNAVAILABLE

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from bkctl.client.ledger import BookKeeper
+from bkctl.formats.availability import Availability
 from bkctl.formats.entry import read_entry_header, read_lac_header
 from bkctl.formats.metadata import BookieServiceInfo, Endpoint
 from bkctl.ids import LedgerId
@@ -19,6 +20,8 @@ from bkctl.protocol.messages import (
     AddResponse,
     ForceLedgerRequest,
     ForceLedgerResponse,
+    ListEntriesRequest,
+    ListEntriesResponse,
     ReadLacRequest,
     ReadLacResponse,
     ReadRequest,
@@ -187,6 +190,14 @@ class FakeBookie:
         packet = ledger.lac_packet if ledger is not None else None
         status = Status.EOK if last is not None else Status.ENOENTRY if packet is None else Status.EIO
         respond(ReadLacResponse(status, request.ledger, packet, last))
+
+    def _ListEntriesRequest(self, request: ListEntriesRequest, respond: Any) -> None:
+        ledger = self._ledger(request.ledger)
+        if ledger is None:
+            respond(refusal(request, Status.ENOLEDGER))
+            return
+        listed = Availability.of(sorted(ledger.entries)).serialize()
+        respond(ListEntriesResponse(Status.EOK, request.ledger, listed))
 
     def _ForceLedgerRequest(self, request: ForceLedgerRequest, respond: Any) -> None:
         respond(ForceLedgerResponse(Status.EOK, request.ledger))
