@@ -76,9 +76,22 @@ class RecordBatch:
         return self._window
 
     @property
+    def window_offset(self) -> int:
+        """Where `window` is in the file."""
+        return self._at
+
+    @property
     def begins(self) -> Sequence[int]:
         """Where in `window` their size fields are."""
         return self._begins
+
+    @property
+    def fields(self) -> Sequence[int]:
+        """The fields of all records, one after the other, as `take_entries` gives them; empty where `record` is there.
+
+        A memoryview of int64 where the compiled loop made it.
+        """
+        return self._flat
 
     @property
     def record(self) -> Record | None:
@@ -245,16 +258,17 @@ class RecordBatch:
 
     def first(self, count: int) -> RecordBatch:
         """The first `count` of these records."""
-        return self if count >= len(self) else self._part(0, count)
+        return self if count >= len(self) else self.part(0, count)
 
     def parts(self) -> list[RecordBatch]:
         """These records as batches of at most BATCH_ROWS_MAX."""
         count = len(self)
         if count <= BATCH_ROWS_MAX:
             return [self]
-        return [self._part(first, first + BATCH_ROWS_MAX) for first in range(0, count, BATCH_ROWS_MAX)]
+        return [self.part(first, first + BATCH_ROWS_MAX) for first in range(0, count, BATCH_ROWS_MAX)]
 
-    def _part(self, first: int, last: int) -> RecordBatch:
+    def part(self, first: int, last: int) -> RecordBatch:
+        """The records from index `first` on and before `last`."""
         flat = self._flat[first * self._width : last * self._width]
         return RecordBatch(self._window, self._at, self._begins[first:last], flat, self.format_version, self._record)
 
