@@ -234,6 +234,12 @@ class Bookie:
             checkpoint=self._whole_checkpoint,
             files=self.files,
         )
+        if storage.no_space is not None:
+            self._no_space = True
+            log.warning(
+                "A disk is full (%s): bookie %s takes no entries until there is space, and keeps in memory what it "
+                "replayed and cannot write", storage.no_space.filename or storage.no_space, self.bookie_id,
+            )  # fmt: skip
         self._check_disks()
         try:
             await self._server.start(listening_host(config, host), port)
@@ -264,8 +270,13 @@ class Bookie:
         is_new = stamp_or_verify(self.config, self.bookie_id, cluster, self.files)
         was_dirty = any((each / DIRTY_FILE).exists() for each in storage.ledger_directories)
         for directory in storage.ledger_directories:
-            self.files.open(directory / DIRTY_FILE, create=True).close()
-            self.files.sync_directory(directory)
+            try:
+                self.files.open(directory / DIRTY_FILE, create=True).close()
+                self.files.sync_directory(directory)
+            except OSError as error:
+                if error.errno not in NO_SPACE:
+                    raise
+                log.warning("%s has no space for %s: its next start takes this one for clean", directory, DIRTY_FILE)
         if config.persist_bookie_status_enabled and not config.force_read_only_bookie:
             self._status = self._read_status()
             self._manual = self._status.mode is BookieMode.READ_ONLY and self._status.manual is not False

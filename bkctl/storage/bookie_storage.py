@@ -12,6 +12,7 @@ replayed from the journals. Source: BookieImpl, LedgerDescriptorImpl, SyncThread
 from __future__ import annotations
 
 import contextlib
+import errno
 import random
 import struct
 import time
@@ -133,6 +134,8 @@ class BookieStorage:
         #: (entries, ledgers skipped for want of a key) of the replay at start.
         self.replayed = (0, 0)
         self._replays = False
+        #: Why `open` left what it replayed in memory, and perhaps a journal without a file: a disk is full.
+        self.no_space: OSError | None = None
 
     @property
     def writable(self) -> list[int]:
@@ -164,8 +167,11 @@ class BookieStorage:
     def open(self) -> None:
         """Open the directories, made where missing: replay the journals, and begin a new file in each.
 
-        Raises OSError; Corrupt when a journal or mark contradicts itself; Unsupported for a later version; UsageError
-        for an index of another storage class, Conflict for one that is being converted. Nothing is open then.
+        Where a disk has no space for that, what was replayed stays in memory as far as that may be filled, the journals
+        stay as they are, and `no_space` says so: it takes a checkpoint later. Raises OSError; Corrupt when a journal or
+        mark contradicts itself; Unsupported for a later version; UsageError for an index of another storage class,
+        Conflict for one that is being converted; BkctlError where more than memory holds has no space on the disks.
+        Nothing is open then. Source: SyncThread.flush, which tells the same of a full disk.
         """
         directories = (*self.journal_directories, *self.ledger_directories, *self.index_directories)
         for directory in dict.fromkeys(directories):
@@ -210,7 +216,27 @@ class BookieStorage:
         self.batches = [Batch() for _ in self.journals]
         self._failed_epochs = [-1] * len(self.journals)
         self._marks_written = marks
-        self.run_checkpoint()
+        if self._has_space_for(self.run_checkpoint):
+            self.no_space = None
+            for journal in self.journals:
+                if not journal.is_open:  # old files may have made room
+                    journal.open()
+                if not journal.is_open:
+                    self.no_space = OSError(errno.ENOSPC, "No space for a journal file", str(journal.directory))
+
+    def _has_space_for(self, write: Callable[[], object]) -> bool:
+        """Do `write`, again where a full directory can be left; `no_space` says why it was in vain. Raises OSError."""
+        while True:
+            try:
+                write()
+            except OSError as error:
+                if error.errno not in NO_SPACE:
+                    raise
+                if not self.leave_full_disk():
+                    self.no_space = error
+                    return False
+            else:
+                return True
 
     def close(self) -> None:
         """The clean stop: everything into ledger storage, and the directories fit for Apache's bookie again.
@@ -626,13 +652,27 @@ class BookieStorage:
             try:
                 for record in reader.records(start):
                     self._replay_record(reader, record, keys)
-                    if self.seal_entries():
-                        self.write_entries()
-                    if self.is_checkpoint_due:
-                        self._flush_replayed()
+                    if self.no_space is None:
+                        if self.seal_entries():
+                            self._has_space_for(self.write_entries)
+                        if self.is_checkpoint_due:
+                            self._has_space_for(self._flush_replayed)
+                    elif self.unwritten_bytes > self.ledgers.unwritten_bytes_max:
+                        self._make_room()
             except CorruptRecord as error:
                 if not (self.config.skip_replay_journal_invalid_record or self._is_torn_group(reader, error.offset)):
                     raise
+
+    def _make_room(self) -> None:
+        """Memory is full of what a full disk refused: try once more. Raises BkctlError."""
+        full = self.no_space
+        self.no_space = None
+        if full is not None and not self._has_space_for(self._flush_replayed):
+            raise BkctlError(
+                f"The journals hold more than {self.ledgers.unwritten_bytes_max >> 20} MiB that ledger storage has no "
+                f"space for ({full.filename or full})",
+                hint="make space on the disks of the ledger and index directories; nothing is lost until then",
+            )
 
     def _flush_replayed(self) -> None:
         flush = self.ledgers.begin_flush()

@@ -54,7 +54,9 @@ class _Index(Generic[Database]):
         self._reopening = threading.Lock()
 
     def open(self) -> None:
-        """Open what is there; that of scope 0 is made. Raises OSError, DirectoryInUse, Corrupt."""
+        """Open what is there; that of scope 0 is made. A full disk lets them be read. Raises OSError, DirectoryInUse,
+        Corrupt.
+        """
         self._files.make_directory(self.directory)
         self._open(scoped=False)
         if (self._path(scoped=True) / "CURRENT").exists():
@@ -83,8 +85,15 @@ class _Index(Generic[Database]):
     def _open(self, *, scoped: bool) -> None:
         path = self._path(scoped=scoped)
         self._files.make_directory(path)
-        with _as_os_errors(also_damage=False):
-            database: Database = self._kind.serve(path, self._config)
+        try:
+            with _as_os_errors(also_damage=False):
+                database: Database = self._kind.serve(path, self._config)
+        except OSError as error:
+            if error.errno not in NO_SPACE or not (path / "CURRENT").exists():
+                raise
+            # To be served, and written once there is space.
+            database = self._kind.open(path)
+            self._failed.add(scoped)
         self._databases[scoped] = database
         self._files.note_written(path)
 

@@ -135,7 +135,8 @@ class SingleDirectoryDbLedgerStorage:
                     raise Corrupt(f"The database {missing} is missing, and {database.path.name} beside it is in use")
 
     def _forget_leftovers(self) -> None:
-        """Forget entries of ledgers that are not here: Apache's bookie forgets to, where it stops after a deletion.
+        """Let the first flush forget entries of ledgers that are not here: Apache's bookie leaves them, where it stops
+        after a deletion.
 
         A crash between the two batches of a flush leaves such entries too; the journals bring them back.
         """
@@ -143,14 +144,11 @@ class SingleDirectoryDbLedgerStorage:
         known_ledger = next(known, None)
         if known_ledger is None:
             return
-        leftover: dict[bool, list[LedgerId]] = {False: [], True: []}
         for ledger in self.locations.ledger_ids():
             while known_ledger is not None and known_ledger < ledger:
                 known_ledger = next(known, None)
             if ledger != known_ledger:
-                leftover[ledger.is_scoped].append(ledger)
-        for scoped, ledgers in leftover.items():
-            self.locations.write([], array("q"), array("q"), ledgers, scoped=scoped)
+                self._deleted.add(ledger)
 
     def close(self) -> None:
         """Close the databases. Raises OSError."""

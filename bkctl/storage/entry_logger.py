@@ -355,7 +355,13 @@ class EntryLogger:
         if not path.parent.is_dir():
             self._files.make_directory(path.parent)
         file = self._files.open(path, create=True)
-        file.write(0, (formats.write_header(self.version),))
+        try:
+            file.write(0, (formats.write_header(self.version),))
+        except OSError:
+            file.close()
+            with suppress(OSError):  # else every start on a full disk would leave one more
+                self._files.remove(path)
+            raise
         return file
 
     def _write_last_id(self) -> None:

@@ -225,10 +225,15 @@ class Files:
     def replace(self, path: Path, data: bytes) -> None:
         """Give `path` the content `data` in one durable step: after a crash it is the old or the new one."""
         beside = path.with_name(path.name + ".new")
-        with self.open(beside, create=True) as file:
-            file.truncate(0)
-            file.write(0, (data,))
-            file.sync()
+        try:
+            with self.open(beside, create=True) as file:
+                file.truncate(0)
+                file.write(0, (data,))
+                file.sync()
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.remove(beside)
+            raise
         self.rename(beside, path)
         self.sync_directory(path.parent)
 

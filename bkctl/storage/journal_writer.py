@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +19,7 @@ from bkctl.errors import BookieIOError
 from bkctl.formats import journal as formats
 from bkctl.formats.journal import LogMark
 from bkctl.formats.layout import Buffer
-from bkctl.storage.files import Files, StorageFile
+from bkctl.storage.files import NO_SPACE, Files, StorageFile
 
 MEBIBYTE: Final = 1 << 20
 #: Below `current` of a journal directory: the version-7 files that a clean stop put out of Apache's way.
@@ -70,10 +71,27 @@ class JournalWriter:
         self.failed: OSError | None = None
 
     def open(self) -> None:
-        """Begin a new journal file, durably. Raises OSError."""
-        ids = journal_ids(self.directory) + journal_ids(self.directory / SCOPED_DIRECTORY)
-        self._journal_id = max(*ids, self._journal_id, 0, 0) or self._clock_ms()
-        self._open_next()
+        """Begin a new journal file, durably. Raises OSError.
+
+        Where the disk has no room for one there is none until `commit` can make it, and `mark` is the end of the newest
+        that is there: everything in it was replayed, and it stays.
+        """
+        ids = journal_ids(self.directory)
+        newest = max([*ids, *journal_ids(self.directory / SCOPED_DIRECTORY), self._journal_id])
+        self._journal_id = newest or self._clock_ms()
+        try:
+            self._open_next()
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            if ids:
+                with self._files.open_to_read(self.directory / formats.file_name(ids[-1])) as file:
+                    self.mark = LogMark(ids[-1], file.size())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a file to write to; False while its disk is too full for one."""
+        return self._file is not None
 
     def expect_scoped(self) -> None:
         """Open every new file as version 7 from now on: the bookie has scoped ledgers. Callable from any thread."""
@@ -85,10 +103,16 @@ class JournalWriter:
         header = formats.write_header(version)
         path = self.directory / formats.file_name(journal_id)
         file = self._files.open(path, create=True)
-        file.truncate(0)
-        file.write(0, (header,))
-        file.sync()
-        self._files.sync_directory(self.directory)
+        try:
+            file.truncate(0)
+            file.write(0, (header,))
+            file.sync()
+            self._files.sync_directory(self.directory)
+        except OSError:
+            file.close()
+            with suppress(OSError):  # else every try on a full disk would leave one more
+                self._files.remove(path)
+            raise
         if self._file is not None:
             if not self._sync_data:
                 self._file.sync()

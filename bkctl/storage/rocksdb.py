@@ -160,6 +160,8 @@ class _Database:
             # It says again what it failed with.
             with suppress(BkctlError), _errors_of(self.path, "cannot be closed"):
                 database.close()
+            if self._view is not None:
+                self._view.cleanup()
 
     def __enter__(self) -> Self:
         return self

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import INTERLEAVED, SORTED
+from servers import DB, INTERLEAVED, SORTED
 
 from bkctl.bookie.server import Bookie
 from bkctl.config import BookieConfig
-from bkctl.errors import UsageError
+from bkctl.errors import BkctlError, UsageError
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.layout import Buffer
 from bkctl.formats.status import BookieMode, BookieStatus
@@ -35,6 +35,8 @@ from bkctl.protocol.messages import (
 )
 from bkctl.storage.files import DiskUsage, Files, StorageFile
 from bkctl.storage.journal import read_last_mark
+from bkctl.storage.ledger_storage import open_ledger_storage
+from bkctl.storage.rocksdb import LedgersDatabase, LocationsDatabase
 
 PLAIN, SCOPED, NEW = LedgerId(0, 5), LedgerId(7, 5), LedgerId(0, 6)
 
@@ -319,6 +321,159 @@ def test_a_disk_that_fills_up_all_at_once_makes_it_read_only_until_there_is_spac
 
     on_a_bookie(tmp_path, cluster, body, files)
     on_a_bookie(tmp_path, cluster, read)
+
+
+async def die(bookie: Bookie) -> None:
+    """Nothing is written from here on, as if it were killed."""
+    bookie.failure = BkctlError("killed")
+
+
+def journals(tmp_path: Path) -> list[Path]:
+    return sorted(tmp_path.glob("journal/current/*.txn"))
+
+
+@pytest.fixture(params=[SORTED, INTERLEAVED, DB], ids=["sorted", "interleaved", "db"])
+def full(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, FullFiles]:
+    """A storage class, and a disk with which its databases are full too."""
+    files = FullFiles("")
+    for kind in (LedgersDatabase, LocationsDatabase):
+        serve = kind.serve
+
+        def serve_where_there_is_space(*arguments: Any, serve: Any = serve) -> Any:
+            if files.is_full:
+                raise BkctlError("cannot be opened: IO error: No space left on device")
+            return serve(*arguments)
+
+        monkeypatch.setattr(kind, "serve", serve_where_there_is_space)
+    return request.param, files
+
+
+def test_a_bookie_that_starts_on_a_full_disk_serves_what_it_has_and_takes_entries_when_there_is_space(
+    tmp_path: Path, cluster: Cluster, full: tuple[str, FullFiles]
+) -> None:
+    storage_class, files = full
+
+    async def write(bookie: Bookie, connection: BookieConnection) -> None:
+        for ledger in (PLAIN, SCOPED):
+            assert (await connection.send(add(ledger, 0))).status is Status.EOK
+        await bookie.checkpoint()
+        for ledger in (PLAIN, SCOPED, NEW):
+            assert (await connection.send(add(ledger, 1))).status is Status.EOK
+        await die(bookie)
+
+    async def check_entries(connection: BookieConnection) -> None:
+        for ledger, entry_id in ((PLAIN, 0), (SCOPED, 0), (PLAIN, 1), (SCOPED, 1), (NEW, 1)):
+            answer: Any = await connection.send(ReadRequest(ledger, entry_id))
+            assert answer.body == add(ledger, entry_id).body
+
+    async def serve_full(bookie: Bookie, connection: BookieConnection) -> None:
+        assert journals(tmp_path) == before
+        assert bookie.storage.replayed[0] == 3
+        assert registered(cluster) == ["ro"]
+        await check_entries(connection)
+        assert (await connection.send(add(PLAIN, 2))).status is Status.EREADONLY
+        await bookie.checkpoint()
+        assert bookie.failure is None
+        await check_entries(connection)
+        assert journals(tmp_path) == before
+        await die(bookie)
+
+    async def find_space(bookie: Bookie, connection: BookieConnection) -> None:
+        files.is_full = False
+        while await asyncio.to_thread(registered, cluster) != ["rw"]:
+            await asyncio.sleep(0.01)
+        await check_entries(connection)
+        assert (await connection.send(add(PLAIN, 2))).status is Status.EOK
+
+    async def read(bookie: Bookie, connection: BookieConnection) -> None:
+        assert bookie.storage.replayed == (0, 0)
+        await check_entries(connection)
+        assert (await connection.send(ReadRequest(PLAIN, 2))).status is Status.EOK
+
+    on_a_bookie(tmp_path, cluster, write, files, ledger_storage_class=storage_class)
+    before = journals(tmp_path)
+    files.is_full = True
+    logs = sorted(tmp_path.rglob("*.log"))
+    for _ in range(2):
+        on_a_bookie(tmp_path, cluster, serve_full, files, ledger_storage_class=storage_class)
+    assert sorted(tmp_path.rglob("*.log")) == logs
+    on_a_bookie(tmp_path, cluster, find_space, files, ledger_storage_class=storage_class)
+    on_a_bookie(tmp_path, cluster, read, files, ledger_storage_class=storage_class)
+
+
+def test_a_bookie_starts_where_only_the_disk_of_its_journal_is_full(tmp_path: Path, cluster: Cluster) -> None:
+    files = FullFiles("journal/current/")
+
+    async def write(bookie: Bookie, connection: BookieConnection) -> None:
+        assert (await connection.send(add(PLAIN, 0))).status is Status.EOK
+        await die(bookie)
+
+    async def serve_full(bookie: Bookie, connection: BookieConnection) -> None:
+        assert journals(tmp_path) == before
+        assert registered(cluster) == ["ro"]
+        answer: Any = await connection.send(ReadRequest(PLAIN, 0))
+        assert answer.body == add(PLAIN, 0).body
+        fence = ReadRequest(PLAIN, 0, fence=True, master_key=by(PLAIN).master_key)
+        assert (await connection.send(fence)).status is Status.EIO, "it cannot be kept"
+        assert journals(tmp_path) == before
+        await die(bookie)
+
+    async def find_space(bookie: Bookie, connection: BookieConnection) -> None:
+        assert bookie.storage.replayed == (0, 0), "the ledger directories had space"
+        files.is_full = False
+        while await asyncio.to_thread(registered, cluster) != ["rw"]:
+            await asyncio.sleep(0.01)
+        assert (await connection.send(add(PLAIN, 1))).status is Status.EOK
+        assert len(journals(tmp_path)) == len(before) + 1
+        await die(bookie)
+
+    async def read(bookie: Bookie, connection: BookieConnection) -> None:
+        for entry_id in (0, 1):
+            answer: Any = await connection.send(ReadRequest(PLAIN, entry_id))
+            assert answer.body == add(PLAIN, entry_id).body
+
+    on_a_bookie(tmp_path, cluster, write, files)
+    before = journals(tmp_path)
+    files.is_full = True
+    on_a_bookie(tmp_path, cluster, serve_full, files)
+    on_a_bookie(tmp_path, cluster, find_space, files)
+    on_a_bookie(tmp_path, cluster, read, files)
+
+
+def test_more_than_memory_may_hold_is_not_replayed_without_space_for_it(
+    tmp_path: Path, cluster: Cluster, full: tuple[str, FullFiles], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage_class, files = full
+
+    payload = bytes(600_000)
+
+    async def write(bookie: Bookie, connection: BookieConnection) -> None:
+        for entry_id in range(5):
+            body = by(PLAIN).seal(entry_id, -1, (entry_id + 1) * len(payload), payload) + payload
+            request = AddRequest(PLAIN, entry_id, by(PLAIN).master_key, body)
+            assert (await connection.send(request)).status is Status.EOK
+        await die(bookie)
+
+    async def read(bookie: Bookie, connection: BookieConnection) -> None:
+        assert bookie.storage.replayed[0] == 5
+
+    settings: dict[str, Any] = {
+        "ledger_storage_class": storage_class,
+        "skip_list_size_limit": 1 << 20,
+        "db_storage_write_cache_max_size_mb": 1,
+    }
+    on_a_bookie(tmp_path, cluster, write, files, ledger_storage_class=storage_class)
+    before = sorted(tmp_path.rglob("*.txn")) + sorted(tmp_path.rglob("*.log"))
+    files.is_full = True
+    with monkeypatch.context() as small:
+        kind = type(open_ledger_storage(BookieConfig(ledger_storage_class=storage_class), files))
+        small.setattr(kind, "unwritten_bytes_max", 2 << 20)
+        with pytest.raises(BkctlError, match="The journals hold more than") as refused:
+            on_a_bookie(tmp_path, cluster, read, files, **settings)
+    assert "make space" in str(refused.value.hint)
+    assert sorted(tmp_path.rglob("*.txn")) + sorted(tmp_path.rglob("*.log")) == before
+    files.is_full = False
+    on_a_bookie(tmp_path, cluster, read, files, **settings)
 
 
 def test_one_full_directory_may_miss_a_mark(tmp_path: Path, cluster: Cluster) -> None:

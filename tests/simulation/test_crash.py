@@ -337,6 +337,40 @@ def test_a_full_disk_corrupts_nothing(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_a_full_disk_keeps_no_bookie_from_starting(tmp_path: Path, seed: int) -> None:
+    """After a crash, with no byte or few to write: what was acknowledged is served, and the journals stay until there
+    is space."""
+    root = tmp_path / "work"
+    root.mkdir()
+    files = SimulatedFiles(root, seed=seed)
+    storage = BookieStorage(config_for(root), files=files, chance=random.Random(seed))
+    storage.open()
+    promised = Acknowledged()
+    work = Workload(storage, seed, promised)
+    work.run(STEPS)
+    work.commit()
+    for number, capacity in enumerate((0, 0, random.Random(seed).randrange(5_000))):
+        image = files.crash(tmp_path / f"image-{number}")
+        journals = sorted(image.glob("journal*/current/*.txn"))
+        assert journals
+        files = SimulatedFiles(image, seed=seed, capacity_bytes=capacity, short_writes=True)
+        storage = BookieStorage(config_for(image), files=files, chance=random.Random(seed))
+        storage.open()
+        check(storage, promised)
+        if capacity == 0:
+            assert storage.no_space is not None
+            assert sorted(image.glob("journal*/current/*.txn")) == journals
+            check(storage, promised)
+    files.capacity_bytes = None
+    storage.run_checkpoint()
+    work = Workload(storage, seed + 1, promised)
+    work.run(STEPS)
+    work.commit()
+    check(storage, promised)
+    survive(files.crash(tmp_path / "image"), promised, 1, seed, torn=False)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_failing_operations_fail_what_they_must_and_no_more(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     root = tmp_path / "work"
