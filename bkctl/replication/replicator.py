@@ -253,6 +253,7 @@ class LedgerFragmentReplicator:
         targets: Mapping[int, str] | None = None,
         exclude: Collection[str] = (),
         in_place: bool | None = None,
+        before_swap: Callable[[], None] = lambda: None,
     ) -> FragmentReplication:
         """Bring what the fragment's bad bookies should hold to `targets` (None: those that `targets()` gives).
 
@@ -302,12 +303,16 @@ class LedgerFragmentReplicator:
         repaired = tuple(fragment.ensemble[index] for index in sorted(chosen) if index not in moved)
         if not moved:
             return replace(done, outcome=Outcome.REPAIRED, repaired=repaired)
-        versioned, replaced = await in_thread(self._swap, check, fragment, moved)
+        versioned, replaced = await in_thread(self._swap, check, fragment, moved, before_swap)
         outcome = Outcome.REPLICATED if replaced else Outcome.SUPERSEDED
         return replace(done, outcome=outcome, versioned=versioned, replaced=replaced, repaired=repaired)
 
     def _swap(
-        self, check: LedgerCheck, fragment: LedgerFragment, moved: Mapping[int, str]
+        self,
+        check: LedgerCheck,
+        fragment: LedgerFragment,
+        moved: Mapping[int, str],
+        before_swap: Callable[[], None],
     ) -> tuple[VersionedMetadata, dict[str, str]]:
         """Put the new bookies into the metadata, in the place of those that still stand there; returns which were."""
         replaced: dict[str, str] = {}
@@ -325,6 +330,7 @@ class LedgerFragmentReplicator:
                     replaced[present[index]] = bookies[index] = target
             if not replaced:
                 return None
+            before_swap()
             changed = Fragment(fragment.first_entry_id, tuple(bookies))
             ensembles = tuple(
                 changed if each.first_entry_id == fragment.first_entry_id else each for each in metadata.ensembles
