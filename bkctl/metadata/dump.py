@@ -183,6 +183,14 @@ class ClusterSource(MetadataSource):
         """The cluster is its opener's."""
 
 
+class ExportSection(NamedTuple):
+    """Whole lines of an export: from byte `start` to before `end`, `count` of them."""
+
+    start: int
+    end: int
+    count: int
+
+
 class ExportFile(MetadataSource):
     """An export, read line by line. Raises NotFound (OSError), Corrupt for no export, Unsupported for a later version.
 
@@ -233,10 +241,7 @@ class ExportFile(MetadataSource):
             fields = self._fields(line, at)
             if fields.get("kind") == "end":
                 if fields.get("records") != count or fields.get("sha256") != digest.hexdigest():
-                    raise CorruptRecord(
-                        "The export's hash is not that of its lines: it was changed, or damaged",
-                        offset=at, where=self.name,
-                    )  # fmt: skip
+                    raise self._changed(at)
                 if self._file.read(1):
                     raise CorruptRecord(
                         "Something follows the export's last line", offset=at + len(line), where=self.name
@@ -250,10 +255,75 @@ class ExportFile(MetadataSource):
             digest.update(line)
             at += len(line)
             count += 1
-        raise CorruptRecord(
+        raise self._cut_short(at)
+
+    def sections(self, size_bytes: int) -> tuple[list[ExportSection], CorruptRecord | None]:
+        """The records' lines in sections of about `size_bytes`, for `section`; and why the file is not whole, if so.
+
+        The whole file is read, but not looked into.
+        """
+        self._file.seek(0)
+        line = self._file.readline(LINE_SIZE_BYTES_MAX)
+        digest = hashlib.sha256(line)
+        start = at = len(line)
+        count = total = 0
+        found = []
+        line = self._file.readline(LINE_SIZE_BYTES_MAX)
+        while following := self._file.readline(LINE_SIZE_BYTES_MAX):
+            digest.update(line)
+            at += len(line)
+            count += 1
+            if at - start >= size_bytes:
+                found.append(ExportSection(start, at, count))
+                start, total, count = at, total + count, 0
+            line = following
+        problem = self._end_problem(line, at, total + count, digest.hexdigest())
+        if problem is not None and line and b'"kind":"end"' not in line:
+            at, count = at + len(line), count + 1  # what is there of a record
+        if count:
+            found.append(ExportSection(start, at, count))
+        return found, problem
+
+    def _end_problem(self, line: bytes, at: int, count: int, sha256: str) -> CorruptRecord | None:
+        """What is wrong with the last line, which begins at byte `at`, after `count` records of this hash."""
+        try:
+            fields = self._fields(line, at)
+        except CorruptRecord:
+            fields = {}
+        if fields.get("kind") != "end":
+            return self._cut_short(at + len(line))
+        return None if fields.get("records") == count and fields.get("sha256") == sha256 else self._changed(at)
+
+    def section(self, section: ExportSection) -> Iterator[tuple[int, DumpRecord | CorruptRecord]]:
+        """Yield each line's byte, and the record that it is, or why it is none.
+
+        Raises Corrupt where the file changed since `sections`.
+        """
+        self._file.seek(section.start)
+        at = section.start
+        for _ in range(section.count):
+            line = self._file.readline(LINE_SIZE_BYTES_MAX)
+            if not line:
+                raise self._cut_short(at)
+            try:
+                found: DumpRecord | CorruptRecord = self._record(self._fields(line, at), at)
+            except CorruptRecord as error:
+                found = error
+            yield at, found
+            at += len(line)
+        if at != section.end:
+            raise self._changed(at)
+
+    def _cut_short(self, at: int) -> CorruptRecord:
+        return CorruptRecord(
             "The export is cut short: its last line is missing", offset=at, where=self.name,
             hint="export again; what is there is of no use without the rest",
         )  # fmt: skip
+
+    def _changed(self, at: int) -> CorruptRecord:
+        return CorruptRecord(
+            "The export's hash is not that of its lines: it was changed, or damaged", offset=at, where=self.name
+        )
 
     def _record(self, fields: dict[str, Any], at: int) -> DumpRecord:
         kind, key, ctime_ms = fields.get("kind"), fields.get("key"), fields.get("ctime")

@@ -782,14 +782,15 @@ def ledger_object(ledger: LedgerId, found: VersionedMetadata, show_secrets: bool
         "customMetadata": {key: _base64(metadata.custom_metadata[key]) for key in sorted(metadata.custom_metadata)},
         "ensembles": {str(fragment.first_entry_id): list(fragment.bookies) for fragment in metadata.ensembles},
     }
-    if pulsar := _pulsar_object(metadata):
+    if pulsar := pulsar_object(metadata):
         value["pulsar"] = pulsar
     if show_secrets:
         value["password"] = None if metadata.password is None else _base64(metadata.password)
     return value
 
 
-def _pulsar_object(metadata: LedgerMetadata) -> dict[str, str]:
+def pulsar_object(metadata: LedgerMetadata) -> dict[str, str]:
+    """What Pulsar wrote into the ledger's custom metadata: application, component, managedLedger, cursor …; {}: nothing."""
     custom = metadata.custom_metadata
     if custom.get("application") != b"pulsar":
         return {}

@@ -5,15 +5,16 @@ The names are those of the JSON objects of the commands. Ids of ledgers are stri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from bkctl.errors import BkctlError, CorruptRecord, TruncatedRecord
+from bkctl.errors import BkctlError, CorruptRecord, TruncatedRecord, UsageError
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import pyarrow as pa
+    from pyspark.sql.types import StructType
 
 #: The column that `mode` permissive adds: what is wrong where. Null in rows that hold data.
 DAMAGE: Final = "damage"
@@ -62,6 +63,14 @@ TYPES: Final[Mapping[str, str]] = {
 def ddl(columns: Iterable[str]) -> str:
     """The schema of these columns, as a source's `schema()` returns it."""
     return ", ".join(f"`{name}` {TYPES[name]}" for name in columns)
+
+
+def check_schema(source: str, schema: StructType, known: Collection[str]) -> None:
+    """Raise UsageError where a schema that somebody gave has other columns than those of the source, or other types."""
+    for field in schema.fields:
+        kind = field.dataType.simpleString()
+        if field.name not in known or kind != TYPES[field.name]:
+            raise UsageError(f"{source} has no column {field.name} of type {kind}", hint=f"it has {ddl(known)}")
 
 
 class LedgerColumns:
