@@ -58,7 +58,7 @@ class Conditions:
         )
 
         for each in filters:
-            path = getattr(each, "attribute", ())
+            path: tuple[str, ...] = getattr(each, "attribute", ())
             name = path[0] if len(path) == 1 else ""
             kind = str if name in texts else int if name in integers else None
             if isinstance(each, IsNotNull) and name in never_null:
@@ -167,7 +167,8 @@ class Conditions:
             masks.append(_at_least(numbers, self.first[name]))
         if name in self.last:
             masks.append(~_at_least(numbers, self.last[name] + 1))
-        return np.logical_and.reduce(masks) if masks else None
+        found: npt.NDArray[np.bool_] | None = np.logical_and.reduce(masks) if masks else None
+        return found
 
     def _named(self) -> frozenset[LedgerId] | None:
         names = self.values.get("ledgerQualifiedName")

@@ -31,7 +31,7 @@ from bkctl.formats.entry import (
 from bkctl.formats.metadata import Cookie
 from bkctl.formats.record import NO_LEDGER, Record, RecordType
 from bkctl.ids import U64_MAX, to_signed
-from bkctl.spark.columns import DAMAGE, TYPES, LedgerColumns, constant, damage_row, ddl, where_and_why
+from bkctl.spark.columns import DAMAGE, LedgerColumns, check_schema, constant, damage_row, ddl, where_and_why
 from bkctl.spark.filters import LEDGER_COLUMNS, Conditions
 from bkctl.spark.options import Mode, SourceOptions
 from bkctl.storage.directories import COOKIE_NAME, BookieDirectories, BookieFile
@@ -538,10 +538,7 @@ class RecordReader(DataSourceReader):
             self._conditions.ledgers = frozenset(options.ledgers())
         elif (scope_id := options.scope_id()) is not None:
             self._conditions.values["ledgerScopeId"] = frozenset((str(scope_id),))
-        known = {*self.default_columns(), *self.on_request, DAMAGE}
-        for field in schema.fields:
-            if field.name not in known or field.dataType.simpleString() != TYPES[field.name]:
-                raise UsageError(f"{self.source} has no column {field.name} {field.dataType.simpleString()}")
+        check_schema(self.source, schema, (*self.default_columns(), *self.on_request, DAMAGE))
 
     @classmethod
     def default_columns(cls) -> tuple[str, ...]:

@@ -100,17 +100,22 @@ class LedgerIndexReader(FileReader):
                         yield number, location
             entry_id += count
 
-    def pages(self) -> Iterator[tuple[int, array[int]]]:
-        """Yield (first entry id, locations) in order, windows of slots at once; holes of the file are left out."""
-        entry_id = 0
-        while True:
+    def pages(self, first: int = 0, end: int | None = None) -> Iterator[tuple[int, array[int]]]:
+        """Yield (first entry id, locations) in order, windows of slots at once; holes of the file are left out.
+
+        From entry `first` on, and before entry `end` (None: to the file's end).
+        """
+        entry_id = first
+        while end is None or entry_id < end:
             data = self.skip_hole(slot_offset(entry_id))
             if data is None:
                 return
             entry_id = max(entry_id, (data - HEADER_SIZE) // SLOT_SIZE)
             window = self.window(slot_offset(entry_id))
             count = len(window) // SLOT_SIZE
-            if count == 0:
+            if end is not None:
+                count = min(count, end - entry_id)
+            if count <= 0:
                 return
             slots = array("q", window[: count * SLOT_SIZE])
             if sys.byteorder == "little":
