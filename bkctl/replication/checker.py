@@ -142,6 +142,11 @@ class LedgerFragment:
         """Whether the bookie at ensemble index `index` should hold that entry."""
         return index in self.schedule.write_set(entry_id)
 
+    def next_of(self, entry_id: int, indexes: Collection[int]) -> int:
+        """The next entry after `entry_id` that one of the bookies at `indexes` should hold."""
+        following = range(entry_id + 1, entry_id + 1 + self.schedule.ensemble_size)
+        return next(each for each in following if any(self.has(each, index) for index in indexes))
+
     def _stored(self, index: int) -> list[bool]:
         """By entry id modulo the ensemble size."""
         return [self.has(at, index) for at in range(self.schedule.ensemble_size)]
@@ -274,12 +279,10 @@ class LedgerChecker:
     async def _may_exist(self, access: LedgerAccess, fragment: LedgerFragment, up: Collection[str]) -> bool:
         """Whether the first entry of an open ledger's last fragment may have been written: all bookies that should
         have it would have to say that they do not."""
-        asked = []
-        for index in access.schedule.write_set(fragment.first_entry_id):
-            bookie_id = fragment.ensemble[index]
-            if bookie_id not in up:
-                return True
-            asked.append(self.read(access, access.pool.channel(bookie_id), fragment.first_entry_id))
+        write_set = [fragment.ensemble[index] for index in access.schedule.write_set(fragment.first_entry_id)]
+        if any(bookie_id not in up for bookie_id in write_set):
+            return True
+        asked = [self.read(access, access.pool.channel(each), fragment.first_entry_id) for each in write_set]
         return any(not isinstance(error, (EntryNotFound, LedgerNotFound)) for error in await asyncio.gather(*asked))
 
     async def read(self, access: LedgerAccess, channel: BookieChannel, entry_id: int) -> BkctlError | None:
@@ -399,18 +402,15 @@ class SpanBuilder:
     """Collects entries (ascending) that the bookie at ensemble index `index` of `fragment` should hold, as spans."""
 
     def __init__(self, fragment: LedgerFragment, index: int) -> None:
-        size = fragment.schedule.ensemble_size
-        self._next: list[int] = []
-        for at in range(size):
-            step = next((step for step in range(1, size + 1) if fragment.has(at + step, index)), size)
-            self._next.append(step)
+        self._fragment = fragment
+        self._indexes = (index,)
         self._spans: list[EntrySpan] = []
 
     def add(self, entry_id: int) -> None:
         """One more; the ids ascend."""
         if self._spans:
             first, last, count = self._spans[-1]
-            if last + self._next[last % len(self._next)] == entry_id:
+            if self._fragment.next_of(last, self._indexes) == entry_id:
                 self._spans[-1] = EntrySpan(first, entry_id, count + 1)
                 return
         self._spans.append(EntrySpan(entry_id, entry_id, 1))

@@ -399,16 +399,18 @@ class LedgerFragmentReplicator:
         return LedgerReplication(replace(check, versioned=latest.versioned), tuple(results), tuple(errors), left_open)
 
     async def unreadable(
-        self, check: LedgerCheck, fragment: LedgerFragment, entry_ids: Collection[int]
+        self, check: LedgerCheck, fragment: LedgerFragment, entry_ids: Collection[int] | None = None
     ) -> list[UnreadableEntries]:
         """Which of those entries of the fragment no replica gives: a quick look before it is tried again.
+
+        None: of all that its bad bookies should hold, which takes as long as copying them.
 
         Source: ReplicationWorker.tryReadingFaultyEntries.
         """
         access = self.bookkeeper.access(check.ledger, check.versioned)
         targets = {index: fragment.ensemble[index] for index in fragment.bookie_indexes}
         copying = _Copying(self.checker, access, fragment, targets, self._batch_size, self._throttle, self._progress)
-        await copying.try_reading(sorted(entry_ids))
+        await copying.try_reading(None if entry_ids is None else sorted(entry_ids))
         return copying.unreadable
 
 
@@ -451,18 +453,20 @@ class _Copying:
         for index, target in self._targets.items():
             if target == self._fragment.ensemble[index] or self._fragment.entry_count(index) >= RESUME_COUNT_MIN:
                 self._present[target] = await self._listed(target)
-        streams = [self._wanted_of(index) for index in self._targets]
-        merged = groupby(heapq.merge(*streams), key=itemgetter(0))
-        await self._each((entry_id, [index for _, index in some]) for entry_id, some in merged)
+        await self._each(self._wanted())
 
-    async def try_reading(self, entry_ids: list[int]) -> None:
-        """Read entries, and write nothing; those that no replica gives are in `unreadable`."""
-        for entry_id in entry_ids:
-            await self._each(iter([(entry_id, [])]))
+    async def try_reading(self, entry_ids: list[int] | None) -> None:
+        """Read entries (None: all), and write nothing; those that no replica gives are in `unreadable`."""
+        wanted = (entry_id for entry_id, _ in self._wanted()) if entry_ids is None else iter(entry_ids)
+        await self._each((entry_id, []) for entry_id in wanted)
+
+    def _wanted(self) -> Iterator[tuple[int, list[int]]]:
+        """Each entry, ascending, with the ensemble indexes that should get it."""
+        merged = heapq.merge(*(self._wanted_of(index) for index in self._targets))
+        return ((entry_id, [index for _, index in some]) for entry_id, some in groupby(merged, key=itemgetter(0)))
 
     async def _each(self, wanted: Iterator[tuple[int, list[int]]]) -> None:
         window: deque[tuple[int, asyncio.Task[list[tuple[str, BkctlError]]]]] = deque()
-        adjoins = False
         try:
             while True:
                 size = self._size_bytes_largest or WINDOW_BYTES // 16
@@ -475,8 +479,7 @@ class _Copying:
                 entry_id, task = window.popleft()
                 problems = await task
                 if problems:
-                    self._note_unreadable(entry_id, problems, adjoins)
-                adjoins = bool(problems)
+                    self._note_unreadable(entry_id, problems)
         finally:
             for _, task in window:
                 task.cancel()
@@ -520,7 +523,7 @@ class _Copying:
         size = len(body)
         self._size_bytes_largest = max(self._size_bytes_largest * 15 // 16, size)
         await self._throttle.acquire(size * max(len(lacking), 1))
-        if not self.unreadable:
+        if lacking and not self.unreadable:
             await self._write(entry_id, body, lacking)
         return []
 
@@ -591,10 +594,11 @@ class _Copying:
             self.size_bytes += len(body)
             self._progress(1, len(body))
 
-    def _note_unreadable(self, entry_id: int, problems: list[tuple[str, BkctlError]], adjoins: bool) -> None:
+    def _note_unreadable(self, entry_id: int, problems: list[tuple[str, BkctlError]]) -> None:
         lost = all(reason_of(error) in ANSWERED for _, error in problems)
-        if adjoins and self.unreadable[-1].lost == lost:
-            last = self.unreadable[-1]
+        last = self.unreadable[-1] if self.unreadable else None
+        adjoins = last and self._fragment.next_of(last.last_entry_id, self._fragment.bookie_indexes) == entry_id
+        if last and adjoins and last.lost == lost:
             self.unreadable[-1] = last._replace(last_entry_id=entry_id, entry_count=last.entry_count + 1)
         else:
             self.unreadable.append(UnreadableEntries(entry_id, entry_id, 1, tuple(problems), lost))

@@ -230,10 +230,13 @@ class FakeCluster:
         bookie = FakeBookie(f"b{len(self.bookies)}", **options)
         await bookie.start()
         self.bookies.append(bookie)
-        endpoint = Endpoint("bookie", bookie.port, "127.0.0.1", "bookie-rpc")
-        info = BookieServiceInfo((endpoint,), {"ledgerScopes": "1"} if registers_scopes else {})
-        self.cluster.bookies.register(bookie.bookie_id, info)
+        self.register(bookie, scopes=registers_scopes)
         return bookie
+
+    def register(self, bookie: FakeBookie, *, scopes: bool = True) -> None:
+        endpoint = Endpoint("bookie", bookie.port, "127.0.0.1", "bookie-rpc")
+        info = BookieServiceInfo((endpoint,), {"ledgerScopes": "1"} if scopes else {})
+        self.cluster.bookies.register(bookie.bookie_id, info)
 
     def bookie(self, bookie_id: str) -> FakeBookie:
         return next(each for each in self.bookies if each.bookie_id == bookie_id)
