@@ -403,6 +403,8 @@ class BookieConfig:
     rw_rereplicate_backoff_ms: int = _setting("rwRereplicateBackoffMs", 5000, least=0)
     #: Entries of a fragment that are copied at once.
     rereplication_entry_batch_size: int = _setting("rereplicationEntryBatchSize", 10, least=1)
+    #: Prints the racks of hosts, so that replicas come to several; None: racks are not known.
+    network_topology_script_file_name: str | None = _setting("networkTopologyScriptFileName", None)
     #: Bytes a second; 0 or less: no limit.
     replication_rate_by_bytes: int = _setting("replicationRateByBytes", -1)
 

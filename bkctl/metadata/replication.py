@@ -138,7 +138,7 @@ class LedgerUnderreplicationManager:
 
         for bookie_id in missing_replicas:
             check_bookie_id(bookie_id)
-        self._prepare()
+        self.prepare()
         path = mark_path(ledger)
         ctime_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
         while True:
@@ -208,7 +208,12 @@ class LedgerUnderreplicationManager:
 
     def locks(self, scope_id: int | None = None) -> Iterator[LedgerLock]:
         """The ledgers of the scope (None: of any) that a worker has locked, in ascending order."""
-        places: list[tuple[LedgerId, str]] = []
+        places = sorted(self._locks(scope_id))
+        for (ledger, path), found in zip(places, self.store.get_many(path for _, path in places), strict=True):
+            if found is not None:
+                yield LedgerLock(ledger, self._owner(path, found), found.ctime_ms)
+
+    def _locks(self, scope_id: int | None) -> Iterator[tuple[LedgerId, str]]:
         for base, pattern, radix in (
             (f"{UNDERREPLICATION}/locks", _MARK, 10),
             (f"{UNDERREPLICATION}/scopes/locks", _SCOPED_MARK, 16),
@@ -218,11 +223,11 @@ class LedgerUnderreplicationManager:
                 if match:
                     ledger = LedgerId.from_value(int(match[1], radix))
                     if scope_id is None or ledger.scope_id == scope_id:
-                        places.append((ledger, f"{base}/{name}"))
-        places.sort()
-        for (ledger, path), found in zip(places, self.store.get_many(path for _, path in places), strict=True):
-            if found is not None:
-                yield LedgerLock(ledger, self._owner(path, found), found.ctime_ms)
+                        yield ledger, f"{base}/{name}"
+
+    def locked(self) -> list[LedgerId]:
+        """Ids of the ledgers that somebody has locked, in any scope, in no order; their owners are not read."""
+        return [ledger for ledger, _ in self._locks(None)]
 
     def lock_owner(self, ledger: LedgerId) -> LedgerLock | None:
         """Who has the ledger locked; None when nobody has."""
@@ -238,7 +243,7 @@ class LedgerUnderreplicationManager:
         """
         from bkctl.formats.data_formats_pb2 import LockDataFormat
 
-        self._prepare()
+        self.prepare()
         value = print_text(LockDataFormat(bookieId=owner)).encode("ascii")
         try:
             claim = self.store.claim(_lock_path(ledger), value)
@@ -256,9 +261,12 @@ class LedgerUnderreplicationManager:
         Nothing happens where there is none. Source: releaseUnderreplicatedLedger.
         """
         with self._claims_lock:
-            claim = self._claims.pop(ledger, None)
+            claim = self._claims.get(ledger)
         if claim is not None:
             claim.release()
+            with self._claims_lock:
+                if self._claims.get(ledger) is claim:
+                    del self._claims[ledger]
 
     def _owner(self, path: str, found: Versioned[bytes]) -> str | None:
         message = parse_text("LockDataFormat", found.value, f"{path} in {self.store.name}: Lock")
@@ -272,7 +280,7 @@ class LedgerUnderreplicationManager:
 
     def disable(self) -> None:
         """Switch auto-recovery off. Raises AlreadyExists when it is off."""
-        self._prepare()
+        self.prepare()
         try:
             self.store.put(_DISABLE, b"", NEW)
         except AlreadyExists as error:
@@ -301,12 +309,12 @@ class LedgerUnderreplicationManager:
         """Store the delay, 0 too; an auditor hears of it at once, and begins an audit. Raises UsageError."""
         if not 0 <= seconds <= _DELAY_S_MAX:
             raise UsageError(f"A recovery delay of {seconds} s is not between 0 and {_DELAY_S_MAX}")
-        self._prepare()
+        self.prepare()
         self.store.put(_DELAY, b"%d" % seconds, None)
 
     def initialize_lost_bookie_recovery_delay_s(self, seconds: int) -> int:
         """Store the delay where none is stored; returns the one that is. Source: initializeLostBookieRecoveryDelay."""
-        self._prepare()
+        self.prepare()
         self._create(_DELAY, b"%d" % seconds)
         return self.lost_bookie_recovery_delay_s() or 0
 
@@ -355,7 +363,7 @@ class LedgerUnderreplicationManager:
         """
         from bkctl.formats.data_formats_pb2 import CheckClockFormat
 
-        self._prepare()
+        self.prepare()
         self.store.put(_clock_path(check, scoped), CheckClockFormat(ctime=ctime_ms).SerializeToString(), None)
 
     # the auditor
@@ -377,7 +385,7 @@ class LedgerUnderreplicationManager:
         """Cast a vote for `bookie_id`, which counts until it is released or the session ends. Source: createMyVote."""
         from bkctl.formats.data_formats_pb2 import AuditorVoteFormat
 
-        self._prepare()
+        self.prepare()
         value = print_text(AuditorVoteFormat(bookieId=bookie_id)).encode("ascii")
         self._create(_election_path(scoped), b"")
         return self.store.claim(f"{_election_path(scoped)}/V_", value, numbered=True)
@@ -416,8 +424,11 @@ class LedgerUnderreplicationManager:
             )
         return True
 
-    def _prepare(self) -> None:
-        """Make sure that marks can be kept, as Apache's auditor does when it starts. Source: checkLayout."""
+    def prepare(self) -> None:
+        """Make sure that marks can be kept, as Apache's auditor does when it starts.
+
+        Raises Unsupported for a later layout, Corrupt for none. Source: checkLayout.
+        """
         if self._prepared:
             return
         from bkctl.formats.data_formats_pb2 import LedgerRereplicationLayoutFormat

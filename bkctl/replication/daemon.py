@@ -1,0 +1,250 @@
+"""Auto-recovery in one process: a vote in each election of auditors, and a replication worker.
+
+Where the metadata store is away, or our session in it ends, what was elected and locked is given up, and begun again
+when the store is back (Apache's process exits then). Source: AutoRecoveryMain, AutoRecoveryService.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import threading
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from bkctl.client.ledger import TIMEOUT_S, BookKeeper
+from bkctl.errors import BkctlError
+from bkctl.ids import check_bookie_id
+from bkctl.metadata.cluster import open_cluster
+from bkctl.metadata.replication import LedgerUnderreplicationManager
+from bkctl.metadata.store import NO_SECURITY, StoreSecurity
+from bkctl.replication.auditor import Auditor, AuditorElector, AuditorStats
+from bkctl.replication.placement import Topology
+from bkctl.replication.signals import Signal, ended
+from bkctl.replication.worker import ReplicationWorker, WorkerStats
+
+if TYPE_CHECKING:
+    import ssl
+
+    from bkctl.config import BookieConfig
+    from bkctl.metadata.cluster import Cluster
+
+log: Final = logging.getLogger("bkctl.replication")
+
+BOTH: Final = (False, True)
+_AGAIN_S: Final = 2.0
+
+
+class Sample(NamedTuple):
+    """A number for /metrics: `kind` is `counter` or `gauge`."""
+
+    name: str
+    kind: str
+    value: float
+    labels: Mapping[str, str]
+
+
+class AutoRecovery:
+    """Auto-recovery of one cluster, which stays the caller's; to be closed after `run`, so that no lock is left.
+
+    `bookie_id` is what its votes and locks say. `scopes` has False for scope 0, True for the other scopes. `tls` and
+    `addresses` are as for `BookKeeper`.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        config: BookieConfig,
+        bookie_id: str,
+        *,
+        scopes: Collection[bool] = BOTH,
+        tls: ssl.SSLContext | None = None,
+        addresses: Mapping[str, tuple[str, int]] = {},
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self.bookie_id = check_bookie_id(bookie_id)
+        self.scopes = tuple(sorted(set(scopes)))
+        self.auditor_stats = {scoped: AuditorStats() for scoped in self.scopes}
+        self.worker_stats = WorkerStats()
+        self._cluster = cluster
+        self._config = config
+        self._tls = tls
+        self._addresses = addresses
+        self._timeout_s = timeout_s
+        self._electors: dict[bool, AuditorElector] = {}
+
+    async def run(self) -> None:
+        """Work until it is cancelled. Raises Unsupported or Corrupt where this cluster's marks cannot be used."""
+        await asyncio.to_thread(LedgerUnderreplicationManager(self._cluster.store).prepare)
+        script = self._config.network_topology_script_file_name
+        topology = Topology(script) if script else None
+        async with BookKeeper(
+            self._cluster, tls=self._tls, timeout_s=self._timeout_s, addresses=self._addresses
+        ) as bookkeeper:
+            parts: list[Coroutine[Any, Any, None]] = [self._work(bookkeeper, topology)]
+            for scoped in self.scopes:
+                self._electors[scoped] = self._elector(bookkeeper, topology, scoped)
+                parts.append(self._electors[scoped].run())
+            tasks = [asyncio.ensure_future(part) for part in parts]
+            try:
+                # None of them ends by itself; one that fails takes the others with it.
+                await asyncio.gather(*tasks)
+            finally:
+                await ended(*tasks)
+
+    def _elector(self, bookkeeper: BookKeeper, topology: Topology | None, scoped: bool) -> AuditorElector:
+        async def audit() -> None:
+            stats = self.auditor_stats[scoped]
+            await Auditor(bookkeeper, self._config, scoped=scoped, stats=stats, topology=topology).run()
+
+        manager = LedgerUnderreplicationManager(self._cluster.store)
+        return AuditorElector(manager, self.bookie_id, audit, scoped=scoped)
+
+    async def _work(self, bookkeeper: BookKeeper, topology: Topology | None) -> None:
+        while True:
+            worker = ReplicationWorker(
+                bookkeeper, self._config, self.bookie_id,
+                scopes=self.scopes, stats=self.worker_stats, topology=topology,
+            )  # fmt: skip
+            try:
+                await worker.run()
+            except BkctlError as error:
+                log.warning("Replication is interrupted: %s", error)
+            await asyncio.sleep(_AGAIN_S)
+
+    def samples(self) -> Iterator[Sample]:
+        """What it counted, under Apache's names; `scopes` tells the two auditors apart. Source: ReplicationStats."""
+        for scoped, stats in self.auditor_stats.items():
+            labels = {"scopes": "other" if scoped else "0"}
+            for name, value in vars(stats).items():
+                kind = "gauge" if name in _AUDITOR_GAUGES else "counter"
+                yield Sample(f"auditor_{name.upper()}", kind, value, labels)
+            elector = self._electors.get(scoped)
+            yield Sample("auditor_election_attempts", "counter", elector.attempt_count if elector else 0, labels)
+            yield Sample("auditor_elected", "gauge", int(elector is not None and elector.elected), labels)
+        stats_of_worker = self.worker_stats
+        for name, value in vars(stats_of_worker).items():
+            if name.startswith("num_"):
+                yield Sample(f"replication_worker_{name.upper()}", "counter", value, {})
+        failed = stats_of_worker.rereplicate_failed_count
+        done = stats_of_worker.rereplicate_count - failed
+        for success, count in (("true", done), ("false", failed)):
+            yield Sample("replication_worker_rereplicate_count", "counter", count, {"success": success})
+        for name, count in sorted(stats_of_worker.exceptions.items()):
+            yield Sample(f"replication_worker_exceptions_{name}", "counter", count, {})
+
+
+_AUDITOR_GAUGES: Final = (
+    "num_under_replicated_ledgers",
+    "num_underreplicated_ledgers_elapsed_recovery_grace_period",
+    "num_ledgers_not_adhering_to_placement_policy",
+    "num_ledgers_having_no_replica_of_an_entry",
+    "num_ledgers_having_less_than_aq_replicas_of_an_entry",
+    "num_ledgers_having_less_than_wq_replicas_of_an_entry",
+)
+
+
+async def serve(auto_recovery: AutoRecovery, *, started: Callable[[], None] = lambda: None) -> None:
+    """Run it until SIGTERM or SIGINT; `started` is called when it begins. Raises what `AutoRecovery.run` does."""
+    stop = Signal()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        running = asyncio.ensure_future(auto_recovery.run())
+        started()
+        await _until(stop, running)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+async def _until(stop: Signal, running: asyncio.Future[None]) -> None:
+    """Until `stop`, or until `running` fails, which is raised."""
+    stopping = asyncio.ensure_future(stop.wait(float("inf")))
+    try:
+        await asyncio.wait([stopping, running], return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+    finally:
+        await ended(stopping, running)
+
+
+class AutoRecoveryThread:
+    """Auto-recovery beside a bookie, in a thread and with a store session of its own: neither waits for the other.
+
+    What ends it is logged, and it begins again: the bookie goes on serving. Source: autoRecoveryDaemonEnabled.
+    """
+
+    def __init__(
+        self,
+        config: BookieConfig,
+        bookie_id: str,
+        *,
+        security: StoreSecurity = NO_SECURITY,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._config = config
+        self._bookie_id = bookie_id
+        self._security = security
+        self._tls = tls
+        self._stop: Signal | None = None
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="auto-recovery", daemon=True)
+        self._auto_recovery: AutoRecovery | None = None
+
+    def start(self) -> None:
+        """Begin; returns at once."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Give up votes and locks, and wait for the end. A second call does nothing."""
+        if self._thread.ident is None:
+            return
+        self._ready.wait()
+        if self._stop is not None:
+            self._stop.set()
+        self._thread.join()
+
+    def samples(self) -> Iterator[Sample]:
+        """As AutoRecovery.samples."""
+        return iter(()) if self._auto_recovery is None else self._auto_recovery.samples()
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._stop = Signal()
+        self._ready.set()
+        await _until(self._stop, asyncio.ensure_future(self._persist()))
+
+    async def _persist(self) -> None:
+        while True:
+            try:
+                await self._session()
+            except BkctlError as error:
+                log.warning("Auto-recovery is interrupted: %s", error)
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _session(self) -> None:
+        config = self._config
+        opening = asyncio.ensure_future(
+            asyncio.to_thread(
+                open_cluster,
+                config.metadata_service_uri or "",
+                timeout_s=config.zk_timeout / 1000 * 3,
+                session_timeout_s=config.zk_timeout / 1000,
+                security=self._security,
+            )
+        )
+        try:
+            cluster = await asyncio.shield(opening)
+            self._auto_recovery = AutoRecovery(cluster, config, self._bookie_id, tls=self._tls)
+            await self._auto_recovery.run()
+        finally:
+            await asyncio.wait([opening])
+            if opening.exception() is None:
+                with contextlib.suppress(BkctlError):
+                    await asyncio.to_thread(opening.result().close)

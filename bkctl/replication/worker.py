@@ -1,0 +1,404 @@
+"""The replication worker: takes ledgers that are marked, one lock each, and brings their replicas back.
+
+    mark → lock → check → copy and swap each fragment → check again → unmark, in the version that was read → unlock
+
+Any number of workers, Apache's and ours, share the marks of scope 0; the marks of the scopes are ours alone. A worker
+that dies leaves what it did in the ledgers, and its locks go with its session: the next one finishes. One whose session
+is lost while it works has lost its locks too, and swaps and unmarks nothing any more. Source: ReplicationWorker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from bkctl.errors import (
+    BkctlError,
+    Conflict,
+    LedgerNotFound,
+    MetadataVersionConflict,
+    NotEnoughBookies,
+    NotFound,
+    Unreachable,
+)
+from bkctl.metadata.replication import LedgerUnderreplicationManager, UnderreplicatedLedger
+from bkctl.replication.checker import LedgerCheck, LedgerChecker, LedgerFragment
+from bkctl.replication.replicator import FragmentReplication, LedgerFragmentReplicator, Throttle
+from bkctl.replication.signals import Signal, ended, finished, watching
+
+if TYPE_CHECKING:
+    from bkctl.client.ledger import BookKeeper
+    from bkctl.config import BookieConfig
+    from bkctl.ids import LedgerId
+    from bkctl.metadata.store import Claim
+    from bkctl.replication.placement import Topology
+
+log: Final = logging.getLogger("bkctl.replication")
+
+#: Ledgers that one worker has under way at once.
+LEDGERS_AT_ONCE: Final = 4
+#: A mark that comes among others is seen so much later at most.
+LOOK_AGAIN_S: Final = 5.0
+#: The delays of the first retries double up to lockReleaseOfFailedLedgerGracePeriod.
+#: Source: ReplicationWorker.NUM_OF_EXPONENTIAL_BACKOFF_RETRIALS.
+DOUBLINGS: Final = 5
+#: Ledgers of which it is remembered how often they failed, and what of them is unreadable.
+FAILED_COUNT_MAX: Final = 2000
+#: Entries that were unreadable and are tried before a fragment is copied again.
+UNREADABLE_COUNT_MAX: Final = 100
+
+
+class LockLost(Conflict):
+    """The lock under which a ledger was replicated is gone: somebody else may have it by now."""
+
+
+class LedgerOutcome(Enum):
+    """What became of a ledger that was marked."""
+
+    #: Unmarked, or found deleted.
+    DONE = "done"
+    #: Another worker has it, or its mark is gone.
+    SKIPPED = "skipped"
+    #: It stays locked for a while, then somebody tries again.
+    LATER = "later"
+    #: It stays marked, for anybody.
+    FAILED = "failed"
+
+
+@dataclass
+class WorkerStats:
+    """What a worker counted since it started, under Apache's names in small letters. Source: ReplicationStats."""
+
+    num_full_or_partial_ledgers_replicated: int = 0
+    num_entries_written: int = 0
+    num_bytes_written: int = 0
+    num_defer_ledger_lock_release_of_failed_ledger: int = 0
+    num_entries_unable_to_read_for_replication: int = 0
+    #: Ledgers that were taken, by how it went, and the time that took.
+    rereplicate_count: int = 0
+    rereplicate_failed_count: int = 0
+    rereplicate_s: float = 0.0
+    exceptions: Counter[str] = field(default_factory=Counter)
+
+
+def retry_delay_ms(grace_period_ms: int, failure_count: int) -> int:
+    """How long a ledger stays locked that failed `failure_count` times before. Source: deferLedgerLockReleaseOfFailed….
+
+    Doubling from a 32nd of the grace period to the grace period.
+    """
+    if failure_count >= DOUBLINGS:
+        return grace_period_ms
+    return (grace_period_ms >> DOUBLINGS) << failure_count
+
+
+class ReplicationWorker:
+    """Replicates marked ledgers of scope 0, of the other scopes, or both, until `run` is cancelled.
+
+    `name` is what its locks say. `scopes` has False for scope 0, True for the others. When `run` is over, locks may be
+    left that go when the store is closed.
+    """
+
+    def __init__(
+        self,
+        bookkeeper: BookKeeper,
+        config: BookieConfig,
+        name: str,
+        *,
+        scopes: Collection[bool] = (False, True),
+        stats: WorkerStats | None = None,
+        checker: LedgerChecker | None = None,
+        replicator: LedgerFragmentReplicator | None = None,
+        topology: Topology | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.stats = stats or WorkerStats()
+        self._config = config
+        self._name = name
+        self._scopes = tuple(scopes)
+        self._manager = LedgerUnderreplicationManager(bookkeeper.cluster.store)
+        self._checker = checker or LedgerChecker(bookkeeper)
+        self._replicator = replicator or LedgerFragmentReplicator(
+            bookkeeper,
+            checker=self._checker,
+            batch_size=config.rereplication_entry_batch_size,
+            throttle=Throttle(bytes_per_s=config.replication_rate_by_bytes),
+            topology=topology,
+            progress=self._written,
+        )
+        self._rng = rng or random.Random()
+        self._deferred: dict[LedgerId, asyncio.Task[None]] = {}
+        #: How often a ledger failed, and which of its entries were unreadable, the latest last.
+        self._failed: OrderedDict[LedgerId, tuple[int, frozenset[int]]] = OrderedDict()
+        self._damaged: set[LedgerId] = set()
+        self._is_over = False
+
+    async def run(self) -> None:
+        """Work until it is cancelled. Raises BkctlError when it cannot begin; later errors are logged."""
+        self._wake = wake = Signal()
+        try:
+            async with contextlib.AsyncExitStack() as watches:
+                for scoped in self._scopes:
+                    await watches.enter_async_context(watching(self._manager.watch, wake.set, scoped=scoped))
+                while True:
+                    wake.clear()
+                    try:
+                        wait_s = await self.work_once()
+                    except BkctlError as error:
+                        log.warning("Replication is held up: %s", error)
+                        wait_s = self._back_off_s
+                        await asyncio.sleep(wait_s)
+                    else:
+                        await wake.wait(wait_s)
+        finally:
+            self._is_over = True
+            await ended(*self._deferred.values())
+
+    @property
+    def _back_off_s(self) -> float:
+        return max(self._config.rw_rereplicate_backoff_ms / 1000, 0.01)
+
+    async def work_once(self) -> float:
+        """Try every ledger that is marked and not locked, once; returns after how many seconds to look again.
+
+        Raises Unreachable.
+        """
+        if not await asyncio.to_thread(self._manager.is_enabled):
+            return LOOK_AGAIN_S
+        queue = iter(await asyncio.to_thread(self._free_ledgers))
+        outcomes: Counter[LedgerOutcome] = Counter()
+
+        async def take() -> None:
+            for ledger in queue:
+                if not await asyncio.to_thread(self._manager.is_enabled):
+                    return
+                outcomes[await self.replicate(ledger)] += 1
+
+        takers = [asyncio.ensure_future(take()) for _ in range(LEDGERS_AT_ONCE)]
+        try:
+            await asyncio.gather(*takers)
+        finally:
+            await ended(*takers)
+        if outcomes[LedgerOutcome.FAILED]:
+            return self._back_off_s
+        return 0.0 if outcomes[LedgerOutcome.DONE] else LOOK_AGAIN_S
+
+    def _free_ledgers(self) -> list[LedgerId]:
+        """Marked ledgers that nobody has locked, in any order, so that workers do not meet all the time."""
+        marked = [ledger for scoped in self._scopes for ledger in self._manager.marked(scoped=scoped)]
+        if marked:
+            locked = set(self._manager.locked())
+            marked = [each for each in marked if each not in locked]
+        self._rng.shuffle(marked)
+        return marked
+
+    async def replicate(self, ledger: LedgerId) -> LedgerOutcome:
+        """Lock the ledger and bring its replicas back, if it is marked and free. Raises Unreachable."""
+        manager = self._manager
+        try:
+            # Looked at first, so that no lock is made for ledgers that another worker has just finished.
+            if await asyncio.to_thread(manager.get, ledger) is None:
+                return LedgerOutcome.SKIPPED
+            lock = await finished(asyncio.to_thread(manager.lock, ledger, self._name))
+        except Unreachable:
+            raise
+        except Conflict:
+            return LedgerOutcome.SKIPPED
+        except BkctlError as error:
+            if ledger not in self._damaged:
+                log.warning("The mark of ledger %s cannot be used: %s", ledger, error)
+                self._damaged.add(ledger)
+            return LedgerOutcome.SKIPPED
+        began_s = time.monotonic()
+        outcome = LedgerOutcome.FAILED
+        try:
+            outcome = await self._replicate_locked(ledger, lock)
+        except (LockLost, NotEnoughBookies, Unreachable) as error:
+            log.warning("Ledger %s is not replicated now: %s", ledger, error)
+            self.stats.exceptions[type(error).__name__] += 1
+            if isinstance(error, Unreachable) and not await self._store_answers():
+                raise
+        except BkctlError as error:
+            log.warning("Ledger %s could not be replicated: %s", ledger, error)
+            self.stats.exceptions[type(error).__name__] += 1
+        finally:
+            if ledger not in self._deferred and not self._is_over:
+                await finished(self._unlock(ledger))
+            if outcome is not LedgerOutcome.SKIPPED:
+                self.stats.rereplicate_count += 1
+                self.stats.rereplicate_failed_count += outcome is not LedgerOutcome.DONE
+                self.stats.rereplicate_s += time.monotonic() - began_s
+        return outcome
+
+    async def _store_answers(self) -> bool:
+        """Whether what could not be reached were bookies, and not the metadata store."""
+        try:
+            await asyncio.to_thread(self._manager.is_enabled)
+        except Unreachable:
+            return False
+        return True
+
+    async def _replicate_locked(self, ledger: LedgerId, lock: Claim) -> LedgerOutcome:
+        # Read under the lock: nobody else unmarks it from now on, and whoever marks it again makes another version.
+        mark = await asyncio.to_thread(self._manager.get, ledger)
+        if mark is None:
+            return LedgerOutcome.SKIPPED
+        try:
+            check = await self._look(ledger)
+            if _is_well(check):
+                await self._unmark(mark, lock)
+                return LedgerOutcome.DONE
+            if check.problem is not None:
+                log.warning("Ledger %s: its last add confirmed is not known: %s", ledger, check.problem)
+            await self._replicate_fragments(check, lock)
+            if check.needs_recovery:
+                # Its writer may be there, and replace the bookies by itself.
+                self._defer(ledger, self._config.open_ledger_rereplication_grace_period, partial(self._fence, lock))
+                return LedgerOutcome.LATER
+            if _is_well(await self._look(ledger)):
+                await self._unmark(mark, lock)
+                log.info("Ledger %s is replicated", ledger)
+                return LedgerOutcome.DONE
+        except LedgerNotFound:
+            log.info("Ledger %s was deleted meanwhile", ledger)
+            await self._unmark(mark, lock)
+            return LedgerOutcome.DONE
+        count, unreadable = self._failed.get(ledger, (0, frozenset()))
+        self._remember(ledger, count + 1, unreadable)
+        delay_ms = retry_delay_ms(self._config.lock_release_of_failed_ledger_grace_period, count)
+        log.warning("Ledger %s still lacks replicas: tried again in %g s", ledger, delay_ms / 1000)
+        self.stats.num_defer_ledger_lock_release_of_failed_ledger += 1
+        self._defer(ledger, delay_ms)
+        return LedgerOutcome.LATER
+
+    async def _look(self, ledger: LedgerId) -> LedgerCheck:
+        return await self._checker.check(ledger, percentage=self._config.auditor_ledger_verification_percentage)
+
+    async def _replicate_fragments(self, check: LedgerCheck, lock: Claim) -> None:
+        """What can be replicated of the closed fragments is; what not, the next check finds again."""
+        ledger, replicated = check.ledger, False
+
+        def before_swap() -> None:
+            _check_held(lock, ledger)
+
+        for fragment in check.fragments:
+            if not fragment.closed or await self._is_unreadable(check, fragment):
+                continue
+            try:
+                result = await self._replicator.replicate(check, fragment, before_swap=before_swap)
+            except (LedgerNotFound, LockLost):
+                raise
+            except BkctlError as error:
+                log.warning("Ledger %s from entry %d: %s", ledger, fragment.first_entry_id, error)
+                self.stats.exceptions[type(error).__name__] += 1
+                continue
+            check = replace(check, versioned=result.versioned)
+            if result.unreadable:
+                self._note_unreadable(ledger, result)
+            replicated = replicated or bool(result.replaced or result.repaired)
+        self.stats.num_full_or_partial_ledgers_replicated += replicated
+
+    def _note_unreadable(self, ledger: LedgerId, result: FragmentReplication) -> None:
+        for span in result.unreadable:
+            log.error("Ledger %s: %s", ledger, span)
+            self.stats.num_entries_unable_to_read_for_replication += span.entry_count
+        count, known = self._failed.get(ledger, (0, frozenset()))
+        first = (span.first_entry_id for span in result.unreadable)
+        self._remember(ledger, count, frozenset(sorted({*known, *first})[:UNREADABLE_COUNT_MAX]))
+
+    async def _is_unreadable(self, check: LedgerCheck, fragment: LedgerFragment) -> bool:
+        """Whether an entry of the fragment that nobody gave before is still unreadable: it is not copied in vain then.
+
+        Source: ReplicationWorker.tryReadingFaultyEntries.
+        """
+        _, known = self._failed.get(check.ledger, (0, frozenset[int]()))
+        entry_ids = [each for each in known if fragment.first_entry_id <= each <= fragment.last_entry_id]
+        if not entry_ids:
+            return False
+        found = await self._replicator.unreadable(check, fragment, entry_ids)
+        for span in found:
+            log.error("Ledger %s: %s", check.ledger, span)
+        return bool(found)
+
+    def _remember(self, ledger: LedgerId, count: int, unreadable: frozenset[int]) -> None:
+        self._failed[ledger] = (count, unreadable)
+        self._failed.move_to_end(ledger)
+        while len(self._failed) > FAILED_COUNT_MAX:
+            self._failed.popitem(last=False)
+
+    async def _unmark(self, mark: UnderreplicatedLedger, lock: Claim) -> None:
+        """Nothing happens when it was marked again meanwhile: somebody looks at it once more."""
+
+        def unmark() -> None:
+            _check_held(lock, mark.ledger)
+            with contextlib.suppress(NotFound, MetadataVersionConflict):
+                self._manager.unmark(mark.ledger, mark.version)
+
+        await asyncio.to_thread(unmark)
+        self._failed.pop(mark.ledger, None)
+
+    def _written(self, entry_count: int, size_bytes: int) -> None:
+        self.stats.num_entries_written += entry_count
+        self.stats.num_bytes_written += size_bytes
+
+    # locks that are kept for a while
+
+    def _defer(
+        self, ledger: LedgerId, delay_ms: int, then: Callable[[LedgerId], Awaitable[None]] | None = None
+    ) -> None:
+        """Keep the ledger locked for so long, do `then`, and unlock it."""
+
+        async def release() -> None:
+            try:
+                await asyncio.sleep(delay_ms / 1000)
+                if then is not None:
+                    await then(ledger)
+            except BkctlError as error:
+                log.warning("Ledger %s could not be recovered: %s", ledger, error)
+            finally:
+                if not self._is_over:
+                    await self._unlock(ledger)
+                    self._wake.set()
+                self._deferred.pop(ledger, None)
+
+        self._deferred[ledger] = asyncio.ensure_future(release())
+
+    async def _fence(self, lock: Claim, ledger: LedgerId) -> None:
+        """Close a ledger whose writer had time to replace the bookies that are gone, and did not.
+
+        Source: ReplicationWorker.deferLedgerLockRelease.
+        """
+        with contextlib.suppress(LedgerNotFound):
+            check = await self._look(ledger)
+            if check.needs_recovery:
+                await asyncio.to_thread(_check_held, lock, ledger)
+                gone = ", ".join(check.gone_at_end) or "bookies of its last fragment lack entries"
+                log.warning("Ledger %s is open and %s: it is fenced and closed", ledger, gone)
+                await self._replicator.recover(ledger)
+
+    async def _unlock(self, ledger: LedgerId) -> None:
+        """Until the store took it: a lock that is left would keep everybody away for as long as we live."""
+        while not self._is_over:
+            try:
+                await asyncio.to_thread(self._manager.unlock, ledger)
+                return
+            except BkctlError as error:
+                log.warning("The lock of ledger %s is not released yet: %s", ledger, error)
+                await asyncio.sleep(self._back_off_s)
+
+
+def _is_well(check: LedgerCheck) -> bool:
+    return not check.fragments and not check.needs_recovery and check.problem is None
+
+
+def _check_held(lock: Claim, ledger: LedgerId) -> None:
+    if not lock.is_held():
+        raise LockLost(f"The lock of ledger {ledger} is lost", hint="the metadata store ended our session")
