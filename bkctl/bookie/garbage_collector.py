@@ -2,6 +2,8 @@
 
 A round deletes, first, what the metadata store says is no more; the entry logs follow: one in which no ledger is left
 is removed, and what is alive in one with much garbage is written again elsewhere (`bkctl.storage.compaction`).
+That a ledger is not in the index proves nothing, for the index may be lost: before a log goes, the metadata store is
+asked about its ledgers that the index does not have. Apache's bookie does not ask.
 Source: GarbageCollectorThread, ScanAndCompareGarbageCollector, GarbageCollectorStats; BP-35 for scopes.
 """
 
@@ -21,7 +23,7 @@ from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError, Conflict, Corrupt, LedgerNotFound, ReadOnlyBookie, Unsupported, UsageError
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.formats.metadata import LedgerState as MetadataState
-from bkctl.ids import LedgerId
+from bkctl.ids import I64_MAX, LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.liveness import Liveness
 from bkctl.metadata.replication import LedgerUnderreplicationManager
@@ -83,6 +85,9 @@ class GarbageCollectorStats:
     usage_buckets: list[int] = field(default_factory=lambda: [0] * USAGE_BUCKETS)
     #: Why scoped ledgers were not collected in the last round; "" when they were.
     scoped_held_back: str = ""
+    #: Ledgers that exist, name this bookie and have entries here, and are not in its index, as far as the last round
+    #: had to ask: their entry logs stay.
+    unindexed_ledgers: int = 0
 
 
 class _Force(NamedTuple):
@@ -156,6 +161,13 @@ class ScanAndCompareGarbageCollector:
         self._stopped = stopped
         self._clock_ms = clock_ms
         self._last_overreplicated_ms = clock_ms()
+        #: What this round was told: ledgers that this bookie needs nothing of; others, and whether they are alive here.
+        self._garbage: set[LedgerId] = set()
+        self._spared: dict[LedgerId, bool] = {}
+
+    def begin_round(self) -> None:
+        """Forget what the last round was told."""
+        self._garbage, self._spared = set(), {}
 
     def collect(self, *, accept_scoped_deletes: bool = False) -> None:
         """One round: over-replicated ledgers where it is time for them, then those that are no more.
@@ -231,10 +243,69 @@ class ScanAndCompareGarbageCollector:
 
     def _delete_now(self, ledgers: Sequence[LedgerId]) -> int:
         count = self._delete(ledgers)
+        self._garbage.update(ledgers)
         self._stats.deleted_ledgers += count
         self._stats.deleted_scoped_ledgers += sum(ledger.is_scoped for ledger in ledgers)
         log.info("Deleted %d ledgers whose metadata is gone or names other bookies: %s", count, _some(ledgers))
         return count
+
+    # --- ledgers that the index does not have ------------------------------------------------------------------------
+
+    def garbage_of(self, ledgers: Iterable[LedgerId]) -> set[LedgerId]:
+        """Those of these ledgers, none of which is in the index, whose entries nobody reads from this bookie.
+
+        They have no metadata, or it names other bookies only; what nobody can tell now is not among them. Each is asked
+        for once in a round. What is asked for must have been in entry logs before the call.
+        """
+        asked = sorted(ledger for ledger in set(ledgers) if ledger not in self._garbage and ledger not in self._spared)
+        try:
+            for start in range(0, len(asked), BATCH_SIZE):
+                self._check_running()
+                if start == 0:
+                    self._check_cluster()
+                began = time.monotonic()
+                some = asked[start : start + BATCH_SIZE]
+                self._ask(some)
+                self._pause(len(some), began)
+        except CompactionStopped:
+            raise
+        except BkctlError as error:
+            log.warning("Entry logs of ledgers that are not in the index stay: %s", error)
+        return {ledger for ledger in ledgers if ledger in self._garbage}
+
+    def _ask(self, ledgers: list[LedgerId]) -> None:
+        liveness = Liveness(self._cluster.ledgers)
+        states = liveness.states(ledgers)
+        for problem in liveness.problems:
+            log.warning("Entry logs of ledgers that are not in the index stay: %s", problem)
+        for ledger, state in states.items():
+            if state is LedgerState.DEAD or (not ledger.is_scoped and ledger.ledger_id > I64_MAX):
+                self._garbage.add(ledger)
+            else:
+                self._spared[ledger] = False
+        alive = [ledger for ledger in ledgers if states[ledger] is LedgerState.ALIVE]
+        for ledger, found in self._cluster.ledgers.read_many(alive):
+            if isinstance(found, LedgerNotFound):
+                self._garbage.add(ledger)
+            elif not isinstance(found, BkctlError):
+                is_here = self._spared[ledger] = self._names_us(found.metadata)
+                if not is_here:
+                    self._garbage.add(ledger)
+
+    def tell_unindexed(self) -> None:
+        """Say which ledgers lost their index, as far as this round has asked."""
+        lost = sorted(ledger for ledger, is_alive in self._spared.items() if is_alive)
+        self._stats.unindexed_ledgers = len(lost)
+        if lost:
+            command = "rebuild" if self._config.ledger_storage == "db" else "regenerate"
+            log.error(
+                "%d ledgers exist and have entries on this bookie, and its index does not have them: %s. Their entry "
+                "logs stay, and cannot be read. Was the index lost? 'bkctl bookie index %s' makes it anew",
+                len(lost), _some(lost), command,
+            )  # fmt: skip
+
+    def _names_us(self, metadata: LedgerMetadata) -> bool:
+        return any(self._bookie_id in fragment.bookies for fragment in metadata.ensembles)
 
     def _check_cluster(self) -> None:
         """Raises Conflict where the metadata is another cluster's than the bookie's: every ledger would look dead."""
@@ -294,9 +365,7 @@ class ScanAndCompareGarbageCollector:
 
     def _is_elsewhere(self, metadata: LedgerMetadata) -> bool:
         """Whether the ledger is closed, so that its ensembles stay as they are, and this bookie is in none of them."""
-        return metadata.state is MetadataState.CLOSED and not any(
-            self._bookie_id in fragment.bookies for fragment in metadata.ensembles
-        )
+        return metadata.state is MetadataState.CLOSED and not self._names_us(metadata)
 
 
 def _missing(local: list[LedgerId], first: LedgerId, last: LedgerId, present: Iterable[LedgerId]) -> list[LedgerId]:
@@ -513,10 +582,15 @@ class GarbageCollectorThread:
     def _round(self, forced: _Force | None) -> None:
         """Ledgers, then logs without any, then compaction. Source: GarbageCollectorThread.runWithFlags."""
         accept = forced is not None and forced.accept_scoped_deletes
+        self._collector.begin_round()
         failed = self._attempt("delete ledgers", lambda: self._collector.collect(accept_scoped_deletes=accept))
         # Which ledgers are here decides the rest, and deleted ones of earlier rounds leave garbage too.
-        failed |= self._attempt("collect entry logs", self._collect_logs)
-        failed |= self._attempt("compact", lambda: self._compact_if_due(forced))
+        if self._attempt("find the ledgers of entry logs", self._look_at_logs):
+            failed = True
+        else:
+            failed |= self._attempt("collect entry logs", self._collect_logs)
+            failed |= self._attempt("compact", lambda: self._compact_if_due(forced))
+            self._collector.tell_unindexed()
         self.stats.rounds += 1
         self.stats.failed_rounds += failed
 
@@ -533,19 +607,29 @@ class GarbageCollectorThread:
             return True
         return False
 
+    def _look_at_logs(self) -> None:
+        self._logs.extract(_log_damage)
+        # Listed after the logs: whatever has entries in one of them is here, unless it was deleted.
+        indexed = set(self._storage.ledger_ids())
+        for each in self._logs:
+            each.keep(indexed)
+
+    def _forget_garbage(self, logs: Sequence[EntryLogMetadata]) -> None:
+        """Ask about the ledgers of these logs that the index does not have: what may be alive stays `unindexed`."""
+        garbage = self._collector.garbage_of({ledger for each in logs for ledger in each.unindexed})
+        for each in logs:
+            each.forget(garbage)
+
     def _collect_logs(self) -> None:
         """Remove the logs in which no ledger of this bookie is left."""
         stats = self.stats
-        self._logs.extract(_log_damage)
-        # Listed after the logs: whatever has entries in one of them is here, unless it was deleted.
-        existing = set(self._storage.ledger_ids())
+        self._forget_garbage([each for each in self._logs if not each.ledgers])
         active_bytes = all_bytes = 0
         is_forgotten = False
         for each in list(self._logs):
             if self._stopped.is_set():
                 raise CompactionStopped("The bookie stops")
-            each.keep(existing)
-            if each.ledgers:
+            if each.ledgers or each.unindexed:
                 active_bytes += each.remaining_size_bytes
                 all_bytes += each.total_size_bytes
                 continue
@@ -626,6 +710,9 @@ class GarbageCollectorThread:
                 candidates.append((loggers.index(each.logger), usage, each))
         stats.usage_buckets = buckets
         stats.compact_ratio = 0.0
+        # What the index does not have would not be copied, and a log with something that may be alive has to stay.
+        self._forget_garbage([each for _, _, each in candidates])
+        candidates = [candidate for candidate in candidates if not candidate[2].unindexed]
         if not candidates:
             return
         log_count = len(self._logs)

@@ -105,4 +105,5 @@ def _collector(text: PrometheusText, measured: dict[str, Any]) -> None:
     for index, count in enumerate(stats.usage_buckets):
         text.gauge(f"{scope}_entry_log_usage_buckets_le_{(index + 1) * _USAGE_STEP}", count)
     text.counter("bkctl_gc_deleted_scoped_ledgers_total", stats.deleted_scoped_ledgers)
+    text.gauge("bkctl_gc_unindexed_ledgers", stats.unindexed_ledgers)
     text.gauge("bkctl_gc_scoped_held_back", int(bool(stats.scoped_held_back)))

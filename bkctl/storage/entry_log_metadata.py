@@ -16,25 +16,36 @@ from bkctl.storage.listing import log_contents
 
 
 class EntryLogMetadata:
-    """One complete entry log. `ledgers` are those of its ledgers that still exist, with their bytes in it.
+    """One complete entry log. `ledgers` are those of its ledgers that the index has, with their bytes in it.
 
-    `total_size_bytes` counts all its entries and their size fields, `remaining_size_bytes` those of `ledgers`.
+    `unindexed` are the others, until `forget` is told that they are garbage: mostly they were deleted, or else the
+    index was lost. `total_size_bytes` counts all entries and their size fields, `remaining_size_bytes` those of
+    `ledgers`.
     """
 
-    __slots__ = ("ledgers", "log_id", "logger", "path", "remaining_size_bytes", "total_size_bytes")
+    __slots__ = ("ledgers", "log_id", "logger", "path", "remaining_size_bytes", "total_size_bytes", "unindexed")
 
     def __init__(self, logger: EntryLogger, log_id: int, path: Path, ledgers: dict[LedgerId, int]) -> None:
         self.logger = logger
         self.log_id = log_id
         self.path = path
         self.ledgers = ledgers
+        self.unindexed: dict[LedgerId, int] = {}
         self.total_size_bytes = self.remaining_size_bytes = sum(ledgers.values())
 
-    def keep(self, existing: Container[LedgerId]) -> None:
-        """Forget the ledgers that are not `existing`: what they have in the log is garbage."""
-        gone = [ledger for ledger in self.ledgers if ledger not in existing]
-        for ledger in gone:
-            self.remaining_size_bytes -= self.ledgers.pop(ledger)
+    def keep(self, indexed: Container[LedgerId]) -> None:
+        """Take note of which ledgers the index has."""
+        for ledger in [ledger for ledger in self.ledgers if ledger not in indexed]:
+            size = self.unindexed[ledger] = self.ledgers.pop(ledger)
+            self.remaining_size_bytes -= size
+        for ledger in [ledger for ledger in self.unindexed if ledger in indexed]:
+            size = self.ledgers[ledger] = self.unindexed.pop(ledger)
+            self.remaining_size_bytes += size
+
+    def forget(self, garbage: Container[LedgerId]) -> None:
+        """Forget those of the ledgers without index that are `garbage`."""
+        for ledger in [ledger for ledger in self.unindexed if ledger in garbage]:
+            del self.unindexed[ledger]
 
     def usage(self, size_min: int = 0) -> float:
         """The part of the log that is no garbage; a log smaller than `size_min` counts as that large.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, init_cluster, open_cluster
+from bkctl.metadata.ledgers import LedgerManager
 from bkctl.metadata.replication import LedgerUnderreplicationManager
 from bkctl.metadata.sqlite import SqliteStore
 from bkctl.metadata.uri import parse_uri
@@ -241,6 +242,34 @@ def test_in_another_cluster_than_the_cookie_says_nothing_is_collected(cluster: C
     bookie.collector.run_round(force=True, accept_scoped_deletes=True)
     assert bookie.storage.ledgers == {*PLAIN, *SCOPED}
     assert bookie.collector.stats.failed_rounds == 1
+
+
+def test_about_ledgers_without_index_the_store_is_asked_once_a_round(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive, elsewhere, deleted, dead = PLAIN[0], PLAIN[1], PLAIN[2], SCOPED[1]
+    create(cluster, alive, SCOPED[0])
+    create(cluster, elsewhere, metadata=ELSEWHERE)
+    read_many, asked = LedgerManager.read_many, []
+
+    def counted(manager: LedgerManager, ids: Iterable[LedgerId]) -> Any:
+        ids = list(ids)
+        asked.extend(ids)
+        return read_many(manager, ids)
+
+    collector = Bookie(cluster, Storage(deleted)).collector
+    collector.run_round()  # asks about the one that it deletes
+    monkeypatch.setattr(LedgerManager, "read_many", counted)
+    impossible = LedgerId(0, 1 << 63)
+    some = [alive, elsewhere, deleted, SCOPED[0], dead, impossible]
+    for _ in range(2):
+        assert collector._collector.garbage_of(some) == {elsewhere, deleted, dead, impossible}
+    assert asked.count(dead) == 1
+    assert deleted not in asked
+    collector._collector.tell_unindexed()
+    assert collector.stats.unindexed_ledgers == 2
+    collector.run_round()
+    assert collector.stats.unindexed_ledgers == 0, "no log has them"
 
 
 def test_an_id_that_no_ledger_can_have_is_left_alone(cluster: Cluster) -> None:
