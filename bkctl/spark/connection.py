@@ -57,7 +57,8 @@ class ClusterOptions:
         if location.security is not None and location.security.password is not None:
             raise UsageError(
                 "The metadata URI has a password in it, and options are printed in plans",
-                hint="give metadataUser, and metadataPasswordFile or metadataPasswordEnv",
+                hint="name the user by metadataUser (--metadata-user), and where the password is by "
+                "metadataPasswordFile (--metadata-password-file) or metadataPasswordEnv",
             )
         self.timeout_s = float(options.integer("timeoutSeconds", TIMEOUT_S_DEFAULT, 1))
         self.bookie_addresses = dict(

@@ -90,7 +90,7 @@ class _Look:
     def __init__(self, settings: LedgerQuerySettings, *, needed: bool = True) -> None:
         self._settings = settings
         #: Whether ledgers that are named must be there.
-        self._needed = needed and bool(settings.named)
+        self._needed = needed and settings.are_named
         #: Ledgers that the query does not want, or that will never have an entry.
         self._passed_over: set[LedgerId] = set()
 

@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import aclosing
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
@@ -76,9 +77,9 @@ class LedgerEntries(InputPartition):
 class LedgerSource(DataSource):
     """The data source; see the module, `ledger_stream` and `ledger_sink` for their options.
 
-    Of the table: the connection's (see ClusterOptions); `ledger` (one or more) and `ledgerScopeId`, default: every
-    ledger of every scope; `customMetadata` (KEY=VALUE, ledgers that have it); `columns`, `mode`;
-    `entriesPerPartition` and `maxPartitionBytes`.
+    Of the table: the connection's (see ClusterOptions); `ledger` (one or more), `ledgersFile` (on the driver, one a
+    line) and `ledgerScopeId`, default: every ledger of every scope; `customMetadata` (KEY=VALUE, ledgers that have
+    it); `columns`, `mode`; `entriesPerPartition` and `maxPartitionBytes`.
     """
 
     def __init__(self, options: dict[str, str]) -> None:
@@ -122,6 +123,7 @@ class LedgerQuerySettings:
         self.cluster = ClusterOptions(options)
         self.mode = options.mode()
         self.named = options.ledgers()
+        self._file = options.text("ledgersFile")
         self.scope_id = options.scope_id()
         self.custom_metadata = _key_values(options.words("customMetadata"))
         self.query = LedgerQuery(custom_metadata=tuple(self.custom_metadata.items()))
@@ -135,8 +137,17 @@ class LedgerQuerySettings:
             conditions.values["ledgerScopeId"] = frozenset([str(self.scope_id)])
         return conditions
 
+    @property
+    def are_named(self) -> bool:
+        """Whether ledgers are named by the options, and must be there."""
+        return bool(self.named) or self._file is not None
+
     def listed(self, client: Client, conditions: Conditions) -> Iterable[LedgerId]:
         """The ledgers that meet the conditions, those that were named also where they are not there."""
+        if self._file is not None:
+            # Read where the query is planned; there may be too many to send to every task.
+            lines = Path(self._file).read_text("ascii", "replace").split()
+            return filter(conditions.accepts_ledger, sorted({LedgerId.parse(line, self.scope_id) for line in lines}))
         wanted = conditions.wanted_ledgers()
         if wanted is not None:
             return wanted
@@ -231,7 +242,7 @@ class LedgerReader(DataSourceReader):
 
     def _spans(self, client: Client, problems: list[tuple[int, str]]) -> Iterator[tuple[EntryRange, int]]:
         held: list[tuple[LedgerId, VersionedMetadata]] = []
-        named = bool(self._settings.named)
+        named = self._settings.are_named
         for ledger, found in client.cluster.ledgers.read_many(self._settings.listed(client, self._conditions)):
             if isinstance(found, LedgerNotFound) and not named:
                 continue  # It was deleted since it was listed, or is only asked about.
