@@ -17,6 +17,7 @@ from ._options import DryRun, LedgersOrFile, ScopeOfAny, UndoOption, WatchOption
 from ._output import GREEN, RED, YELLOW, Column, Columns, Kind
 
 if TYPE_CHECKING:
+    from bkctl.config import BookieConfig
     from bkctl.metadata.cluster import Cluster
     from bkctl.metadata.replication import LedgerUnderreplicationManager, UnderreplicatedLedger
 
@@ -30,6 +31,79 @@ def _manager(cluster: Cluster) -> LedgerUnderreplicationManager:
 
     cluster.layout()  # Without a cluster all would look well.
     return LedgerUnderreplicationManager(cluster.store)
+
+
+# --- run ------------------------------------------------------------------------------------------------------------
+
+
+class Running(NamedTuple):
+    """An auto-recovery that runs in this process."""
+
+    bookie_id: str
+    default_scope: bool
+    other_scopes: bool
+    pid: int
+
+
+RUNNING_COLUMNS = Columns(
+    Column("ID", "bookieId", "bookie_id"),
+    Column("SCOPE 0", "defaultScope", "default_scope", Kind.BOOLEAN),
+    Column("OTHER SCOPES", "otherScopes", "other_scopes", Kind.BOOLEAN),
+    Column("PID", "pid", "pid", Kind.INTEGER),
+    key="bookieId",
+)
+
+
+@command(app, "run", connects=True)
+def run_auto_recovery(
+    run: Run,
+    scopes_only: Annotated[
+        bool, typer.Option("--scopes-only", help="Leave scope 0 alone: Apache's auto-recovery looks after it.")
+    ] = False,
+    scope_0_only: Annotated[bool, typer.Option("--scope-0-only", help="Leave the other scopes alone.")] = False,
+    own_id: Annotated[
+        str | None,
+        typer.Option("--id", metavar="ID", help="What votes and locks say (default: the bookie's id, or this host)."),
+    ] = None,
+) -> None:
+    """Run auto-recovery in the foreground: stand for auditor and replicate; SIGTERM or Ctrl-C ends it.
+
+    Intervals, delays and rates are those in `--conf bk_server.conf`, else Apache's defaults. It is printed once it
+    runs; what it does is on stderr.
+    """
+    import os
+
+    from bkctl.config import BookieConfig
+    from bkctl.replication.daemon import AutoRecovery, serve
+
+    if scopes_only and scope_0_only:
+        raise UsageError("--scopes-only and --scope-0-only are given", hint="give one of them, or none for all scopes")
+    config = BookieConfig() if run.conf is None else run.config()
+    scopes = {False, True} - ({False} if scopes_only else set()) - ({True} if scope_0_only else set())
+    bookie_id = own_id or _own_id(config)
+    with run.cluster() as cluster:
+        _manager(cluster)
+        auto_recovery = AutoRecovery(
+            cluster, config, bookie_id,
+            scopes=scopes, tls=run.bookie_tls(), addresses=run.bookie_addresses(), timeout_s=run.timeout_s,
+        )  # fmt: skip
+        run.log()
+        row = Running(bookie_id, False in scopes, True in scopes, os.getpid())
+        run.complete(serve(auto_recovery, started=lambda: run.show(row, RUNNING_COLUMNS)))
+
+
+def _own_id(config: BookieConfig) -> str:
+    """The id of the bookie that the configuration is of, as Apache's has it; without one, this process."""
+    import os
+    import socket
+
+    from bkctl.bookie.network import advertised_host
+
+    if config.bookie_id is not None:
+        return config.bookie_id
+    if config.conf_path is None:
+        return f"{socket.gethostname()}:{os.getpid()}"
+    return f"{advertised_host(config)}:{config.bookie_port}"
 
 
 # --- status ---------------------------------------------------------------------------------------------------------
@@ -445,7 +519,8 @@ def audit(
         for clock in clocks:
             rows.append(ClockRow(clock.value, manager.check_ctime_ms(checks[clock]), after_ms))
             if not dry_run:
-                manager.set_check_ctime_ms(checks[clock], after_ms)
+                for scoped in (False, True):
+                    manager.set_check_ctime_ms(checks[clock], after_ms, scoped=scoped)
     run.render(rows, CLOCK_COLUMNS)
     run.note("The checks run when an auditor starts next; restart the auditor to have them now")
 

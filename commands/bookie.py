@@ -48,7 +48,7 @@ def start(run: Run) -> None:
     config = config.with_changes(metadata_service_uri=connection.uri)
     security = run.security(connection)
     run.log()
-    http = None
+    http = recovery = None
     if config.http_server_enabled:
         from bkctl.http import load_server
 
@@ -56,6 +56,17 @@ def start(run: Run) -> None:
         config = http.config
 
     def started(bookie: Bookie) -> None:
+        nonlocal recovery
+        if config.auto_recovery_daemon_enabled:
+            from bkctl.metadata.store import client_tls
+            from bkctl.replication.daemon import AutoRecoveryThread
+
+            tls = None
+            if config.tls_provider_factory_class and config.tls_trust_store:
+                tls = client_tls(config.tls_trust_store, config.tls_certificate_path, config.tls_key_store)
+            recovery = AutoRecoveryThread(config, bookie.bookie_id, security=security, tls=tls)
+            bookie.metrics.auto_recovery = recovery.samples
+            recovery.start()
         if http is not None:
             http.start(bookie, security)
         run.show(bookie, STARTED_COLUMNS)
@@ -63,6 +74,8 @@ def start(run: Run) -> None:
     try:
         run.complete(serve(config, security=security, started=started))
     finally:
+        if recovery is not None:
+            recovery.stop()
         if http is not None:
             http.stop()
 

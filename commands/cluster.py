@@ -320,6 +320,10 @@ def up(
         bool | None,
         typer.Option("--http/--no-http", help="New bookies have an HTTP server (default: if bkctl[http] is there)."),
     ] = None,
+    autorecovery: Annotated[
+        bool,
+        typer.Option("--autorecovery", help="New bookies also run auto-recovery: what a lost one had is replicated."),
+    ] = False,
 ) -> None:
     """Start a local cluster of our own bookies, and use it until `cluster down`."""
     from bkctl.http import has_server, load_server
@@ -329,7 +333,10 @@ def up(
     http = has_server() if http is None else http
     cluster = _local(directory)
     with run.working(f"Starting the local cluster at {cluster.directory}"):
-        cluster.up(bookies, storage=storage, http=http, timeout_s=run.timeout_s, progress=run.detail)
+        cluster.up(
+            bookies, storage=storage, http=http, auto_recovery=autorecovery, timeout_s=run.timeout_s,
+            progress=run.detail,
+        )  # fmt: skip
     run.render(cluster.status(run.timeout_s), LOCAL_COLUMNS)
     run.note(f"Local cluster at {cluster.directory}; commands without --metadata-uri use it until 'bkctl cluster down'")
 

@@ -140,15 +140,17 @@ class LocalCluster:
         *,
         storage: str | None = None,
         http: bool = False,
+        auto_recovery: bool = False,
         timeout_s: float = 30.0,
         progress: Callable[[str], None] = lambda _: None,
     ) -> list[LocalBookie]:
         """Start every bookie that does not run, creating the cluster first where there is none; wait until all serve.
 
         `bookie_count` None keeps what is there (3 for a new cluster); more than there are adds bookies. With `http`
-        each new one has an HTTP server. `progress` is told what is waited for. Returns the bookies. Raises UsageError
-        for a count or storage that does not fit what is there, TimedOut when a bookie does not register within
-        `timeout_s` of the last progress, BkctlError with the end of its log when it died.
+        each new one has an HTTP server, with `auto_recovery` it takes part in auto-recovery. `progress` is told what is
+        waited for. Returns the bookies. Raises UsageError for a count or storage that does not fit what is there,
+        TimedOut when a bookie does not register within `timeout_s` of the last progress, BkctlError
+        with the end of its log when it died.
         """
         from bkctl.metadata.cluster import open_cluster
 
@@ -158,7 +160,7 @@ class LocalCluster:
             raise UsageError(f"Unknown ledger storage {storage!r}", hint=f"one of {', '.join(STORAGE_CLASSES)}")
         self.directory.mkdir(parents=True, exist_ok=True)
         with self._lock(), open_cluster(self.metadata_uri, timeout_s=timeout_s, create=True) as cluster:
-            self._describe(bookie_count, storage, http)
+            self._describe(bookie_count, storage, http, auto_recovery)
             started: dict[str, subprocess.Popen[bytes]] = {}
             for bookie in self.bookies():
                 if bookie.pid is None:
@@ -242,7 +244,7 @@ class LocalCluster:
             raise BkctlError(f"{path} is not the description of a local cluster", hint="remove it") from error
         return {"ports": ports}
 
-    def _describe(self, bookie_count: int | None, storage: str | None, http: bool) -> None:
+    def _describe(self, bookie_count: int | None, storage: str | None, http: bool, auto_recovery: bool) -> None:
         ports: list[int] = self._description()["ports"] if self.exists() else []
         if bookie_count is not None and bookie_count < len(ports):
             raise UsageError(
@@ -256,7 +258,7 @@ class LocalCluster:
                 self._check_storage(directory, storage)
             else:
                 ports.append(_free_port())
-                self._write_conf(index, ports[index], storage or "interleaved", http)
+                self._write_conf(index, ports[index], storage or "interleaved", http, auto_recovery)
         target = self.directory / "cluster.json"
         beside = target.with_suffix(".json.new")
         beside.write_text(json.dumps({"metadataUri": self.metadata_uri, "ports": ports}, indent=2) + "\n")
@@ -272,7 +274,7 @@ class LocalCluster:
                 hint="leave --storage out, or give another --dir",
             )
 
-    def _write_conf(self, index: int, port: int, storage: str, http: bool) -> None:
+    def _write_conf(self, index: int, port: int, storage: str, http: bool, auto_recovery: bool) -> None:
         directory = self.directory / f"bookie-{index}"
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "bk_server.conf").write_text(
@@ -288,6 +290,7 @@ class LocalCluster:
             "journalPreAllocSizeMB=1\n"
             "diskUsageThreshold=0.99\n"
             "diskUsageWarnThreshold=0.98\n"
+            + ("autoRecoveryDaemonEnabled=true\n" if auto_recovery else "")
             + (f"httpServerEnabled=true\nhttpServerHost=127.0.0.1\nhttpServerPort={_free_port()}\n" if http else "")
         )
 

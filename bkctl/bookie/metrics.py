@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
 #: Of Apache's summaries.
@@ -130,6 +130,8 @@ class BookieMetrics:
         self.read_bytes = 0
         self.flush = Latency()
         self.journals: list[JournalMetrics] = []
+        #: Name, kind, value and labels of what auto-recovery in the bookie's process counted.
+        self.auto_recovery: Callable[[], Iterable[tuple[str, str, float, Mapping[str, str]]]] = tuple
 
     def adds_settled(self, count: int, size: int, seconds: float, *, ok: bool) -> None:
         """A batch of adds is on disk and answered, or failed."""

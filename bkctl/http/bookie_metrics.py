@@ -53,6 +53,8 @@ def _render(local: LocalBookie, measured: dict[str, Any]) -> str:
     _journals(text, local, measured)
     _directories(text, local, measured)
     _collector(text, measured)
+    for name, kind, value, labels in metrics.auto_recovery():
+        text.number(name, kind, value, labels)
     for name, kind, value in process_metrics(measured["started_s"]):
         text.number(name, kind, value)
     return text.text()
