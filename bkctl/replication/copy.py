@@ -1,0 +1,201 @@
+"""A closed copy of a ledger, in another scope or another cluster.
+
+Until it is whole and was read back, a copy carries `bkctl.copy-of` in its custom metadata: the source's cluster and
+name, and who copies. One that was broken off is taken away again, by who was copying or, where that died, by the next
+copy of the same ledger to the same place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+from bkctl.client.bookies import in_thread
+from bkctl.client.ensemble import check_quorums, update_metadata
+from bkctl.client.ledger import BookKeeper, ReadHandle, WriteHandle
+from bkctl.errors import BkctlError, Conflict, Corrupt, LedgerExists, LedgerNotFound, UsageError
+from bkctl.formats.entry import DigestType
+from bkctl.formats.metadata import LedgerMetadata
+from bkctl.ids import LedgerId
+from bkctl.replication.replicator import Throttle
+
+#: The key in the custom metadata of a copy that is not whole yet.
+COPY_OF: Final = "bkctl.copy-of"
+
+
+class CopyShape(NamedTuple):
+    """What a copy has other than its source; None: as the source."""
+
+    ensemble_size: int | None = None
+    write_quorum_size: int | None = None
+    ack_quorum_size: int | None = None
+    digest_type: DigestType | None = None
+
+
+AS_SOURCE: Final = CopyShape()
+
+
+class LedgerCopy(NamedTuple):
+    """A copy that was made and read back. `length` is payload bytes; `source_open`: its source may have grown since."""
+
+    ledger: LedgerId
+    copy: LedgerId
+    entry_count: int
+    length: int
+    source_open: bool
+
+
+async def copy_ledger(
+    source: BookKeeper,
+    target: BookKeeper,
+    ledger: LedgerId,
+    *,
+    ledger_scope_id: int | None = None,
+    ledger_id: int | None = None,
+    new_id: bool = False,
+    shape: CopyShape = AS_SOURCE,
+    recovery: bool = False,
+    allow_open: bool = False,
+    throttle: Throttle | None = None,
+    progress: Callable[[int], None] = lambda count: None,
+) -> LedgerCopy:
+    """Copy the ledger, through `source`, to a new one in `target`, which may be the same client, and close that.
+
+    `ledger_scope_id` and `ledger_id` name the copy (None: as the source; with `new_id` an id is generated). Its
+    password, digest type, sizes and custom metadata are the source's but for `shape`. Each entry's digest is checked
+    on the way; then the copy is read back and compared. With `recovery` an open source is fenced and closed first, with
+    `allow_open` it is copied up to its last add confirmed. `progress` is told how many entries were copied, and read
+    back. Raises Conflict for an open source, LedgerExists, NotEnoughBookies, UsageError for a copy that would be its
+    source, Corrupt when the copy differs, and what reading and writing raise; nothing is left then.
+    """
+    if ledger_id is not None and new_id:
+        raise UsageError("A ledger id is given, and another one is to be generated", hint="give one of them")
+    scope_id = ledger.scope_id if ledger_scope_id is None else ledger_scope_id
+    to = None if new_id else LedgerId(scope_id, ledger.ledger_id if ledger_id is None else ledger_id)
+    if to == ledger and source.cluster.store is target.cluster.store:
+        raise UsageError(f"The copy of ledger {ledger} would be itself", hint="name another scope, id or cluster")
+    reader = await source.open_ledger(
+        ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=None, recovery=recovery
+    )
+    async with reader:
+        if not reader.is_closed and not allow_open:
+            raise Conflict(
+                f"Ledger {ledger} is open: a copy would end at entry {reader.last_add_confirmed}",
+                hint="close it first (--recover), or copy what is confirmed (--open)",
+            )
+        return await _copy(source, target, reader, scope_id, to, shape, throttle or Throttle(), progress)
+
+
+async def _copy(
+    source: BookKeeper,
+    target: BookKeeper,
+    reader: ReadHandle,
+    scope_id: int,
+    to: LedgerId | None,
+    shape: CopyShape,
+    throttle: Throttle,
+    progress: Callable[[int], None],
+) -> LedgerCopy:
+    origin = f"{await in_thread(source.cluster.instance_id)} {reader.ledger.qualified_name}"
+    token = f"{origin} {uuid.uuid4()}".encode()
+    writer = await _create(target, reader.metadata, scope_id, to, shape, token, origin.encode())
+    try:
+        async with writer:
+            copied = await _content(reader, throttle, progress, writer)
+        whole = await target.open_ledger(writer.ledger_id, ledger_scope_id=writer.scope_id, password=None)
+        async with whole:
+            if (whole.length, await _content(whole, Throttle(), progress)) != (copied.length, copied):
+                raise Corrupt(f"Ledger {writer.ledger} is not what was copied from ledger {reader.ledger}")
+
+        def finish(metadata: LedgerMetadata) -> LedgerMetadata | None:
+            return replace(metadata, custom_metadata=_custom(reader.metadata))
+
+        ledgers = target.cluster.ledgers
+        await in_thread(update_metadata, ledgers, writer.ledger, whole.versioned_metadata, finish)
+    except BaseException:
+        with contextlib.suppress(BkctlError):  # what went wrong first is what counts
+            await in_thread(_remove, target, writer.ledger, token)
+        raise
+    return LedgerCopy(reader.ledger, writer.ledger, copied.entry_count, copied.length, not reader.is_closed)
+
+
+class _Content(NamedTuple):
+    """What entries hold: their number, their payload bytes, and a hash over all."""
+
+    entry_count: int
+    length: int
+    hash: bytes
+
+
+async def _content(
+    reader: ReadHandle, throttle: Throttle, progress: Callable[[int], None], writer: WriteHandle | None = None
+) -> _Content:
+    """Read a ledger, and add its entries to `writer` if there is one."""
+    seen, count, length = hashlib.blake2b(), 0, 0
+    if reader.last_add_confirmed >= 0:
+        async for entry in reader.read(0, reader.last_add_confirmed):
+            seen.update(len(entry.payload).to_bytes(8, "big"))
+            seen.update(entry.payload)
+            count, length = count + 1, length + len(entry.payload)
+            if writer is not None:
+                await throttle.acquire(len(entry.payload))
+                await writer.ready()
+                writer.add(entry.payload)
+            progress(1)
+    return _Content(count, length, seen.digest())
+
+
+async def _create(
+    target: BookKeeper,
+    metadata: LedgerMetadata,
+    scope_id: int,
+    to: LedgerId | None,
+    shape: CopyShape,
+    token: bytes,
+    origin: bytes,
+) -> WriteHandle:
+    """The copy, empty; one of the same origin that was broken off goes first. Raises LedgerExists for any other."""
+    sizes = {
+        "ensemble_size": shape.ensemble_size or metadata.ensemble_size,
+        "write_quorum_size": shape.write_quorum_size or metadata.write_quorum_size,
+        # Apache's old createLedger let an ack quorum of 0 through.
+        "ack_quorum_size": shape.ack_quorum_size or max(metadata.ack_quorum_size, 1),
+    }
+    check_quorums(**sizes)
+    for tries_left in (1, 0):
+        try:
+            return await target.create_ledger_adv(
+                None if to is None else to.ledger_id,
+                ledger_scope_id=scope_id,
+                **sizes,
+                digest_type=shape.digest_type or metadata.digest_type or DigestType.CRC32,
+                password=metadata.password or b"",
+                custom_metadata={**_custom(metadata), COPY_OF: token},
+            )
+        except LedgerExists:
+            if to is None or not tries_left or not await in_thread(_remove, target, to, origin):
+                raise
+    raise AssertionError
+
+
+def _custom(metadata: LedgerMetadata) -> dict[str, bytes]:
+    """A ledger's custom metadata, without a mark of ours."""
+    return {key: value for key, value in metadata.custom_metadata.items() if key != COPY_OF}
+
+
+def _remove(target: BookKeeper, ledger: LedgerId, mark: bytes) -> bool:
+    """Delete the ledger if it is a copy that is not whole, and its mark begins with `mark`."""
+    ledgers = target.cluster.ledgers
+    try:
+        found = ledgers.read(ledger)
+        told = found.metadata.custom_metadata.get(COPY_OF)
+        if told is None or not told.startswith(mark):
+            return False
+        ledgers.remove(ledger, found.version)
+    except LedgerNotFound:
+        return True
+    return True
