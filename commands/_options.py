@@ -343,19 +343,17 @@ def _watch_interval(text: str) -> float:
     return seconds
 
 
-#: `--watch [SECONDS]`: the seconds between looks, None when absent; see Run.watch. Where the command takes arguments,
-#: seconds are given as `--watch=SECONDS`.
+def watch_option(help: str) -> Composite:
+    """`--watch [SECONDS]`: the seconds between looks, None when absent.
+
+    Where the command takes arguments, seconds are given as `--watch=SECONDS`.
+    """
+    return _converted("watch_interval", typer.Option("--watch", metavar="[SECONDS]", help=help), _watch_interval)
+
+
+#: `--watch` of what goes on until the user ends it; see Run.watch.
 WatchOption = Annotated[
-    float | None,
-    _converted(
-        "watch_interval",
-        typer.Option(
-            "--watch",
-            metavar="[SECONDS]",
-            help="Show what changes, until Ctrl-C; --watch=SECONDS looks so often (default 2).",
-        ),
-        _watch_interval,
-    ),
+    float | None, watch_option("Show what changes, until Ctrl-C; --watch=SECONDS looks so often (default 2).")
 ]
 
 

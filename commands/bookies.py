@@ -247,3 +247,6 @@ def usage(
     problems = [f"{full:,} bookies are above {threshold:g}%"] if full else []
     problems += [f"{len(silent):,} bookies did not answer"] if silent else []
     run.finish_with(full + len(silent), f"findings: {', '.join(problems)}")
+
+
+from . import _bookies_recovery  # noqa: E402, F401  (it registers its commands on the app above)

@@ -1,0 +1,559 @@
+"""Bookies that are lost or leave: all that they hold, in every scope, is copied to others.
+
+`BookieMover` is what recover, decommission and drain have in common: which ledgers are concerned, what keeps them from
+being moved, and moving them, several at once. Source: BookKeeperAdmin.recoverBookieData, RecoverCommand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import islice
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+
+from bkctl.client.bookies import in_thread
+from bkctl.errors import (
+    BkctlError,
+    BookieUnavailable,
+    Conflict,
+    Corrupt,
+    LedgerNotFound,
+    LedgerRecoveryFailed,
+    MetadataVersionConflict,
+    NotEnoughBookies,
+    NotFound,
+    TimedOut,
+    Unreachable,
+)
+from bkctl.formats.metadata import LedgerState
+from bkctl.metadata.cluster import COOKIES
+from bkctl.metadata.replication import LedgerUnderreplicationManager
+from bkctl.replication.checker import EntrySpan, LedgerChecker
+from bkctl.replication.holdings import HeldFragment, HeldLedger, Replacements, ledgers_on
+from bkctl.replication.replicator import LedgerFragmentReplicator, Outcome, Throttle
+
+if TYPE_CHECKING:
+    from bkctl.client.ledger import BookKeeper
+    from bkctl.formats.availability import Availability
+    from bkctl.ids import LedgerId
+    from bkctl.metadata.cluster import Cluster, RegisteredBookie
+    from bkctl.metadata.ledgers import VersionedMetadata
+    from bkctl.replication.replicator import LedgerReplication
+    from bkctl.replication.resume import ResumeFile
+
+T = TypeVar("T")
+
+#: Ledgers that are moved at once.
+CONCURRENCY: Final = 32
+#: Metadata that is read in one go.
+_BATCH_COUNT: Final = 500
+#: How long a ledger that another worker has locked is left to it. A worker may keep a lock long after it gave up, and
+#: the metadata is safe without locks: they only save double work.
+LOCK_PATIENCE_S: Final = 15.0
+_LOCK_POLL_S: Final = 0.5
+#: How often a ledger is looked at again whose ensembles others changed meanwhile.
+_ATTEMPT_COUNT_MAX: Final = 3
+
+
+# --- what is moved --------------------------------------------------------------------------------------------------
+
+
+class MoveOutcome(StrEnum):
+    """What became of one ledger."""
+
+    #: Nothing of it is on the leaving bookies any more.
+    MOVED = "moved"
+    #: There was nothing to do: it was deleted, or others moved it.
+    GONE = "gone"
+    #: A writer may be adding to it, and it was to be left alone then.
+    OPEN = "open"
+    #: Entries of it are nowhere to be read, or it cannot be decided where it ends.
+    UNRECOVERABLE = "unrecoverable"
+    #: It could not be copied; another try may do.
+    FAILED = "failed"
+
+
+class LedgerMove(NamedTuple):
+    """One ledger that was moved, or was not: `problem` says why, `unreadable` which entries no replica gives.
+
+    `entry_count` and `size_bytes` are what was copied, `fragment_count` the fragments whose bookies were replaced.
+    """
+
+    ledger: LedgerId
+    outcome: MoveOutcome
+    state: LedgerState | None = None
+    fragment_count: int = 0
+    entry_count: int = 0
+    size_bytes: int = 0
+    unreadable: tuple[EntrySpan, ...] = ()
+    problem: str | None = None
+
+
+class PlannedFragment(NamedTuple):
+    """What a dry run says of one fragment.
+
+    `targets` are the bookies that would come in, by ensemble index; empty where that cannot be: `problem` says why.
+    `closes`: its ledger would be fenced and closed first. `unreadable` are entries that no bookie which is up has.
+    """
+
+    held: HeldLedger
+    fragment: HeldFragment
+    targets: dict[int, str]
+    closes: bool
+    problem: str | None
+    unreadable: tuple[EntrySpan, ...]
+
+    @property
+    def new_ensemble(self) -> tuple[str, ...]:
+        """The ensemble as it would be."""
+        return tuple(self.targets.get(index, each) for index, each in enumerate(self.fragment.ensemble))
+
+
+@dataclass
+class MovePlan:
+    """What has to be moved, by the metadata alone. Memory: an id for each ledger.
+
+    `ledgers` are in ascending order, those that only name the bookies and hold nothing on them included. Entries and
+    bytes are of closed ledgers, replicas counted. `crowded` are those of `ledgers` for which there are too few other
+    bookies, `damaged` those whose metadata names the bookies and cannot be read, each with the reason; `marked` those
+    that auto-recovery has marked for the bookies.
+    """
+
+    ledgers: list[LedgerId] = field(default_factory=list)
+    scopes: Counter[int] = field(default_factory=Counter)
+    open_count: int = 0
+    entry_count: int = 0
+    size_bytes: int = 0
+    crowded: dict[LedgerId, str] = field(default_factory=dict)
+    damaged: dict[LedgerId, str] = field(default_factory=dict)
+    marked: set[LedgerId] = field(default_factory=set)
+
+
+def plan_move(cluster: Cluster, leaving: Collection[str], ids: Iterable[LedgerId] | None = None) -> MovePlan:
+    """What of all ledgers, or of `ids`, is on `leaving`, by the metadata. Blocks.
+
+    Raises LedgerNotFound for one of `ids` that is not there, UsageError for what is no bookie id, and what the store
+    raises.
+    """
+    plan = MovePlan()
+    leaving = frozenset(leaving)
+    marked = {
+        ledger
+        for ledger, mark in LedgerUnderreplicationManager(cluster.store).list(None)
+        if not isinstance(mark, BkctlError) and not leaving.isdisjoint(mark.missing_replicas)
+    }
+    replacements = Replacements(cluster.bookies.list(include_down=False), leaving)
+    for ledger, held in ledgers_on(cluster, leaving, ids):
+        if isinstance(held, BkctlError):
+            if ids is not None and isinstance(held, LedgerNotFound):
+                raise held
+            plan.damaged[ledger] = held.message
+            continue
+        plan.ledgers.append(ledger)
+        plan.scopes[ledger.scope_id] += 1
+        plan.open_count += not held.metadata.is_closed
+        plan.entry_count += held.entry_count
+        plan.size_bytes += held.size_bytes
+        if ledger in marked:
+            plan.marked.add(ledger)
+        if problem := replacements.problem(held):
+            plan.crowded[ledger] = problem
+    return plan
+
+
+class MoveProgress:
+    """How far a move is; grows as it goes. Times in seconds."""
+
+    def __init__(self, plan: MovePlan) -> None:
+        self.plan = plan
+        self.ledger_count = 0
+        self.entry_count = 0
+        self.size_bytes = 0
+        self._began = time.monotonic()
+
+    def copied(self, entry_count: int, size_bytes: int) -> None:
+        """Note that entries were copied."""
+        self.entry_count += entry_count
+        self.size_bytes += size_bytes
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since it began."""
+        return max(time.monotonic() - self._began, 1e-6)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes copied a second, from the beginning on."""
+        return self.size_bytes / self.elapsed_s
+
+    @property
+    def left_s(self) -> float | None:
+        """About how long it will take; None while nothing is known."""
+        share = self.ledger_count / len(self.plan.ledgers) if self.plan.ledgers else 1.0
+        if self.plan.size_bytes:
+            # Large ledgers count for more, but never more than they are estimated to have.
+            share = (share + min(self.size_bytes / self.plan.size_bytes, 1.0)) / 2
+        return self.elapsed_s * (1 - share) / share if share > 0 else None
+
+
+class BookieMover:
+    """Copies what the bookies `leaving` hold to others, and puts those in their place in the metadata.
+
+    `rate` bounds the bytes copied a second, all ledgers together. `skip_open` leaves ledgers alone that are OPEN; with
+    `fence` False only their last fragment, if a writer may add to it there, else such a ledger is fenced and closed
+    first. `locks`: take the locks of auto-recovery, so that its workers and this one do not do the same work at once.
+    `plan` is what `progress` counts against. Belongs to the event loop that `bookkeeper` is used in.
+    """
+
+    def __init__(
+        self,
+        bookkeeper: BookKeeper,
+        leaving: Collection[str],
+        plan: MovePlan | None = None,
+        *,
+        rate: int | None = None,
+        skip_open: bool = False,
+        fence: bool = True,
+        locks: bool = False,
+    ) -> None:
+        self.bookkeeper = bookkeeper
+        self.leaving = frozenset(leaving)
+        self.progress = MoveProgress(plan or MovePlan())
+        self._cluster = bookkeeper.cluster
+        self._skip_open, self._fence, self._locks = skip_open, fence, locks
+        self._manager = LedgerUnderreplicationManager(self._cluster.store)
+        self._checker = LedgerChecker(bookkeeper)
+        self._replicator = LedgerFragmentReplicator(
+            bookkeeper,
+            checker=self._checker,
+            throttle=None if rate is None else Throttle(bytes_per_s=rate),
+            progress=lambda entries, size: self.progress.copied(entries, size),
+        )
+
+    async def held(
+        self, ids: Iterable[LedgerId] | None = None
+    ) -> AsyncGenerator[tuple[LedgerId, HeldLedger | BkctlError], None]:
+        """The ledgers that name the leaving bookies, as `ledgers_on`; the metadata is read in a thread."""
+        found = ledgers_on(self._cluster, self.leaving, ids)
+        while batch := await _next_of(found):
+            for each in batch:
+                yield each
+
+    async def planned(
+        self, ids: Iterable[LedgerId] | None = None
+    ) -> AsyncGenerator[PlannedFragment | LedgerMove, None]:
+        """What `move` would do, fragment by fragment; changes nothing. The bookies are asked which entries they have.
+
+        A ledger that cannot be looked at comes as a LedgerMove that says why.
+        """
+        up = {each.bookie_id for each in await self.registered()}
+
+        async def look(ledger: LedgerId, held: HeldLedger | BkctlError) -> list[PlannedFragment | LedgerMove]:
+            if isinstance(held, BkctlError):
+                if ids is not None and isinstance(held, LedgerNotFound):
+                    raise held
+                return [LedgerMove(ledger, MoveOutcome.FAILED, problem=held.message)]
+            if self._skip_open and held.metadata.state is LedgerState.OPEN:
+                return [_left_open(held)]
+            return await self._planned(held, up)
+
+        async with contextlib.aclosing(self.held_by(look, ids)) as planned:
+            async for rows in planned:
+                for row in rows:
+                    yield row
+
+    async def held_by(
+        self,
+        look: Callable[[LedgerId, HeldLedger | BkctlError], Awaitable[T]],
+        ids: Iterable[LedgerId] | None = None,
+    ) -> AsyncGenerator[T, None]:
+        """What `look` says of each ledger of `held`, in order; several are looked at at once."""
+        async with contextlib.aclosing(self.held(ids)) as ledgers:
+            window: deque[asyncio.Task[T]] = deque()
+            try:
+                async for ledger, held in ledgers:
+                    window.append(asyncio.ensure_future(look(ledger, held)))
+                    if len(window) >= CONCURRENCY:
+                        yield await window.popleft()
+                while window:
+                    yield await window.popleft()
+            finally:
+                for task in window:
+                    task.cancel()
+                await asyncio.gather(*window, return_exceptions=True)
+
+    async def unreadable(self, held: HeldLedger, up: Collection[str]) -> dict[int, tuple[EntrySpan, ...]]:
+        """By fragment's first entry: the entries that should be on the leaving bookies and that no bookie of `up` has.
+
+        The bookies say themselves what they have; those that do not know that request are believed to have all. Of a
+        fragment that grows, nothing is said.
+        """
+        lists: dict[str, Availability | None] = {}
+        access = self.bookkeeper.access(held.ledger, held.found)
+        asked = {each for fragment in held.fragments for each in fragment.ensemble if each in up}
+        answers = await asyncio.gather(*(self._checker.listed(access, each) for each in asked), return_exceptions=True)
+        for bookie_id, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, BaseException):
+                if not isinstance(answer, BkctlError):
+                    raise answer
+                if isinstance(answer, Unreachable):
+                    continue
+                lists[bookie_id] = None
+            else:
+                lists[bookie_id] = answer
+        found = {}
+        for fragment in held.fragments:
+            if fragment.last_entry_id is not None:
+                spans = await in_thread(_lacking, held, fragment, lists)
+                if spans:
+                    found[fragment.first_entry_id] = spans
+        return found
+
+    async def move(
+        self, ids: Iterable[LedgerId], *, resume: ResumeFile | None = None
+    ) -> AsyncGenerator[LedgerMove, None]:
+        """Move these ledgers, several at once, and yield what became of each as it is done.
+
+        With a `resume` file those that it names are passed over, and those that are done are noted there.
+        Raises what the metadata store raises; what goes wrong with one ledger is in its row.
+        """
+        waiting = iter(ids)
+        read: deque[tuple[LedgerId, VersionedMetadata | BkctlError]] = deque()
+        #: Ledgers that others have locked, and since when they are waited for.
+        locked: deque[tuple[LedgerId, float]] = deque()
+        tasks: dict[asyncio.Task[LedgerMove | None], tuple[LedgerId, float]] = {}
+
+        def begin(ledger: LedgerId, since: float, found: VersionedMetadata | None = None) -> None:
+            patient = time.monotonic() - since < LOCK_PATIENCE_S
+            tasks[asyncio.create_task(self._locked(ledger, found, patient))] = ledger, since
+
+        def next_ids() -> Iterator[LedgerId]:
+            for ledger in waiting:
+                if resume is None or ledger not in resume.done:
+                    yield ledger
+                else:
+                    self.progress.ledger_count += 1
+
+        try:
+            while True:
+                while len(tasks) < CONCURRENCY:
+                    if not read:
+                        some = list(islice(next_ids(), CONCURRENCY))
+                        read.extend(await in_thread(lambda some=some: list(self._cluster.ledgers.read_many(some))))
+                    if not read:
+                        break
+                    ledger, found = read.popleft()
+                    begin(ledger, time.monotonic(), None if isinstance(found, BkctlError) else found)
+                if not tasks:
+                    if not locked:
+                        return
+                    await asyncio.sleep(_LOCK_POLL_S)
+                    while locked and len(tasks) < CONCURRENCY:
+                        begin(*locked.popleft())
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    place = tasks.pop(task)
+                    row = task.result()
+                    if row is None:
+                        locked.append(place)
+                        continue
+                    self.progress.ledger_count += 1
+                    if resume is not None and row.outcome in (MoveOutcome.MOVED, MoveOutcome.GONE):
+                        resume.record(row.ledger, row.entry_count, row.size_bytes)
+                    yield row
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def left(self) -> list[tuple[LedgerId, HeldLedger | BkctlError]]:
+        """The ledgers of every scope that still have entries on the leaving bookies, or may have."""
+        left = []
+        async with contextlib.aclosing(self.held()) as ledgers:
+            async for ledger, held in ledgers:
+                if isinstance(held, BkctlError) or held.holds_entries:
+                    left.append((ledger, held))
+        return left
+
+    async def delete_cookies(self) -> tuple[str, ...]:
+        """Delete the cookies of the leaving bookies; which of them had one.
+
+        Raises Conflict when one of them is registered: it needs its cookie to start again.
+        """
+        return await in_thread(self._delete_cookies)
+
+    async def registered(self) -> list[RegisteredBookie]:
+        """The bookies that are up."""
+        return await in_thread(self._cluster.bookies.list, False)
+
+    def _delete_cookies(self) -> tuple[str, ...]:
+        deleted = []
+        up = {each.bookie_id for each in self._cluster.bookies.list(include_down=False)}
+        for bookie_id in sorted(self.leaving):
+            if bookie_id in up:
+                raise Conflict(f"Bookie {bookie_id} is up, and needs its cookie", hint="stop it first")
+            found = self._cluster.store.get(f"{COOKIES}/{bookie_id}")
+            if found is not None:
+                self._cluster.cookies.remove(bookie_id, found.version)
+                deleted.append(bookie_id)
+        return tuple(deleted)
+
+    async def _planned(self, held: HeldLedger, up: Collection[str]) -> list[PlannedFragment | LedgerMove]:
+        closes = held.grows and self._fence
+        try:
+            check = await self._checker.on_bookies(held.ledger, self.leaving, held.found)
+            unreadable = await self.unreadable(held, up)
+        except BkctlError as error:
+            return [LedgerMove(held.ledger, MoveOutcome.FAILED, held.metadata.state, problem=error.message)]
+        checked = {each.first_entry_id: each for each in check.fragments}
+        planned: list[PlannedFragment | LedgerMove] = []
+        for fragment in held.fragments:
+            if fragment.last_entry_id is None and not closes:
+                planned.append(_left_open(held))
+                continue
+            targets: dict[int, str] = {}
+            spans = unreadable.get(fragment.first_entry_id, ())
+            problem = f"No bookie has {spans_text(spans)}" if spans else None
+            try:
+                if (found := checked.get(fragment.first_entry_id)) is not None:
+                    targets = dict(await self._replicator.targets(check, found, exclude=self.leaving))
+            except NotEnoughBookies as error:
+                if fragment.entry_count != 0:
+                    problem = error.message
+            planned.append(PlannedFragment(held, fragment, targets, closes, problem, spans))
+        return planned
+
+    async def _locked(self, ledger: LedgerId, found: VersionedMetadata | None, patient: bool) -> LedgerMove | None:
+        """Move the ledger; None while somebody else has it locked and is given time for it."""
+        if not self._locks:
+            return await self._move(ledger, found)
+        try:
+            await in_thread(self._manager.lock, ledger, f"{os.uname().nodename}:{os.getpid()}")
+        except Conflict:
+            return None if patient else await self._move(ledger)
+        try:
+            return await self._move(ledger)
+        finally:
+            await in_thread(self._manager.unlock, ledger)
+
+    async def _move(self, ledger: LedgerId, found: VersionedMetadata | None = None) -> LedgerMove:
+        state = None if found is None else found.metadata.state
+        try:
+            for _ in range(_ATTEMPT_COUNT_MAX):
+                if self._skip_open:
+                    if found is None:
+                        found = await in_thread(self._cluster.ledgers.read, ledger)
+                    state = found.metadata.state
+                    if state is LedgerState.OPEN:
+                        return LedgerMove(ledger, MoveOutcome.OPEN, state, problem="It is open")
+                done = await self._replicator.replicate_ledger(
+                    ledger, found, bookies=self.leaving, fence=self._fence, exclude=self.leaving
+                )
+                found = None
+                if not any(each.outcome is Outcome.SUPERSEDED for each in done.fragments):
+                    break
+        except LedgerNotFound:
+            return LedgerMove(ledger, MoveOutcome.GONE)
+        except NotEnoughBookies as error:
+            return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=error.message)
+        except (LedgerRecoveryFailed, BookieUnavailable) as error:
+            # Nobody can say where it ends.
+            return LedgerMove(ledger, MoveOutcome.UNRECOVERABLE, state, problem=error.message)
+        except TimedOut as error:
+            await in_thread(self._cluster.instance_id)  # Raises when it is the store that is silent.
+            return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=error.message)
+        except Unreachable:
+            raise
+        except BkctlError as error:
+            return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=error.message)
+        moved = _move_of(ledger, done)
+        if moved.outcome is MoveOutcome.MOVED and ledger in self.progress.plan.marked:
+            await in_thread(self._unmark, ledger)
+        return moved
+
+    def _unmark(self, ledger: LedgerId) -> None:
+        """Take the mark away where it is for the leaving bookies only; else a worker looks after the others."""
+        with contextlib.suppress(NotFound, MetadataVersionConflict, Corrupt):
+            mark = self._manager.get(ledger)
+            if mark is not None and self.leaving.issuperset(mark.missing_replicas):
+                self._manager.unmark(ledger, mark.version)
+
+
+def _move_of(ledger: LedgerId, done: LedgerReplication) -> LedgerMove:
+    """The row of a ledger that was worked on."""
+    counts = (
+        done.check.metadata.state,
+        sum(bool(each.replaced) for each in done.fragments),
+        sum(each.entry_count for each in done.fragments),
+        sum(each.size_bytes for each in done.fragments),
+    )
+    if done.unreadable:
+        spans = tuple(EntrySpan(each.first_entry_id, each.last_entry_id, each.entry_count) for each in done.unreadable)
+        said = "; ".join(f"{bookie_id}: {error.message}" for bookie_id, error in done.unreadable[0].problems)
+        problem = f"No bookie gives {spans_text(spans)} ({said})"
+        return LedgerMove(ledger, MoveOutcome.UNRECOVERABLE, *counts, spans, problem)
+    if done.errors:
+        return LedgerMove(ledger, MoveOutcome.FAILED, *counts, problem=done.errors[0][1].message)
+    if done.left_open:
+        problem = "A writer may be adding to it; its last entries stay until it leaves the bookie, or is closed"
+        return LedgerMove(ledger, MoveOutcome.OPEN, *counts, problem=problem)
+    if not done.check.fragments:
+        return LedgerMove(ledger, MoveOutcome.GONE, *counts)
+    if not done.done:
+        return LedgerMove(ledger, MoveOutcome.FAILED, *counts, problem="Others change its ensembles at the same time")
+    return LedgerMove(ledger, MoveOutcome.MOVED, *counts)
+
+
+def _left_open(held: HeldLedger) -> LedgerMove:
+    return LedgerMove(held.ledger, MoveOutcome.OPEN, held.metadata.state, problem="It is open")
+
+
+def _lacking(held: HeldLedger, fragment: HeldFragment, lists: dict[str, Availability | None]) -> tuple[EntrySpan, ...]:
+    """The entries of the fragment that should be on the asked bookies, and are in none of the `lists`."""
+    from bkctl.client.ensemble import RoundRobinDistributionSchedule
+
+    assert fragment.last_entry_id is not None
+    schedule = RoundRobinDistributionSchedule.of(held.metadata)
+    size = schedule.ensemble_size
+    write_sets = [schedule.write_set(at) for at in range(size)]
+    concerned = [any(index in fragment.indexes for index in write_set) for write_set in write_sets]
+    spans: list[EntrySpan] = []
+    together = False
+    for entry_id in range(fragment.first_entry_id, fragment.last_entry_id + 1):
+        if not concerned[entry_id % size]:
+            continue
+        there = False
+        for index in write_sets[entry_id % size]:
+            bookie_id = fragment.ensemble[index]
+            if bookie_id in lists and ((has := lists[bookie_id]) is None or entry_id in has):
+                there = True
+                break
+        if there:
+            together = False
+        elif together:
+            spans[-1] = EntrySpan(spans[-1].first_entry_id, entry_id, spans[-1].entry_count + 1)
+        else:
+            spans.append(EntrySpan(entry_id, entry_id, 1))
+            together = True
+    return tuple(spans)
+
+
+def spans_text(spans: Collection[EntrySpan], count_max: int = 5) -> str:
+    """Entries for a message: `entries 0-9 (4), 12`; a span that leaves entries of other bookies out has its count."""
+    texts = []
+    for first, last, count in islice(spans, count_max):
+        text = str(first) if first == last else f"{first}-{last}"
+        texts.append(text if count == last - first + 1 else f"{text} ({count:,})")
+    total = sum(each.entry_count for each in spans)
+    more = f" and {len(spans) - count_max:,} more ranges" if len(spans) > count_max else ""
+    return f"{'entry' if total == 1 else 'entries'} {', '.join(texts)}{more}"
+
+
+async def _next_of(items: Iterator[T]) -> list[T]:
+    return await asyncio.to_thread(lambda: list(islice(items, _BATCH_COUNT)))

@@ -1,0 +1,183 @@
+"""Resume files: which ledgers a recovery is done with, so that one that was broken off goes on where it stopped.
+
+A resume file is ndjson. The first line says whose it is, each other line names a ledger that is done:
+
+    {"format": "bkctl-recovery", "version": 1, "time": …, "host": …, "instanceId": …, "bookies": ["b:3181"]}
+    {"ledger": "00000000000000000000000000000011", "entryCount": 3, "sizeBytes": 3072}
+
+A line is appended once all of its ledger is done, and never before: a process that is killed, or a machine that stops,
+loses at most lines, and a ledger without a line is done again, which changes nothing where it had been done.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Collection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from bkctl.errors import Conflict, Corrupt, Unsupported
+from bkctl.ids import LedgerId
+
+FORMAT: Final = "bkctl-recovery"
+VERSION: Final = 1
+LINE_SIZE_BYTES_MAX: Final = 1 << 20
+#: Lines may wait so long to be brought to disk; a process that is killed loses none, for the system has them.
+SYNC_S: Final = 1.0
+_NAME: Final = re.compile(r"[0-9a-f]{32}")
+
+
+class ResumeFile:
+    """The resume file of one recovery, read and then appended to; a context manager."""
+
+    def __init__(self, path: Path, *, instance_id: str, bookies: Collection[str]) -> None:
+        """Open the file at `path`, or make it.
+
+        Raises Conflict when it is of another cluster or other bookies, or another process writes to it; Corrupt for a
+        file that is none, Unsupported for a later version, OSError.
+        """
+        self.path = path
+        #: Ledgers that earlier runs were done with, and what they copied.
+        self.done: set[LedgerId] = set()
+        self.entry_count = 0
+        self.size_bytes = 0
+        self._synced = time.monotonic()
+        self._dirty = False
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            self._lock()
+            header = {
+                "format": FORMAT,
+                "version": VERSION,
+                "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "host": os.uname().nodename,
+                "instanceId": instance_id,
+                "bookies": sorted(bookies),
+            }
+            if not self._read(header):
+                self._append(header)
+                self._sync()
+                self._sync_directory()
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def record(self, ledger: LedgerId, entry_count: int, size_bytes: int) -> None:
+        """Note that all of the ledger is done. Raises OSError."""
+        self.done.add(ledger)
+        self._append({"ledger": ledger.qualified_name, "entryCount": entry_count, "sizeBytes": size_bytes})
+        if time.monotonic() - self._synced > SYNC_S:
+            self._sync()
+
+    def close(self) -> None:
+        """Bring it to disk; a second call does nothing."""
+        if self._file >= 0:
+            file, self._file = self._file, -1
+            try:
+                if self._dirty:
+                    os.fsync(file)
+            finally:
+                os.close(file)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise Conflict(f"{self.path}: another process is writing to it", hint="wait for it, or end it") from error
+
+    def _read(self, expected: dict[str, Any]) -> bool:
+        """Take in what is there; False for an empty file. A last line that was cut short is cut off."""
+        end = 0
+        with open(self._file, "rb", closefd=False) as file:
+            file.seek(0)
+            number = 0
+            while line := file.readline(LINE_SIZE_BYTES_MAX):
+                if not line.endswith(b"\n"):
+                    if len(line) == LINE_SIZE_BYTES_MAX:
+                        raise Corrupt(f"{self.path} line {number + 1}: longer than {LINE_SIZE_BYTES_MAX} bytes")
+                    break
+                number += 1
+                fields = self._parse(line, number)
+                if number == 1:
+                    self._check(fields, expected)
+                else:
+                    self._take(fields, number)
+                end += len(line)
+            size = os.fstat(self._file).st_size
+        # A first line that is cut short may be anybody's: only the beginning of our own is ours.
+        if end == 0 and not json.dumps(expected).encode().startswith(os.pread(self._file, 20, 0)):
+            raise Corrupt(f"{self.path} is no resume file", hint="name a new file")
+        if end < size:
+            os.ftruncate(self._file, end)
+        return end > 0
+
+    def _check(self, header: dict[str, Any], expected: dict[str, Any]) -> None:
+        if header.get("format") != FORMAT:
+            raise Corrupt(f"{self.path} is no resume file", hint="name a new file")
+        if header.get("version") != VERSION:
+            raise Unsupported(
+                f"{self.path} is a resume file of version {header.get('version')!r}; version {VERSION} is known"
+            )
+        if header.get("instanceId") != expected["instanceId"]:
+            raise Conflict(
+                f"{self.path} is of the cluster {header.get('instanceId')!r}, and this one is "
+                f"{expected['instanceId']!r}",
+                hint="name the cluster that it was begun on, or a new file",
+            )
+        if header.get("bookies") != expected["bookies"]:
+            named = header.get("bookies")
+            names = ", ".join(map(str, named)) if isinstance(named, list) else repr(named)
+            raise Conflict(
+                f"{self.path} is of the recovery of {names}, not of {', '.join(expected['bookies'])}",
+                hint="name the same bookies, or a new file",
+            )
+
+    def _take(self, fields: dict[str, Any], number: int) -> None:
+        name, entry_count, size_bytes = (fields.get(each) for each in ("ledger", "entryCount", "sizeBytes"))
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise Corrupt(f"{self.path} line {number} names no ledger")
+        if type(entry_count) is not int or type(size_bytes) is not int:
+            raise Corrupt(f"{self.path} line {number} has no counts")
+        self.done.add(LedgerId.from_value(int(name, 16)))
+        self.entry_count += entry_count
+        self.size_bytes += size_bytes
+
+    def _parse(self, line: bytes, number: int) -> dict[str, Any]:
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError):
+            fields = None
+        if not isinstance(fields, dict):
+            problem = "is no resume file" if number == 1 else f"line {number} is no JSON object"
+            raise Corrupt(f"{self.path} {problem}", hint="name a new file")
+        return fields
+
+    def _append(self, fields: dict[str, Any]) -> None:
+        data = json.dumps(fields).encode() + b"\n"
+        self._dirty = True
+        while data:
+            data = data[os.write(self._file, data) :]
+
+    def _sync(self) -> None:
+        os.fsync(self._file)
+        self._synced, self._dirty = time.monotonic(), False
+
+    def _sync_directory(self) -> None:
+        directory = os.open(self.path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
