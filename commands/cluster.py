@@ -74,6 +74,7 @@ HEALTH_COLUMNS = Columns(
     Column("SUBJECT", "subject", lambda row: row.subject or None),
     Column("WHAT", "message", "message", flexible=True),
     Column("ADVICE", "advice", "advice", flexible=True),
+    Column(None, "details", "details", Kind.NESTED, optional=True),
     key="code",
 )
 
@@ -91,7 +92,8 @@ def health(
 ) -> None:
     """Say what is wrong with the cluster and what to do about it; exit code 3 when something is.
 
-    Bookies that are down, read-only, full or silent, cookies, under-replicated ledgers, auto-recovery, scopes.
+    Bookies that are down, read-only, full or silent, cookies, under-replicated ledgers by scope and age, auto-recovery,
+    scopes.
     """
     from bkctl.metadata.health import HealthFinding, health_findings
 

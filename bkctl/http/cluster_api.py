@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from bkctl.client.ledger import LedgerEntry, ReadHandle
 from bkctl.client.operations import disk_space
-from bkctl.errors import BkctlError, LedgerNotFound, NotFound, UsageError
+from bkctl.errors import BkctlError, Conflict, LedgerNotFound, NotFound, UsageError
 from bkctl.http.endpoints import (
     BOOLEAN,
     INTEGER,
@@ -29,7 +29,6 @@ from bkctl.http.endpoints import (
     Call,
     Endpoints,
     Kind,
-    NotImplementedHere,
     Value,
     json_answer,
     json_text,
@@ -41,7 +40,7 @@ from bkctl.http.endpoints import (
     text_answer,
 )
 from bkctl.http.service import next_of
-from bkctl.ids import LedgerId, parse_scope_id, resolve_ledger, to_signed
+from bkctl.ids import LedgerId, check_bookie_id, parse_scope_id, resolve_ledger, to_signed
 from bkctl.metadata.cluster import Cluster, RegisteredBookie
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.metadata.overview import cluster_info
@@ -379,6 +378,7 @@ async def show_cluster(call: Call) -> Response:
 # --- auto-recovery ---------------------------------------------------------------------------------------------------
 
 _ENABLED: Final = object_of(enabled=BOOLEAN)
+_BUSY: Final = "Another such request is being worked on"
 
 
 async def _replication(call: Call) -> LedgerUnderreplicationManager:
@@ -408,15 +408,32 @@ async def switch_recovery(call: Call) -> Response:
 
 
 @CLUSTER.put(
-    f"{PREFIX}/autorecovery/bookie", "Recover the ledgers of a lost bookie. Not in this release.",
+    f"{PREFIX}/autorecovery/bookie", "Copy what lost bookies hold to others, in every scope; in the background.",
     body=Body((
-        Value("bookie_src", "The lost bookie, as an array of one.", Kind.TEXTS, required=True),
-        Value("delete_cookie", "Delete its cookie after that.", Kind.BOOLEAN),
+        Value("bookie_src", "The lost bookies.", Kind.TEXTS, required=True),
+        Value("delete_cookie", "Delete their cookies when nothing is left on them.", Kind.BOOLEAN),
     )),
-    answer=TEXT, errors={501: "This release has no recovery of bookies"},
+    answer=TEXT, errors={409: "A bookie whose cookie is to be deleted is registered", 503: _BUSY},
 )  # fmt: skip
 async def recover_bookie(call: Call) -> Response:
-    raise _not_here("recovering a bookie's ledgers", "bookkeeper shell recover")
+    """Source: RecoveryBookieService, which recovers the first one only."""
+    assert call.body is not None
+    bookies = [check_bookie_id(each) for each in call.body["bookie_src"]]
+    if not bookies:
+        raise UsageError("bookie_src names no bookie", hint='send {"bookie_src": ["HOST:PORT"]}')
+    delete_cookie = call.body.get("delete_cookie", False)
+    cluster = await call.service.cluster()
+    if delete_cookie:
+        for bookie_id in bookies:
+            await _check_stopped(cluster, bookie_id)
+    call.service.recover_in_background(bookies, delete_cookie=delete_cookie)
+    return text_answer("Success send recovery request command.")
+
+
+async def _check_stopped(cluster: Cluster, bookie_id: str) -> None:
+    found = await asyncio.to_thread(cluster.bookies.get, bookie_id)
+    if found is not None and found.state != "down":
+        raise Conflict(f"Bookie {bookie_id} is registered ({found.state})", hint="stop it first")
 
 
 @CLUSTER.get(
@@ -502,19 +519,20 @@ async def set_recovery_delay(call: Call) -> Response:
 
 
 @CLUSTER.put(
-    f"{PREFIX}/autorecovery/decommission", "Empty a bookie that is stopped. Not in this release.",
+    f"{PREFIX}/autorecovery/decommission", "Empty a bookie that is stopped, in every scope; in the background.",
     body=Body((
         Value("bookie_src", "The bookie.", required=True),
-        Value("delete_cookie", "Delete its cookie after that.", Kind.BOOLEAN),
+        Value("delete_cookie", "Delete its cookie when nothing is left on it.", Kind.BOOLEAN),
     )),
-    answer=TEXT, errors={501: "This release has no decommissioning of bookies"},
+    answer=TEXT, errors={409: "The bookie is registered, or auto-recovery is disabled", 503: _BUSY},
 )  # fmt: skip
 async def decommission(call: Call) -> Response:
-    raise _not_here("decommissioning a bookie", "bookkeeper shell decommissionbookie")
-
-
-def _not_here(what: str, instead: str) -> NotImplementedHere:
-    return NotImplementedHere(
-        f"This release has no re-replication of its own, which {what} needs",
-        hint=f"until then use Apache's: {instead} (ledgers of scope 0)",
-    )
+    """Source: DecommissionService."""
+    assert call.body is not None
+    bookie_id = check_bookie_id(call.body["bookie_src"])
+    await _check_stopped(await call.service.cluster(), bookie_id)
+    replication = await _replication(call)
+    if not await asyncio.to_thread(replication.is_enabled):
+        raise Conflict("Auto-recovery is disabled", hint="enable it first")
+    call.service.decommission_in_background(bookie_id, delete_cookie=call.body.get("delete_cookie", False))
+    return text_answer(f"Success send decommission Bookie command {bookie_id}")

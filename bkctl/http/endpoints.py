@@ -290,10 +290,6 @@ class Endpoints(list[Endpoint]):
         return declare
 
 
-class NotImplementedHere(BkctlError):
-    """The API has the endpoint, and this release nothing behind it."""
-
-
 class ServiceUnavailable(BkctlError):
     """Not now: try again later."""
 

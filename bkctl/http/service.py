@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from contextlib import aclosing
 from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -14,6 +15,8 @@ from bkctl.errors import BkctlError, TimedOut
 from bkctl.http.endpoints import ServiceUnavailable
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity
+from bkctl.replication.bookies import BookieMover, plan_move
+from bkctl.replication.departure import STANDING_AGAINST, Decommission
 
 if TYPE_CHECKING:
     import ssl
@@ -143,19 +146,71 @@ class Service:
 
     def in_background(self, work: Callable[[], None]) -> None:
         """Run long work in a thread, one after the other. Raises ServiceUnavailable while the last one is running."""
+        self._begin(lambda: asyncio.to_thread(work))
+
+    def _begin(self, work: Callable[[], Awaitable[None]]) -> None:
         if self._background is not None and not self._background.done():
             raise ServiceUnavailable("The last such request is still being worked on", hint="try again later")
 
         async def run() -> None:
             try:
-                await asyncio.to_thread(work)
+                await work()
             except (BkctlError, OSError) as error:
                 log.warning("In the background: %s", error)
 
         self._background = asyncio.get_running_loop().create_task(run())
 
+    def recover_in_background(self, bookies: Collection[str], *, delete_cookie: bool) -> None:
+        """Copy what these bookies hold to others; what comes of it is logged. Raises as `in_background`."""
+
+        async def work(bookkeeper: BookKeeper) -> None:
+            plan = await asyncio.to_thread(plan_move, bookkeeper.cluster, bookies)
+            mover = BookieMover(bookkeeper, bookies, plan)
+            names = ", ".join(bookies)
+            log.info("Recovering %s: %d ledgers", names, len(plan.ledgers))
+            failed = 0
+            async with aclosing(mover.move(plan.ledgers)) as moves:
+                async for move in moves:
+                    if move.problem is not None:
+                        failed += 1
+                        log.warning("Ledger %s is not recovered (%s): %s", move.ledger, move.outcome, move.problem)
+            left = len(await mover.left())
+            if delete_cookie and not left:
+                await mover.delete_cookies()
+            log.info("Recovered %s: %d ledgers failed, %d have entries there", names, failed, left)
+
+        self._with_client(work)
+
+    def decommission_in_background(self, bookie_id: str, *, delete_cookie: bool) -> None:
+        """Empty a bookie that is stopped; what comes of it is logged. Raises as `in_background`."""
+
+        async def work(bookkeeper: BookKeeper) -> None:
+            plan = await asyncio.to_thread(plan_move, bookkeeper.cluster, [bookie_id])
+            departure = Decommission(bookkeeper, bookie_id, plan, keep_cookie=not delete_cookie)
+            log.info("Decommissioning %s: %d ledgers", bookie_id, len(plan.ledgers))
+            async with aclosing(departure.run()) as steps:
+                async for step in steps:
+                    if step.result in STANDING_AGAINST:
+                        where = f"ledger {step.ledger}: " if step.ledger is not None else ""
+                        log.warning("Decommissioning %s: %s%s", bookie_id, where, step.message)
+            log.info("Decommissioning %s has ended", bookie_id)
+
+        self._with_client(work)
+
+    def _with_client(self, work: Callable[[BookKeeper], Awaitable[None]]) -> None:
+        """Run long work in the background, with a client of its own."""
+
+        async def run() -> None:
+            async with self._client(await self.cluster()) as bookkeeper:
+                await work(bookkeeper)
+
+        self._begin(run)
+
     async def close(self) -> None:
-        """Close what was opened."""
+        """Close what was opened; what goes on in the background ends."""
+        if self._background is not None:
+            self._background.cancel()
+            await asyncio.gather(self._background, return_exceptions=True)
         if self._bookkeeper is not None:
             await self._bookkeeper.close()
         if self._cluster is not None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from enum import StrEnum
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from bkctl.errors import AlreadyExists, BkctlError, Corrupt, NotFound, Unreachable
 from bkctl.metadata.cluster import Cluster, RegisteredBookie
@@ -15,6 +15,8 @@ from bkctl.metadata.store import NEW
 #: While it is there, clients take no bookie into quarantine. Source: ZKMetadataDriverBase.disableHealthCheck.
 DISABLE_HEALTH_CHECK: Final = "disableHealthCheck"
 UNDERREPLICATED_AGE_S_MAX: Final = 3600
+#: Ages that under-replicated ledgers are counted by, in seconds.
+AGES_S: Final = {"10m": 600, "1h": 3600, "1d": 86400}
 
 
 class Severity(StrEnum):
@@ -32,6 +34,8 @@ class HealthFinding(NamedTuple):
     subject: str
     message: str
     advice: str
+    #: Numbers behind the message, under the names that JSON has them by; None where there are none.
+    details: Mapping[str, Any] | None = None
 
 
 def health_findings(cluster: Cluster) -> Iterator[HealthFinding]:
@@ -63,7 +67,7 @@ def _of_bookies(bookies: list[RegisteredBookie]) -> Iterator[HealthFinding]:
         if bookie.state == "down":
             yield HealthFinding(
                 "bookie-down", Severity.ERROR, bookie.bookie_id, "It has a cookie, but is not registered",
-                "start it, or recover its ledgers and delete its cookie if it is gone for good",
+                f"start it; 'bkctl bookies decommission {bookie.bookie_id}' if it is gone for good",
             )  # fmt: skip
         elif bookie.state == "ro":
             yield HealthFinding(
@@ -122,29 +126,65 @@ def _of_scopes(cluster: Cluster, bookies: list[RegisteredBookie]) -> Iterator[He
             )  # fmt: skip
 
 
+class _Marks:
+    """The marked ledgers of one scope, counted by age."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.oldest_s = 0
+        self.older = dict.fromkeys(AGES_S, 0)
+
+    def add(self, age_s: int) -> None:
+        self.count += 1
+        self.oldest_s = max(self.oldest_s, age_s)
+        for name, limit_s in AGES_S.items():
+            self.older[name] += age_s >= limit_s
+
+    def text(self) -> str:
+        several = self.count != 1
+        text = f"{self.count:,} {'ledgers are' if several else 'ledger is'} under-replicated"
+        text += f", the oldest for {age_text(self.oldest_s)}" if several else f", for {age_text(self.oldest_s)}"
+        older = [f"{count:,} for {name} or more" for name, count in self.older.items() if count]
+        return f"{text} ({', '.join(older)})" if several and older else text
+
+
+def age_text(age_s: int) -> str:
+    """Seconds for people: `40 s`, `12 min`, `3 h 20 min`, `2 d 4 h`."""
+    minutes, hours, days = age_s // 60, age_s // 3600, age_s // 86400
+    if days:
+        return f"{days:,} d {hours % 24} h"
+    if hours:
+        return f"{hours} h {minutes % 60} min"
+    return f"{minutes} min" if minutes else f"{age_s} s"
+
+
 def _of_replication(cluster: Cluster) -> Iterator[HealthFinding]:
     manager = LedgerUnderreplicationManager(cluster.store)
     now_ms = time.time_ns() // 1_000_000
-    counts: dict[int, int] = {}
-    oldest_ms: dict[int, int] = {}
+    marks: dict[int, _Marks] = {}
     for ledger, found in manager.list(None):
-        scope_id = ledger.scope_id
-        counts[scope_id] = counts.get(scope_id, 0) + 1
         if isinstance(found, BkctlError):
             yield HealthFinding(
                 "mark-damaged", Severity.WARNING, str(ledger), str(found), "'bkctl autorecovery unmark' removes it"
             )
-        elif found.ctime_ms is not None:
-            oldest_ms[scope_id] = min(oldest_ms.get(scope_id, found.ctime_ms), found.ctime_ms)
+            age_s = 0
+        else:
+            age_s = 0 if found.ctime_ms is None else max(0, now_ms - found.ctime_ms) // 1000
+        marks.setdefault(ledger.scope_id, _Marks()).add(age_s)
     enabled = manager.is_enabled()
-    for scope_id in sorted(counts):
-        age_s = max(0, now_ms - oldest_ms.get(scope_id, now_ms)) // 1000
-        late = age_s > UNDERREPLICATED_AGE_S_MAX
+    for scope_id in sorted(marks):
+        found_there = marks[scope_id]
+        late = found_there.oldest_s > UNDERREPLICATED_AGE_S_MAX
         yield HealthFinding(
-            "underreplicated", Severity.ERROR if late else Severity.WARNING, f"scope {scope_id}",
-            f"{counts[scope_id]:,} ledgers are under-replicated, the oldest for {age_s:,} s",
+            "underreplicated", Severity.ERROR if late else Severity.WARNING, f"scope {scope_id}", found_there.text(),
             "'bkctl autorecovery list' shows them"
             + ("; nobody replicates them while auto-recovery is disabled" if not enabled else ""),
+            {
+                "ledgerScopeId": str(scope_id),
+                "ledgerCount": found_there.count,
+                "oldestSeconds": found_there.oldest_s,
+                "olderThan": found_there.older,
+            },
         )  # fmt: skip
     if not enabled:
         yield HealthFinding(
@@ -152,18 +192,33 @@ def _of_replication(cluster: Cluster) -> Iterator[HealthFinding]:
             "'bkctl autorecovery enable' when the maintenance is over",
         )  # fmt: skip
     elif cluster.location.driver != "sqlite":  # local clusters have none
+        yield from _of_auditors(cluster, manager, {scope_id for scope_id in marks if scope_id})
+
+
+def _of_auditors(
+    cluster: Cluster, manager: LedgerUnderreplicationManager, marked_scopes: Collection[int]
+) -> Iterator[HealthFinding]:
+    for scoped in (False, True):
+        if scoped and not marked_scopes and next((scope for scope in cluster.ledgers.scopes() if scope), None) is None:
+            continue
         try:
-            auditor_id = manager.auditor()
+            auditor_id = manager.auditor(scoped=scoped)
         except Corrupt as error:
             yield HealthFinding(
                 "vote-damaged", Severity.ERROR, "", str(error), "restart auto-recovery on the bookie that cast it"
             )
-        else:
-            if auditor_id is None:
-                yield HealthFinding(
-                    "no-auditor", Severity.WARNING, "", "No auditor is elected: lost bookies go unnoticed",
-                    "start auto-recovery on some bookie",
-                )  # fmt: skip
+            continue
+        if auditor_id is None and scoped:
+            yield HealthFinding(
+                "no-auditor-of-scopes", Severity.WARNING, "",
+                "No auditor is elected for scopes other than 0: lost bookies go unnoticed there",
+                "'bkctl autorecovery run' on some hosts: Apache's auto-recovery sees scope 0 only",
+            )  # fmt: skip
+        elif auditor_id is None:
+            yield HealthFinding(
+                "no-auditor", Severity.WARNING, "", "No auditor is elected: lost bookies go unnoticed",
+                "start auto-recovery on some bookie",
+            )  # fmt: skip
 
 
 class HealthCheckSwitch:

@@ -24,7 +24,8 @@ from bkctl.http.openapi import document
 
 #: Requests to each endpoint.
 EXAMPLES = 12
-NOT_HERE = ("/autorecovery/bookie", "/autorecovery/decommission")
+#: 503 while the last one is being worked on.
+ONE_AT_A_TIME = ("/autorecovery/bookie", "/autorecovery/decommission")
 
 
 def test_the_document_names_every_endpoint_of_apaches_server(bookie: Any) -> None:
@@ -87,7 +88,7 @@ def _fuzz(operation: Any, mode: GenerationMode) -> None:
     @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
     def ask(case: Any) -> None:
         checks = [content_type_conformance, response_schema_conformance, status_code_conformance]
-        if not case.path.endswith(NOT_HERE):
+        if not case.path.endswith(ONE_AT_A_TIME):
             checks.append(not_a_server_error)
         response = case.call(timeout=60)
         case.validate_response(response, checks=checks)
