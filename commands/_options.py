@@ -136,6 +136,24 @@ def duration_option(flag: str, help: str, *, default: str | None = None, short: 
     return _converted(f"{name}_duration", option, lambda text: parse_duration(text, flag), default)
 
 
+def _byte_rate(text: str) -> int:
+    rate = parse_size(text.strip().removesuffix("/s"), "--rate")
+    if rate < 1:
+        raise UsageError(f"--rate {text}: must be more than 0")
+    return rate
+
+
+#: `--rate` of what copies entries: bytes a second, None for no limit.
+ByteRate = Annotated[
+    int | None,
+    _converted(
+        "byte_rate",
+        typer.Option("--rate", metavar="RATE", help="Copy at most so much a second: 50MB/s, 20MiB."),
+        _byte_rate,
+    ),
+]
+
+
 class BinaryFormat(StrEnum):
     """How bytes are shown."""
 

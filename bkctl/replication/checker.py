@@ -242,6 +242,25 @@ class LedgerChecker:
         gone = _gone_at_end(access.metadata, confirmed, registered) if bookies is None else ()
         return LedgerCheck(ledger, access.versioned, confirmed, tuple(bad), gone, problem)
 
+    async def check_entry(
+        self,
+        ledger: LedgerId,
+        entry_id: int,
+        found: VersionedMetadata | None = None,
+        *,
+        up: Collection[str] | None = None,
+    ) -> LedgerFragment:
+        """Ask every bookie of one entry's write set for it: the entry as a fragment, with those as faults that fail.
+
+        Its `first_entry_id` is that of the fragment that it belongs to. Raises as `check`.
+        """
+        access, registered = await self._begin(ledger, found, up)
+        fragment = access.metadata.fragment_of(entry_id)
+        alone = LedgerFragment(ledger, entry_id, entry_id, fragment.bookies, access.metadata.is_closed, access.schedule)
+        write_set = [fragment.bookies[index] for index in access.schedule.write_set(entry_id)]
+        faults = await _Judge(self, access, registered, 100, True, self._rng).faults(alone, write_set)
+        return replace(alone, first_entry_id=fragment.first_entry_id, faults=faults)
+
     async def on_bookies(
         self, ledger: LedgerId, bookies: Collection[str], found: VersionedMetadata | None = None
     ) -> LedgerCheck:
