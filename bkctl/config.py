@@ -273,6 +273,8 @@ class BookieConfig:
     journal_queue_size: int = _setting("journalQueueSize", 10_000, least=1)
     #: Entries that wait for the journals, in MiB; None: 256 (Java takes a part of its own memory).
     journal_max_memory_size_mb: int | None = _setting("journalMaxMemorySizeMb", None, least=1)
+    #: Large requests that have not arrived whole, of all clients, in MiB; more wait in their clients. 0: no bound.
+    unfinished_requests_max_memory_size_mb: int = _setting("unfinishedRequestsMaxMemorySizeMb", 256, least=0)
     journal_remove_from_page_cache: bool = _setting("journalRemoveFromPageCache", True)
     #: How often a journal is synced that need not be, with `journal_sync_data` False.
     journal_page_cache_flush_interval_msec: int = _setting("journalPageCacheFlushIntervalMSec", 1000, least=0)

@@ -36,6 +36,7 @@ def server_limits(config: BookieConfig) -> ServerLimits:
         connections=0 if descriptors == resource.RLIM_INFINITY else max(1, descriptors // 2),
         frame_size_bytes=config.netty_max_frame_size_bytes,
         in_flight_bytes=IN_FLIGHT_BYTES_MAX if memory_mb is None else memory_mb * MEBIBYTE,
+        unfinished_bytes=config.unfinished_requests_max_memory_size_mb * MEBIBYTE,
         adds_in_progress=config.max_adds_in_progress_limit,
         reads_in_progress=config.max_reads_in_progress_limit,
         reads_waiting=config.num_read_worker_threads * config.max_pending_read_requests_per_thread,

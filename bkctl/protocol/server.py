@@ -12,6 +12,7 @@ import functools
 import logging
 import socket
 import ssl
+import time
 import typing
 from collections import deque
 from collections.abc import Callable
@@ -46,6 +47,12 @@ IN_FLIGHT_BYTES_MAX: Final = 64 << 20
 READS_IN_PROGRESS_MAX: Final = 32
 log: Final = logging.getLogger("bkctl.protocol")
 
+#: A request that has not arrived whole counts from this size on: any connection's buffer holds as much.
+LARGE_FRAME_BYTES: Final = 1 << 18
+#: While others wait for room, a large request gets so long to arrive; no client waits longer for its answer either.
+STALLED_FRAME_S: Final = 5.0
+STALL_CHECK_S: Final = 1.0
+
 #: A client that broke the protocol gets so long to take the answers before.
 BROKEN_GRACE_S: Final = 5.0
 
@@ -55,10 +62,12 @@ class ServerLimits:
     """What a BookieServer takes; 0 is no limit, where nothing else is said.
 
     Clients beyond `connections` are turned away. A connection that would pass `in_flight_bytes` (of all connections
-    together), `adds_in_progress` or `reads_in_progress` (as well) is not read until there is room. Reads that wait for
-    a disk beyond `reads_waiting` are refused with ETOOMANYREQUESTS. A client that takes no answer for
-    `backpressure_wait_ms` (negative: for ever) loses its connection, or with `closes_on_backpressure` False the answers
-    until it reads again.
+    together), `adds_in_progress` or `reads_in_progress` (as well) is not read until there is room. While large requests
+    that have not arrived whole have more than `unfinished_bytes` (of all connections, beyond about 1 MiB of each), all
+    but the oldest of them wait in their clients; and a client that does not go on with its own loses its connection.
+    Reads that wait for a disk beyond `reads_waiting` are refused with ETOOMANYREQUESTS. A client that takes no answer
+    for `backpressure_wait_ms` (negative: for ever) loses its connection, or with `closes_on_backpressure` False the
+    answers until it reads again.
 
     Source: nettyMaxFrameSizeBytes, journalMaxMemorySizeMb, maxAddsInProgressLimit, maxReadsInProgressLimit,
     maxPendingReadRequestsPerThread, waitTimeoutOnResponseBackpressureMs, closeChannelOnResponseTimeout,
@@ -68,6 +77,7 @@ class ServerLimits:
     connections: int = 0
     frame_size_bytes: int = FRAME_SIZE_BYTES_MAX
     in_flight_bytes: int = 256 << 20
+    unfinished_bytes: int = 256 << 20
     adds_in_progress: int = 0
     reads_in_progress: int = 0
     reads_waiting: int = 0
@@ -122,6 +132,8 @@ class _ServedConnection(FramedProtocol):
         self.on_lost: dict[Callable[[], None], None] = {}
         self._finishing = False
         self._continue_due = False
+        #: Bytes that the server counts for a large request that has not arrived whole.
+        self.frame_size = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -148,7 +160,11 @@ class _ServedConnection(FramedProtocol):
     # Requests.
 
     def _parse(self) -> None:
+        start = self._start
         super()._parse()
+        if self.frame_size or self._end - self._start > LARGE_FRAME_BYTES:
+            is_large = self._end - self._start > LARGE_FRAME_BYTES and not self._halted
+            self._server.note_frame(self, len(self._buffer) if is_large else 0, is_new=self._start != start)
         self._server.count(self)
 
     def _frame(self, buffer: memoryview, at: int, end: int) -> None:
@@ -266,6 +282,11 @@ class _ServedConnection(FramedProtocol):
     # Back-pressure: reads begin while their answers find room, and a halted connection neither reads nor parses.
 
     @property
+    def is_held_back(self) -> bool:
+        """Whether nothing is read for our own reasons: the client takes its answers."""
+        return self._halted and not self._write_paused
+
+    @property
     def is_congested(self) -> bool:
         """Whether the client takes its answers slower than they come."""
         return self._write_paused
@@ -308,7 +329,7 @@ class _ServedConnection(FramedProtocol):
             return
         if self._in_flight > IN_FLIGHT_REQUESTS_MAX // 2 or self._in_flight_size > IN_FLIGHT_BYTES_MAX // 2:
             return
-        if self._server.has_to_wait(self):
+        if self._server.has_to_wait(self) or self._server.frame_waits(self):
             return
         self._halted = False
         self._parse()
@@ -480,6 +501,12 @@ class BookieServer:
         if limits.reads_in_progress:
             self.slots[ReadRequest] = self.slots[BatchReadRequest] = _Slots(limits.reads_in_progress)
         self._waiting: dict[_ServedConnection, None] = {}
+        #: Bytes of large requests that have not arrived whole; their connections, the oldest request first, each with
+        #: its bytes and since when; and those of them that are not read.
+        self.unfinished_bytes = 0
+        self._frames: dict[_ServedConnection, tuple[int, float]] = {}
+        self._frames_waiting: dict[_ServedConnection, None] = {}
+        self._stall_check: asyncio.TimerHandle | None = None
         self._is_crowded = False
         self._server: asyncio.Server | None = None
 
@@ -497,6 +524,8 @@ class BookieServer:
     def lost(self, connection: _ServedConnection) -> None:
         """A connection is no more."""
         self.connections.discard(connection)
+        if connection.frame_size:
+            self.note_frame(connection, 0)
         self._is_crowded = self._is_crowded and len(self.connections) * 10 > self.limits.connections * 9
 
     def count(self, connection: _ServedConnection) -> None:
@@ -514,6 +543,74 @@ class BookieServer:
                 waiting, self._waiting = self._waiting, {}
                 for each in waiting:
                     each.unblock()
+
+    # Large requests under way: what clients have sent of them is in memory, and may stay there for ever.
+
+    def note_frame(self, connection: _ServedConnection, size: int, *, is_new: bool = False) -> None:
+        """Take note that `connection` has `size` bytes of a large request, one that `is_new`; 0: of none any more.
+
+        Where all have too many, it is halted, unless no other one is read; and whose requests do not arrive are ended.
+        """
+        before, since = self._frames.get(connection, (0, 0.0))
+        if is_new or not size:
+            self._frames.pop(connection, None)
+            self._frames_waiting.pop(connection, None)
+        if size:
+            is_same = before and not is_new
+            self._frames[connection] = size, since if is_same else time.monotonic()
+        connection.frame_size = size
+        self.unfinished_bytes += size - before
+        if size <= before:
+            self._read_on()
+        elif self._has_too_much:
+            self._end_stalled()
+            others = len(self._frames) - len(self._frames_waiting) - 1
+            if self._has_too_much and others > 0 and connection in self._frames:
+                self._frames_waiting[connection] = None
+                connection.halt()
+                self._check_stalled_soon()
+
+    def frame_waits(self, connection: _ServedConnection) -> bool:
+        """Whether `connection` is not read because large requests have too many bytes."""
+        return connection in self._frames_waiting
+
+    @property
+    def _has_too_much(self) -> bool:
+        return 0 < self.limits.unfinished_bytes < self.unfinished_bytes
+
+    def _read_on(self) -> None:
+        """Read on where there is room, and one in any case, who waits longest first."""
+        while self._frames_waiting and (not self._has_too_much or len(self._frames_waiting) == len(self._frames)):
+            connection = next(iter(self._frames_waiting))
+            del self._frames_waiting[connection]
+            size, _ = self._frames.pop(connection)
+            self._frames[connection] = size, time.monotonic()
+            connection.unblock()
+
+    def _end_stalled(self) -> None:
+        """End the connections whose requests do not arrive, the oldest first, until there is room."""
+        oldest = time.monotonic() - STALLED_FRAME_S
+        for connection, (size, since) in list(self._frames.items()):
+            if not self._has_too_much:
+                return
+            if since <= oldest and connection in self._frames and not connection.is_held_back:
+                log.warning(
+                    "A client that sent %d bytes of a request and not the rest is disconnected: such requests have "
+                    "%d bytes, and others wait", size, self.unfinished_bytes,
+                )  # fmt: skip
+                self.note_frame(connection, 0)
+                connection.abort()
+
+    def _check_stalled_soon(self) -> None:
+        if self._stall_check is None:
+            self._stall_check = asyncio.get_running_loop().call_later(STALL_CHECK_S, self._check_stalled)
+
+    def _check_stalled(self) -> None:
+        self._stall_check = None
+        if self._frames_waiting:
+            self._end_stalled()
+            self._read_on()
+            self._check_stalled_soon()
 
     def has_to_wait(self, connection: _ServedConnection) -> bool:
         """Whether `connection` may take no more requests until others are answered; it is halted then."""
@@ -563,6 +660,9 @@ class BookieServer:
 
     async def close(self, grace_s: float = 5.0) -> None:
         """Take no more requests, answer those that were read for at most `grace_s` seconds, then close all."""
+        if self._stall_check is not None:
+            self._stall_check.cancel()
+            self._stall_check = None
         if self._server is None:
             return
         self._server.close()

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import socket
 import struct
+import types
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from bkctl.ids import LedgerId
+from bkctl.protocol import server as server_module
 from bkctl.protocol import v2
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.messages import (
@@ -110,6 +112,72 @@ def test_what_is_in_flight_is_bounded_over_all_clients(runner: Runner) -> None:
                 await asyncio.sleep(0)
             assert {(await future).status for future in sent} == {Status.EOK}
             assert server.in_flight_bytes == 0
+
+    runner(main())
+
+
+class Prompt:
+    """A bookie that answers at once."""
+
+    def handle(self, request: Request, respond: Respond) -> None:
+        respond(answer(request))
+
+
+async def begin_requests(server: BookieServer, count: int, size: int, sent: int) -> list[asyncio.StreamWriter]:
+    """Clients that send the first `sent` bytes of a request of `size` bytes, and no more."""
+    writers = []
+    for _ in range(count):
+        _, writer = await asyncio.open_connection(HOST, server.port)
+        writer.write(struct.pack(">i", size) + bytes(sent - 4))
+        writers.append(writer)
+    return writers
+
+
+def test_requests_that_do_not_arrive_are_bounded_over_all_clients_and_keep_nobody_out(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit, count = 4 << 20, 24
+    most = limit + count * (2 << 20)
+    clock = types.SimpleNamespace(now_s=0.0)
+    clock.monotonic = lambda: clock.now_s
+    monkeypatch.setattr(server_module, "time", clock)
+    monkeypatch.setattr(server_module, "STALL_CHECK_S", 0.01)
+
+    async def main() -> None:
+        async with serving(Prompt(), unfinished_bytes=limit) as server, clients(server, 1) as (client,):
+            assert {each.status for each in await asyncio.gather(*adds(client, 1))} == {Status.EOK}
+            (served,) = server.connections
+            writers = await begin_requests(server, count, 5_000_000, 4_900_000)
+            assert limit < await settled(lambda: server.unfinished_bytes) < most, "not 118 MB"
+            assert len(server.connections) == count + 1, "nobody was ended yet"
+            small = await asyncio.gather(*adds(client, 200))
+            assert {each.status for each in small} == {Status.EOK}, "small requests go on in any case"
+            large = asyncio.gather(*adds(client, 8, 1_000_000))
+            while not large.done():
+                if server.frame_waits(served):
+                    clock.now_s += 2 * server_module.STALLED_FRAME_S
+                assert server.unfinished_bytes < most
+                await asyncio.sleep(0.01)
+            assert {each.status for each in await large} == {Status.EOK}
+            assert len(server.connections) < count + 1
+            for writer in writers:
+                writer.close()
+            while len(server.connections) > 1:
+                await asyncio.sleep(0.01)
+            assert server.unfinished_bytes == 0
+
+    runner(main())
+
+
+def test_large_requests_of_many_clients_wait_their_turn(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "STALLED_FRAME_S", 3600.0)
+
+    async def main() -> None:
+        async with serving(Prompt(), unfinished_bytes=1 << 20) as server, clients(server, 12) as opened:
+            sent = [future for client in opened for future in adds(client, 6, 1_500_000)]
+            assert {(await future).status for future in sent} == {Status.EOK}
+            assert server.unfinished_bytes == 0
+            assert len(server.connections) == len(opened)
 
     runner(main())
 
