@@ -225,9 +225,9 @@ class LedgerUnderreplicationManager:
                     if scope_id is None or ledger.scope_id == scope_id:
                         yield ledger, f"{base}/{name}"
 
-    def locked(self) -> list[LedgerId]:
-        """Ids of the ledgers that somebody has locked, in any scope, in no order; their owners are not read."""
-        return [ledger for ledger, _ in self._locks(None)]
+    def locked(self) -> set[LedgerId]:
+        """Ids of the ledgers that somebody has locked, in any scope; their owners are not read."""
+        return {ledger for ledger, _ in self._locks(None)}
 
     def lock_owner(self, ledger: LedgerId) -> LedgerLock | None:
         """Who has the ledger locked; None when nobody has."""
@@ -390,13 +390,13 @@ class LedgerUnderreplicationManager:
         self._create(_election_path(scoped), b"")
         return self.store.claim(f"{_election_path(scoped)}/V_", value, numbered=True)
 
-    def vote_paths(self, *, scoped: bool = False) -> list[str]:
+    def vote_paths(self, *, scoped: bool = False) -> tuple[str, ...]:
         """The votes that there are, in their order: whose is the first is the auditor."""
         election = _election_path(scoped)
         matches = [match for match in map(_VOTE.fullmatch, self.store.children(election) or ()) if match]
         # By number, as Apache does: after 2^31 elections they are negative.
         matches.sort(key=lambda match: int(match[1]))
-        return [f"{election}/{match[0]}" for match in matches]
+        return tuple(f"{election}/{match[0]}" for match in matches)
 
     def note_auditor(self, bookie_id: str, *, scoped: bool = False) -> None:
         """Say in the election's own node who won, as Apache's auditors do for people who look there."""

@@ -16,6 +16,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
@@ -663,11 +664,11 @@ class ZooKeeperStore(MetadataStore):
         parent, _, name = full.rpartition("/")
         for other in self._run(lambda: self._client.get_children_async(parent)):
             if other != name and other[:-10] == name[:-10]:
+                twin = f"{parent}/{other}"
                 with contextlib.suppress(NoNodeError):
-                    twin = f"{parent}/{other}"
-                    found, stat = self._run(lambda twin=twin: self._client.get_async(twin))
+                    found, stat = self._run(partial(self._client.get_async, twin))
                     if (stat.ephemeralOwner, found) == (session, value):
-                        self._run(lambda twin=twin: self._client.delete_async(twin))
+                        self._run(partial(self._client.delete_async, twin))
 
     def _put_ephemeral(self, path: str, value: bytes) -> bool:
         full = self._full(path)

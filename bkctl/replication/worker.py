@@ -195,7 +195,7 @@ class ReplicationWorker:
         """Marked ledgers that nobody has locked, in any order, so that workers do not meet all the time."""
         marked = [ledger for scoped in self._scopes for ledger in self._manager.marked(scoped=scoped)]
         if marked:
-            locked = set(self._manager.locked())
+            locked = self._manager.locked()
             marked = [each for each in marked if each not in locked]
         self._rng.shuffle(marked)
         return marked

@@ -226,14 +226,14 @@ def test_the_first_vote_of_each_election_wins(manager: LedgerUnderreplicationMan
     first, second = manager.vote("b:1"), other.vote("b:2")
     scoped = other.vote("b:2", scoped=True)
     assert manager.votes() == ("b:1", "b:2")
-    assert manager.vote_paths() == [first.path, second.path]
+    assert manager.vote_paths() == (first.path, second.path)
     assert (manager.auditor(), manager.auditor(scoped=True)) == ("b:1", "b:2")
     other.note_auditor("b:2")
     third = manager.vote("b:1 again".replace(" ", "-"))
     first.release()
     assert manager.auditor() == "b:2"
-    assert other.vote_paths() == [second.path, third.path]
-    assert manager.vote_paths(scoped=True) == [scoped.path]
+    assert other.vote_paths() == (second.path, third.path)
+    assert manager.vote_paths(scoped=True) == (scoped.path,)
 
 
 def test_ids_of_marks_come_by_domain(manager: LedgerUnderreplicationManager) -> None:
