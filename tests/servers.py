@@ -55,12 +55,15 @@ INTERLEAVED: Final = "org.apache.bookkeeper.bookie.InterleavedLedgerStorage"
 DB: Final = "org.apache.bookkeeper.bookie.storage.ldb.DbLedgerStorage"
 
 
-def require(what: str, reason: str) -> NoReturn:
-    """Skip the test because `what` cannot be had; fail it where BKCTL_TEST_REQUIRE is `all` or names `what`."""
+def require(what: str, reason: str, *, module: bool = False) -> NoReturn:
+    """Skip the test because `what` cannot be had; fail it where BKCTL_TEST_REQUIRE is `all` or names `what`.
+
+    With `module` that is for the whole module that imports the caller.
+    """
     required = {name.strip() for name in os.environ.get("BKCTL_TEST_REQUIRE", "").split(",")}
     if required & {"all", what}:
         pytest.fail(f"BKCTL_TEST_REQUIRE asks for {what}: {reason}", pytrace=False)
-    pytest.skip(f"{what}: {reason}")
+    pytest.skip(f"{what}: {reason}", allow_module_level=module)
 
 
 def free_port() -> int:
@@ -280,18 +283,30 @@ class JavaFailed(AssertionError):
     """A Java program ended with another exit code than 0."""
 
 
+def _java_path() -> str | None:
+    home = os.environ.get("JAVA_HOME")
+    return str(Path(home, "bin")) if home else None
+
+
+def find_java() -> str:
+    """The program `java`, 17 or newer; without one the test is skipped or fails, as `require` says."""
+    java = shutil.which("java", path=_java_path())
+    if java is None:
+        require("java", "no Java (17 or newer) is installed")
+    found = re.search(r'version "(\d+)', subprocess.run([java, "-version"], capture_output=True, text=True).stderr)
+    if found is None or int(found[1]) < 17:
+        require("java", f"{java} is not Java 17 or newer")
+    return java
+
+
 class Java:
     """Java with Apache BookKeeper of one version on its class path."""
 
     def __init__(self, version: str = BOOKKEEPER_VERSION) -> None:
-        home = os.environ.get("JAVA_HOME")
-        path = str(Path(home, "bin")) if home else None
-        java, javac = shutil.which("java", path=path), shutil.which("javac", path=path)
-        if java is None or javac is None:
+        java = find_java()
+        javac = shutil.which("javac", path=_java_path())
+        if javac is None:
             require("java", "no Java development kit (java and javac, 17 or newer) is installed")
-        found = re.search(r'version "(\d+)', subprocess.run([java, "-version"], capture_output=True, text=True).stderr)
-        if found is None or int(found[1]) < 17:
-            require("java", f"{java} is not Java 17 or newer")
         self.java, self.javac = java, javac
         self.version = version
         self.jars = fetch_jars(version)

@@ -152,7 +152,7 @@ def where_and_why(error: BkctlError, offset: int | None = None) -> tuple[int | N
     return offset, str(error)
 
 
-def damage_row(schema: pa.Schema, file: str, offset: int | None, reason: str, **known: Any) -> pa.RecordBatch:
+def damage_row(schema: pa.Schema, file: str, offset: int | None, reason: str, /, **known: Any) -> pa.RecordBatch:
     """One row that says what is wrong where: `damage`, `file` and what is `known`; all other columns are null."""
     import pyarrow as pa
 

@@ -120,7 +120,7 @@ class _Scan:
             raise CorruptRecord(f"Record has length {size}", offset=at, where=reader.name)
         hops = not self._content and size > _WINDOW_SIZE_BYTES
         window = head if hops else reader.read(at, 4 + size)
-        if hops and reader.size() < at + 4 + size:
+        if reader.size() < at + 4 + size if hops else len(window) < 4 + size:
             raise CorruptRecord("The file ends", offset=at, where=reader.name)
         self._at = at + 4 + size
         yield RecordBatch.of_record(read_record(window, 4, size, at, reader.name), window, 0)

@@ -199,7 +199,8 @@ def _isin(numbers: npt.NDArray[np.uint64], wanted: Sequence[int]) -> npt.NDArray
     import numpy as np
 
     if len(wanted) == 1:
-        return numbers == np.uint64(wanted[0])
+        equal: npt.NDArray[np.bool_] = numbers == np.uint64(wanted[0])
+        return equal
     return np.isin(numbers, np.array(wanted, np.uint64))
 
 

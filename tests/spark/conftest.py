@@ -1,0 +1,52 @@
+"""Spark for tests: one session for the whole run, in this process's own JVM."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import servers
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+@pytest.fixture(scope="session")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    """A local Spark session with two cores that knows bkctl's sources; no UI, little memory, quiet."""
+    servers.find_java()
+    from pyspark.sql import SparkSession
+
+    from bkctl.spark.sources import register
+
+    directory = tmp_path_factory.mktemp("spark")
+    # Workers must be this Python, whatever the PATH says.
+    before = {name: os.environ.get(name) for name in ("PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON")}
+    os.environ.update(dict.fromkeys(before, sys.executable))
+    settings: dict[str, Any] = {
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.log.level": "OFF",
+        "spark.driver.memory": "768m",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.sql.shuffle.partitions": "2",
+        "spark.local.dir": str(directory / "local"),
+        "spark.sql.warehouse.dir": str(directory / "warehouse"),
+        "spark.driver.extraJavaOptions": f"-XX:+UseSerialGC -Dderby.system.home={directory}",
+    }
+    builder = SparkSession.builder.master("local[2]").appName("bkctl tests")
+    for name, value in settings.items():
+        builder = builder.config(name, value)
+    session = builder.getOrCreate()
+    register(session)
+    yield session
+    session.stop()
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
