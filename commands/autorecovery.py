@@ -81,13 +81,13 @@ def run_auto_recovery(
     config = BookieConfig() if run.conf is None else run.config()
     scopes = {False, True} - ({False} if scopes_only else set()) - ({True} if scope_0_only else set())
     bookie_id = own_id or _own_id(config)
+    run.log()
     with run.cluster() as cluster:
         _manager(cluster)
         auto_recovery = AutoRecovery(
             cluster, config, bookie_id,
             scopes=scopes, tls=run.bookie_tls(), addresses=run.bookie_addresses(), timeout_s=run.timeout_s,
         )  # fmt: skip
-        run.log()
         row = Running(bookie_id, False in scopes, True in scopes, os.getpid())
         run.complete(serve(auto_recovery, started=lambda: run.show(row, RUNNING_COLUMNS)))
 
