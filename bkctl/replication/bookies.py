@@ -436,22 +436,21 @@ class BookieMover:
         try:
             await in_thread(self._manager.lock, ledger, f"{os.uname().nodename}:{os.getpid()}")
         except Conflict:
-            return None if patient else await self._move(ledger)
+            return None if patient else await self._move(ledger, found)
         try:
-            return await self._move(ledger)
+            return await self._move(ledger, found)
         finally:
             await in_thread(self._manager.unlock, ledger)
 
     async def _move(self, ledger: LedgerId, found: VersionedMetadata | None = None) -> LedgerMove:
-        state = None if found is None else found.metadata.state
+        state = None
         try:
             for _ in range(_ATTEMPT_COUNT_MAX):
-                if self._skip_open:
-                    if found is None:
-                        found = await in_thread(self._cluster.ledgers.read, ledger)
-                    state = found.metadata.state
-                    if state is LedgerState.OPEN:
-                        return LedgerMove(ledger, MoveOutcome.OPEN, state, problem="It is open")
+                if found is None:
+                    found = await in_thread(self._cluster.ledgers.read, ledger)
+                state = state or found.metadata.state
+                if self._skip_open and found.metadata.state is LedgerState.OPEN:
+                    return LedgerMove(ledger, MoveOutcome.OPEN, state, problem="It is open")
                 done = await self._replicator.replicate_ledger(
                     ledger, found, bookies=self.leaving, fence=self._fence, exclude=self.leaving
                 )
@@ -472,7 +471,7 @@ class BookieMover:
             raise
         except BkctlError as error:
             return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=error.message)
-        moved = _move_of(ledger, done)
+        moved = _move_of(ledger, state, done)
         if moved.outcome is MoveOutcome.MOVED and ledger in self.progress.plan.marked:
             await in_thread(self._unmark, ledger)
         return moved
@@ -485,8 +484,8 @@ class BookieMover:
                 self._manager.unmark(ledger, mark.version)
 
 
-def _move_of(ledger: LedgerId, done: LedgerReplication) -> LedgerMove:
-    """The row of a ledger that was worked on."""
+def _move_of(ledger: LedgerId, before: LedgerState | None, done: LedgerReplication) -> LedgerMove:
+    """The row of a ledger that was worked on, and was in the state `before`."""
     counts = (
         done.check.metadata.state,
         sum(bool(each.replaced) for each in done.fragments),
@@ -504,7 +503,9 @@ def _move_of(ledger: LedgerId, done: LedgerReplication) -> LedgerMove:
         problem = "A writer may be adding to it; its last entries stay until it leaves the bookie, or is closed"
         return LedgerMove(ledger, MoveOutcome.OPEN, *counts, problem=problem)
     if not done.check.fragments:
-        return LedgerMove(ledger, MoveOutcome.GONE, *counts)
+        # Closing a ledger brings its last entries to other bookies; that may have been all.
+        closed = before in (LedgerState.OPEN, LedgerState.IN_RECOVERY) and done.check.metadata.is_closed
+        return LedgerMove(ledger, MoveOutcome.MOVED if closed else MoveOutcome.GONE, *counts)
     if not done.done:
         return LedgerMove(ledger, MoveOutcome.FAILED, *counts, problem="Others change its ensembles at the same time")
     return LedgerMove(ledger, MoveOutcome.MOVED, *counts)

@@ -18,6 +18,8 @@ from bkctl.protocol.connection import SCOPE_PROBE
 from bkctl.protocol.messages import (
     AddRequest,
     AddResponse,
+    BookieInfoRequest,
+    BookieInfoResponse,
     ForceLedgerRequest,
     ForceLedgerResponse,
     ListEntriesRequest,
@@ -74,6 +76,7 @@ class FakeBookie:
         self.hold: Callable[[Any], bool] = lambda request: False
         self.held: list[tuple[Any, Any]] = []
         self.port = 0
+        self.total_bytes, self.free_bytes = 1 << 40, 1 << 39
         self._server: BookieServer | None = None
 
     async def start(self) -> None:
@@ -198,6 +201,9 @@ class FakeBookie:
             return
         listed = Availability.of(sorted(ledger.entries)).serialize()
         respond(ListEntriesResponse(Status.EOK, request.ledger, listed))
+
+    def _BookieInfoRequest(self, request: BookieInfoRequest, respond: Any) -> None:
+        respond(BookieInfoResponse(Status.EOK, self.total_bytes, self.free_bytes))
 
     def _ForceLedgerRequest(self, request: ForceLedgerRequest, respond: Any) -> None:
         respond(ForceLedgerResponse(Status.EOK, request.ledger))

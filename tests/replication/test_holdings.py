@@ -1,0 +1,192 @@
+"""What bookies hold by the metadata, and what would be lost, unwritable or under its quorum if they stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bkctl.errors import BkctlError, LedgerNotFound, NotFound, UsageError
+from bkctl.formats.entry import DigestType
+from bkctl.formats.metadata import BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
+from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.replication import LedgerUnderreplicationManager
+from bkctl.metadata.store import NEW
+from bkctl.replication.holdings import HeldLedger, Replacements, Risk, StopProblem, ledgers_on, ok_to_stop
+
+SCOPES = BookieServiceInfo((), {"ledgerScopes": "1"})
+PLAIN = BookieServiceInfo(())
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """Writable bookies a to e, of which e knows no scopes; f is read-only, g is down."""
+    with open_cluster(f"sqlite://{tmp_path / 'metadata.db'}", create=True) as opened:
+        for name in "abcd":
+            opened.bookies.register(name, SCOPES)
+        opened.bookies.register("e", PLAIN)
+        opened.bookies.register("f", SCOPES, read_only=True)
+        opened.cookies.write("g", Cookie("g", ("/j",), ("/l",), "i"), NEW)
+        yield opened
+
+
+def ledger(
+    *fragments: tuple[int, str], last: int | None = None, write_quorum: int = 2, ack_quorum: int = 2, length: int = 0
+) -> LedgerMetadata:
+    """Metadata; each fragment's ensemble is one letter a bookie; closed with `last`, else open."""
+    return LedgerMetadata(
+        ensemble_size=len(fragments[0][1]), write_quorum_size=write_quorum, ack_quorum_size=ack_quorum,
+        digest_type=DigestType.CRC32C, password=b"",
+        ensembles=tuple(Fragment(first, tuple(names)) for first, names in fragments),
+        state=LedgerState.OPEN if last is None else LedgerState.CLOSED,
+        last_entry_id=-1 if last is None else last, length=length,
+    )  # fmt: skip
+
+
+def held(cluster: Cluster, *bookies: str) -> dict[LedgerId, HeldLedger]:
+    found = dict(ledgers_on(cluster, bookies))
+    return {each: value for each, value in found.items() if isinstance(value, HeldLedger)}
+
+
+def risks(cluster: Cluster, *bookies: str, **options: int) -> dict[tuple[LedgerId, Risk], StopProblem]:
+    return {(each.ledger, each.risk): each for each in ok_to_stop(cluster, bookies, **options)}
+
+
+def test_ledgers_of_every_scope_are_found_with_what_stands_where(cluster: Cluster) -> None:
+    for scope in (0, 7, (1 << 64) - 1):
+        cluster.ledgers.create(LedgerId(scope, 1), ledger((0, "abc"), (10, "bcd"), last=29, length=3000))
+    cluster.ledgers.create(LedgerId(0, 2), ledger((0, "bcd")))
+    found = held(cluster, "a")
+    assert list(found) == [LedgerId(0, 1), LedgerId(7, 1), LedgerId((1 << 64) - 1, 1)]
+    one = found[LedgerId(7, 1)]
+    [fragment] = one.fragments
+    # 0, 2, 3, 5, 6, 8, 9: two of three entries.
+    assert (fragment.first_entry_id, fragment.last_entry_id, fragment.indexes, fragment.entry_count) == (0, 9, (0,), 7)
+    assert (one.holds_entries, one.grows, one.entry_count, one.size_bytes) == (True, False, 7, 700)
+    two = held(cluster, "b", "d")[LedgerId(0, 1)]
+    assert [(each.bookies, each.entry_count) for each in two.fragments] == [(("b",), 7), (("b", "d"), 27)]
+
+
+def test_an_open_fragment_grows_and_an_empty_one_holds_nothing(cluster: Cluster) -> None:
+    cluster.ledgers.create(LedgerId(0, 1), ledger((0, "abc"), (5, "abd")))
+    cluster.ledgers.create(LedgerId(0, 2), ledger((0, "abc"), last=-1))
+    cluster.ledgers.create(LedgerId(0, 3), ledger((0, "abc"), last=0, write_quorum=1, ack_quorum=1))
+    cluster.ledgers.create(LedgerId(0, 4), ledger((0, "abc"), (7, "bcd"), last=6))
+    on_a, on_b = held(cluster, "a"), held(cluster, "b")
+    assert [(each.grows, each.holds_entries) for each in on_a.values()] == [
+        (True, True), (False, False), (False, True), (False, True),
+    ]  # fmt: skip
+    assert on_a[LedgerId(0, 1)].fragments[1].last_entry_id is None
+    assert not on_b[LedgerId(0, 3)].holds_entries
+    assert on_b[LedgerId(0, 4)].fragments[1][1:2] == (6,)
+    assert not held(cluster, "d")[LedgerId(0, 4)].holds_entries
+
+
+def test_only_the_ledgers_that_are_named_are_read(cluster: Cluster) -> None:
+    for number in (1, 2):
+        cluster.ledgers.create(LedgerId(7, number), ledger((0, "abc"), last=5))
+    found = dict(ledgers_on(cluster, ["a"], [LedgerId(7, 2), LedgerId(7, 3)]))
+    assert isinstance(found[LedgerId(7, 2)], HeldLedger)
+    assert isinstance(found[LedgerId(7, 3)], LedgerNotFound)
+    assert LedgerId(7, 1) not in found
+
+
+def test_metadata_that_names_a_bookie_and_cannot_be_read_is_its_error(cluster: Cluster) -> None:
+    damaged = LedgerId(0, 5)
+    cluster.ledgers.create(damaged, ledger((0, "abc"), last=5))
+    value = b"BookieMetadataFormatVersion\t2\nno sense, but bookie-9 is in it"
+    cluster.store.put(cluster.ledgers.path(damaged), value, None)
+    assert isinstance(dict(ledgers_on(cluster, ["bookie-9"]))[damaged], BkctlError)
+    assert dict(ledgers_on(cluster, ["bookie-8"])) == {}
+    assert (damaged, Risk.UNREADABLE) in risks(cluster, "bookie-9")
+
+
+def test_what_cannot_be_a_bookie_is_refused(cluster: Cluster) -> None:
+    with pytest.raises(UsageError):
+        list(ledgers_on(cluster, ["a b"]))
+    with pytest.raises(UsageError):
+        list(ok_to_stop(cluster, ["a"], replica_count_min=0))
+
+
+def test_without_a_cluster_nothing_is_well(tmp_path: Path) -> None:
+    with open_cluster(f"sqlite://{tmp_path / 'empty.db'}", create_store=True) as empty, pytest.raises(NotFound):
+        list(ok_to_stop(empty, ["a"]))
+
+
+def test_replacements_are_writable_of_the_scope_and_not_in_the_ensemble(cluster: Cluster) -> None:
+    bookies = cluster.bookies.list()
+    there = Replacements(bookies, {"a"})
+    assert there.of(("a", "b", "c"), scoped=False) == ("d", "e")
+    assert there.of(("a", "b", "c"), scoped=True) == ("d",)
+    cluster.ledgers.create(LedgerId(7, 1), ledger((0, "abcd"), last=5))
+    cluster.ledgers.create(LedgerId(0, 1), ledger((0, "abcd"), last=5))
+    cluster.ledgers.create(LedgerId(7, 2), ledger((0, "abcd"), last=-1))
+    on_a = held(cluster, "a")
+    assert there.problem(on_a[LedgerId(0, 1)]) is None
+    assert "with ledger scopes" in str(there.problem(on_a[LedgerId(7, 1)]))
+    assert there.problem(on_a[LedgerId(7, 2)]) is None
+
+
+def test_entries_whose_last_replicas_would_go_are_lost(cluster: Cluster) -> None:
+    cluster.ledgers.create(LedgerId(7, 1), ledger((0, "abc"), (10, "bcd"), last=29))
+    cluster.ledgers.create(LedgerId(0, 2), ledger((0, "a"), last=4, write_quorum=1, ack_quorum=1))
+    cluster.ledgers.create(LedgerId(0, 3), ledger((0, "ag"), last=4))
+    assert risks(cluster, "d", replica_count_min=1) == {}
+    alone = risks(cluster, "a", replica_count_min=1)
+    assert set(alone) == {(LedgerId(0, 2), Risk.LOST), (LedgerId(0, 3), Risk.LOST)}
+    assert alone[LedgerId(0, 2), Risk.LOST][4:9] == (0, 4, 5, 0, 1)
+    assert "g lack" in alone[LedgerId(0, 3), Risk.LOST].message
+    both = risks(cluster, "b", "c", replica_count_min=1)
+    # Entries 1, 4, 7 stand on b and c of the first fragment, 12, 15, … 27 of the second.
+    problem = both[LedgerId(7, 1), Risk.LOST]
+    assert (problem.first_entry_id, problem.last_entry_id, problem.entry_count) == (1, 27, 9)
+    assert problem.bookies == ("b", "c")
+
+
+def test_fewer_replicas_than_the_ack_quorum_are_a_risk_unless_fewer_will_do(cluster: Cluster) -> None:
+    cluster.ledgers.create(LedgerId(7, 1), ledger((0, "abc"), last=8, write_quorum=3, ack_quorum=2))
+    cluster.ledgers.create(LedgerId(0, 2), ledger((0, "abc"), last=8))
+    assert set(risks(cluster, "a")) == {(LedgerId(0, 2), Risk.UNDER_QUORUM)}
+    problem = risks(cluster, "a")[LedgerId(0, 2), Risk.UNDER_QUORUM]
+    assert (problem.entry_count, problem.replica_count, problem.replica_count_min) == (6, 1, 2)
+    assert risks(cluster, "a", replica_count_min=1) == {}
+    assert set(risks(cluster, "a", "b")) == {
+        (LedgerId(0, 2), Risk.LOST), (LedgerId(0, 2), Risk.UNDER_QUORUM), (LedgerId(7, 1), Risk.UNDER_QUORUM),
+    }  # fmt: skip
+    assert set(risks(cluster, "a", replica_count_min=3)) == {
+        (LedgerId(0, 2), Risk.UNDER_QUORUM), (LedgerId(7, 1), Risk.UNDER_QUORUM),
+    }  # fmt: skip
+
+
+def test_replicas_that_are_down_marked_or_cannot_do_scopes_do_not_count(cluster: Cluster) -> None:
+    cluster.ledgers.create(LedgerId(0, 1), ledger((0, "abc"), last=8, write_quorum=3, ack_quorum=1))
+    cluster.ledgers.create(LedgerId(7, 2), ledger((0, "aeg"), last=8, write_quorum=3, ack_quorum=1))
+    cluster.ledgers.create(LedgerId(0, 3), ledger((0, "aeg"), last=8, write_quorum=3, ack_quorum=1))
+    cluster.ledgers.create(LedgerId(0, 4), ledger((0, "afg"), last=8, write_quorum=3, ack_quorum=1))
+    assert set(risks(cluster, "a")) == {(LedgerId(7, 2), Risk.LOST)}
+    marks = LedgerUnderreplicationManager(cluster.store)
+    marks.mark(LedgerId(0, 1), ["b", "c"])
+    assert set(risks(cluster, "a")) == {(LedgerId(0, 1), Risk.LOST), (LedgerId(7, 2), Risk.LOST)}
+
+
+def test_a_writer_that_would_find_no_other_bookie_cannot_go_on(cluster: Cluster) -> None:
+    cluster.ledgers.create(LedgerId(7, 1), ledger((0, "abcd"), ack_quorum=1))
+    cluster.ledgers.create(LedgerId(0, 2), ledger((0, "abcd"), ack_quorum=1))
+    cluster.ledgers.create(LedgerId(0, 3), ledger((0, "bcdg"), ack_quorum=1))
+    cluster.ledgers.create(LedgerId(0, 4), ledger((0, "ab"), (5, "cd"), ack_quorum=1))
+    assert set(risks(cluster, "a")) == {(LedgerId(7, 1), Risk.UNWRITABLE)}
+    assert "with ledger scopes" in risks(cluster, "a")[LedgerId(7, 1), Risk.UNWRITABLE].message
+    # Two bookies have to be replaced then, for g is down already; a and e are there.
+    assert (LedgerId(0, 3), Risk.UNWRITABLE) not in risks(cluster, "b")
+    cluster.bookies.unregister("e")
+    assert (LedgerId(0, 3), Risk.UNWRITABLE) in risks(cluster, "b")
+    assert (LedgerId(0, 2), Risk.UNWRITABLE) in risks(cluster, "a")
+
+
+def test_an_open_ledger_counts_to_its_end_whatever_that_will_be(cluster: Cluster) -> None:
+    cluster.ledgers.create(LedgerId(0, 1), ledger((0, "abc")))
+    problem = risks(cluster, "a")[LedgerId(0, 1), Risk.UNDER_QUORUM]
+    assert (problem.first_entry_id, problem.last_entry_id, problem.entry_count) == (0, None, None)
+    assert problem.state is LedgerState.OPEN
