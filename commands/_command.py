@@ -132,6 +132,10 @@ class Run:
             raise UsageError("No cluster is named", hint="add --metadata-uri URI or --conf FILE")
         return connect_to(given, {})
 
+    def connection_settings(self) -> Globals:
+        """How the connection is reached: the options that count, a context's among them. Raises as `connection`."""
+        return self._options.over(self.connection().settings)
+
     @property
     def names_metadata(self) -> bool:
         """Whether a metadata URI or a context was given: for commands that work without, and know more with it."""

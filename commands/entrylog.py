@@ -550,7 +550,7 @@ def garbage(
     from bkctl.storage.garbage import log_uses
 
     paths = _all_logs(run, names, directories, every)
-    limits = _thresholds(run, thresholds)
+    limits = thresholds_of(run, thresholds)
     errors: list[BkctlError] = []
     sums = _Sums()
     rows: Iterable[UseRow]
@@ -578,7 +578,8 @@ _USE_KEYS: dict[Sort, Callable[[UseRow], float]] = {
 }
 
 
-def _thresholds(run: Run, given: tuple[float | None, float | None]) -> Thresholds:
+def thresholds_of(run: Run, given: tuple[float | None, float | None]) -> Thresholds:
+    """What ThresholdOptions say, where they say nothing --conf, else the usual."""
     from bkctl.storage.garbage import Thresholds
 
     minor, major = given

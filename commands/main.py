@@ -29,6 +29,7 @@ GROUPS: Final[dict[str, str]] = {
     "cookie": "The bookies' cookies, in the metadata store and in their directories.",
     "autorecovery": "The replication of ledgers whose bookies failed.",
     "cluster": "The cluster as a whole; local clusters.",
+    "pipeline": "Questions larger than one machine: jobs on Spark over all bookies' files, metadata and ledgers.",
     "api": "The REST API of bookies: called, and served.",
     "context": "Named connections in the user's configuration file.",
 }

@@ -1,0 +1,189 @@
+"""The job `inventory`: bytes and entries of all bookies' entry logs per scope, ledger, application, bookie or log.
+
+Bytes are those of entries with their size fields, as a bookie counts them (and `bkctl entrylog show`); every copy of an
+entry counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from bkctl.errors import NotFound, UsageError
+from bkctl.formats.entry_log import log_id_of
+from bkctl.ids import LedgerId
+from bkctl.spark.columns import DAMAGE
+from bkctl.spark.records import bookie_id_at
+from bkctl.storage.directories import BookieDirectories
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+    from bkctl.spark.bookies import BookieFiles
+
+#: The bytes of a record's size field, which its `recordSize` does not count.
+SIZE_FIELD_BYTES: Final = 4
+NAME: Final = "ledgerQualifiedName"
+
+
+class By(StrEnum):
+    """What the rows of an inventory are about; the values are the words of the command's option."""
+
+    BOOKIE = "bookie"
+    ENTRY_LOG = "entrylog"
+    SCOPE = "scope"
+    LEDGER = "ledger"
+    APPLICATION = "application"
+
+
+def log_files(spark: SparkSession, bookies: Sequence[BookieFiles]) -> DataFrame:
+    """Every entry log of the bookies: file, bookieId, logId, logIdHex, scoped, fileSize (bytes)."""
+    rows = []
+    for bookie in bookies:
+        for file in bookie.directories.entry_logs():
+            log_id = log_id_of(file.path.name)
+            hexadecimal = None if log_id is None else f"{log_id:x}"
+            rows.append((str(file.path), bookie.bookie_id, log_id, hexadecimal, file.scoped, file.size))
+    schema = "file string, bookieId string, logId bigint, logIdHex string, scoped boolean, fileSize bigint"
+    return spark.createDataFrame(rows, schema)
+
+
+def log_records(
+    spark: SparkSession,
+    bookies: Sequence[BookieFiles],
+    columns: Sequence[str],
+    *,
+    ledger: LedgerId | None = None,
+    scope_id: int | None = None,
+) -> DataFrame:
+    """The records of all entry logs, with `columns` of `bookkeeper.entrylog` and `damage`, and with bookieId.
+
+    Where a log is damaged, one row says so (its ledger is null), behind the good ones. Raises NotFound where the
+    bookies have no entry log.
+    """
+
+    directories = [
+        each for bookie in bookies for each in bookie.ledger_dirs if BookieDirectories((), [each]).entry_logs()
+    ]
+    if not directories:
+        raise NotFound("The bookies given have no entry logs")
+    chosen = {"columns": ",".join(dict.fromkeys(["file", "bookieId", *columns])), "mode": "permissive"}
+    # Options, and not filters on the rows: those would lose the damage.
+    if ledger is not None:
+        chosen["ledger"] = ledger.qualified_name
+    elif scope_id is not None:
+        chosen["ledgerScopeId"] = str(scope_id)
+    # Directories, and not files: a running bookie may delete some.
+    records = spark.read.format("bookkeeper.entrylog").options(**chosen).load(list(dict.fromkeys(directories)))
+    return with_bookie(records, {each: bookie.bookie_id for bookie in bookies for each in bookie.ledger_dirs})
+
+
+def with_bookie(records: DataFrame, owners: Mapping[str, str]) -> DataFrame:
+    """`records`, their bookieId being that of the directory which `file` is in, as `owners` say.
+
+    Most cookies say the same; where they do not, or are not there, it is put right.
+    """
+    from pyspark.sql import functions as F
+
+    owner = F.col("bookieId")
+    for directory, bookie_id in owners.items():
+        if bookie_id_at(Path(directory)) != bookie_id:
+            owner = F.when(F.col("file").startswith(f"{directory}/"), F.lit(bookie_id)).otherwise(owner)
+    return records.withColumn("bookieId", owner)
+
+
+def with_ledger_ids(frame: DataFrame) -> DataFrame:
+    """`frame` with ledgerScopeId and ledgerId, made of its ledgerQualifiedName."""
+    from pyspark.sql import functions as F
+
+    return frame.withColumns(
+        {
+            "ledgerScopeId": F.conv(F.substring(NAME, 1, 16), 16, 10),
+            "ledgerId": F.conv(F.substring(NAME, 17, 16), 16, 10),
+        }
+    )
+
+
+def shares(records: DataFrame) -> DataFrame:
+    """What each ledger has in each log: bookieId, file, ledgerQualifiedName, damage, entryCount, size.
+
+    `records` are `log_records` with ledgerQualifiedName and recordSize. Rows of damage have no ledger and no entries.
+    A few rows for each log, whatever is in it: what all inventories are made of, and worth keeping (`persist`).
+    """
+    from pyspark.sql import functions as F
+
+    is_data = F.col(DAMAGE).isNull()
+    return records.groupBy("bookieId", "file", NAME, DAMAGE).agg(
+        F.count(F.when(is_data, 1)).alias("entryCount"),
+        F.sum(F.when(is_data, F.col("recordSize") + SIZE_FIELD_BYTES).otherwise(0)).alias("size"),
+    )
+
+
+def damages(shares: DataFrame) -> DataFrame:
+    """What was damaged: bookieId, file, offset, reason."""
+    from pyspark.sql import functions as F
+
+    found = shares.filter(F.col(DAMAGE).isNotNull())
+    return found.select("bookieId", f"{DAMAGE}.file", f"{DAMAGE}.offset", f"{DAMAGE}.reason").distinct()
+
+
+def totals(
+    spark: SparkSession,
+    bookies: Sequence[BookieFiles],
+    shares: DataFrame,
+    by: By,
+    connection: Mapping[str, str] | None = None,
+) -> DataFrame:
+    """The sums of `shares`, a row for each bookie, log, scope, ledger or application, most bytes first.
+
+    Applications come from the metadata store (`connection`): Pulsar's `application`, `component` and `managedLedger`,
+    where a ledger's custom metadata says them. Raises UsageError where it is needed and not given.
+    """
+    from pyspark.sql import functions as F
+
+    found = shares.filter(F.col(DAMAGE).isNull())
+    sums = (F.sum("entryCount").alias("entryCount"), F.sum("size").alias("size"))
+    ledgers = F.countDistinct(NAME).alias("ledgerCount")
+    logs = F.countDistinct("file").alias("logCount")
+    holders = F.countDistinct("bookieId").alias("bookieCount")
+    match by:
+        case By.BOOKIE:
+            counted = found.groupBy("bookieId").agg(ledgers, *sums)
+            there = log_files(spark, bookies).groupBy("bookieId").agg(
+                F.count("*").alias("logCount"), F.sum("fileSize").alias("fileSize")
+            )  # fmt: skip
+            totals = there.join(counted, "bookieId", "left").fillna(0, ["ledgerCount", "entryCount", "size"])
+        case By.ENTRY_LOG:
+            counted = found.groupBy("file").agg(ledgers, *sums)
+            totals = log_files(spark, bookies).join(counted, "file", "left")
+            totals = totals.fillna(0, ["ledgerCount", "entryCount", "size"])
+        case By.LEDGER:
+            totals = with_ledger_ids(found.groupBy(NAME).agg(holders, logs, *sums))
+        case By.SCOPE:
+            counted = found.groupBy(F.substring(NAME, 1, 16).alias("scope")).agg(ledgers, holders, logs, *sums)
+            totals = counted.withColumn("ledgerScopeId", F.conv("scope", 16, 10)).drop("scope")
+        case By.APPLICATION:
+            if connection is None:
+                raise UsageError("Applications are in the metadata store, and none is named", hint="add --metadata-uri")
+            ledger_sums = found.groupBy(NAME).agg(*sums)
+            said = applications(spark, connection)
+            keys = ("application", "component", "managedLedger")
+            totals = ledger_sums.join(said, NAME, "left").groupBy(*keys).agg(F.count("*").alias("ledgerCount"), *sums)
+    return totals.orderBy(F.desc("size"), *(name for name in totals.columns if name.endswith(("Id", "file"))))
+
+
+def applications(spark: SparkSession, connection: Mapping[str, str]) -> DataFrame:
+    """Whose each ledger is, as its custom metadata says: ledgerQualifiedName, application, component, managedLedger."""
+    from pyspark.sql import functions as F
+
+    read = spark.read.format("bookkeeper.metadata").options(**connection)
+    metadata = read.option("columns", f"{NAME},pulsar,customMetadata").load()
+    own = F.decode(F.col("customMetadata")["application"], "UTF-8")
+    return metadata.select(
+        NAME,
+        F.coalesce(F.col("pulsar")["application"], own).alias("application"),
+        F.col("pulsar")["component"].alias("component"),
+        F.col("pulsar")["managedLedger"].alias("managedLedger"),
+    )

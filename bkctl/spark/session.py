@@ -1,0 +1,314 @@
+"""The Spark session of a job: made quietly, on this machine or on a cluster; its progress; its errors in one line.
+
+Whoever has a session of their own passes that to the jobs instead, and calls `sources.register` on it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from bkctl.errors import BkctlError, Unreachable
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+LOCAL_MASTER: Final = "local[*]"
+JAVA_VERSION_MIN: Final = 17
+#: The first release with filter pushdown, Arrow writers and admission control for Python data sources.
+PYSPARK_VERSION_MIN: Final = (4, 2)
+_JAVA_HINT: Final = "install a Java runtime (Debian: openjdk-17-jre-headless), or set JAVA_HOME"
+_EXTRA_HINT: Final = "pip install 'bkctl[spark]'"
+#: How often running stages are looked at.
+_PROGRESS_PERIOD_S: Final = 0.2
+_STOP_WAIT_S: Final = 20.0
+
+#: What a job wants of any session; settings that the caller gives come after these.
+_SETTINGS: Final = {
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.sql.execution.arrow.pyspark.enabled": "true",
+    "spark.sql.session.timeZone": "UTC",
+}
+#: And of one on this machine alone: no name of it is looked up, and nobody else can connect.
+_LOCAL_SETTINGS: Final = {
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.driver.host": "127.0.0.1",
+    "spark.sql.shuffle.partitions": "16",
+}
+
+_LOCAL: Final = re.compile(r"local(\[.*\])?")
+
+
+def require_spark() -> None:
+    """Make sure that Spark can run here. Raises BkctlError with what to install: Python packages, or Java 17."""
+    import warnings
+
+    # What PySpark thinks of the releases of its own dependencies is nothing for an operator.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="pyspark")
+    try:
+        import pandas  # noqa: F401
+        import pyarrow  # noqa: F401
+        import pyspark
+    except ImportError as error:
+        name = (error.name or "pyspark").partition(".")[0]
+        raise BkctlError(f"The pipeline runs on Spark, and {name} is not installed", hint=_EXTRA_HINT) from error
+    if tuple(map(int, pyspark.__version__.split(".")[:2])) < PYSPARK_VERSION_MIN:
+        needed = ".".join(map(str, PYSPARK_VERSION_MIN))
+        raise BkctlError(
+            f"The pipeline needs PySpark {needed} or later, and {pyspark.__version__} is installed", hint=_EXTRA_HINT
+        )
+    home = os.environ.get("JAVA_HOME")
+    java = str(Path(home, "bin", "java")) if home else shutil.which("java")
+    if java is None:
+        raise BkctlError("Spark needs Java 17 or later, and there is no java on PATH", hint=_JAVA_HINT)
+    try:
+        said = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=60, check=False)
+    except OSError as error:
+        reason = f"{java} does not run: {error.strerror or error}"
+        raise BkctlError(f"Spark needs Java {JAVA_VERSION_MIN} or later, and {reason}", hint=_JAVA_HINT) from error
+    found = re.search(r'version "(\d+)', said.stderr + said.stdout)
+    if said.returncode or found is None:
+        raise BkctlError(f"Spark needs Java {JAVA_VERSION_MIN} or later, and {java} does not work", hint=_JAVA_HINT)
+    if int(found[1]) < JAVA_VERSION_MIN:
+        raise BkctlError(f"Spark needs Java {JAVA_VERSION_MIN} or later, and {java} is {found[1]}", hint=_JAVA_HINT)
+
+
+def is_local(master: str) -> bool:
+    """Whether `master` means threads of this process alone."""
+    return _LOCAL.fullmatch(master) is not None
+
+
+@contextmanager
+def spark_session(
+    master: str = LOCAL_MASTER,
+    *,
+    settings: Mapping[str, str] = {},
+    archives: Sequence[str] = (),
+    ship: bool | None = None,
+    app_name: str = "bkctl",
+    verbose: bool = False,
+) -> Iterator[SparkSession]:
+    """A Spark session with the data sources registered, stopped at the end; one that is active is used, and left.
+
+    `settings` are Spark's own (`spark.executor.memory` …). `ship` sends this package to the executors as a zip (None:
+    unless `master` is local); `archives` are unpacked beside them (`venv.tar.gz#environment`). Spark's log goes
+    nowhere, with `verbose` to stderr. An interrupt ends Spark's processes before it goes on to the caller.
+    Raises BkctlError where Spark cannot run or start; what fails inside comes as the BkctlError that it is.
+    """
+    require_spark()
+    from pyspark.sql import SparkSession
+
+    from bkctl.spark.sources import register
+
+    active = SparkSession.getActiveSession()
+    if active is not None:
+        register(active)
+        with plain_errors():
+            yield active
+        return
+    chosen = {**_SETTINGS, **(_LOCAL_SETTINGS if is_local(master) else {}), "spark.master": master}
+    chosen |= {"spark.app.name": app_name, **settings}
+    if archives:
+        chosen["spark.archives"] = ",".join([*filter(None, [chosen.get("spark.archives")]), *archives])
+    with _Spark(chosen, verbose=verbose) as running:
+        session = running.session
+        register(session)
+        if not is_local(master) if ship is None else ship:
+            ship_package(session)
+        with plain_errors():
+            yield session
+
+
+class _Spark:
+    """Spark's JVM and the session on it; a context manager."""
+
+    def __init__(self, settings: Mapping[str, str], *, verbose: bool) -> None:
+        self._settings, self._verbose = settings, verbose
+        self._log: Any = None
+        self._gateway: Any = None
+        self.session: Any = None
+
+    def __enter__(self) -> _Spark:
+        import logging
+
+        from pyspark import SparkConf, SparkContext
+        from pyspark.errors import PySparkException
+        from pyspark.java_gateway import launch_gateway
+        from pyspark.sql import SparkSession
+
+        # py4j logs to stderr what is told as an error anyway.
+        logging.getLogger("py4j").setLevel(logging.CRITICAL + 1)
+        logging.getLogger("pyspark").setLevel(logging.CRITICAL + 1)
+        # Spark's default is whatever `python3` is on PATH.
+        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+        self._log = tempfile.TemporaryFile()
+        conf = SparkConf(loadDefaults=False)
+        for name, value in self._settings.items():
+            conf.set(name, value)
+        quiet = {} if self._verbose else {"stdout": self._log, "stderr": self._log}
+        try:
+            self._gateway = launch_gateway(conf, quiet)
+            # Python's own handler: Spark's would talk to a JVM that the interrupted call still waits for.
+            with _interrupts_as_before():
+                context = SparkContext(conf=conf, gateway=self._gateway)
+            context.setLogLevel("WARN" if self._verbose else "ERROR")
+            self.session = SparkSession(context)
+        except BaseException as error:
+            self._kill()
+            if isinstance(error, PySparkException) or type(error).__module__.startswith("py4j"):
+                raise self._start_error(error) from error
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None or issubclass(kind, Exception):
+            with suppress(Exception):
+                self.session.stop()
+        self._kill()
+
+    def _kill(self) -> None:
+        """End the JVM, whatever it is at, and forget it."""
+        from pyspark import SparkContext
+        from pyspark.sql import SparkSession
+
+        gateway, self._gateway = self._gateway, None
+        if gateway is not None:
+            process = gateway.proc
+            if process is not None:
+                process.terminate()
+                try:
+                    process.wait(_STOP_WAIT_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+                process.stdin.close()
+            with suppress(Exception):
+                gateway.shutdown()
+            SparkContext._gateway = SparkContext._jvm = None
+            SparkContext._active_spark_context = None
+            SparkSession._instantiatedSession = SparkSession._activeSession = None
+        if self._log is not None:
+            self._log.close()
+
+    def _start_error(self, error: BaseException) -> BkctlError:
+        master = self._settings["spark.master"]
+        if "unresponsive" in self._logged() or "unresponsive" in str(error):
+            return Unreachable(f"No Spark master answers at {master}", hint="check --master and that it is up")
+        lines = [line.strip() for line in f"{error}\n{self._logged()}".splitlines()]
+        causes = [line for line in lines if re.match(r"(?:Caused by: )?[\w.]+(?:Exception|Error): ", line)]
+        cause = re.sub(r"^(?:Caused by: )?(?:[\w]+\.)+", "", causes[-1]) if causes else next(filter(None, lines), "")
+        return BkctlError(f"Spark did not start on {master}: {cause}", hint="--verbose shows its log")
+
+    def _logged(self) -> str:
+        if self._log is None or self._log.closed:
+            return ""
+        self._log.seek(0)
+        return str(self._log.read().decode("utf-8", "replace"))
+
+
+@contextmanager
+def _interrupts_as_before() -> Iterator[None]:
+    import signal
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def package_zip(directory: Path) -> Path:
+    """This package as a zip in `directory`, which executors that lack it can import: for `--py-files`.
+
+    Its compiled parts stay behind, since nothing imports them from a zip; the rest does the same in Python.
+    """
+    import zipfile
+
+    import bkctl
+
+    root = Path(bkctl.__file__).parent
+    path = directory / "bkctl.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for source in sorted(root.rglob("*.py")):
+            if "commands" not in source.relative_to(root).parts:
+                archive.write(source, f"bkctl/{source.relative_to(root)}")
+    return path
+
+
+def ship_package(session: SparkSession) -> None:
+    """Send this package to the executors of `session`, where it comes before one that they have installed."""
+    with tempfile.TemporaryDirectory() as directory:
+        session.sparkContext.addPyFile(str(package_zip(Path(directory))))
+
+
+# --- progress -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def following(session: SparkSession, report: Callable[[int, int], None]) -> Iterator[None]:
+    """While the block runs, call `report(tasks done, tasks known)` from a thread, as stages begin and go on."""
+    tracker = session.sparkContext.statusTracker()
+    done = threading.Event()
+    seen: dict[int, tuple[int, int]] = {}
+
+    def look() -> None:
+        while not done.wait(_PROGRESS_PERIOD_S):
+            with suppress(Exception):  # Spark ends while we ask; progress is no reason to fail.
+                for stage_id in tracker.getActiveStageIds():
+                    info = tracker.getStageInfo(stage_id)
+                    if info is not None:
+                        seen[stage_id] = info.numCompletedTasks, info.numTasks
+                # What is no longer active is complete.
+                active = set(tracker.getActiveStageIds())
+                for stage_id in seen.keys() - active:
+                    seen[stage_id] = seen[stage_id][1], seen[stage_id][1]
+            report(sum(each[0] for each in seen.values()), sum(each[1] for each in seen.values()))
+
+    thread = threading.Thread(target=look, name="spark-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """What fails in Spark, as one BkctlError: the one that a task or a planner raised, else what Spark says."""
+    from py4j.protocol import Py4JError
+    from pyspark.errors import PySparkException
+
+    try:
+        yield
+    except (PySparkException, Py4JError) as error:
+        raise plain_error(error) from error
+
+
+def plain_error(error: BaseException) -> BkctlError:
+    """The BkctlError that an error of Spark stands for."""
+    from bkctl.spark.sources import source_error
+
+    own = source_error(error)
+    if own is not None:
+        return own
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.lstrip().startswith("at ")]
+    python = [line for line in lines if re.match(r"[\w.]*(?:Error|Exception): ", line)]
+    what = python[-1] if python else lines[0] if lines else type(error).__name__
+    return BkctlError(f"Spark: {what[:500]}", hint="--verbose shows its log")
