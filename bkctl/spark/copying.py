@@ -73,7 +73,7 @@ class Shape(NamedTuple):
         """The shape of another ledger, without what makes that a copy."""
         custom = {key: value for key, value in metadata.custom_metadata.items() if key not in (SOURCE_KEY, HASH_KEY)}
         return cls(
-            metadata.ensemble_size, metadata.write_quorum_size, metadata.ack_quorum_size,
+            metadata.ensemble_size, metadata.write_quorum_size, max(metadata.ack_quorum_size, 1),
             metadata.digest_type or DigestType.CRC32, custom,
         )  # fmt: skip
 

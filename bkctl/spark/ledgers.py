@@ -48,8 +48,8 @@ _ASKED_AT_ONCE: Final = 64
 #: What an entry costs beside its payload, for cutting ledgers into partitions.
 _ENTRY_OVERHEAD_BYTES: Final = 64
 _OPTIONS: Final = (
-    *CONNECTION_OPTIONS, "mode", "columns", "ledger", "ledgerScopeId", "customMetadata", "entriesPerPartition",
-    "maxPartitionBytes",
+    *CONNECTION_OPTIONS, "mode", "columns", "ledger", "ledgersFile", "ledgerScopeId", "customMetadata",
+    "entriesPerPartition", "maxPartitionBytes",
     # the stream's
     "startingOffsets", "maxEntriesPerTrigger", "maxBytesPerTrigger", "failOnDataLoss",
     # the sink's

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import servers
 
+from bkctl.bookie.local import LocalCluster
+
 if TYPE_CHECKING:
+    from live_ledgers import Live
     from pyspark.sql import SparkSession
 
 
@@ -50,3 +53,20 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
             del os.environ[name]
         else:
             os.environ[name] = value
+
+
+@pytest.fixture(scope="session")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """Three bookies of our own over SQLite, and ledgers to be written there; tests keep to scopes of their own."""
+    from live_ledgers import Live
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        local = LocalCluster(tmp_path_factory.mktemp("live"))
+        local.up(3)
+        made = Live(local.metadata_uri)
+        try:
+            yield made
+        finally:
+            made.close()
+            local.down()
