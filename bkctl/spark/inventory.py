@@ -15,7 +15,7 @@ from bkctl.errors import NotFound, UsageError
 from bkctl.formats.entry_log import log_id_of
 from bkctl.ids import LedgerId
 from bkctl.spark.columns import DAMAGE
-from bkctl.spark.records import bookie_id_at
+from bkctl.spark.places import bookie_id_at
 from bkctl.storage.directories import BookieDirectories
 
 if TYPE_CHECKING:
