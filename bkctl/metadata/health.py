@@ -191,7 +191,8 @@ def _of_replication(cluster: Cluster) -> Iterator[HealthFinding]:
             "autorecovery-disabled", Severity.WARNING, "", "Auto-recovery is disabled",
             "'bkctl autorecovery enable' when the maintenance is over",
         )  # fmt: skip
-    elif cluster.location.driver != "sqlite":  # local clusters have none
+    elif marks or manager.was_elected() or cluster.location.driver != "sqlite":
+        # A local cluster is well without auto-recovery, as long as it neither has had it nor needs it.
         yield from _of_auditors(cluster, manager, {scope_id for scope_id in marks if scope_id})
 
 

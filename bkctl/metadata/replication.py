@@ -405,6 +405,10 @@ class LedgerUnderreplicationManager:
         value = print_text(AuditorVoteFormat(bookieId=bookie_id)).encode("ascii")
         self.store.put(_election_path(scoped), value, None)
 
+    def was_elected(self) -> bool:
+        """Whether there has ever been an election in this cluster, of either auditor."""
+        return any(self.store.get(_election_path(scoped)) is not None for scoped in (False, True))
+
     def _voter(self, path: str, value: bytes) -> str:
         message = parse_text("AuditorVoteFormat", value, f"{path} in {self.store.name}: Vote")
         return str(message.bookieId)

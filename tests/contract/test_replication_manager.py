@@ -223,8 +223,10 @@ def test_a_lock_that_another_took_since_is_not_released(manager: LedgerUnderrepl
 
 def test_the_first_vote_of_each_election_wins(manager: LedgerUnderreplicationManager, backend: Any) -> None:
     other = LedgerUnderreplicationManager(backend.open())
+    assert not manager.was_elected()
     first, second = manager.vote("b:1"), other.vote("b:2")
     scoped = other.vote("b:2", scoped=True)
+    assert manager.was_elected()
     assert manager.votes() == ("b:1", "b:2")
     assert manager.vote_paths() == (first.path, second.path)
     assert (manager.auditor(), manager.auditor(scoped=True)) == ("b:1", "b:2")

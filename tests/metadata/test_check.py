@@ -200,6 +200,22 @@ def test_a_damaged_vote_is_a_finding(zookeeper: Any) -> None:
         assert "vote-damaged" in {each.code for each in health_findings(cluster)}
 
 
+def test_a_local_cluster_misses_an_auditor_once_it_had_one_or_has_marks(tmp_path: Path) -> None:
+    def codes(cluster: Cluster) -> set[str]:
+        return {each.code for each in health_findings(cluster) if "auditor" in each.code or "replicated" in each.code}
+
+    with open_cluster(f"sqlite://{tmp_path / 'a.db'}", create=True) as cluster:
+        manager = LedgerUnderreplicationManager(cluster.store)
+        assert codes(cluster) == set()
+        vote = manager.vote("b0:3181")
+        assert codes(cluster) == set()
+        vote.release()
+        assert codes(cluster) == {"no-auditor"}
+    with open_cluster(f"sqlite://{tmp_path / 'b.db'}", create=True) as cluster:
+        LedgerUnderreplicationManager(cluster.store).mark(LedgerId(0, 5), ["b0:3181"])
+        assert codes(cluster) == {"no-auditor", "underreplicated"}
+
+
 def test_a_bookie_that_comes_while_ledgers_are_checked_is_known(cluster: Cluster) -> None:
     cluster.ledgers.create(LedgerId(0, 4), replace(GOOD, ensembles=(Fragment(0, ("a:1", "b1:3181", "b2:3181")),)))
     cluster.ledgers.create(LedgerId(8, 4), replace(GOOD, ensembles=(Fragment(0, ("b:1", "b1:3181", "b2:3181")),)))
