@@ -145,9 +145,17 @@ class Conflict(BkctlError):
 
 
 class MetadataVersionConflict(Conflict):
-    """The metadata changed since it was read (MetadataVersionException)."""
+    """The metadata changed since it was read (MetadataVersionException).
+
+    `may_be_applied`: the connection was lost before the write was answered, and somebody has written since, so that
+    nobody can tell whether ours came before.
+    """
 
     client_code = -17
+
+    def __init__(self, message: str, *, hint: str | None = None, may_be_applied: bool = False) -> None:
+        super().__init__(message, hint=hint)
+        self.may_be_applied = may_be_applied
 
 
 class AlreadyExists(Conflict):

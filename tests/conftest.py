@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import servers
 from servers import ApacheBookie, ApacheCluster, EtcdServer, Java, JavaOnEtcd, ZooKeeperServer
@@ -19,6 +20,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # What commands of tests change is nothing that a user did.
 os.environ["BKCTL_AUDIT_LOG"] = "none"
+
+
+# The same examples in each run, and as much time as a busy machine takes; `--hypothesis-profile searching` for others.
+hypothesis.settings.register_profile(
+    "steady", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.register_profile("searching", deadline=None)
+hypothesis.settings.load_profile("steady")
 
 
 @pytest.fixture(scope="session")

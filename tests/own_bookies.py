@@ -44,4 +44,4 @@ class OwnBookie(Server):
         super().launch()
 
     def _serves(self) -> bool:
-        return f"serves on port {self.port}" in self.log_tail(self._log_size)
+        return f"serves on port {self.port}" in self.log_tail(self._log_size, 1 << 20)

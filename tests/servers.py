@@ -24,9 +24,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, Final, NoReturn
+from typing import IO, TYPE_CHECKING, Any, Final, NoReturn
 
 import pytest
+
+if TYPE_CHECKING:
+    from kazoo.client import KazooClient
 
 REPOSITORY: Final = Path(__file__).resolve().parent.parent
 JAVA_SOURCES: Final = REPOSITORY / "tests" / "java"
@@ -34,8 +37,9 @@ CACHE: Final = Path(os.environ.get("BKCTL_TEST_CACHE") or REPOSITORY / ".cache")
 BOOKKEEPER_VERSION: Final = os.environ.get("BKCTL_TEST_BOOKKEEPER") or "4.18.0"
 #: The one release whose etcd driver is published.
 ETCD_DRIVER_VERSION: Final = "4.17.3"
-START_TIMEOUT_S: Final = 90.0
-STOP_TIMEOUT_S: Final = 30.0
+#: Nobody waits that long on a machine that has time; one that is busy must not fail for it.
+START_TIMEOUT_S: Final = 240.0
+STOP_TIMEOUT_S: Final = 120.0
 
 #: Cheap to start, small, and open where BookKeeper and Netty reflect.
 JVM_OPTIONS: Final = (
@@ -66,12 +70,33 @@ def require(what: str, reason: str, *, module: bool = False) -> NoReturn:
     pytest.skip(f"{what}: {reason}", allow_module_level=module)
 
 
+def _ports() -> Iterator[int]:
+    """Ports below those that the system gives to connections, each once; 0 for ever where there are too few."""
+    try:
+        end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        end = 0
+    ports = range(15_000, end)
+    if len(ports) < 5_000:
+        yield from itertools.repeat(0)
+    first = os.getpid() * 101 % len(ports)  # Another test run may be at work.
+    for number in itertools.count(first):
+        yield ports[number % len(ports)]
+
+
+_next_port = _ports()
+
+
 def free_port() -> int:
-    """A TCP port on 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port on 127.0.0.1 that nobody listens on now, nor gets by chance: for a server that may come and go.
+
+    One that the system chose it may choose again while no server is there, for anybody's listener or connection.
+    """
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", next(_next_port)))
+            port: int = probe.getsockname()[1]
+            return port
 
 
 def wait_for(condition: Callable[[], object], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
@@ -264,7 +289,7 @@ def _fetch(name: str, what: str, pom: str, *arguments: str) -> Path:
             require("java", f"mvn is not installed, and {jars} does not exist")
         partial = CACHE / f"{name}.partial"
         failure = ""
-        for attempt in range(3):
+        for attempt in range(5):
             shutil.rmtree(partial, ignore_errors=True)
             done = subprocess.run(
                 [maven, "-q", "-B", "-ntp", "-f", str(JAVA_SOURCES / pom), "dependency:copy-dependencies",
@@ -275,7 +300,7 @@ def _fetch(name: str, what: str, pom: str, *arguments: str) -> Path:
                 partial.rename(jars)
                 return jars
             failure = done.stdout.strip()[-2000:]
-            time.sleep(2 * attempt)
+            time.sleep(5 * attempt)
         require("java", f"Maven cannot fetch {what}: {failure}")
 
 
@@ -347,7 +372,7 @@ class Java:
         ]  # fmt: skip
 
     def run(
-        self, main_class: str, *arguments: object, check: bool = True, timeout_s: float = 240.0, own: bool = True,
+        self, main_class: str, *arguments: object, check: bool = True, timeout_s: float = 480.0, own: bool = True,
         input: str | None = None, heap_mb: int = 256,
     ) -> subprocess.CompletedProcess[str]:  # fmt: skip
         """Run a program to its end. Raises JavaFailed (with its stderr) for another exit code than 0 if `check`."""
@@ -370,13 +395,13 @@ class Java:
         return subprocess.CompletedProcess([main_class, *map(str, arguments)], process.returncode, stdout, stderr)
 
     def run_source(
-        self, source: str | Path, *arguments: object, check: bool = True, timeout_s: float = 240.0
+        self, source: str | Path, *arguments: object, check: bool = True, timeout_s: float = 480.0
     ) -> subprocess.CompletedProcess[str]:
         """Run a program of tests/java, named by its file (`WriteLedgers.java`) or class."""
         return self.run(Path(source).stem, *arguments, check=check, timeout_s=timeout_s)
 
     def shell(
-        self, conf: Path | ApacheBookie, *arguments: object, check: bool = False, timeout_s: float = 120.0
+        self, conf: Path | ApacheBookie, *arguments: object, check: bool = False, timeout_s: float = 240.0
     ) -> subprocess.CompletedProcess[str]:
         """Apache's shell (`bookkeeper shell …`): what it answers is on stdout, a message a line.
 
@@ -399,9 +424,9 @@ class Java:
         return process
 
     def end(self, process: subprocess.Popen[str]) -> None:
-        """Wait a moment for what `start` started, then kill it."""
+        """Wait a while for what `start` started, then kill it."""
         try:
-            process.wait(10)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -438,7 +463,7 @@ def conversation(java: Java, main_class: str, *arguments: object) -> Iterator[Ca
 
 def write_ledgers(
     java: Java, metadata_uri: str, protocol: str, salt: int = 0, stop: Callable[[str], None] | None = None,
-    small: bool = False, timeout_s: float = 180.0,
+    small: bool = False, timeout_s: float = 480.0,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Run WriteLedgers.java: the ledgers it wrote through Apache's client, each as what a reader must find.
 
@@ -646,8 +671,9 @@ class EtcdServer(Server):
             f"--listen-peer-urls={peers[self.member_name]}",
             f"--initial-advertise-peer-urls={peers[self.member_name]}",
             f"--initial-cluster={','.join(f'{name}={peer}' for name, peer in peers.items())}",
-            "--heartbeat-interval=50", "--election-timeout=300", "--logger=zap", "--log-outputs=stderr",
-            *security, *self.options,
+            # Soon the leader where there is no other; where there are, none that is only busy is taken for dead.
+            "--heartbeat-interval=50", f"--election-timeout={300 if len(peers) == 1 else 1500}",
+            "--logger=zap", "--log-outputs=stderr", *security, *self.options,
         ]  # fmt: skip
 
     def _serves(self) -> bool:
@@ -688,7 +714,9 @@ def apache_settings(
         "numReadWorkerThreads": 2,
         "serverNumIOThreads": 2,
         "allocatorPoolingPolicy": "UnpooledHeap",
-        # Else garbage collection, after some minutes, deletes every ledger: WriteLedgers makes one of the id 2^63 - 1,
+        # Collections come where a test asks for them; on its own one would fall into some test or other.
+        "gcWaitTime": 3_600_000,
+        # Else garbage collection deletes every ledger: WriteLedgers makes one of the id 2^63 - 1,
         # and ScanAndCompareGarbageCollector goes on behind it at 2^63 - 1 + 1, which is negative.
         "verifyMetadataOnGC": "true",
         **settings,
@@ -770,6 +798,7 @@ class ApacheCluster:
             ApacheBookie(java, self.metadata_uri, directory / f"bookie-{index}", storage, settings=settings)
             for index, storage in enumerate(storages)
         ]
+        self._registry: KazooClient | None = None
 
     def start(self) -> None:
         format_cluster(self.java, self.metadata_uri, self.directory)
@@ -781,14 +810,28 @@ class ApacheCluster:
     def stop(self) -> None:
         for bookie in self.bookies:
             bookie.kill()
+        if self._registry is not None:
+            self._registry.stop()
+            self._registry.close()
+            self._registry = None
 
     def ensure_up(self) -> None:
-        """Start what a test left down."""
+        """Start what a test left down, and wait for who lost its session."""
         down = [bookie for bookie in self.bookies if not bookie.running]
         for bookie in down:
             bookie.launch()
         for bookie in down:
             bookie.wait_ready()
+        wait_for(lambda: {each.bookie_id for each in self.bookies} <= self._registered(), "each bookie registered")
+
+    def _registered(self) -> set[str]:
+        """The bookies that take entries, as ZooKeeper has them."""
+        if self._registry is None:
+            from kazoo.client import KazooClient
+
+            self._registry = KazooClient(self.zookeeper.connect_string, timeout=60)
+            self._registry.start(60)
+        return set(self._registry.retry(self._registry.get_children, f"{self.root}/available"))
 
     def by_id(self, bookie_id: str) -> ApacheBookie:
         return next(bookie for bookie in self.bookies if bookie.bookie_id == bookie_id)

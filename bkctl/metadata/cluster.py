@@ -133,7 +133,9 @@ class CookieStore:
                 raise
             raise NotFound(f"Bookie {bookie_id} has no cookie") from error
         except MetadataVersionConflict as error:
-            raise MetadataVersionConflict(f"The cookie of bookie {bookie_id} changed meanwhile") from error
+            raise MetadataVersionConflict(
+                f"The cookie of bookie {bookie_id} changed meanwhile", may_be_applied=error.may_be_applied
+            ) from error
 
     def remove(self, bookie_id: str, expected: int | None) -> None:
         """Delete the cookie, in version `expected` only if given. Raises NotFound, MetadataVersionConflict."""
@@ -142,7 +144,9 @@ class CookieStore:
         except NotFound as error:
             raise NotFound(f"Bookie {bookie_id} has no cookie") from error
         except MetadataVersionConflict as error:
-            raise MetadataVersionConflict(f"The cookie of bookie {bookie_id} changed meanwhile") from error
+            raise MetadataVersionConflict(
+                f"The cookie of bookie {bookie_id} changed meanwhile", may_be_applied=error.may_be_applied
+            ) from error
 
 
 class Registration:

@@ -397,23 +397,38 @@ class EtcdStore(MetadataStore):
             if answer.succeeded:
                 return int(answer.header.revision)
             found = _first(answer.responses[0])
-            if found is not None and repeated and found.value == value and self._follows(found, revision):
-                return int(found.mod_revision)
+            unsure = False
+            if repeated and found is not None:
+                try:
+                    change = self._change_after(found, revision)
+                except _Compacted:
+                    change, unsure = found, True
+                if change is not None and change.value == value:
+                    return int(change.mod_revision)
             if expected is None:
                 continue
             if found is None:
                 raise NotFound(f"No {path} in {self.name}")
             raise MetadataVersionConflict(
-                f"{path} changed meanwhile: version {found.mod_revision}, expected {expected}"
+                f"{path} changed meanwhile: version {found.mod_revision}, expected {expected}", may_be_applied=unsure
             )
 
-    def _follows(self, found: Any, revision: int) -> bool:
-        """Whether the key was in `revision` just before it was found so; also when that is no longer kept."""
-        try:
-            before = self._read(found.key, revision=found.mod_revision - 1, keys_only=True)
-        except _Compacted:
-            return True
-        return before is not None and before.mod_revision == revision
+    def _change_after(self, found: Any, revision: int) -> Any:
+        """The key as its first change after `revision` left it, None where that was a delete.
+
+        `found` is a later one. Raises _Compacted when etcd no longer keeps what was between.
+        """
+        before, after = revision, found
+        upper = int(found.mod_revision)
+        while upper - before > 1:
+            middle = (before + upper) // 2
+            there = self._read(found.key, revision=middle)
+            if there is not None and there.mod_revision == revision:
+                before = middle
+            else:
+                after = there
+                upper = middle if there is None else int(there.mod_revision)
+        return after
 
     def _create(self, path: str, value: bytes, lease_id: int = 0) -> int:
         """Create the node, with its missing parents in the same step; returns its version. Raises AlreadyExists."""
@@ -494,7 +509,8 @@ class EtcdStore(MetadataStore):
                     raise NotFound(f"No {path} in {self.name}")
             elif expected not in (None, found.mod_revision):
                 raise MetadataVersionConflict(
-                    f"{path} changed meanwhile: version {found.mod_revision}, expected {expected}"
+                    f"{path} changed meanwhile: version {found.mod_revision}, expected {expected}",
+                    may_be_applied=repeated,
                 )
             elif answer.responses[1].response_range.count:
                 raise Conflict(f"{path} has children in {self.name}")

@@ -165,6 +165,7 @@ class LedgerManager(ABC):
             raise MetadataVersionConflict(
                 f"The metadata of ledger {ledger} changed since version {version} was read",
                 hint="read it and try again",
+                may_be_applied=error.may_be_applied,
             ) from error
         except NotFound as error:
             raise self._no_ledger(ledger) from error
@@ -182,6 +183,7 @@ class LedgerManager(ABC):
             raise MetadataVersionConflict(
                 f"The metadata of ledger {ledger} changed since version {version} was read",
                 hint="read it and try again",
+                may_be_applied=error.may_be_applied,
             ) from error
         except NotFound as error:
             raise self._no_ledger(ledger) from error
@@ -352,11 +354,14 @@ class LedgerManager(ABC):
         return self.store.put(path, value, expected)
 
     def id_position(self) -> int | None:
-        """Below which ids of scope 0 were generated: `new_ledger_id` gives this one or a greater one; None: unknown."""
+        """Past every id of scope 0 that was generated; None: unknown.
+
+        Generators that count give this one next, or a greater one; etcd's buckets come round to smaller ones too.
+        """
         return None
 
     def skip_ids(self, position: int) -> bool:
-        """Generate no id of scope 0 below `position` any more, since such ledgers may have been; whether that is so."""
+        """Generate no id again that a generator at `position` (see `id_position`) gave; whether that is so."""
         return False
 
     # what a layout decides

@@ -163,7 +163,9 @@ class LedgerUnderreplicationManager:
         try:
             self.store.delete(path, version, prune=8 if ledger.is_scoped else 4)
         except MetadataVersionConflict as error:
-            raise MetadataVersionConflict(f"Ledger {ledger} was marked underreplicated again meanwhile") from error
+            raise MetadataVersionConflict(
+                f"Ledger {ledger} was marked underreplicated again meanwhile", may_be_applied=error.may_be_applied
+            ) from error
         except NotFound as error:
             raise NotFound(f"Ledger {ledger} is not marked underreplicated") from error
 

@@ -187,7 +187,9 @@ class MetadataStore(ABC):
         `expected` NEW creates it, together with the missing parents (empty values) in one step; a version replaces the
         value only while that is the node's version; None replaces whatever is there, creating the node if need be.
         Raises AlreadyExists (NEW, exists), NotFound (a version, missing), MetadataVersionConflict (another version).
-        A write that was applied although its answer was lost is recognised, and succeeds.
+        A write that was applied although its answer was lost is recognised, and succeeds. Only where somebody has
+        written since and the store keeps no history (ZooKeeper; etcd once it is compacted) it cannot be: then it is a
+        MetadataVersionConflict that says so in `may_be_applied`.
         """
 
     @abstractmethod

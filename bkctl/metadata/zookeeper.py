@@ -462,9 +462,13 @@ class ZooKeeperStore(MetadataStore):
                     raise NotFound(f"No {path} in {self.name}") from error
             except BadVersionError as error:
                 found = self.get(path) if call.repeated else None
-                if found is not None and expected is not None and found[:2] == (value, expected + 1):
+                next_one = -1 if expected is None else expected + 1
+                if found is not None and found[:2] == (value, next_one):
                     return found.version
-                raise MetadataVersionConflict(f"{path} changed meanwhile, expected version {expected}") from error
+                unsure = call.repeated and (found is None or found.version != next_one)
+                raise MetadataVersionConflict(
+                    f"{path} changed meanwhile, expected version {expected}", may_be_applied=unsure
+                ) from error
             with contextlib.suppress(AlreadyExists):  # expected is None: somebody created it just now
                 self._create(path, value)
                 return 0
@@ -575,7 +579,9 @@ class ZooKeeperStore(MetadataStore):
             if not call.repeated:
                 raise NotFound(f"No {path} in {self.name}") from error
         except BadVersionError as error:
-            raise MetadataVersionConflict(f"{path} changed meanwhile, expected version {expected}") from error
+            raise MetadataVersionConflict(
+                f"{path} changed meanwhile, expected version {expected}", may_be_applied=call.repeated
+            ) from error
         except NotEmptyError as error:
             raise Conflict(f"{path} has children in {self.name}") from error
         for _ in range(prune):

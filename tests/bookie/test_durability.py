@@ -27,7 +27,9 @@ def entry(by: DigestManager, entry_id: int, payload: bytes) -> AddRequest:
 
 
 async def connect(bookie: OwnBookie, protocol: Protocol) -> BookieConnection:
-    connection = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, protocol=protocol)
+    connection = await BookieConnection.open(
+        *bookie.address, bookie_id=bookie.bookie_id, protocol=protocol, timeout_s=60
+    )
     if protocol is Protocol.V3:
         assert await connection.supports_scopes()
     return connection

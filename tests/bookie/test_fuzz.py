@@ -163,6 +163,7 @@ def test_mutated_frames_do_no_harm(
         journal_directories=(str(tmp_path / "journal"),),
         ledger_directories=(str(tmp_path / "ledgers"),),
         journal_pre_alloc_size_mb=1,
+        disk_usage_threshold=1.0,
         tls_provider_factory_class="org.apache.bookkeeper.tls.TLSContextFactory" if has_tls else None,
         tls_key_store_type="PEM",
         tls_key_store=str(pem),

@@ -545,6 +545,7 @@ def bookie_config(root: Path, **settings: Any) -> BookieConfig:
         ledger_directories=(str(root / "ledgers-0"), str(root / "ledgers-1")),
         journal_pre_alloc_size_mb=1,
         log_size_limit=64 * 1024,
+        disk_usage_threshold=1.0,
         compaction_rate=1_000_000,
     ).with_changes(**settings)
 

@@ -79,7 +79,7 @@ def on_a_bookie(
 
     @contextlib.asynccontextmanager
     async def connected(bookie: Bookie) -> AsyncIterator[BookieConnection]:
-        connection = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id)
+        connection = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, timeout_s=60)
         assert await connection.supports_scopes()
         yield connection
         connection.close()
@@ -252,7 +252,7 @@ def test_without_read_only_mode_a_bookie_with_full_disks_stops(tmp_path: Path, c
 
     async def body(bookie: Bookie, connection: BookieConnection) -> None:
         disks.used = 0.99
-        await asyncio.wait_for(bookie.stopped.wait(), 20)
+        await asyncio.wait_for(bookie.stopped.wait(), 60)
         assert "read-only mode is not enabled" in str(bookie.failure)
 
     on_a_bookie(tmp_path, cluster, body, disks, read_only_mode_enabled=False)

@@ -67,7 +67,9 @@ async def serving(config: BookieConfig, cluster: Cluster, files: Files | None = 
 
 @contextlib.asynccontextmanager
 async def connected(bookie: Bookie, protocol: Protocol = Protocol.V3) -> AsyncIterator[BookieConnection]:
-    connection = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, protocol=protocol)
+    connection = await BookieConnection.open(
+        *bookie.address, bookie_id=bookie.bookie_id, protocol=protocol, timeout_s=60
+    )
     if protocol is Protocol.V3:
         assert await connection.supports_scopes()
     try:
@@ -301,7 +303,7 @@ def test_a_long_poll_goes_on_when_its_ledger_is_evicted_while_it_wakes(tmp_path:
     async def body(bookie: Bookie, connection: BookieConnection) -> None:
         await statuses(connection, add(PLAIN, 0))
         await bookie.checkpoint()
-        waiting = connection.send(ReadRequest(PLAIN, LAST_ENTRY, previous_lac=0, timeout_ms=10_000))
+        waiting = connection.send(ReadRequest(PLAIN, LAST_ENTRY, previous_lac=0, timeout_ms=50_000))
         storage = bookie.storage
         while not (handle := storage.ledgers.handles[PLAIN]).watchers:
             await asyncio.sleep(0.001)
@@ -606,7 +608,9 @@ def test_tls_with_pem_files(tmp_path: Path, cluster: Cluster) -> None:
         async with serving(config, cluster) as bookie:
             context = ssl.create_default_context(cafile=str(tmp_path / "certificate.pem"))
             context.check_hostname = False
-            connection = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, tls=context)
+            connection = await BookieConnection.open(
+                *bookie.address, bookie_id=bookie.bookie_id, tls=context, timeout_s=60
+            )
             assert await statuses(connection, add(PLAIN, 0), ReadRequest(PLAIN, 0)) == [Status.EOK, Status.EOK]
             connection.close()
             await connection.wait_closed()

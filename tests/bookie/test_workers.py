@@ -24,7 +24,7 @@ class Storage:
 
     def commit(self, number: int, *group: Batch, written: Callable[[], None] | None = None) -> None:
         self.entered.set()
-        self.go_on.wait(20)
+        self.go_on.wait(60)
         self.groups.append(list(group))
         if written is not None:
             written()
@@ -65,7 +65,7 @@ def groups_of(batches: list[Batch], storage: Storage | None = None, **settings: 
     async def main() -> None:
         thread = JournalThread(storage, 0, BookieConfig(**settings), listener)  # type: ignore[arg-type]
         thread.put(batch(1 << 30, 1))
-        await asyncio.to_thread(storage.entered.wait, 20)
+        await asyncio.to_thread(storage.entered.wait, 60)
         for each in batches:
             thread.put(each)
         storage.go_on.set()
@@ -103,7 +103,7 @@ def test_a_group_waits_for_more_no_longer_than_its_time() -> None:
         config = BookieConfig(journal_max_group_wait_msec=20)
         thread = JournalThread(storage, 0, config, listener)  # type: ignore[arg-type]
         thread.put(batch(100, 1))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not listener.heard:
                 await asyncio.sleep(0.001)
         await asyncio.to_thread(thread.stop)

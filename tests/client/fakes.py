@@ -36,6 +36,12 @@ from bkctl.protocol.messages import (
 from bkctl.protocol.server import BookieServer
 
 
+async def turns() -> None:
+    """Let the loop turn so often that all has come which was sent, however little of the processor we get."""
+    for _ in range(100):
+        await asyncio.sleep(0.0005)
+
+
 class Fault(Enum):
     SILENCE = "silence"
     DISCONNECT = "disconnect"
@@ -90,6 +96,10 @@ class FakeBookie:
             for connection in list(server.connections):
                 connection.abort()
             await server.close(0.1)
+
+    def entries(self, ledger: LedgerId) -> dict[int, bytes]:
+        """What it has of a ledger, by entry id; empty if it knows nothing of it."""
+        return self.ledgers[ledger].entries if ledger in self.ledgers else {}
 
     def release(self) -> None:
         """Handle what was held back."""
@@ -251,7 +261,7 @@ class FakeCluster:
         self.cluster.bookies.unregister(bookie.bookie_id)
 
     def client(self, **options: Any) -> BookKeeper:
-        return BookKeeper(self.cluster, **{"timeout_s": 5.0, **options})
+        return BookKeeper(self.cluster, **{"timeout_s": 30.0, **options})
 
     def metadata(self, ledger: LedgerId) -> Any:
         return self.cluster.ledgers.read(ledger).metadata

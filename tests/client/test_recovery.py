@@ -85,8 +85,9 @@ def test_an_entry_on_one_bookie_only_is_made_safe_or_dropped_never_halved(fake_c
         async with fake_cluster(3) as cluster, cluster.client() as client:
             for held_count in (1, 2):
                 writer = await open_ledger_of(client, [b"0", b"1"], write_quorum_size=3)
-                await asyncio.sleep(0.02)
                 bookies = [cluster.bookie(each) for each in writer.metadata.last_fragment.bookies]
+                while any(len(bookie.entries(writer.ledger)) < 2 for bookie in bookies):
+                    await asyncio.sleep(0.001)
                 for bookie in bookies[held_count:]:
                     bookie.ledgers[writer.ledger].entries.pop(1, None)
                 reader = await client.open_ledger(writer.ledger_id, recovery=True)
@@ -126,7 +127,7 @@ def test_the_end_needs_enough_bookies_that_lack_the_entry(fake_cluster, run):
 
 def test_too_few_answers_to_fence_leave_the_ledger_in_recovery(fake_cluster, run):
     async def scenario():
-        async with fake_cluster(3) as cluster, cluster.client(timeout_s=0.5) as client:
+        async with fake_cluster(3) as cluster, cluster.client() as client:
             writer = await open_ledger_of(client, [b"0", b"1", b"2"])
             await cluster.bookies[0].stop()
             await cluster.bookies[1].stop()
@@ -324,8 +325,9 @@ def test_a_bookie_that_lost_scopes_is_no_vote_for_the_end(fake_cluster, run):
             writer = await open_ledger_of(
                 client, [b"0", b"1", b"2", b"3"], ledger_scope_id=7, ensemble_size=2, ack_quorum_size=1
             )
-            await asyncio.sleep(0.05)
             first, second = (cluster.bookie(each) for each in writer.metadata.last_fragment.bookies)
+            while any(3 not in each.entries(writer.ledger) for each in (first, second)):
+                await asyncio.sleep(0.001)
             first.scopes = False
             await first.stop()
             await first.start()

@@ -70,6 +70,7 @@ def test_acknowledged_writes_are_there_once_after_the_server_was_killed(metadata
     with open_cluster(uri, create=True) as cluster, open_cluster(uri) as other:
         cluster.store.put("counter", b"0", NEW)
         counted = [0, 0]
+        unsure: list[MetadataVersionConflict] = []
         created: list[LedgerId] = []
         removed: list[LedgerId] = []
 
@@ -81,7 +82,9 @@ def test_acknowledged_writes_are_there_once_after_the_server_was_killed(metadata
                     value = b"%d by %d" % (int(found.value.split()[0]) + 1, index)
                     try:
                         opened.store.put("counter", value, found.version)
-                    except MetadataVersionConflict:
+                    except MetadataVersionConflict as conflict:
+                        if conflict.may_be_applied:
+                            unsure.append(conflict)
                         continue
                     counted[index] += 1
 
@@ -117,7 +120,9 @@ def test_acknowledged_writes_are_there_once_after_the_server_was_killed(metadata
             workers.finish()
         found = cluster.store.get("counter")
         assert found is not None
-        assert int(found.value.split()[0]) == sum(counted)
+        assert sum(counted) <= int(found.value.split()[0]) <= sum(counted) + len(unsure)
+        if uri.startswith("etcd"):  # It keeps the history that tells.
+            assert unsure == []
         assert list(cluster.ledgers.ledgers(None)) == sorted(set(created) - set(removed))
 
 

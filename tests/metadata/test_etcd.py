@@ -209,11 +209,17 @@ def test_a_missing_cluster_is_named(etcd: EtcdServer) -> None:
 
 
 class Loser:
-    """Loses the answers of a store's transactions that write, after etcd applied them: the store sends them again."""
+    """Loses the answers of a store's transactions that write, after etcd applied them: the store sends them again.
 
-    def __init__(self, store: EtcdStore, monkeypatch: pytest.MonkeyPatch, between: Callable[[], None]) -> None:
+    Where not `applied`, the first request was lost itself.
+    """
+
+    def __init__(
+        self, store: EtcdStore, monkeypatch: pytest.MonkeyPatch, between: Callable[[], None], applied: bool = True
+    ) -> None:
         self._send = store._send
         self._between = between
+        self._applied = applied
         self.armed = True
         monkeypatch.setattr(store, "_send", self.send)
 
@@ -222,7 +228,8 @@ class Loser:
         if not self.armed or not writes:
             return self._send(method, request)
         self.armed = False
-        self._send(method, request)
+        if self._applied:
+            self._send(method, request)
         self._between()
         return self._send(method, request)[0], True
 
@@ -260,9 +267,11 @@ def test_somebody_elses_write_is_not_taken_for_ours(
         def write_twice() -> None:
             other.put("node", b"1", other.put("node", b"else", other.get("node")[1]))  # type: ignore[index]
 
-        loser = Loser(store, monkeypatch, write_twice)
-        with pytest.raises(MetadataVersionConflict):
+        loser = Loser(store, monkeypatch, write_twice, applied=False)
+        with pytest.raises(MetadataVersionConflict) as caught:
             store.put("node", b"1", version)
+        assert not caught.value.may_be_applied
+        loser._applied = True
 
         def create_anew() -> None:
             other.delete("node")
@@ -273,6 +282,38 @@ def test_somebody_elses_write_is_not_taken_for_ours(
         with pytest.raises(AlreadyExists):
             store.put("node", b"0", NEW)
         assert other.get("node").value == b"else"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("writes", [1, 2, 3, 50])
+def test_a_write_whose_answer_was_lost_is_recognised_behind_those_of_others(
+    store: EtcdStore, etcd: EtcdServer, root: str, monkeypatch: pytest.MonkeyPatch, writes: int
+) -> None:
+    with open_store(etcd, root=root) as other:
+        version = store.put("node", b"0", NEW)
+
+        def write() -> None:
+            for number in range(writes):
+                other.put("node", b"else %d" % number, None)
+                other.put("another", b"", None)
+
+        Loser(store, monkeypatch, write)
+        ours = store.put("node", b"ours", version)
+        assert version < ours < other.get("node").version  # type: ignore[union-attr]
+
+
+def test_a_write_whose_answer_was_lost_may_be_applied_when_etcd_forgot_what_was_meanwhile(
+    store: EtcdStore, etcd: EtcdServer, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(etcd, root=root) as other:
+        version = store.put("node", b"0", NEW)
+
+        def write_and_compact() -> None:
+            etcd3.client(port=etcd.port).compact(other.put("node", b"else", None))
+
+        Loser(store, monkeypatch, write_and_compact)
+        with pytest.raises(MetadataVersionConflict) as caught:
+            store.put("node", b"ours", version)
+        assert caught.value.may_be_applied
 
 
 # outages

@@ -66,7 +66,7 @@ class Ledger:
 
 
 async def opened(
-    bookie: ApacheBookie, protocol: Protocol, tls: ssl.SSLContext | None = None, timeout_s: float = 10.0
+    bookie: ApacheBookie, protocol: Protocol, tls: ssl.SSLContext | None = None, timeout_s: float = 60.0
 ) -> BookieConnection:
     return await BookieConnection.open(
         "127.0.0.1", bookie.port, bookie_id=bookie.bookie_id, protocol=protocol, tls=tls, timeout_s=timeout_s
@@ -187,7 +187,7 @@ def test_a_long_poll_ends_with_the_next_entry(apache_cluster: ApacheCluster, sto
 @pytest.mark.parametrize("storage", STORAGES)
 def test_the_list_of_entries(apache_cluster: ApacheCluster, storage: str) -> None:
     async def main() -> None:
-        connection = await opened(apache_cluster.bookie(storage), Protocol.V3, timeout_s=2)
+        connection = await opened(apache_cluster.bookie(storage), Protocol.V3, timeout_s=5)
         ledger = Ledger()
         for entry_id in (0, 1, 2, 5):
             await connection.send(ledger.add(entry_id))

@@ -183,7 +183,7 @@ def memory_bookies() -> Iterator[list[int]]:
 
     thread = threading.Thread(target=run, args=(main(),))
     thread.start()
-    assert started.wait(10)
+    assert started.wait(60)
     yield ports
     loop, end = loop_and_end[0]
     loop.call_soon_threadsafe(end.set)

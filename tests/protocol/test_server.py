@@ -73,7 +73,8 @@ async def serving(handler: Any, **limits: Any) -> AsyncIterator[BookieServer]:
 @contextlib.asynccontextmanager
 async def clients(server: BookieServer, count: int, protocol: Protocol = Protocol.V3) -> AsyncIterator[list[Any]]:
     opened = [
-        await BookieConnection.open(HOST, server.port, bookie_id="bookie", protocol=protocol) for _ in range(count)
+        await BookieConnection.open(HOST, server.port, bookie_id="bookie", protocol=protocol, timeout_s=60)
+        for _ in range(count)
     ]
     try:
         yield opened
@@ -90,10 +91,11 @@ def adds(client: BookieConnection, count: int, size: int = 100) -> list[asyncio.
 
 async def settled(value: Callable[[], int]) -> int:
     """`value` once it no longer changes."""
-    seen = -1
-    while seen != value() or not seen:
+    seen, unchanged = -1, 0
+    while unchanged < 10:
+        unchanged = unchanged + 1 if seen and seen == value() else 0
         seen = value()
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.02)
     return seen
 
 

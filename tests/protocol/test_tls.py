@@ -57,7 +57,9 @@ def test_requests_go_on_in_tls(runner: Runner, pem: Path, protocol: Protocol, ch
         server = BookieServer(Bookie(), tls=server_context(pem))
         await server.start(HOST)
         tls = client_context(pem, check_hostname=check_hostname)
-        connection = await BookieConnection.open(HOST, server.port, bookie_id="b", protocol=protocol, tls=tls)
+        connection = await BookieConnection.open(
+            HOST, server.port, bookie_id="b", protocol=protocol, tls=tls, timeout_s=60
+        )
         answers = await asyncio.gather(*(connection.send(ReadRequest(LEDGER, entry_id)) for entry_id in range(300)))
         for entry_id, answer in enumerate(answers):
             assert answer[:4] == (Status.EOK, LEDGER, entry_id, BODY)
@@ -74,7 +76,7 @@ def test_a_bookie_with_tls_serves_clients_without(runner: Runner, pem: Path) -> 
     async def main() -> None:
         server = BookieServer(Bookie(), tls=server_context(pem))
         await server.start(HOST)
-        connection = await BookieConnection.open(HOST, server.port, bookie_id="b")
+        connection = await BookieConnection.open(HOST, server.port, bookie_id="b", timeout_s=60)
         assert (await connection.send(ReadRequest(LEDGER, 1))).status is Status.EOK
         connection.close()
         await connection.wait_closed()
@@ -89,7 +91,9 @@ def test_a_bookie_that_requires_tls_serves_nobody_without(runner: Runner, pem: P
         server = BookieServer(Bookie(), tls=server_context(pem), requires_tls=True)
         await server.start(HOST)
         for tls, status in ((None, Status.EUA), (client_context(pem), Status.EOK)):
-            connection = await BookieConnection.open(HOST, server.port, bookie_id="b", protocol=protocol, tls=tls)
+            connection = await BookieConnection.open(
+                HOST, server.port, bookie_id="b", protocol=protocol, tls=tls, timeout_s=60
+            )
             for entry_id in range(3):
                 assert (await connection.send(ReadRequest(LEDGER, entry_id))).status is status
             connection.close()
@@ -104,7 +108,7 @@ def test_a_bookie_without_tls_refuses_it(runner: Runner, pem: Path) -> None:
         server = BookieServer(Bookie())
         await server.start(HOST)
         with pytest.raises(BookieUnavailable, match="Bookie b refuses TLS"):
-            await BookieConnection.open(HOST, server.port, bookie_id="b", tls=client_context(pem))
+            await BookieConnection.open(HOST, server.port, bookie_id="b", tls=client_context(pem), timeout_s=60)
         await server.close()
 
     runner(main())
@@ -116,7 +120,7 @@ def test_an_unknown_certificate_is_refused(runner: Runner, pem: Path) -> None:
         await server.start(HOST)
         with pytest.raises(BookieUnavailable, match="do not agree on TLS"):
             await BookieConnection.open(HOST, server.port, bookie_id="b", tls=ssl.create_default_context())
-        trusted = await BookieConnection.open(HOST, server.port, bookie_id="b", tls=client_context(pem))
+        trusted = await BookieConnection.open(HOST, server.port, bookie_id="b", tls=client_context(pem), timeout_s=60)
         assert (await trusted.send(ReadRequest(LEDGER, 1))).status is Status.EOK
         trusted.close()
         await trusted.wait_closed()
@@ -145,7 +149,7 @@ def test_requests_in_clear_behind_start_tls_are_not_served(runner: Runner, pem: 
         writer.write(start_tls_bytes() + read_bytes())
         received = b""
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 received = await reader.read()
         except ConnectionResetError:
             pass
@@ -171,7 +175,7 @@ def test_answers_in_clear_behind_start_tls_are_not_taken(runner: Runner, pem: Pa
         server = await asyncio.start_server(serve, HOST, 0)
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(BookieUnavailable, match="in clear"):
-            await BookieConnection.open(HOST, port, bookie_id="b", tls=client_context(pem), timeout_s=2)
+            await BookieConnection.open(HOST, port, bookie_id="b", tls=client_context(pem), timeout_s=60)
         server.close()
 
     runner(main())
@@ -185,7 +189,7 @@ def test_garbage_instead_of_a_handshake_ends_that_connection(runner: Runner, pem
         writer.write(start_tls_bytes())
         assert await reader.readexactly(4)
         writer.write(b"\x00" * 600)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             with contextlib.suppress(ConnectionResetError):
                 await reader.read()
         writer.close()
