@@ -126,7 +126,7 @@ class _Departure:
             else:
                 free += space.free
         needed = self.plan.size_bytes
-        text = f"About {_mebibytes(needed)} to copy, {_mebibytes(free)} free on {_bookies(len(writable) - len(silent))}"
+        text = f"About {_amount(needed)} to copy, {_amount(free)} free on {_bookies(len(writable) - len(silent))}"
         if silent:
             text += f"; no answer from {', '.join(silent)}"
         if needed > free and writable and not silent:
@@ -299,11 +299,11 @@ class Decommission(_Departure):
             )
 
     async def _auditor(self) -> Step:
+        kinds = {bool(scope) for scope in self.plan.scopes} or {False}
         missing = [
-            what
-            for what, scoped in (("scope 0", False), ("the other scopes", True))
-            if any(bool(scope) is scoped for scope in self.plan.scopes)
-            and await in_thread(lambda scoped=scoped: self._manager.auditor(scoped=scoped)) is None
+            "the other scopes" if scoped else "scope 0"
+            for scoped in sorted(kinds)
+            if await in_thread(lambda scoped=scoped: self._manager.auditor(scoped=scoped)) is None
         ]
         if missing:
             return Step(
@@ -357,7 +357,9 @@ class Drain(_Departure):
         if found.state == "ro":
             yield Step(StepKind.READ_ONLY, StepResult.OK, f"{self.bookie_id} is read-only")
         else:
-            yield Step(StepKind.READ_ONLY, StepResult.WARNING, f"{self.bookie_id} takes writes; it is made read-only")
+            yield Step(
+                StepKind.READ_ONLY, StepResult.WARNING, f"{self.bookie_id} takes writes; it will be made read-only"
+            )
         async for step in self._room():
             yield step
         async for step in self._obstacles(probe=probe, open_stays=True):
@@ -437,5 +439,10 @@ def _bookies(count: int) -> str:
     return f"{count:,} {'bookie' if count == 1 else 'bookies'}"
 
 
-def _mebibytes(size_bytes: int) -> str:
-    return f"{size_bytes / (1 << 20):,.1f} MiB"
+def _amount(size_bytes: int) -> str:
+    value, unit = float(size_bytes), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:,.0f} {unit}" if unit == "bytes" else f"{value:,.1f} {unit}"
