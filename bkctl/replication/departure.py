@@ -227,6 +227,10 @@ class Decommission(_Departure):
         nothing names, and what the store raises.
         """
         found = await in_thread(self._cluster.bookies.get, self.bookie_id)
+        if found is None and not self.plan.ledgers and not self.plan.damaged:
+            raise NotFound(
+                f"No bookie {self.bookie_id}, and no ledger names it", hint="'bkctl bookies list' shows them"
+            )
         if found is not None and found.state != "down":
             self.forbidden = True
             yield Step(
@@ -243,10 +247,6 @@ class Decommission(_Departure):
                 StepKind.AUTO_RECOVERY, StepResult.BLOCKED, "Auto-recovery is disabled, so nothing is to be moved now",
                 "'bkctl autorecovery enable'; 'bkctl bookies recover' works without",
             )  # fmt: skip
-        if found is None and not self.plan.ledgers and not self.plan.damaged:
-            raise NotFound(
-                f"No bookie {self.bookie_id}, and no ledger names it", hint="'bkctl bookies list' shows them"
-            )
         yield await self._auditor()
         async for step in self._room():
             self.forbidden |= step.kind is StepKind.SPACE and step.result is StepResult.BLOCKED
@@ -275,6 +275,7 @@ class Decommission(_Departure):
             if stands or not more:
                 break
             ids = sorted(more)
+        given_up = f"; {_ledgers(len(self._skipped))} given up" if self._skipped else ""
         if more:
             named = ", ".join(map(str, sorted(more)[:5])) + (f" and {len(more) - 5:,} more" if len(more) > 5 else "")
             yield Step(
@@ -284,9 +285,9 @@ class Decommission(_Departure):
                 "remove what blocks them, and run it again; what was moved stays moved",
             )  # fmt: skip
         elif self._keep_cookie:
-            yield Step(StepKind.COOKIE, StepResult.KEPT, f"The cookie of {self.bookie_id} was to be kept")
+            yield Step(StepKind.COOKIE, StepResult.KEPT, f"The cookie of {self.bookie_id} was to be kept{given_up}")
         elif await self.mover.delete_cookies():
-            yield Step(StepKind.COOKIE, StepResult.DELETED, f"The cookie of {self.bookie_id} is deleted")
+            yield Step(StepKind.COOKIE, StepResult.DELETED, f"The cookie of {self.bookie_id} is deleted{given_up}")
         else:
             yield Step(StepKind.COOKIE, StepResult.OK, f"{self.bookie_id} has no cookie")
 
