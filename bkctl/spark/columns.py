@@ -92,7 +92,7 @@ class LedgerColumns:
 
         if self._no_ledger:
             return pa.nulls(len(self._ledger_ids), pa.string())
-        rows, scope_ids, ledger_ids = self._distinct()
+        rows, scope_ids, ledger_ids = self.distinct()
         if name == "ledgerScopeId":
             texts = pa.array(scope_ids).cast(pa.string())
         elif name == "ledgerId":
@@ -103,7 +103,7 @@ class LedgerColumns:
             texts = hex_texts(halves.view(np.uint8).reshape(-1, 16))
         return texts.take(rows)
 
-    def _distinct(self) -> tuple[pa.Array, npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    def distinct(self) -> tuple[pa.Array, npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
         """Where each row is among the distinct ledgers, and those: few, as a rule, of many rows."""
         import numpy as np
         import pyarrow as pa

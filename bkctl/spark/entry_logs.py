@@ -1,4 +1,8 @@
-"""`bookkeeper.entrylog`: the records of entry logs, as `bkctl entrylog read` prints them.
+"""`bookkeeper.entrylog`: the records of entry logs, as `bkctl entrylog read` prints them; or sums of each ledger.
+
+With the option `rows` = `ledgers` a row is a ledger's share of one partition: the number of its entries, and their
+bytes with their size fields, as a bookie counts them. Added up that is what `bkctl entrylog show` says, and costs
+little more than to read the files.
 
 Options: `path` (entry logs, directories of bookies, patterns), `mode`, `columns`, `ledger`, `ledgerScopeId`, `types`
 (default: all but padding and ledgersMap), `digestType` (of ledgers of scope 0, whose records do not say it: without it
@@ -19,7 +23,8 @@ from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2
 from bkctl.formats.entry_log import DIRECT_ALIGNMENT, DIRECT_PADDING_BYTE, HEADER_SIZE, VERSION_SCOPED, content_id_of
 from bkctl.formats.record import RECORD_SIZE, RECORD_SIZE_BYTES_MAX, read_record
 from bkctl.spark.options import SourceOptions
-from bkctl.spark.records import OPTIONS, Place, Range, RangePlanner, RecordReader, resolve
+from bkctl.spark.places import Place, resolve
+from bkctl.spark.records import OPTIONS, Range, RangePlanner, RecordReader
 from bkctl.storage.entry_log import EntryLogReader
 from bkctl.storage.scan import ROW_SIZE_MAX, RecordBatch, take_entries
 

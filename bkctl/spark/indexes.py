@@ -27,7 +27,8 @@ from bkctl.ids import LedgerId
 from bkctl.spark.columns import DAMAGE, LedgerColumns, check_schema, constant, damage_row, ddl, where_and_why
 from bkctl.spark.filters import LEDGER_COLUMNS, Conditions
 from bkctl.spark.options import Mode, SourceOptions
-from bkctl.spark.records import BATCH_ROWS, bookie_id_at, local_paths
+from bkctl.spark.places import bookie_id_at, local_paths
+from bkctl.spark.record_rows import BATCH_ROWS
 from bkctl.storage.directories import ROCKSDB_NAMES, BookieDirectories
 from bkctl.storage.index import RELOCATION_SUFFIX, BookieIndexes, LedgerIndexReader
 from bkctl.storage.rocksdb import LedgersDatabase, LocationsDatabase

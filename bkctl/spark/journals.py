@@ -15,7 +15,8 @@ from bkctl.errors import BkctlError, CorruptRecord
 from bkctl.formats.journal import journal_id_of
 from bkctl.formats.record import RecordType
 from bkctl.spark.options import SourceOptions
-from bkctl.spark.records import OPTIONS, Place, Range, RangePlanner, RecordReader, end_of, resolve
+from bkctl.spark.places import Place, resolve
+from bkctl.spark.records import OPTIONS, Range, RangePlanner, RecordReader, end_of
 from bkctl.storage.journal import JournalReader
 from bkctl.storage.scan import RecordBatch
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -14,6 +15,7 @@ import golden
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pyspark.sql.datasource import EqualTo, IsNotNull
 from pyspark.sql.types import LongType, StructType
 from source_rows import Planned, rows_of
 
@@ -493,3 +495,48 @@ def test_copies_in_two_places_are_two_bookies(tmp_path: Path) -> None:
     count = sum(len(rows) for rows, _ in source.entry_logs.values())
     assert len(rows_of(EntryLogSource, path=f"{tmp_path}/*")) == 2 * count
     assert NO_LEDGER not in {row["ledgerId"] for row in rows_of(EntryLogSource, path=tmp_path / "one")}
+
+
+# --- sums of ledgers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", ["1", "3000", "1m"])
+@pytest.mark.parametrize("bookie", BOOKIES, ids=IDS)
+def test_sums_of_ledgers_are_what_apaches_shell_says_of_each_log(bookie: golden.GoldenBookie, size: str) -> None:
+    sums: dict[tuple[str, str], list[int]] = {}
+    for row in rows_of(EntryLogSource, path=bookie.ledger_dir, rows="ledgers", maxPartitionBytes=size):
+        of_ledger = sums.setdefault((row["file"], row["ledgerId"]), [0, 0])
+        of_ledger[0] += row["entryCount"]
+        of_ledger[1] += row["size"]
+        assert (row["bookieId"], row["scoped"]) == (bookie.bookie_id, False)
+    wanted = {}
+    for path, (records, ledgers) in bookie.entry_logs.items():
+        counts = Counter(str(each["ledgerId"]) for each in records if each["type"] == "entry")
+        wanted |= {(str(path), ledger_id): [counts[ledger_id], size] for ledger_id, size in ledgers.items()}
+    assert sums == wanted
+
+
+def test_sums_of_scoped_ledgers_and_of_those_that_are_chosen(tmp_path: Path) -> None:
+    records = [record(V2 if at % 3 else HUGE, at, bytes(at)) for at in range(100)]
+    path = write(tmp_path / "current" / "scoped" / "0.log", *records, *write_ledgers_map({V2: 1}, 2), version=2)
+    with EntryLogReader.open(path) as reader:
+        wanted = {ledger.qualified_name: size for ledger, size in reader.scan_ledgers().items()}
+    rows = rows_of(EntryLogSource, path=tmp_path, rows="ledgers")
+    assert {row["ledgerQualifiedName"]: row["size"] for row in rows} == wanted
+    assert [row["entryCount"] for row in rows] == [66, 34]
+    (row,) = rows_of(EntryLogSource, path=tmp_path, rows="ledgers", ledger=HUGE.qualified_name)
+    assert (row["ledgerId"], row["entryCount"]) == (str(HUGE.ledger_id), 34)
+    filters = [EqualTo(("ledgerScopeId",), "7"), IsNotNull(("ledgerScopeId",))]
+    planned = Planned(EntryLogSource, filters, path=tmp_path, rows="ledgers", columns="entryCount")
+    assert (planned.left, planned.rows()) == ([], [{"entryCount": 66}])
+
+
+def test_sums_of_a_damaged_log_say_so(tmp_path: Path) -> None:
+    path = write(tmp_path / "0.log", *(record(V1, at) for at in range(20)), struct.pack(">i", -9) + bytes(60))
+    with pytest.raises(CorruptRecord):
+        rows_of(EntryLogSource, path=path, rows="ledgers")
+    good, bad = rows_of(EntryLogSource, path=path, rows="ledgers", mode="permissive")
+    assert (good["entryCount"], good["damage"]) == (20, None)
+    assert (bad["entryCount"], bad["damage"]["file"]) == (None, str(path))
+    with pytest.raises(UsageError):
+        rows_of(EntryLogSource, path=path, rows="ledgers", columns="entryId")

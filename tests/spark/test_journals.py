@@ -26,7 +26,7 @@ from bkctl.formats.record import (
 )
 from bkctl.ids import LedgerId
 from bkctl.spark.journals import JournalSource
-from bkctl.spark.records import bookie_id_at
+from bkctl.spark.places import bookie_id_at
 from bkctl.storage.journal import JournalReader
 
 V1, V2 = LedgerId(0, 5), LedgerId(7, 2**63 + 1)
