@@ -18,6 +18,17 @@ QUANTILES: Final = (0.5, 0.75, 0.95, 0.99, 0.999, 0.9999, 1.0)
 ROLLOVER_S: Final = 60.0
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
+#: Requests that are rare beside adds and reads. Source: RequestStats.
+REQUESTS: Final = (
+    "READ_ENTRY_FENCE",
+    "READ_ENTRY_LONG_POLL",
+    "WRITE_LAC",
+    "READ_LAC",
+    "FORCE_LEDGER",
+    "GET_LIST_OF_ENTRIES_OF_LEDGER",
+    "GET_BOOKIE_INFO",
+)
+
 _SUB_BITS: Final = 4
 _BUCKETS: Final = 40 << _SUB_BITS
 
@@ -95,6 +106,10 @@ class Latency:
         """Note a duration that `count` operations took."""
         (self.success if ok else self.failure).observe(int(seconds * 1_000_000), count)
 
+    def answered(self, seconds: float, ok: bool) -> None:
+        """Note one request's duration."""
+        self.observe(seconds, ok=ok)
+
 
 class JournalMetrics:
     """Of one journal, by its own thread: groups, what was in them, how long they took to write and sync."""
@@ -129,6 +144,8 @@ class BookieMetrics:
         self.reads_from_memory = 0
         self.read_bytes = 0
         self.flush = Latency()
+        #: From a request to its answer, by Apache's names; adds, and reads that neither fence nor wait, are above.
+        self.requests = {name: Latency() for name in REQUESTS}
         self.journals: list[JournalMetrics] = []
         #: Name, kind, value and labels of what auto-recovery in the bookie's process counted.
         self.auto_recovery: Callable[[], Iterable[tuple[str, str, float, Mapping[str, str]]]] = tuple

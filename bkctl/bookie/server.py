@@ -171,11 +171,11 @@ class Bookie:
             AddRequest: self._add,
             ReadRequest: self._read,
             BatchReadRequest: self._batch_read,
-            WriteLacRequest: self._write_lac,
-            ReadLacRequest: self._read_lac,
-            ForceLedgerRequest: self._force,
-            ListEntriesRequest: self._list_entries,
-            BookieInfoRequest: self._info,
+            WriteLacRequest: functools.partial(self._timed, "WRITE_LAC", self._write_lac),
+            ReadLacRequest: functools.partial(self._timed, "READ_LAC", self._read_lac),
+            ForceLedgerRequest: functools.partial(self._timed, "FORCE_LEDGER", self._force),
+            ListEntriesRequest: functools.partial(self._timed, "GET_LIST_OF_ENTRIES_OF_LEDGER", self._list_entries),
+            BookieInfoRequest: functools.partial(self._timed, "GET_BOOKIE_INFO", self._info),
         }
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -425,6 +425,16 @@ class Bookie:
             log.warning("%s: %s", type(request).__name__, error)
             respond(refusal(request, Status.EIO))
 
+    def _timed(self, name: str, handler: Callable[[Any, Respond], None], request: Request, respond: Respond) -> None:
+        """Let `handler` take a request, and note how long it takes to be answered."""
+        latency = self.metrics.requests[name]
+        began_s = time.monotonic()
+        try:
+            handler(request, self._server.timed(respond, latency.answered))
+        except (BkctlError, OSError):
+            latency.observe(time.monotonic() - began_s, ok=False)
+            raise
+
     def _add(self, request: AddRequest, respond: Respond) -> None:
         ledger, entry_id, master_key, body, recovery_add, high_priority, deferred_sync = request
         if self.read_only and not (high_priority and self._allows_high_priority and not self._no_space):
@@ -542,9 +552,9 @@ class Bookie:
 
     def _read(self, request: ReadRequest, respond: Respond) -> None:
         if request.fence:
-            self._fenced(request, request.master_key, functools.partial(self._read_fenced, request, respond), respond)
+            self._timed("READ_ENTRY_FENCE", self._fence_and_read, request, respond)
         elif request.previous_lac is not None:
-            self._read_after_wait(request, respond)
+            self._timed("READ_ENTRY_LONG_POLL", self._read_after_wait, request, respond)
         else:
             handle = self._handle(request.ledger)
             max_lac = self.storage.last_add_confirmed(handle)
@@ -634,6 +644,9 @@ class Bookie:
         if not self._flush_due:
             self._flush_due = True
             self._loop.call_soon(self._flush)
+
+    def _fence_and_read(self, request: ReadRequest, respond: Respond) -> None:
+        self._fenced(request, request.master_key, functools.partial(self._read_fenced, request, respond), respond)
 
     def _read_fenced(self, request: ReadRequest, respond: Respond, handle: LedgerHandle) -> None:
         entry_id = handle.last_entry if request.entry_id == LAST_ENTRY else request.entry_id

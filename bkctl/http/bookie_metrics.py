@@ -44,6 +44,10 @@ def _render(local: LocalBookie, measured: dict[str, Any]) -> str:
     text.latency("bookkeeper_server_ADD_ENTRY", metrics.add_entry)
     text.latency("bookkeeper_server_READ_ENTRY_REQUEST", metrics.read_entry)
     text.latency("bookkeeper_server_READ_ENTRY", metrics.read_entry)
+    for name, latency in metrics.requests.items():
+        text.latency(f"bookkeeper_server_{name}_REQUEST", latency)
+        if not name.startswith("READ_ENTRY"):  # those Apache's divides into steps
+            text.latency(f"bookkeeper_server_{name}", latency)
     text.summary("bookie_BOOKIE_ADD_ENTRY_BYTES", metrics.add_entry_bytes)
     text.counter("bookie_WRITE_BYTES", metrics.add_entry_bytes.sum)
     text.counter("bookie_READ_BYTES", metrics.read_bytes)

@@ -272,6 +272,13 @@ class _ServedConnection(FramedProtocol):
         if self._halted:
             self.unblock()
 
+    def respond_timed(
+        self, observe: Callable[[float, bool], None], began_s: float, respond: Respond, response: Response
+    ) -> None:
+        """See BookieServer.timed."""
+        observe(time.monotonic() - began_s, response.status is Status.EOK)
+        respond(response)
+
     def _flush(self) -> None:
         if self._drops_answers:
             self._out.clear()
@@ -632,6 +639,10 @@ class BookieServer:
             return False
         _connection_of(respond).read(respond, start)
         return True
+
+    def timed(self, respond: Respond, observe: Callable[[float, bool], None]) -> Respond:
+        """`respond` for the same request; `observe` is told the seconds until the answer, and whether that is EOK."""
+        return functools.partial(_connection_of(respond).respond_timed, observe, time.monotonic(), respond)
 
     def on_lost(self, respond: Respond) -> dict[Callable[[], None], None]:
         """What is called (the keys) once the connection is lost that `respond` answers on; put in and take out."""

@@ -349,6 +349,37 @@ def test_list_of_entries_and_disk_sizes(tmp_path: Path, cluster: Cluster) -> Non
     on_a_bookie(tmp_path, cluster, body)
 
 
+def test_the_rarer_requests_are_timed_apart(tmp_path: Path, cluster: Cluster) -> None:
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        ledger, key = LEDGERS[-1], digests(LEDGERS[-1]).master_key
+        absent = LedgerId(0, 999)
+        await statuses(connection, *(add(ledger, entry_id) for entry_id in range(3)))
+        poll = ReadRequest(ledger, 0, previous_lac=-1, timeout_ms=60_000)
+
+        def counts() -> dict[str, tuple[int, int]]:
+            return {name: (each.success.count, each.failure.count) for name, each in bookie.metrics.requests.items()}
+
+        before = counts()
+        answers = await statuses(
+            connection, ReadLacRequest(ledger), ReadLacRequest(absent), ForceLedgerRequest(ledger),
+            ListEntriesRequest(ledger), ListEntriesRequest(absent), BookieInfoRequest(2), poll,
+            ReadRequest(ledger, 0, fence=True, master_key=key), ReadRequest(ledger, 0),
+        )  # fmt: skip
+        assert answers.count(Status.EOK) == 7
+        after = counts()
+        assert {name: (after[name][0] - before[name][0], after[name][1] - before[name][1]) for name in after} == {
+            "READ_ENTRY_FENCE": (1, 0),
+            "READ_ENTRY_LONG_POLL": (1, 0),
+            "WRITE_LAC": (0, 0),
+            "READ_LAC": (1, 1),
+            "FORCE_LEDGER": (1, 0),
+            "GET_LIST_OF_ENTRIES_OF_LEDGER": (1, 1),
+            "GET_BOOKIE_INFO": (1, 0),
+        }
+
+    on_a_bookie(tmp_path, cluster, body)
+
+
 def test_batch_read(tmp_path: Path, cluster: Cluster) -> None:
     async def body(bookie: Bookie, connection: BookieConnection) -> None:
         await statuses(connection, *(add(PLAIN, entry_id) for entry_id in [*range(10), 11]))

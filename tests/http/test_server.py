@@ -241,7 +241,8 @@ def test_metrics_go_by_apaches_names_and_count(bookie: Any) -> None:
         "bookie_JOURNAL_DIRS", "bookie_ledgers_count", "bookie_ledger_num_dirs", "bookie_ledger_writable_dirs",
         "bookie_gc_MAJOR_COMPACTION_TOTAL", "bookie_gc_DELETED_LEDGER_TOTAL", "bookie_gc_ACTIVE_ENTRY_LOG_TOTAL",
         "bookie_gc_entry_log_usage_buckets_le_10", "bookie_journal_JOURNAL_WRITE_BYTES", "bookie_flush_count",
-        "bookie_journal_JOURNAL_QUEUE_SIZE",
+        "bookie_journal_JOURNAL_QUEUE_SIZE", "bkctl_gc_unindexed_ledgers", "bookkeeper_server_READ_LAC_count",
+        "bookkeeper_server_WRITE_LAC_REQUEST_count", "bookkeeper_server_READ_ENTRY_LONG_POLL_REQUEST_count",
     }  # fmt: skip
 
 
