@@ -507,7 +507,7 @@ def audit(
             if dry_run:
                 if not manager.is_enabled():
                     raise Conflict("Auto-recovery is disabled", hint="enable it first")
-                auditor_id = manager.auditor()
+                auditor_id = manager.auditor() or manager.auditor(scoped=True)
                 if auditor_id is None:
                     raise NotFound("No auditor is elected", hint="start auto-recovery on some bookie")
             else:

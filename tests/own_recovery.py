@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,52 +19,45 @@ SETTINGS: Final[dict[str, object]] = {
 
 
 class _AutoRecovery(Server):
-    def __init__(self, name: str, metadata_uri: str, directory: Path, settings: Mapping[str, object]) -> None:
-        own = apache_settings(metadata_uri, free_port(), directory, SORTED, {**SETTINGS, **settings})
-        self.conf = write_conf(directory / "bk_server.conf", own)
-        self.voter = f"127.0.0.1:{own['bookiePort']}"
-        super().__init__(name, directory / "auto-recovery.log", self.arguments, self._serves)
+    """`command` is given the configuration file; it serves once its log has `sign`; `voter` is what its votes say."""
 
-    def arguments(self) -> list[str]:
-        raise NotImplementedError
+    def __init__(
+        self, name: str, metadata_uri: str, directory: Path, settings: Mapping[str, object],
+        command: Callable[[Path], list[str]], sign: str,
+    ) -> None:  # fmt: skip
+        own = apache_settings(metadata_uri, free_port(), directory, SORTED, {**SETTINGS, **settings})
+        conf = write_conf(directory / "bk_server.conf", own)
+        self.voter = f"127.0.0.1:{own['bookiePort']}"
+        self._sign = sign
+        self._log_size = 0
+        super().__init__(name, directory / "auto-recovery.log", lambda: command(conf), self._serves)
 
     def launch(self) -> None:
         self._log_size = self.log.stat().st_size if self.log.exists() else 0
         super().launch()
 
     def _serves(self) -> bool:
-        raise NotImplementedError
+        return self._sign in self.log_tail(self._log_size, 1 << 20)
 
 
 class OwnAutoRecovery(_AutoRecovery):
-    """`bkctl autorecovery run`, with more `options`; `voter` is what its votes say."""
+    """`bkctl autorecovery run`, with more `options`."""
 
-    def __init__(
-        self, metadata_uri: str, directory: Path, *options: str, settings: Mapping[str, object] = {}
-    ) -> None:  # fmt: skip
-        self._options = options
-        super().__init__("own-autorecovery", metadata_uri, directory, settings)
+    def __init__(self, metadata_uri: str, directory: Path, *options: str, settings: Mapping[str, object] = {}) -> None:
+        def command(conf: Path) -> list[str]:
+            return [sys.executable, "-m", "bkctl", "autorecovery", "run", "--conf", str(conf), *options]
 
-    def arguments(self) -> list[str]:
-        return [sys.executable, "-m", "bkctl", "autorecovery", "run", "--conf", str(self.conf), *self._options]
-
-    def _serves(self) -> bool:
-        return "PID" in self.log_tail(self._log_size)
+        super().__init__("own-autorecovery", metadata_uri, directory, settings, command, "PID")
 
 
 class ApacheAutoRecovery(_AutoRecovery):
     """Apache's AutoRecoveryMain."""
 
     def __init__(self, java: Java, metadata_uri: str, directory: Path, settings: Mapping[str, object] = {}) -> None:
-        self._java = java
-        super().__init__("apache-autorecovery", metadata_uri, directory, settings)
+        def command(conf: Path) -> list[str]:
+            return java.command("org.apache.bookkeeper.replication.AutoRecoveryMain", "-c", conf, log4j="server")
 
-    def arguments(self) -> list[str]:
-        main_class = "org.apache.bookkeeper.replication.AutoRecoveryMain"
-        return self._java.command(main_class, "-c", self.conf, log4j="server")
-
-    def _serves(self) -> bool:
-        return "Started component" in self.log_tail(self._log_size, 1 << 20)
+        super().__init__("apache-autorecovery", metadata_uri, directory, settings, command, "Started component")
 
 
 def start_auto_recovery(*servers: Any) -> None:

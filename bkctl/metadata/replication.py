@@ -331,14 +331,14 @@ class LedgerUnderreplicationManager:
         return None if found is None else found.version
 
     def trigger_audit(self) -> str:
-        """Have the auditor look for lost bookies now; returns its id.
+        """Have the auditors look for lost bookies now; returns the id of that of scope 0, else of the scopes.
 
         It is woken by writing the delay anew, as Apache's shell does. Raises Conflict when auto-recovery is disabled,
         NotFound when there is no auditor. Source: TriggerAuditCommand, BookKeeperAdmin.triggerAudit.
         """
         if not self.is_enabled():
             raise Conflict("Auto-recovery is disabled", hint="enable it first")
-        auditor = self.auditor()
+        auditor = self.auditor() or self.auditor(scoped=True)
         if auditor is None:
             raise NotFound("No auditor is elected", hint="start auto-recovery on some bookie")
         self.set_lost_bookie_recovery_delay_s(self.lost_bookie_recovery_delay_s() or 0)

@@ -493,6 +493,7 @@ class Auditor:
             self._decide(Decision.AUDIT, delay_s)
         if self._audit_is_due:
             await self._audit()
+            self._periodic[0].put_off(_now_s())
         for periodic in self._periodic:
             if periodic.due_s <= _now_s() and (self._check is None or self._check.done()):
                 periodic.put_off(_now_s())

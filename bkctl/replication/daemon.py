@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 log: Final = logging.getLogger("bkctl.replication")
 
 BOTH: Final = (False, True)
+#: Pauses before it begins again; beside a bookie they double.
 _AGAIN_S: Final = 2.0
+_AGAIN_S_MAX: Final = 60.0
 
 
 class Sample(NamedTuple):
@@ -221,12 +223,14 @@ class AutoRecoveryThread:
         await _until(self._stop, asyncio.ensure_future(self._persist()))
 
     async def _persist(self) -> None:
+        pause_s = _AGAIN_S
         while True:
             try:
                 await self._session()
             except BkctlError as error:
-                log.warning("Auto-recovery is interrupted: %s", error)
-            await asyncio.sleep(_AGAIN_S)
+                log.warning("Auto-recovery is interrupted, and begins again in %g s: %s", pause_s, error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, _AGAIN_S_MAX)
 
     async def _session(self) -> None:
         config = self._config

@@ -138,3 +138,26 @@ def test_clocks_are_set_back(cli: Cli, store: Cluster) -> None:
     status = cli("autorecovery", "status", "-o", "json").json
     assert status["checkAllLedgersTime"] is not None
     assert status["placementPolicyCheckTime"] is None
+
+
+def test_what_runs_for_no_scope_or_on_no_cluster_is_refused(cli: Cli, store: Cluster, tmp_path: Path) -> None:
+    result = cli("autorecovery", "run", "--scopes-only", "--scope-0-only")
+    assert (result.code, result.out) == (2, "")
+    result = cli("autorecovery", "run", "-u", f"sqlite://{tmp_path}/none.db")
+    assert (result.code, result.out) == (4, "")
+    result = cli("autorecovery", "run", "--id", "no bookie")
+    assert (result.code, result.out) == (2, "")
+    store.store.put("underreplication/LAYOUT", b'type: "BASIC"\nversion: 2\n', None)
+    assert cli("autorecovery", "run").code == 8
+
+
+def test_an_audit_is_asked_of_the_auditor_that_there_is(cli: Cli, marks: LedgerUnderreplicationManager) -> None:
+    assert cli("autorecovery", "audit").code == 4
+    with open_cluster(f"{marks.store.name.replace('metadata store ', 'sqlite://')}") as other:
+        vote = LedgerUnderreplicationManager(other.store).vote("scoped:1", scoped=True)
+        before = marks.delay_version()
+        assert cli("autorecovery", "audit", "--dry-run", "-o", "id").out.split() == ["scoped:1"]
+        assert marks.delay_version() == before
+        assert cli("autorecovery", "audit", "-o", "id").out.split() == ["scoped:1"]
+        assert marks.delay_version() != before
+        vote.release()
