@@ -151,11 +151,10 @@ class _Inventory:
         self, session: SparkSession, bookies: Sequence[BookieFiles], ledgers: ScanFilter,
         connection: dict[str, str] | None,
     ) -> None:  # fmt: skip
-        from bkctl.spark.inventory import NAME, damages, log_records, shares
+        from bkctl.spark.inventory import damages, shares
 
-        records = log_records(session, bookies, [NAME, "recordSize"], ledger=ledgers.ledger, scope_id=ledgers.scope_id)
         self._session, self._bookies, self._connection = session, bookies, connection
-        self._shares = shares(records).persist()
+        self._shares = shares(session, bookies, ledger=ledgers.ledger, scope_id=ledgers.scope_id).persist()
         self.damages = damages(self._shares).collect()
 
     def totals(self, by: InventoryBy) -> DataFrame:

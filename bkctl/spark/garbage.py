@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from bkctl.errors import BkctlError, NotFound, Unreachable
 from bkctl.formats.entry_log import SCOPED_DIRECTORY, log_id_of
@@ -44,24 +44,27 @@ _USUAL: Final = Thresholds()
 _QUESTION_ROWS: Final = 10_000
 
 
-def in_tasks(spark: SparkSession, items: Sequence[Any], function: Any, schema: str) -> DataFrame:
-    """The rows (dicts) that `function` yields of each of `items`, one task an item; all are plain, picklable values."""
+def arrow_schema(schema: str) -> pa.Schema:
+    """A schema of Spark's as Arrow has it; made on the driver, since tasks cannot read Spark's words."""
+    from pyspark.sql.pandas.types import to_arrow_schema
     from pyspark.sql.types import StructType
 
-    count = len(items)
-    struct = StructType.fromDDL(schema)
+    return to_arrow_schema(cast("StructType", StructType.fromDDL(schema)))
+
+
+def in_tasks(spark: SparkSession, items: Sequence[Any], function: Any, schema: str) -> DataFrame:
+    """The rows (dicts) that `function` yields of each of `items`, one task an item; all are plain, picklable values."""
+    count, arrow = len(items), arrow_schema(schema)
 
     def of_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
-        from pyspark.sql.pandas.types import to_arrow_schema
 
-        arrow = to_arrow_schema(struct)
         for batch in batches:
             for number in batch.column(0).to_pylist():
                 rows = list(function(items[number]))
                 yield pa.RecordBatch.from_pylist(rows, schema=arrow)
 
-    return spark.range(0, count, 1, max(count, 1)).mapInArrow(of_batches, struct)
+    return spark.range(0, count, 1, max(count, 1)).mapInArrow(of_batches, schema)
 
 
 def open_store(connection: Mapping[str, str]) -> Cluster:
@@ -180,12 +183,11 @@ def uses(shares: DataFrame, thresholds: Thresholds = _USUAL) -> DataFrame:
     reasons = F.first("reason", ignorenulls=True).alias("reason")
     logs = shares.groupBy("bookieId", "file", "logId", "scoped", "fromLedgersMap", "complete").agg(*columns, reasons)
 
+    arrow = arrow_schema(_USES)
+
     def judge(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
-        from pyspark.sql.pandas.types import to_arrow_schema
-        from pyspark.sql.types import StructType
 
-        arrow = to_arrow_schema(StructType.fromDDL(_USES))
         for batch in batches:
             rows = [_judge(row, thresholds) for row in batch.to_pylist()]
             yield pa.RecordBatch.from_pylist(rows, schema=arrow)

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.errors import BkctlError, NotFound
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import log_id_of
 from bkctl.ids import LedgerId
 from bkctl.spark.columns import DAMAGE, TYPES
-from bkctl.spark.garbage import check_clusters, open_store
-from bkctl.spark.inventory import NAME, log_records, with_bookie, with_ledger_ids
+from bkctl.spark.garbage import arrow_schema, check_clusters, open_store
+from bkctl.spark.inventory import NAME, log_records, of_ledgers, with_bookie, with_ledger_ids
 from bkctl.spark.journal_audit import journal_entries
 from bkctl.storage.entry_log import EntryLogReader
 from bkctl.storage.journal import JournalReader
@@ -49,7 +50,8 @@ class Problem(StrEnum):
     UNREADABLE = "unreadable"
 
 
-class Integrity(NamedTuple):
+@dataclass(frozen=True)
+class Integrity:
     """What was found, as DataFrames that are computed when they are asked for.
 
     `findings`: ledgerQualifiedName, ledgerScopeId, ledgerId, entryId, bookieId, problem, ledgerState, file, offset (of
@@ -127,11 +129,7 @@ def _metadata(
     spark: SparkSession, connection: Mapping[str, str], ledger: LedgerId | None, scope_id: int | None
 ) -> DataFrame:
     columns = (NAME, "state", "ensembleSize", "writeQuorumSize", "digestType", "lastEntryId", "ensembles")
-    chosen = {**connection, "columns": ",".join(columns)}
-    if ledger is not None:
-        chosen["ledger"] = ledger.qualified_name
-    elif scope_id is not None:
-        chosen["ledgerScopeId"] = str(scope_id)
+    chosen = {**of_ledgers(ledger, scope_id), **connection, "columns": ",".join(columns)}
     return spark.read.format("bookkeeper.metadata").options(**chosen).load()
 
 
@@ -216,11 +214,11 @@ def _held(
         pass  # Bookies that have written no entry log yet.
     if indexes:
         places = {each: bookie.bookie_id for bookie in bookies for each in bookie.index_dirs}
-        chosen = {"mode": "permissive", "columns": f"file,bookieId,{NAME},entryId,logId,offset"}
-        if ledger is not None:
-            chosen["ledger"] = ledger.qualified_name
-        elif scope_id is not None:
-            chosen["ledgerScopeId"] = str(scope_id)
+        chosen = {
+            **of_ledgers(ledger, scope_id),
+            "mode": "permissive",
+            "columns": f"file,bookieId,{NAME},entryId,logId,offset",
+        }
         known = spark.read.format("bookkeeper.index").options(**chosen).load(list(places))
         place = F.when(F.col(DAMAGE).isNull(), F.struct("logId", "offset"))
         parts.append(row(with_bookie(known, places), place=place, damage=F.col(DAMAGE)))
@@ -335,12 +333,11 @@ def _suspects(judged: DataFrame, bookies: Sequence[BookieFiles], connection: Map
             if (log_id := log_id_of(log.path.name)) is not None:
                 logs.setdefault((bookie.bookie_id, log_id, log.scoped), []).append(str(log.path))
 
+    arrow = arrow_schema(_LOOKED)
+
     def look_again(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
-        from pyspark.sql.pandas.types import to_arrow_schema
-        from pyspark.sql.types import StructType
 
-        arrow = to_arrow_schema(StructType.fromDDL(_LOOKED))
         with _SecondLook(logs, connection) as second:
             for batch in batches:
                 rows = [second.look(row) for row in batch.to_pylist()]

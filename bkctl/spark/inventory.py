@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from bkctl.spark.bookies import BookieFiles
 
-#: The bytes of a record's size field, which its `recordSize` does not count.
-SIZE_FIELD_BYTES: Final = 4
 NAME: Final = "ledgerQualifiedName"
 
 
@@ -57,27 +55,29 @@ def log_records(
     *,
     ledger: LedgerId | None = None,
     scope_id: int | None = None,
+    **options: str,
 ) -> DataFrame:
-    """The records of all entry logs, with `columns` of `bookkeeper.entrylog` and `damage`, and with bookieId.
+    """The rows of `bookkeeper.entrylog` of all entry logs: `columns`, file, bookieId, `damage`; `options` are its own.
 
     Where a log is damaged, one row says so (its ledger is null), behind the good ones. Raises NotFound where the
     bookies have no entry log.
     """
-
-    directories = [
-        each for bookie in bookies for each in bookie.ledger_dirs if BookieDirectories((), [each]).entry_logs()
-    ]
+    owners = {each: bookie.bookie_id for bookie in bookies for each in bookie.ledger_dirs}
+    directories = [each for each in owners if BookieDirectories((), [each]).entry_logs()]
     if not directories:
         raise NotFound("The bookies given have no entry logs")
-    chosen = {"columns": ",".join(dict.fromkeys(["file", "bookieId", *columns])), "mode": "permissive"}
-    # Options, and not filters on the rows: those would lose the damage.
-    if ledger is not None:
-        chosen["ledger"] = ledger.qualified_name
-    elif scope_id is not None:
-        chosen["ledgerScopeId"] = str(scope_id)
+    wanted = ",".join(dict.fromkeys(["file", "bookieId", *columns]))
+    chosen = {**of_ledgers(ledger, scope_id), **options, "columns": wanted, "mode": "permissive"}
     # Directories, and not files: a running bookie may delete some.
-    records = spark.read.format("bookkeeper.entrylog").options(**chosen).load(list(dict.fromkeys(directories)))
-    return with_bookie(records, {each: bookie.bookie_id for bookie in bookies for each in bookie.ledger_dirs})
+    records = spark.read.format("bookkeeper.entrylog").options(**chosen).load(directories)
+    return with_bookie(records, owners)
+
+
+def of_ledgers(ledger: LedgerId | None, scope_id: int | None) -> dict[str, str]:
+    """The options of a source that say which ledgers are wanted; filters on the rows would lose the damage."""
+    if ledger is not None:
+        return {"ledger": ledger.qualified_name}
+    return {} if scope_id is None else {"ledgerScopeId": str(scope_id)}
 
 
 def with_bookie(records: DataFrame, owners: Mapping[str, str]) -> DataFrame:
@@ -95,30 +95,34 @@ def with_bookie(records: DataFrame, owners: Mapping[str, str]) -> DataFrame:
 
 
 def with_ledger_ids(frame: DataFrame) -> DataFrame:
-    """`frame` with ledgerScopeId and ledgerId, made of its ledgerQualifiedName."""
+    """`frame` with ledgerScopeId and ledgerId before the rest, made of its ledgerQualifiedName."""
     from pyspark.sql import functions as F
 
-    return frame.withColumns(
-        {
-            "ledgerScopeId": F.conv(F.substring(NAME, 1, 16), 16, 10),
-            "ledgerId": F.conv(F.substring(NAME, 17, 16), 16, 10),
-        }
-    )
+    scope_id = F.conv(F.substring(NAME, 1, 16), 16, 10).alias("ledgerScopeId")
+    ledger_id = F.conv(F.substring(NAME, 17, 16), 16, 10).alias("ledgerId")
+    return frame.select(scope_id, ledger_id, NAME, *(name for name in frame.columns if name != NAME))
 
 
-def shares(records: DataFrame) -> DataFrame:
+def shares(
+    spark: SparkSession,
+    bookies: Sequence[BookieFiles],
+    *,
+    ledger: LedgerId | None = None,
+    scope_id: int | None = None,
+) -> DataFrame:
     """What each ledger has in each log: bookieId, file, ledgerQualifiedName, damage, entryCount, size.
 
-    `records` are `log_records` with ledgerQualifiedName and recordSize. Rows of damage have no ledger and no entries.
-    A few rows for each log, whatever is in it: what all inventories are made of, and worth keeping (`persist`).
+    Rows of damage have no ledger and no entries. Counted where the logs are read; a few rows for each log, whatever is
+    in it: what all inventories are made of, and worth keeping (`persist`). Raises NotFound where there is no log.
     """
     from pyspark.sql import functions as F
 
-    is_data = F.col(DAMAGE).isNull()
-    return records.groupBy("bookieId", "file", NAME, DAMAGE).agg(
-        F.count(F.when(is_data, 1)).alias("entryCount"),
-        F.sum(F.when(is_data, F.col("recordSize") + SIZE_FIELD_BYTES).otherwise(0)).alias("size"),
-    )
+    counts = ("entryCount", "size")
+    found = log_records(
+        spark, bookies, [NAME, *counts], ledger=ledger, scope_id=scope_id, rows="ledgers"
+    )  # fmt: skip
+    sums = [F.coalesce(F.sum(name), F.lit(0)).alias(name) for name in counts]
+    return found.groupBy("bookieId", "file", NAME, DAMAGE).agg(*sums)
 
 
 def damages(shares: DataFrame) -> DataFrame:
@@ -163,7 +167,7 @@ def totals(
             totals = with_ledger_ids(found.groupBy(NAME).agg(holders, logs, *sums))
         case By.SCOPE:
             counted = found.groupBy(F.substring(NAME, 1, 16).alias("scope")).agg(ledgers, holders, logs, *sums)
-            totals = counted.withColumn("ledgerScopeId", F.conv("scope", 16, 10)).drop("scope")
+            totals = counted.select(F.conv("scope", 16, 10).alias("ledgerScopeId"), *counted.columns[1:])
         case By.APPLICATION:
             if connection is None:
                 raise UsageError("Applications are in the metadata store, and none is named", hint="add --metadata-uri")

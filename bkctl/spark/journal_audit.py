@@ -16,7 +16,7 @@ from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
 from bkctl.spark.columns import DAMAGE
 from bkctl.spark.garbage import in_tasks, ledger_states
-from bkctl.spark.inventory import NAME, log_records, with_bookie, with_ledger_ids
+from bkctl.spark.inventory import NAME, log_records, of_ledgers, with_bookie, with_ledger_ids
 from bkctl.storage.directories import BookieDirectories
 from bkctl.storage.journal import JournalReader
 from bkctl.storage.journal_writer import SCOPED_DIRECTORY
@@ -175,11 +175,12 @@ def journal_entries(
     if not places:
         return None
     wanted = dict.fromkeys(["file", "bookieId", "journalId", "offset", "recordSize", NAME, "entryId", *columns])
-    chosen = {"columns": ",".join(wanted), "mode": "permissive", "types": RecordType.ENTRY.value}
-    if ledger is not None:
-        chosen["ledger"] = ledger.qualified_name
-    elif scope_id is not None:
-        chosen["ledgerScopeId"] = str(scope_id)
+    chosen = {
+        **of_ledgers(ledger, scope_id),
+        "columns": ",".join(wanted),
+        "mode": "permissive",
+        "types": RecordType.ENTRY.value,
+    }
     records = spark.read.format("bookkeeper.journal").options(**chosen).load(list(places))
     entries = with_bookie(records.filter(F.col(DAMAGE).isNull()).drop(DAMAGE), places)
     known = spark.createDataFrame([(*each, True) for each in starts], "file string, start bigint, known boolean")

@@ -141,9 +141,8 @@ class _Spark:
     def __enter__(self) -> _Spark:
         import logging
 
-        from pyspark import SparkConf, SparkContext
+        from pyspark import SparkConf, SparkContext, java_gateway
         from pyspark.errors import PySparkException
-        from pyspark.java_gateway import launch_gateway
         from pyspark.sql import SparkSession
 
         # py4j logs to stderr what is told as an error anyway.
@@ -157,7 +156,8 @@ class _Spark:
             conf.set(name, value)
         quiet = {} if self._verbose else {"stdout": self._log, "stderr": self._log}
         try:
-            self._gateway = launch_gateway(conf, quiet)
+            launch: Any = java_gateway.launch_gateway
+            self._gateway = launch(conf, quiet)
             # Python's own handler: Spark's would talk to a JVM that the interrupted call still waits for.
             with _interrupts_as_before():
                 context = SparkContext(conf=conf, gateway=self._gateway)
