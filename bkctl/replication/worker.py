@@ -163,6 +163,11 @@ class ReplicationWorker:
             await ended(*self._deferred.values())
 
     @property
+    def deferred(self) -> frozenset[LedgerId]:
+        """The ledgers that it keeps locked for a while: their writers have time, or they failed."""
+        return frozenset(self._deferred)
+
+    @property
     def _back_off_s(self) -> float:
         return max(self._config.rw_rereplicate_backoff_ms / 1000, 0.01)
 

@@ -189,6 +189,24 @@ def test_registrations_and_watches_outlive_a_session(zookeeper: Any) -> None:
         assert observer.bookies.get("bookie-3") is None
 
 
+def test_a_claim_does_not_outlive_its_session_and_its_place_is_free(zookeeper: Any) -> None:
+    uri = zookeeper.metadata_uri(zookeeper.new_root())
+    with open_cluster(uri, create=True) as owner, open_cluster(uri) as other:
+        claims = [owner.store.claim("locks/one", b"us"), owner.store.claim("locks/two", b"us")]
+        vote = owner.store.claim("election/V_", b"us", numbered=True)
+        end_session(owner.store)
+        eventually(lambda: other.store.children("locks") == [])
+        theirs = other.store.claim("locks/one", b"them")
+        next_vote = other.store.claim("election/V_", b"them", numbered=True)
+        assert next_vote.path > vote.path
+        for claim in (*claims, vote):
+            assert not claim.is_held()
+            claim.release()
+        assert theirs.is_held()
+        assert other.store.children("election") == [next_vote.path.rpartition("/")[2]]
+        assert owner.store.claim("locks/two", b"us").is_held()
+
+
 def test_watches_that_were_cancelled_do_not_pile_up(zookeeper: Any) -> None:
     uri = zookeeper.metadata_uri(zookeeper.new_root())
     told: list[int] = []

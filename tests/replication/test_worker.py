@@ -263,7 +263,8 @@ def test_an_open_ledger_is_fenced_when_its_writer_did_not_replace_the_bookie_in_
             patient = CONFIG.with_changes(open_ledger_rereplication_grace_period=NEVER_MS)
             worker = ReplicationWorker(client, patient, "patient")
             async with running(worker.run()):
-                await eventually(lambda: list(manager.locks()), "it waits for the writer")
+                await eventually(lambda: worker.deferred, "it waits for the writer")
+                assert [lock.ledger for lock in manager.locks()] == [writer.ledger]
                 assert cluster.metadata(writer.ledger).state is LedgerState.OPEN
             with pytest.raises(Conflict):
                 manager_of(cluster).lock(writer.ledger, "other")
