@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from bkctl.replication.bookies import LedgerMove, MovePlan, MoveProgress, PlannedFragment
     from bkctl.replication.departure import Decommission, Drain, Step
     from bkctl.replication.holdings import HeldFragment, HeldLedger, StopProblem
+    from bkctl.replication.placement import Topology
 
 #: Between two looks at how far the work is.
 _REFRESH_S: Final = 0.2
@@ -123,6 +124,15 @@ def _names(texts: Sequence[str]) -> list[str]:
     if not names:
         raise UsageError("No bookie is named", hint="'bkctl bookies list' shows them")
     return [check_bookie_id(name) for name in names]
+
+
+def _topology(run: Run) -> Topology | None:
+    """The racks of bookies, where --conf names a script that tells them."""
+    from bkctl.config import read_properties
+    from bkctl.replication.placement import Topology
+
+    script = None if run.conf is None else read_properties(run.conf).get("networkTopologyScriptFileName")
+    return Topology(script) if script else None
 
 
 # --- what goes on ---------------------------------------------------------------------------------------------------
@@ -375,7 +385,7 @@ def _show_plan(
 
     async def work(writer: RowWriter) -> None:
         async with run.bookkeeper(cluster) as bookkeeper:
-            mover = BookieMover(bookkeeper, names, skip_open=skip_open)
+            mover = BookieMover(bookkeeper, names, skip_open=skip_open, topology=_topology(run))
             async with aclosing(mover.planned(ids)) as planned:
                 async for each in planned:
                     row = _planned_row(each)
@@ -415,7 +425,7 @@ def _recover(
     async def work(writer: RowWriter) -> None:
         nonlocal kept
         async with run.bookkeeper(cluster) as bookkeeper:
-            mover = BookieMover(bookkeeper, names, plan, rate=rate, skip_open=skip_open)
+            mover = BookieMover(bookkeeper, names, plan, rate=rate, skip_open=skip_open, topology=_topology(run))
             async with _shown(activity, mover.progress), aclosing(mover.move(plan.ledgers, resume=done)) as moves:
                 async for move in moves:
                     writer.row(move)
@@ -642,7 +652,7 @@ def decommission(
                     async with run.bookkeeper(cluster) as bookkeeper:
                         departure = Decommission(
                             bookkeeper, bookie, plan, skip_unrecoverable=skip_unrecoverable, keep_cookie=keep_cookie,
-                            rate=rate,
+                            rate=rate, topology=_topology(run),
                         )  # fmt: skip
                         progress = departure.mover.progress
                         async with _shown(activity, progress), aclosing(departure.run()) as found:
@@ -687,7 +697,7 @@ def drain(
 
                 async def work() -> None:
                     async with run.bookkeeper(cluster) as bookkeeper:
-                        departure = Drain(bookkeeper, bookie, plan, rate=rate)
+                        departure = Drain(bookkeeper, bookie, plan, rate=rate, topology=_topology(run))
                         steps.take(
                             await departure.set_read_only(lambda found: _set_read_only(run, found), run.timeout_s)
                         )

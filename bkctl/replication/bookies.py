@@ -11,13 +11,14 @@ import contextlib
 import os
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from bkctl.client.bookies import in_thread
+from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.errors import (
     BkctlError,
     BookieUnavailable,
@@ -34,16 +35,17 @@ from bkctl.errors import (
 from bkctl.formats.metadata import LedgerState
 from bkctl.metadata.cluster import COOKIES
 from bkctl.metadata.replication import LedgerUnderreplicationManager
-from bkctl.replication.checker import EntrySpan, LedgerChecker
+from bkctl.replication.checker import EntrySpan, LedgerChecker, LedgerFragment
 from bkctl.replication.holdings import HeldFragment, HeldLedger, Replacements, ledgers_on
 from bkctl.replication.replicator import LedgerFragmentReplicator, Outcome, Throttle
 
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper
-    from bkctl.formats.availability import Availability
+    from bkctl.client.reader import LedgerAccess
     from bkctl.ids import LedgerId
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
     from bkctl.metadata.ledgers import VersionedMetadata
+    from bkctl.replication.placement import Topology
     from bkctl.replication.replicator import LedgerReplication
     from bkctl.replication.resume import ResumeFile
 
@@ -57,6 +59,8 @@ _BATCH_COUNT: Final = 500
 #: the metadata is safe without locks: they only save double work.
 LOCK_PATIENCE_S: Final = 15.0
 _LOCK_POLL_S: Final = 0.5
+#: A bookie says within this what it has, or it does not know the request.
+_LIST_S: Final = 3.0
 #: How often a ledger is looked at again whose ensembles others changed meanwhile.
 _ATTEMPT_COUNT_MAX: Final = 3
 
@@ -208,7 +212,7 @@ class BookieMover:
     `rate` bounds the bytes copied a second, all ledgers together. `skip_open` leaves ledgers alone that are OPEN; with
     `fence` False only their last fragment, if a writer may add to it there, else such a ledger is fenced and closed
     first. `locks`: take the locks of auto-recovery, so that its workers and this one do not do the same work at once.
-    `plan` is what `progress` counts against. Belongs to the event loop that `bookkeeper` is used in.
+    `topology` tells racks, `plan` is what `progress` counts against. It belongs to the event loop of `bookkeeper`.
     """
 
     def __init__(
@@ -221,6 +225,7 @@ class BookieMover:
         skip_open: bool = False,
         fence: bool = True,
         locks: bool = False,
+        topology: Topology | None = None,
     ) -> None:
         self.bookkeeper = bookkeeper
         self.leaving = frozenset(leaving)
@@ -228,11 +233,14 @@ class BookieMover:
         self._cluster = bookkeeper.cluster
         self._skip_open, self._fence, self._locks = skip_open, fence, locks
         self._manager = LedgerUnderreplicationManager(self._cluster.store)
+        #: Bookies that do not say which entries they have.
+        self._mute: set[str] = set()
         self._checker = LedgerChecker(bookkeeper)
         self._replicator = LedgerFragmentReplicator(
             bookkeeper,
             checker=self._checker,
             throttle=None if rate is None else Throttle(bytes_per_s=rate),
+            topology=topology,
             progress=lambda entries, size: self.progress.copied(entries, size),
         )
 
@@ -291,29 +299,63 @@ class BookieMover:
     async def unreadable(self, held: HeldLedger, up: Collection[str]) -> dict[int, tuple[EntrySpan, ...]]:
         """By fragment's first entry: the entries that should be on the leaving bookies and that no bookie of `up` has.
 
-        The bookies say themselves what they have; those that do not know that request are believed to have all. Of a
-        fragment that grows, nothing is said.
+        The bookies say themselves what they have. Those that do not know that request must give the first and the last
+        entry that they should have, and if they do not, all are read. Of a fragment that grows, nothing is said.
         """
-        lists: dict[str, Availability | None] = {}
         access = self.bookkeeper.access(held.ledger, held.found)
-        asked = {each for fragment in held.fragments for each in fragment.ensemble if each in up}
-        answers = await asyncio.gather(*(self._checker.listed(access, each) for each in asked), return_exceptions=True)
-        for bookie_id, answer in zip(asked, answers, strict=True):
-            if isinstance(answer, BaseException):
-                if not isinstance(answer, BkctlError):
-                    raise answer
-                if isinstance(answer, Unreachable):
-                    continue
-                lists[bookie_id] = None
-            else:
-                lists[bookie_id] = answer
+        asked = sorted({each for fragment in held.fragments for each in fragment.ensemble if each in up})
+        lists = dict(zip(asked, await asyncio.gather(*(self._listed(access, each) for each in asked)), strict=True))
         found = {}
         for fragment in held.fragments:
-            if fragment.last_entry_id is not None:
-                spans = await in_thread(_lacking, held, fragment, lists)
-                if spans:
-                    found[fragment.first_entry_id] = spans
+            if fragment.last_entry_id is None:
+                continue
+            has: dict[str, Container[int]] = {}
+            for index, bookie_id in enumerate(fragment.ensemble):
+                if bookie_id in lists:
+                    listed = lists[bookie_id]
+                    has[bookie_id] = await self._read(access, fragment, index) if listed is None else listed
+            spans = await in_thread(_lacking, held, fragment, has)
+            if spans:
+                found[fragment.first_entry_id] = spans
         return found
+
+    async def _listed(self, access: LedgerAccess, bookie_id: str) -> Container[int] | None:
+        """What the bookie says that it has of the ledger; None where it cannot say.
+
+        Apache's bookies with DbLedgerStorage leave that request without any answer.
+        """
+        if bookie_id in self._mute:
+            return None
+        try:
+            async with asyncio.timeout(_LIST_S):
+                return await self._checker.listed(access, bookie_id)
+        except BookieUnavailable:
+            return ()
+        except (BkctlError, TimeoutError):
+            self._mute.add(bookie_id)
+            return None
+
+    async def _read(self, access: LedgerAccess, held: HeldFragment, index: int) -> Container[int]:
+        """Which entries of the fragment the bookie at ensemble index `index` gives; those between its first and its
+        last one are believed to be there if these are."""
+        assert held.last_entry_id is not None
+        fragment = LedgerFragment(
+            access.ledger, held.first_entry_id, held.last_entry_id, held.ensemble, True, access.schedule
+        )
+        ends = fragment.first_and_last_of(index)
+        if ends is None:
+            return ()
+        channel = access.pool.channel(held.ensemble[index])
+        if not any(await asyncio.gather(*(self._checker.read(access, channel, each) for each in set(ends)))):
+            return range(ends[0], ends[1] + 1)
+        there: set[int] = set()
+        entries = fragment.entries_of(index)
+        while some := list(islice(entries, _BATCH_COUNT)):
+            errors = await asyncio.gather(*(self._checker.read(access, channel, each) for each in some))
+            there.update(each for each, error in zip(some, errors, strict=True) if error is None)
+            if any(isinstance(error, BookieUnavailable) for error in errors):
+                break
+        return there
 
     async def move(
         self, ids: Iterable[LedgerId], *, resume: ResumeFile | None = None
@@ -515,10 +557,8 @@ def _left_open(held: HeldLedger) -> LedgerMove:
     return LedgerMove(held.ledger, MoveOutcome.OPEN, held.metadata.state, problem="It is open")
 
 
-def _lacking(held: HeldLedger, fragment: HeldFragment, lists: dict[str, Availability | None]) -> tuple[EntrySpan, ...]:
-    """The entries of the fragment that should be on the asked bookies, and are in none of the `lists`."""
-    from bkctl.client.ensemble import RoundRobinDistributionSchedule
-
+def _lacking(held: HeldLedger, fragment: HeldFragment, has: Mapping[str, Container[int]]) -> tuple[EntrySpan, ...]:
+    """The entries of the fragment that should be on the leaving bookies, and that no bookie `has`."""
     assert fragment.last_entry_id is not None
     schedule = RoundRobinDistributionSchedule.of(held.metadata)
     size = schedule.ensemble_size
@@ -529,12 +569,8 @@ def _lacking(held: HeldLedger, fragment: HeldFragment, lists: dict[str, Availabi
     for entry_id in range(fragment.first_entry_id, fragment.last_entry_id + 1):
         if not concerned[entry_id % size]:
             continue
-        there = False
-        for index in write_sets[entry_id % size]:
-            bookie_id = fragment.ensemble[index]
-            if bookie_id in lists and ((has := lists[bookie_id]) is None or entry_id in has):
-                there = True
-                break
+        bookies = (fragment.ensemble[index] for index in write_sets[entry_id % size])
+        there = any(entry_id in has[each] for each in bookies if each in has)
         if there:
             together = False
         elif together:

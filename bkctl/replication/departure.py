@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper
     from bkctl.ids import LedgerId
     from bkctl.metadata.cluster import RegisteredBookie
+    from bkctl.replication.placement import Topology
 
 #: Of the free space on the other bookies, no more than this should be needed.
 SPACE_SHARE_MAX: Final = 0.8
@@ -200,7 +201,8 @@ class Decommission(_Departure):
     """Takes a bookie that is stopped out of the cluster for good.
 
     `check`, then `run`; `plan` is what `plan_move` found on it. `skip_unrecoverable`: ledgers of which entries are
-    nowhere to be read are named and passed over. `keep_cookie`: it is not deleted at the end. `rate` as BookieMover's.
+    nowhere to be read are named and passed over. `keep_cookie`: it is not deleted at the end. `rate` and `topology` as
+    BookieMover's.
     """
 
     def __init__(
@@ -212,8 +214,10 @@ class Decommission(_Departure):
         skip_unrecoverable: bool = False,
         keep_cookie: bool = False,
         rate: int | None = None,
+        topology: Topology | None = None,
     ) -> None:
-        super().__init__(BookieMover(bookkeeper, [bookie_id], plan, rate=rate, locks=True), bookie_id)
+        mover = BookieMover(bookkeeper, [bookie_id], plan, rate=rate, locks=True, topology=topology)
+        super().__init__(mover, bookie_id)
         self._skip_unrecoverable, self._keep_cookie = skip_unrecoverable, keep_cookie
         self._manager = LedgerUnderreplicationManager(self._cluster.store)
         self._skipped: set[LedgerId] = set()
@@ -346,8 +350,17 @@ class Drain(_Departure):
     `check`, then `set_read_only`, then `run`. What was moved stays moved: run again, it goes on with the rest.
     """
 
-    def __init__(self, bookkeeper: BookKeeper, bookie_id: str, plan: MovePlan, *, rate: int | None = None) -> None:
-        super().__init__(BookieMover(bookkeeper, [bookie_id], plan, rate=rate, fence=False), bookie_id)
+    def __init__(
+        self,
+        bookkeeper: BookKeeper,
+        bookie_id: str,
+        plan: MovePlan,
+        *,
+        rate: int | None = None,
+        topology: Topology | None = None,
+    ) -> None:
+        mover = BookieMover(bookkeeper, [bookie_id], plan, rate=rate, fence=False, topology=topology)
+        super().__init__(mover, bookie_id)
 
     async def check(self, *, probe: bool) -> AsyncGenerator[Step, None]:
         """Look whether it can be done, and what stands against it; changes nothing.
