@@ -100,7 +100,8 @@ class Checker:
         story.last_acknowledged = entry_id
         self.acknowledged_count += 1
         end = story.end
-        if end is not None and entry_id > end[0] and not self.is_excused(story):
+        # Of a ledger that was deleted a bookie knows no fence once it was killed, as Apache's.
+        if end is not None and entry_id > end[0] and not (self.is_excused(story) or story.is_deleted):
             raise self.violated(f"{story.ledger!r}: {entry_id} acknowledged although it is closed at {end[0]}")
 
     def is_excused(self, story: Story) -> bool:
@@ -183,7 +184,6 @@ class Checker:
             if response.status in (Status.EOK, Status.ENOENTRY) and bookie not in self.liars:
                 self._fenced.add((bookie, request.ledger))
         elif isinstance(request, AddRequest) and response.status is Status.EOK:
-            # Of a ledger that was deleted too a bookie knows until it is killed, as Apache's.
             if was_fenced and not request.recovery_add and not self.stories[request.ledger].is_deleted:
                 raise self.violated(f"{request.ledger!r}: {bookie} stored entry {request.entry_id} after it was fenced")
             if not request.deferred_sync and bookie not in self.liars:
