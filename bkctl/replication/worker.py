@@ -48,6 +48,8 @@ log: Final = logging.getLogger("bkctl.replication")
 LEDGERS_AT_ONCE: Final = 4
 #: A mark that comes among others is seen so much later at most.
 LOOK_AGAIN_S: Final = 5.0
+#: Between two looks at the marks, when there is nothing to do.
+PAUSE_S: Final = 0.1
 #: The delays of the first retries double up to lockReleaseOfFailedLedgerGracePeriod.
 #: Source: ReplicationWorker.NUM_OF_EXPONENTIAL_BACKOFF_RETRIALS.
 DOUBLINGS: Final = 5
@@ -140,6 +142,7 @@ class ReplicationWorker:
         self._failed: OrderedDict[LedgerId, tuple[int, frozenset[int]]] = OrderedDict()
         self._damaged: set[LedgerId] = set()
         self._is_over = False
+        self._wake: Signal | None = None
 
     async def run(self) -> None:
         """Work until it is cancelled. Raises BkctlError when it cannot begin; later errors are logged."""
@@ -157,6 +160,9 @@ class ReplicationWorker:
                         wait_s = self._back_off_s
                         await asyncio.sleep(wait_s)
                     else:
+                        if wait_s > 0:
+                            # Our own locks wake us too.
+                            await asyncio.sleep(min(wait_s, PAUSE_S))
                         await wake.wait(wait_s)
         finally:
             self._is_over = True
@@ -193,7 +199,7 @@ class ReplicationWorker:
         finally:
             await ended(*takers)
         if outcomes[LedgerOutcome.FAILED]:
-            return self._back_off_s
+            await asyncio.sleep(self._back_off_s)
         return 0.0 if outcomes[LedgerOutcome.DONE] else LOOK_AGAIN_S
 
     def _free_ledgers(self) -> list[LedgerId]:
@@ -371,7 +377,8 @@ class ReplicationWorker:
             finally:
                 if not self._is_over:
                     await self._unlock(ledger)
-                    self._wake.set()
+                    if self._wake is not None:
+                        self._wake.set()
                 self._deferred.pop(ledger, None)
 
         self._deferred[ledger] = asyncio.ensure_future(release())
