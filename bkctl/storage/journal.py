@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -10,7 +11,7 @@ from struct import Struct
 from typing import Final, NamedTuple
 
 from bkctl.errors import BkctlError, Corrupt, CorruptRecord
-from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, OVERHEAD_SIZE_MAX
+from bkctl.formats.entry import OVERHEAD_SIZE_MAX
 from bkctl.formats.journal import (
     ALIGNMENT_DEFAULT,
     HEADER,
@@ -35,8 +36,7 @@ from bkctl.formats.record import (
     contradicts_size,
     read_record,
 )
-from bkctl.ids import I64_MAX
-from bkctl.storage.scan import ROW_SIZE_MAX, RecordBatch
+from bkctl.storage.scan import ROW_SIZE_MAX, RecordBatch, take_journal_entries
 from bkctl.storage.windows import WINDOW_SIZE_BYTES, FileReader
 
 #: Records in a row that count as proof that the journal goes on behind a damaged one.
@@ -152,17 +152,17 @@ class JournalReader(FileReader):
         def take(window: bytes, begin: int) -> tuple[Sequence[int], int]:
             nonlocal flat, format_version
             format_version = 2 if has_scoped and window[begin + 4 : begin + 5] >= b"\x80" else 1
-            begins, flat, stop = _take_entries(window, begin, format_version, skips_padding)
+            begins, flat, stop = take_journal_entries(window, begin, format_version, skips_padding=skips_padding)
             return begins, stop
 
         for window, at, begins in self._runs(start, take):
             if end is not None and at + begins[-1] >= end:
-                if flat and at + begins[0] < end:
+                if len(flat) and at + begins[0] < end:
                     yield from RecordBatch(window, at, begins, flat, format_version).before(end).parts()
                 return
-            if flat:
+            if len(flat):
                 batch, flat = RecordBatch(window, at, begins, flat, format_version), ()
-                self.position = at + begins[-1] + 4 + batch.sizes[-1]
+                self.position = at + begins[-1] + 4 + batch.numbers("sizes")[-1]
                 yield from batch.parts()
                 continue
             begin = begins[0]
@@ -359,13 +359,27 @@ class JournalReader(FileReader):
             raise CorruptRecord(f"Record has length {size}", offset=at, where=self.name, hint=_READ_ON_HINT)
         rest = self.size() - at - 4
         contradiction = contradicts_size(self.read(at + 4, OVERHEAD_SIZE_MAX), size)
-        if rest >= size and not contradiction:
+        # Whoever sent the entry may have said any length of its ledger: where the record ends something else begins.
+        if rest >= size and (not contradiction or self._is_boundary(at + 4 + size)):
             return False
         if contradiction or self._records_follow(at + 4):
             raise CorruptRecord(
                 f"Record has length {size}, {rest} bytes follow", offset=at, where=self.name, hint=_READ_ON_HINT
             )
         return True
+
+    def _is_boundary(self, at: int) -> bool:
+        """Whether a record may end before byte `at`: another begins there, or padding, or the file ends."""
+        head = self.read(at, _HEAD_SIZE)
+        if len(head) < PADDING_HEADER_SIZE:
+            return not any(head)
+        size, count = struct.unpack_from(">ii", head)
+        if size == PADDING_MASK and self.version >= VERSION_PADDING:
+            return 0 <= count <= self.size() - at - PADDING_HEADER_SIZE
+        if size == 0:
+            is_flushed = self.version < VERSION_PADDING or at % ALIGNMENT_DEFAULT == 0
+            return is_flushed and self.read(at - 1, 1) != b"\0" and self.next_data(at) is None
+        return _HEAD.match(head) is not None and size <= self.size() - at - 4
 
     def _is_end(self, at: int) -> bool:
         """Whether only zeros follow from `at`, where there was one; False where a bookie has written on meanwhile."""
@@ -416,46 +430,6 @@ def _take_frames(window: bytes, begin: int, skips_padding: bool) -> tuple[list[i
             add(begin)
         begin = end
     return begins, begin
-
-
-def _take_entries(
-    window: bytes, begin: int, format_version: int, skips_padding: bool
-) -> tuple[list[int], list[int], int]:
-    """The plain entries of `format_version` in `window` from byte `begin` on, as `scan.take_entries` gives them.
-
-    With `skips_padding` over padding, too. An entry of zeros is left to be looked at.
-    """
-    begins: list[int] = []
-    flat: list[int] = []
-    plain = format_version == 1
-    layout, size_min = (_ROW_V1, HEADER_SIZE_V1) if plain else (_ROW_V2, HEADER_SIZE_V2)
-    add, extend, unpack = begins.append, flat.extend, layout.unpack_from
-    limit = len(window)
-    last = limit - layout.size
-    while begin <= last:
-        row = unpack(window, begin)
-        size = row[0]
-        if size < size_min:
-            if size != PADDING_MASK or not skips_padding:
-                break
-            end = begin + PADDING_HEADER_SIZE + RECORD_SIZE.unpack_from(window, begin + 4)[0]
-            if not begin < end <= limit:
-                break
-            begin = end
-            continue
-        end = begin + 4 + size
-        if end > limit:
-            break
-        if plain:
-            entry_id = row[2]
-            if entry_id < 0 or row[1] > I64_MAX or not (entry_id or any(row[1:])):
-                break
-        elif row[4] < 0 or not 0xA0 <= row[1] <= 0xA4:
-            break
-        add(begin)
-        extend(row)
-        begin = end
-    return begins, flat, begin
 
 
 def _is_chain(window: bytes, begin: int) -> bool:

@@ -227,6 +227,25 @@ def test_records_larger_than_a_window_and_at_its_edges(read):
         assert [row.payload(DigestType.CRC32C) for row in rows] == [*payloads, bytes(shift), b"hello"]
 
 
+def test_entries_that_say_a_wrong_length_of_their_ledger_end_no_journal(read):
+    """Any client can send such, and no restart may fail for it."""
+
+    def lying(entry_id: int, size: int) -> bytes:
+        manager = DigestManager(V1, DigestType.CRC32C)
+        payload = bytes((1,)) * size
+        return write_record(manager.seal(entry_id, entry_id - 1, 1, payload) + payload)
+
+    size = WINDOW_SIZE_BYTES // 2 + 100
+    data = write_header(6)
+    for number in range(5):
+        data = flushed(data, lying(2 * number, size), lying(2 * number + 1, size))
+    aligned = lying(10, WINDOW_SIZE_BYTES + -(len(data) + len(lying(10, WINDOW_SIZE_BYTES))) % 512)
+    for end in (b"", flushed(b"", aligned), aligned, aligned + bytes(4096)):
+        rows, error, _ = read(data + end)
+        assert error is None
+        assert [row.entry_id for row in rows] == list(range(11 if end else 10))
+
+
 @given(st.integers(0, len(GOOD) - 1), st.binary(min_size=1, max_size=6), st.booleans())
 def test_only_our_errors_come_out_of_any_bytes(tmp_path_factory, at, data, cut):
     path = tmp_path_factory.getbasetemp() / "hypothesis.txn"
