@@ -183,7 +183,7 @@ def _payload_column(schema: StructType) -> int:
     for at, field in enumerate(schema.fields):
         if field.name == PAYLOAD:
             if field.dataType.typeName() not in ("binary", "string"):
-                raise UsageError(f"{NAME}: column {PAYLOAD} is {field.dataType.typeName()}, not binary or string")
+                raise UsageError(f"{NAME}: column {PAYLOAD} is {field.dataType.simpleString()}, not binary or string")
             return at
     raise UsageError(f"{NAME}: the rows have no column {PAYLOAD}", hint=f"rename the one to write to {PAYLOAD}")
 
