@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
-from bkctl.errors import BkctlError, CorruptRecord, EntryNotFound
+from bkctl.errors import BkctlError, CorruptRecord, EntryNotFound, Unsupported
 from bkctl.formats.entry import OVERHEAD_SIZE_MAX
 from bkctl.formats.entry_log import (
     DIRECT_ALIGNMENT,
@@ -27,6 +27,7 @@ from bkctl.formats.record import (
     RECORD_SIZE,
     RECORD_SIZE_BYTES_MAX,
     Record,
+    RecordType,
     contradicts_size,
     read_record,
 )
@@ -286,7 +287,25 @@ class EntryLogReader(FileReader):
 
     def _check_size(self, at: int, size: int) -> None:
         rest = self.size() - at - 4
-        if size > RECORD_SIZE_BYTES_MAX or contradicts_size(self.read(at + 4, OVERHEAD_SIZE_MAX), size):
+        is_wrong = size > RECORD_SIZE_BYTES_MAX
+        if not is_wrong and contradicts_size(self.read(at + 4, OVERHEAD_SIZE_MAX), size):
+            # Or whoever sent the entry said a wrong length of its ledger: where the record ends something else begins.
+            is_wrong = rest < size or not self._is_boundary(at + 4 + size)
+        if is_wrong:
             raise CorruptRecord(
                 f"Record has length {size}, {rest} bytes follow", offset=at, where=self.name, hint=_HINT
             )
+
+    def _is_boundary(self, at: int) -> bool:
+        """Whether a record may end before byte `at`: another begins there, or the ledgers map, or the log ends."""
+        head = self.read(at, 4 + OVERHEAD_SIZE_MAX)
+        size = RECORD_SIZE.unpack_from(head)[0] if len(head) >= 4 else 0
+        if size == 0:
+            return not any(head) and self.next_data(at) is None and (not head or self.read(at - 1, 1) != b"\0")
+        if not BODY_SIZE_MIN <= size <= self.size() - at - 4:
+            return False
+        try:
+            record = read_record(head, 4, len(head) - 4, at, self.name)
+        except (CorruptRecord, Unsupported):
+            return False
+        return record.type is RecordType.LEDGERS_MAP or 0 <= record.entry_id < 1 << 48

@@ -60,6 +60,25 @@ def read(reader: EntryLogReader, **options):
     return rows, error
 
 
+def test_entries_that_say_a_wrong_length_of_their_ledger_end_no_log(open_log):
+    """Any client can send such, and the log would never be compacted."""
+    records = []
+    for number in range(6):
+        payload = bytes((1,)) * (WINDOW_SIZE_BYTES // 2 + 100)
+        sealed = DigestManager(LEDGERS[0], DigestType.CRC32).seal(number, number - 1, 1, payload)
+        records.append(struct.pack(">i", len(sealed) + len(payload)) + sealed + payload)
+    whole = closed_log(records, {LEDGERS[0]: sum(map(len, records))})
+    for data in (whole, whole + bytes(4096), write_header(1) + b"".join(records)):
+        rows, error = read(open_log(data))
+        assert error is None
+        assert [row.entry_id for row in rows if row.type is RecordType.ENTRY] == list(range(6))
+    short = bytearray(whole)
+    struct.pack_into(">i", short, 1024 + len(records[0]), len(records[1]))
+    rows, error = read(open_log(bytes(short)))
+    assert isinstance(error, CorruptRecord)
+    assert [row.entry_id for row in rows] == [0]
+
+
 def ids(rows):
     return [(row.type.value, row.entry_id) for row in rows]
 
