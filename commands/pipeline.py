@@ -11,6 +11,7 @@ import typer
 
 from bkctl.errors import BkctlError, Corrupt, UsageError
 
+from . import _pipeline_ledgers
 from ._command import Run, command, group
 from ._options import ScanFilter
 from ._output import GREEN, RED, YELLOW, Column, Columns, Kind, size_text
@@ -603,3 +604,6 @@ def _raise_problems(run: Run, problems: Sequence[tuple[str, int]]) -> None:
         text, code = problems[0]
         kind = next((each for each in BkctlError.__subclasses__() if each.exit_code == code), BkctlError)
         raise kind(text)
+
+
+_pipeline_ledgers.add_commands(app)

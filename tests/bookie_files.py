@@ -72,6 +72,7 @@ class Files(NamedTuple):
 
 def make(directory: Path) -> Files:
     """Ledgers of several scopes and every digest type; some in logs, some in journals only, since the bookies died."""
+    directory.mkdir(parents=True, exist_ok=True)
     uri = f"sqlite://{directory / 'metadata.db'}"
     with open_cluster(uri, create=True):
         pass
