@@ -10,7 +10,7 @@
 #include <string.h>
 
 /* What the functions take and return: scan.py uses a module with its own number only. Raise both together. */
-#define API 1
+#define API 2
 
 enum {
     SIZE_FIELD = 4,
@@ -18,7 +18,12 @@ enum {
     HEADER_V2 = 41, /* flags, scope, ledger, entry, LAC, length */
     FIELDS_V1 = 5,  /* of a row: size, ledger, entry, LAC, length */
     FIELDS_V2 = 7,  /* size, flags, scope, ledger, entry, LAC, length */
+    PADDING = -0x100, /* in a journal: the count of bytes to skip follows */
+    PADDING_HEADER = 8,
 };
+
+/* Whose records they are. A journal may have padding between them, and its entries of zeros need a second look. */
+enum { ENTRY_LOG, JOURNAL, JOURNAL_OVER_PADDING };
 
 static uint64_t read_u64(const unsigned char *at) {
     uint64_t value = 0;
@@ -49,16 +54,34 @@ static int64_t plain_size(const unsigned char *window, Py_ssize_t limit, Py_ssiz
     return body[0] >= 0xA0 && body[0] <= 0xA4 && body[17] < 0x80 ? size : -1;
 }
 
+/* Where the next plain entry begins at `*at` or behind padding there, and its size; -1 where there is none. */
+static int64_t next_size(const unsigned char *window, Py_ssize_t limit, Py_ssize_t *at, int version, int kind) {
+    static const unsigned char zeros[HEADER_V1];
+    const Py_ssize_t needed = SIZE_FIELD + (version == 1 ? HEADER_V1 : HEADER_V2);
+    while (kind == JOURNAL_OVER_PADDING && limit - *at >= needed && read_i32(window + *at) == PADDING) {
+        const int64_t skipped = PADDING_HEADER + read_i32(window + *at + SIZE_FIELD);
+        if (skipped <= 0 || skipped > limit - *at) {
+            return -1;
+        }
+        *at += skipped;
+    }
+    const int64_t size = plain_size(window, limit, *at, version);
+    if (kind != ENTRY_LOG && version == 1 && size >= 0 && memcmp(window + *at + SIZE_FIELD, zeros, HEADER_V1) == 0) {
+        return -1;
+    }
+    return size;
+}
+
 PyDoc_STRVAR(take_entries_doc,
-"take_entries(window, begin, format_version)\n--\n\n"
+"take_entries(window, begin, format_version, kind=0)\n--\n\n"
 "Where the plain entries begin and their fields, both as native int64 in bytes, and where the first record stands that\n"
-"is none; see bkctl.storage.scan.take_entries.");
+"is none; see bkctl.storage.scan.take_entries. `kind` is 0 in an entry log, 1 in a journal, 2 there over padding.");
 
 static PyObject *take_entries(PyObject *module, PyObject *args) {
     Py_buffer buffer;
     Py_ssize_t begin;
-    int version;
-    if (!PyArg_ParseTuple(args, "y*ni", &buffer, &begin, &version)) {
+    int version, kind = ENTRY_LOG;
+    if (!PyArg_ParseTuple(args, "y*ni|i", &buffer, &begin, &version, &kind)) {
         return NULL;
     }
     if (begin < 0 || (version != 1 && version != 2)) {
@@ -71,7 +94,8 @@ static PyObject *take_entries(PyObject *module, PyObject *args) {
     const int fields = version == 1 ? FIELDS_V1 : FIELDS_V2;
 
     Py_ssize_t count = 0, at = begin;
-    for (int64_t size; at < limit && (size = plain_size(window, limit, at, version)) >= 0; at += SIZE_FIELD + size) {
+    for (int64_t size; at < limit && (size = next_size(window, limit, &at, version, kind)) >= 0;
+         at += SIZE_FIELD + size) {
         count++;
     }
     const Py_ssize_t stop = at;
@@ -86,6 +110,7 @@ static PyObject *take_entries(PyObject *module, PyObject *args) {
     char *begin_out = PyBytes_AS_STRING(begins), *row_out = PyBytes_AS_STRING(rows);
     at = begin;
     for (Py_ssize_t index = 0; index < count; index++) {
+        next_size(window, limit, &at, version, kind);
         const unsigned char *body = window + at + SIZE_FIELD;
         int64_t row[FIELDS_V2];
         int field = 0;

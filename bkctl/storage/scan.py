@@ -12,6 +12,7 @@ from struct import Struct
 from typing import Final, cast
 
 from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, DigestType, digest_of_flags
+from bkctl.formats.journal import PADDING_HEADER_SIZE, PADDING_MASK
 from bkctl.formats.record import RECORD_SIZE, Record, RecordType, read_record
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
 
@@ -23,7 +24,7 @@ _ROW_V2: Final = Struct(">iBQQqqq")
 #: Bytes that the fields of a record take at most, its size field included.
 ROW_SIZE_MAX: Final = _ROW_V2.size
 #: What `_scan` must say of itself: one that was built from other sources, or none at all, is not used.
-COMPILED_API: Final = 1
+COMPILED_API: Final = 2
 try:
     from bkctl.storage import _scan as compiled
 except ImportError:  # installed without a compiler
@@ -329,6 +330,19 @@ def take_entries(window: bytes, begin: int, format_version: int) -> tuple[Sequen
     return memoryview(begins).cast("q"), memoryview(flat).cast("q"), stop
 
 
+def take_journal_entries(
+    window: bytes, begin: int, format_version: int, *, skips_padding: bool
+) -> tuple[Sequence[int], Sequence[int], int]:
+    """What `take_entries` returns, of a journal: with `skips_padding` over padding, too.
+
+    An entry of zeros is left to be looked at: only its size may have reached the disk.
+    """
+    if compiled is None:
+        return take_journal_entries_plainly(window, begin, format_version, skips_padding=skips_padding)
+    begins, flat, stop = compiled.take_entries(window, begin, format_version, 2 if skips_padding else 1)
+    return memoryview(begins).cast("q"), memoryview(flat).cast("q"), stop
+
+
 def take_entries_plainly(window: bytes, begin: int, format_version: int) -> tuple[list[int], list[int], int]:
     """What `take_entries` returns, in Python."""
     begins: list[int] = []
@@ -365,3 +379,40 @@ def _plain_count(flat: list[int], format_version: int, count: int) -> int:
     if min(flags) >= 0xA0 and max(flags) <= 0xA4 and min(entries) >= 0:
         return count
     return next(at for at in range(count) if not 0xA0 <= flags[at] <= 0xA4 or entries[at] < 0)
+
+
+def take_journal_entries_plainly(
+    window: bytes, begin: int, format_version: int, *, skips_padding: bool
+) -> tuple[list[int], list[int], int]:
+    """What `take_journal_entries` returns, in Python."""
+    begins: list[int] = []
+    flat: list[int] = []
+    plain = format_version == 1
+    layout, size_min = (_ROW_V1, HEADER_SIZE_V1) if plain else (_ROW_V2, HEADER_SIZE_V2)
+    add, extend, unpack = begins.append, flat.extend, layout.unpack_from
+    limit = len(window)
+    last = limit - layout.size
+    while begin <= last:
+        row = unpack(window, begin)
+        size = row[0]
+        if size < size_min:
+            if size != PADDING_MASK or not skips_padding:
+                break
+            end = begin + PADDING_HEADER_SIZE + RECORD_SIZE.unpack_from(window, begin + 4)[0]
+            if not begin < end <= limit:
+                break
+            begin = end
+            continue
+        end = begin + 4 + size
+        if end > limit:
+            break
+        if plain:
+            entry_id = row[2]
+            if entry_id < 0 or row[1] > I64_MAX or not (entry_id or any(row[1:])):
+                break
+        elif row[4] < 0 or not 0xA0 <= row[1] <= 0xA4:
+            break
+        add(begin)
+        extend(row)
+        begin = end
+    return begins, flat, begin

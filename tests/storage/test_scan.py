@@ -19,11 +19,19 @@ import bkctl.storage
 from bkctl.errors import BkctlError
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import write_header, write_ledgers_map
+from bkctl.formats.journal import PADDING_MASK
 from bkctl.formats.record import NO_LEDGER
 from bkctl.ids import LedgerId
 from bkctl.storage import scan
 from bkctl.storage.entry_log import EntryLogReader
-from bkctl.storage.scan import BATCH_ROWS_MAX, RecordBatch, take_entries, take_entries_plainly
+from bkctl.storage.scan import (
+    BATCH_ROWS_MAX,
+    RecordBatch,
+    take_entries,
+    take_entries_plainly,
+    take_journal_entries,
+    take_journal_entries_plainly,
+)
 from bkctl.storage.windows import WINDOW_SIZE_BYTES
 
 needs_compiled = pytest.mark.skipif(scan.compiled is None, reason="bkctl was installed without a C compiler")
@@ -63,6 +71,29 @@ def test_the_compiled_loop_says_what_the_plain_one_says(window: bytes, begin: in
         assert getattr(one, name) == getattr(other, name), name
     assert one.sizes_by_ledger() == other.sizes_by_ledger()
     assert one.bodies() == other.bodies()
+
+
+padding = st.builds(
+    lambda count, filler: struct.pack(">ii", PADDING_MASK, count) + filler, st.integers(-9, 40), st.binary(max_size=40)
+)
+whole_padding = st.integers(0, 40).map(lambda count: struct.pack(">ii", PADDING_MASK, count) + bytes(count))
+journals = st.lists(st.one_of(entries, entries, whole_padding, padding, others), max_size=20).map(b"".join)
+
+
+@needs_compiled
+@given(journals, st.integers(0, 60), st.sampled_from((1, 2)), st.booleans())
+@example(struct.pack(">i", 40) + bytes(80), 0, 1, True)
+@example(struct.pack(">ii", PADDING_MASK, 2**31 - 1) + bytes(80), 0, 1, True)
+@example(struct.pack(">ii", PADDING_MASK, 50) + bytes(50) + entry(LEDGERS[0], 0, b""), 0, 1, True)
+def test_the_compiled_loop_says_what_the_plain_one_says_of_journals(
+    window: bytes, begin: int, version: int, skips_padding: bool
+) -> None:
+    begins, flat, stop = take_journal_entries(window, begin, version, skips_padding=skips_padding)
+    plain = take_journal_entries_plainly(window, begin, version, skips_padding=skips_padding)
+    assert (list(begins), stop) == (plain[0], plain[2])
+    one, other = (RecordBatch(window, 512, begins, fields, version) for fields in (flat, plain[1]))
+    for name in COLUMNS:
+        assert getattr(one, name) == getattr(other, name), name
 
 
 COLUMNS = (
