@@ -352,11 +352,23 @@ def test_a_gateway_passes_on_what_apaches_bookie_says(pair: Pair, gateway: Calla
     assert call(port, "GET", f"{V1}/ledger/list").json == call(pair.apache_port, "GET", f"{V1}/ledger/list").json
 
 
-def test_what_re_replicates_is_not_here_and_says_so(pair: Pair) -> None:
-    for path, body in (("bookie", {"bookie_src": ["b:1"]}), ("decommission", {"bookie_src": "b:1"})):
-        answer = call(pair.our_port, "PUT", f"{V1}/autorecovery/{path}", body)
-        assert answer.status == 501
-        assert "re-replication" in answer.error
+def test_recovery_and_decommission_are_begun_alike(pair: Pair) -> None:
+    nobody = f"127.0.0.1:{free_port()}"
+    for path, body in (("bookie", {"bookie_src": [nobody]}), ("decommission", {"bookie_src": nobody})):
+        theirs, ours = call(pair.apache_port, "PUT", f"{V1}/autorecovery/{path}", body), None
+        while ours is None or ours.status == 503:  # the last one is being worked on
+            ours = call(pair.our_port, "PUT", f"{V1}/autorecovery/{path}", body)
+        assert (ours.status, ours.body) == (theirs.status, theirs.body)
+        assert ours.status == 200
+
+
+def test_a_bookie_that_is_up_is_not_decommissioned(pair: Pair) -> None:
+    answer = call(pair.our_port, "PUT", f"{V1}/autorecovery/decommission", {"bookie_src": pair.apache.bookie_id})
+    assert answer.status == 409
+    assert "registered" in answer.error
+    body = {"bookie_src": [pair.apache.bookie_id], "delete_cookie": True}
+    assert call(pair.our_port, "PUT", f"{V1}/autorecovery/bookie", body).status == 409
+    assert call(pair.our_port, "PUT", f"{V1}/autorecovery/bookie", {"bookie_src": []}).status == 400
 
 
 def test_ledgers_of_scopes_are_named_beside(pair: Pair) -> None:
