@@ -120,7 +120,7 @@ def test_a_session_that_ends_ends_the_term_and_another_begins(zookeeper: Any) ->
                     ),
                     "and heals",
                 )
-                assert only.auditor_stats[True].audit_count > 0
+                await eventually(lambda: only.auditor_stats[True].audit_count, "by an audit of its own")
             await assert_whole(client, [ledger])
         await asyncio.to_thread(cluster.close)
 
@@ -210,9 +210,12 @@ def test_beside_a_bookie_it_waits_for_the_store_and_ends_with_the_bookie(tmp_pat
         with open_cluster(uri, create=True) as cluster:
             manager = LedgerUnderreplicationManager(cluster.store)
             asyncio.run(eventually(lambda: manager.auditor() == "bookie:1", "it begins when there is a cluster"))
-            names = {sample.name: sample.value for sample in thread.samples() if sample.labels.get("scopes") != "other"}
-            assert names["auditor_elected"] == 1
-            assert names["replication_worker_NUM_ENTRIES_WRITTEN"] == 0
+
+            def values() -> dict[str, float]:
+                return {each.name: each.value for each in thread.samples() if each.labels.get("scopes") != "other"}
+
+            asyncio.run(eventually(lambda: values()["auditor_elected"] == 1, "and counts"))
+            assert values()["replication_worker_NUM_ENTRIES_WRITTEN"] == 0
             thread.stop()
             assert manager.votes() == ()
     finally:
