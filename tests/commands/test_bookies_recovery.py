@@ -1,0 +1,219 @@
+"""`bkctl bookies recover`, `decommission`, `drain` and `ok-to-stop` over bookies of our own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bkctl.bookie.local import LocalCluster
+from bkctl.formats.entry import DigestType
+from bkctl.formats.metadata import BookieServiceInfo, Cookie, Endpoint, Fragment, LedgerMetadata, LedgerState
+from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.replication import LedgerUnderreplicationManager
+from bkctl.metadata.store import NEW
+
+from .conftest import Cli
+
+pytestmark = pytest.mark.timeout(180)
+
+OUTPUTS = ("table", "json", "ndjson", "csv", "id")
+
+
+@pytest.fixture
+def metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """Metadata alone: bookies a to d are registered and serve nothing, e is down; two ledgers on a, b, c."""
+    uri = f"sqlite://{tmp_path / 'metadata.db'}"
+    monkeypatch.setenv("BKCTL_METADATA_URI", uri)
+    fragments = (Fragment(0, ("a", "b", "c")), Fragment(10, ("a", "d", "c")))
+    with open_cluster(uri, create=True) as cluster:
+        for name in "abcd":
+            info = BookieServiceInfo((Endpoint("bookie", 9, "127.0.0.1", "bookie-rpc"),), {"ledgerScopes": "1"})
+            cluster.bookies.register(name, info)
+        cluster.cookies.write("e", Cookie("e", ("/j",), ("/l",), "i"), NEW)
+        for scope in (0, 7):
+            cluster.ledgers.create(
+                LedgerId(scope, 5),
+                LedgerMetadata(3, 2, 2, DigestType.CRC32C, b"secret", fragments, LedgerState.CLOSED, 3000, 29),
+            )
+        yield cluster
+
+
+def test_query_shows_what_is_on_bookies_by_the_metadata(cli: Cli, metadata: Cluster) -> None:
+    rows = cli("bookies", "recover", "b,d", "--query", "-o", "ndjson").rows
+    assert [(row["ledgerScopeId"], row["firstEntryId"], row["lastEntryId"], row["bookies"]) for row in rows] == [
+        ("0", 0, 9, ["b"]), ("0", 10, 29, ["d"]), ("7", 0, 9, ["b"]), ("7", 10, 29, ["d"]),
+    ]  # fmt: skip
+    assert rows[0]["ensemble"] == ["a", "b", "c"]
+    assert "secret" not in str(rows)
+    table = cli("bookies", "recover", "b", "--query")
+    assert (table.code, "a, b*, c" in table.out, "2 ledgers on b" in table.err) == (0, True, True)
+    one = cli("bookies", "recover", "b", "--query", "--ledger", "7:5", "-o", "id")
+    assert one.out.splitlines() == [LedgerId(7, 5).qualified_name]
+    same = cli("bookies", "recover", "b", "--query", "--ledger", "5", "--ledger-scope-id", "7", "-o", "id")
+    assert same.out == one.out
+    assert cli("bookies", "recover", "b", "--query", "--ledger", "7:6").code == 4
+    for output in OUTPUTS:
+        assert cli("bookies", "recover", "b", "--query", "-o", output).code == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("recover", "a b", "--query"), ("recover", ","), ("recover",), ("recover", "a", "--rate", "0", "--yes"),
+        ("recover", "a", "--rate", "fast", "--yes"), ("recover", "a", "--query", "--dry-run"),
+        ("recover", "a", "--query", "--delete-cookie"), ("recover", "a", "--ledger-scope-id", "7", "--yes"),
+        ("recover", "a", "--ledger", "x", "--yes"), ("recover", "a"), ("decommission",), ("decommission", "a", "b"),
+        ("decommission", "a b"), ("drain", "a b"), ("ok-to-stop",), ("ok-to-stop", "a", "--min-replicas", "0"),
+        ("decommission", "e", "--deadline", "soon"), ("decommission", "e", "--watch=0"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_a_usage_error(cli: Cli, metadata: Cluster, words: tuple[str, ...]) -> None:
+    result = cli("bookies", *words)
+    assert result.code == 2, result.err
+    assert result.out == ""
+    assert metadata.ledgers.read(LedgerId(7, 5)).version == 0
+
+
+def test_bookies_that_nothing_names_are_not_found(cli: Cli, metadata: Cluster) -> None:
+    for words in (
+        ("recover", "z", "--yes"), ("decommission", "z", "--yes"), ("decommission", "z", "--dry-run"),
+        ("drain", "z", "--yes"), ("ok-to-stop", "a", "z"),
+    ):  # fmt: skip
+        result = cli("bookies", *words)
+        assert (result.code, result.out) == (4, ""), words
+        assert "bookies list" in result.err
+
+
+def test_a_cookie_is_not_deleted_while_its_bookie_is_up(cli: Cli, metadata: Cluster) -> None:
+    result = cli("bookies", "recover", "a", "--delete-cookie", "--yes")
+    assert result.code == 5
+    assert "registered" in result.err
+
+
+def test_a_bookie_without_ledgers_is_decommissioned_at_once(cli: Cli, metadata: Cluster) -> None:
+    assert cli("bookies", "decommission", "e").code == 2  # nobody was asked
+    assert metadata.cookies.list() == ["e"]
+    # The bookies that would take something over do not answer, which is a warning.
+    rows = cli("bookies", "decommission", "e", "--yes", "-o", "ndjson", "--timeout", "1").rows
+    assert {row["step"]: row["result"] for row in rows} == {
+        "stopped": "ok", "auto-recovery": "ok", "auditor": "warning", "bookies": "ok", "space": "warning",
+        "ledgers": "ok", "cookie": "deleted",
+    }  # fmt: skip
+    assert metadata.cookies.list() == []
+
+
+def test_a_running_bookie_and_disabled_auto_recovery_stand_against_a_decommission(cli: Cli, metadata: Cluster) -> None:
+    LedgerUnderreplicationManager(metadata.store).disable()
+    for options in (("--yes",), ("--dry-run",)):
+        result = cli("bookies", "decommission", "a", *options, "-o", "ndjson", "--timeout", "1")
+        assert result.code == 3
+        found = {row["step"]: row["result"] for row in result.rows}
+        assert (found["stopped"], found["auto-recovery"]) == ("blocked", "blocked")
+    assert "not decommissioned" in result.err or "cannot be decommissioned" in result.err
+    assert metadata.ledgers.read(LedgerId(7, 5)).version == 0
+
+
+def test_a_bookie_without_http_server_is_not_drained_while_it_takes_writes(cli: Cli, metadata: Cluster) -> None:
+    result = cli("bookies", "drain", "a", "--yes", "-o", "ndjson", "--timeout", "1")
+    assert result.code == 5
+    assert "forceReadOnlyBookie" in result.err
+    down = cli("bookies", "drain", "e", "--yes")
+    assert (down.code, "decommission" in down.err) == (5, True)
+
+
+def test_a_resume_file_of_others_is_refused_before_anything_happens(
+    cli: Cli, metadata: Cluster, tmp_path: Path
+) -> None:
+    path = tmp_path / "resume"
+    path.write_text("mine\n")
+    result = cli("bookies", "recover", "a", "--yes", "--resume", path)
+    assert result.code == 7
+    assert path.read_text() == "mine\n"
+    assert metadata.ledgers.read(LedgerId(7, 5)).version == 0
+
+
+def test_ok_to_stop_names_each_ledger_and_risk(cli: Cli, metadata: Cluster) -> None:
+    alone = cli("bookies", "ok-to-stop", "a", "-o", "ndjson")
+    assert alone.code == 3
+    assert {(row["ledgerScopeId"], row["risk"], row["replicasLeft"]) for row in alone.rows} == {
+        ("0", "under-quorum", 1), ("7", "under-quorum", 1),
+    }  # fmt: skip
+    assert cli("bookies", "ok-to-stop", "a", "--min-replicas", "1").code == 0
+    both = cli("bookies", "ok-to-stop", "a", "c", "--min-replicas", "1", "-o", "ndjson")
+    assert both.code == 3
+    assert {row["risk"] for row in both.rows} == {"lost"}
+    assert cli("bookies", "ok-to-stop", "e").code == 0
+    for output in OUTPUTS:
+        assert cli("bookies", "ok-to-stop", "a", "c", "-o", output).code == 3
+
+
+def test_health_counts_underreplicated_ledgers_by_scope_and_age(cli: Cli, metadata: Cluster) -> None:
+    manager = LedgerUnderreplicationManager(metadata.store)
+    manager.mark(LedgerId(0, 5), ["a"], now_ms=1)
+    manager.mark(LedgerId(0, 6), ["a"])
+    manager.mark(LedgerId(7, 5), ["a"])
+    rows = cli("cluster", "health", "--no-bookies", "-o", "ndjson").rows
+    found = {row["subject"]: row for row in rows if row["code"] == "underreplicated"}
+    assert found["scope 0"]["severity"] == "error"
+    assert found["scope 0"]["details"]["ledgerCount"] == 2
+    assert found["scope 0"]["details"]["olderThan"] == {"10m": 1, "1h": 1, "1d": 1}
+    assert "2 ledgers are under-replicated, the oldest for " in found["scope 0"]["message"]
+    assert "1 for 1d or more" in found["scope 0"]["message"]
+    assert found["scope 7"]["severity"] == "warning"
+    assert found["scope 7"]["details"]["olderThan"] == {"10m": 0, "1h": 0, "1d": 0}
+    assert all("details" not in row for row in rows if row["code"] != "underreplicated")
+    assert cli("cluster", "health", "--no-bookies").code == 3
+
+
+def test_from_a_drain_to_the_last_cookie(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a local cluster, over SQLite: every command once, in the order in which an operator needs them."""
+    local = LocalCluster(tmp_path / "cluster")
+    monkeypatch.setenv("BKCTL_METADATA_URI", local.metadata_uri)
+    local.up(5, http=True)
+    try:
+        (tmp_path / "lines").write_text("".join(f"line {number}\n" for number in range(30)))
+        for scope in (0, 7):
+            for shape in ((3, 2, 2), (2, 2, 2), (5, 3, 2)):
+                sizes = zip(("--ensemble-size", "--write-quorum", "--ack-quorum"), shape, strict=True)
+                words = [word for pair in sizes for word in pair]
+                assert cli("ledger", "write", tmp_path / "lines", "--ledger-scope-id", scope, *words).code == 0
+        wide = [row["ledgerQualifiedName"] for row in cli("ledger", "list", "--all-scopes", "-o", "ndjson").rows
+                if row["ensembleSize"] == 5]  # fmt: skip
+        stuck = cli("bookies", "drain", "bookie-0", "--dry-run", "-o", "ndjson")
+        assert stuck.code == 3
+        blocked = {row["ledgerQualifiedName"] for row in stuck.rows if row["step"] == "ledger"}
+        assert blocked == set(wide)
+        assert cli("ledger", "delete", *wide, "--yes").code == 0
+        drained = cli("bookies", "drain", "bookie-0", "--yes", "--watch", "-o", "ndjson", "--deadline", "10m")
+        assert drained.code == 0, drained.err
+        assert {row["step"] for row in drained.rows} >= {"read-only", "progress", "ledgers"}
+        moving = next(row for row in drained.rows if row["step"] == "progress")
+        assert {"ledgersDone", "ledgersToMove", "bytesPerSecond"} <= set(moving)
+        assert cli("bookies", "ok-to-stop", "bookie-0").code == 0
+        local.down("bookie-0")
+        gone = cli("bookies", "decommission", "bookie-0", "--yes")
+        assert (gone.code, "cookie of bookie-0 is deleted" in gone.out) == (0, True)
+        # One that is lost without warning.
+        local.down("bookie-1")
+        resume = tmp_path / "resume"
+        planned = cli("bookies", "recover", "bookie-1", "--dry-run")
+        assert planned.code == 0, planned.err
+        words = ("bookies", "recover", "bookie-1", "--yes", "--delete-cookie", "--resume", resume, "--rate", "50MB/s")
+        done = cli(*words)
+        assert done.code == 0, done.err
+        assert "The cookie of bookie-1 is deleted" in done.err
+        noted = [json.loads(line)["ledger"] for line in resume.read_text().splitlines()[1:]]
+        moved = [line for line in done.out.splitlines() if " moved " in line]
+        assert len(noted) == len(moved)
+        ids = cli("ledger", "list", "--all-scopes", "-o", "id").out.split()
+        assert len(ids) == 4
+        verified = cli("ledger", "verify", *ids)
+        assert verified.code == 0, verified.out
+        names = {row["bookieId"] for row in cli("bookies", "list", "-o", "ndjson").rows}
+        assert names == {"bookie-2", "bookie-3", "bookie-4"}
+    finally:
+        local.down()
