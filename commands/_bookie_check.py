@@ -168,7 +168,8 @@ def check(
     """Check a bookie's indexes against its entry logs, both ways, for every storage class; the bookie may run.
 
     Exit code 3: there are findings. 7: an index is damaged. Ledgers in the logs without any index, which were deleted
-    most likely, are told as `unindexed` and are no findings.
+    most likely, are told as `unindexed` and are no findings. A killed bookie may leave entries in its log that are in
+    no index and were acknowledged to nobody: they are findings (`notIndexed`), since lost ones look the same.
     """
     from contextlib import nullcontext
 

@@ -450,10 +450,9 @@ class IndexCheck:
                         if found:
                             self.counts.copies += 1
                             continue
-                        reason = "the entry is in the log, and not in the index of its ledger"
                         location = records[ledger, entry_id]
                         findings[ledger, entry_id] = Finding(
-                            FindingKind.NOT_INDEXED, ledger, entry_id, location, path, reason
+                            FindingKind.NOT_INDEXED, ledger, entry_id, location, path, _NOT_INDEXED
                         )
             if not findings:
                 return
@@ -462,7 +461,12 @@ class IndexCheck:
             findings = {key: finding for key, finding in findings.items() if key not in excused}
             if not findings:
                 return
-        yield from findings.values()
+        reason = _NOT_INDEXED
+        if _was_cut(path):
+            # Nothing tells the two apart: the journal is gone, and neither index nor log says when it was written.
+            reason += "; the bookie was killed while it wrote this log, so it may be one that it acknowledged to nobody"
+        for finding in findings.values():
+            yield finding._replace(reason=reason)
 
     def _unindexed_ledgers(self) -> Iterator[Finding]:
         if not self._unindexed:
@@ -475,6 +479,18 @@ class IndexCheck:
                         continue
                 reason = f"{tally.entries:,} entries ({tally.size_bytes:,} bytes) of a ledger without an index"
                 yield Finding(FindingKind.UNINDEXED, ledger, None, None, tally.path, reason)
+
+
+_NOT_INDEXED: Final = "the entry is in the log, and not in the index of its ledger"
+
+
+def _was_cut(path: Path) -> bool:
+    """Whether the log was not completed: its bookie writes to it, or was killed then."""
+    try:
+        with EntryLogReader.open(path) as reader:
+            return reader.header is not None and not reader.header.ledgers_map_offset
+    except BkctlError:
+        return False
 
 
 def _digest_reason(mismatch: DigestMismatchAt) -> str:

@@ -26,7 +26,8 @@ class FindingKind(StrEnum):
     LOG_MISSING = "logMissing"
     #: The entry does not match its digest.
     DIGEST = "digest"
-    #: An entry is in a log, its ledger has an index, and that does not have it.
+    #: An entry is in a log, its ledger has an index, and that does not have it. In a log that a killed bookie wrote it
+    #: may be one that reached no journal, and so was acknowledged to nobody: nothing that is left proves that.
     NOT_INDEXED = "notIndexed"
     #: A log cannot be read to its end.
     LOG_DAMAGED = "logDamaged"

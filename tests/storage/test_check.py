@@ -229,6 +229,13 @@ def test_an_entry_that_no_index_has(bookie: Bookie) -> None:
     assert kinds(bookie.check(ledgers=[PLAIN])[0]) == [(FindingKind.NOT_INDEXED, PLAIN, 2)]
     assert bookie.check(ledgers=[LedgerId(0, 6)])[0] == []
     assert bookie.check(sample=1.0)[0] == []
+    assert "acknowledged to nobody" in findings[0].reason, "the log has no ledgers map, so it was cut"
+    path = findings[0].path
+    data = path.read_bytes()
+    header = entry_log.write_header(1, len(data), 1)
+    path.write_bytes(header + data[len(header) :] + b"".join(entry_log.write_ledgers_map({PLAIN: 1}, 1)))
+    (completed,) = bookie.check(ledgers=[PLAIN])[0]
+    assert (completed.kind, "acknowledged" in completed.reason) == (FindingKind.NOT_INDEXED, False)
 
 
 def test_a_deleted_ledger_is_a_note(bookie: Bookie) -> None:
