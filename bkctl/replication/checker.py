@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 
 #: Reads in flight of one checker. Source: ServerConfiguration.getInFlightReadEntryNumInLedgerChecker.
 IN_FLIGHT_COUNT_MAX: Final = 64
+#: A bookie that does not say for so long which entries it has is not waited for, nor asked again for `MUTE_S`.
+LIST_TIMEOUT_S: Final = 3.0
+MUTE_S: Final = 600.0
 
 
 class FaultReason(Enum):
@@ -199,6 +203,8 @@ class LedgerChecker:
         self._in_flight_count_max = max(in_flight_count_max, 1)
         self._permits = asyncio.Semaphore(self._in_flight_count_max)
         self._rng = rng or random.Random()
+        #: Bookies that did not answer which entries they have, and until when they are not asked again.
+        self._mute_until: dict[str, float] = {}
 
     async def check(
         self,
@@ -315,11 +321,19 @@ class LedgerChecker:
     async def listed(self, access: LedgerAccess, bookie_id: str) -> Availability:
         """Which entries of the ledger the bookie says that it has: an answer from its index, which proves nothing.
 
-        Raises what keeps it from answering; one that has nothing of the ledger gives an empty set. Over v3.
+        Raises what keeps it from answering; one that has nothing of the ledger gives an empty set. Apache's bookies
+        with DbLedgerStorage leave this request without an answer: so there is no long wait for one, and a bookie that
+        gave none is not asked for the next minutes (TimedOut at once). Over v3.
         """
+        silent = TimedOut(f"Bookie {bookie_id} does not list the entries that it has")
+        if self._mute_until.get(bookie_id, 0.0) > time.monotonic():
+            raise silent
         channel = access.pool.channel(bookie_id, Protocol.V3)
         future = channel.send(ListEntriesRequest(access.ledger), access.scoped)
-        await asyncio.wait([future])
+        done, _ = await asyncio.wait([future], timeout=LIST_TIMEOUT_S)
+        if not done:
+            self._mute_until[bookie_id] = time.monotonic() + MUTE_S
+            raise silent
         error = failure(future, access.ledger, None, bookie_id)
         if isinstance(error, (LedgerNotFound, EntryNotFound)):
             return Availability(())

@@ -46,6 +46,7 @@ async def write(client: BookKeeper, scope_id: int, count: int, shape: tuple[int,
         await writer.ready()
         writer.add(b"%d of " % entry_id + str(writer.ledger).encode() * (entry_id % 50))
     await writer.flush()
+    await writer.force()  # all of the write quorum have every entry, and not only the ack quorum
     if close:
         await writer.close()
     return writer.ledger

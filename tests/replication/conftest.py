@@ -9,6 +9,7 @@ __all__ = ["fake_cluster", "run"]
 
 
 @pytest.fixture(autouse=True)
-def _sessions_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No fake bookie's registration ends because the machine is busy: here that means that a bookie is lost."""
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine no fake bookie's registration ends, which would mean that it is lost, and none seems mute."""
     monkeypatch.setattr("bkctl.metadata.sqlite.SESSION_EXPIRY_MS", 600_000)
+    monkeypatch.setattr("bkctl.replication.checker.LIST_TIMEOUT_S", 60.0)

@@ -76,7 +76,7 @@ def test_a_copy_in_another_scope_has_the_same_entries_password_and_custom_metada
 ):
     async def scenario():
         async with fake_cluster(4) as cluster, cluster.client() as client:
-            shape = {"ensemble_size": 4, "write_quorum_size": 3, "ack_quorum_size": 2, "digest_type": DigestType.HMAC}
+            shape = {"ensemble_size": 4, "write_quorum_size": 3, "ack_quorum_size": 3, "digest_type": DigestType.HMAC}
             writer = await write(client, count, ledger_scope_id=scope_id, **shape)
             told = []
             copied = await copy_ledger(
