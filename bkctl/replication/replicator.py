@@ -91,7 +91,7 @@ class Outcome(Enum):
     REPLICATED = "replicated"
     #: The bookies that lacked entries have them again; the metadata is as it was.
     REPAIRED = "repaired"
-    #: Somebody else changed the ensemble meanwhile: nothing was changed, and another check tells what is left.
+    #: Somebody else changed the ensemble meanwhile: what still stood there was replaced; another check tells the rest.
     SUPERSEDED = "superseded"
     #: Entries are unreadable: nothing was changed.
     UNRECOVERABLE = "unrecoverable"
@@ -304,7 +304,7 @@ class LedgerFragmentReplicator:
         if not moved:
             return replace(done, outcome=Outcome.REPAIRED, repaired=repaired)
         versioned, replaced = await in_thread(self._swap, check, fragment, moved, before_swap)
-        outcome = Outcome.REPLICATED if replaced else Outcome.SUPERSEDED
+        outcome = Outcome.REPLICATED if len(replaced) == len(moved) else Outcome.SUPERSEDED
         return replace(done, outcome=outcome, versioned=versioned, replaced=replaced, repaired=repaired)
 
     def _swap(
@@ -404,7 +404,6 @@ class LedgerFragmentReplicator:
         """Which of those entries of the fragment no replica gives: a quick look before it is tried again.
 
         None: of all that its bad bookies should hold, which takes as long as copying them.
-
         Source: ReplicationWorker.tryReadingFaultyEntries.
         """
         access = self.bookkeeper.access(check.ledger, check.versioned)

@@ -538,6 +538,12 @@ def test_somebody_who_was_faster_is_left_in_peace(fake_cluster, run):
             other = await replicator.checker.on_bookies(writer.ledger, {held[2].bookie_id}, stale.versioned)
             third = await replicator.replicate(other, other.fragments[0], targets={2: spares[2]})
             assert third.outcome is Outcome.SUPERSEDED
+            # Of two, one was replaced by somebody else meanwhile: the other one is now.
+            both = await replicator.checker.on_bookies(
+                writer.ledger, {held[0].bookie_id, held[2].bookie_id}, check.versioned
+            )
+            partly = await replicator.replicate(both, both.fragments[0], targets={0: spares[2], 2: spares[1]})
+            assert (partly.outcome, partly.replaced) == (Outcome.SUPERSEDED, {held[2].bookie_id: spares[1]})
             assert len(set(ensembles(cluster, writer.ledger)[0])) == 3
             await assert_whole(client, writer.ledger, 20)
 
