@@ -69,7 +69,7 @@ SparkOptions = Annotated[
                     str,
                     typer.Option(
                         "--master", metavar="URL", rich_help_panel=_PANEL,
-                        help="Where Spark runs: local[*] (default: this machine, all cores), local[N], "
+                        help="Where Spark runs: local[*] (this machine, all cores), local[N], "
                         "spark://HOST:PORT, yarn, k8s://…",
                     ),
                 ],

@@ -104,7 +104,7 @@ def inventory(
     spark: SparkOptions,
     places: Places = None,
     by: Annotated[
-        InventoryBy, _by_option("A row for each bookie (default), entrylog, scope, ledger or application.")
+        InventoryBy, _by_option("A row for each bookie, entrylog, scope, ledger or application.")
     ] = InventoryBy.BOOKIE,
     save: SaveOption = None,
 ) -> None:
@@ -309,9 +309,7 @@ def garbage(
     thresholds: ThresholdOptions,
     spark: SparkOptions,
     places: Places = None,
-    by: Annotated[
-        GarbageBy, _by_option("A row for each entrylog (default), bookie, or orphaned ledger.")
-    ] = GarbageBy.ENTRY_LOG,
+    by: Annotated[GarbageBy, _by_option("A row for each entrylog, bookie, or orphaned ledger.")] = GarbageBy.ENTRY_LOG,
     save: SaveOption = None,
 ) -> None:
     """Show what of all bookies' entry logs is of use: dead bytes, what compaction would win, orphaned ledgers.
@@ -440,7 +438,7 @@ def journal_audit(
     spark: SparkOptions,
     places: Places = None,
     by: Annotated[
-        AuditBy, _by_option("A row for each journal (default), or each entry that no entry log holds.")
+        AuditBy, _by_option("A row for each journal, or each entry that no entry log holds.")
     ] = AuditBy.JOURNAL,
     save: SaveOption = None,
 ) -> None:

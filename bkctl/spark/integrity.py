@@ -139,12 +139,13 @@ def _promised(
     """Every (bookie, ledger, entry) that metadata promises on the bookies given; the bookies that are not."""
     from pyspark.sql import functions as F
 
-    # A damaged entry must not say how far its ledger goes; without a digest that anybody can check it has to.
-    confirmed = held.groupBy(NAME).agg(F.coalesce(F.max("sureLac"), F.max("anyLac")).alias("confirmed"))
     is_open = F.col("state") != "CLOSED"
-    ledgers = metadata.join(confirmed, NAME, "left")
-    known = F.when(is_open, F.coalesce("confirmed", F.lit(-1))).otherwise(F.col("lastEntryId"))
-    ledgers = ledgers.withColumn("last", known)
+    of_open = held.join(metadata.filter(is_open).select(NAME), NAME, "left_semi")
+    # A damaged entry must not say how far its ledger goes; without a digest that anybody can check it has to.
+    confirmed = of_open.groupBy(NAME).agg(F.coalesce(F.max("sureLac"), F.max("anyLac")).alias("last"))
+    open_ledgers = metadata.filter(is_open).join(confirmed, NAME)
+    closed = metadata.filter(~is_open).withColumn("last", F.col("lastEntryId"))
+    ledgers = closed.unionByName(open_ledgers)
     fragments = ledgers.select(
         NAME,
         "ensembleSize",

@@ -31,6 +31,8 @@ _EXTRA_HINT: Final = "pip install 'bkctl[spark]'"
 #: How often running stages are looked at.
 _PROGRESS_PERIOD_S: Final = 0.2
 _STOP_WAIT_S: Final = 20.0
+#: What the JVM takes at most to end once it answers no more.
+_DEATH_WAIT_S: Final = 2.0
 
 #: What a job wants of any session; settings that the caller gives come after these.
 _SETTINGS: Final = {
@@ -150,7 +152,7 @@ class _Spark:
         logging.getLogger("pyspark").setLevel(logging.CRITICAL + 1)
         # Spark's default is whatever `python3` is on PATH.
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile("a+b")
         conf = SparkConf(loadDefaults=False)
         for name, value in self._settings.items():
             conf.set(name, value)
@@ -164,17 +166,34 @@ class _Spark:
             context.setLogLevel("WARN" if self._verbose else "ERROR")
             self.session = SparkSession(context)
         except BaseException as error:
+            failure = None
+            if isinstance(error, PySparkException) or type(error).__module__.startswith("py4j") or self._is_dead():
+                failure = self._failure(error)
             self._kill()
-            if isinstance(error, PySparkException) or type(error).__module__.startswith("py4j"):
-                raise self._start_error(error) from error
+            if failure is not None and isinstance(error, Exception):
+                raise failure from error
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        # Where Spark itself went away, what fails here is only that nobody answers.
+        doubtful = isinstance(error, OSError) or type(error) is BkctlError
+        failure = self._failure(error) if error is not None and doubtful and self._is_dead() else None
         if kind is None or issubclass(kind, Exception):
             with suppress(Exception):
                 self.session.stop()
         self._kill()
+        if failure is not None:
+            raise failure from error
+
+    def _is_dead(self) -> bool:
+        """Whether the JVM ended by itself."""
+        process = None if self._gateway is None else self._gateway.proc
+        if process is None:
+            return False
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_DEATH_WAIT_S)
+        return process.poll() is not None
 
     def _kill(self) -> None:
         """End the JVM, whatever it is at, and forget it."""
@@ -200,14 +219,17 @@ class _Spark:
         if self._log is not None:
             self._log.close()
 
-    def _start_error(self, error: BaseException) -> BkctlError:
-        master = self._settings["spark.master"]
-        if "unresponsive" in self._logged() or "unresponsive" in str(error):
+    def _failure(self, error: BaseException) -> BkctlError:
+        """What Spark's log says of its end."""
+        master, logged = self._settings["spark.master"], self._logged()
+        if "unresponsive" in logged or "unresponsive" in str(error):
             return Unreachable(f"No Spark master answers at {master}", hint="check --master and that it is up")
-        lines = [line.strip() for line in f"{error}\n{self._logged()}".splitlines()]
+        if "OutOfMemoryError" in logged:
+            return BkctlError("Spark has too little memory", hint="give it more: --spark-conf spark.driver.memory=4g")
+        lines = [line.strip() for line in f"{error}\n{logged}".splitlines()]
         causes = [line for line in lines if re.match(r"(?:Caused by: )?[\w.]+(?:Exception|Error): ", line)]
         cause = re.sub(r"^(?:Caused by: )?(?:[\w]+\.)+", "", causes[-1]) if causes else next(filter(None, lines), "")
-        return BkctlError(f"Spark did not start on {master}: {cause}", hint="--verbose shows its log")
+        return BkctlError(f"Spark failed on {master}: {cause}", hint="--verbose shows its log")
 
     def _logged(self) -> str:
         if self._log is None or self._log.closed:

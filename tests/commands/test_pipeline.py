@@ -1,0 +1,102 @@
+"""`bkctl pipeline` as a process of its own: with Spark's JVM, without Java, without the extra, and interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import golden
+import pytest
+import source_rows  # noqa: F401 (skips where there is no PySpark)
+from command_line import CommandLine
+from servers import find_java, wait_for
+
+GOLDEN = golden.GoldenBookie("4.18.0", "sorted")
+PLACE = f"bookie:3181={GOLDEN.ledger_dir}"
+
+
+def children(pid: int) -> list[int]:
+    """The child processes of a process."""
+    try:
+        return [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
+    except OSError:
+        return []
+
+
+def runs_java(pid: int) -> bool:
+    try:
+        return b"org.apache.spark.deploy.SparkSubmit" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+@pytest.mark.timeout(300)
+def test_an_inventory_needs_nothing_but_java_and_says_nothing_else(tmp_path: Path) -> None:
+    find_java()
+    with CommandLine(None).process(
+        "pipeline", "inventory", "--by", "entrylog", PLACE, "-o", "ndjson", cwd=tmp_path
+    ) as run:
+        out, err = run.communicate(timeout=280)
+    assert run.returncode == 0, err
+    rows = [json.loads(line) for line in out.splitlines()]
+    listed = CommandLine(None)("entrylog", "list", GOLDEN.ledger_dir, "-o", "ndjson").rows
+    assert {row["file"]: row["fileSize"] for row in rows} == {row["file"]: row["size"] for row in listed}
+    assert {row["bookieId"] for row in rows} == {"bookie:3181"}
+    (said,) = err.decode().splitlines()
+    assert said.endswith(f"in {sum(row['entryCount'] for row in rows):,} entries")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(300)
+def test_an_interrupt_ends_spark_with_its_exit_code(tmp_path: Path) -> None:
+    find_java()
+    with CommandLine(None).process("pipeline", "inventory", PLACE, cwd=tmp_path) as run:
+        found: list[int] = []
+
+        def java_is_up() -> bool:
+            found[:] = [child for child in children(run.pid) if runs_java(child)]
+            return bool(found)
+
+        wait_for(java_is_up, "Spark does not start", 240)
+        run.send_signal(signal.SIGINT)
+        _, err = run.communicate(timeout=240)
+    assert run.returncode == 130, err
+    assert err.decode().splitlines() == ["bkctl: Interrupted"]
+    wait_for(lambda: not runs_java(found[0]), "Spark goes on", 60)
+
+
+def without_java(tmp_path: Path, **variables: str) -> str:
+    """What the command says in an environment without Java but for `variables`."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("JAVA_HOME", "PATH")}
+    environment |= {"PATH": str(tmp_path), **variables}
+    command = [sys.executable, "-m", "bkctl", "pipeline", "inventory", PLACE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+def test_without_java_one_line_says_what_to_install(tmp_path: Path) -> None:
+    line = without_java(tmp_path)
+    assert line.startswith("bkctl: Spark needs Java 17 or later, and there is no java on PATH; install")
+    assert "/nowhere/bin/java does not run" in without_java(tmp_path, JAVA_HOME="/nowhere")
+    old = tmp_path / "java"
+    old.write_text("#!/bin/sh\necho 'openjdk version \"11.0.2\" 2019-01-15' >&2\n")
+    old.chmod(0o755)
+    assert f"{old} is 11;" in without_java(tmp_path)
+
+
+@pytest.mark.parametrize("package", ["pyspark", "pyarrow", "pandas"])
+def test_without_the_extra_one_line_says_what_to_install(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    answer = CommandLine(None)("pipeline", "inventory", PLACE)
+    assert (answer.code, answer.out) == (1, b"")
+    assert answer.problem == f"The pipeline runs on Spark, and {package} is not installed; pip install 'bkctl[spark]'"

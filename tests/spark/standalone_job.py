@@ -1,0 +1,103 @@
+"""A job on a Spark standalone cluster, as a process: `standalone_job.py MASTER PLACE DIRECTORY`.
+
+Its tasks wait at a gate, one of their executors is killed there, and then the gate opens. Prints what came out as JSON:
+the rows, which tasks ran twice, and where the executors' bkctl is from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bkctl.spark.bookies import find_bookies
+from bkctl.spark.inventory import NAME, log_records
+from bkctl.spark.session import spark_session
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+WAIT_S = 240.0
+
+
+def gate(directory: str) -> Any:
+    """A step that says which process runs a task, and waits for the file `open`; from then on it only notes tasks."""
+
+    def wait(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from pyspark import TaskContext
+
+        import bkctl
+
+        context = TaskContext.get()
+        assert context is not None
+        note = Path(directory, f"{context.partitionId()}-{context.attemptNumber()}")
+        # The worker's parent is the daemon, and the daemon's the executor.
+        parent = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
+        unfinished = note.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps({"executor": parent, "bkctl": bkctl.__file__}))
+        unfinished.rename(note)
+        until = time.monotonic() + WAIT_S
+        while not Path(directory, "open").exists():
+            assert time.monotonic() < until, "nobody opened the gate"
+            time.sleep(0.05)
+        yield from batches
+
+    return wait
+
+
+def kill_one(directory: Path) -> None:
+    """Kill the executor of the first task that waits at the gate, once tasks of two executors do; open it then."""
+    until = time.monotonic() + WAIT_S
+    executors: set[int] = set()
+    while len(executors) < 2 and time.monotonic() < until:
+        executors = {json.loads(note.read_text())["executor"] for note in directory.glob("*-0")}
+        time.sleep(0.05)
+    if len(executors) == 2:
+        os.kill(min(executors), signal.SIGKILL)
+    (directory / "open").touch()
+
+
+def main(master: str, place: str, directory: Path) -> None:
+    """Run the job and print what came out."""
+    bookies = find_bookies([place])
+    settings = {
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.executor.memory": "512m",
+        "spark.executor.cores": "1",
+        "spark.sql.shuffle.partitions": "2",
+        "spark.scheduler.minRegisteredResourcesRatio": "1.0",
+        "spark.cores.max": "2",
+        "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+        "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    }
+    with spark_session(master, settings=settings) as spark:
+        from pyspark.sql import functions as F
+
+        records = log_records(spark, bookies, [NAME, "recordSize"], maxPartitionBytes="20000")
+        gated = records.mapInArrow(gate(str(directory)), records.schema)
+        sums = gated.groupBy(NAME).agg(F.count("*").alias("entryCount"), F.sum(F.col("recordSize") + 4).alias("size"))
+        killer = threading.Thread(target=kill_one, args=(directory,), daemon=True)
+        killer.start()
+        rows = sums.collect()
+        killer.join()
+        notes = sorted(note for note in directory.glob("*-*"))
+        print(
+            json.dumps(
+                {
+                    "rows": [row.asDict() for row in rows],
+                    "again": sorted({note.name.partition("-")[0] for note in notes if not note.name.endswith("-0")}),
+                    "bkctl": sorted({json.loads(note.read_text())["bkctl"] for note in notes}),
+                }
+            )
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
