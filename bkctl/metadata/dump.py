@@ -184,11 +184,11 @@ class ClusterSource(MetadataSource):
 
 
 class ExportSection(NamedTuple):
-    """Whole lines of an export: from byte `start` to before `end`, `count` of them."""
+    """Whole lines of an export: from byte `start` to before `end`, `line_count` of them."""
 
     start: int
     end: int
-    count: int
+    line_count: int
 
 
 class ExportFile(MetadataSource):
@@ -301,7 +301,7 @@ class ExportFile(MetadataSource):
         """
         self._file.seek(section.start)
         at = section.start
-        for _ in range(section.count):
+        for _ in range(section.line_count):
             line = self._file.readline(LINE_SIZE_BYTES_MAX)
             if not line:
                 raise self._cut_short(at)

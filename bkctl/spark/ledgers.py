@@ -303,8 +303,8 @@ class EntryReader:
 
     def read(self, partition: LedgerEntries) -> Iterator[pa.RecordBatch]:
         """The rows of a partition. Raises what keeps an entry from being read; in `mode` permissive that is a row."""
-        for ledger, reason in partition.problems:
-            yield self._damage(LedgerId.from_value(ledger), None, reason)
+        for value, reason in partition.problems:
+            yield self._damage(LedgerId.from_value(value), None, reason)
         if not partition.ranges:
             return
         with Client(self._cluster) as client:

@@ -152,7 +152,8 @@ class MetadataReader(DataSourceReader):
         if self._cluster is None:
             return self._sections()
         with self._cluster.open() as cluster:
-            return list(self._ranges(cluster))
+            # Where there is none, Spark would make one up.
+            return list(self._ranges(cluster)) or [NamedLedgers((), False)]
 
     def _ranges(self, cluster: Cluster) -> Iterator[InputPartition]:
         wanted = self._conditions.wanted_ledgers()
@@ -175,7 +176,7 @@ class MetadataReader(DataSourceReader):
             if self._mode is Mode.FAILFAST:
                 raise problem
             found.append(ExportDamage(problem.offset, str(problem)))
-        return found
+        return found or [NamedLedgers((), False)]
 
     # --- reading ------------------------------------------------------------------------------------------------
 
@@ -190,7 +191,7 @@ class MetadataReader(DataSourceReader):
             yield None, _Damage(self._export, partition.offset, partition.reason)
         elif isinstance(partition, ExportLines):
             yield from self._rows_of_export(partition.section)
-        else:
+        elif not isinstance(partition, NamedLedgers) or partition.ledgers:
             assert self._cluster is not None
             with self._cluster.open() as cluster:
                 needed = isinstance(partition, NamedLedgers) and partition.needed

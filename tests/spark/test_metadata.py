@@ -127,6 +127,7 @@ def test_ledgers_that_are_named_must_be_there(sqlite: Cluster) -> None:
     assert (row["ledgerId"], row["state"], row["damage"]["file"]) == ("9", None, None)
     assert "No ledger" in row["damage"]["reason"]
     assert rows_of(MetadataSource, [EqualTo(("ledgerQualifiedName",), LedgerId(7, 9).qualified_name)], **options) == []
+    assert rows_of(MetadataSource, ledgerScopeId=99, **options) == []
     rest = StringStartsWith(("state",), "OP")
     assert Planned(MetadataSource, [rest], **options).left == [rest]
 
