@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -373,7 +372,8 @@ class JournalReader(FileReader):
         head = self.read(at, _HEAD_SIZE)
         if len(head) < PADDING_HEADER_SIZE:
             return not any(head)
-        size, count = struct.unpack_from(">ii", head)
+        size = int.from_bytes(head[:4], "big", signed=True)
+        count = int.from_bytes(head[4:8], "big", signed=True)
         if size == PADDING_MASK and self.version >= VERSION_PADDING:
             return 0 <= count <= self.size() - at - PADDING_HEADER_SIZE
         if size == 0:
