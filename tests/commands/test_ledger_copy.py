@@ -131,8 +131,12 @@ def test_an_open_ledger_is_copied_only_when_asked_to(cli: Cli, cluster: LocalClu
     assert done.code == 0
     assert (done.rows[0]["entryCount"], done.rows[0]["sourceOpen"]) == (5, True)
     assert "its copy ends at entry 4" in done.err
-    done = cli("ledger", "copy", ledger, "--to-scope", "10", "--recover", "-o", "ndjson")
-    assert (done.rows[0]["entryCount"], done.rows[0]["sourceOpen"]) == (5, False)
+    done = cli("ledger", "copy", ledger, "--to-scope", "10", "--recover")
+    assert done.code == 0
+    head, row = done.out.splitlines()
+    assert head.split() == ["LEDGER", "COPY", "ENTRIES", "LENGTH", "SOURCE", "OPEN"]
+    copy = LedgerId(10, LedgerId.parse(ledger).ledger_id).qualified_name
+    assert row.split() == [ledger, copy, "5", "5", "B", "no"]
     for scope in ("7", "9", "10"):
         assert cli("ledger", "delete", f"{scope}:{LedgerId.parse(ledger).ledger_id}", "--yes").code == 0
 
@@ -147,3 +151,16 @@ def test_locate_asks_the_bookies(cli: Cli, written: str, cluster: LocalCluster) 
         assert [row["answer"] for row in done.rows] == ["ok"] * (2 if "--entry" in arguments else 3)
         assert all(row.get("missing", []) == [] for row in done.rows)
     assert cli("ledger", "locate", written, "--every-entry", "--entry", 3).code == 2
+    table = cli("ledger", "locate", written, "--every-entry")
+    assert [line.split()[-3:] for line in table.out.splitlines()[1:]] == [["ok", "-", "-"]] * 3
+
+
+def test_missing_entries_read_as_spans() -> None:
+    from bkctl.commands.ledger import _spans_text
+
+    def span(first: int, last: int, count: int) -> dict[str, int]:
+        return {"firstEntryId": first, "lastEntryId": last, "entryCount": count}
+
+    assert _spans_text([]) == "-"
+    assert _spans_text([span(3, 3, 1), span(5, 9, 4)]) == "3, 5-9 (4)"
+    assert _spans_text([span(at, at, 1) for at in range(7)]) == "0, 1, 2, 3, 4, 2 more"
