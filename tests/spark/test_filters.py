@@ -108,7 +108,7 @@ def filters(draw: st.DrawFn) -> Filter:
 
 
 @given(st.lists(filters(), max_size=4), st.sampled_from(["200", "1m"]))
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_rows_are_those_that_the_filters_keep(
     bookie: Path, rows: list[dict[str, Any]], chosen: list[Filter], size: str
 ) -> None:

@@ -67,7 +67,7 @@ def of_rows(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return sorted(tuple(row[name] for name in names) for row in rows)
 
 
-@pytest.mark.parametrize("size", ["400", "1m"])
+@pytest.mark.parametrize("size", ["20000", "1m"])
 @pytest.mark.parametrize("bookie", BOOKIES, ids=[f"{each.version}-{each.name}" for each in BOOKIES])
 def test_a_bookies_index_is_what_apaches_shell_says(bookie: golden.GoldenBookie, size: str) -> None:
     rows = rows_of(IndexSource, path=bookie.ledger_dir, maxPartitionBytes=size)
@@ -210,7 +210,7 @@ INDEX = next(path for path in (golden.GoldenBookie("4.18.0", "sorted").ledger_di
     st.none() | st.floats(0, 1),
     st.sampled_from(["entries", "ledgers"]),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_hostile_index_files_say_what_the_reader_says(
     tmp_path: Path, changes: list[tuple[float, bytes]], cut: float | None, rows: str
 ) -> None:

@@ -112,7 +112,7 @@ def check_both_modes(path: Path, **options: object) -> None:
     assert len(found) == len(rows) + (error is not None)
 
 
-@pytest.mark.parametrize("size", ["1", "5000", "1g"])
+@pytest.mark.parametrize("size", ["8000", "1g"])
 @pytest.mark.parametrize("bookie", BOOKIES, ids=[f"{each.version}-{each.name}" for each in BOOKIES])
 def test_a_bookies_journals_have_the_rows_that_apaches_shell_prints(bookie: golden.GoldenBookie, size: str) -> None:
     rows = rows_of(JournalSource, path=bookie.journal_dir, maxPartitionBytes=size)
@@ -129,7 +129,7 @@ def test_a_bookies_journals_have_the_rows_that_apaches_shell_prints(bookie: gold
 @pytest.mark.parametrize("each", SETS, ids=str)
 def test_journals_of_every_version_have_every_row(each: golden.GoldenJournals) -> None:
     for path in each.journals:
-        check_both_modes(path, maxPartitionBytes=2000)
+        check_both_modes(path, maxPartitionBytes=4000)
 
 
 @pytest.mark.parametrize("size", [1, 300, 1 << 20])
@@ -195,9 +195,9 @@ JOURNALS["scoped"] = journal(7, *groups_of(V1, V2))
     st.sampled_from(sorted(JOURNALS)),
     st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(min_size=1, max_size=12)), max_size=3),
     st.none() | st.floats(0, 1),
-    st.sampled_from([64, 5000, 1 << 20]),
+    st.sampled_from([4000, 1 << 20]),
 )
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_hostile_journals_say_what_the_reader_says(
     tmp_path: Path, name: str, changes: list[tuple[float, bytes]], cut: float | None, size: int
 ) -> None:
