@@ -16,7 +16,6 @@ from ._command import Run, command
 from ._options import MANY_LEDGERS, Composite, DryRun, parameter
 from ._output import GREEN, RED, YELLOW, Column, Columns, Kind
 from ._pipeline import (
-    SaveOption,
     SparkOptions,
     check_saves,
     connection_options,
@@ -27,6 +26,16 @@ from ._pipeline import (
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+
+
+#: What rows are saved as; there is no page of these jobs.
+_FORMS = (".parquet", ".csv", ".json")
+SaveRows = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--save", metavar="PATH", help="Also keep the rows: NAME.parquet, NAME.csv or NAME.json; repeatable."
+    ),
+]
 
 
 class LedgersToCopy(NamedTuple):
@@ -47,13 +56,13 @@ LEDGERS_TO_COPY = Composite(MANY_LEDGERS.parameters, _ledgers_to_copy)
 
 
 def _target_scope(values: Mapping[str, Any]) -> int | None:
-    text = values["to_ledger_scope_id"]
+    text = values["to_scope"]
     return None if text is None else parse_scope_id(text)
 
 
 def _to_scope(help: str) -> Composite:
-    option = typer.Option("--to-ledger-scope-id", metavar="SCOPE", help=help)
-    return Composite((parameter("to_ledger_scope_id", Annotated[str, option]),), _target_scope)
+    option = typer.Option("--to-scope", metavar="SCOPE", help=help)
+    return Composite((parameter("to_scope", Annotated[str, option]),), _target_scope)
 
 
 def _sizes(values: Mapping[str, Any]) -> dict[str, str]:
@@ -116,7 +125,7 @@ def export(
     ledgers: Annotated[LedgersToCopy, LEDGERS_TO_COPY],
     spark: SparkOptions,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
-    save: SaveOption = None,
+    save: SaveRows = None,
 ) -> None:
     """Export the payloads of ledgers to Parquet, partitioned by scope: those named, or of a scope, or all.
 
@@ -126,7 +135,7 @@ def export(
     """
     from bkctl.spark.archive import export_ledgers
 
-    saves = check_saves(save)
+    saves = check_saves(save, _FORMS)
     options = connection_options(run)
     if ledgers.ledgers:
         options["ledger"] = ",".join(each.qualified_name for each in ledgers.ledgers)
@@ -155,7 +164,7 @@ def import_(
         ),
     ] = None,
     dry_run: DryRun = False,
-    save: SaveOption = None,
+    save: SaveRows = None,
 ) -> None:
     """Make ledgers of an export again, under their own ids or in another scope; each is read back and compared.
 
@@ -164,7 +173,7 @@ def import_(
     """
     from bkctl.spark.archive import import_ledgers
 
-    saves = check_saves(save)
+    saves = check_saves(save, _FORMS)
     options = {**connection_options(run), **sizes}
     if password_file is not None:
         options["ledgerPasswordFile"] = str(password_file.absolute())
@@ -183,7 +192,7 @@ def migrate_scope(
     sizes: NewSizes,
     spark: SparkOptions,
     dry_run: DryRun = False,
-    save: SaveOption = None,
+    save: SaveRows = None,
 ) -> None:
     """Copy ledgers into another scope, under the same ledger ids: those named, or all of --ledger-scope-id.
 
@@ -193,9 +202,9 @@ def migrate_scope(
     """
     from bkctl.spark.copying import migrate_scope as migrate
 
-    saves = check_saves(save)
+    saves = check_saves(save, _FORMS)
     if to_scope_id is None:
-        raise UsageError("No scope to copy into is given", hint="add --to-ledger-scope-id SCOPE")
+        raise UsageError("No scope to copy into is given", hint="add --to-scope SCOPE")
     options = {**connection_options(run), **sizes}
     _check_cluster(run)
     with spark_job(run, spark, "migrate-scope") as session:

@@ -74,7 +74,7 @@ def test_ledgers_come_back_from_an_export(
     with pytest.raises(AlreadyExists):
         export_ledgers(spark, str(path), live.options)
 
-    arguments = ("pipeline", "import", path, "--to-ledger-scope-id", HIGH, "-o", "ndjson")
+    arguments = ("pipeline", "import", path, "--to-scope", HIGH, "-o", "ndjson")
     code, rows, err = cli(capfd, *arguments, "--dry-run")
     assert (code, [row["state"] for row in rows]) == (0, ["planned"] * 4), err
     assert live.ledgers(HIGH) == set()

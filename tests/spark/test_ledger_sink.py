@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import servers
 from source_rows import struct_of
 
 from bkctl.errors import AlreadyExists, Unauthorized, UsageError
@@ -149,3 +152,30 @@ def test_a_frame_becomes_ledgers_through_spark(spark: SparkSession, live: Live) 
     with pytest.raises(Exception, match="1 rows have no payload"):
         write_ledgers(bad, {**live.options, "ledgerScopeId": str(SCOPE + 5), "ensembleSize": "2"})
     assert live.ledgers(SCOPE + 5) == set()
+
+
+def test_what_is_written_to_apaches_bookies_is_read_by_apaches_client(
+    apache_cluster: servers.ApacheCluster, java: servers.Java, tmp_path: Path
+) -> None:
+    (tmp_path / "secret").write_text("pw")
+    planned = LedgerSource(
+        {
+            "metadataUri": apache_cluster.metadata_uri, "ledgerScopeId": "0", "names": str(tmp_path / "names"),
+            "ledgerPasswordFile": str(tmp_path / "secret"), "digestType": "HMAC",
+        }
+    ).writer(struct_of("`payload` binary"), False)  # fmt: skip
+
+    def rows(*payloads: bytes) -> Iterator[pa.RecordBatch]:
+        yield pa.RecordBatch.from_pydict({"payload": pa.array(payloads, pa.binary())})
+
+    lost, counted = planned.write(rows(b"lost")), planned.write(rows(b"", b"one", b"two" * 9000))
+    planned.commit([counted])
+    names = (tmp_path / "names").read_text().split()
+    assert names == [str(ledger_of(counted).ledger_id)]
+    password = base64.b64encode(b"pw").decode()
+    asked = [{"ledgerId": name, "digestType": "MAC", "password": password} for name in (*names, str(ledger_of(lost)))]
+    read, gone = servers.read_ledgers(java, apache_cluster.metadata_uri, "v3", asked)
+    assert [(entry["size"], entry["sha256"]) for entry in read["entries"]] == [
+        (len(payload), hashlib.sha256(payload).hexdigest()) for payload in (b"", b"one", b"two" * 9000)
+    ]
+    assert gone["code"] == -7
