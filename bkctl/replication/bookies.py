@@ -59,8 +59,6 @@ _BATCH_COUNT: Final = 500
 #: the metadata is safe without locks: they only save double work.
 LOCK_PATIENCE_S: Final = 15.0
 _LOCK_POLL_S: Final = 0.5
-#: A bookie says within this what it has, or it does not know the request.
-_LIST_S: Final = 3.0
 #: How often a ledger is looked at again whose ensembles others changed meanwhile.
 _ATTEMPT_COUNT_MAX: Final = 3
 
@@ -233,8 +231,6 @@ class BookieMover:
         self._cluster = bookkeeper.cluster
         self._skip_open, self._fence, self._locks = skip_open, fence, locks
         self._manager = LedgerUnderreplicationManager(self._cluster.store)
-        #: Bookies that do not say which entries they have.
-        self._mute: set[str] = set()
         self._checker = LedgerChecker(bookkeeper)
         self._replicator = LedgerFragmentReplicator(
             bookkeeper,
@@ -324,15 +320,11 @@ class BookieMover:
 
         Apache's bookies with DbLedgerStorage leave that request without any answer.
         """
-        if bookie_id in self._mute:
-            return None
         try:
-            async with asyncio.timeout(_LIST_S):
-                return await self._checker.listed(access, bookie_id)
+            return await self._checker.listed(access, bookie_id)
         except BookieUnavailable:
             return ()
-        except (BkctlError, TimeoutError):
-            self._mute.add(bookie_id)
+        except BkctlError:
             return None
 
     async def _read(self, access: LedgerAccess, held: HeldFragment, index: int) -> Container[int]:

@@ -33,7 +33,7 @@ def left(cluster: Cluster, bookie_id: str) -> list[object]:
 def test_lost_bookies_are_emptied_in_every_scope(local: LocalCluster, tmp_path: Path) -> None:
     bkctl = CommandLine(local.metadata_uri)
     (tmp_path / "lines").write_text("one\ntwo\nthree\n")
-    sizes = ("--ensemble-size", 3, "--write-quorum", 3)
+    sizes = ("--ensemble-size", 3, "--write-quorum", 3, "--ack-quorum", 3)
     for scope in (0, 7):
         for _ in range(4):
             assert bkctl("ledger", "write", tmp_path / "lines", "--ledger-scope-id", scope, *sizes).code == 0

@@ -52,8 +52,8 @@ def write(
         async with BookKeeper(cluster, only=list(bookies)) as client:
             for ensemble_size, write_quorum_size, closed, count in shapes:
                 shape = {
-                    "ensemble_size": ensemble_size, "write_quorum_size": write_quorum_size, "ack_quorum_size": 2,
-                    "password": b"secret",
+                    "ensemble_size": ensemble_size, "write_quorum_size": write_quorum_size,
+                    "ack_quorum_size": write_quorum_size, "password": b"secret",
                 }  # fmt: skip
                 if scope:
                     writer = await client.create_ledger_adv(ledger_scope_id=scope, **shape)

@@ -60,7 +60,7 @@ def test_everything_on_a_lost_bookie_goes_elsewhere_in_every_scope(fake_cluster,
             ledgers = [(await write(client, count, scope_id=scope)).ledger for scope in SCOPES for count in (0, 1, 40)]
             ledgers += [
                 (await write(client, 40, ensemble_size=2)).ledger,
-                (await write(client, 40, write_quorum_size=3, scope_id=7)).ledger,
+                (await write(client, 40, write_quorum_size=3, ack_quorum_size=3, scope_id=7)).ledger,
             ]
             await lose(cluster, "b0")
             on_it = {each for each in ledgers if "b0" in named(cluster, each)}
@@ -87,7 +87,7 @@ def test_everything_on_a_lost_bookie_goes_elsewhere_in_every_scope(fake_cluster,
 def test_several_lost_bookies_go_at_once_and_open_ledgers_are_closed_first(fake_cluster, run):
     async def scenario():
         async with fake_cluster(5) as cluster, cluster.client() as client:
-            shape = {"ensemble_size": 3, "write_quorum_size": 3, "ack_quorum_size": 2}
+            shape = {"ensemble_size": 3, "write_quorum_size": 3, "ack_quorum_size": 3}
             writers = [await write(client, 10, close=False, scope_id=scope, **shape) for scope in SCOPES]
             bookies = named(cluster, writers[0].ledger)
             gone = sorted(bookies)[:1]
@@ -192,7 +192,7 @@ def test_a_dry_run_names_who_would_come_in_and_changes_nothing(fake_cluster, run
     async def scenario():
         async with fake_cluster(4) as cluster, cluster.client() as client:
             ledger = (await write(client, 10, scope_id=7)).ledger
-            opened = (await write(client, 10, close=False, write_quorum_size=3)).ledger
+            opened = (await write(client, 10, close=False, write_quorum_size=3, ack_quorum_size=3)).ledger
             gone = sorted(named(cluster, ledger) & named(cluster, opened))[0]
             await lose(cluster, gone)
             others = {"b0", "b1", "b2", "b3"}
@@ -249,7 +249,10 @@ def test_a_run_that_is_broken_off_goes_on_where_it_stopped(fake_cluster, run, tm
         async with fake_cluster(4) as cluster, cluster.client() as client:
             gone = "b0"
             async with cluster.client(only=["b0", "b1", "b2"]) as writing:
-                ledgers = [(await write(writing, 5, scope_id=scope, write_quorum_size=3)).ledger for scope in range(50)]
+                ledgers = [
+                    (await write(writing, 5, scope_id=scope, write_quorum_size=3, ack_quorum_size=3)).ledger
+                    for scope in range(50)
+                ]
             instance_id = cluster.cluster.instance_id()
             await lose(cluster, gone)
 
@@ -307,7 +310,10 @@ def test_a_ledger_that_a_worker_has_locked_is_waited_for_but_not_for_ever(fake_c
 
     async def scenario():
         async with fake_cluster(4) as cluster, cluster.client() as client:
-            ledgers = [(await write(client, 5, write_quorum_size=3, scope_id=scope)).ledger for scope in (0, 7)]
+            ledgers = [
+                (await write(client, 5, write_quorum_size=3, ack_quorum_size=3, scope_id=scope)).ledger
+                for scope in (0, 7)
+            ]
             gone = sorted(named(cluster, ledgers[0]) & named(cluster, ledgers[1]))[0]
             await lose(cluster, gone)
             with open_cluster(cluster.cluster.uri) as other:
@@ -330,7 +336,7 @@ def test_the_rate_bounds_all_ledgers_together(fake_cluster, run):
         async with fake_cluster(4) as cluster, cluster.client() as client:
             async with cluster.client(only=["b0", "b1", "b2"]) as writing:
                 for scope in SCOPES:
-                    await write(writing, 5, write_quorum_size=3, scope_id=scope)
+                    await write(writing, 5, write_quorum_size=3, ack_quorum_size=3, scope_id=scope)
             await lose(cluster, "b0")
             began = time.monotonic()
             _, mover = await move(cluster, client, "b0", rate=2000)
@@ -362,7 +368,7 @@ def test_stopping_in_the_middle_leaves_no_task_and_no_lock(fake_cluster, run):
         async with fake_cluster(4) as cluster, cluster.client() as client:
             async with cluster.client(only=["b0", "b1", "b2"]) as writing:
                 for scope in range(6):
-                    await write(writing, 5, write_quorum_size=3, scope_id=scope)
+                    await write(writing, 5, write_quorum_size=3, ack_quorum_size=3, scope_id=scope)
             await lose(cluster, "b0")
             for bookie in cluster.bookies[1:]:
                 bookie.hold = lambda request: True
@@ -395,7 +401,7 @@ def test_entries_in_messages_are_short():
 def test_bookies_without_scopes_are_not_counted_for_scoped_ledgers(fake_cluster, run):
     async def scenario():
         async with fake_cluster(3) as cluster, cluster.client() as client:
-            ledger = (await write(client, 5, scope_id=7, write_quorum_size=3)).ledger
+            ledger = (await write(client, 5, scope_id=7, write_quorum_size=3, ack_quorum_size=3)).ledger
             cluster.cluster.bookies.register("apache", BookieServiceInfo(()))
             await lose(cluster, "b0")
             assert ledger in plan(cluster, "b0").crowded
