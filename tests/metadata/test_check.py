@@ -99,7 +99,7 @@ def test_damaged_and_foreign_cookies_and_marks_are_found(cluster: Cluster) -> No
         ("orphaned-mark", LedgerId(0, 99)),
     ]
     assert {finding.code for finding in health_findings(cluster)} == {
-        "cookie-damaged", "cookie-of-another-cluster", "no-auditor", "underreplicated",
+        "cookie-damaged", "cookie-of-another-cluster", "no-auditor", "no-auditor-of-scopes", "underreplicated",
     }  # fmt: skip
 
 
