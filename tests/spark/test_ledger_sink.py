@@ -178,4 +178,4 @@ def test_what_is_written_to_apaches_bookies_is_read_by_apaches_client(
     assert [(entry["size"], entry["sha256"]) for entry in read["entries"]] == [
         (len(payload), hashlib.sha256(payload).hexdigest()) for payload in (b"", b"one", b"two" * 9000)
     ]
-    assert gone["code"] == -7
+    assert gone["code"] == -25  # NoSuchLedgerExistsOnMetadataServerException
