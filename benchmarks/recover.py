@@ -33,6 +33,8 @@ ENTRY_COUNT = 3
 ENTRY_SIZE_BYTES = 100
 WRITERS = 64
 VERIFIED_COUNT = 50
+#: Apache's tool begins with all ledgers of a node at once, and gives up on each that takes 5 seconds.
+PATIENCE = {"addEntryTimeoutSec": 300, "readEntryTimeoutSec": 300}
 
 
 def write(uri: str, bookies: Sequence[str], count: int) -> list[LedgerId]:
@@ -85,8 +87,9 @@ def measured(bench: Bench, cluster: servers.ApacheCluster, tool: str, count: int
     if tool == "bkctl":
         seconds = timed([*BKCTL, "bookies", "recover", lost.bookie_id, "--yes", "-u", uri])
     else:
+        conf = servers.write_conf(up.directory / "shell.conf", {**up.settings, **PATIENCE})
         with full_speed_java():
-            seconds = timed(bench.java.command(SHELL, "-conf", up.conf, "recover", "-force", lost.bookie_id))
+            seconds = timed(bench.java.command(SHELL, "-conf", conf, "recover", "-force", lost.bookie_id))
     if left := left_on(uri, lost.bookie_id):
         sys.exit(f"{tool} left {left:,} of {count:,} ledgers on the lost bookie")
     print(f"{tool:<8} {count:>8,} ledgers {seconds:>8.1f} s  {count / seconds:>8,.0f} ledgers/s", flush=True)

@@ -16,13 +16,13 @@ from bkctl.ids import LedgerId, check_bookie_id, parse_scope_id
 from ._command import Run, command
 from ._options import (
     LEDGER_FORMS,
+    ByteRate,
     Composite,
     DryRun,
     WatchOption,
     count_option,
     duration_option,
     parameter,
-    parse_size,
     watch_option,
 )
 from ._output import GREEN, RED, YELLOW, Activity, Column, Columns, Kind, Output, RowWriter, size_text
@@ -74,31 +74,6 @@ SomeLedgers = Annotated[
 ]
 
 
-def _rate(values: Mapping[str, Any]) -> int | None:
-    text = values["byte_rate"]
-    if text is None:
-        return None
-    rate = parse_size(text.strip().removesuffix("/s"), "--rate")
-    if rate < 1:
-        raise UsageError(f"--rate {text}: must be more than 0")
-    return rate
-
-
-#: `--rate`, bytes a second.
-ByteRate = Annotated[
-    int | None,
-    Composite(
-        (
-            parameter(
-                "byte_rate",
-                Annotated[
-                    str, typer.Option("--rate", metavar="RATE", help="Copy at most so much a second: 50MB/s, 20MiB.")
-                ],
-            ),
-        ),
-        _rate,
-    ),
-]
 #: `--watch` of what comes to an end by itself.
 ProgressOption = Annotated[
     float | None,
@@ -157,10 +132,16 @@ async def _shown(activity: Activity, progress: MoveProgress) -> AsyncIterator[No
     import asyncio
 
     label = activity.label
+    total = progress.plan.entry_count
+    if total:  # Else all are open or empty, and are counted themselves.
+        activity.unit = "entries"
 
     async def refresh() -> None:
         while True:
-            activity.update(progress.ledger_count, len(progress.plan.ledgers))
+            if total:
+                activity.update(min(progress.entry_count, total), total)
+            else:
+                activity.update(progress.ledger_count, len(progress.plan.ledgers))
             activity.label = f"{label}, {_progress_text(progress)}"
             await asyncio.sleep(_REFRESH_S)
 
@@ -497,7 +478,8 @@ def _moving(progress: MoveProgress) -> Moving:
     total = len(progress.plan.ledgers)
     left_s = progress.left_s
     return Moving(
-        f"{progress.ledger_count:,} of {_counted(total, 'ledger', 'ledgers')}, {_progress_text(progress)}",
+        f"{progress.ledger_count:,} of {_counted(total, 'ledger', 'ledgers')}, {100 * progress.share:.0f}%, "
+        f"{_progress_text(progress)}",
         progress.entry_count, progress.size_bytes, progress.ledger_count, total, int(progress.bytes_per_s),
         None if left_s is None else round(left_s),
     )  # fmt: skip

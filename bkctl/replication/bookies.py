@@ -195,12 +195,16 @@ class MoveProgress:
         return self.size_bytes / self.elapsed_s
 
     @property
+    def share(self) -> float:
+        """How much of it is done, from 0 to 1; a ledger counts as much as one of its entries."""
+        total = len(self.plan.ledgers) + self.plan.entry_count
+        done = self.ledger_count + min(self.entry_count, self.plan.entry_count)
+        return 1.0 if self.ledger_count >= len(self.plan.ledgers) else done / total
+
+    @property
     def left_s(self) -> float | None:
         """About how long it will take; None while nothing is known."""
-        share = self.ledger_count / len(self.plan.ledgers) if self.plan.ledgers else 1.0
-        if self.plan.size_bytes:
-            # Large ledgers count for more, but never more than they are estimated to have.
-            share = (share + min(self.size_bytes / self.plan.size_bytes, 1.0)) / 2
+        share = self.share
         return self.elapsed_s * (1 - share) / share if share > 0 else None
 
 
