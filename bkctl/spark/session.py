@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,6 +33,7 @@ _EXTRA_HINT: Final = "pip install 'bkctl[spark]'"
 #: How often running stages are looked at.
 _PROGRESS_PERIOD_S: Final = 0.2
 _STOP_WAIT_S: Final = 20.0
+_LOOK_PERIOD_S: Final = 0.05
 #: What the JVM takes at most to end once it answers no more.
 _DEATH_WAIT_S: Final = 2.0
 
@@ -138,12 +141,13 @@ class _Spark:
         self._settings, self._verbose = settings, verbose
         self._log: Any = None
         self._gateway: Any = None
+        self._process: subprocess.Popen[bytes] | None = None
         self.session: Any = None
 
     def __enter__(self) -> _Spark:
         import logging
 
-        from pyspark import SparkConf, SparkContext, java_gateway
+        from pyspark import SparkConf, SparkContext
         from pyspark.errors import PySparkException
         from pyspark.sql import SparkSession
 
@@ -156,10 +160,8 @@ class _Spark:
         conf = SparkConf(loadDefaults=False)
         for name, value in self._settings.items():
             conf.set(name, value)
-        quiet = {} if self._verbose else {"stdout": self._log, "stderr": self._log}
         try:
-            launch: Any = java_gateway.launch_gateway
-            self._gateway = launch(conf, quiet)
+            self._gateway = self._launch()
             # Python's own handler: Spark's would talk to a JVM that the interrupted call still waits for.
             with _interrupts_as_before():
                 context = SparkContext(conf=conf, gateway=self._gateway)
@@ -175,6 +177,45 @@ class _Spark:
             raise
         return self
 
+    def _launch(self) -> Any:
+        """Start the JVM as PySpark's launch_gateway does, but as a process that is ours to end, and connect to it.
+
+        It has a session of its own, so that an interrupt at the terminal reaches us alone; it ends when we do.
+        """
+        from pyspark import java_gateway
+        from pyspark.find_spark_home import _find_spark_home
+        from pyspark.serializers import UTF8Deserializer, read_int
+
+        read_port: Any = read_int
+        read_secret: Any = UTF8Deserializer
+        launch: Any = java_gateway.launch_gateway
+        home: Any = _find_spark_home()
+        command = [str(Path(home, "bin", "spark-submit"))]
+        for name, value in self._settings.items():
+            command += ["--conf", f"{name}={value}"]
+        command += shlex.split(os.environ.get("PYSPARK_SUBMIT_ARGS", "pyspark-shell"))
+        output = None if self._verbose else self._log
+        with tempfile.TemporaryDirectory() as directory:
+            connection = Path(directory, "connection")
+            variables = {"SPARK_CONNECT_MODE": "0", "_PYSPARK_DRIVER_CONN_INFO_PATH": str(connection)}
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=os.environ | variables,
+                start_new_session=True,
+            )  # fmt: skip
+            while not connection.is_file():
+                if self._process.poll() is not None:
+                    raise BkctlError("The JVM ended before it could be used")
+                time.sleep(_LOOK_PERIOD_S)
+            with open(connection, "rb") as file:
+                port, secret = read_port(file), read_secret().loads(file)
+        address = {"PYSPARK_GATEWAY_PORT": str(port), "PYSPARK_GATEWAY_SECRET": secret}
+        os.environ.update(address)
+        try:
+            return launch()
+        finally:
+            for name in address:
+                del os.environ[name]
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         # Where Spark itself went away, what fails here is only that nobody answers.
         doubtful = isinstance(error, OSError) or type(error) is BkctlError
@@ -188,29 +229,29 @@ class _Spark:
 
     def _is_dead(self) -> bool:
         """Whether the JVM ended by itself."""
-        process = None if self._gateway is None else self._gateway.proc
-        if process is None:
+        if self._process is None:
             return False
         with suppress(subprocess.TimeoutExpired):
-            process.wait(_DEATH_WAIT_S)
-        return process.poll() is not None
+            self._process.wait(_DEATH_WAIT_S)
+        return self._process.poll() is not None
 
     def _kill(self) -> None:
         """End the JVM, whatever it is at, and forget it."""
         from pyspark import SparkContext
         from pyspark.sql import SparkSession
 
+        process, self._process = self._process, None
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(_STOP_WAIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
         gateway, self._gateway = self._gateway, None
         if gateway is not None:
-            process = gateway.proc
-            if process is not None:
-                process.terminate()
-                try:
-                    process.wait(_STOP_WAIT_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
-                process.stdin.close()
             with suppress(Exception):
                 gateway.shutdown()
             SparkContext._gateway = SparkContext._jvm = None

@@ -38,13 +38,13 @@ def runs_java(pid: int) -> bool:
         return False
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_an_inventory_needs_nothing_but_java_and_says_nothing_else(tmp_path: Path) -> None:
     find_java()
     with CommandLine(None).process(
         "pipeline", "inventory", "--by", "entrylog", PLACE, "-o", "ndjson", cwd=tmp_path
     ) as run:
-        out, err = run.communicate(timeout=280)
+        out, err = run.communicate(timeout=800)
     assert run.returncode == 0, err
     rows = [json.loads(line) for line in out.splitlines()]
     listed = CommandLine(None)("entrylog", "list", GOLDEN.ledger_dir, "-o", "ndjson").rows
@@ -55,7 +55,7 @@ def test_an_inventory_needs_nothing_but_java_and_says_nothing_else(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_an_interrupt_ends_spark_with_its_exit_code(tmp_path: Path) -> None:
     find_java()
     with CommandLine(None).process("pipeline", "inventory", PLACE, cwd=tmp_path) as run:
@@ -65,9 +65,9 @@ def test_an_interrupt_ends_spark_with_its_exit_code(tmp_path: Path) -> None:
             found[:] = [child for child in children(run.pid) if runs_java(child)]
             return bool(found)
 
-        wait_for(java_is_up, "Spark does not start", 240)
+        wait_for(java_is_up, "Spark does not start", 400)
         run.send_signal(signal.SIGINT)
-        _, err = run.communicate(timeout=240)
+        _, err = run.communicate(timeout=400)
     assert run.returncode == 130, err
     assert err.decode().splitlines() == ["bkctl: Interrupted"]
     wait_for(lambda: not runs_java(found[0]), "Spark goes on", 60)

@@ -23,7 +23,7 @@ from bkctl.spark.session import spark_session
 if TYPE_CHECKING:
     import pyarrow as pa
 
-WAIT_S = 240.0
+WAIT_S = 600.0
 
 
 def gate(directory: str) -> Any:

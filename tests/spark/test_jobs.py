@@ -23,13 +23,15 @@ from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.spark.bookies import find_bookies
+from bkctl.spark.garbage import by_bookie, garbage_shares, orphans, uses
 from bkctl.spark.integrity import Integrity, integrity
+from bkctl.spark.inventory import By, damages, shares, totals
 from bkctl.storage.entry_log import EntryLogReader
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = pytest.mark.usefixtures("spark")
+pytestmark = [pytest.mark.usefixtures("spark"), pytest.mark.timeout(900)]
 
 Rows = list[dict[str, Any]]
 #: ledgerQualifiedName, entry id, bookie.
@@ -87,7 +89,7 @@ def record_of(log: Path, ledger: LedgerId) -> tuple[int, int, int]:
 # --- inventory ------------------------------------------------------------------------------------------------------
 
 
-def test_an_inventory_counts_what_the_commands_for_one_bookie_count(files: Files) -> None:
+def test_an_inventory_counts_what_the_commands_for_one_bookie_count(spark: SparkSession, files: Files) -> None:
     logs = {row["file"]: row for row in pipeline(None, "inventory", "--by", "entrylog", files.directory)}
     sizes: Counter[tuple[str, str]] = Counter()
     entries: Counter[tuple[str, str]] = Counter()
@@ -108,42 +110,40 @@ def test_an_inventory_counts_what_the_commands_for_one_bookie_count(files: Files
     assert not logs
     assert sum(sizes.values()) > 0
 
-    bookies = pipeline(None, "inventory", *files.places())
-    assert {row["bookieId"]: (row["entryCount"], row["size"]) for row in bookies} == {
-        bookie: tuple(
-            sum(count for (owner, _), count in found.items() if owner == bookie) for found in (entries, sizes)
-        )
+    found = find_bookies(files.places())
+    counted = shares(spark, found).persist()
+    assert damages(counted).count() == 0
+
+    def by(what: By, connection: dict[str, str] | None = None) -> Rows:
+        return [row.asDict() for row in totals(spark, found, counted, what, connection).collect()]
+
+    assert {row["bookieId"]: (row["entryCount"], row["size"]) for row in by(By.BOOKIE)} == {
+        bookie: tuple(sum(count for (owner, _), count in sums.items() if owner == bookie) for sums in (entries, sizes))
         for bookie in files.bookies
     }
-    ledgers = pipeline(None, "inventory", "--by", "ledger", files.directory)
+    ledgers = by(By.LEDGER)
     assert {row["ledgerQualifiedName"]: (row["entryCount"], row["size"]) for row in ledgers} == {
-        name: tuple(sum(count for (_, ledger), count in found.items() if ledger == name) for found in (entries, sizes))
+        name: tuple(sum(count for (_, ledger), count in sums.items() if ledger == name) for sums in (entries, sizes))
         for name in {ledger for _, ledger in entries}
     }
     assert [row["size"] for row in ledgers] == sorted((row["size"] for row in ledgers), reverse=True)
     for row in ledgers:
         assert LedgerId(int(row["ledgerScopeId"]), int(row["ledgerId"])).qualified_name == row["ledgerQualifiedName"]
-
-
-def test_an_inventory_counts_scopes_applications_and_the_ledgers_asked_for(files: Files) -> None:
-    everything = pipeline(None, "inventory", "--by", "ledger", files.directory)
-    scopes = {row["ledgerScopeId"]: row for row in pipeline(None, "inventory", "--by", "scope", files.directory)}
+    scopes = {row["ledgerScopeId"]: row for row in by(By.SCOPE)}
     assert set(scopes) == {"0", "7"}
     for scope_id, row in scopes.items():
-        of_scope = [each for each in everything if each["ledgerScopeId"] == scope_id]
+        of_scope = [each for each in ledgers if each["ledgerScopeId"] == scope_id]
         assert (row["ledgerCount"], row["size"]) == (len(of_scope), sum(each["size"] for each in of_scope))
+    (pulsar,) = [row for row in ledgers if row["ledgerQualifiedName"] == files.flushed[-1].ledger.qualified_name]
+    named = {row["application"]: row for row in by(By.APPLICATION, {"metadataUri": files.uri})}
+    assert (named["pulsar"]["component"], named["pulsar"]["managedLedger"]) == ("managed-ledger", "public/default/t")
+    assert (named["pulsar"]["entryCount"], named["pulsar"]["size"]) == (pulsar["entryCount"], pulsar["size"])
+    assert set(named) == {"pulsar", None}
+    assert named[None]["size"] == sum(sizes.values()) - pulsar["size"]
+    counted.unpersist()
     scoped = pipeline(None, "inventory", "--by", "ledger", "--ledger-scope-id", 7, files.directory)
-    assert scoped == [row for row in everything if row["ledgerScopeId"] == "7"]
-    pulsar = files.flushed[-1].ledger
-    one = pipeline(None, "inventory", "--by", "ledger", "--ledger", pulsar, files.directory)
-    assert one == [row for row in everything if row["ledgerQualifiedName"] == pulsar.qualified_name]
-    named = pipeline(files.uri, "inventory", "--by", "application", files.directory)
-    (row,) = [row for row in named if row["application"]]
-    assert (row["component"], row["managedLedger"]) == ("managed-ledger", "public/default/t")
-    assert {row["application"]: row["entryCount"] for row in named} == {
-        "pulsar": one[0]["entryCount"],
-        None: sum(row["entryCount"] for row in everything) - one[0]["entryCount"],
-    }
+    names = [row["ledgerQualifiedName"] for row in ledgers if row["ledgerScopeId"] == "7"]
+    assert [row["ledgerQualifiedName"] for row in scoped] == names
 
 
 # --- integrity ------------------------------------------------------------------------------------------------------
@@ -240,15 +240,15 @@ def test_what_logs_hold_without_their_indexes_is_enough_where_that_is_asked(file
     files = copied(files, tmp_path)
     for index in Path(files.places()[INTERLEAVED_BOOKIE]).rglob("*.idx"):
         index.unlink()
-    rows = pipeline(files.uri, "integrity", files.directory, code=3)
-    assert {(row["bookieId"], row["problem"]) for row in rows} == {(files.bookies[INTERLEAVED_BOOKIE], "notIndexed")}
     assert pipeline(files.uri, "integrity", "--no-indexes", files.directory) == []
 
 
 # --- garbage --------------------------------------------------------------------------------------------------------
 
 
-def test_garbage_is_what_the_command_for_one_bookie_says_of_each(files: Files, tmp_path: Path) -> None:
+def test_garbage_is_what_the_command_for_one_bookie_says_of_each(
+    spark: SparkSession, files: Files, tmp_path: Path
+) -> None:
     files = copied(files, tmp_path)
     dead = [
         of_type(files, DigestType.CRC32, 0).ledger,
@@ -270,12 +270,12 @@ def test_garbage_is_what_the_command_for_one_bookie_says_of_each(files: Files, t
             sums[bookie] += expected["garbageSize"]
     assert not rows
     assert sums.total() > 0
-    assert {
-        row["bookieId"]: row["garbageSize"] for row in pipeline(files.uri, "garbage", "--by", "bookie", files.directory)
-    } == sums
-    orphans = pipeline(files.uri, "garbage", "--by", "ledger", files.directory)
-    assert {row["ledgerQualifiedName"] for row in orphans} == {ledger.qualified_name for ledger in dead}
-    assert sum(row["size"] for row in orphans) == sums.total()
+    found = garbage_shares(spark, find_bookies([files.directory]), {"metadataUri": files.uri}).persist()
+    assert {row.bookieId: row.garbageSize for row in by_bookie(uses(found)).collect()} == sums
+    dead_rows = orphans(found).collect()
+    assert {row.ledgerQualifiedName for row in dead_rows} == {ledger.qualified_name for ledger in dead}
+    assert sum(row.size for row in dead_rows) == sums.total()
+    found.unpersist()
 
 
 def test_another_clusters_metadata_makes_no_garbage(files: Files, tmp_path: Path) -> None:

@@ -25,7 +25,12 @@ def daemon(name: str, directory: Path, main_class: str, arguments: list[str], si
 
     home = Path(pyspark.__file__).parent
     log = directory / f"{name}.log"
-    variables = [f"SPARK_HOME={home}", "SPARK_LOCAL_IP=127.0.0.1", f"SPARK_LOCAL_DIRS={directory / 'local'}"]
+    (core,) = (home / "jars").glob("spark-core_*.jar")
+    variables = [
+        f"SPARK_HOME={home}", "SPARK_LOCAL_IP=127.0.0.1", f"SPARK_LOCAL_DIRS={directory / 'local'}",
+        # Without it a worker looks for the builds of Spark's own source tree.
+        f"SPARK_SCALA_VERSION={core.name.removeprefix('spark-core_').partition('-')[0]}",
+    ]  # fmt: skip
     command = [
         "env", *variables, find_java(), "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-Xmx256m",
         "--add-opens=java.base/java.lang=ALL-UNNAMED", "--add-opens=java.base/java.nio=ALL-UNNAMED",
@@ -62,7 +67,7 @@ def master(tmp_path: Path) -> Iterator[str]:
             server.kill()
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_an_executor_that_is_killed_is_replaced_and_the_result_is_the_same(master: str, tmp_path: Path) -> None:
     files = bookie_files.make(tmp_path / "cluster")
     gate = tmp_path / "gate"
@@ -70,7 +75,7 @@ def test_an_executor_that_is_killed_is_replaced_and_the_result_is_the_same(maste
     environment = {**os.environ, "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
     done = subprocess.run(
         [sys.executable, JOB, master, files.directory, gate], env=environment, capture_output=True, text=True,
-        timeout=540, check=False,
+        timeout=1000, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
