@@ -114,10 +114,10 @@ def scan(spark: SparkSession, kind: str, path: str) -> int | None:
 def inventory(spark: SparkSession, directory: str) -> int:
     """The job over one bookie; returns the number of entries that it counts."""
     from bkctl.spark.bookies import BookieFiles
-    from bkctl.spark.inventory import By, log_shares, totals
+    from bkctl.spark.inventory import By, shares, totals
 
-    bookies = [BookieFiles("bookie", (directory,), (directory,), (directory,))]
-    rows = totals(spark, bookies, log_shares(spark, bookies), By.LEDGER).collect()
+    bookies = [BookieFiles("bookie", (), (f"{directory}/current",), ())]
+    rows = totals(spark, bookies, shares(spark, bookies), By.LEDGER).collect()
     return sum(row.entryCount for row in rows)
 
 
@@ -220,7 +220,7 @@ class Bench:
                 with EntryLogReader.open(path) as reader:
                     reader.scan_ledgers()
             single.append(time.perf_counter() - start)
-        command = [BKCTL, "pipeline", "inventory", "--by", "ledger", "-o", "ndjson", str(directory)]
+        command = [BKCTL, "pipeline", "inventory", "--by", "ledger", "-o", "ndjson", f"bookie={directory}"]
         whole = []
         for _ in range(self.runs):
             start = time.perf_counter()
