@@ -437,7 +437,7 @@ def _ledger_step(move: LedgerMove, result: StepResult, advice: str | None) -> St
     if move.problem is not None:
         message = move.problem
     elif result is StepResult.GONE:
-        message = "It is not there any more"
+        message = "Others moved it, or it was deleted"
     else:
         message = f"Copied, in {move.fragment_count:,} {'fragment' if move.fragment_count == 1 else 'fragments'}"
     return Step(
