@@ -59,16 +59,17 @@ def dying_source(directory: str) -> type[source.LedgerSource]:
 
 
 def dying_rows(uri: str, scope_id: int, directory: str) -> Any:
-    """A step that dies in its second partition when ledgers for both are there."""
+    """A step that dies half way through its second partition, when ledgers for both are there."""
 
     def step(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from pyspark import TaskContext
 
         context = TaskContext.get()
         assert context is not None
-        for batch in batches:
+        for at, batch in enumerate(batches):
             yield batch
-            if context.partitionId() == 1 and not Path(directory, "died writing").exists():
+            # What was handed over before is more than buffers on the way hold.
+            if at == 5 and context.partitionId() == 1 and not Path(directory, "died writing").exists():
                 until = time.monotonic() + WAIT_S
                 with open_cluster(uri) as cluster:
                     while len(list(cluster.ledgers.ledgers(scope_id))) < 2:
@@ -94,6 +95,7 @@ def main(uri: str, read_scope: str, write_scope: str, directory: str) -> None:
         "spark.local.dir": f"{directory}/local",
         "spark.driver.memory": "512m",
         "spark.sql.shuffle.partitions": "2",
+        "spark.sql.execution.arrow.maxRecordsPerBatch": "100",
         "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC "
         f"-Dlog4j2.configurationFile=file:{directory}/log4j2.properties",
     }
@@ -103,7 +105,7 @@ def main(uri: str, read_scope: str, write_scope: str, directory: str) -> None:
         exported = export_ledgers(spark, f"{directory}/export", {**reading, "ledgerScopeId": read_scope}).collect()
         frame = spark.read.format("bookkeeper.ledger").options(**reading, ledgerScopeId=read_scope).load()
         frame.explain(True)
-        rows = spark.range(0, 2000, 1, 2).selectExpr("cast(id as string) as payload")
+        rows = spark.range(0, 2000, 1, 2).selectExpr("lpad(cast(id as string), 1000, '.') as payload")
         rows = rows.mapInArrow(dying_rows(uri, int(write_scope), directory), rows.schema)
         ledgers = write_ledgers(rows, {**options, "ledgerScopeId": write_scope})
         rows.explain(True)

@@ -51,7 +51,7 @@ def test_dead_workers_change_nothing_and_no_secret_is_told(live: Live, tmp_path:
     ledgers = [LedgerId.parse(name) for name in found["ledgers"]]
     assert set(ledgers) == live.ledgers(WRITE_SCOPE)
     assert [live.read(ledger) for ledger in ledgers] == [
-        [b"%d" % number for number in range(first, first + 1000)] for first in (0, 1000)
+        [(b"%d" % number).rjust(1000, b".") for number in range(first, first + 1000)] for first in (0, 1000)
     ]
     made = live.client().cluster.ledgers.read(ledgers[0]).metadata
     assert made.password == LEDGER_PASSWORD.encode()
