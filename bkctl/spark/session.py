@@ -125,11 +125,12 @@ def spark_session(
     chosen |= {"spark.app.name": app_name, **settings}
     if archives:
         chosen["spark.archives"] = ",".join([*filter(None, [chosen.get("spark.archives")]), *archives])
-    with _Spark(chosen, verbose=verbose) as running:
+    with tempfile.TemporaryDirectory() as directory, _Spark(chosen, verbose=verbose) as running:
         session = running.session
         register(session)
         if not is_local(master) if ship is None else ship:
-            ship_package(session)
+            # Executors fetch it when they start, so it has to stay there; it comes before what they have installed.
+            session.sparkContext.addPyFile(str(package_zip(Path(directory))))
         with plain_errors():
             yield session
 
@@ -267,9 +268,8 @@ class _Spark:
             return Unreachable(f"No Spark master answers at {master}", hint="check --master and that it is up")
         if "OutOfMemoryError" in logged:
             return BkctlError("Spark has too little memory", hint="give it more: --spark-conf spark.driver.memory=4g")
-        lines = [line.strip() for line in f"{error}\n{logged}".splitlines()]
-        causes = [line for line in lines if re.match(r"(?:Caused by: )?[\w.]+(?:Exception|Error): ", line)]
-        cause = re.sub(r"^(?:Caused by: )?(?:[\w]+\.)+", "", causes[-1]) if causes else next(filter(None, lines), "")
+        causes = _causes(f"{error}\n{logged}")
+        cause = causes[-1] if causes else next((line for line in logged.splitlines() if line.strip()), str(error))
         return BkctlError(f"Spark failed on {master}: {cause}", hint="--verbose shows its log")
 
     def _logged(self) -> str:
@@ -309,12 +309,6 @@ def package_zip(directory: Path) -> Path:
             if "commands" not in source.relative_to(root).parts:
                 archive.write(source, f"bkctl/{source.relative_to(root)}")
     return path
-
-
-def ship_package(session: SparkSession) -> None:
-    """Send this package to the executors of `session`, where it comes before one that they have installed."""
-    with tempfile.TemporaryDirectory() as directory:
-        session.sparkContext.addPyFile(str(package_zip(Path(directory))))
 
 
 # --- progress -------------------------------------------------------------------------------------------------------
@@ -371,7 +365,16 @@ def plain_error(error: BaseException) -> BkctlError:
     own = source_error(error)
     if own is not None:
         return own
-    lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.lstrip().startswith("at ")]
-    python = [line for line in lines if re.match(r"[\w.]*(?:Error|Exception): ", line)]
-    what = python[-1] if python else lines[0] if lines else type(error).__name__
-    return BkctlError(f"Spark: {what[:500]}", hint="--verbose shows its log")
+    said = str(error)
+    causes = _causes(said) or [line.strip() for line in said.splitlines() if line.strip()][:1]
+    return BkctlError(f"Spark: {causes[-1] if causes else type(error).__name__}", hint="--verbose shows its log")
+
+
+def _causes(text: str) -> list[str]:
+    """What the lines of a log or a stack trace name as errors, without their packages."""
+    found: list[str] = []
+    for line in text.splitlines():
+        match = re.match(r"\s*(?::|Caused by:)?\s*(?:\w+\.)+(\w*(?:Exception|Error): .{1,500})", line)
+        if match is not None:
+            found.append(match[1])
+    return found
