@@ -436,7 +436,6 @@ def test_extract_refuses(cli: Cli, bookie: Path) -> None:
 # --- a bookie of our own --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(120)
 def test_the_scoped_logs_that_a_bookie_of_ours_left(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip

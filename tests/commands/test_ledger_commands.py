@@ -15,8 +15,6 @@ from bkctl.ids import LedgerId
 
 from .conftest import Cli
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(autouse=True)
 def _connected(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:

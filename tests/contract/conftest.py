@@ -40,14 +40,14 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]
 
         etcd = request.getfixturevalue("etcd")
         hosts, root = [("127.0.0.1", etcd.port)], etcd.new_root()
-        made = Backend(lambda: EtcdStore(hosts, root, timeout_s=20, session_timeout_s=4))
+        made = Backend(lambda: EtcdStore(hosts, root, timeout_s=20, session_timeout_s=20))
         made.open().put_all([("", b"")])
     else:
         from bkctl.metadata.zookeeper import ZooKeeperStore
 
         zookeeper = request.getfixturevalue("zookeeper")
         root = zookeeper.new_root()
-        made = Backend(lambda: ZooKeeperStore(zookeeper.connect_string, root, timeout_s=20, session_timeout_s=4))
+        made = Backend(lambda: ZooKeeperStore(zookeeper.connect_string, root, timeout_s=20, session_timeout_s=20))
         made.open().put_all([("", b"")])
     yield made
     made.close()

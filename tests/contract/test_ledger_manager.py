@@ -293,7 +293,7 @@ def test_a_watcher_hears_of_each_change_and_of_the_end(cluster_uri: str) -> None
 
         def wait_for_count(count: int) -> None:
             with heard:
-                assert heard.wait_for(lambda: len(told) >= count, timeout=20)
+                assert heard.wait_for(lambda: len(told) >= count, timeout=60)
 
         cancel = cluster.ledgers.watch(ledger, hear)
         assert [found.version for found in told if isinstance(found, VersionedMetadata)] == [version]

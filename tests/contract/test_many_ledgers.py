@@ -224,30 +224,30 @@ def is_stopped(pid: int) -> bool:
 def test_listing_and_processing_go_on_while_the_server_is_killed(metadata_server: Callable[[], Any]) -> None:
     server = metadata_server()
     ids = spread(300)
+
+    def restart() -> None:
+        server.kill()
+        time.sleep(0.3)
+        server.start()
+
     with open_cluster(server.metadata_uri(), create=True) as cluster:
         create_all(cluster.ledgers, ids)
-        killer = threading.Timer(0.05, server.kill)
-        killer.start()
-        starter = threading.Timer(0.4, server.start)
-        starter.start()
+        outage = threading.Timer(0.05, restart)
+        outage.start()
         ranged = (ledger for one in cluster.ledgers.ranges(None, size=10) for ledger in one.ledgers)
         assert [ledger for ledger, _ in cluster.ledgers.read_many(ranged)] == ids
-        killer.join()
-        starter.join()
+        outage.join()
         removed: list[LedgerId] = []
 
         def remove(ledger: LedgerId) -> None:
             cluster.ledgers.remove(ledger)
             removed.append(ledger)
 
-        killer = threading.Timer(0.1, server.kill)
-        killer.start()
-        starter = threading.Timer(0.6, server.start)
-        starter.start()
+        outage = threading.Timer(0.1, restart)
+        outage.start()
         # A removal whose answer was lost counts as done, and is not told as LedgerNotFound.
         assert cluster.ledgers.process(remove, None, concurrency=8, keep_going=True) == (len(ids), [])
-        killer.join()
-        starter.join()
+        outage.join()
         assert sorted(removed) == ids
         assert list(cluster.ledgers.ledgers(None)) == []
 

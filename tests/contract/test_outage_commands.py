@@ -5,20 +5,25 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from command_line import CommandLine
+from servers import wait_for
 
+from bkctl.errors import NotFound
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Cookie, Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.etcd import EtcdStore
 from bkctl.metadata.store import NEW
+from bkctl.metadata.zookeeper import ZooKeeperStore
 
 METADATA = LedgerMetadata(1, 1, 1, DigestType.CRC32C, b"", (Fragment(0, ("b0:1",)),))
 LEDGERS = [LedgerId(scope, number * 5_000) for scope in (0, 7) for number in range(300)]
@@ -64,18 +69,33 @@ def down(server: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restarted(server: Any) -> Iterator[None]:
-    """Killed a moment after the body began, and up again."""
+    """Killed a moment after the body had its first answer, and up again."""
+    outages: list[threading.Thread] = []
 
     def restart() -> None:
         server.kill()
         server.start()
 
-    timer = threading.Timer(0.3, restart)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.join()
+    def then_restart(get: Callable[..., Any]) -> Callable[..., Any]:
+        def answered(*arguments: Any) -> Any:
+            found = get(*arguments)
+            if not outages:
+                outages.append(threading.Timer(0.05, restart))
+                outages[0].start()
+            return found
+
+        return answered
+
+    with contextlib.ExitStack() as stack:
+        for store in (ZooKeeperStore, EtcdStore):
+            stack.enter_context(mock.patch.object(store, "get", then_restart(store.get)))
+        try:
+            yield
+        finally:
+            for outage in outages:
+                outage.join()
+    assert outages
+    assert server.running
 
 
 def check_exits(cli: CommandLine, directory: Path) -> None:
@@ -147,6 +167,55 @@ def test_a_sqlite_file_that_somebody_holds_ends_each_change(tmp_path: Path) -> N
     assert cli("autorecovery", "disable").code == 0
 
 
+class Gate:
+    """A port that leads to a server, and lets what clients send pass until `shuts()`, asked every 64 KiB."""
+
+    def __init__(self, server_port: int, shuts: Callable[[], bool]) -> None:
+        self._server_port = server_port
+        self._shuts = shuts
+        self._lock = threading.Lock()
+        self._passed = 0
+        self.shut, self._over = threading.Event(), threading.Event()
+        self._sockets: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._start(self._accept)
+
+    def _start(self, work: Callable[..., None], *arguments: Any) -> None:
+        threading.Thread(target=work, args=arguments, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                ours = self._listener.accept()[0]
+                theirs = socket.create_connection(("127.0.0.1", self._server_port))
+                self._sockets += ours, theirs
+                self._start(self._pass_on, ours, theirs, self._wait)
+                self._start(self._pass_on, theirs, ours, lambda _: None)
+
+    def _pass_on(self, source: socket.socket, target: socket.socket, wait: Callable[[int], None]) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(4096):
+                wait(len(data))
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def _wait(self, size: int) -> None:
+        with self._lock:
+            before, self._passed = self._passed, self._passed + size
+            if before >> 16 != self._passed >> 16 and not self.shut.is_set() and self._shuts():
+                self.shut.set()
+        if self.shut.is_set():
+            self._over.wait()
+
+    def close(self) -> None:
+        self._over.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        for each in (self._listener, *self._sockets):
+            each.close()
+
+
 def test_what_was_killed_is_finished_by_doing_it_again(zookeeper: Any, tmp_path: Path) -> None:
     source, export = CommandLine(f"sqlite://{tmp_path}/m.db"), tmp_path / "export"
     with open_cluster(source.settings["METADATA_URI"], create=True) as cluster:
@@ -154,30 +223,45 @@ def test_what_was_killed_is_finished_by_doing_it_again(zookeeper: Any, tmp_path:
         cluster.store.put_all([(cluster.ledgers.path(LedgerId(0, number * 99)), value) for number in range(5000)])
         instance_id = cluster.instance_id()
     assert source("metadata", "export", "-f", export).code == 0
-    target = CommandLine(zookeeper.metadata_uri(zookeeper.new_root()))
+    root = zookeeper.new_root()
+    target = CommandLine(zookeeper.metadata_uri(root))
 
     def count() -> int:
         answer = target("ledger", "list", "--count", "-o", "ndjson")
         return int(answer.rows[0]["count"]) if answer.code == 0 else -1
 
+    def look() -> int:
+        """`count` from another thread."""
+        try:
+            with open_cluster(target.settings["METADATA_URI"]) as cluster:
+                return sum(1 for _ in cluster.ledgers.ledgers())
+        except NotFound:
+            return -1
+
     def kill_when(words: tuple[object, ...], condition: Callable[[], bool]) -> None:
-        with target.process(*words) as process:
-            try:
-                while process.poll() is None and not condition():
-                    time.sleep(0.01)
-            finally:
-                process.kill()
-            process.communicate()
-        assert process.returncode == -signal.SIGKILL
+        """Kill the command when `condition()`, and before what it sends then gets to the server."""
+        gate = Gate(zookeeper.port, condition)
+        behind = CommandLine(f"zk+hierarchical://127.0.0.1:{gate.port}{root}")
+        try:
+            with behind.process(*words) as process:
+                try:
+                    wait_for(lambda: gate.shut.is_set() or process.poll() is not None, "the command half way")
+                finally:
+                    process.kill()
+                told = process.communicate()
+            assert process.returncode == -signal.SIGKILL, told
+        finally:
+            gate.close()
 
     words: tuple[object, ...] = ("metadata", "import", "-f", export)
-    kill_when(words, lambda: count() > 100)
-    assert 0 < count() < 5000
+    kill_when(words, lambda: look() > 100)
+    assert 100 < count() < 5000
     assert target(*words).code == 0
     assert target("metadata", "diff", export, "-o", "id").ids == []
 
     words = ("cluster", "nuke", "--instance-id", instance_id, "--yes")
-    kill_when(words, lambda: 0 < count() < 4000)
+    kill_when(words, lambda: 0 < look() < 4500)
+    assert 0 < count() < 5000
     assert target("cluster", "id", "-o", "id").ids == [instance_id]
     assert target(*words).code == 0
     assert target("cluster", "id").code == 4

@@ -219,7 +219,7 @@ MISBEHAVIOUR: dict[str, tuple[Callable[..., None], type[BkctlError], str]] = {
     "said to be large": (sends(HEAD + b"Content-Length: 99999999999\r\n\r\n"), ProtocolError, "too large"),
     "silent": (is_silent, TimedOut, "no progress"),
     "silent after its head": (drips(HEAD + b"\r\n", b"", 60), TimedOut, "no progress"),
-    "drips its head": (drips(HEAD, b"A: b\r\n", 0.02), TimedOut, "no progress"),
+    "drips its head": (drips(HEAD, b"A: b\r\n", 0.05), TimedOut, "no progress"),
     "drips its body": (drips(HEAD + b"Content-Length: 100000\r\n\r\n", b"x", 0.02), TimedOut, "no progress"),
     "goes on and on": (drips(b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 100 Continue\r\n\r\n", 0.02), TimedOut, "no"),
 }
@@ -229,7 +229,7 @@ MISBEHAVIOUR: dict[str, tuple[Callable[..., None], type[BkctlError], str]] = {
 def test_a_server_that_misbehaves_is_one_error_in_the_end(name: str) -> None:
     behave, error, text = MISBEHAVIOUR[name]
     with misbehaving(behave) as server, pytest.raises(BkctlError) as raised:
-        ApiClient(server.url, timeout_s=0.25 if error is TimedOut else 60).request("GET", "/x")
+        ApiClient(server.url, timeout_s=0.5 if error is TimedOut else 60).request("GET", "/x")
     assert type(raised.value) is error, raised.value
     assert text in str(raised.value)
     assert server.url in str(raised.value)

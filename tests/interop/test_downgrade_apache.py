@@ -30,7 +30,7 @@ from bkctl.storage.journal import JournalReader
 COUNT = 50
 SIZE_BYTES = 1500
 PASSWORD = b"sleeping"
-SETTINGS = {"zkTimeout": 2000, "logSizeLimit": 256 * 1024, "gcWaitTime": 3000}
+SETTINGS = {"zkTimeout": 4000, "logSizeLimit": 256 * 1024, "gcWaitTime": 3000}
 COLLECTIONS = 3
 
 
@@ -51,7 +51,7 @@ class Ledgers:
         async def run() -> None:
             with open_cluster(self.uri) as cluster:
                 async with BookKeeper(cluster) as client:
-                    await asyncio.wait_for(body(client), 120)
+                    await asyncio.wait_for(body(client), 300)
 
         asyncio.run(run())
 

@@ -321,11 +321,11 @@ def test_no_bookie_answers(
 ) -> None:  # fmt: skip
     port, word = {
         "refusing": lambda: (free_port(), "cannot be reached: Connection refused"),
-        "silent": lambda: (request.getfixturevalue("silent"), "gave no answer within 0.5 s"),
-        "black hole": lambda: (request.getfixturevalue("black_hole"), "cannot be reached: no answer within 0.5 s"),
+        "silent": lambda: (request.getfixturevalue("silent"), "gave no answer within 1.5 s"),
+        "black hole": lambda: (request.getfixturevalue("black_hole"), "cannot be reached: no answer within 1.5 s"),
         "web server": lambda: (request.getfixturevalue("web_server"), "sent a frame of 1213486160 bytes"),
     }[how]()
-    options = [*elsewhere(apache_cluster, port), "--timeout", "500ms", "--protocol", protocol]
+    options = [*elsewhere(apache_cluster, port), "--timeout", "1500ms", "--protocol", protocol]
     code = 7 if how == "web server" else 6
     closed = cli("ledger", "write", tmp_path / "lines", "-o", "id").ids[0]
 
@@ -364,7 +364,7 @@ def test_recovery_that_reaches_no_bookie_can_be_tried_again(
             pass
         writer.kill()
     for port in (free_port(), black_hole, silent):
-        options = [*elsewhere(apache_cluster, port), "--timeout", "500ms"]
+        options = [*elsewhere(apache_cluster, port), "--timeout", "1500ms"]
         check(cli("ledger", "recover", ledger, *options, "-o", "ndjson"), 6, f"edger {ledger}")
         answer = cli("ledger", "tail", ledger, *options, "-o", "ndjson")
         check(answer, 6, f"Last add confirmed of ledger {ledger} is not known: too few of its bookies answer")
@@ -376,7 +376,7 @@ def test_recovery_that_reaches_no_bookie_can_be_tried_again(
 def test_one_bookie_that_is_silent_delays_but_hides_nothing(
     cli: CommandLine, apache_cluster: ApacheCluster, ledger: str, silent: int, tmp_path: Path
 ) -> None:
-    options = ["--bookie-address", f"{apache_cluster.bookies[0].bookie_id}=127.0.0.1:{silent}", "--timeout", "500ms"]
+    options = ["--bookie-address", f"{apache_cluster.bookies[0].bookie_id}=127.0.0.1:{silent}", "--timeout", "1500ms"]
     assert cli("ledger", "read", ledger, *options, "--format", "raw").out == b"onetwo"
     shape = ["--ensemble-size", 2, "--write-quorum", 2, "--ack-quorum", 2]
     for _ in range(3):  # the bookie may be in the ensemble or not

@@ -28,8 +28,6 @@ from servers import (
     wait_for,
 )
 
-pytestmark = pytest.mark.timeout(300)
-
 Rows = list[dict[str, Any]]
 
 #: Small logs, as many as there are ledgers in a test, and no garbage collection unless asked for.

@@ -39,8 +39,6 @@ from bkctl.storage.directories import BookieDirectories
 from bkctl.storage.index import BookieIndexes
 from bkctl.storage.rocksdb import LedgersDatabase, LocationsDatabase
 
-pytestmark = pytest.mark.timeout(300)
-
 #: Logs of a few ledgers each, and a collection and a compaction every second.
 COLLECTING: Final[dict[str, object]] = {
     "logSizeLimit": 128 * 1024,

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,6 @@ from servers import (
 
 from bkctl.storage.directories import BookieDirectories, BookieFile, FileKind
 from bkctl.storage.status import read_detail
-
-pytestmark = pytest.mark.timeout(300)
 
 Rows = list[dict[str, Any]]
 
@@ -181,20 +179,25 @@ def test_no_file_that_a_bookie_ever_has_is_unknown(zookeeper: ZooKeeperServer, j
     ]
     seen: dict[Path, BookieFile] = {}
     stopped = threading.Event()
+    problems: list[BaseException] = []
+
+    def look() -> None:
+        for bookie in bookies:
+            directories = {
+                Path(each)
+                for name, value in bookie.settings.items()
+                if name.endswith(("Directory", "Directories"))
+                for each in str(value).split(",")
+            }
+            for file in BookieDirectories.at(*filter(Path.is_dir, directories)).files():
+                seen[file.path] = file
 
     def watch() -> None:
-        while not stopped.wait(0.02):
-            for bookie in bookies:
-                directories = {
-                    Path(each)
-                    for name, value in bookie.settings.items()
-                    if name.endswith(("Directory", "Directories"))
-                    for each in str(value).split(",")
-                }
-                for file in BookieDirectories.at(*filter(Path.is_dir, directories)).files():
-                    # A file that has just been made, or goes, may say nothing yet.
-                    with suppress(Exception) if file.path in seen else suppress(FileNotFoundError):
-                        seen[file.path] = file
+        try:
+            while not stopped.wait(0.02):
+                look()
+        except BaseException as error:  # noqa: BLE001 - raised below
+            problems.append(error)
 
     try:
         for bookie in bookies:
@@ -207,7 +210,7 @@ def test_no_file_that_a_bookie_ever_has_is_unknown(zookeeper: ZooKeeperServer, j
         command = CommandLine(uri)
         doomed = [ledger["ledgerId"] for ledger in written if not ledger["deleted"]][1::2]
         assert command("ledger", "delete", *doomed, "--yes").code == 0
-        logs = {path for path, file in seen.items() if file.kind is FileKind.ENTRY_LOG}
+        logs = {path for path, file in list(seen.items()) if file.kind is FileKind.ENTRY_LOG}
         deadline = time.monotonic() + 30
         while all(path.exists() for path in logs) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -219,6 +222,8 @@ def test_no_file_that_a_bookie_ever_has_is_unknown(zookeeper: ZooKeeperServer, j
         stopped.set()
         for bookie in bookies:
             bookie.kill()
+    assert problems == []
+    look()
     unknown = [path for path, file in seen.items() if file.kind is FileKind.UNKNOWN]
     assert unknown == []
     assert {file.kind for file in seen.values()} >= {

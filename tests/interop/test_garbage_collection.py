@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-import pytest
 from command_line import CommandLine
 from own_bookies import OwnBookie
 from own_cluster import STORAGES, OwnCluster, stop_all
@@ -19,8 +18,6 @@ from bkctl.errors import NotFound
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.storage.entry_log import EntryLogReader
-
-pytestmark = pytest.mark.timeout(600)
 
 COLLECTING: dict[str, object] = {
     "logSizeLimit": 128 * 1024,

@@ -30,6 +30,10 @@ def test_the_java_programs_agree_on_the_known_ledgers(
 ) -> None:
     there = [ledger for ledger in apache_ledgers if not ledger["deleted"]]
     for protocol in ("v2", "v3"):
+        if protocol == "v3":
+            # Bookies that were started again have forgotten an explicit LAC when asked first (FileInfo.getExplicitLac).
+            confirmed = [ledger for ledger in there if ledger["explicitLac"] is not None]
+            read_ledgers(java, apache_cluster.metadata_uri, protocol, confirmed)
         found = read_ledgers(java, apache_cluster.metadata_uri, protocol, there)
         for expected, ledger in zip(there, found, strict=True):
             last = expected["lastAddConfirmed"]

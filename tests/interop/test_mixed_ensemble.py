@@ -34,7 +34,7 @@ DOOMED = LedgerId(0, FIRST_ID - 2)
 ENTRY_COUNT = 60
 #: What a client asks a connection before its first scoped request.
 PROBE = LedgerId(1, (1 << 63) - 1)
-SETTINGS = {"zkTimeout": 2000, "gcWaitTime": 1000}
+SETTINGS = {"gcWaitTime": 1000}
 
 
 def payload_of(ledger: LedgerId, entry_id: int) -> bytes:
@@ -208,7 +208,7 @@ def test_an_apache_bookie_in_the_place_of_ours_sees_nothing_scoped(mixed: Mixed,
                 await check_replicas(reader)
 
     def run(each: Coroutine[Any, Any, None]) -> None:
-        asyncio.run(asyncio.wait_for(each, 120))
+        asyncio.run(asyncio.wait_for(each, 300))
 
     try:
         with open_cluster(uri) as cluster:
@@ -260,14 +260,14 @@ def test_after_a_crash_apaches_bookie_replays_scope_0_and_refuses_journals_with_
     uri = zookeeper.metadata_uri(zookeeper.new_root())
     format_cluster(java, uri, tmp_path)
     # Nothing is checkpointed: all that is acknowledged is in the journals.
-    own = OwnCluster(uri, tmp_path, (SORTED, SORTED), {"zkTimeout": 2000, "flushInterval": 600_000})
+    own = OwnCluster(uri, tmp_path, (SORTED, SORTED), {"zkTimeout": 4000, "flushInterval": 600_000})
     plain = [LedgerId(0, FIRST_ID + index) for index in range(4)]
     scoped = LedgerId(SCOPE, FIRST_ID)
 
     def run(body: Callable[[BookKeeper], Coroutine[Any, Any, Any]]) -> Any:
         async def within() -> Any:
             async with BookKeeper(cluster) as client:
-                return await asyncio.wait_for(body(client), 60)
+                return await asyncio.wait_for(body(client), 300)
 
         return asyncio.run(within())
 

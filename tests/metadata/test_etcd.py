@@ -42,7 +42,7 @@ from bkctl.metadata.store import NEW, StoreSecurity
 INFO = BookieServiceInfo((Endpoint("bookie", 3181, "127.0.0.1", "bookie-rpc"),), {"ledgerScopes": "1"})
 
 
-def eventually(condition: Callable[[], object], timeout_s: float = 30) -> None:
+def eventually(condition: Callable[[], object], timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "did not happen"
@@ -60,7 +60,7 @@ def root(etcd: EtcdServer) -> str:
 
 @pytest.fixture
 def store(etcd: EtcdServer, root: str) -> Iterator[EtcdStore]:
-    with open_store(etcd, root=root, session_timeout_s=4) as opened:
+    with open_store(etcd, root=root, session_timeout_s=10) as opened:
         opened.put_all([("", b"")])
         yield opened
 
@@ -321,9 +321,10 @@ def test_a_write_whose_answer_was_lost_may_be_applied_when_etcd_forgot_what_was_
 
 def test_a_server_that_hangs_ends_in_time_or_goes_on(etcd_server: Callable[..., EtcdServer]) -> None:
     server = etcd_server()
-    with open_store(server, timeout_s=1.5) as store, open_store(server, timeout_s=60) as patient:
+    with open_store(server) as store, open_store(server, timeout_s=60) as patient:
         store.put_all([("", b""), ("node", b"0")])
         version = store.get("node").version  # type: ignore[union-attr]
+        store.timeout_s = 1.5
         server.pause()
         calls: list[Callable[[], object]] = [
             lambda: store.get("node"),
@@ -361,7 +362,7 @@ def test_a_server_that_is_not_there_is_named_at_once() -> None:
 
 
 def test_other_members_are_asked_when_one_is_killed_or_hangs(members: list[EtcdServer]) -> None:
-    with open_store(*members, timeout_s=30, session_timeout_s=4) as store, open_store(members[1]) as observer:
+    with open_store(*members, timeout_s=60, session_timeout_s=20) as store, open_store(members[1]) as observer:
         store.put_all([("", b"")])
         store.ephemeral("available/bookie-1", b"info")
         changes: list[int] = []
@@ -383,14 +384,16 @@ def test_other_members_are_asked_when_one_is_killed_or_hangs(members: list[EtcdS
 
 
 def test_a_cluster_without_a_majority_answers_in_time(members: list[EtcdServer]) -> None:
-    with open_store(*members, timeout_s=2) as store:
+    with open_store(*members, timeout_s=60) as store:
         store.put_all([("", b"")])
+        store.timeout_s = 2
         members[1].kill()
         members[2].kill()
         for call in (lambda: store.get(""), lambda: store.put("node", b"", None)):
             with pytest.raises(TimedOut):
                 call()
         members[1].start()
+        store.timeout_s = 20
         eventually(lambda: _succeeds(lambda: store.put("node", b"1", None)))
 
 
@@ -407,7 +410,7 @@ def _succeeds(call: Callable[[], object]) -> bool:
 
 def test_registrations_and_watches_outlive_a_lease(etcd: EtcdServer, root: str) -> None:
     uri = etcd.metadata_uri(root)
-    options: dict[str, Any] = {"timeout_s": 20, "session_timeout_s": 2}
+    options: dict[str, Any] = {"timeout_s": 20, "session_timeout_s": 6}
     with open_cluster(uri, create=True, **options) as bookie, open_cluster(uri, **options) as observer:
         bookie.bookies.register("bookie-1", INFO)
         bookie.bookies.register("bookie-2", INFO, read_only=True)
@@ -416,14 +419,16 @@ def test_registrations_and_watches_outlive_a_lease(etcd: EtcdServer, root: str) 
         seen: list[set[str]] = []
         observer.bookies.watch(lambda: seen.append({one.bookie_id for one in observer.bookies.list()}))
         for _ in range(2):
+            store: Any = bookie.store
+            lease_id, before = store._lease_id, len(seen)
             with etcd3.client(port=etcd.port) as client:
-                client.revoke_lease(bookie.store._lease_id)  # type: ignore[attr-defined]
-            eventually(lambda: set() in seen)
+                client.revoke_lease(lease_id)
+            eventually(lambda before=before: len(seen) > before)
+            eventually(lambda store=store, old=lease_id: store._lease_id not in (0, old))
             eventually(lambda: {one.bookie_id: one.state for one in observer.bookies.list()}
                        == {"bookie-1": "rw", "bookie-2": "ro"})  # fmt: skip
             eventually(lambda: seen[-1] == {"bookie-1", "bookie-2"})
             assert observer.bookies.get("bookie-1").info == INFO  # type: ignore[union-attr]
-            seen.clear()
         bookie.bookies.set_read_only("bookie-1", True, INFO)
         assert {one.state for one in observer.bookies.list()} == {"ro"}
         with etcd3.client(port=etcd.port) as client:
@@ -448,7 +453,7 @@ def test_a_bookie_that_died_gives_way_to_its_successor_after_its_lease(etcd: Etc
     program = (
         "import sys, time\n"
         "from bkctl.metadata.etcd import EtcdStore\n"
-        "store = EtcdStore([('127.0.0.1', int(sys.argv[1]))], sys.argv[2], session_timeout_s=2)\n"
+        "store = EtcdStore([('127.0.0.1', int(sys.argv[1]))], sys.argv[2], session_timeout_s=3)\n"
         "store.ephemeral('bookies/writable/bookie-1', b'first')\n"
         "print('registered', flush=True)\n"
         "time.sleep(600)\n"
@@ -457,7 +462,7 @@ def test_a_bookie_that_died_gives_way_to_its_successor_after_its_lease(etcd: Etc
         with subprocess.Popen([sys.executable, "-c", program, str(etcd.port), root], stdout=subprocess.PIPE) as dead:
             assert dead.stdout is not None
             assert dead.stdout.readline() == b"registered\n"
-            time.sleep(3)  # It keeps its lease alive beyond the time to live.
+            time.sleep(4.5)  # It keeps its lease alive beyond the time to live.
             with pytest.raises(AlreadyExists):
                 cluster.bookies.register("bookie-1", INFO, wait_s=0)
             dead.kill()
