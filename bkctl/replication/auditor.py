@@ -21,8 +21,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
-from bkctl.errors import BkctlError, LedgerNotFound, Unreachable
-from bkctl.ids import U64_MAX, LedgerId
+from bkctl.errors import BkctlError, Corrupt, LedgerNotFound, Unreachable, UsageError
+from bkctl.ids import U64_MAX, LedgerId, check_bookie_id
 from bkctl.metadata.replication import AuditorCheck, LedgerUnderreplicationManager
 from bkctl.replication.checker import LedgerChecker
 from bkctl.replication.signals import Signal, ended, finished, watching
@@ -258,10 +258,10 @@ def mark_ledgers(
     """Mark every ledger of the scope (None: of every scope) that has replicas on `bookies`; yields them in order.
 
     Whether those bookies are there is not asked. With `dry_run` nothing is marked, and `changed` says what would.
-    `progress` is told after every step. A ledger whose metadata cannot be read is logged and passed over.
+    `progress` is told after every step. A ledger whose metadata or mark cannot be read is logged and passed over.
     Raises UsageError for what is no bookie id, Unreachable. Source: Auditor, BookKeeperAdmin.triggerAudit.
     """
-    wanted = set(bookies)
+    wanted = set(map(check_bookie_id, bookies))
     ids = cluster.ledgers.ledgers(scope_id)
     yield from _mark(cluster, ids, lambda named: named & wanted, lambda: True, dry_run=dry_run, progress=progress)
 
@@ -306,10 +306,15 @@ def _mark(
     """Mark what has replicas on bookies that are `lost`: it is given bookies, and says which of them are."""
     manager = LedgerUnderreplicationManager(cluster.store)
 
-    def mark(ledger: LedgerId, missing: tuple[str, ...]) -> MarkedLedger:
-        if not dry_run:
-            return MarkedLedger(ledger, missing, manager.mark(ledger, missing))
-        present = manager.get(ledger)
+    def mark(ledger: LedgerId, missing: tuple[str, ...]) -> MarkedLedger | None:
+        try:
+            if not dry_run:
+                return MarkedLedger(ledger, missing, manager.mark(ledger, missing))
+            present = manager.get(ledger)
+        except (Corrupt, UsageError) as error:
+            # Its mark is damaged, or it names what is no bookie: the ledgers after it are not to wait for that.
+            log.error("Ledger %s cannot be marked: %s", ledger, error)
+            return None
         return MarkedLedger(ledger, missing, present is None or not set(missing) <= set(present.missing_replicas))
 
     ledger_count = affected_count = changed_count = 0
@@ -320,8 +325,9 @@ def _mark(
             gone = lost(set().union(*(bookies for _, bookies in named)))
             affected = [(ledger, tuple(sorted(bookies & gone))) for ledger, bookies in named if bookies & gone]
             for done in executor.map(lambda each: mark(*each), affected):
-                changed_count += done.changed
-                yield done
+                if done is not None:
+                    changed_count += done.changed
+                    yield done
             ledger_count += len(step)
             affected_count += len(affected)
             progress(MarkProgress(ledger_count, affected_count, changed_count))

@@ -38,6 +38,8 @@ from bkctl.metadata.replication import LedgerUnderreplicationManager
 from bkctl.replication.checker import EntrySpan, LedgerChecker, LedgerFragment
 from bkctl.replication.holdings import HeldFragment, HeldLedger, Replacements, ledgers_on
 from bkctl.replication.replicator import LedgerFragmentReplicator, Outcome, Throttle
+from bkctl.replication.signals import finished
+from bkctl.replication.worker import check_held
 
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from bkctl.ids import LedgerId
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
     from bkctl.metadata.ledgers import VersionedMetadata
+    from bkctl.metadata.store import Claim
     from bkctl.replication.placement import Topology
     from bkctl.replication.replicator import LedgerReplication
     from bkctl.replication.resume import ResumeFile
@@ -56,7 +59,7 @@ CONCURRENCY: Final = 32
 #: Metadata that is read in one go.
 _BATCH_COUNT: Final = 500
 #: How long a ledger that another worker has locked is left to it. A worker may keep a lock long after it gave up, and
-#: the metadata is safe without locks: they only save double work.
+#: as long as it does, its lock keeps the bookies' garbage collection away from the copies as ours would.
 LOCK_PATIENCE_S: Final = 15.0
 _LOCK_POLL_S: Final = 0.5
 #: How often a ledger is looked at again whose ensembles others changed meanwhile.
@@ -213,7 +216,8 @@ class BookieMover:
 
     `rate` bounds the bytes copied a second, all ledgers together. `skip_open` leaves ledgers alone that are OPEN; with
     `fence` False only their last fragment, if a writer may add to it there, else such a ledger is fenced and closed
-    first. `locks`: take the locks of auto-recovery, so that its workers and this one do not do the same work at once.
+    first. `locks`: take the locks of auto-recovery, so that its workers and this one do not do the same work at once,
+    and no bookie takes the copies on it for garbage before the metadata names it (removeOverReplicatedledgers).
     `topology` tells racks, `plan` is what `progress` counts against. It belongs to the event loop of `bookkeeper`.
     """
 
@@ -226,7 +230,7 @@ class BookieMover:
         rate: int | None = None,
         skip_open: bool = False,
         fence: bool = True,
-        locks: bool = False,
+        locks: bool = True,
         topology: Topology | None = None,
     ) -> None:
         self.bookkeeper = bookkeeper
@@ -422,7 +426,8 @@ class BookieMover:
     async def delete_cookies(self) -> tuple[str, ...]:
         """Delete the cookies of the leaving bookies; which of them had one.
 
-        Raises Conflict when one of them is registered: it needs its cookie to start again.
+        Raises Conflict when one of them is registered: it needs its cookie to start again; and when the ledgers of the
+        scopes are of a cluster that was formatted away: no listing shows them, so they may be there.
         """
         return await in_thread(self._delete_cookies)
 
@@ -432,6 +437,11 @@ class BookieMover:
 
     def _delete_cookies(self) -> tuple[str, ...]:
         deleted = []
+        if self._cluster.ledgers.scopes_state() == "foreign":
+            raise Conflict(
+                "The scoped ledgers belong to a cluster that was formatted away: what they have there is not known",
+                hint="'bkctl metadata orphans' shows them; remove them first, or keep the cookie",
+            )
         up = {each.bookie_id for each in self._cluster.bookies.list(include_down=False)}
         for bookie_id in sorted(self.leaving):
             if bookie_id in up:
@@ -471,16 +481,28 @@ class BookieMover:
         """Move the ledger; None while somebody else has it locked and is given time for it."""
         if not self._locks:
             return await self._move(ledger, found)
+        theirs = False
         try:
-            await in_thread(self._manager.lock, ledger, f"{os.uname().nodename}:{os.getpid()}")
-        except Conflict:
-            return None if patient else await self._move(ledger, found)
-        try:
-            return await self._move(ledger, found)
+            lock: Claim | None = None
+            try:
+                owner = f"{os.uname().nodename}:{os.getpid()}"
+                lock = await finished(in_thread(self._manager.lock, ledger, owner))
+            except Conflict:
+                theirs = True
+                if patient:
+                    return None
+            return await self._move(ledger, found, lock)
         finally:
-            await in_thread(self._manager.unlock, ledger)
+            if not theirs:
+                await finished(in_thread(self._manager.unlock, ledger))
 
-    async def _move(self, ledger: LedgerId, found: VersionedMetadata | None = None) -> LedgerMove:
+    async def _move(
+        self, ledger: LedgerId, found: VersionedMetadata | None = None, lock: Claim | None = None
+    ) -> LedgerMove:
+        def before_swap() -> None:
+            if lock is not None:
+                check_held(lock, ledger)
+
         state = None
         try:
             for _ in range(_ATTEMPT_COUNT_MAX):
@@ -490,8 +512,9 @@ class BookieMover:
                 if self._skip_open and found.metadata.state is LedgerState.OPEN:
                     return LedgerMove(ledger, MoveOutcome.OPEN, state, problem="It is open")
                 done = await self._replicator.replicate_ledger(
-                    ledger, found, bookies=self.leaving, fence=self._fence, exclude=self.leaving
-                )
+                    ledger, found, bookies=self.leaving, fence=self._fence, exclude=self.leaving,
+                    before_swap=before_swap,
+                )  # fmt: skip
                 found = None
                 if not any(each.outcome is Outcome.SUPERSEDED for each in done.fragments):
                     break

@@ -216,7 +216,7 @@ class Decommission(_Departure):
         rate: int | None = None,
         topology: Topology | None = None,
     ) -> None:
-        mover = BookieMover(bookkeeper, [bookie_id], plan, rate=rate, locks=True, topology=topology)
+        mover = BookieMover(bookkeeper, [bookie_id], plan, rate=rate, topology=topology)
         super().__init__(mover, bookie_id)
         self._skip_unrecoverable, self._keep_cookie = skip_unrecoverable, keep_cookie
         self._manager = LedgerUnderreplicationManager(self._cluster.store)

@@ -14,6 +14,7 @@ each said; a bookie that is alive and cannot be replaced gets back what it lost,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import time
 from collections import deque
@@ -60,6 +61,8 @@ BATCH_SIZE: Final = 100
 RESUME_COUNT_MIN: Final = 100
 #: How many bookies are tried in the place of one, when they fail while they take over.
 _TARGET_ATTEMPTS_MAX: Final = 3
+#: How old the list of registered bookies may be from which targets are chosen; one that has gone is left for another.
+REGISTERED_AGE_S: Final = 1.0
 
 
 class Throttle:
@@ -186,6 +189,8 @@ class LedgerFragmentReplicator:
         self._throttle = throttle or Throttle()
         self._topology = topology
         self._progress = progress
+        self._registered: list[RegisteredBookie] = []
+        self._registered_s = -REGISTERED_AGE_S
 
     async def targets(
         self,
@@ -204,7 +209,11 @@ class LedgerFragmentReplicator:
         repairable = {fault.ensemble_index for fault in fragment.faults if fault.reason in ANSWERED}
         own = {index: fragment.ensemble[index] for index in repairable if fragment.ensemble[index] not in exclude}
         others = [index for index in fragment.bookie_indexes if not (in_place and index in own)]
+        if time.monotonic() - self._registered_s < REGISTERED_AGE_S:
+            with contextlib.suppress(NotEnoughBookies):
+                return self._kept(own, others) | await self._chosen(check, fragment, others, self._registered, exclude)
         registered: list[RegisteredBookie] = await in_thread(self.bookkeeper.pool.registered)
+        self._registered, self._registered_s = registered, time.monotonic()
         try:
             return self._kept(own, others) | await self._chosen(check, fragment, others, registered, exclude)
         except NotEnoughBookies:
@@ -324,6 +333,8 @@ class LedgerFragmentReplicator:
                 return None
             if not metadata.is_closed and metadata.last_fragment.first_entry_id == fragment.first_entry_id:
                 raise UnclosedFragment(f"Ledger {check.ledger} is open, and its last fragment may still grow")
+            if _end_of(metadata, fragment.first_entry_id) > fragment.last_entry_id:
+                return None  # It has entries by now that were not copied.
             bookies = list(present)
             for index, target in moved.items():
                 if present[index] == fragment.ensemble[index] and target not in present:
@@ -337,8 +348,13 @@ class LedgerFragmentReplicator:
             )
             return replace(metadata, ensembles=ensembles)
 
+        # Read anew: copying may have taken hours, and the metadata of a ledger that was deleted and created again since
+        # may have come to the version that was checked.
         ledgers = self.bookkeeper.cluster.ledgers
-        versioned = update_metadata(ledgers, check.ledger, check.versioned, change)
+        found = ledgers.read(check.ledger)
+        if not _is_same_ledger(found, check.versioned):
+            return found, {}
+        versioned = update_metadata(ledgers, check.ledger, found, change)
         return versioned, dict(replaced)
 
     async def recover(self, ledger: LedgerId) -> None:
@@ -362,6 +378,7 @@ class LedgerFragmentReplicator:
         every_entry: bool = False,
         exclude: Collection[str] = (),
         in_place: bool | None = None,
+        before_swap: Callable[[], None] = lambda: None,
     ) -> LedgerReplication:
         """Check a ledger and replicate what is bad; or, for `bookies`, whatever it has on them.
 
@@ -388,7 +405,13 @@ class LedgerFragmentReplicator:
                 left_open = True
                 continue
             try:
-                result = await self.replicate(latest, fragment, exclude={*exclude, *(bookies or ())}, in_place=in_place)
+                result = await self.replicate(
+                    latest,
+                    fragment,
+                    exclude={*exclude, *(bookies or ())},
+                    in_place=in_place,
+                    before_swap=before_swap,
+                )
             except LedgerNotFound:
                 raise
             except BkctlError as error:
@@ -608,6 +631,24 @@ def _missing(fragment: LedgerFragment, fault: ReplicaFault) -> Iterator[int]:
         for entry_id in range(span.first_entry_id, span.last_entry_id + 1):
             if fragment.has(entry_id, fault.ensemble_index):
                 yield entry_id
+
+
+def _is_same_ledger(found: VersionedMetadata, before: VersionedMetadata) -> bool:
+    """Whether both are of one ledger, and not of one that was deleted and another that was created under its id."""
+    now, then = found.metadata, before.metadata
+    return (
+        (None in (found.ctime_ms, before.ctime_ms) or found.ctime_ms == before.ctime_ms)
+        and now.password == then.password
+        and now.digest_type is then.digest_type
+        and now.ensemble_size == then.ensemble_size
+        and now.write_quorum_size == then.write_quorum_size
+    )
+
+
+def _end_of(metadata: LedgerMetadata, first_entry_id: int) -> int:
+    """The last entry of the fragment that begins with that entry, in a ledger that is closed or goes on after it."""
+    following = (each.first_entry_id for each in metadata.ensembles if each.first_entry_id > first_entry_id)
+    return next(following, metadata.last_entry_id + 1) - 1
 
 
 def _ensemble_at(metadata: LedgerMetadata, first_entry_id: int) -> tuple[str, ...] | None:

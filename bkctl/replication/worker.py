@@ -214,6 +214,9 @@ class ReplicationWorker:
     async def replicate(self, ledger: LedgerId) -> LedgerOutcome:
         """Lock the ledger and bring its replicas back, if it is marked and free. Raises Unreachable."""
         manager = self._manager
+        if ledger in self._deferred:
+            # Its lock was lost, and the work that it was kept for is not over.
+            return LedgerOutcome.SKIPPED
         try:
             # Looked at first, so that no lock is made for ledgers that another worker has just finished.
             if await asyncio.to_thread(manager.get, ledger) is None:
@@ -298,7 +301,7 @@ class ReplicationWorker:
         ledger, replicated = check.ledger, False
 
         def before_swap() -> None:
-            _check_held(lock, ledger)
+            check_held(lock, ledger)
 
         for fragment in check.fragments:
             if not fragment.closed or await self._is_unreadable(check, fragment):
@@ -349,7 +352,7 @@ class ReplicationWorker:
         """Nothing happens when it was marked again meanwhile: somebody looks at it once more."""
 
         def unmark() -> None:
-            _check_held(lock, mark.ledger)
+            check_held(lock, mark.ledger)
             with contextlib.suppress(NotFound, MetadataVersionConflict):
                 self._manager.unmark(mark.ledger, mark.version)
 
@@ -391,7 +394,7 @@ class ReplicationWorker:
         with contextlib.suppress(LedgerNotFound):
             check = await self._look(ledger)
             if check.needs_recovery:
-                await asyncio.to_thread(_check_held, lock, ledger)
+                await asyncio.to_thread(check_held, lock, ledger)
                 gone = ", ".join(check.gone_at_end) or "bookies of its last fragment lack entries"
                 log.warning("Ledger %s is open and %s: it is fenced and closed", ledger, gone)
                 await self._replicator.recover(ledger)
@@ -411,6 +414,7 @@ def _is_well(check: LedgerCheck) -> bool:
     return not check.fragments and not check.needs_recovery and check.problem is None
 
 
-def _check_held(lock: Claim, ledger: LedgerId) -> None:
+def check_held(lock: Claim, ledger: LedgerId) -> None:
+    """Raises LockLost, and what keeps the store from telling."""
     if not lock.is_held():
         raise LockLost(f"The lock of ledger {ledger} is lost", hint="the metadata store ended our session")

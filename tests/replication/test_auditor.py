@@ -8,9 +8,11 @@ import contextlib
 import pytest
 from replication.recovering import CONFIG, bookies_of, come_back, eventually, lose, running, write
 
+from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
-from bkctl.metadata.replication import AuditorCheck, LedgerUnderreplicationManager
+from bkctl.metadata.replication import AuditorCheck, LedgerUnderreplicationManager, mark_path
+from bkctl.metadata.store import NEW
 from bkctl.replication.auditor import (
     Auditor,
     AuditorElector,
@@ -158,6 +160,26 @@ def test_a_bookie_without_scopes_is_gone_for_the_scopes_alone(fake_cluster, run)
                 await asyncio.to_thread(audit_bookies, cluster.cluster, scoped=each)
             assert marks(cluster) == {scoped.ledger: {bookies_of(cluster, scoped.ledger)[0].bookie_id}}
             assert plain.ledger not in marks(cluster)
+
+    run(scenario())
+
+
+def test_a_damaged_mark_keeps_no_other_ledger_from_being_marked(fake_cluster, run, caplog):
+    async def scenario():
+        async with fake_cluster(4) as cluster, cluster.client() as client:
+            ledgers = sorted([(await write(client, 1, ensemble_size=4)).ledger for _ in range(3)])
+            manager = manager_of(cluster)
+            manager.prepare()
+            cluster.cluster.store.put(mark_path(ledgers[0]), b"\xff no mark", NEW)
+            await lose(cluster, cluster.bookies[0])
+            counts = await asyncio.to_thread(audit_bookies, cluster.cluster, scoped=False)
+            assert counts == {"b0": 2}
+            assert {each: manager.get(each).missing_replicas for each in ledgers[1:]} == dict.fromkeys(
+                ledgers[1:], ("b0",)
+            )
+            assert f"Ledger {ledgers[0]} cannot be marked" in caplog.text
+            with pytest.raises(UsageError):
+                list(mark_ledgers(cluster.cluster, ["no bookie"]))
 
     run(scenario())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -13,6 +14,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.replication import LedgerUnderreplicationManager
 from bkctl.metadata.store import NEW
+from bkctl.protocol.messages import AddRequest
 from bkctl.replication import bookies as module
 from bkctl.replication.bookies import BookieMover, LedgerMove, MoveOutcome, PlannedFragment, plan_move, spans_text
 from bkctl.replication.checker import EntrySpan, LedgerChecker
@@ -331,6 +333,61 @@ def test_a_ledger_that_a_worker_has_locked_is_waited_for_but_not_for_ever(fake_c
     run(scenario())
 
 
+def test_what_is_copied_is_locked_and_without_the_lock_nothing_is_swapped(fake_cluster, run):
+    async def scenario():
+        async with fake_cluster(4) as cluster, cluster.client() as client:
+            async with cluster.client(only=["b0", "b1", "b2"]) as writing:
+                ledger = (await write(writing, 5, scope_id=7)).ledger
+            manager = LedgerUnderreplicationManager(cluster.cluster.store)
+            before = cluster.cluster.ledgers.read(ledger)
+            seen = []
+
+            def lose_lock(request):
+                # A bookie's garbage collection that has the lock now may take what was copied.
+                if isinstance(request, AddRequest) and not seen:
+                    seen.extend(lock.ledger for lock in manager.locks())
+                    cluster.cluster.store.delete(f"underreplication/scopes/locks/urL{ledger.qualified_name}")
+
+            cluster.bookies[3].fault = lose_lock
+            await lose(cluster, "b0")
+            rows, _ = await move(cluster, client, "b0")
+            assert seen == [ledger]
+            assert rows[ledger].outcome is MoveOutcome.FAILED
+            assert "lock" in rows[ledger].problem
+            assert cluster.cluster.ledgers.read(ledger) == before
+            rows, _ = await move(cluster, client, "b0")
+            assert rows[ledger].outcome is MoveOutcome.MOVED
+            assert await is_whole(client, ledger)
+            assert list(manager.locks()) == []
+
+    run(scenario())
+
+
+def test_stopping_while_a_lock_is_taken_leaves_none(fake_cluster, run, monkeypatch):
+    taking, go_on = threading.Event(), threading.Event()
+    lock = LedgerUnderreplicationManager.lock
+
+    def slowly(*arguments):
+        taking.set()
+        assert go_on.wait(60)
+        return lock(*arguments)
+
+    monkeypatch.setattr(LedgerUnderreplicationManager, "lock", slowly)
+
+    async def scenario():
+        async with fake_cluster(4) as cluster, cluster.client() as client:
+            await write(client, 3, ensemble_size=4)
+            task = asyncio.ensure_future(move(cluster, client, "b0"))
+            assert await asyncio.to_thread(taking.wait, 60)
+            task.cancel()
+            asyncio.get_running_loop().call_later(0.05, go_on.set)
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert list(LedgerUnderreplicationManager(cluster.cluster.store).locks()) == []
+
+    run(scenario())
+
+
 def test_the_rate_bounds_all_ledgers_together(fake_cluster, run):
     async def scenario():
         async with fake_cluster(4) as cluster, cluster.client() as client:
@@ -359,6 +416,20 @@ def test_cookies_go_only_when_their_bookies_are_down(fake_cluster, run):
             await lose(cluster, "b0", "b1")
             assert await mover.delete_cookies() == ("b0", "b1")
             assert cookies.list() == []
+
+    run(scenario())
+
+
+def test_no_cookie_goes_while_scoped_ledgers_of_another_cluster_are_there(fake_cluster, run, monkeypatch):
+    async def scenario():
+        async with fake_cluster(3) as cluster, cluster.client() as client:
+            cookies = cluster.cluster.cookies
+            cookies.write("b0", Cookie("b0", ("/j",), ("/l",), "i"), NEW)
+            await lose(cluster, "b0")
+            monkeypatch.setattr(cluster.cluster.ledgers, "scopes_state", lambda: "foreign")
+            with pytest.raises(Conflict, match="formatted away"):
+                await BookieMover(client, ["b0"]).delete_cookies()
+            assert cookies.list() == ["b0"]
 
     run(scenario())
 

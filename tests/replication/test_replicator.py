@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 from client.fakes import Fault
@@ -546,6 +547,37 @@ def test_somebody_who_was_faster_is_left_in_peace(fake_cluster, run):
             assert (partly.outcome, partly.replaced) == (Outcome.SUPERSEDED, {held[2].bookie_id: spares[1]})
             assert len(set(ensembles(cluster, writer.ledger)[0])) == 3
             await assert_whole(client, writer.ledger, 20)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("change", [{}, {"password": b"another"}, {"last_entry_id": 29}], ids=str)
+def test_a_bookie_without_all_entries_of_what_has_the_same_id_now_comes_into_no_ensemble(fake_cluster, run, change):
+    async def scenario():
+        async with fake_cluster(4) as cluster, cluster.client() as client:
+            writer = await write(client, 20)
+            await lose(cluster, bookies_of(cluster, writer.ledger)[0])
+            replicator = LedgerFragmentReplicator(client)
+            check = await replicator.checker.check(writer.ledger)
+            ledgers, versions = cluster.cluster.ledgers, []
+
+            def create_again(request):
+                # Deleted and created again on the same bookies, or longer than it was, while entries are copied.
+                if isinstance(request, AddRequest) and not versions:
+                    other = replace(check.metadata, **change)
+                    if "last_entry_id" in change:
+                        versions.append(ledgers.write(writer.ledger, other, check.versioned.version))
+                    else:
+                        ledgers.remove(writer.ledger)
+                        versions.append(ledgers.create(writer.ledger, other))
+
+            for bookie in cluster.bookies:
+                bookie.fault = create_again
+            result = await replicator.replicate(check, check.fragments[0])
+            assert (result.outcome, result.replaced) == (Outcome.SUPERSEDED, {})
+            found = ledgers.read(writer.ledger)
+            assert found.version == versions[0]
+            assert found.metadata.ensembles == check.metadata.ensembles
 
     run(scenario())
 

@@ -191,6 +191,21 @@ def test_a_lock_that_is_lost_before_the_mark_goes_leaves_the_mark(fake_cluster, 
     run(scenario())
 
 
+def test_what_it_keeps_for_a_while_it_does_not_take_again_when_the_lock_is_lost(fake_cluster, run):
+    async def scenario():
+        async with fake_cluster(3) as cluster, cluster.client() as client:
+            ledger, _ = await lost_ledger(cluster, client)
+            later = CONFIG.with_changes(lock_release_of_failed_ledger_grace_period=NEVER_MS)
+            worker = ReplicationWorker(client, later, "worker")
+            async with running(worker.run()):
+                await eventually(lambda: worker.deferred, "it failed")
+                cluster.cluster.store.delete(f"underreplication/locks/urL{ledger.ledger_id:010d}")
+                assert await worker.replicate(ledger) is LedgerOutcome.SKIPPED
+                assert list(manager_of(cluster).locks()) == []
+
+    run(scenario())
+
+
 def test_too_few_bookies_leave_the_ledger_locked_for_a_while_and_it_is_tried_again(fake_cluster, run):
     async def scenario():
         async with fake_cluster(3) as cluster, cluster.client() as client:
