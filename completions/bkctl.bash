@@ -11,11 +11,11 @@ _bkctl() {
   for word in "${typed[@]:1:${#typed[@]}-2}"; do
     if [[ -n $skip ]]; then skip=''; continue; fi
     case $word in
-      -*) case " --ack-quorum --after --backup --body --bookie --bookie-address --bookie-token-file --bookie-url --bookies --by --client-ca --conf --context --count --custom-metadata --deadline --depth --digest --digest-type --dir --ensemble-size --entries --entry --file --format --from --from-file --from-pos --host --if-state --index-dirs --instance-id --journal-dirs --kind --last --ledger --ledger-dirs --ledger-id --ledger-qualified-name --ledger-scope-id --limit --major-threshold --match --max-age --max-size --metadata-password-file --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-uri --metadata-user --min-age --min-size --minor-threshold --missing --not-missing --older-than --output --password --password-file --port --protocol --rate --record-size --reset-clock --resume --sample --seed --server-cert --server-key --set --size --sort --state --storage --suspend --threshold --timeout --tls-ca --tls-cert --tls-key --to --to-password-file --to-pos --to-user --token-file --top --type --undo --watch --write-quorum -c -e -f -o -t -u -x " in *" $word "*) skip=yes ;; esac ;;
+      -*) case " --ack-quorum --after --archive --backup --body --bookie --bookie-address --bookie-token-file --bookie-url --bookies --by --client-ca --conf --context --count --custom-metadata --deadline --depth --digest --digest-type --dir --ensemble-size --entries --entry --file --format --from --from-file --from-pos --host --id --if-state --index-dirs --instance-id --journal-dirs --kind --last --ledger --ledger-dirs --ledger-id --ledger-qualified-name --ledger-scope-id --limit --major-threshold --master --match --max-age --max-size --metadata-password-file --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-uri --metadata-user --min-age --min-replicas --min-size --minor-threshold --missing --not-missing --older-than --output --password --password-file --port --protocol --rate --record-size --reset-clock --resume --sample --save --seed --server-cert --server-key --set --size --sort --spark-conf --state --storage --suspend --threshold --timeout --tls-ca --tls-cert --tls-key --to --to-ledger-id --to-password-file --to-pos --to-scope --to-user --token-file --top --type --undo --watch --write-quorum -c -e -f -o -t -u -x " in *" $word "*) skip=yes ;; esac ;;
       *)
         if [[ $open == yes ]]; then
           path="${path:+$path }$word"
-          case $path in 'ledger'|'bookie'|'bookie index'|'bookies'|'journal'|'entrylog'|'metadata'|'cookie'|'autorecovery'|'cluster'|'cluster healthcheck'|'api'|'context') ;; *) open='' ;; esac
+          case $path in 'ledger'|'bookie'|'bookie index'|'bookies'|'journal'|'entrylog'|'metadata'|'cookie'|'autorecovery'|'cluster'|'cluster healthcheck'|'pipeline'|'api'|'context') ;; *) open='' ;; esac
         fi ;;
     esac
   done
@@ -27,10 +27,10 @@ _bkctl() {
         -x|--context) kind='context' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='ledger bookie bookies journal entrylog metadata cookie autorecovery cluster api context --verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --metadata-tls --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-user --metadata-password-file --metadata-sasl --metadata-creator-acl --timeout --output --yes --help'
+      words='ledger bookie bookies journal entrylog metadata cookie autorecovery cluster pipeline api context --verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --metadata-tls --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-user --metadata-password-file --metadata-sasl --metadata-creator-acl --timeout --output --yes --help'
       ;;
     'ledger')
-      words='write list show locate read tail delete recover verify test --help'
+      words='write list show locate read tail delete recover verify test copy --help'
       ;;
     'ledger write')
       case $previous in
@@ -67,11 +67,12 @@ _bkctl() {
     'ledger locate')
       case $previous in
         --ledger-id|--ledger-scope-id|--ledger-qualified-name|--entry|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        --protocol) kind='words v2 v3' ;;
         -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
         -x|--context) kind='context' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='--ledger-id --ledger-scope-id --ledger-qualified-name --entry --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      words='--ledger-id --ledger-scope-id --ledger-qualified-name --entry --protocol --check --every-entry --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
       argument='ledger'
       ;;
     'ledger read')
@@ -139,6 +140,16 @@ _bkctl() {
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
       words='--uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --count --size --password --password-file --protocol --keep --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
+    'ledger copy')
+      case $previous in
+        --from-file|--to-password-file|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        --ledger-id|--ledger-scope-id|--ledger-qualified-name|--to-ledger-id|--ensemble-size|--write-quorum|--ack-quorum|--digest|--digest-type|--rate|--to-user|--to-scope|--to|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--from-file --ledger-id --ledger-scope-id --ledger-qualified-name --to-ledger-id --ensemble-size --write-quorum --ack-quorum --digest --digest-type --rate --to-user --to-password-file --to-scope --to --new-id --recover --open --keep-going --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='ledger'
       ;;
     'bookie')
       words='start files check state ready info readonly gc compact-locations sanity config metrics downgrade convert format init index --help'
@@ -342,7 +353,7 @@ _bkctl() {
       argument='ledger'
       ;;
     'bookies')
-      words='list show usage --help'
+      words='list show usage recover decommission drain ok-to-stop --help'
       ;;
     'bookies list')
       case $previous in
@@ -373,6 +384,47 @@ _bkctl() {
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
       words='--sort --threshold --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
+    'bookies recover')
+      case $previous in
+        --ledger) kind='ledger' ;;
+        --ledger-scope-id|--rate|--deadline|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        --resume|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--ledger --ledger-scope-id --rate --deadline --query --skip-open --skip-unrecoverable --delete-cookie --resume --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
+      argument='bookie'
+      ;;
+    'bookies decommission')
+      case $previous in
+        --rate|--deadline|--watch|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--rate --deadline --watch --skip-unrecoverable --keep-cookie --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
+      argument='bookie'
+      ;;
+    'bookies drain')
+      case $previous in
+        --rate|--deadline|--watch|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--rate --deadline --watch --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
+      argument='bookie'
+      ;;
+    'bookies ok-to-stop')
+      case $previous in
+        --watch|--min-replicas|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--watch --min-replicas --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='bookie'
       ;;
     'journal')
       words='list read lastmark verify stats --help'
@@ -720,7 +772,16 @@ _bkctl() {
       argument='bookie'
       ;;
     'autorecovery')
-      words='status enable disable list workers mark unmark auditor audit delay --help'
+      words='run status enable disable list workers mark unmark auditor audit delay --help'
+      ;;
+    'autorecovery run')
+      case $previous in
+        --id|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--scopes-only --scope-0-only --id --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
       ;;
     'autorecovery status')
       case $previous in
@@ -871,7 +932,7 @@ _bkctl() {
         --bookies|--storage) kind='none' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='--dir --bookies --storage --http --conf --output --help'
+      words='--dir --bookies --storage --http --autorecovery --conf --output --help'
       ;;
     'cluster down')
       case $previous in
@@ -917,6 +978,95 @@ _bkctl() {
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
       words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      ;;
+    'pipeline')
+      words='inventory integrity garbage journal-audit report export import migrate-scope --help'
+      ;;
+    'pipeline inventory')
+      case $previous in
+        --ledger) kind='ledger' ;;
+        --ledger-scope-id|--master|--spark-conf|--archive|--save|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        --by) kind='words bookie entrylog scope ledger application' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--ledger --ledger-scope-id --all-scopes --master --spark-conf --archive --ship --by --save --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='none'
+      ;;
+    'pipeline integrity')
+      case $previous in
+        --ledger) kind='ledger' ;;
+        --ledger-scope-id|--master|--spark-conf|--archive|--save|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--ledger --ledger-scope-id --all-scopes --master --spark-conf --archive --ship --no-indexes --save --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='none'
+      ;;
+    'pipeline garbage')
+      case $previous in
+        --minor-threshold|--major-threshold|--master|--spark-conf|--archive|--save|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        --by) kind='words entrylog bookie ledger' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--minor-threshold --major-threshold --master --spark-conf --archive --ship --by --save --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='none'
+      ;;
+    'pipeline journal-audit')
+      case $previous in
+        --ledger) kind='ledger' ;;
+        --ledger-scope-id|--master|--spark-conf|--archive|--save|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        --by) kind='words journal entry' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--ledger --ledger-scope-id --all-scopes --master --spark-conf --archive --ship --by --save --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='none'
+      ;;
+    'pipeline report')
+      case $previous in
+        --minor-threshold|--major-threshold|--master|--spark-conf|--archive|--save|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--minor-threshold --major-threshold --master --spark-conf --archive --ship --save --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='none'
+      ;;
+    'pipeline export')
+      case $previous in
+        --ledger-id|--ledger-scope-id|--ledger-qualified-name|--master|--spark-conf|--archive|--save|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--ledger-id --ledger-scope-id --ledger-qualified-name --master --spark-conf --archive --ship --overwrite --save --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='none'
+      ;;
+    'pipeline import')
+      case $previous in
+        --to-scope|--ensemble-size|--write-quorum|--ack-quorum|--master|--spark-conf|--archive|--save|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        --password-file|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--to-scope --ensemble-size --write-quorum --ack-quorum --master --spark-conf --archive --ship --password-file --dry-run --save --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='none'
+      ;;
+    'pipeline migrate-scope')
+      case $previous in
+        --ledger-id|--ledger-scope-id|--ledger-qualified-name|--to-scope|--ensemble-size|--write-quorum|--ack-quorum|--master|--spark-conf|--archive|--save|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
+        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        -x|--context) kind='context' ;;
+        -o|--output) kind='words table json ndjson csv id' ;;
+      esac
+      words='--ledger-id --ledger-scope-id --ledger-qualified-name --to-scope --ensemble-size --write-quorum --ack-quorum --master --spark-conf --archive --ship --dry-run --save --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      argument='ledger'
       ;;
     'api')
       words='serve get put delete --help'
