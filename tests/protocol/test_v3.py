@@ -424,7 +424,7 @@ def test_the_generated_module_is_that_of_the_proto_file(tmp_path: Path) -> None:
 
 def test_an_apache_bookie_that_served_no_add_since_its_start_is_read_by_hand() -> None:
     # Its maxLAC is -1, ten bytes of varint; captured from Apache BookKeeper 4.18.0.
-    body = bytes.fromhex("0000000000000000" "0000000000000000" "ffffffffffffffff" "0000000000000002") + b"CRCChi"
+    body = bytes.fromhex("00000000000000000000000000000000ffffffffffffffff0000000000000002") + b"CRCChi"
     nested = b"\x08\x00\x10\x00\x18\x00\x22" + bytes([len(body)]) + body + b"\x28" + b"\xff" * 9 + b"\x01"
     frame = bytes.fromhex("0a060803100118011000a206") + bytes([len(nested)]) + nested
     view = memoryview(frame)
