@@ -1,4 +1,4 @@
-"""The jobs over the files of Apache's bookies, of all three storage classes, as a crash of all of them leaves them."""
+"""The jobs over the files of Apache's bookies, of all three storage classes, after a crash and after a clean stop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.usefixtures("spark"), pytest.mark.java, pytest.mark.ti
 Rows = list[dict[str, Any]]
 
 
-class Crashed(NamedTuple):
+class Copies(NamedTuple):
     """Copies of the bookies' directories, by storage class, and the ledgers that must be whole in them."""
 
     uri: str
@@ -37,11 +37,14 @@ class Crashed(NamedTuple):
         return [row for row in rows if row["ledgerQualifiedName"] in self.ledgers.values()]
 
 
-def crashed(cluster: ApacheCluster, ledgers: Rows, directory: Path) -> Crashed:
-    """Kill all bookies, copy their files, and start them again."""
+def copies(cluster: ApacheCluster, ledgers: Rows, directory: Path, *, crash: bool) -> Copies:
+    """Kill or stop all bookies, copy their files, and start them again."""
     cluster.ensure_up()
     for bookie in cluster.bookies:
-        bookie.kill()
+        if crash:
+            bookie.kill()
+        else:
+            bookie.stop()
     places = {bookie.storage: directory / bookie.storage.rpartition(".")[2] for bookie in cluster.bookies}
     for bookie in cluster.bookies:
         for part in (bookie.journal_dir, bookie.ledger_dir):
@@ -49,7 +52,7 @@ def crashed(cluster: ApacheCluster, ledgers: Rows, directory: Path) -> Crashed:
     cluster.ensure_up()
     names = {each["name"]: LedgerId(0, int(each["ledgerId"])).qualified_name for each in ledgers if not each["deleted"]}
     owners = {bookie.storage: bookie.bookie_id for bookie in cluster.bookies}
-    return Crashed(cluster.metadata_uri, places, owners, names)
+    return Copies(cluster.metadata_uri, places, owners, names)
 
 
 def pipeline(uri: str | None, *arguments: object, codes: tuple[int, ...] = (0,)) -> Rows:
@@ -61,7 +64,10 @@ def pipeline(uri: str | None, *arguments: object, codes: tuple[int, ...] = (0,))
 def test_jobs_say_of_apaches_bookies_what_apaches_shell_and_the_commands_for_one_say(
     java: Java, apache_cluster: ApacheCluster, apache_ledgers: Rows, tmp_path: Path
 ) -> None:
-    files = crashed(apache_cluster, apache_ledgers, tmp_path)
+    # What the bookies had not written to their logs is in their journals.
+    files = copies(apache_cluster, apache_ledgers, tmp_path / "crashed", crash=True)
+    assert files.of_ours(pipeline(files.uri, "integrity", *files.places.values(), codes=(0, 3))) == []
+    files = copies(apache_cluster, apache_ledgers, tmp_path / "stopped", crash=False)
     rows = {row["file"]: row for row in pipeline(None, "inventory", "--by", "entrylog", *files.places.values())}
     for storage, place in files.places.items():
         for log in CommandLine(None)("entrylog", "list", place, "-o", "ndjson").rows:
@@ -113,7 +119,7 @@ def _alone(log: Path, directory: Path) -> Path:
     return directory
 
 
-def _damage_is_found_exactly(files: Crashed) -> None:
+def _damage_is_found_exactly(files: Copies) -> None:
     """One entry log is damaged, and one ledger's replica is removed: the rows are those of both."""
     damaged, removed = files.ledgers["closed-MAC"], files.ledgers["many-entries"]
     expected: set[tuple[str, int, str, str]] = set()
