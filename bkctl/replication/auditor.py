@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -41,6 +41,8 @@ log: Final = logging.getLogger("bkctl.replication")
 #: Ledgers that are looked at in one step; between steps an audit can be stopped.
 STEP_COUNT: Final = 1000
 MARKS_AT_ONCE: Final = 16
+#: Entries whose replicas are counted in one step.
+PART_COUNT: Final = 65_536
 #: Ledgers that a periodic check has open at once, whatever the configuration allows beyond.
 CHECKS_AT_ONCE_MAX: Final = 32
 #: Watches tell of every change; this is for what could keep one from being heard.
@@ -630,13 +632,21 @@ class Auditor:
                 log.warning("Ledger %s: bookie %s does not tell what it has: %s", ledger, bookie_id, error)
 
         def count() -> int:
-            lacking: Counter[int] = Counter()
+            worst = 0
             for fragment in fragments:
-                for index, bookie_id in enumerate(fragment.ensemble):
-                    if bookie_id in listed:
-                        there = listed[bookie_id]
-                        lacking.update(each for each in fragment.entries_of(index) if each not in there)
-            return max(lacking.values(), default=0)
+                asked = [(index, listed[each]) for index, each in enumerate(fragment.ensemble) if each in listed]
+                limit = min(len(asked), found.metadata.write_quorum_size)
+                # In parts: of a bookie that lost its disks all entries are missing.
+                for first in range(fragment.first_entry_id, fragment.last_entry_id + 1, PART_COUNT):
+                    if worst >= limit:
+                        break
+                    last = min(first + PART_COUNT - 1, fragment.last_entry_id)
+                    part = replace(fragment, first_entry_id=first, last_entry_id=last)
+                    lacking: Counter[int] = Counter()
+                    for index, there in asked:
+                        lacking.update(each for each in part.entries_of(index) if each not in there)
+                    worst = max(worst, max(lacking.values(), default=0))
+            return worst
 
         return await asyncio.to_thread(count)
 

@@ -37,7 +37,7 @@ from bkctl.metadata.cluster import COOKIES
 from bkctl.metadata.replication import LedgerUnderreplicationManager
 from bkctl.replication.checker import EntrySpan, LedgerChecker, LedgerFragment
 from bkctl.replication.holdings import HeldFragment, HeldLedger, Replacements, ledgers_on
-from bkctl.replication.replicator import LedgerFragmentReplicator, Outcome, Throttle
+from bkctl.replication.replicator import UNREADABLE_NAMED_MAX, LedgerFragmentReplicator, Outcome, Throttle
 from bkctl.replication.signals import finished
 from bkctl.replication.worker import check_held
 
@@ -577,19 +577,23 @@ def _left_open(held: HeldLedger) -> LedgerMove:
 
 
 def _lacking(held: HeldLedger, fragment: HeldFragment, has: Mapping[str, Container[int]]) -> tuple[EntrySpan, ...]:
-    """The entries of the fragment that should be on the leaving bookies, and that no bookie `has`."""
+    """The entries of the fragment that should be on the leaving bookies, and that no bookie `has`; so many at most as
+    a copy would name."""
     assert fragment.last_entry_id is not None
     schedule = RoundRobinDistributionSchedule.of(held.metadata)
     size = schedule.ensemble_size
     write_sets = [schedule.write_set(at) for at in range(size)]
     concerned = [any(index in fragment.indexes for index in write_set) for write_set in write_sets]
     spans: list[EntrySpan] = []
-    together = False
+    together, count = False, 0
     for entry_id in range(fragment.first_entry_id, fragment.last_entry_id + 1):
         if not concerned[entry_id % size]:
             continue
         bookies = (fragment.ensemble[index] for index in write_sets[entry_id % size])
         there = any(entry_id in has[each] for each in bookies if each in has)
+        count += not there
+        if count > UNREADABLE_NAMED_MAX:
+            break
         if there:
             together = False
         elif together:

@@ -59,6 +59,9 @@ if TYPE_CHECKING:
 BATCH_SIZE: Final = 100
 #: From so many entries on, the bookie that takes over is asked which of them it has already.
 RESUME_COUNT_MIN: Final = 100
+#: So many unreadable entries of a fragment are looked for and named: of one that is lost as a whole, or whose metadata
+#: names entries that there never were, the rest would be asked for in vain, without an end.
+UNREADABLE_NAMED_MAX: Final = 1_000_000
 #: How many bookies are tried in the place of one, when they fail while they take over.
 _TARGET_ATTEMPTS_MAX: Final = 3
 #: How old the list of registered bookies may be from which targets are chosen; one that has gone is left for another.
@@ -268,9 +271,9 @@ class LedgerFragmentReplicator:
 
         A target that fails is left for another one, if it was not given. Each entry is read from any bookie that should
         have it, those to be replaced included, as the last ones. As soon as one is unreadable nothing more is written,
-        and the rest is read to name all that are. The ledger's metadata changes when every entry is where it should be.
-        Raises UnclosedFragment, NotEnoughBookies, LedgerNotFound when the ledger is deleted meanwhile, and what a
-        target's failure or the store raises.
+        and the rest is read to name all that are (up to UNREADABLE_NAMED_MAX). The ledger's metadata changes when every
+        entry is where it should be. Raises UnclosedFragment, NotEnoughBookies, LedgerNotFound when the ledger is
+        deleted meanwhile, and what a target's failure or the store raises.
         """
         if not fragment.closed:
             raise UnclosedFragment(
@@ -489,6 +492,7 @@ class _Copying:
 
     async def _each(self, wanted: Iterator[tuple[int, list[int]]]) -> None:
         window: deque[tuple[int, asyncio.Task[list[tuple[str, BkctlError]]]]] = deque()
+        unreadable_count = 0
         try:
             while True:
                 size = self._size_bytes_largest or WINDOW_BYTES // 16
@@ -502,6 +506,9 @@ class _Copying:
                 problems = await task
                 if problems:
                     self._note_unreadable(entry_id, problems)
+                    unreadable_count += 1
+                    if unreadable_count >= UNREADABLE_NAMED_MAX:
+                        return
         finally:
             for _, task in window:
                 task.cancel()

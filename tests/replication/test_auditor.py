@@ -335,7 +335,9 @@ def test_periodic_checks_are_skipped_while_a_lost_bookie_is_waited_for(fake_clus
     run(scenario())
 
 
-def test_checks_count_entries_that_lack_replicas_and_old_marks_and_mark_nothing(fake_cluster, run):
+def test_checks_count_entries_that_lack_replicas_and_old_marks_and_mark_nothing(fake_cluster, run, monkeypatch):
+    monkeypatch.setattr("bkctl.replication.auditor.PART_COUNT", 2)
+
     async def scenario():
         async with fake_cluster(3) as cluster, cluster.client() as client:
             shape = {"write_quorum_size": 3, "ack_quorum_size": 2}

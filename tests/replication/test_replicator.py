@@ -20,6 +20,7 @@ from bkctl.errors import (
 )
 from bkctl.formats.metadata import LedgerState
 from bkctl.protocol.messages import AddRequest, ListEntriesRequest, ReadRequest, Status
+from bkctl.replication.bookies import BookieMover, plan_move
 from bkctl.replication.checker import FaultReason, LedgerChecker
 from bkctl.replication.replicator import LedgerFragmentReplicator, Outcome, Throttle
 
@@ -513,6 +514,31 @@ def test_a_bookie_that_never_lists_its_entries_is_asked_once(fake_cluster, run, 
                 assert (await replicator.replicate_ledger(ledger, bookies=leaving)).done
             for bookie in cluster.bookies[1:]:
                 assert sum(isinstance(request, ListEntriesRequest) for request in bookie.received) <= 1
+
+    run(scenario())
+
+
+def test_entries_that_there_never_were_are_not_looked_for_without_an_end(fake_cluster, run, monkeypatch):
+    for module in ("replicator", "bookies"):
+        monkeypatch.setattr(f"bkctl.replication.{module}.UNREADABLE_NAMED_MAX", 50)
+
+    async def scenario():
+        async with fake_cluster(4) as cluster, cluster.client() as client:
+            writer = await write(client, 20)
+            lost = bookies_of(cluster, writer.ledger)[0]
+            ledgers = cluster.cluster.ledgers
+            found = ledgers.read(writer.ledger)
+            ledgers.write(writer.ledger, replace(found.metadata, last_entry_id=(1 << 63) - 1), found.version)
+            await lose(cluster, lost)
+            result = await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger)
+            (fragment,) = result.fragments
+            assert fragment.outcome is Outcome.UNRECOVERABLE
+            assert sum(each.entry_count for each in fragment.unreadable) == 50
+            assert fragment.unreadable[0].first_entry_id >= 20
+            assert ensembles(cluster, writer.ledger) == [each.bookies for each in found.metadata.ensembles]
+            plan = plan_move(cluster.cluster, [lost.bookie_id])
+            planned = [each async for each in BookieMover(client, [lost.bookie_id], plan).planned()]
+            assert sum(each.entry_count for each in planned[0].unreadable) == 50
 
     run(scenario())
 
