@@ -795,7 +795,7 @@ def ledger_object(ledger: LedgerId, found: VersionedMetadata, show_secrets: bool
 
 
 def pulsar_object(metadata: LedgerMetadata) -> dict[str, str]:
-    """What Pulsar wrote into the ledger's custom metadata: application, component, managedLedger, cursor …; {}: nothing."""
+    """What Pulsar wrote into the ledger's custom metadata: application, component, managedLedger, cursor …; else {}."""
     custom = metadata.custom_metadata
     if custom.get("application") != b"pulsar":
         return {}
