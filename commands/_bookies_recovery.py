@@ -619,7 +619,7 @@ def decommission(
 
             async def look() -> bool:
                 async with run.bookkeeper(cluster) as bookkeeper:
-                    departure = Decommission(bookkeeper, bookie, plan)
+                    departure = Decommission(bookkeeper, bookie, plan, skip_unrecoverable=skip_unrecoverable)
                     await _checked(departure, steps, probe=dry_run)
                     return departure.forbidden
 

@@ -254,10 +254,11 @@ class LocalCluster:
         count = bookie_count or len(ports) or BOOKIE_COUNT_DEFAULT
         for index in range(count):
             directory = self.directory / f"bookie-{index}"
-            if index < len(ports):
+            if index < len(ports) and (directory / "bk_server.conf").exists():
                 self._check_storage(directory, storage)
-            else:
-                ports.append(_free_port())
+            else:  # It is new, or was removed after it left the cluster.
+                if index == len(ports):
+                    ports.append(_free_port())
                 self._write_conf(index, ports[index], storage or "interleaved", http, auto_recovery)
         target = self.directory / "cluster.json"
         beside = target.with_suffix(".json.new")

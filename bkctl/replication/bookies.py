@@ -208,6 +208,8 @@ class MoveProgress:
     def left_s(self) -> float | None:
         """About how long it will take; None while nothing is known."""
         share = self.share
+        if share < 1 and self.plan.entry_count and not self.entry_count:
+            return None  # Ledgers that cannot be moved are through at once, and say nothing of the others.
         return self.elapsed_s * (1 - share) / share if share > 0 else None
 
 

@@ -91,9 +91,10 @@ class Step(NamedTuple):
 class _Departure:
     """What decommission and drain have in common."""
 
-    def __init__(self, mover: BookieMover, bookie_id: str) -> None:
+    def __init__(self, mover: BookieMover, bookie_id: str, *, skip_unrecoverable: bool = False) -> None:
         self.mover = mover
         self.bookie_id = bookie_id
+        self.skip_unrecoverable = skip_unrecoverable
         self._bookkeeper = mover.bookkeeper
         self._cluster = mover.bookkeeper.cluster
 
@@ -169,7 +170,7 @@ class _Departure:
             async with contextlib.aclosing(self.mover.held_by(look, plan.ledgers)) as steps:
                 async for step in steps:
                     if step is not None:
-                        count += 1
+                        count += step.result is not StepResult.SKIPPED
                         yield step
         yield self._summary(count)
 
@@ -187,9 +188,12 @@ class _Departure:
             if each not in self.mover.leaving
         )
         where = f"; its other replicas were on {', '.join(others)}" if others else "; it has no other replicas"
+        result, advice = (
+            (StepResult.SKIPPED, None) if self.skip_unrecoverable else (StepResult.BLOCKED, _UNRECOVERABLE_ADVICE)
+        )
         return Step(
-            StepKind.LEDGER, StepResult.BLOCKED, f"No bookie that is up has {spans_text(spans)}{where}",
-            _UNRECOVERABLE_ADVICE, held.ledger, unreadable=spans,
+            StepKind.LEDGER, result, f"No bookie that is up has {spans_text(spans)}{where}", advice, held.ledger,
+            unreadable=spans,
         )  # fmt: skip
 
 
@@ -217,8 +221,8 @@ class Decommission(_Departure):
         topology: Topology | None = None,
     ) -> None:
         mover = BookieMover(bookkeeper, [bookie_id], plan, rate=rate, topology=topology)
-        super().__init__(mover, bookie_id)
-        self._skip_unrecoverable, self._keep_cookie = skip_unrecoverable, keep_cookie
+        super().__init__(mover, bookie_id, skip_unrecoverable=skip_unrecoverable)
+        self._keep_cookie = keep_cookie
         self._manager = LedgerUnderreplicationManager(self._cluster.store)
         self._skipped: set[LedgerId] = set()
         #: Whether a check came out so that nothing may be moved.
@@ -338,7 +342,7 @@ class Decommission(_Departure):
         advice = None
         if move.outcome is MoveOutcome.UNRECOVERABLE:
             advice = _UNRECOVERABLE_ADVICE
-            if self._skip_unrecoverable:
+            if self.skip_unrecoverable:
                 self._skipped.add(move.ledger)
                 result, advice = StepResult.SKIPPED, None
         return _ledger_step(move, result, advice)

@@ -395,8 +395,9 @@ class ReplicationWorker:
             check = await self._look(ledger)
             if check.needs_recovery:
                 await asyncio.to_thread(check_held, lock, ledger)
-                gone = ", ".join(check.gone_at_end) or "bookies of its last fragment lack entries"
-                log.warning("Ledger %s is open and %s: it is fenced and closed", ledger, gone)
+                gone = ", ".join(check.gone_at_end)
+                why = f"has lost {gone}" if gone else "bookies of its last fragment lack entries"
+                log.warning("Ledger %s is open and %s: it is fenced and closed", ledger, why)
                 await self._replicator.recover(ledger)
 
     async def _unlock(self, ledger: LedgerId) -> None:

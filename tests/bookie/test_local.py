@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -56,8 +57,14 @@ def test_a_cluster_comes_up_serves_goes_down_and_comes_back_on_the_same_ports(cl
 
     again = cluster.up()
     assert [bookie.port for bookie in again] == [bookie.port for bookie in first]
+    cluster.down("bookie-1")
     with open_cluster(cluster.metadata_uri) as metadata:
         assert metadata.instance_id() == instance_id
+        metadata.cookies.remove("bookie-1", None)
+    shutil.rmtree(cluster.bookies()[1].directory)
+    back = cluster.up()  # One that was decommissioned and removed comes back empty.
+    assert [bookie.port for bookie in back] == [bookie.port for bookie in first]
+    assert states(cluster) == ["rw", "rw"]
     cluster.down()
 
 

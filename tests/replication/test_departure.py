@@ -155,6 +155,9 @@ def test_what_is_given_up_is_skipped_and_nothing_else(fake_cluster, run):
             await ledgers_on_b0(cluster, ())
             await lost(cluster, "b0")
             del cluster.bookie("b3").ledgers[bad]
+            checked = await steps(decommission(cluster, client, skip_unrecoverable=True).check(probe=True))
+            assert results(checked)[bad] is StepResult.SKIPPED
+            assert results(checked)[StepKind.LEDGERS] is StepResult.OK
             # One that cannot be copied for another reason is not given up.
             for name in ("b1", "b2"):
                 cluster.bookie(name).fault = lambda request: (
