@@ -24,7 +24,9 @@ class Live:
 
     def client(self) -> Client:
         """A client; closed with the cluster."""
-        self._clients.append(Client(ClusterOptions(SourceOptions("test", self.options, CONNECTION_OPTIONS))))
+        # Bookies on a machine that is busy take their time.
+        options = {**self.options, "timeoutSeconds": "300"}
+        self._clients.append(Client(ClusterOptions(SourceOptions("test", options, CONNECTION_OPTIONS))))
         return self._clients[-1]
 
     def close(self) -> None:

@@ -5,15 +5,21 @@ Jobs read files where they are, so each path must mean the same on every executo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError, NotFound, UsageError
 from bkctl.formats.metadata import Cookie
 from bkctl.ids import check_bookie_id
+from bkctl.metadata.liveness import check_instance
+from bkctl.spark.connection import CONNECTION_OPTIONS, ClusterOptions
+from bkctl.spark.options import SourceOptions
 from bkctl.storage.directories import COOKIE_NAME, BookieDirectories, FileKind, current_of
+
+if TYPE_CHECKING:
+    from bkctl.metadata.cluster import Cluster
 
 
 class BookieFiles(NamedTuple):
@@ -57,6 +63,22 @@ def find_bookies(places: Iterable[str | Path]) -> list[BookieFiles]:
     if not found:
         raise UsageError("No files of bookies are given", hint="name their directories or bk_server.conf files")
     return [BookieFiles(each, *map(tuple, found[each])) for each in sorted(found)]
+
+
+def open_store(connection: Mapping[str, str]) -> Cluster:
+    """The metadata store that the options of `bookkeeper.metadata` name, on the driver or in a task; to be closed."""
+    return ClusterOptions(SourceOptions("The job", connection, CONNECTION_OPTIONS)).open()
+
+
+def check_clusters(bookies: Iterable[BookieFiles], connection: Mapping[str, str]) -> None:
+    """Make sure that the bookies belong to this cluster, as their cookies say: in another all ledgers look dead, or
+    are somebody else's.
+
+    Raises Conflict.
+    """
+    with open_store(connection) as cluster:
+        places = [Path(each) for bookie in bookies for each in (*bookie.ledger_dirs, *bookie.journal_dirs)]
+        check_instance(cluster, [each / COOKIE_NAME for each in places])
 
 
 def _bookies_at(place: str) -> Iterator[tuple[str, BookieDirectories]]:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from bkctl.errors import BkctlError, NotFound, Unreachable
 from bkctl.formats.entry_log import SCOPED_DIRECTORY, log_id_of
 from bkctl.ids import LedgerId
-from bkctl.metadata.liveness import Liveness, check_instance
-from bkctl.spark.connection import CONNECTION_OPTIONS, ClusterOptions
+from bkctl.metadata.liveness import Liveness
+from bkctl.spark.bookies import check_clusters, open_store
 from bkctl.spark.inventory import NAME, with_ledger_ids
-from bkctl.spark.options import SourceOptions
 from bkctl.storage.entry_log import EntryLogReader
 from bkctl.storage.garbage import LedgerState, LedgerUse, LogUse, Thresholds
 from bkctl.storage.listing import log_contents
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
-    from bkctl.metadata.cluster import Cluster
     from bkctl.spark.bookies import BookieFiles
 
 _CONTENTS: Final = (
@@ -65,21 +63,6 @@ def in_tasks(spark: SparkSession, items: Sequence[Any], function: Any, schema: s
                 yield pa.RecordBatch.from_pylist(rows, schema=arrow)
 
     return spark.range(0, count, 1, max(count, 1)).mapInArrow(of_batches, schema)
-
-
-def open_store(connection: Mapping[str, str]) -> Cluster:
-    """The metadata store that the options of `bookkeeper.metadata` name, on the driver or in a task; to be closed."""
-    return ClusterOptions(SourceOptions("The job", connection, CONNECTION_OPTIONS)).open()
-
-
-def check_clusters(bookies: Sequence[BookieFiles], connection: Mapping[str, str]) -> None:
-    """Make sure that the bookies belong to this cluster, as their cookies say: in another all ledgers look dead.
-
-    Raises Conflict.
-    """
-    with open_store(connection) as cluster:
-        places = [Path(each) for bookie in bookies for each in (*bookie.ledger_dirs, *bookie.journal_dirs)]
-        check_instance(cluster, [each / "VERSION" for each in places])
 
 
 def log_shares(spark: SparkSession, bookies: Sequence[BookieFiles]) -> DataFrame:
@@ -161,9 +144,14 @@ def garbage_shares(spark: SparkSession, bookies: Sequence[BookieFiles], connecti
 
     Raises Conflict where a bookie belongs to another cluster.
     """
+    from pyspark.sql import functions as F
+
     check_clusters(bookies, connection)
-    shares = log_shares(spark, bookies)
-    return shares.join(ledger_states(shares, connection), NAME, "left")
+    # Kept, or the logs would be read once for the question and again for the answer, and say something else then.
+    shares = log_shares(spark, bookies).persist()
+    found = shares.join(ledger_states(shares, connection), NAME, "left")
+    unknown = F.when(F.col(NAME).isNotNull(), LedgerState.UNKNOWN.value)
+    return found.withColumn("state", F.coalesce("state", unknown))
 
 
 def uses(shares: DataFrame, thresholds: Thresholds = _USUAL) -> DataFrame:

@@ -20,8 +20,9 @@ from bkctl.errors import BkctlError, NotFound
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import log_id_of
 from bkctl.ids import LedgerId
+from bkctl.spark.bookies import check_clusters, open_store
 from bkctl.spark.columns import DAMAGE, TYPES
-from bkctl.spark.garbage import arrow_schema, check_clusters, open_store
+from bkctl.spark.garbage import arrow_schema
 from bkctl.spark.inventory import NAME, log_records, of_ledgers, with_bookie, with_ledger_ids
 from bkctl.spark.journal_audit import journal_entries
 from bkctl.storage.entry_log import EntryLogReader
@@ -204,12 +205,13 @@ def _held(
         return frame.select(*_KEY, *(column.alias(name) for name, column in values.items()), *rest)
 
     parts: list[DataFrame] = []
+    # No entry confirms itself, so that a damaged one that nobody can tell (HMAC, DUMMY) promises nothing beyond it.
+    lac, sure = F.least("lastAddConfirmed", F.col("entryId") - 1), F.col("digest").isNotNull()
     try:
         wanted = [NAME, "entryId", "logId", "offset", "digest", "lastAddConfirmed"]
         records = log_records(spark, bookies, wanted, ledger=ledger, scope_id=scope_id)
         is_data = F.col(DAMAGE).isNull()
         copy = F.when(is_data, F.struct("file", "logId", "offset", "digest"))
-        lac, sure = F.col("lastAddConfirmed"), F.col("digest").isNotNull()
         parts.append(row(records, copy=copy, lac=lac, sure=sure, damage=F.col(DAMAGE)))
     except NotFound:
         pass  # Bookies that have written no entry log yet.
@@ -226,7 +228,6 @@ def _held(
     journals = journal_entries(spark, bookies, ["digest", "lastAddConfirmed"], ledger=ledger, scope_id=scope_id)
     if journals is not None:
         journaled = F.struct("file", "offset", "digest")
-        lac, sure = F.col("lastAddConfirmed"), F.col("digest").isNotNull()
         parts.append(row(journals.filter("replayed"), journaled=journaled, lac=lac, sure=sure))
     if not parts:
         raise NotFound("The bookies given have no files to look at")

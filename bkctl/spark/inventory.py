@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from bkctl.errors import NotFound, UsageError
 from bkctl.formats.entry_log import log_id_of
 from bkctl.ids import LedgerId
+from bkctl.spark.bookies import check_clusters
 from bkctl.spark.columns import DAMAGE
 from bkctl.spark.places import bookie_id_at
 from bkctl.storage.directories import BookieDirectories
@@ -143,7 +144,8 @@ def totals(
     """The sums of `shares`, a row for each bookie, log, scope, ledger or application, most bytes first.
 
     Applications come from the metadata store (`connection`): Pulsar's `application`, `component` and `managedLedger`,
-    where a ledger's custom metadata says them. Raises UsageError where it is needed and not given.
+    where a ledger's custom metadata says them. Raises UsageError where it is needed and not given, Conflict where it
+    is another cluster's.
     """
     from pyspark.sql import functions as F
 
@@ -171,6 +173,7 @@ def totals(
         case By.APPLICATION:
             if connection is None:
                 raise UsageError("Applications are in the metadata store, and none is named", hint="add --metadata-uri")
+            check_clusters(bookies, connection)
             ledger_sums = found.groupBy(NAME).agg(*sums)
             said = applications(spark, connection)
             keys = ("application", "component", "managedLedger")

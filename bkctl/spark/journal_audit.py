@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
+from bkctl.spark.bookies import check_clusters
 from bkctl.spark.columns import DAMAGE
 from bkctl.spark.garbage import in_tasks, ledger_states
 from bkctl.spark.inventory import NAME, log_records, of_ledgers, with_bookie, with_ledger_ids
@@ -68,10 +69,13 @@ def audit(
     """Look at all journals of the bookies, and for their entries in the entry logs.
 
     With `connection` (the options of `bookkeeper.metadata`) it is known which of those ledgers are alive. The filters
-    are of entries; `checks` are of whole files. A file that ends in damage counts as far as it is good.
+    are of entries; `checks` are of whole files. A file that ends in damage counts as far as it is good. Raises Conflict
+    where a bookie belongs to another cluster.
     """
     from pyspark.sql import functions as F
 
+    if connection is not None:
+        check_clusters(bookies, connection)
     found = unlogged(spark, bookies, connection, ledger=ledger, scope_id=scope_id)
     entries = (spark.createDataFrame([], _UNLOGGED) if found is None else found).persist()
     counts = entries.groupBy("file").agg(F.count("*").alias("unloggedCount"))

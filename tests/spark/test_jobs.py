@@ -8,7 +8,8 @@ import shutil
 import sqlite3
 import struct
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,8 +21,10 @@ from command_line import CommandLine
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.formats.entry import DigestType
+from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
+from bkctl.spark import garbage
 from bkctl.spark.bookies import find_bookies
 from bkctl.spark.garbage import by_bookie, garbage_shares, orphans, uses
 from bkctl.spark.integrity import Integrity, integrity
@@ -230,6 +233,22 @@ def test_integrity_finds_exactly_what_was_damaged_removed_or_forgotten(
     ]
 
 
+def test_a_damaged_entry_does_not_say_how_far_its_open_ledger_goes(files: Files, tmp_path: Path) -> None:
+    files = copied(files, tmp_path)
+    written = of_type(files, DigestType.HMAC, 0)
+    with open_cluster(files.uri) as cluster:
+        found = cluster.ledgers.read(written.ledger)
+        reopened = replace(found.metadata, state=LedgerState.OPEN, last_entry_id=-1, length=0)
+        cluster.ledgers.write(written.ledger, reopened, found.version)
+    log = Path(files.places()[0], "ledgers", "current", "0.log")
+    offset, _, entry_id = record_of(log, written.ledger)
+    with open(log, "r+b") as file:
+        file.seek(offset + 4 + 16)
+        file.write(struct.pack(">q", 2**62))
+    (row,) = pipeline(files.uri, "integrity", "--ledger", written.ledger, files.directory, code=3)
+    assert (row["entryId"], row["bookieId"], row["problem"]) == (entry_id, files.bookies[0], "damaged")
+
+
 def test_bookies_that_are_not_given_are_named_and_not_taken_for_lost(files: Files) -> None:
     answer = CommandLine(files.uri)("pipeline", "integrity", *files.places()[:2], "-o", "ndjson")
     assert (answer.code, answer.out) == (0, b"")
@@ -286,6 +305,28 @@ def test_another_clusters_metadata_makes_no_garbage(files: Files, tmp_path: Path
         answer = CommandLine(other)("pipeline", job, files.directory)
         assert (answer.code, answer.out) == (5, b"")
         assert "every ledger would look dead" in answer.problem
+    # Nor are ledgers somebody else's, or what is lost of them in order.
+    for words in (("inventory", "--by", "application"), ("journal-audit",)):
+        answer = CommandLine(other)("pipeline", *words, files.directory)
+        assert (answer.code, answer.out) == (5, b"")
+        assert "belongs to the cluster" in answer.problem
+
+
+def test_garbage_reads_each_log_once(
+    spark: SparkSession, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, read = tmp_path / "seen", garbage._contents
+
+    def noted(log: tuple[str, str]) -> Iterator[dict[str, Any]]:
+        with open(seen, "a") as file:
+            file.write(f"{log[1]}\n")
+        yield from read(log)
+
+    monkeypatch.setattr(garbage, "_contents", noted)
+    bookies = find_bookies(files.places()[:1])
+    shares = garbage_shares(spark, bookies, {"metadataUri": files.uri})
+    assert {row.state for row in shares.collect()} == {"alive"}
+    assert sorted(seen.read_text().splitlines()) == sorted(bookies[0].entry_logs())
 
 
 # --- journals -------------------------------------------------------------------------------------------------------
