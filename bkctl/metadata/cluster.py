@@ -202,7 +202,11 @@ class Registration:
         bookies = []
         for name in names:
             state, found = states[name], infos.get(name)
-            if state != "down" and found is None:  # It left between the two steps.
+            if state != "down" and found is None:
+                # Between the two steps it left, or became read-only or writable: that is no lost bookie.
+                state = "ro" if state == "rw" else "rw"
+                found = self.store.get(f"{lists[0] if state == 'rw' else lists[1]}/{name}")
+            if state != "down" and found is None:
                 if not include_down or name not in (cookies or ()):
                     continue
                 state = "down"

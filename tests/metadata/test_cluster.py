@@ -234,6 +234,29 @@ def test_bookies_come_go_and_change_their_state(uri: str) -> None:
                 observer.bookies.register(name, INFO)
 
 
+def test_a_bookie_that_changes_its_state_while_bookies_are_listed_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_cluster(f"sqlite://{tmp_path}/metadata.db", create=True) as cluster:
+        init_cluster(cluster)
+        bookies, children_many = cluster.bookies, cluster.store.children_many
+
+        def then(change: Any) -> None:
+            def listed(paths: Any) -> Any:
+                found = children_many(paths)
+                change()
+                return found
+
+            monkeypatch.setattr(cluster.store, "children_many", listed)
+
+        bookies.register("bookie-1", INFO)
+        for read_only, state in ((True, "ro"), (False, "rw")):
+            then(lambda read_only=read_only: bookies.set_read_only("bookie-1", read_only, INFO))
+            assert bookies.list(include_down=False) == [RegisteredBookie("bookie-1", state, INFO)]
+        then(lambda: bookies.unregister("bookie-1"))
+        assert bookies.list(include_down=False) == []
+
+
 def test_a_bookie_of_the_same_id_is_refused_while_the_first_runs(uri: str) -> None:
     with open_cluster(uri, create=True) as first, open_cluster(uri) as second:
         first.bookies.register("bookie-1", INFO)
