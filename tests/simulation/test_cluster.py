@@ -222,21 +222,12 @@ def no_second_look() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def logs_removed_early() -> Iterator[None]:
-    """Compaction removes an entry log before the new places of its entries are on disk."""
-    from bkctl.bookie.server import Bookie
-
-    with mock.patch.object(Bookie, "_whole_checkpoint", return_value=None):
-        yield
-
-
 MUTANTS: list[Callable[[], contextlib.AbstractContextManager[None]]] = [
     no_sync, no_fence, fence_forgotten, ack_quorum_one_less, first_missing_is_the_end, closed_at_lac, wrong_length,
-    recovery_ignored, marks_first, no_second_look, logs_removed_early,
+    recovery_ignored, marks_first, no_second_look,
 ]  # fmt: skip
 #: Those take more seeds than a run of all tests has time for.
-SLOW = {first_missing_is_the_end, marks_first, logs_removed_early}
+SLOW = {first_missing_is_the_end, marks_first}
 
 
 @pytest.mark.parametrize(
