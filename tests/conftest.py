@@ -30,6 +30,16 @@ hypothesis.settings.register_profile("searching", deadline=None)
 hypothesis.settings.load_profile("steady")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the long tests out, unless BKCTL_TEST_LONG asks for them."""
+    if os.environ.get("BKCTL_TEST_LONG"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("long")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
 @pytest.fixture(scope="session")
 def java() -> Java:
     """Java with Apache BookKeeper on its class path: `run_source`, `shell`, `start`."""

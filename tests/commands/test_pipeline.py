@@ -38,6 +38,7 @@ def runs_java(pid: int) -> bool:
         return False
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_an_inventory_needs_nothing_but_java_and_says_nothing_else(tmp_path: Path) -> None:
     find_java()
@@ -55,6 +56,7 @@ def test_an_inventory_needs_nothing_but_java_and_says_nothing_else(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_an_interrupt_ends_spark_with_its_exit_code(tmp_path: Path) -> None:
     find_java()

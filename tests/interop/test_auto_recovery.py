@@ -240,6 +240,7 @@ def test_apaches_heals_scope_0_and_ours_the_scopes_and_with_apaches_off_ours_hea
     recovering.java_reads(set(recovering.written) - beyond)
 
 
+@pytest.mark.long
 def test_apaches_and_ours_at_once_on_scope_0_never_harm_a_ledger(
     recovering: Recovering, started: Callable[..., None], tmp_path: Path
 ) -> None:

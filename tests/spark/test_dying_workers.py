@@ -21,6 +21,7 @@ READ_SCOPE, WRITE_SCOPE = 0xD1E, 0xD1F
 METADATA_PASSWORD, LEDGER_PASSWORD, OTHER_PASSWORD = "hunter2-metadata", "hunter2-ledger", "hunter2-other"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_dead_workers_change_nothing_and_no_secret_is_told(live: Live, tmp_path: Path) -> None:
     pytest.importorskip("pyarrow.parquet")

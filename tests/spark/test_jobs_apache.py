@@ -19,7 +19,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.storage.entry_log import EntryLogReader
 
-pytestmark = [pytest.mark.usefixtures("spark"), pytest.mark.java, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.usefixtures("spark"), pytest.mark.java, pytest.mark.long, pytest.mark.timeout(900)]
 
 Rows = list[dict[str, Any]]
 

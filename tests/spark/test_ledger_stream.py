@@ -249,6 +249,7 @@ writer.start(f"{directory}/out").awaitTermination()
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_query_killed_in_a_batch_neither_loses_nor_repeats(spark: SparkSession, live: Live, tmp_path: Path) -> None:
     scope = SCOPE + 6

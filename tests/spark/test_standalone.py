@@ -67,6 +67,7 @@ def master(tmp_path: Path) -> Iterator[str]:
             server.kill()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_an_executor_that_is_killed_is_replaced_and_the_result_is_the_same(master: str, tmp_path: Path) -> None:
     files = bookie_files.make(tmp_path / "cluster")
