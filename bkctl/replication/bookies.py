@@ -251,10 +251,10 @@ class BookieMover:
         )
 
     async def held(
-        self, ids: Iterable[LedgerId] | None = None
+        self, ids: Iterable[LedgerId] | None = None, *, doubtful: bool = False
     ) -> AsyncGenerator[tuple[LedgerId, HeldLedger | BkctlError], None]:
         """The ledgers that name the leaving bookies, as `ledgers_on`; the metadata is read in a thread."""
-        found = ledgers_on(self._cluster, self.leaving, ids)
+        found = ledgers_on(self._cluster, self.leaving, ids, doubtful=doubtful)
         while batch := await _next_of(found):
             for each in batch:
                 yield each
@@ -416,13 +416,16 @@ class BookieMover:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def left(self) -> list[tuple[LedgerId, HeldLedger | BkctlError]]:
-        """The ledgers of every scope that still have entries on the leaving bookies, or may have."""
-        left = []
-        async with contextlib.aclosing(self.held()) as ledgers:
+    async def left(self) -> list[tuple[LedgerId, BkctlError | None]]:
+        """The ledgers of every scope that still have entries on the leaving bookies, or may have: those whose metadata
+        cannot be read, with the error."""
+        left: list[tuple[LedgerId, BkctlError | None]] = []
+        async with contextlib.aclosing(self.held(doubtful=True)) as ledgers:
             async for ledger, held in ledgers:
-                if isinstance(held, BkctlError) or held.holds_entries:
+                if isinstance(held, BkctlError):
                     left.append((ledger, held))
+                elif held.holds_entries:
+                    left.append((ledger, None))
         return left
 
     async def delete_cookies(self) -> tuple[str, ...]:

@@ -105,27 +105,31 @@ def held_ledger(ledger: LedgerId, found: VersionedMetadata, bookie_ids: Collecti
 
 
 def ledgers_on(
-    cluster: Cluster, bookie_ids: Collection[str], ids: Iterable[LedgerId] | None = None
+    cluster: Cluster, bookie_ids: Collection[str], ids: Iterable[LedgerId] | None = None, *, doubtful: bool = False
 ) -> Iterator[tuple[LedgerId, HeldLedger | BkctlError]]:
     """Yield the ledgers of every scope (or those of `ids`) that name one of `bookie_ids`, in order.
 
-    Metadata that cannot be read comes as its error, so does a ledger of `ids` that is not there. Streams.
+    Metadata that names them and cannot be read comes as its error, with `doubtful` any that cannot be read: what is
+    cut off may have named them. So does a ledger of `ids` that is not there. Streams.
     Raises UsageError for what is no bookie id, NotFound when there is no cluster.
     """
     wanted = frozenset(map(check_bookie_id, bookie_ids))
     ledgers = cluster.ledgers
-    for ledger, found in _naming(cluster, wanted) if ids is None else ledgers.read_many(ids):
+    for ledger, found in _naming(cluster, wanted, doubtful) if ids is None else ledgers.read_many(ids):
         if isinstance(found, BkctlError):
             yield ledger, found
         elif (held := held_ledger(ledger, found, wanted)) is not None:
             yield ledger, held
 
 
-def _naming(cluster: Cluster, bookie_ids: Collection[str]) -> Iterator[tuple[LedgerId, VersionedMetadata | BkctlError]]:
-    """The metadata of the ledgers whose bytes have one of the ids in them: all others need not be parsed."""
+def _naming(
+    cluster: Cluster, bookie_ids: Collection[str], doubtful: bool
+) -> Iterator[tuple[LedgerId, VersionedMetadata | BkctlError]]:
+    """The metadata of the ledgers whose bytes have one of the ids in them; the others are parsed for `doubtful`
+    alone, to find those that cannot be."""
     names = [each.encode() for each in bookie_ids]
     for ledger, value in cluster.ledgers.values(cluster.ledgers.ledgers(None)):
-        if value is None or not any(name in value.value for name in names):
+        if value is None or not (doubtful or any(name in value.value for name in names)):
             continue
         try:
             metadata = LedgerMetadata.parse(value.value, f"ledger {ledger} in {cluster.store.name}")
