@@ -127,10 +127,11 @@ def spark_session(
         chosen["spark.archives"] = ",".join([*filter(None, [chosen.get("spark.archives")]), *archives])
     with tempfile.TemporaryDirectory() as directory, _Spark(chosen, verbose=verbose) as running:
         session = running.session
-        register(session)
         if not is_local(master) if ship is None else ship:
-            # Executors fetch it when they start, so it has to stay there; it comes before what they have installed.
+            # Executors fetch it when they start, so it has to stay there; it comes before what they have installed, for
+            # sources that are registered from here on.
             session.sparkContext.addPyFile(str(package_zip(Path(directory))))
+        register(session)
         with plain_errors():
             yield session
 

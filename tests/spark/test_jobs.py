@@ -419,7 +419,11 @@ def test_a_report_is_one_page_of_all_jobs_and_names_are_escaped(files: Files, tm
         (["integrity", "{place}", "-u", "sqlite:///nowhere.db"], 4, "/nowhere.db"),
     ],
 )
-def test_mistakes_are_one_line_before_any_work(files: Files, arguments: list[str], code: int, words: str) -> None:
+def test_mistakes_are_one_line_before_any_work(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, words: str
+) -> None:
+    # No local cluster is up here, whatever other tests began.
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     uri = None if arguments == ["inventory"] else files.uri
     answer = CommandLine(uri)("pipeline", *(word.format(place=files.places()[0]) for word in arguments))
     assert (answer.code, answer.out) == (code, b"")
