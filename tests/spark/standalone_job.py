@@ -1,7 +1,7 @@
 """A job on a Spark standalone cluster, as a process: `standalone_job.py MASTER PLACE DIRECTORY`.
 
 Its tasks wait at a gate, one of their executors is killed there, and then the gate opens. Prints what came out as JSON:
-the rows, which tasks ran twice, and where the executors' bkctl is from.
+the rows, which tasks ran twice, where the executors' bkctl is from, and what the sources are sent along with.
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ def main(master: str, place: str, directory: Path) -> None:
         killer.start()
         rows = sums.collect()
         killer.join()
+        state: Any = spark._jsparkSession.sessionState()
+        registered = state.dataSourceManager()
         notes = sorted(note for note in directory.glob("*-*"))
         print(
             json.dumps(
@@ -94,6 +96,7 @@ def main(master: str, place: str, directory: Path) -> None:
                     "rows": [row.asDict() for row in rows],
                     "again": sorted({note.name.partition("-")[0] for note in notes if not note.name.endswith("-0")}),
                     "bkctl": sorted({json.loads(note.read_text())["bkctl"] for note in notes}),
+                    "sent": list(registered.lookupDataSource("bookkeeper.entrylog").dataSourceCls().pythonIncludes()),
                 }
             )
         )

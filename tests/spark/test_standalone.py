@@ -82,6 +82,7 @@ def test_an_executor_that_is_killed_is_replaced_and_the_result_is_the_same(maste
     found = json.loads(done.stdout)
     assert found["again"], "no task ran twice"
     assert {Path(each).parent.parent.name for each in found["bkctl"]} == {"bkctl.zip"}
+    assert found["sent"] == ["bkctl.zip"]
     entries: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for row in CommandLine(None)("entrylog", "read", *_logs(files.places()), "-o", "ndjson").rows:
