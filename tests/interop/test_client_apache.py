@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import pytest
-from servers import ApacheCluster, Java, read_ledgers, wait_for, write_ledgers
+from servers import ApacheCluster, Java, ZooKeeperServer, read_ledgers, wait_for, write_ledgers
 
 from bkctl.client.ledger import BookKeeper, ReadHandle, WriteHandle
 from bkctl.client.verify import ReplicaState, verify_entries
@@ -29,6 +29,28 @@ SIZES = [0, 1, 2, 15, 100, 1024, 4095, 65536, 100_000, 5]
 def cluster(apache_cluster: ApacheCluster) -> Iterator[Cluster]:
     with open_cluster(apache_cluster.metadata_uri) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def _doomed(
+    java: Java, zookeeper: ZooKeeperServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ApacheCluster]:
+    cluster = ApacheCluster(java, zookeeper, tmp_path_factory.mktemp("doomed"), root=zookeeper.new_root())
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def doomed(_doomed: ApacheCluster) -> ApacheCluster:
+    """Three Apache bookies to be killed.
+
+    A killed one may keep entries in its logs that were never journaled; those that all tests share are to be healthy.
+    """
+    _doomed.ensure_up()
+    return _doomed
 
 
 def scenario(body: Coroutine[Any, Any, Any]) -> Any:
@@ -218,12 +240,12 @@ def test_a_java_writer_in_full_flight_is_fenced(
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_killing_a_bookie_during_writes_loses_nothing_and_java_agrees(
-    cluster: Cluster, apache_cluster: ApacheCluster, java: Java, protocol: Protocol
+    doomed: ApacheCluster, java: Java, protocol: Protocol
 ) -> None:
     async def body() -> tuple[dict[str, Any], list[dict[str, Any]]]:
         async with BookKeeper(cluster, protocol=protocol) as client:
             writer = await client.create_ledger(ensemble_size=2, password=b"pw")
-            victim = apache_cluster.by_id(writer.metadata.ensembles[0].bookies[1])
+            victim = doomed.by_id(writer.metadata.ensembles[0].bookies[1])
             killed = asyncio.Event()
             writing = asyncio.create_task(
                 write_all(writer, [i % 3000 for i in range(10_000)], halt=9_000, go_on=killed)
@@ -249,20 +271,21 @@ def test_killing_a_bookie_during_writes_loses_nothing_and_java_agrees(
             assert unknown == metadata.ensembles[1].first_entry_id
             return asked(writer), expected
 
-    ledger, expected = scenario(body())
-    (found,) = read_ledgers(java, apache_cluster.metadata_uri, "v3", [ledger])
+    with open_cluster(doomed.metadata_uri) as cluster:
+        ledger, expected = scenario(body())
+    (found,) = read_ledgers(java, doomed.metadata_uri, "v3", [ledger])
     assert found["entries"] == expected
 
 
 def test_recovery_replaces_a_dead_bookie(
-    cluster: Cluster, apache_cluster: ApacheCluster, java: Java
+    doomed: ApacheCluster, java: Java
 ) -> None:
     async def body() -> tuple[dict[str, Any], list[dict[str, Any]]]:
         async with BookKeeper(cluster) as client:
             writer = await client.create_ledger(ensemble_size=2)
             expected = await write_all(writer, [100] * 200)
             dead = writer.metadata.ensembles[0].bookies[0]
-        await asyncio.to_thread(apache_cluster.by_id(dead).kill)
+        await asyncio.to_thread(doomed.by_id(dead).kill)
         async with BookKeeper(cluster) as client:
             reader = await client.open_ledger(writer.ledger_id, recovery=True)
             assert reader.last_add_confirmed == 199
@@ -270,8 +293,9 @@ def test_recovery_replaces_a_dead_bookie(
             assert await read_all(reader) == expected
         return asked(writer), expected
 
-    ledger, expected = scenario(body())
-    (found,) = read_ledgers(java, apache_cluster.metadata_uri, "v3", [ledger])
+    with open_cluster(doomed.metadata_uri) as cluster:
+        ledger, expected = scenario(body())
+    (found,) = read_ledgers(java, doomed.metadata_uri, "v3", [ledger])
     assert found["entries"] == expected
 
 
