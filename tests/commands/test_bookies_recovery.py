@@ -18,8 +18,6 @@ from bkctl.metadata.store import NEW
 
 from .conftest import Cli
 
-pytestmark = pytest.mark.timeout(180)
-
 OUTPUTS = ("table", "json", "ndjson", "csv", "id")
 
 

@@ -15,8 +15,6 @@ from bkctl.metadata.cluster import open_cluster
 
 from .conftest import Cli
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(autouse=True)
 def _connected(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:

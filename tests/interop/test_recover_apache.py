@@ -19,8 +19,6 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.protocol.connection import run
 
-pytestmark = pytest.mark.timeout(300)
-
 HTTP = {"httpServerEnabled": "true", "httpServerHost": "127.0.0.1", "httpServerPort": "0"}
 #: Ensemble size, write quorum, whether it is closed, entries.
 SHAPES = ((3, 2, True, 40), (2, 2, True, 25), (3, 3, True, 10), (3, 2, True, 0), (3, 2, False, 20))

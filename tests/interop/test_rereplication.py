@@ -136,7 +136,6 @@ def apache_four(java: Java, zookeeper: ZooKeeperServer, tmp_path: Any, apache_bo
     return uri, bookies
 
 
-@pytest.mark.timeout(300)
 def test_a_lost_bookie_of_four_of_apaches_is_healed_and_java_reads_everything(java: Java, apache_four: Any) -> None:
     uri, bookies = apache_four
     dead = bookies[1]
@@ -181,7 +180,6 @@ def own_four(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[tuple[st
         cluster.kill()
 
 
-@pytest.mark.timeout(300)
 def test_a_lost_bookie_of_four_of_ours_is_healed_in_every_scope(own_four: tuple[str, list[OwnBookie]]) -> None:
     uri, bookies = own_four
     dead = bookies[0]

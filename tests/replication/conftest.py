@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from client.conftest import fake_cluster, run
 
 __all__ = ["fake_cluster", "run"]
+
+
+@pytest.fixture(autouse=True)
+def _ensembles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ensembles are chosen alike in each run."""
+    chosen = random.Random(8)
+    monkeypatch.setattr("bkctl.client.ensemble.random.SystemRandom", lambda: chosen)
 
 
 @pytest.fixture(autouse=True)

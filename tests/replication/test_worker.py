@@ -49,12 +49,12 @@ def test_marked_ledgers_of_its_scopes_are_replicated_and_unmarked(fake_cluster, 
     async def scenario():
         async with fake_cluster(4) as cluster, cluster.client() as client:
             ledgers = [(await write(client, 20, scope_id=scope_id)).ledger for scope_id in (0, 0, 7, 7, 1 << 63)]
-            lost = cluster.bookies[0]
+            mine = [ledger for ledger in ledgers if ledger.is_scoped in scopes]
+            lost = bookies_of(cluster, mine[0])[0]
             await lose(cluster, lost)
             for ledger in ledgers:
                 manager_of(cluster).mark(ledger, [lost.bookie_id])
             worker = ReplicationWorker(client, CONFIG, "worker", scopes=scopes)
-            mine = [ledger for ledger in ledgers if ledger.is_scoped in scopes]
             async with running(worker.run()):
                 manager = manager_of(cluster)
                 await eventually(lambda: not any(manager.get(each) for each in mine), "all are unmarked")
