@@ -14,48 +14,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from struct import Struct
-from typing import TYPE_CHECKING, Final
-
-from pyspark.sql.datasource import DataSource
+from typing import Final
 
 from bkctl.errors import BkctlError, CorruptRecord
 from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2
 from bkctl.formats.entry_log import DIRECT_ALIGNMENT, DIRECT_PADDING_BYTE, HEADER_SIZE, VERSION_SCOPED, content_id_of
 from bkctl.formats.record import RECORD_SIZE, RECORD_SIZE_BYTES_MAX, read_record
-from bkctl.spark.options import SourceOptions
 from bkctl.spark.places import Place, resolve
-from bkctl.spark.records import OPTIONS, Range, RangePlanner, RecordReader
+from bkctl.spark.records import Range, RangePlanner, RecordReader, RecordSource
 from bkctl.storage.entry_log import EntryLogReader
 from bkctl.storage.scan import ROW_SIZE_MAX, RecordBatch, take_entries
-
-if TYPE_CHECKING:
-    from pyspark.sql.types import StructType
 
 #: What a task reads at once.
 _WINDOW_SIZE_BYTES: Final = 4 << 20
 #: From here on it costs less to read the headers one by one than all that is between them.
 _HOP_SIZE_BYTES: Final = 64 << 10
 _HOPS: Final = 1024
-
-
-class EntryLogSource(DataSource):
-    """The records of entry logs. See the module."""
-
-    @classmethod
-    def name(cls) -> str:
-        """The name for `spark.read.format`."""
-        return "bookkeeper.entrylog"
-
-    def schema(self) -> str:
-        """The columns that are asked for. Raises UsageError for options that make no sense."""
-        return EntryLogRecords.ddl(self._parsed())
-
-    def reader(self, schema: StructType) -> EntryLogRecords:
-        """The reader of the columns of `schema`."""
-        return EntryLogRecords(self._parsed(), schema)
-
-    def _parsed(self) -> SourceOptions:
-        return SourceOptions(self.name(), self.options, OPTIONS)
 
 
 class EntryLogRecords(RecordReader):
@@ -84,6 +58,12 @@ class EntryLogRecords(RecordReader):
             if version != part.version:
                 raise CorruptRecord(f"Header version was {part.version}, now {version}", offset=4, where=reader.name)
             yield from _Scan(reader, part, content=content).batches()
+
+
+class EntryLogSource(RecordSource):
+    """The records of entry logs. See the module."""
+
+    records = EntryLogRecords
 
 
 class _Scan:

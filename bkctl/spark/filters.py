@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from pyspark.sql.datasource import Filter
 
+    from bkctl.spark.options import SourceOptions
+
 LEDGER_COLUMNS: Final = ("ledgerScopeId", "ledgerId", "ledgerQualifiedName")
 
 _DECIMAL: Final = re.compile(r"0|[1-9][0-9]{0,19}", re.ASCII)
@@ -37,6 +39,16 @@ class Conditions:
     first: dict[str, int] = field(default_factory=dict)
     last: dict[str, int] = field(default_factory=dict)
     ledgers: frozenset[LedgerId] | None = None
+
+    @classmethod
+    def of(cls, options: SourceOptions) -> Conditions:
+        """Those of the options `ledger` and `ledgerScopeId`; the former counts where both are given."""
+        made = cls()
+        if options.text("ledger") is not None:
+            made.ledgers = frozenset(options.ledgers())
+        elif (scope_id := options.scope_id()) is not None:
+            made.values["ledgerScopeId"] = frozenset((str(scope_id),))
+        return made
 
     def push(
         self, filters: Sequence[Filter], texts: Collection[str] = (), integers: Collection[str] = (),

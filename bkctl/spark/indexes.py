@@ -129,11 +129,7 @@ class IndexReader(DataSourceReader):
         self._rows = options.choice("rows", Rows.ENTRIES)
         self._size_bytes = options.size_bytes("maxPartitionBytes", PARTITION_SIZE_BYTES)
         self._struct = schema
-        self._conditions = Conditions()
-        if options.text("ledger") is not None:
-            self._conditions.ledgers = frozenset(options.ledgers())
-        elif (scope_id := options.scope_id()) is not None:
-            self._conditions.values["ledgerScopeId"] = frozenset((str(scope_id),))
+        self._conditions = Conditions.of(options)
         check_schema(_SOURCE, schema, (*_COLUMNS[self._rows], *_ON_REQUEST[self._rows], DAMAGE))
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:

@@ -7,41 +7,14 @@ when the bookie stopped ends a journal quietly, as for a bookie that replays it;
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
-
-from pyspark.sql.datasource import DataSource
 
 from bkctl.errors import BkctlError, CorruptRecord
 from bkctl.formats.journal import journal_id_of
 from bkctl.formats.record import RecordType
-from bkctl.spark.options import SourceOptions
 from bkctl.spark.places import Place, resolve
-from bkctl.spark.records import OPTIONS, Range, RangePlanner, RecordReader, end_of
+from bkctl.spark.records import Range, RangePlanner, RecordReader, RecordSource, end_of
 from bkctl.storage.journal import JournalReader
 from bkctl.storage.scan import RecordBatch
-
-if TYPE_CHECKING:
-    from pyspark.sql.types import StructType
-
-
-class JournalSource(DataSource):
-    """The records of journals. See the module."""
-
-    @classmethod
-    def name(cls) -> str:
-        """The name for `spark.read.format`."""
-        return "bookkeeper.journal"
-
-    def schema(self) -> str:
-        """The columns that are asked for. Raises UsageError for options that make no sense."""
-        return JournalRecords.ddl(self._parsed())
-
-    def reader(self, schema: StructType) -> JournalRecords:
-        """The reader of the columns of `schema`."""
-        return JournalRecords(self._parsed(), schema)
-
-    def _parsed(self) -> SourceOptions:
-        return SourceOptions(self.name(), self.options, OPTIONS)
 
 
 class JournalRecords(RecordReader):
@@ -76,3 +49,9 @@ class JournalRecords(RecordReader):
 
     def _wants_padding(self) -> bool:
         return self._types is not None and RecordType.PADDING.value in self._types
+
+
+class JournalSource(RecordSource):
+    """The records of journals. See the module."""
+
+    records = JournalRecords

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
 from bkctl.errors import BkctlError, Conflict, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.formats.entry import FLAGS_V2
@@ -162,11 +162,7 @@ class RecordReader(DataSourceReader):
         self._rows = options.choice("rows", Rows.RECORDS)
         self._types = self._record_types()
         self._struct = schema
-        self._conditions = Conditions()
-        if options.text("ledger") is not None:
-            self._conditions.ledgers = frozenset(options.ledgers())
-        elif (scope_id := options.scope_id()) is not None:
-            self._conditions.values["ledgerScopeId"] = frozenset((str(scope_id),))
+        self._conditions = Conditions.of(options)
         check_schema(self.source, schema, (*self.columns(options), *self.columns_on_request(options), DAMAGE))
 
     @classmethod
@@ -337,6 +333,28 @@ class RecordReader(DataSourceReader):
                 f"{part.count} records, now {count} to {end}" + ("" if count != part.count else " with other headers"),
                 hint="run again",
             )
+
+
+class RecordSource(DataSource):
+    """The data source of what `records` reads."""
+
+    records: ClassVar[type[RecordReader]]
+
+    @classmethod
+    def name(cls) -> str:
+        """The name for `spark.read.format`."""
+        return cls.records.source
+
+    def schema(self) -> str:
+        """The columns that are asked for. Raises UsageError for options that make no sense."""
+        return self.records.ddl(self._parsed())
+
+    def reader(self, schema: StructType) -> RecordReader:
+        """The reader of the columns of `schema`."""
+        return self.records(self._parsed(), schema)
+
+    def _parsed(self) -> SourceOptions:
+        return SourceOptions(self.name(), self.options, OPTIONS)
 
 
 class _Vanished(Exception):
