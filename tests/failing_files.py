@@ -26,6 +26,10 @@ class FailingFiles(Files):
         self._step()
         super().exchange(one, other)
 
+    def remove(self, path: Path) -> None:
+        self._step()
+        super().remove(path)
+
     def _mkdir(self, path: Path) -> None:
         self._step()
         super()._mkdir(path)

@@ -53,9 +53,9 @@ async def write(client: Any, count: int, *, scope_id: int = 0, close: bool = Tru
     return writer
 
 
-def bookies_of(cluster: Any, ledger: LedgerId) -> list[Any]:
-    """The bookies of the ledger's first fragment."""
-    return [cluster.bookie(each) for each in cluster.metadata(ledger).ensembles[0].bookies]
+def bookies_of(cluster: Any, ledger: LedgerId, at: int = 0) -> list[Any]:
+    """The bookies of the ledger's fragment number `at`."""
+    return [cluster.bookie(each) for each in cluster.metadata(ledger).ensembles[at].bookies]
 
 
 async def lose(cluster: Any, bookie: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from replication.recovering import bookies_of
 
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
@@ -22,10 +23,6 @@ async def write(client, count, *, scope_id=0, close=True, **shape):
     if close:
         await writer.close()
     return writer
-
-
-def bookies_of(cluster, ledger, at=0):
-    return [cluster.bookie(each) for each in cluster.metadata(ledger).ensembles[at].bookies]
 
 
 def reads_of(bookie):

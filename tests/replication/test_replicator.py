@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from client.fakes import Fault
+from replication.recovering import bookies_of, lose
 
 from bkctl.errors import (
     BkctlError,
@@ -40,17 +41,8 @@ async def write(client, count, *, scope_id=0, close=True, size=0, **shape):
     return writer
 
 
-def bookies_of(cluster, ledger, at=0):
-    return [cluster.bookie(each) for each in cluster.metadata(ledger).ensembles[at].bookies]
-
-
 def ensembles(cluster, ledger):
     return [each.bookies for each in cluster.metadata(ledger).ensembles]
-
-
-async def lose(cluster, bookie):
-    await bookie.stop()
-    cluster.unregister(bookie)
 
 
 async def assert_whole(client, ledger, count):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import golden
 import pytest
+from failing_files import FailingFiles
 from golden import GoldenBookie
 
 from bkctl.errors import Conflict, Corrupt, Unsupported, UsageError
@@ -20,7 +21,7 @@ from bkctl.formats.index import LedgerData
 from bkctl.ids import LedgerId
 from bkctl.storage.convert import DB, INTERLEAVED, convert
 from bkctl.storage.directories import CONVERSION_NAME, BookieDirectories, FileKind
-from bkctl.storage.files import Files, SimulatedCrash
+from bkctl.storage.files import SimulatedCrash
 from bkctl.storage.index import LedgerIndexReader
 from bkctl.storage.index_persistence import ENTRY_ID_MAX
 from bkctl.storage.rebuild import rebuild
@@ -278,34 +279,6 @@ def test_a_damaged_index_is_not_converted(current: Path) -> None:
 
 
 # --- killed -----------------------------------------------------------------------------------------------------------
-
-
-class FailingFiles(Files):
-    """Files whose changing operation of number `at` fails with `error`, and all after it."""
-
-    def __init__(self, at: int, error: BaseException) -> None:
-        self.at, self.error, self.count = at, error, 0
-
-    def _step(self) -> None:
-        self.count += 1
-        if self.count >= self.at:
-            raise self.error
-
-    def rename(self, source: Path, target: Path) -> None:
-        self._step()
-        super().rename(source, target)
-
-    def remove(self, path: Path) -> None:
-        self._step()
-        super().remove(path)
-
-    def _mkdir(self, path: Path) -> None:
-        self._step()
-        super()._mkdir(path)
-
-    def sync_directory(self, path: Path) -> None:
-        self._step()
-        super().sync_directory(path)
 
 
 @pytest.mark.parametrize("to", [DB, INTERLEAVED])
