@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+EXTENSIONS := bkctl/protocol/_add_runs.c bkctl/storage/_scan.c commands/_rows.c
 
 .PHONY: demo test lint types servers clean
 
@@ -36,12 +37,12 @@ $(BIN)/python:
 	  exit 1; \
 	fi || { rm -rf .venv; exit 1; }
 
-.venv/.bkctl: pyproject.toml bkctl/storage/_scan.c commands/_rows.c | $(BIN)/python
+.venv/.bkctl: pyproject.toml $(EXTENSIONS) | $(BIN)/python
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
 	@$(BIN)/python -m compileall -q bkctl commands
 	@touch $@
 
-.venv/.test: pyproject.toml bkctl/storage/_scan.c commands/_rows.c | $(BIN)/python
+.venv/.test: pyproject.toml $(EXTENSIONS) | $(BIN)/python
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test]'
 	@$(BIN)/python -m compileall -q bkctl commands
 	@touch $@ .venv/.bkctl

@@ -104,11 +104,13 @@ def open_storage(directory: Path, storage_class: str) -> BookieStorage:
 def cut_out(storage: BookieStorage) -> None:
     """Have this storage add without its branches about scopes."""
     cut_all = 0
-    for part in (storage, storage.ledgers):
-        add, cut = without_scopes(type(part).add)
-        part.__class__ = type(f"{type(part).__name__}WithoutScopes", (type(part),), {"add": add})
-        cut_all += cut
-    print(f"{cut_all} branches about scopes are cut out of add")
+    for part, names in ((storage, ("add", "add_records")), (storage.ledgers, ("add",))):
+        methods: dict[str, Any] = {}
+        for name in names:
+            methods[name], cut = without_scopes(getattr(type(part), name))
+            cut_all += cut
+        part.__class__ = type(f"{type(part).__name__}WithoutScopes", (type(part),), methods)
+    print(f"{cut_all} branches about scopes are cut out of the adds")
 
 
 def measure(shipped: BookieStorage, cut: BookieStorage, rounds: int) -> dict[str, float]:

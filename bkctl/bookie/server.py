@@ -62,6 +62,7 @@ from bkctl.metadata.cluster import (
     open_cluster,
 )
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity
+from bkctl.protocol.add_runs import AddRun, AnswerAdds
 from bkctl.protocol.messages import (
     LAST_ENTRY,
     AddRequest,
@@ -442,23 +443,37 @@ class Bookie:
         assert not isinstance(body, tuple)
         if (self._is_held or self._waits_for_journals) and not high_priority:
             self._check_pending()
+        answer = functools.partial(self._answer_add, respond, ledger, entry_id)
         if deferred_sync:
             self.storage.add(ledger, entry_id, master_key, body, None, recovery_add)
-            self.storage.when_written(ledger, functools.partial(self._answer_add, respond, ledger, entry_id))
+            self.storage.when_written(ledger, lambda error: answer(_EOK if error is None else Status.EIO))
         else:
-            self.storage.add(ledger, entry_id, master_key, body, (respond, ledger, entry_id), recovery_add)
-        if not self._flush_due:
-            self._flush_due = True
-            self._loop.call_soon(self._flush)
+            self.storage.add(ledger, entry_id, master_key, body, answer, recovery_add)
+        self._flush_soon()
+
+    def handle_adds(self, adds: AddRun, answer: AnswerAdds) -> None:
+        """Serve a run of plain adds: `answer` is called once for all of them. Raises BkctlError for a refusal."""
+        if self.read_only:
+            raise ReadOnlyBookie(f"Bookie {self.bookie_id} is read-only")
+        if self._is_held or self._waits_for_journals:
+            self._check_pending()
+        ledger, master_key, entry_ids, records, size, last_add_confirmed, _ = adds
+        try:
+            self.storage.add_records(ledger, master_key, entry_ids, records, size, last_add_confirmed, answer)
+        except (OSError, Corrupt) as error:
+            log.warning("%s: %s", AddRequest.__name__, error)
+            answer(Status.EIO)
+        else:
+            self._flush_soon()
 
     def _check_pending(self) -> None:
         """Raises TooManyRequests when the disks are behind and as many adds wait as maxPendingAddRequestsPerThread."""
-        if sum(len(batch.tokens) for batch in self.storage.batches) >= self._pending_adds_max:
+        if sum(batch.count for batch in self.storage.batches) >= self._pending_adds_max:
             raise TooManyRequests(f"Bookie {self.bookie_id} is behind with its disks")
 
     @staticmethod
-    def _answer_add(respond: Respond, ledger: LedgerId, entry_id: int, error: BaseException | None) -> None:
-        respond(AddResponse(_EOK if error is None else Status.EIO, ledger, entry_id))
+    def _answer_add(respond: Respond, ledger: LedgerId, entry_id: int, status: Status) -> None:
+        respond(AddResponse(status, ledger, entry_id))
 
     def _flush(self) -> None:
         """Hand what this turn of the loop gathered to the journal threads."""
@@ -500,17 +515,15 @@ class Bookie:
         for batch in group:
             if self._journals:
                 self._journals[number].taken(batch)
-            self.metrics.adds_settled(len(batch.tokens), batch.size, now_s - batch.put_s, ok=error is None)
+            self.metrics.adds_settled(batch.count, batch.size, now_s - batch.put_s, ok=error is None)
             doomed = self.storage.settle(number, batch, error)
             status = _EOK if error is None else Status.EIO
-            for token in batch.tokens:
-                if token is not None:
-                    respond, ledger, entry_id = token
-                    respond(AddResponse(status, ledger, entry_id))
-            for token in doomed.tokens if doomed is not None else ():
-                if token is not None:
-                    respond, ledger, entry_id = token
-                    respond(AddResponse(Status.EIO, ledger, entry_id))
+            for answer in batch.tokens:
+                if answer is not None:
+                    answer(status)
+            for answer in doomed.tokens if doomed is not None else ():
+                if answer is not None:
+                    answer(Status.EIO)
         if error is not None:
             self._journal_failed(number, error)
         if self._waits_for_journals:

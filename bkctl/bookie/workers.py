@@ -92,13 +92,13 @@ class JournalThread:
 
     def put(self, batch: Batch) -> None:
         """Write `batch` behind the others; in the loop."""
-        self.metrics.waiting = self._count = self._count + len(batch.tokens)
+        self.metrics.waiting = self._count = self._count + batch.count
         batch.put_s = time.monotonic()
         self._queue.put(batch)
 
     def taken(self, batch: Batch) -> None:
         """Take note that `batch` was reported; in the loop."""
-        self.metrics.waiting = self._count = self._count - len(batch.tokens)
+        self.metrics.waiting = self._count = self._count - batch.count
 
     def _run(self) -> None:
         try:
@@ -115,7 +115,7 @@ class JournalThread:
             if first is None:
                 return
             group = [first]
-            size, count = first.size, len(first.tokens)
+            size, count = first.size, first.count
             deadline = time.monotonic() + self._wait_s
             while size <= self._size_enough and count <= self._count_enough:
                 try:
@@ -128,7 +128,7 @@ class JournalThread:
                     break
                 group.append(batch)
                 size += batch.size
-                count += len(batch.tokens)
+                count += batch.count
             self._write_group(group, size, count)
 
     def _write_group(self, group: list[Batch], size: int, count: int) -> None:

@@ -22,6 +22,7 @@ from bkctl.formats.entry import (
     DigestType,
     digest_of_flags,
 )
+from bkctl.formats.layout import Buffer
 from bkctl.ids import U64_MAX, LedgerId
 
 #: Far above every frame size that bookies are run with (5 MiB by default); a larger size field is damage.
@@ -38,6 +39,18 @@ FENCE_ENTRY_ID: Final = -0x2000
 FORCE_LEDGER_ENTRY_ID: Final = -0x4000
 EXPLICIT_LAC_ENTRY_ID: Final = -0x8000
 LEDGERS_MAP_ENTRY_ID: Final = -2
+
+
+
+def record_of(body: Buffer) -> bytes:
+    """The record of an entry: its size, then `body`."""
+    return b"".join((RECORD_SIZE.pack(len(body)), body))
+
+
+def body_of(record: bytes) -> memoryview:
+    """The entry in a record."""
+    return memoryview(record)[RECORD_SIZE.size :]
+
 
 #: Stands for the ledger in records that have none (−1, as Apache writes it).
 NO_LEDGER: Final = LedgerId(0, U64_MAX)

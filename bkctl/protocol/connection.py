@@ -15,7 +15,7 @@ import re
 import ssl
 import struct
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
 from bkctl.errors import BkctlError, BookieUnavailable, ProtocolError, TimedOut, UsageError
@@ -82,6 +82,7 @@ class FramedProtocol(asyncio.BufferedProtocol):
         self._buffer = memoryview(b"")
         self._start = 0  # the first byte that is not consumed
         self._end = 0  # behind the last byte received
+        self._is_viewed = False  # whether a frame's body may still be a view of the buffer
         self._halted = False  # frames wait in the buffer for _continue()
         self._out: list[BytesLike] = []
         self._out_size = 0
@@ -100,6 +101,10 @@ class FramedProtocol(asyncio.BufferedProtocol):
         """The peer broke the protocol: close."""
         raise AssertionError
 
+    #: Takes many frames at once, from byte `at` of the buffer on; returns where it stopped, and leaves no view of it
+    #: behind. None: all frames go to `_frame`.
+    _take_frames: Callable[[memoryview, int, int], int] | None = None
+
     # Receiving.
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -107,6 +112,10 @@ class FramedProtocol(asyncio.BufferedProtocol):
         if len(buffer) - end >= self._chunk_size >> 3:
             return buffer[end:]
         present = end - start
+        if start and self._is_reusable and len(buffer) - present >= self._chunk_size >> 1:
+            buffer[:present] = buffer[start:end]
+            self._start, self._end = 0, present
+            return buffer[present:]
         size = present + self._chunk_size
         self._chunk_size = min(2 * self._chunk_size, _RECEIVE_BYTES_MAX)
         if present >= 4:
@@ -115,7 +124,7 @@ class FramedProtocol(asyncio.BufferedProtocol):
             size = max(size, min(4 + body_size, 4 * present))
         fresh = memoryview(bytearray(size))
         fresh[:present] = buffer[start:end]
-        self._buffer, self._start, self._end = fresh, 0, present
+        self._buffer, self._start, self._end, self._is_viewed = fresh, 0, present, False
         return fresh[present:]
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -126,8 +135,14 @@ class FramedProtocol(asyncio.BufferedProtocol):
     def _parse(self) -> None:
         buffer, at, end = self._buffer, self._start, self._end
         length_of, size_max, frame = _FRAME_LENGTH.unpack_from, self._body_size_max, self._frame
+        take = self._take_frames
         try:
             while end - at >= 4:
+                if take is not None and (stop := take(buffer, at, end)) > at:
+                    self._start = at = stop
+                    if self._halted:
+                        return
+                    continue
                 (size,) = length_of(buffer, at)
                 if not 0 <= size <= size_max:
                     raise ProtocolError(f"a frame of {size} bytes, the limit is {size_max}")
@@ -135,6 +150,7 @@ class FramedProtocol(asyncio.BufferedProtocol):
                 if stop > end:
                     break
                 self._start = stop
+                self._is_viewed = True
                 frame(buffer, at + 4, stop)
                 at = stop
                 if self._halted:
@@ -143,9 +159,15 @@ class FramedProtocol(asyncio.BufferedProtocol):
             self._halted = True
             self._broken(error.message)
             return
-        if at == end and len(buffer) - end < self._chunk_size >> 3:
-            # Nothing left in a used buffer: an idle connection holds none.
+        if at == end and self._is_reusable:
+            self._start = self._end = 0
+        elif at == end and (len(buffer) - end < self._chunk_size >> 3 or not self._is_viewed):
+            # Nothing left in a used buffer, or in one for a large frame: an idle connection holds none.
             self._buffer, self._start, self._end = memoryview(b""), 0, 0
+
+    @property
+    def _is_reusable(self) -> bool:
+        return not self._is_viewed and len(self._buffer) <= 2 * _RECEIVE_BYTES_MAX
 
     # Sending.
 

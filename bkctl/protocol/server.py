@@ -21,6 +21,7 @@ from typing import Any, Final, cast
 
 from bkctl.errors import BkctlError, IllegalOperation, Unauthorized
 from bkctl.protocol import v2, v3
+from bkctl.protocol.add_runs import AddRun, AnswerAdds, refusals, take_run
 from bkctl.protocol.connection import FramedProtocol, scope_of
 from bkctl.protocol.messages import (
     AUTH_DISABLED_PLUGIN,
@@ -104,6 +105,13 @@ class RequestHandler(typing.Protocol):
         """
 
 
+class AddRunHandler(RequestHandler, typing.Protocol):
+    """A handler that takes many adds at once."""
+
+    def handle_adds(self, adds: AddRun, answer: AnswerAdds) -> None:
+        """`handle` for a run of adds: `answer` is called once for all of them. Raises as `handle` does."""
+
+
 class _TlsOnly:
     """Serves clients that have not begun TLS, where they must."""
 
@@ -134,6 +142,7 @@ class _ServedConnection(FramedProtocol):
         self._continue_due = False
         #: Bytes that the server counts for a large request that has not arrived whole.
         self.frame_size = 0
+        self._take_frames = self._adds_of(self._handler)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -148,6 +157,7 @@ class _ServedConnection(FramedProtocol):
         if self._gone.done():
             return
         super().connection_lost(exc)
+        self._take_frames = None
         if self._impatience is not None:
             self._impatience.cancel()
         self._server.lost(self)
@@ -166,6 +176,40 @@ class _ServedConnection(FramedProtocol):
             is_large = self._end - self._start > LARGE_FRAME_BYTES and not self._halted
             self._server.note_frame(self, len(self._buffer) if is_large else 0, is_new=self._start != start)
         self._server.count(self)
+
+    def _adds_of(self, handler: RequestHandler) -> Callable[[memoryview, int, int], int] | None:
+        """What takes adds in runs, where `handler` does."""
+        if not hasattr(handler, "handle_adds"):
+            return None
+        return functools.partial(self._take_adds, cast("AddRunHandler", handler).handle_adds)
+
+    def _take_adds(
+        self, handle: Callable[[AddRun, AnswerAdds], None], buffer: memoryview, at: int, end: int
+    ) -> int:
+        """Have `handle` serve the run of adds that begins at byte `at`, if one does; returns where it ends."""
+        most = IN_FLIGHT_REQUESTS_MAX - self._in_flight
+        found = take_run(buffer, at, end, self._body_size_max, most, is_v2=self._is_v2)
+        if found is None:
+            return at
+        stop, adds = found
+        size = stop - at
+        self._begin(len(adds.records), size)
+        answer = functools.partial(self._answer_adds, adds, self._is_v2, size)
+        try:
+            handle(adds, answer)
+        except BkctlError as error:
+            answer(_status_of(error))
+        except Exception:
+            self.abort()
+            raise
+        return stop
+
+    def _begin(self, count: int, size: int) -> None:
+        """Take note of `count` more requests of `size` bytes."""
+        self._in_flight += count
+        self._in_flight_size += size
+        if self._in_flight >= IN_FLIGHT_REQUESTS_MAX or self._in_flight_size >= IN_FLIGHT_BYTES_MAX:
+            self.halt()
 
     def _frame(self, buffer: memoryview, at: int, end: int) -> None:
         size = end - at
@@ -191,15 +235,11 @@ class _ServedConnection(FramedProtocol):
             self._dispatch(request, functools.partial(self._respond_packet, head, size), size)
 
     def _dispatch(self, request: Request, respond: Respond, size: int) -> None:
-        self._in_flight += 1
-        self._in_flight_size += size
-        if self._in_flight >= IN_FLIGHT_REQUESTS_MAX or self._in_flight_size >= IN_FLIGHT_BYTES_MAX:
-            self.halt()
+        self._begin(1, size)
         try:
             self._handler.handle(request, respond)
         except BkctlError as error:
-            status = Status.EIO if error.v3_code is None else Status(error.v3_code)
-            respond(refusal(request, status))
+            respond(refusal(request, _status_of(error)))
         except Exception:
             self.abort()
             raise
@@ -242,6 +282,7 @@ class _ServedConnection(FramedProtocol):
         self._use(transport)
         self._secure = True
         self._handler = self._server.handler
+        self._take_frames = self._adds_of(self._handler)
         self._upgrade = None
         self._continue()
 
@@ -269,6 +310,20 @@ class _ServedConnection(FramedProtocol):
             self._server.count(self)
             return
         self._queued(v3.encode_response(header, response, scope_id, self._out))
+        if self._halted:
+            self.unblock()
+
+    def _answer_adds(self, adds: AddRun, is_v2: bool, size: int, status: Status) -> None:
+        self._in_flight -= len(adds.records)
+        self._in_flight_size -= size
+        if self._lost:
+            self._server.count(self)
+            return
+        answers = adds.answers
+        if status is not Status.EOK:
+            answers = refusals(adds, status, is_v2=is_v2)
+        self._out.append(answers)
+        self._queued(len(answers))
         if self._halted:
             self.unblock()
 
@@ -440,6 +495,9 @@ class _LimitedConnection(_ServedConnection):
             slots.waiting[self] = None
             self.halt()
 
+    def _adds_of(self, handler: RequestHandler) -> None:
+        return None  # each add waits for a slot of its own
+
     def _release(self, slots: _Slots, respond: Respond, response: Response) -> None:
         slots.free += 1
         waiting, slots.waiting = slots.waiting, {}
@@ -466,6 +524,10 @@ def _keep_alive(connected: socket.socket, limits: ServerLimits) -> None:
     ):
         if value > 0 and hasattr(socket, name):
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _status_of(error: BkctlError) -> Status:
+    return Status.EIO if error.v3_code is None else Status(error.v3_code)
 
 
 _OWN_REQUESTS: Final = frozenset({AuthMessage, StartTlsRequest})

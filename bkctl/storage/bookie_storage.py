@@ -17,7 +17,7 @@ import random
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -41,7 +41,7 @@ from bkctl.formats.availability import Availability
 from bkctl.formats.entry import ENTRY_V1, ENTRY_V2, DigestType, read_entry_header, read_lac_header
 from bkctl.formats.journal import LAST_MARK, LogMark, file_name, last_mark_name
 from bkctl.formats.layout import Buffer
-from bkctl.formats.record import BODY_SIZE_MIN, RECORD_SIZE, Record, RecordType
+from bkctl.formats.record import BODY_SIZE_MIN, RECORD_SIZE, Record, RecordType, record_of
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.storage.files import NO_SPACE, SECTOR_SIZE_BYTES, Files
 from bkctl.storage.journal import JournalReader, read_last_mark
@@ -54,7 +54,6 @@ FENCED_AND_DELETED_MS: Final = 7 * 24 * 3_600_000
 FENCED_AND_DELETED_MAX: Final = 100_000
 _V2_FLAGS: Final = frozenset({0xA0, *(0xA0 | int(each) for each in DigestType)})
 
-_pack_size = RECORD_SIZE.pack
 _unpack_v1 = ENTRY_V1.unpack_from
 _unpack_v2 = ENTRY_V2.unpack_from
 
@@ -63,19 +62,21 @@ Done = Callable[[BaseException | None], None]
 
 
 class Batch:
-    """Records on their way to one journal: whole records in `buffers`, and who waits for them.
+    """Records on their way to one journal, and who waits for them.
 
-    `tokens` are the callers' own, one an added entry; `calls` are told the outcome after them. `written` are told
-    before, once the system has the batch (or that it never will).
+    `tokens` are the callers' own, one for what is added at once, `count` entries in all; `calls` are told the outcome
+    after them. `written` are told before, once the system has the batch (or that it never will).
     """
 
-    __slots__ = ("buffers", "calls", "epoch", "put_s", "scoped", "size", "tokens", "written")
+    __slots__ = ("calls", "count", "epoch", "put_s", "records", "scoped", "size", "tokens", "written")
 
     def __init__(self, epoch: int = 0) -> None:
         #: Batches of one epoch stand on one another: if one fails, so do those behind it.
         self.epoch = epoch
-        self.buffers: list[Buffer] = []
+        self.records: list[bytes] = []
+        #: Bytes of the records, and how many of them are entries.
         self.size = 0
+        self.count = 0
         #: When it was put to its journal (monotonic clock).
         self.put_s = 0.0
         self.scoped = False
@@ -276,6 +277,25 @@ class BookieStorage:
             fits = False
         if not fits or found_id != entry_id or not 0 <= entry_id <= self._entry_id_max:
             raise BadRequest(f"The body is not entry {entry_id} of ledger {ledger} in the format of its scope")
+        record = record_of(body)
+        self.add_records(ledger, master_key, [entry_id], [record], len(record), lac, token, recovery)
+
+    def add_records(
+        self,
+        ledger: LedgerId,
+        master_key: Buffer,
+        entry_ids: Sequence[int],
+        records: Sequence[bytes],
+        size: int,
+        last_add_confirmed: int,
+        token: object,
+        recovery: bool = False,
+    ) -> None:
+        """Add entries, and queue them with `token` for their journal: `size` bytes in `records`, one an entry.
+
+        Their bodies must be what the request says: these entries (0 … ENTRY_ID_MAX) of this ledger in the format of its
+        scope, with `last_add_confirmed` the highest that they say. Raises what `add` does for each of them.
+        """
         handle = self._handles.get(ledger)
         if handle is None or handle.master_key != master_key:
             try:
@@ -284,21 +304,19 @@ class BookieStorage:
                 raise LedgerFenced(error.message) from error
         if handle.fenced and not recovery:
             raise LedgerFenced(f"Ledger {ledger} is fenced")
-        size_field = _pack_size(len(body))
-        self.ledgers.add(handle, entry_id, size_field, body)
-        if lac > handle.lac:
-            handle.lac = lac
+        self.ledgers.add(handle, entry_ids, records, size)
+        if last_add_confirmed > handle.lac:
+            handle.lac = last_add_confirmed
             if handle.watchers:
                 self.wake(handle)
         batch = self.batches[handle.journal]
         batch.tokens.append(token)
+        batch.count += len(records)
         if not handle.key_recorded:
             self._record_key(handle, batch)
         if self._journals_entries:
-            buffers = batch.buffers
-            buffers.append(size_field)
-            buffers.append(body)
-            batch.size += len(body) + 4
+            batch.records += records
+            batch.size += size
             if ledger[0]:
                 batch.scoped = True
 
@@ -339,7 +357,7 @@ class BookieStorage:
         handle.journal = handle.ledger.value % len(self.journal_directories)
 
     def _record(self, batch: Batch, ledger: LedgerId, record: bytes) -> None:
-        batch.buffers.append(record)
+        batch.records.append(record)
         batch.size += len(record)
         batch.scoped = batch.scoped or ledger.is_scoped
 
@@ -462,13 +480,13 @@ class BookieStorage:
         if batch.epoch <= self._failed_epochs[number]:
             self._failed_epochs[number] = last_epoch
             raise OSError(f"An earlier group of journal {self.journals[number].directory} failed")
-        buffers, size, scoped = batch.buffers, batch.size, batch.scoped
+        records, size, scoped = batch.records, batch.size, batch.scoped
         for each in more:
-            buffers += each.buffers
+            records += each.records
             size += each.size
             scoped = scoped or each.scoped
         try:
-            self.journals[number].commit(buffers, size, scoped=scoped, written=written)
+            self.journals[number].commit(records, size, scoped=scoped, written=written)
         except OSError:
             self._failed_epochs[number] = last_epoch
             raise
@@ -770,7 +788,8 @@ class BookieStorage:
             # An equal one is put again: after a sync that failed it may be in the system's memory alone, as if synced.
             if old and old != body and _is_better(old, body):
                 return
-        self.ledgers.add(handle, entry_id, _pack_size(len(body)), body)
+        record_as_added = record_of(body)
+        self.ledgers.add(handle, [entry_id], [record_as_added], len(record_as_added))
         if record.last_add_confirmed is not None:
             handle.lac = max(handle.lac, record.last_add_confirmed)
         self.replayed = (self.replayed[0] + 1, self.replayed[1])

@@ -27,6 +27,7 @@ from bkctl.errors import BkctlError, Corrupt, EntryNotFound, UnknownLedgerState,
 from bkctl.formats.entry_log import SCOPED_DIRECTORY
 from bkctl.formats.index import LedgerData
 from bkctl.formats.layout import Buffer
+from bkctl.formats.record import body_of
 from bkctl.ids import LedgerId
 from bkctl.storage.db_indexes import EntryLocationIndex, LedgerMetadataIndex
 from bkctl.storage.entry_logger import EntryLogger, Move
@@ -48,8 +49,8 @@ class DbLedgerHandle(LedgerHandle):
     def __init__(self, directory: SingleDirectoryDbLedgerStorage, ledger: LedgerId, master_key: bytes) -> None:
         super().__init__(ledger, master_key)
         self.directory = directory
-        self.entries: dict[int, Buffer] = {}
-        self.flushing: dict[int, Buffer] = {}
+        self.entries: dict[int, bytes] = {}
+        self.flushing: dict[int, bytes] = {}
         #: The bookie may lack what it had, until a check has restored it: LedgerData.limbo, as Apache's left it.
         self.limbo: bool | None = None
         #: The last entry that was read, or read ahead, from the entry log.
@@ -204,12 +205,12 @@ class SingleDirectoryDbLedgerStorage:
 
     def find(self, handle: DbLedgerHandle, entry_id: int) -> Buffer | None:
         """The entry if it is in memory. Raises EntryNotFound where it is behind the last."""
-        body = WriteCache.find(handle, entry_id)
-        if body is None:
-            if not 0 <= entry_id <= handle.last_entry:
-                raise _absent(handle, entry_id)
-            body = self.read_cache.get(handle.ledger, entry_id)
-        return body
+        record = WriteCache.find(handle, entry_id)
+        if record is not None:
+            return body_of(record)
+        if not 0 <= entry_id <= handle.last_entry:
+            raise _absent(handle, entry_id)
+        return self.read_cache.get(handle.ledger, entry_id)
 
     def read(self, handle: DbLedgerHandle, entry_id: int) -> Buffer:
         """The entry; any thread may call it. Raises EntryNotFound, OSError, Corrupt."""
@@ -226,10 +227,10 @@ class SingleDirectoryDbLedgerStorage:
                 if location == before:
                     raise
         # A flush that failed meanwhile gives its entries back.
-        body = WriteCache.find(handle, entry_id)
-        if body is None:
+        record = WriteCache.find(handle, entry_id)
+        if record is None:
             raise _absent(handle, entry_id)
-        return body
+        return body_of(record)
 
     def _read_at(self, handle: DbLedgerHandle, entry_id: int, location: int) -> Buffer:
         ledger = handle.ledger
@@ -446,10 +447,9 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
 
     # --- entries -----------------------------------------------------------------------------------------------------
 
-    def add(self, handle: DbLedgerHandle, entry_id: int, size_field: bytes, body: Buffer) -> None:
-        handle.directory.cache.add(handle, entry_id, body)
-        if entry_id > handle.last_entry:
-            handle.last_entry = entry_id
+    def add(self, handle: DbLedgerHandle, entry_ids: Sequence[int], records: Sequence[bytes], size: int) -> None:
+        handle.directory.cache.add(handle, entry_ids, records, size)
+        handle.last_entry = max(handle.last_entry, *entry_ids)
 
     def has(self, handle: DbLedgerHandle, entry_id: int) -> bool:
         if not 0 <= entry_id <= handle.last_entry:

@@ -13,7 +13,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -23,7 +23,7 @@ from bkctl.errors import CorruptRecord, TruncatedRecord
 from bkctl.formats import entry_log as formats
 from bkctl.formats.entry import read_ledger
 from bkctl.formats.layout import Buffer
-from bkctl.formats.record import RECORD_SIZE
+from bkctl.formats.record import RECORD_SIZE, body_of, record_of
 from bkctl.ids import LedgerId
 from bkctl.storage.files import NO_SPACE, Files, StorageFile
 
@@ -36,8 +36,6 @@ ENTRY_SIZE_BYTES_MAX: Final = 1 << 30
 _READ_GUESS_BYTES: Final = 4096
 #: What a compaction's log holds in memory before it is written.
 COMPACTION_CHUNK_BYTES: Final = 1 << 20
-
-_pack_size = RECORD_SIZE.pack
 
 
 class Move(NamedTuple):
@@ -75,24 +73,26 @@ class OpenLog:
 
 
 class Chunk:
-    """Consecutive records of one log, on their way to the disk: size, body, size, …; `entries` are bodies by location.
+    """Consecutive records of one log, on their way to the disk; `located` are those that can be found, by location.
 
     `totals` is the closing log's map, None while it goes on.
     """
 
-    __slots__ = ("entries", "log", "parts", "size", "start", "totals")
+    __slots__ = ("located", "log", "records", "size", "start", "totals")
 
-    def __init__(self, log: OpenLog, start: int, parts: list[Buffer], entries: dict[int, Buffer]) -> None:
+    def __init__(self, log: OpenLog, start: int, records: list[bytes], located: dict[int, bytes]) -> None:
         self.log = log
         self.start = start
         self.size = log.position - start
-        self.parts = parts
-        self.entries = entries
+        self.records = records
+        self.located = located
         self.totals: dict[LedgerId, int] | None = None
 
 
 class EntryLogger:
     """Writer and random reader of the entry logs in `directories`, which share one id space.
+
+    What is added are whole records: an entry behind its size as an int32.
 
     Made, it has put right what a compaction of Apache's or ours left there. `add`, `add_all`, `seal`, `stay_in` and
     `relocate` belong to one thread at a time; all others may be called from any, and `sync` while another one writes.
@@ -118,8 +118,8 @@ class EntryLogger:
         self._log: OpenLog | None = None
         self._next: OpenLog | None = None
         self._chunk_start = 0
-        self._parts: list[Buffer] = []
-        self._recent: dict[int, Buffer] = {}
+        self._records: list[bytes] = []
+        self._recent: dict[int, bytes] = {}
         self._unwritten: tuple[Chunk, ...] = ()
         self._lock = threading.Lock()
         self._write_lock = threading.Lock()
@@ -197,50 +197,48 @@ class EntryLogger:
         """Bytes added that are not in the file yet."""
         return self.buffered_bytes + sum(chunk.size for chunk in self._unwritten)
 
-    def add(self, ledger: LoggedLedger, size_field: bytes, body: Buffer) -> int:
-        """Append one entry (`size_field` is its length as an int32); returns its location. In memory only."""
-        size = len(body) + 4
-        log = self._log
-        if log is None or (log.position + size > self._size_limit and log.position > formats.HEADER_SIZE):
-            log = self._roll()
-        location = log.base | log.position + 4
-        log.position += size
-        parts = self._parts
-        parts.append(size_field)
-        parts.append(body)
-        self._recent[location] = body
-        if ledger.log is not log:
-            ledger.log = log
-            ledger.log_bytes = 0
-            log.ledgers.append(ledger)
-        ledger.log_bytes += size
-        return location
+    def add(self, ledger: LoggedLedger, records: Sequence[bytes]) -> list[int]:
+        """Append entries of one ledger; returns their locations, at which `find` has them. In memory only."""
+        locations: list[int] = []
+        for log, added, size in self._append(records, locations):
+            self._recent.update(zip(locations[-len(added) :], added, strict=True))
+            if ledger.log is not log:
+                ledger.log = log
+                ledger.log_bytes = 0
+                log.ledgers.append(ledger)
+            ledger.log_bytes += size
+        return locations
 
-    def add_all(self, ledger: LedgerId, bodies: Sequence[Buffer]) -> list[int]:
+    def add_all(self, ledger: LedgerId, records: Sequence[bytes]) -> list[int]:
         """Append entries of one ledger; returns their locations. `find` does not see them: the caller keeps them."""
         locations: list[int] = []
+        for log, _, size in self._append(records, locations):
+            log.totals[ledger] = log.totals.get(ledger, 0) + size
+        return locations
+
+    def _append(
+        self, records: Sequence[bytes], locations: list[int]
+    ) -> Iterator[tuple[OpenLog, Sequence[bytes], int]]:
+        """Append `records` to one log after the other: of each the records that it took, and their bytes."""
         start = 0
-        sizes = list(map(len, bodies))
-        while start < len(bodies):
+        while start < len(records):
             log = self._log or self._roll()
-            ends = list(accumulate([size + 4 for size in sizes[start:]], initial=log.position))
-            count = len(ends) - 1
+            added = records[start:] if start else records
+            ends = list(accumulate(map(len, added), initial=log.position))
             if ends[-1] > self._size_limit:
                 count = bisect_right(ends, self._size_limit) - 1
                 if count <= 0 and log.position > formats.HEADER_SIZE:
                     self._roll()
                     continue
-                count = max(count, 1)
-            first = log.base + 4
-            locations += [first + end for end in ends[:count]]
-            added: list[Buffer] = [b""] * (2 * count)
-            added[0::2] = map(_pack_size, sizes[start : start + count])
-            added[1::2] = bodies[start : start + count]
-            self._parts += added
-            log.totals[ledger] = log.totals.get(ledger, 0) + ends[count] - log.position
-            log.position = ends[count]
-            start += count
-        return locations
+                added = added[: max(count, 1)]
+                del ends[len(added) + 1 :]
+            size = ends[-1] - log.position
+            log.position = ends.pop()
+            first = log.base + RECORD_SIZE.size
+            locations += [first + end for end in ends]
+            self._records += added
+            yield log, added, size
+            start += len(added)
 
     def _roll(self) -> OpenLog:
         if self._log is not None:
@@ -293,13 +291,13 @@ class EntryLogger:
     def seal(self, totals: dict[LedgerId, int] | None = None) -> None:
         """Let the storage thread's next `write` take everything added so far."""
         log = self._log
-        if log is None or (not self._parts and totals is None):
+        if log is None or (not self._records and totals is None):
             return
-        chunk = Chunk(log, self._chunk_start, self._parts, self._recent)
+        chunk = Chunk(log, self._chunk_start, self._records, self._recent)
         chunk.totals = totals
         with self._lock:
             self._unwritten = (*self._unwritten, chunk)
-        self._parts, self._recent, self._chunk_start = [], {}, log.position
+        self._records, self._recent, self._chunk_start = [], {}, log.position
 
     def write(self) -> None:
         """Write the sealed chunks to their files, unsynced; a failure (OSError) leaves them to the next call."""
@@ -318,7 +316,7 @@ class EntryLogger:
     def _write_chunk(self, chunk: Chunk) -> None:
         log = chunk.log
         file = log.file or self._create(log)
-        end = chunk.start + file.write(chunk.start, chunk.parts)
+        end = chunk.start + file.write(chunk.start, chunk.records)
         if chunk.totals is not None:
             file.write(end, list(formats.write_ledgers_map(chunk.totals, self.version)))
             file.write(0, (formats.write_header(self.version, end, len(chunk.totals)),))
@@ -400,13 +398,13 @@ class EntryLogger:
                 self._abandon(following)
             moves: list[Move] = []
             for chunk in stuck:
-                at = chunk.start + 4
-                for body in chunk.parts[1::2]:
-                    ledger, entry_id = _ids_of(body)
-                    (new,) = self.add_all(ledger, (body,))
-                    self._recent[new] = body
+                at = chunk.start + RECORD_SIZE.size
+                for record in chunk.records:
+                    ledger, entry_id = _ids_of(body_of(record))
+                    (new,) = self.add_all(ledger, (record,))
+                    self._recent[new] = record
                     moves.append(Move(ledger, entry_id, chunk.log.base | at, new))
-                    at += len(body) + 4
+                    at += len(record)
             moved(moves)
             with self._lock:
                 self._unwritten = tuple(chunk for chunk in self._unwritten if chunk not in stuck)
@@ -490,13 +488,13 @@ class EntryLogger:
 
     def find(self, location: int) -> Buffer | None:
         """The entry at `location` if it is still in memory."""
-        body = self._recent.get(location)
-        if body is None:
+        record = self._recent.get(location)
+        if record is None:
             for chunk in self._unwritten:
-                body = chunk.entries.get(location)
-                if body is not None:
+                record = chunk.located.get(location)
+                if record is not None:
                     break
-        return body
+        return None if record is None else body_of(record)
 
     def read(self, location: int, ledger: LedgerId, entry_id: int, *, cached: bool = False) -> memoryview | None:
         """The entry at `location` from its file; with `cached`, None where that needs the disk.
@@ -585,23 +583,23 @@ class CompactionLog:
         self._logger = logger
         self._file = file
         self._written = self._position = formats.HEADER_SIZE
-        self._parts: list[Buffer] = []
+        self._records: list[bytes] = []
         self._totals: dict[LedgerId, int] = {}
 
     def add(self, ledger: LedgerId, body: Buffer) -> int:
         """Append a copy of one entry; returns the location that it has once the log is finished. Raises OSError."""
-        size = len(body)
-        location = formats.pack_location(self.log_id, self._position + 4)
-        self._parts += (_pack_size(size), bytes(body))
-        self._position += size + 4
-        self._totals[ledger] = self._totals.get(ledger, 0) + size + 4
+        record = record_of(body)
+        location = formats.pack_location(self.log_id, self._position + RECORD_SIZE.size)
+        self._records.append(record)
+        self._position += len(record)
+        self._totals[ledger] = self._totals.get(ledger, 0) + len(record)
         if self._position - self._written >= COMPACTION_CHUNK_BYTES:
             self._write()
         return location
 
     def _write(self) -> None:
-        self._file.write(self._written, self._parts)
-        self._parts, self._written = [], self._position
+        self._file.write(self._written, self._records)
+        self._records, self._written = [], self._position
 
     def finish(self) -> None:
         """Make it a log like any other, durably: whole, with its ledgers map. Raises OSError: then `abort` it."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from bkctl.formats.layout import Buffer
 from bkctl.storage.index_persistence import IndexedHandle
 
 #: What an entry takes in memory besides its bytes.
@@ -22,12 +21,12 @@ class EntryKey(NamedTuple):
 
 
 class Snapshot:
-    """Entries that belong together: those that are added now, or that are being written."""
+    """Entries that belong together: those that are added now, or that are being written; their records by id."""
 
     __slots__ = ("is_sorted", "ledgers", "placed", "size", "todo")
 
     def __init__(self) -> None:
-        self.ledgers: dict[IndexedHandle, dict[int, Buffer]] = {}
+        self.ledgers: dict[IndexedHandle, dict[int, bytes]] = {}
         #: Bytes that it takes in memory.
         self.size = 0
         self.is_sorted = False
@@ -55,22 +54,22 @@ class EntryMemTable:
         """Bytes that all entries take in memory."""
         return self.current.size + sum(snapshot.size for snapshot in self.snapshots)
 
-    def add(self, handle: IndexedHandle, entry_id: int, body: Buffer) -> None:
-        """Keep an entry, instead of the one that may be here."""
+    def add(self, handle: IndexedHandle, entry_ids: Sequence[int], records: Sequence[bytes], size: int) -> None:
+        """Keep entries, `size` bytes in `records`, each instead of the one that may be here."""
         current = self.current
         if handle.table is not current:
             handle.table = current
             handle.entries = current.ledgers[handle] = {}
-        handle.entries[entry_id] = body
-        current.size += len(body) + ENTRY_OVERHEAD_BYTES
+        handle.entries.update(zip(entry_ids, records, strict=True))
+        current.size += size + ENTRY_OVERHEAD_BYTES * len(records)
 
-    def find(self, handle: IndexedHandle, entry_id: int) -> Buffer | None:
-        """The newest copy of the entry, None when it is not here."""
+    def find(self, handle: IndexedHandle, entry_id: int) -> bytes | None:
+        """The record of the newest copy of the entry, None when it is not here."""
         # In this order: a snapshot is among the others before it stops being the current one.
         for snapshot in (self.current, *reversed(self.snapshots)):
             entries = snapshot.ledgers.get(handle)
-            if entries is not None and (body := entries.get(entry_id)) is not None:
-                return body
+            if entries is not None and (record := entries.get(entry_id)) is not None:
+                return record
         return None
 
     def entry_ids(self, handle: IndexedHandle) -> set[int]:

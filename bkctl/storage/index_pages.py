@@ -11,6 +11,7 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Final
 
 from bkctl.ids import LedgerId
@@ -78,37 +79,37 @@ class IndexInMemPageMgr:
 
     # --- locations ---------------------------------------------------------------------------------------------------
 
-    def put(self, handle: IndexedHandle, entry_id: int, location: int) -> None:
-        """Set the location of one entry (0 … ENTRY_ID_MAX). Of one ledger, by one thread at a time. Raises OSError."""
-        number, slot = divmod(entry_id, self._slots)
-        if number != handle.page_number:
-            handle.page = self._page_to_change(handle, number)
-            handle.page_number = number
-        page = handle.page
-        if slot == len(page):
-            page.append(location)
-        elif slot < len(page):
-            page[slot] = location
-        else:
-            _set(page, slot, (location,))
-        if entry_id > handle.indexed_last:
-            handle.indexed_last = entry_id
+    def put(self, handle: IndexedHandle, entry_ids: Sequence[int], locations: Sequence[int]) -> None:
+        """Set the locations of entries (0 … ENTRY_ID_MAX, in any order). Of one ledger, by one thread at a time.
 
-    def put_all(self, handle: IndexedHandle, entry_ids: Sequence[int], locations: Sequence[int]) -> None:
-        """Set the locations of entries, ids ascending and all in one page. Raises OSError."""
-        first, last = entry_ids[0], entry_ids[-1]
-        number, slot = divmod(first, self._slots)
+        Raises OSError; then those before are set.
+        """
+        slots = self._slots
+        number = min(entry_ids) // slots
+        if max(entry_ids) // slots == number:
+            self._put_in_page(handle, number, entry_ids, locations)
+            return
+        start = 0
+        for number, some in groupby(entry_ids, lambda entry_id: entry_id // slots):
+            run = list(some)
+            self._put_in_page(handle, number, run, locations[start : start + len(run)])
+            start += len(run)
+
+    def _put_in_page(
+        self, handle: IndexedHandle, number: int, entry_ids: Sequence[int], locations: Sequence[int]
+    ) -> None:
         key = handle.ledger, number
         page = self._pages.get(key) if self._changed.get(key) is handle else None
         if page is None:
             page = self._page_to_change(handle, number)
+        start = number * self._slots
+        first, last = min(entry_ids), max(entry_ids)
         with self._lock:
-            if last - first + 1 == len(entry_ids):
-                _set(page, slot, locations)
+            if entry_ids == [*range(first, last + 1)]:
+                _set(page, first - start, locations)
             else:
-                start = number * self._slots
                 if last - start >= len(page):
-                    _set(page, last - start, (0,))
+                    page.frombytes(bytes((last - start + 1 - len(page)) * 8))
                 for entry_id, location in zip(entry_ids, locations, strict=True):
                     page[entry_id - start] = location
         if last > handle.indexed_last:
@@ -266,7 +267,6 @@ class IndexInMemPageMgr:
                 if SWAP:
                     copy.byteswap()
                 taken.setdefault(handle, {})[number] = copy.tobytes()
-                handle.page_number = -1
             self._flushing, self._changed = self._changed, {}
             self._waiting = len(self._flushing)
         return taken

@@ -18,7 +18,6 @@ from typing import Final
 from bkctl.errors import BookieIOError
 from bkctl.formats import journal as formats
 from bkctl.formats.journal import LogMark
-from bkctl.formats.layout import Buffer
 from bkctl.storage.files import NO_SPACE, Files, StorageFile
 
 MEBIBYTE: Final = 1 << 20
@@ -125,15 +124,15 @@ class JournalWriter:
 
     def commit(
         self,
-        buffers: list[Buffer],
+        records: list[bytes],
         size: int,
         *,
         scoped: bool = False,
         written: Callable[[], object] | None = None,
     ) -> None:
-        """Append one group of whole records, `size` bytes in `buffers`; when this returns it is on disk.
+        """Append one group of whole records, `size` bytes; when this returns it is on disk.
 
-        `scoped` says that the group holds records of scoped ledgers. `buffers` is changed. `written` is called once the
+        `scoped` says that the group holds records of scoped ledgers. `records` is changed. `written` is called once the
         system has the group. Without `sync_data` that is all, but every `sync_interval_ms` it is synced. Raises
         OSError: nothing of the group counts then; BookieIOError once `failed` is set.
         """
@@ -153,11 +152,11 @@ class JournalWriter:
         if self._version >= formats.VERSION_PADDING:
             padding = formats.write_padding(end, self._alignment)
             if padding:
-                buffers.append(padding)
+                records.append(padding)
                 end += len(padding)
         self._allocate(self._file, end)
         try:
-            self._file.write(start, buffers)
+            self._file.write(start, records)
         except OSError:
             self._drop_tail(self._file, start)
             raise

@@ -123,10 +123,10 @@ class LedgerStorage(ABC, Generic[Handle]):
     # --- entries -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def add(self, handle: Handle, entry_id: int, size_field: bytes, body: Buffer) -> None:
-        """Keep one entry (`size_field` is its length as an int32), readable at once, in memory (E).
+    def add(self, handle: Handle, entry_ids: Sequence[int], records: Sequence[bytes], size: int) -> None:
+        """Keep entries, `size` bytes in `records` (each behind its size as an int32), readable at once, in memory (E).
 
-        Raises OSError or Corrupt where the index has to be read first, and cannot.
+        Raises OSError or Corrupt where the index has to be read first, and cannot; some of them may be here then.
         """
 
     @abstractmethod

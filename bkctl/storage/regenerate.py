@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -48,6 +49,7 @@ _ASK_MAX: Final = 1000
 #: Ledgers, and changed pages (8 KiB each as a rule), that are kept in memory while files are built.
 _HANDLES_MAX: Final = 20_000
 _CHANGED_PAGES_MAX: Final = 4096
+_PLACES_AT_ONCE: Final = 256
 
 
 @dataclass(slots=True)
@@ -387,11 +389,12 @@ class IndexFileBuilder:
             handle = self._files.load(ledger)
             assert handle is not None, f"ledger {ledger} was not added"
             self._handles[ledger] = handle
-        for entry_id, location in places:
-            if entry_id > ENTRY_ID_MAX:
-                self.refused += 1
-                continue
-            self._pages.put(handle, entry_id, location)
+        waiting = iter(places)
+        while some := list(islice(waiting, _PLACES_AT_ONCE)):
+            fitting = [place for place in some if place[0] <= ENTRY_ID_MAX]
+            self.refused += len(some) - len(fitting)
+            if fitting:
+                self._pages.put(handle, *map(list, zip(*fitting, strict=True)))
             if self._pages.changed_count >= _CHANGED_PAGES_MAX:
                 self.flush()
 

@@ -11,25 +11,19 @@ import heapq
 import random
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Final
 
 from bkctl.config import BookieConfig
 from bkctl.formats.layout import Buffer
-from bkctl.formats.record import RECORD_SIZE
+from bkctl.formats.record import body_of
 from bkctl.storage.entry_logger import EntryLogger, Move
 from bkctl.storage.entry_mem_table import EntryMemTable, Snapshot
 from bkctl.storage.files import NO_SPACE, Files
 from bkctl.storage.index_persistence import IndexedHandle
 from bkctl.storage.interleaved_ledger_storage import IndexFlush, InterleavedLedgerStorage
 from bkctl.storage.ledger_storage import CHUNK_SIZE_BYTES, UNWRITTEN_BYTES_MAX
-
-#: So many go to the logs one by one: they need little preparation.
-FEW_ENTRIES: Final = 6
-
-_pack_size = RECORD_SIZE.pack
 
 
 class SortedLedgerStorage(InterleavedLedgerStorage):
@@ -49,21 +43,20 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
 
     # --- entries -----------------------------------------------------------------------------------------------------
 
-    def add(self, handle: IndexedHandle, entry_id: int, size_field: bytes, body: Buffer) -> None:
-        self.table.add(handle, entry_id, body)
-        if entry_id > handle.last_entry:
-            handle.last_entry = entry_id
+    def add(self, handle: IndexedHandle, entry_ids: Sequence[int], records: Sequence[bytes], size: int) -> None:
+        self.table.add(handle, entry_ids, records, size)
+        handle.last_entry = max(handle.last_entry, *entry_ids)
 
     def has(self, handle: IndexedHandle, entry_id: int) -> bool:
         return self.table.find(handle, entry_id) is not None or super().has(handle, entry_id)
 
     def find(self, handle: IndexedHandle, entry_id: int) -> Buffer | None:
-        body = self.table.find(handle, entry_id)
-        return super().find(handle, entry_id) if body is None else body
+        record = self.table.find(handle, entry_id)
+        return super().find(handle, entry_id) if record is None else body_of(record)
 
     def read(self, handle: IndexedHandle, entry_id: int) -> Buffer:
-        body = self.table.find(handle, entry_id)
-        return super().read(handle, entry_id) if body is None else body
+        record = self.table.find(handle, entry_id)
+        return super().read(handle, entry_id) if record is None else body_of(record)
 
     def entry_ids(self, handle: IndexedHandle) -> Callable[[], Iterator[int]]:
         recent = self.table.entry_ids(handle)
@@ -126,18 +119,14 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
                 start = end
 
     def _place_run(
-        self, logger: EntryLogger, handle: IndexedHandle, entry_ids: list[int], entries: dict[int, Buffer]
+        self, logger: EntryLogger, handle: IndexedHandle, entry_ids: list[int], entries: dict[int, bytes]
     ) -> None:
         if self.pages.is_full:
             self._write_logs()
             self._sync_logs()
             self._write_pages()
-        bodies = list(map(entries.__getitem__, entry_ids))
-        if len(bodies) <= FEW_ENTRIES:
-            locations = [logger.add(handle, _pack_size(len(body)), body) for body in bodies]
-        else:
-            locations = logger.add_all(handle.ledger, bodies)
-        self.pages.put_all(handle, entry_ids, locations)
+        records = list(map(entries.__getitem__, entry_ids))
+        self.pages.put(handle, entry_ids, logger.add_all(handle.ledger, records))
 
     def _write_logs(self) -> None:
         for logger in self.entry_loggers:

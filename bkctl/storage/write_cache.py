@@ -6,9 +6,9 @@ while the other is written. Source: WriteCache, SingleDirectoryDbLedgerStorage.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, Generic, Protocol, TypeVar
 
-from bkctl.formats.layout import Buffer
 from bkctl.ids import LedgerId
 
 #: What an entry takes in memory besides its bytes, about: small entries count for what they really cost.
@@ -16,16 +16,16 @@ ENTRY_OVERHEAD_BYTES: Final = 160
 
 
 class CachedLedger(Protocol):
-    """What the write cache keeps at a ledger's handle: its entries by id, those to be flushed, those being flushed."""
+    """What the write cache keeps at a handle: records by entry id, those to be flushed and those being flushed."""
 
     ledger: LedgerId
-    entries: dict[int, Buffer]
-    flushing: dict[int, Buffer]
+    entries: dict[int, bytes]
+    flushing: dict[int, bytes]
 
 
 Ledger = TypeVar("Ledger", bound=CachedLedger)
 #: A ledger and its entries, as one flush takes them.
-Cached = tuple[Ledger, dict[int, Buffer]]
+Cached = tuple[Ledger, dict[int, bytes]]
 
 
 class WriteCache(Generic[Ledger]):
@@ -37,23 +37,23 @@ class WriteCache(Generic[Ledger]):
         self.flushing_size = 0
         self._ledgers: list[Ledger] = []
 
-    def add(self, ledger: Ledger, entry_id: int, body: Buffer) -> None:
-        """Keep an entry; of two with one id the later counts."""
+    def add(self, ledger: Ledger, entry_ids: Sequence[int], records: Sequence[bytes], size: int) -> None:
+        """Keep entries, `size` bytes in `records`; of two with one id the later counts."""
         entries = ledger.entries
         if not entries:
             self._ledgers.append(ledger)
-        entries[entry_id] = body
-        self.size += len(body) + ENTRY_OVERHEAD_BYTES
+        entries.update(zip(entry_ids, records, strict=True))
+        self.size += size + ENTRY_OVERHEAD_BYTES * len(records)
 
     @staticmethod
-    def find(ledger: CachedLedger, entry_id: int) -> Buffer | None:
-        """The entry, if it is here; any thread may call it."""
-        body = ledger.entries.get(entry_id)
-        return ledger.flushing.get(entry_id) if body is None else body
+    def find(ledger: CachedLedger, entry_id: int) -> bytes | None:
+        """The entry's record, if it is here; any thread may call it."""
+        record = ledger.entries.get(entry_id)
+        return ledger.flushing.get(entry_id) if record is None else record
 
     def remove(self, ledger: Ledger) -> None:
         """Forget the entries of a ledger that no flush has taken."""
-        self.size -= sum(len(body) + ENTRY_OVERHEAD_BYTES for body in ledger.entries.values())
+        self.size -= sum(len(record) + ENTRY_OVERHEAD_BYTES for record in ledger.entries.values())
         if ledger.entries:
             self._ledgers.remove(ledger)
             ledger.entries = {}

@@ -53,7 +53,7 @@ class Listener:
 def batch(size: int, entries: int) -> Batch:
     made = Batch()
     made.size = size
-    made.tokens = [None] * entries
+    made.count = entries
     return made
 
 

@@ -33,9 +33,11 @@ from bkctl.errors import (
     Unreachable,
 )
 from bkctl.formats.entry import DigestType
+from bkctl.formats.record import body_of
 from bkctl.metadata.cluster import Cluster, init_cluster
 from bkctl.metadata.uri import parse_uri
-from bkctl.protocol.messages import AddRequest, Protocol
+from bkctl.protocol.add_runs import AddRun, AnswerAdds
+from bkctl.protocol.messages import AddRequest, AddResponse, Protocol, Status
 from bkctl.storage.files import Fault
 
 URI = "zk+longlonghierarchical://store/ledgers"
@@ -95,6 +97,24 @@ class WatchedBookie(Bookie):
     host: BookieHost
 
     def handle(self, request: Any, respond: Any) -> None:
+        super().handle(request, _Watched(respond, self._watch(request)))
+
+    def handle_adds(self, adds: AddRun, answer: AnswerAdds) -> None:
+        each = [
+            AddRequest(adds.ledger, entry_id, adds.master_key, body_of(record))
+            for entry_id, record in zip(adds.entry_ids, adds.records, strict=True)
+        ]
+        watching = [self._watch(request) for request in each]
+
+        def answered(status: Status) -> None:
+            for request, seen in zip(each, watching, strict=True):
+                seen(AddResponse(status, request.ledger, request.entry_id))
+            answer(status)
+
+        super().handle_adds(adds, answered)
+
+    def _watch(self, request: Any) -> Callable[[Any], None]:
+        """Tell the checker of a request, and by what is returned of its answer."""
         host = self.host
         checker, world = host.cluster.checker, host.cluster.world
         state = checker.asked(host.name, request)
@@ -115,7 +135,7 @@ class WatchedBookie(Bookie):
             ledger = getattr(request, "ledger", "")
             world.note(f"{host.name} {what}{flags} {ledger} {entry_id}: {getattr(status, 'name', status)}")
 
-        super().handle(request, _Watched(respond, seen))
+        return seen
 
 
 class BookieHost:

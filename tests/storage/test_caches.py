@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 
-from bkctl.formats.layout import Buffer
 from bkctl.ids import LedgerId
 from bkctl.storage.read_cache import ReadCache
 from bkctl.storage.write_cache import ENTRY_OVERHEAD_BYTES, WriteCache
@@ -13,25 +12,25 @@ from bkctl.storage.write_cache import ENTRY_OVERHEAD_BYTES, WriteCache
 class Ledger:
     def __init__(self, scope_id: int, ledger_id: int) -> None:
         self.ledger = LedgerId(scope_id, ledger_id)
-        self.entries: dict[int, Buffer] = {}
-        self.flushing: dict[int, Buffer] = {}
+        self.entries: dict[int, bytes] = {}
+        self.flushing: dict[int, bytes] = {}
 
 
 def test_a_flush_takes_the_write_cache_by_ledger_and_it_stays_readable() -> None:
     cache: WriteCache[Ledger] = WriteCache()
     ledgers = [Ledger(7, 1), Ledger(0, 9), Ledger(0, 2)]
     for ledger in ledgers:
-        cache.add(ledger, 0, b"old")
-        cache.add(ledger, 0, b"new")
+        cache.add(ledger, [0], [b"old"], len(b"old"))
+        cache.add(ledger, [0], [b"new"], len(b"new"))
     assert cache.size == 6 * (3 + ENTRY_OVERHEAD_BYTES)
     taken = cache.swap()
     assert [(each.ledger, entries) for each, entries in taken] == [
         (ledger.ledger, {0: b"new"}) for ledger in reversed(ledgers)
     ]
     assert (cache.size, cache.flushing_size) == (0, 6 * (3 + ENTRY_OVERHEAD_BYTES))
-    cache.add(ledgers[0], 1, b"next")
+    cache.add(ledgers[0], [1], [b"next"], len(b"next"))
     assert [cache.find(ledgers[0], entry_id) for entry_id in range(3)] == [b"new", b"next", None]
-    cache.add(ledgers[0], 0, b"newest")
+    cache.add(ledgers[0], [0], [b"newest"], len(b"newest"))
     assert cache.find(ledgers[0], 0) == b"newest"
 
     # The flush failed, and the next one takes what came since: all of it is readable.
@@ -48,8 +47,8 @@ def test_a_removed_ledger_costs_nothing_more() -> None:
     cache: WriteCache[Ledger] = WriteCache()
     one, other = Ledger(0, 1), Ledger(0, 2)
     for entry_id in range(4):
-        cache.add(one, entry_id, bytes(10))
-        cache.add(other, entry_id, bytes(10))
+        cache.add(one, [entry_id], [bytes(10)], len(bytes(10)))
+        cache.add(other, [entry_id], [bytes(10)], len(bytes(10)))
     cache.remove(one)
     cache.remove(one)
     assert cache.size == 4 * (10 + ENTRY_OVERHEAD_BYTES)

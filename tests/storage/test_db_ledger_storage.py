@@ -20,6 +20,7 @@ from bkctl.errors import BkctlError, Corrupt, DirectoryInUse, EntryNotFound, Unk
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import unpack_location
 from bkctl.formats.index import LedgerData
+from bkctl.formats.record import record_of
 from bkctl.ids import U64_MAX, LedgerId
 from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.check import IndexCheck
@@ -60,6 +61,11 @@ def digests_of(ledger: LedgerId) -> DigestManager:
 def body_of(ledger: LedgerId, entry_id: int, size: int = 20) -> bytes:
     payload = bytes([entry_id % 251]) * size
     return digests_of(ledger).seal(entry_id, entry_id - 1, size * (entry_id + 1), payload) + payload
+
+
+def keep(storage: BookieStorage, handle: Any, entry_id: int, body: bytes) -> None:
+    record = record_of(body)
+    storage.ledgers.add(handle, [entry_id], [record], len(record))
 
 
 def add(storage: BookieStorage, ledger: LedgerId, *entry_ids: int, size: int = 20) -> None:
@@ -258,8 +264,8 @@ def test_a_ledger_that_is_made_again_has_nothing_of_the_old_one(tmp_path: Path) 
     assert checkpoint is not None
     storage.ledgers.delete_ledger(storage.get(PLAIN))
     handle = storage.ledgers.create(PLAIN, b"another key")
-    storage.ledgers.add(handle, 2, b"", body_of(PLAIN, 2, 99))
-    storage.ledgers.add(handle, 4, b"", body_of(PLAIN, 4))
+    keep(storage, handle, 2, body_of(PLAIN, 2, 99))
+    keep(storage, handle, 4, body_of(PLAIN, 4))
 
     def expect() -> None:
         assert [each for each in range(6) if storage.ledgers.has(handle, each)] == [2, 4]

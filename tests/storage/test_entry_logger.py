@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import struct
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import file_name
+from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
 from bkctl.storage.entry_log import EntryLogReader
 from bkctl.storage.entry_logger import EntryLogger, Move, OpenLog
@@ -44,8 +44,8 @@ def body_of(ledger: LedgerId, entry_id: int, size: int = 100) -> bytes:
 
 
 def add(logger: EntryLogger, ledger: LedgerId, entry_id: int, size: int = 100) -> int:
-    body = body_of(ledger, entry_id, size)
-    return logger.add(Ledger(ledger), struct.pack(">i", len(body)), body)
+    (location,) = logger.add(Ledger(ledger), [record_of(body_of(ledger, entry_id, size))])
+    return location
 
 
 def test_a_log_is_flushed_once_it_is_complete_and_synced(tmp_path: Path) -> None:
@@ -64,20 +64,28 @@ def test_a_log_is_flushed_once_it_is_complete_and_synced(tmp_path: Path) -> None
 def test_entries_added_at_once_stand_as_those_added_one_by_one(tmp_path: Path) -> None:
     sizes = [0, 100, 3000, 1, 2000, 9000, 5, 4096 - 1024 - 4, 4096 - 1024 - 4 - 36, 7]
     trees = []
-    for name in ("one", "all"):
+    for name in ("one", "some", "all"):
         logger = open_logger(tmp_path / name)
         bodies = [body_of(LEDGER, entry_id, size) for entry_id, size in enumerate(sizes)]
         if name == "one":
             ledger = Ledger(LEDGER)
-            locations = [logger.add(ledger, struct.pack(">i", len(body)), body) for body in bodies]
+            locations = [location for body in bodies for location in logger.add(ledger, [record_of(body)])]
+        elif name == "some":
+            ledger = Ledger(LEDGER)
+            locations = []
+            for start in range(0, len(bodies), 4):
+                some = bodies[start : start + 4]
+                added = logger.add(ledger, [record_of(body) for body in some])
+                assert [logger.find(location) for location in added] == some
+                locations += added
         else:
-            locations = logger.add_all(LEDGER, bodies)
+            locations = logger.add_all(LEDGER, [record_of(body) for body in bodies])
         logger.seal()
         logger.write()
         for entry_id, location in enumerate(locations):
             assert logger.read(location, LEDGER, entry_id) == bodies[entry_id]
         trees.append({path.name: path.read_bytes() for path in (tmp_path / name / "a").iterdir()} | {"at": locations})
-    assert trees[0] == trees[1]
+    assert trees[0] == trees[1] == trees[2]
 
 
 def test_a_removed_log_is_gone_and_its_id_is_not_used_again(tmp_path: Path) -> None:

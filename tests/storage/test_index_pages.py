@@ -37,14 +37,14 @@ def flush(persistence: IndexPersistenceMgr, pages: IndexInMemPageMgr) -> None:
 def test_a_move_by_another_handle_hides_no_later_change(tmp_path: Path) -> None:
     persistence, pages = open_index(tmp_path)
     handle = persistence.create(LEDGER, b"key")
-    pages.put(handle, 0, 100)
+    pages.put(handle, [0], [100])
     flush(persistence, pages)
     borrowed = persistence.load(LEDGER)
     assert borrowed is not None
-    pages.put(handle, 1, 101)
+    pages.put(handle, [1], [101])
     pages.move(borrowed, [Move(LEDGER, 0, 100, 200)])
     flush(persistence, pages)
-    pages.put(handle, 2, 102)
+    pages.put(handle, [2], [102])
     flush(persistence, pages)
     assert list(open_index(tmp_path)[0].read_page(LEDGER, 0))[:3] == [200, 101, 102]
 
@@ -52,12 +52,12 @@ def test_a_move_by_another_handle_hides_no_later_change(tmp_path: Path) -> None:
 def test_a_page_that_leaves_memory_during_a_move_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     persistence, pages = open_index(tmp_path)
     handle = persistence.create(LEDGER, b"key")
-    pages.put(handle, 0, 100)
+    pages.put(handle, [0], [100])
     flush(persistence, pages)
     borrowed = persistence.load(LEDGER)
     assert borrowed is not None
     for entry_id in range(1, 2 * SLOTS):
-        pages.put(handle, entry_id, 100 + entry_id)
+        pages.put(handle, [entry_id], [100 + entry_id])
     flush(persistence, pages)
     load: Callable[[tuple[LedgerId, int]], array[int]] = pages._load
     evictions = 3
@@ -82,12 +82,12 @@ def test_a_page_that_changes_while_a_flush_writes_it_waits_once(tmp_path: Path) 
     _, pages = open_index(tmp_path)
     handles = [IndexedHandle(LedgerId(0, number), b"key", tmp_path / f"{number}.idx") for number in (1, 2)]
     for handle in handles:
-        pages.put(handle, 0, 100)
+        pages.put(handle, [0], [100])
     pages.take_changes()
     for handle in handles:
-        pages.put(handle, 1, 101)
+        pages.put(handle, [1], [101])
     assert not pages.is_full, "two of four pages"
-    pages.put(handles[0], SLOTS, 102)
+    pages.put(handles[0], [SLOTS], [102])
     assert pages.is_full, "three of four"
     pages.finish(written=False)
     assert pages.is_full
@@ -101,7 +101,7 @@ def test_pages_are_written_whole_wherever_their_last_location_is(tmp_path: Path,
     persistence, pages = open_index(tmp_path)
     handle = persistence.create(LEDGER, b"key")
     locations = [100 + entry_id for entry_id in entry_ids]
-    pages.put_all(handle, entry_ids, locations)
+    pages.put(handle, entry_ids, locations)
     assert [pages.location(LEDGER, entry_id) for entry_id in range(SLOTS) if entry_id in entry_ids] == locations
     assert pages.location(LEDGER, SLOTS - 1) in (0, 100 + SLOTS - 1)
     flush(persistence, pages)

@@ -43,7 +43,7 @@ def fill(
 ) -> IndexedHandle:
     handle = persistence.load(ledger) or persistence.create(ledger, b"key")
     for entry_id in entry_ids:
-        pages.put(handle, entry_id, entry_id + 1)
+        pages.put(handle, [entry_id], [entry_id + 1])
     return handle
 
 
@@ -58,8 +58,8 @@ def test_locations_are_there_before_and_after_a_flush(tmp_path: Path, ledger: Le
     persistence, pages = open_index(tmp_path)
     assert persistence.load(ledger) is None
     handle = fill(persistence, pages, ledger, 0, 7, 8, 1000)
-    pages.put_all(handle, [16, 17, 19], [3, 4, 6])
-    pages.put_all(handle, [24, 25, 26], [7, 8, 9])
+    pages.put(handle, [16, 17, 19], [3, 4, 6])
+    pages.put(handle, [24, 25, 26], [7, 8, 9])
     expected = {0: 1, 7: 8, 8: 9, 16: 3, 17: 4, 19: 6, 24: 7, 25: 8, 26: 9, 1000: 1001}
     for _ in range(2):
         assert {
@@ -94,7 +94,7 @@ def test_a_page_that_changes_while_it_is_written_is_written_again(tmp_path: Path
     persistence, pages = open_index(tmp_path)
     handle = fill(persistence, pages, PLAIN, 0, 1)
     taken = pages.take_changes()
-    pages.put(handle, 2, 3)
+    pages.put(handle, [2], [3])
     pages.move(handle, [Move(PLAIN, 0, 1, 77), Move(PLAIN, 1, 99, 88)])
     assert pages.changed_ledgers() == {PLAIN}
     for each, changed in taken.items():
@@ -156,7 +156,7 @@ def test_a_doomed_ledger_is_gone_at_once_and_its_file_with_the_next_flush(tmp_pa
     handle = fill(persistence, pages, PLAIN, 0)
     fill(persistence, pages, SCOPED, 0)
     flush(persistence, pages)
-    pages.put(handle, 1, 2)
+    pages.put(handle, [1], [2])
     taken = pages.take_changes()
     handle.deleted = True
     persistence.doom(PLAIN)
@@ -174,7 +174,7 @@ def test_a_doomed_ledger_is_gone_at_once_and_its_file_with_the_next_flush(tmp_pa
     persistence.doom(SCOPED)
     again = persistence.create(SCOPED, b"new")
     pages.forget(SCOPED)
-    pages.put(again, 5, 6)
+    pages.put(again, [5], [6])
     flush(persistence, pages)
     persistence.remove_doomed()
     assert locations(tmp_path, SCOPED) == {5: 6}
@@ -190,7 +190,7 @@ def test_without_one_of_its_directories_no_ledger_is_said_to_be_gone(tmp_path: P
     for ask in (again.ledgers, lambda: again.load(PLAIN), lambda: again.read_page(PLAIN, 0)):
         with pytest.raises(FileNotFoundError):
             ask()
-    pages.put(handle, 1000, 1001)
+    pages.put(handle, [1000], [1001])
     with pytest.raises(FileNotFoundError):
         flush(persistence, pages)
     assert not (tmp_path / "b").exists()
@@ -224,7 +224,7 @@ def test_a_file_that_was_opened_before_its_ledger_was_deleted_is_not_the_new_one
         file = open_file(path, create=create)
         monkeypatch.undo()
         again.doom(PLAIN)
-        pages.put(again.create(PLAIN, b"key"), 1, 2)
+        pages.put(again.create(PLAIN, b"key"), [1], [2])
         return file
 
     monkeypatch.setattr(files, "open", open_and_delete)

@@ -78,11 +78,11 @@ def test_the_memtable_is_sorted_by_scope_ledger_and_entry_and_the_newest_copy_co
     table = EntryMemTable()
     one, other = (IndexedHandle(ledger, KEY, tmp_path) for ledger in (SCOPED, PLAIN))
     for handle, entry_id in ((one, 3), (other, 9), (one, 1), (other, 1)):
-        table.add(handle, entry_id, b"old")
+        table.add(handle, [entry_id], [b"old"], 3)
     assert table.size == 4 * (3 + ENTRY_OVERHEAD_BYTES)
     assert table.snapshot()
     assert not table.snapshot()
-    table.add(one, 3, b"newer")
+    table.add(one, [3], [b"newer"], 5)
     assert list(table.snapshots[0].keys()) == [
         EntryKey(0, 0x1234, 1),
         EntryKey(0, 0x1234, 9),

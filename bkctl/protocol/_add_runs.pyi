@@ -1,0 +1,6 @@
+from bkctl.protocol.add_runs import Taken
+
+API: int
+
+def take_v2(buffer: memoryview, at: int, end: int, size_max: int, count_max: int, /) -> Taken | None: ...
+def take_v3(buffer: memoryview, at: int, end: int, size_max: int, count_max: int, /) -> Taken | None: ...

@@ -1,0 +1,186 @@
+"""Runs of plain adds of one ledger, taken from a bookie's connection at once: what one add costs is shared by many.
+
+A run is frames that stand one behind the other in what arrived, of one ledger with one master key, without flags, each
+with an entry of that ledger in the format of its scope. Whatever is not in exactly that form is left to `v2.py` and
+`v3.py`, frame by frame. Entries are copied out of the connection's buffer, as records: behind their size, as journals
+and entry logs keep them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, TypeAlias
+
+from bkctl.formats.entry import ENTRY_V1, ENTRY_V2, HEADER_SIZE_V1, DigestType
+from bkctl.ids import I64_MAX, LedgerId
+from bkctl.protocol import v2, v3, v3_hot
+from bkctl.protocol.messages import AddRequest, AddResponse, BytesLike, Status
+
+#: What `_add_runs` must say of itself: one that was built from other sources, or none at all, is not used.
+COMPILED_API: Final = 1
+try:
+    from bkctl.protocol import _add_runs as compiled
+except ImportError:  # installed without a compiler
+    compiled = None  # type: ignore[assignment]
+else:
+    if getattr(compiled, "API", None) != COMPILED_API:
+        compiled = None  # type: ignore[assignment]
+
+#: Larger entry ids come one by one: not every storage has room for them.
+ENTRY_ID_MAX: Final = (1 << 40) - 1
+
+_V2_HEAD: Final = v2.VERSION << 24 | v2.ADD_ENTRY << 16
+#: Frame length, header, master key, and what an entry of scope 0 begins with: ledger, entry, LAC.
+_V2_FRAME: Final = struct.Struct(">iI20sQqq")
+_V2_BODY_AT: Final = 28
+_V2_BODY_MIN: Final = HEADER_SIZE_V1
+_V2_ANSWER: Final = struct.Struct(">iIiQq")
+_LENGTH: Final = struct.Struct(">i")
+_FLAGS_V2: Final = frozenset({0xA0, *(0xA0 | int(each) for each in DigestType)})
+
+_new = tuple.__new__
+
+
+class AddRun(NamedTuple):
+    """Plain adds of one ledger. `size` is the bytes of `records`, `last_add_confirmed` the highest that they say.
+
+    `answers` are the frames that tell the client that all of them are on disk.
+    """
+
+    ledger: LedgerId
+    master_key: bytes
+    entry_ids: Sequence[int]
+    records: Sequence[bytes]
+    size: int
+    last_add_confirmed: int
+    answers: bytes
+
+
+#: Called once with what became of a run.
+AnswerAdds: TypeAlias = Callable[[Status], None]
+
+
+#: Where a run ends, and the fields of its AddRun, the ledger as a plain tuple.
+Taken: TypeAlias = tuple[int, tuple[int, int], bytes, list[int], list[bytes], int, int, bytes]
+
+
+def take_run(
+    buffer: memoryview, at: int, end: int, size_max: int, count_max: int, *, is_v2: bool
+) -> tuple[int, AddRun] | None:
+    """The run of frames that begins at byte `at` of `buffer`, and where it ends; None where none begins there.
+
+    Of at most `count_max` frames of at most `size_max` bytes (their length field's), all within `buffer[:end]`.
+    """
+    found = (_take_v2 if is_v2 else _take_v3)(buffer, at, end, size_max, count_max)
+    if found is None:
+        return None
+    stop, ledger, *fields = found
+    return stop, _new(AddRun, (_new(LedgerId, ledger), *fields))
+
+
+def take_v2(buffer: memoryview, at: int, end: int, size_max: int, count_max: int) -> Taken | None:
+    """`take_run` for protocol v2, in plain Python."""
+    unpack, pack_size, pack_answer = _V2_FRAME.unpack_from, _LENGTH.pack, _V2_ANSWER.pack
+    entry_ids: list[int] = []
+    records: list[bytes] = []
+    answers: list[bytes] = []
+    run_key, run_ledger, highest = b"", -1, -1
+    last = end - _V2_FRAME.size
+    size = 0
+    while at <= last and len(records) < count_max:
+        frame_size, head, key, ledger_id, entry_id, lac = unpack(buffer, at)
+        stop = at + 4 + frame_size
+        if head != _V2_HEAD or stop > end or not _V2_BODY_MIN + 24 <= frame_size <= size_max:
+            break
+        if ledger_id != run_ledger or key != run_key:
+            if records or ledger_id > I64_MAX:
+                break
+            run_ledger, run_key = ledger_id, key
+        if not 0 <= entry_id <= ENTRY_ID_MAX:
+            break
+        if lac > highest:
+            highest = lac
+        entry_ids.append(entry_id)
+        records.append(pack_size(frame_size - 24) + buffer[at + _V2_BODY_AT : stop])
+        answers.append(pack_answer(24, head, 0, ledger_id, entry_id))
+        size += frame_size - 20
+        at = stop
+    if not records:
+        return None
+    return at, (0, run_ledger), run_key, entry_ids, records, size, highest, b"".join(answers)
+
+
+def take_v3(buffer: memoryview, at: int, end: int, size_max: int, count_max: int) -> Taken | None:
+    """`take_run` for protocol v3, of any scope, in plain Python."""
+    entry_ids: list[int] = []
+    records: list[bytes] = []
+    answers: list[BytesLike] = []
+    ledger, key, highest = LedgerId(0, 0), b"", -1
+    size = 0
+    while end - at >= 4 and len(records) < count_max:
+        (frame_size,) = _LENGTH.unpack_from(buffer, at)
+        stop = at + 4 + frame_size
+        if stop > end or not 0 <= frame_size <= size_max:
+            break
+        call = v3_hot.decode_request(buffer, at + 4, stop)
+        if call is None:
+            break
+        txn_id, _, request = call
+        if type(request) is not AddRequest:
+            break
+        body = request.body
+        assert isinstance(body, memoryview)
+        if request.ledger != ledger or request.master_key != key or not records:
+            if records:
+                break
+            ledger, key = request.ledger, request.master_key
+        lac = _lac_of(body, ledger, request.entry_id)
+        if lac is None:
+            break
+        if lac > highest:
+            highest = lac
+        entry_ids.append(request.entry_id)
+        records.append(_LENGTH.pack(len(body)) + body)
+        v3_hot.encode_add_response(txn_id, AddResponse(Status.EOK, ledger, request.entry_id), ledger[0], answers)
+        size += 4 + len(body)
+        at = stop
+    if not records:
+        return None
+    return at, ledger, key, entry_ids, records, size, highest, b"".join(answers)
+
+
+def _lac_of(body: memoryview, ledger: LedgerId, entry_id: int) -> int | None:
+    """The LAC of an entry; None where it is not this entry of this ledger in the format of its scope."""
+    if entry_id > ENTRY_ID_MAX:
+        return None
+    try:
+        if ledger[0]:
+            flags, scope_id, ledger_id, found, lac, _ = ENTRY_V2.unpack_from(body)
+            return lac if (scope_id, ledger_id, found) == (*ledger, entry_id) and flags in _FLAGS_V2 else None
+        ledger_id, found, lac, _ = ENTRY_V1.unpack_from(body)
+    except struct.error:
+        return None
+    return lac if ledger_id == ledger[1] <= I64_MAX and found == entry_id else None
+
+
+_take_v2 = take_v2 if compiled is None else compiled.take_v2
+_take_v3 = take_v3 if compiled is None else compiled.take_v3
+
+
+def refusals(adds: AddRun, status: Status, *, is_v2: bool) -> bytes:
+    """The frames that tell the client of `status` instead of `adds.answers`."""
+    out: list[BytesLike] = []
+    if is_v2:
+        fields = 24, _V2_HEAD, status.v2, adds.ledger[1]
+        return b"".join(_V2_ANSWER.pack(*fields, entry_id) for entry_id in adds.entry_ids)
+    answers = memoryview(adds.answers)
+    at = 0
+    while at < len(answers):
+        (size,) = _LENGTH.unpack_from(answers, at)
+        txn_id, operation, response, _ = v3.decode_response(answers, at + 4, at + 4 + size)
+        assert isinstance(response, AddResponse)
+        refusal = AddResponse(status, response.ledger, response.entry_id)
+        v3.encode_response(v3.Header(txn_id, operation, v3.VERSION, 0), refusal, adds.ledger[0], out)
+        at += 4 + size
+    return b"".join(out)

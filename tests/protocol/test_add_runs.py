@@ -1,0 +1,352 @@
+"""Runs of adds: what they take is what the decoders say frame by frame, compiled or not; and how they are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import struct
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from bkctl.errors import LedgerFenced
+from bkctl.formats.entry import DigestManager, DigestType
+from bkctl.formats.record import record_of
+from bkctl.ids import LedgerId
+from bkctl.protocol import add_runs, v2, v3
+from bkctl.protocol.add_runs import ENTRY_ID_MAX, AddRun, refusals, take_run
+from bkctl.protocol.connection import BookieConnection
+from bkctl.protocol.messages import (
+    FRAME_SIZE_BYTES_MAX,
+    AddRequest,
+    AddResponse,
+    BytesLike,
+    Protocol,
+    ReadRequest,
+    Request,
+    Respond,
+    Status,
+    refusal,
+)
+from bkctl.protocol.server import BookieServer
+
+Runner = Callable[[Coroutine[Any, Any, None]], None]
+Taken = tuple[int, AddRun] | None
+
+PLAIN = (LedgerId(0, 0), LedgerId(0, 5), LedgerId(0, 2**63 - 1))
+SCOPED = (LedgerId(7, 1), LedgerId(2**64 - 1, 2**64 - 1))
+KEYS = (b"k" * 20, bytes(20))
+SIZE_MAX = FRAME_SIZE_BYTES_MAX - 4
+needs_compiled = pytest.mark.skipif(add_runs.compiled is None, reason="bkctl was installed without a C compiler")
+
+
+def entry(ledger: LedgerId, entry_id: int, payload: bytes = b"", digest: DigestType = DigestType.CRC32C) -> bytes:
+    return DigestManager(ledger, digest).seal(entry_id, entry_id - 1, 70_000, payload) + payload
+
+
+def frame(request: Request, *, is_v2: bool, txn_id: int = 0) -> bytes:
+    out: list[BytesLike] = []
+    if is_v2:
+        v2.encode_request(request, out)
+    else:
+        v3.encode_request(txn_id, request, out)
+    return b"".join(out)
+
+
+def add(ledger: LedgerId, entry_id: int, payload: bytes = b"", key: bytes = KEYS[0], **flags: bool) -> AddRequest:
+    return AddRequest(ledger, entry_id, key, entry(ledger, entry_id, payload), **flags)
+
+
+def run_of(data: bytes, *, is_v2: bool, at: int = 0, count_max: int = 10_000, size_max: int = SIZE_MAX) -> Taken:
+    # What arrived stands in the middle of a larger buffer.
+    buffer = memoryview(bytearray(b"\xee" * 5 + data + b"\xee" * 20))
+    found = take_run(buffer, 5 + at, 5 + len(data), size_max, count_max, is_v2=is_v2)
+    return None if found is None else (found[0] - 5, found[1])
+
+
+def frames_of(data: bytes, begin: int, stop: int, *, is_v2: bool) -> list[tuple[Request, bytes]]:
+    """The frames between two offsets, each with the frame of the answer that all is well."""
+    found = []
+    while begin < stop:
+        end = begin + 4 + int.from_bytes(data[begin : begin + 4], "big")
+        out: list[BytesLike] = []
+        request: Any
+        if is_v2:
+            head, request = v2.decode_request(memoryview(data), begin + 4, end)
+            v2.encode_response(head, AddResponse(Status.EOK, request.ledger, request.entry_id), out)
+        else:
+            call = v3.decode_request(memoryview(data), begin + 4, end)
+            assert call is not None
+            header, request = call
+            assert request is not None
+            v3.encode_response(
+                header, AddResponse(Status.EOK, request.ledger, request.entry_id), request.ledger[0], out
+            )
+        found.append((request, b"".join(out)))
+        begin = end
+    assert begin == stop
+    return found
+
+
+def check(data: bytes, at: int, found: Taken, *, is_v2: bool) -> int:
+    """What a run says of its frames is what the decoders say; returns how many there are."""
+    if found is None:
+        return 0
+    stop, run = found
+    frames = frames_of(data, at, stop, is_v2=is_v2)
+    expected: list[Any] = [
+        AddRequest(run.ledger, entry_id, run.master_key, record[4:])
+        for entry_id, record in zip(run.entry_ids, run.records, strict=True)
+    ]
+    assert [request for request, _ in frames] == expected
+    assert [record_of(request.body) for request in expected] == run.records
+    assert run.answers == b"".join(answer for _, answer in frames)
+    assert run.size == sum(map(len, run.records))
+    lac_at = 25 if run.ledger.is_scoped else 16
+    lacs = [int.from_bytes(request.body[lac_at : lac_at + 8], "big", signed=True) for request in expected]
+    assert run.last_add_confirmed == max(-1, *lacs)
+    for request in expected:
+        assert request.body[0] >= 0xA0 if run.ledger.is_scoped else request.body[0] < 0x80
+        ids_at = 9 if run.ledger.is_scoped else 0
+        ids = struct.unpack_from(">Qq", request.body, ids_at)
+        assert ids == (run.ledger.ledger_id, request.entry_id)
+    return len(frames)
+
+
+adds = st.builds(add, st.sampled_from(PLAIN), st.integers(0, 300), st.binary(max_size=200), st.sampled_from(KEYS))
+scoped_adds = st.builds(add, st.sampled_from(SCOPED), st.integers(0, 300), st.binary(max_size=200))
+odd_requests = st.sampled_from(
+    (
+        add(PLAIN[1], 3, recovery_add=True),
+        add(PLAIN[1], 3, high_priority=True),
+        add(PLAIN[1], ENTRY_ID_MAX + 1),
+        AddRequest(PLAIN[1], 3, KEYS[0], entry(PLAIN[1], 3)[:31]),
+        AddRequest(PLAIN[1], 3, KEYS[0], entry(PLAIN[1], 3)[:20]),
+        ReadRequest(PLAIN[1], 3),
+    )
+)
+odd_v3_requests = st.sampled_from(
+    (
+        add(PLAIN[1], 3, deferred_sync=True),
+        AddRequest(PLAIN[1], 4, KEYS[0], entry(PLAIN[1], 3)),
+        AddRequest(PLAIN[1], 3, KEYS[0], entry(SCOPED[0], 3)),
+        AddRequest(SCOPED[0], 3, KEYS[0], entry(PLAIN[1], 3)),
+        AddRequest(SCOPED[0], 3, KEYS[0], entry(SCOPED[1], 3)),
+        AddRequest(SCOPED[0], 3, KEYS[0], entry(SCOPED[0], 3)[:40]),
+        AddRequest(SCOPED[0], 3, KEYS[0], b"\xa5" + entry(SCOPED[0], 3)[1:]),
+    )
+)
+txn_ids = st.one_of(st.integers(0, 300), st.integers(0, 2**64 - 1))
+v2_frames = st.builds(lambda each: frame(each, is_v2=True), st.one_of(adds, adds, odd_requests))
+v3_frames = st.builds(
+    lambda each, txn_id: frame(each, is_v2=False, txn_id=txn_id),
+    st.one_of(adds, scoped_adds, odd_requests, odd_v3_requests),
+    txn_ids,
+)
+#: Bytes that are changed: where (of 1,000), and to what.
+changes = st.lists(st.tuples(st.integers(0, 999), st.integers(0, 255)), max_size=3)
+
+
+def changed(data: bytes, where: list[tuple[int, int]]) -> bytes:
+    mutable = bytearray(data)
+    for at, value in where:
+        if mutable:
+            mutable[at * len(mutable) // 1000] = value
+    return bytes(mutable)
+
+
+@given(st.lists(v2_frames, max_size=12).map(b"".join), changes, st.integers(0, 40))
+def test_a_v2_run_is_what_the_decoder_says(data: bytes, where: list[tuple[int, int]], cut: int) -> None:
+    data = changed(data, where)[: len(data) - cut if cut < 20 else None]
+    check(data, 0, run_of(data, is_v2=True), is_v2=True)
+
+
+@given(st.lists(v3_frames, max_size=12).map(b"".join), changes, st.integers(0, 40))
+def test_a_v3_run_is_what_the_decoder_says(data: bytes, where: list[tuple[int, int]], cut: int) -> None:
+    data = changed(data, where)[: len(data) - cut if cut < 20 else None]
+    check(data, 0, run_of(data, is_v2=False), is_v2=False)
+
+
+@needs_compiled
+@pytest.mark.parametrize("is_v2", [True, False], ids=["v2", "v3"])
+def test_the_compiled_and_the_plain_loop_take_the_same(is_v2: bool) -> None:
+    compiled, plain = (add_runs.compiled.take_v2, add_runs.take_v2) if is_v2 else (
+        add_runs.compiled.take_v3, add_runs.take_v3
+    )  # fmt: skip
+
+    @given(
+        st.lists(st.one_of(v2_frames if is_v2 else v3_frames, st.binary(max_size=60)), max_size=10).map(b"".join),
+        changes,
+        st.integers(0, 30),
+        st.sampled_from((0, 1, 3, 10_000)),
+        st.sampled_from((60, 150, SIZE_MAX)),
+    )
+    @example(b"", [], 0, 5, SIZE_MAX)
+    @example(b"\xff" * 100, [], 0, 5, SIZE_MAX)
+    def compare(data: bytes, where: list[tuple[int, int]], at: int, count_max: int, size_max: int) -> None:
+        buffer = memoryview(changed(data, where) + bytes(20))
+        arguments = (buffer, min(at, len(data)), len(data), size_max, count_max)
+        assert compiled(*arguments) == plain(*arguments)
+
+    compare()
+    with pytest.raises(ValueError, match="not in the buffer"):
+        add_runs.compiled.take_v2(memoryview(bytes(10)), 0, 11, 100, 100)
+
+
+@pytest.mark.parametrize("is_v2", [True, False], ids=["v2", "v3"])
+def test_a_run_goes_on_as_far_as_it_is_one_ledger_and_key(is_v2: bool) -> None:
+    ledgers = (*PLAIN, *(() if is_v2 else SCOPED))
+    requests = [
+        add(ledger, entry_id, b"p" * entry_id, key) for ledger in ledgers for key in KEYS for entry_id in (0, 9, 3)
+    ]
+    data = b"".join(frame(each, is_v2=is_v2, txn_id=2**63 + number) for number, each in enumerate(requests))
+    at = 0
+    for ledger, key in itertools.product(ledgers, KEYS):
+        found = run_of(data, is_v2=is_v2, at=at)
+        assert found is not None
+        assert (found[1].ledger, found[1].master_key, found[1].entry_ids) == (ledger, key, [0, 9, 3])
+        assert found[1].last_add_confirmed == 8
+        assert check(data, at, found, is_v2=is_v2) == 3
+        at = found[0]
+    assert at == len(data)
+
+
+@pytest.mark.parametrize("is_v2", [True, False], ids=["v2", "v3"])
+def test_what_is_no_plain_add_ends_a_run_or_begins_none(is_v2: bool) -> None:
+    plain = [frame(add(PLAIN[1], entry_id), is_v2=is_v2) for entry_id in range(3)]
+    odd: list[Request] = [
+        add(PLAIN[1], 3, recovery_add=True),
+        add(PLAIN[1], 3, high_priority=True),
+        add(PLAIN[1], ENTRY_ID_MAX + 1),
+        ReadRequest(PLAIN[1], 3),
+        AddRequest(PLAIN[1], 3, KEYS[0], entry(PLAIN[1], 3)[:31]),
+    ]
+    if not is_v2:
+        odd += [
+            add(PLAIN[1], 3, deferred_sync=True),
+            AddRequest(PLAIN[1], 4, KEYS[0], entry(PLAIN[1], 3)),
+            AddRequest(PLAIN[1], 3, KEYS[0], entry(SCOPED[0], 3)),
+        ]
+    for request in odd:
+        between = frame(request, is_v2=is_v2)
+        data = b"".join((*plain[:2], between, plain[2]))
+        found = run_of(data, is_v2=is_v2)
+        assert found is not None
+        assert found[1].entry_ids == [0, 1]
+        assert run_of(data, is_v2=is_v2, at=found[0]) is None
+    data = b"".join(plain)
+    for end in range(len(data)):
+        found = run_of(data[:end], is_v2=is_v2)
+        assert (0 if found is None else len(found[1].records)) == end // len(plain[0])
+    found = run_of(data, is_v2=is_v2, count_max=2)
+    assert found is not None
+    assert found[1].entry_ids == [0, 1]
+    assert run_of(data, is_v2=is_v2, count_max=0) is None
+    assert run_of(data, is_v2=is_v2, size_max=len(plain[0]) - 5) is None
+
+
+def test_a_run_keeps_nothing_of_the_buffer() -> None:
+    buffer = bytearray(frame(add(PLAIN[1], 1, b"payload"), is_v2=True))
+    with memoryview(buffer) as view:
+        found = take_run(view, 0, len(buffer), SIZE_MAX, 10, is_v2=True)
+    buffer.clear()  # BufferError while a view is left
+    assert found is not None
+    assert found[1].records == [record_of(entry(PLAIN[1], 1, b"payload"))]
+
+
+class Bookie:
+    """A handler that takes runs; it refuses those of ledger 0, and holds those of the others back."""
+
+    def __init__(self) -> None:
+        self.runs: list[AddRun] = []
+        self.answers: list[Callable[[Status], None]] = []
+        self.requests: list[Request] = []
+
+    def handle(self, request: Request, respond: Respond) -> None:
+        if isinstance(request, AddRequest):
+            self.requests.append(request)
+            respond(AddResponse(Status.EOK, request.ledger, request.entry_id))
+        else:  # whether it knows scopes
+            respond(refusal(request, Status.ENOLEDGER))
+
+    def handle_adds(self, adds: AddRun, answer: Callable[[Status], None]) -> None:
+        if adds.ledger == PLAIN[0]:
+            raise LedgerFenced(f"Ledger {adds.ledger} is fenced")
+        self.runs.append(adds)
+        self.answers.append(answer)
+
+
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_compiled), False], ids=["compiled", "plain"])
+@pytest.mark.parametrize("protocol", [Protocol.V2, Protocol.V3])
+def test_a_bookie_serves_runs_and_each_add_has_its_answer(
+    runner: Runner, protocol: Protocol, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(add_runs, "_take_v2", add_runs.take_v2)
+        monkeypatch.setattr(add_runs, "_take_v3", add_runs.take_v3)
+    ledger = PLAIN[1] if protocol is Protocol.V2 else SCOPED[1]
+
+    async def main() -> None:
+        bookie = Bookie()
+        server = BookieServer(bookie)
+        await server.start("127.0.0.1")
+        client = await BookieConnection.open("127.0.0.1", server.port, bookie_id="b", protocol=protocol, timeout_s=60)
+        try:
+            assert await client.supports_scopes() is (protocol is Protocol.V3)
+            sent = [client.send(add(ledger, entry_id, bytes(500))) for entry_id in range(200)]
+            odd = client.send(add(ledger, 200, recovery_add=True))
+            refused = [client.send(add(PLAIN[0], entry_id)) for entry_id in range(3)]
+            failed = [client.send(add(ledger, entry_id)) for entry_id in range(300, 340)]
+            assert (await odd).status is Status.EOK
+            assert [await each for each in refused] == [
+                AddResponse(Status.EFENCED, PLAIN[0], entry_id) for entry_id in range(3)
+            ]
+            # A connection is taken for one of v3 until its first frame of v2, which therefore comes alone.
+            expected = [*range(protocol is Protocol.V2, 200), *range(300, 340)]
+            async with asyncio.timeout(60):
+                while sum(len(run.records) for run in bookie.runs) < len(expected):
+                    await asyncio.sleep(0.01)
+            assert [entry_id for run in bookie.runs for entry_id in run.entry_ids] == expected
+            assert len(bookie.requests) == 240 + 1 - len(expected)
+            assert server.in_flight_bytes > 239 * 41
+            for run, answer in zip(bookie.runs, bookie.answers, strict=True):
+                answer(Status.EOK if run.entry_ids[0] < 300 else Status.EIO)
+            assert [await each for each in sent] == [
+                AddResponse(Status.EOK, ledger, entry_id) for entry_id in range(200)
+            ]
+            assert [await each for each in failed] == [
+                AddResponse(Status.EIO, ledger, entry_id) for entry_id in range(300, 340)
+            ]
+            await asyncio.sleep(0)
+            assert server.in_flight_bytes == 0
+        finally:
+            client.close()
+            await client.wait_closed()
+            await server.close(grace_s=0.1)
+
+    runner(main())
+
+
+@given(
+    st.sampled_from((*PLAIN, *SCOPED)), st.lists(st.tuples(st.integers(0, 2**40 - 1), txn_ids), min_size=1, max_size=9)
+)
+def test_a_refused_run_is_refused_add_by_add(ledger: LedgerId, ids: list[tuple[int, int]]) -> None:
+    for is_v2 in (False,) if ledger.is_scoped else (False, True):
+        data = b"".join(frame(add(ledger, entry_id), is_v2=is_v2, txn_id=txn_id) for entry_id, txn_id in ids)
+        found = run_of(data, is_v2=is_v2)
+        assert found is not None
+        out = memoryview(refusals(found[1], Status.EFENCED, is_v2=is_v2))
+        at = 0
+        for entry_id, txn_id in ids:
+            end = at + 4 + int.from_bytes(out[at : at + 4], "big")
+            expected = AddResponse(Status.EFENCED, ledger, entry_id)
+            if is_v2:
+                assert v2.decode_response(out, at + 4, end) == ((v2.ADD_ENTRY, ledger.ledger_id, entry_id), expected)
+            else:
+                answer = v3.decode_response(out, at + 4, end)
+                assert (answer.txn_id, answer.response) == (txn_id, expected)
+            at = end
+        assert at == len(out)
