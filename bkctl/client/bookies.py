@@ -234,8 +234,7 @@ class BookiePool:
         self.closed = True
         channels = list(self._channels.values())
         self._channels.clear()
-        for channel in channels:
-            await channel.close()
+        await asyncio.gather(*(channel.close() for channel in channels))
 
 
 def _parsed_address(bookie_id: str) -> tuple[str, int] | None:

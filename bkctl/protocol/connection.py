@@ -56,6 +56,9 @@ WRITE_BUFFER_BYTES_MAX: Final = 1 << 20
 #: Answers still to come that nobody waits for, above which the connection is given up.
 OWED_MAX: Final = 10_000
 
+#: How long a client that closes waits for the bookie to say so too: Apache's never does.
+TLS_FAREWELL_S: Final = 0.5
+
 #: A small entry keeps the buffer that it came in: that is no larger than what its connection has sent calls for.
 _RECEIVE_BYTES_MIN: Final = 1 << 12
 _RECEIVE_BYTES_MAX: Final = 1 << 18
@@ -324,7 +327,9 @@ class BookieConnection(FramedProtocol):
             raise BookieUnavailable(f"Bookie {self.bookie_id} sent more in clear after it had agreed on TLS")
         assert self._transport is not None
         server_name = host if context.check_hostname else None
-        transport = await self._loop.start_tls(self._transport, self, context, server_hostname=server_name)
+        transport = await self._loop.start_tls(
+            self._transport, self, context, server_hostname=server_name, ssl_shutdown_timeout=TLS_FAREWELL_S
+        )
         if transport is None:
             raise BookieUnavailable(f"Bookie {self.bookie_id} closed the connection in the TLS handshake")
         self._use(transport)
