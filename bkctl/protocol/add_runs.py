@@ -35,6 +35,8 @@ _V2_HEAD: Final = v2.VERSION << 24 | v2.ADD_ENTRY << 16
 _V2_FRAME: Final = struct.Struct(">iI20sQqq")
 _V2_BODY_AT: Final = 28
 _V2_BODY_MIN: Final = HEADER_SIZE_V1
+#: Where the transaction id stands in a v3 frame behind its length.
+_V3_TXN_AT: Final = 7
 _V2_ANSWER: Final = struct.Struct(">iIiQq")
 _LENGTH: Final = struct.Struct(">i")
 _FLAGS_V2: Final = frozenset({0xA0, *(0xA0 | int(each) for each in DigestType)})
@@ -117,51 +119,118 @@ def take_v3(buffer: memoryview, at: int, end: int, size_max: int, count_max: int
     records: list[bytes] = []
     answers: list[BytesLike] = []
     ledger, key, highest = LedgerId(0, 0), b"", -1
+    form: _Form | None = None
     size = 0
     while end - at >= 4 and len(records) < count_max:
-        (frame_size,) = _LENGTH.unpack_from(buffer, at)
-        stop = at + 4 + frame_size
-        if stop > end or not 0 <= frame_size <= size_max:
-            break
-        call = v3_hot.decode_request(buffer, at + 4, stop)
-        if call is None:
-            break
-        txn_id, _, request = call
-        if type(request) is not AddRequest:
-            break
-        body = request.body
-        assert isinstance(body, memoryview)
-        if request.ledger != ledger or request.master_key != key or not records:
-            if records:
+        if form is None or (found := form.read(buffer, at, end)) is None:
+            (frame_size,) = _LENGTH.unpack_from(buffer, at)
+            stop = at + 4 + frame_size
+            if stop > end or not 0 <= frame_size <= size_max:
                 break
-            ledger, key = request.ledger, request.master_key
-        lac = _lac_of(body, ledger, request.entry_id)
-        if lac is None:
-            break
+            call = v3_hot.decode_request(buffer, at + 4, stop)
+            if call is None:
+                break
+            txn_id, _, request = call
+            if type(request) is not AddRequest:
+                break
+            if not records:
+                ledger, key = request.ledger, request.master_key
+            elif request.ledger != ledger or request.master_key != key:
+                break
+            if v3_hot.encode_add(txn_id, request, []) != stop - at:
+                break  # a number is written longer than it need be
+            form = _Form(buffer, at, stop, txn_id, request)
+            found = form.read(buffer, at, end)
+            if found is None:
+                break
+        entry_id, lac, record, answer = found
         if lac > highest:
             highest = lac
-        entry_ids.append(request.entry_id)
-        records.append(_LENGTH.pack(len(body)) + body)
-        v3_hot.encode_add_response(txn_id, AddResponse(Status.EOK, ledger, request.entry_id), ledger[0], answers)
-        size += 4 + len(body)
-        at = stop
+        entry_ids.append(entry_id)
+        records.append(record)
+        answers.append(answer)
+        size += len(record)
+        at += form.size
     if not records:
         return None
     return at, ledger, key, entry_ids, records, size, highest, b"".join(answers)
 
 
-def _lac_of(body: memoryview, ledger: LedgerId, entry_id: int) -> int | None:
-    """The LAC of an entry; None where it is not this entry of this ledger in the format of its scope."""
-    if entry_id > ENTRY_ID_MAX:
-        return None
+class _Form:
+    """Adds of protocol v3 that are as one that was decoded, but for the bytes of transaction id, entry id and entry."""
+
+    def __init__(self, buffer: memoryview, at: int, stop: int, txn_id: int, request: AddRequest) -> None:
+        self.ledger = request.ledger
+        body = request.body
+        assert isinstance(body, memoryview)
+        #: Bytes of a frame; of the body; of the two numbers as varints.
+        self.size = stop - at
+        self.body_size = len(body)
+        self.txn_size, self.entry_size = len(v3_hot.varint(txn_id)), len(v3_hot.varint(request.entry_id))
+        scope = b"\x78" + v3_hot.varint(self.ledger[0]) if self.ledger[0] else b""
+        #: Where they stand in a frame.
+        self.txn_at = 4 + _V3_TXN_AT
+        self.body_at = self.size - len(scope) - self.body_size
+        self.entry_at = self.body_at - len(v3_hot.varint(self.body_size)) - 23 - self.entry_size
+        #: What stands before, between and behind them.
+        frame = buffer[at:stop]
+        txn_end, entry_end, body_end = (
+            self.txn_at + self.txn_size, self.entry_at + self.entry_size, self.body_at + self.body_size
+        )  # fmt: skip
+        self.fixed = tuple(
+            (begin, end, bytes(frame[begin:end]))
+            for begin, end in (
+                (0, self.txn_at), (txn_end, self.entry_at), (entry_end, self.body_at), (body_end, self.size)
+            ) if begin != end
+        )  # fmt: skip
+        self.txn_mask = int.from_bytes(b"\x80" * self.txn_size, "little")
+        self.txn_marks = int.from_bytes(b"\x80" * (self.txn_size - 1), "little")
+        nested = b"\x08\x00\x10%b\x18" % v3_hot.varint(self.ledger[1])
+        header_size, nested_size = 5 + self.txn_size, len(nested) + self.entry_size + len(scope)
+        self.answer = (
+            _LENGTH.pack(2 + header_size + 5 + nested_size) + b"\x0a%c\x08\x03\x10\x02\x18" % header_size,
+            b"\x10\x00\xaa\x06%c%b" % (nested_size, nested),
+            scope,
+        )
+        self.size_field = _LENGTH.pack(self.body_size)
+
+    def read(self, buffer: memoryview, at: int, end: int) -> tuple[int, int, bytes, bytes] | None:
+        """Entry id, LAC, record and answer of the frame at byte `at`; None where it has another form."""
+        if end - at < self.size:
+            return None
+        for begin, stop, expected in self.fixed:
+            if buffer[at + begin : at + stop] != expected:
+                return None
+        txn_at = at + self.txn_at
+        txn = bytes(buffer[txn_at : txn_at + self.txn_size])
+        if int.from_bytes(txn, "little") & self.txn_mask != self.txn_marks:
+            return None
+        body_at = at + self.body_at
+        body = buffer[body_at : body_at + self.body_size]
+        found = _ids_of(body, self.ledger)
+        if found is None:
+            return None
+        entry_id, lac = found
+        entry_at = at + self.entry_at
+        entry = v3_hot.varint(entry_id)
+        if buffer[entry_at : entry_at + self.entry_size] != entry:
+            return None
+        front, between, scope = self.answer
+        return entry_id, lac, self.size_field + body, b"".join((front, txn, between, entry, scope))
+
+
+def _ids_of(body: memoryview, ledger: LedgerId) -> tuple[int, int] | None:
+    """Entry id and LAC of an entry; None where it is none of this ledger in the format of its scope."""
     try:
         if ledger[0]:
-            flags, scope_id, ledger_id, found, lac, _ = ENTRY_V2.unpack_from(body)
-            return lac if (scope_id, ledger_id, found) == (*ledger, entry_id) and flags in _FLAGS_V2 else None
-        ledger_id, found, lac, _ = ENTRY_V1.unpack_from(body)
+            flags, scope_id, ledger_id, entry_id, lac, _ = ENTRY_V2.unpack_from(body)
+            fits = flags in _FLAGS_V2 and scope_id == ledger[0] and ledger_id == ledger[1]
+        else:
+            ledger_id, entry_id, lac, _ = ENTRY_V1.unpack_from(body)
+            fits = ledger_id == ledger[1] <= I64_MAX
     except struct.error:
         return None
-    return lac if ledger_id == ledger[1] <= I64_MAX and found == entry_id else None
+    return (entry_id, lac) if fits and 0 <= entry_id <= ENTRY_ID_MAX else None
 
 
 _take_v2 = take_v2 if compiled is None else compiled.take_v2
