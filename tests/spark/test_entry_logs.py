@@ -366,6 +366,20 @@ def test_tails_are_what_they_are_for_the_reader(tmp_path: Path, name: str, tail:
     check_both_modes(path, maxPartitionBytes=1)
 
 
+@pytest.mark.parametrize("size", [1, 1 << 20])
+def test_a_size_that_reaches_over_the_end_hides_no_records(tmp_path: Path, size: int) -> None:
+    records = []
+    for at in range(10):
+        sealed = DigestManager(V1, DigestType.CRC32C).seal(at, at - 1, (1 << 40) + (at + 1) * 5, b"hello")
+        records.append(struct.pack(">i", len(sealed) + 5) + sealed + b"hello")
+    records[4] = struct.pack(">i", 1 << 27) + records[4][4:]
+    path = write(tmp_path / "0.log", *records)
+    check_both_modes(path, maxPartitionBytes=size)
+    *good, damage = rows_of(EntryLogSource, path=path, mode="permissive", maxPartitionBytes=size)
+    assert [row["entryId"] for row in good] == list(range(4))
+    assert damage["damage"]["offset"] == 1024 + 4 * len(records[0])
+
+
 @pytest.mark.parametrize("data", [b"", b"BKLO", b"BKXX" + bytes(1020), write_header(1)[:4] + bytes([0, 0, 0, 9] * 255)])
 def test_files_that_are_no_logs(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "0.log"
