@@ -38,8 +38,7 @@ from bkctl.metadata.replication import LedgerUnderreplicationManager
 from bkctl.replication.checker import EntrySpan, LedgerChecker, LedgerFragment
 from bkctl.replication.holdings import HeldFragment, HeldLedger, Replacements, ledgers_on
 from bkctl.replication.replicator import UNREADABLE_NAMED_MAX, LedgerFragmentReplicator, Outcome, Throttle
-from bkctl.replication.signals import finished
-from bkctl.replication.worker import check_held
+from bkctl.replication.signals import Together, finished
 
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 #: Ledgers that are moved at once.
-CONCURRENCY: Final = 32
+CONCURRENCY: Final = 128
 #: Metadata that is read in one go.
 _BATCH_COUNT: Final = 500
 #: How long a ledger that another worker has locked is left to it. A worker may keep a lock long after it gave up, and
@@ -241,6 +240,9 @@ class BookieMover:
         self._cluster = bookkeeper.cluster
         self._skip_open, self._fence, self._locks = skip_open, fence, locks
         self._manager = LedgerUnderreplicationManager(self._cluster.store)
+        owner = f"{os.uname().nodename}:{os.getpid()}"
+        self._lock: Together[LedgerId, Claim] = Together(lambda some: self._manager.lock_many(some, owner))
+        self._unlock: Together[LedgerId, None] = Together(self._unlock_many)
         self._checker = LedgerChecker(bookkeeper)
         self._replicator = LedgerFragmentReplicator(
             bookkeeper,
@@ -490,8 +492,7 @@ class BookieMover:
         try:
             lock: Claim | None = None
             try:
-                owner = f"{os.uname().nodename}:{os.getpid()}"
-                lock = await finished(in_thread(self._manager.lock, ledger, owner))
+                lock = await finished(self._lock(ledger))
             except Conflict:
                 theirs = True
                 if patient:
@@ -499,15 +500,11 @@ class BookieMover:
             return await self._move(ledger, found, lock)
         finally:
             if not theirs:
-                await finished(in_thread(self._manager.unlock, ledger))
+                await finished(self._unlock(ledger))
 
     async def _move(
         self, ledger: LedgerId, found: VersionedMetadata | None = None, lock: Claim | None = None
     ) -> LedgerMove:
-        def before_swap() -> None:
-            if lock is not None:
-                check_held(lock, ledger)
-
         state = None
         try:
             for _ in range(_ATTEMPT_COUNT_MAX):
@@ -518,7 +515,7 @@ class BookieMover:
                     return LedgerMove(ledger, MoveOutcome.OPEN, state, problem="It is open")
                 done = await self._replicator.replicate_ledger(
                     ledger, found, bookies=self.leaving, fence=self._fence, exclude=self.leaving,
-                    before_swap=before_swap,
+                    lock=lock,
                 )  # fmt: skip
                 found = None
                 if not any(each.outcome is Outcome.SUPERSEDED for each in done.fragments):
@@ -541,6 +538,10 @@ class BookieMover:
         if moved.outcome is MoveOutcome.MOVED and ledger in self.progress.plan.marked:
             await in_thread(self._unmark, ledger)
         return moved
+
+    def _unlock_many(self, ledgers: list[LedgerId]) -> list[None]:
+        self._manager.unlock_many(ledgers)
+        return [None] * len(ledgers)
 
     def _unmark(self, ledger: LedgerId) -> None:
         """Take the mark away where it is for the leaving bookies only; else a worker looks after the others."""

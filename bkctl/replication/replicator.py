@@ -18,20 +18,22 @@ import contextlib
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from bkctl.client.bookies import BookieChannel, failure, in_thread
-from bkctl.client.ensemble import update_metadata
+from bkctl.client.ensemble import UPDATE_ATTEMPTS_MAX
 from bkctl.client.ledger import BookKeeper
 from bkctl.client.reader import SPECULATIVE_READ_S, WINDOW_BYTES, LedgerAccess, restate
 from bkctl.errors import (
     BkctlError,
+    Conflict,
     LedgerNotFound,
+    MetadataVersionConflict,
     NotEnoughBookies,
     NotFound,
     ProtocolError,
@@ -49,11 +51,13 @@ from bkctl.replication.checker import (
     reason_of,
 )
 from bkctl.replication.placement import Topology, choose_replacements
+from bkctl.replication.signals import Together
 
 if TYPE_CHECKING:
     from bkctl.ids import LedgerId
     from bkctl.metadata.cluster import RegisteredBookie
     from bkctl.metadata.ledgers import VersionedMetadata
+    from bkctl.metadata.store import Claim
 
 #: Entries on their way at once. Apache's rereplicationEntryBatchSize (10) is for the same.
 BATCH_SIZE: Final = 100
@@ -88,6 +92,15 @@ class Throttle:
         self._free_at = starts_at + max(size_bytes * self._byte_s, self._entry_s)
         if starts_at > now:
             await asyncio.sleep(starts_at - now)
+
+
+class LockLost(Conflict):
+    """The lock under which a ledger was replicated is gone: somebody else may have it by now."""
+
+
+def lock_lost(ledger: LedgerId) -> LockLost:
+    """What is raised when the ledger's lock is not held any more."""
+    return LockLost(f"The lock of ledger {ledger} is lost", hint="the metadata store ended our session")
 
 
 class Outcome(Enum):
@@ -168,6 +181,43 @@ class LedgerReplication:
         return not (self.left_open or self.errors) and all(each.outcome in finished for each in self.fragments)
 
 
+#: A ledger's metadata as it stands now, and which bookies were replaced in it by which.
+Swapped: TypeAlias = "tuple[VersionedMetadata, dict[str, str]]"
+
+
+class _Swap(NamedTuple):
+    """Bookies that are to come into a fragment's ensemble: `moved` has them by ensemble index."""
+
+    check: LedgerCheck
+    fragment: LedgerFragment
+    moved: Mapping[int, str]
+    lock: Claim | None
+
+    def applied_to(self, found: VersionedMetadata) -> tuple[LedgerMetadata, dict[str, str]]:
+        """The metadata with them, and whom they replace; nobody where they must not come in any more.
+
+        Raises UnclosedFragment.
+        """
+        metadata, fragment = found.metadata, self.fragment
+        replaced: dict[str, str] = {}
+        present = _ensemble_at(metadata, fragment.first_entry_id)
+        if present is None or not _is_same_ledger(found, self.check.versioned):
+            return metadata, replaced
+        if not metadata.is_closed and metadata.last_fragment.first_entry_id == fragment.first_entry_id:
+            raise UnclosedFragment(f"Ledger {self.check.ledger} is open, and its last fragment may still grow")
+        if _end_of(metadata, fragment.first_entry_id) > fragment.last_entry_id:
+            return metadata, replaced  # It has entries by now that were not copied.
+        bookies = list(present)
+        for index, target in self.moved.items():
+            if present[index] == fragment.ensemble[index] and target not in present:
+                replaced[present[index]] = bookies[index] = target
+        changed = Fragment(fragment.first_entry_id, tuple(bookies))
+        ensembles = tuple(
+            changed if each.first_entry_id == fragment.first_entry_id else each for each in metadata.ensembles
+        )
+        return replace(metadata, ensembles=ensembles), replaced
+
+
 class LedgerFragmentReplicator:
     """Replicates fragments of ledgers, any number at once.
 
@@ -194,6 +244,7 @@ class LedgerFragmentReplicator:
         self._progress = progress
         self._registered: list[RegisteredBookie] = []
         self._registered_s = -REGISTERED_AGE_S
+        self._swap: Together[_Swap, Swapped] = Together(self._swap_many)
 
     async def targets(
         self,
@@ -265,15 +316,16 @@ class LedgerFragmentReplicator:
         targets: Mapping[int, str] | None = None,
         exclude: Collection[str] = (),
         in_place: bool | None = None,
-        before_swap: Callable[[], None] = lambda: None,
+        lock: Claim | None = None,
     ) -> FragmentReplication:
         """Bring what the fragment's bad bookies should hold to `targets` (None: those that `targets()` gives).
 
         A target that fails is left for another one, if it was not given. Each entry is read from any bookie that should
         have it, those to be replaced included, as the last ones. As soon as one is unreadable nothing more is written,
         and the rest is read to name all that are (up to UNREADABLE_NAMED_MAX). The ledger's metadata changes when every
-        entry is where it should be. Raises UnclosedFragment, NotEnoughBookies, LedgerNotFound when the ledger is
-        deleted meanwhile, and what a target's failure or the store raises.
+        entry is where it should be, and `lock`, if there is one, is held then. Raises UnclosedFragment,
+        NotEnoughBookies, LockLost, LedgerNotFound when the ledger is deleted meanwhile, and what a target's failure or
+        the store raises.
         """
         if not fragment.closed:
             raise UnclosedFragment(
@@ -315,50 +367,61 @@ class LedgerFragmentReplicator:
         repaired = tuple(fragment.ensemble[index] for index in sorted(chosen) if index not in moved)
         if not moved:
             return replace(done, outcome=Outcome.REPAIRED, repaired=repaired)
-        versioned, replaced = await in_thread(self._swap, check, fragment, moved, before_swap)
+        versioned, replaced = await self._swap(_Swap(check, fragment, moved, lock))
         outcome = Outcome.REPLICATED if len(replaced) == len(moved) else Outcome.SUPERSEDED
         return replace(done, outcome=outcome, versioned=versioned, replaced=replaced, repaired=repaired)
 
-    def _swap(
-        self,
-        check: LedgerCheck,
-        fragment: LedgerFragment,
-        moved: Mapping[int, str],
-        before_swap: Callable[[], None],
-    ) -> tuple[VersionedMetadata, dict[str, str]]:
-        """Put the new bookies into the metadata, in the place of those that still stand there; returns which were."""
-        replaced: dict[str, str] = {}
+    def _swap_many(self, swaps: Sequence[_Swap]) -> list[Swapped | BkctlError]:
+        """Put new bookies into the metadata of ledgers, in the place of those that still stand there.
 
-        def change(metadata: LedgerMetadata) -> LedgerMetadata | None:
-            replaced.clear()
-            present = _ensemble_at(metadata, fragment.first_entry_id)
-            if present is None:
-                return None
-            if not metadata.is_closed and metadata.last_fragment.first_entry_id == fragment.first_entry_id:
-                raise UnclosedFragment(f"Ledger {check.ledger} is open, and its last fragment may still grow")
-            if _end_of(metadata, fragment.first_entry_id) > fragment.last_entry_id:
-                return None  # It has entries by now that were not copied.
-            bookies = list(present)
-            for index, target in moved.items():
-                if present[index] == fragment.ensemble[index] and target not in present:
-                    replaced[present[index]] = bookies[index] = target
-            if not replaced:
-                return None
-            before_swap()
-            changed = Fragment(fragment.first_entry_id, tuple(bookies))
-            ensembles = tuple(
-                changed if each.first_entry_id == fragment.first_entry_id else each for each in metadata.ensembles
-            )
-            return replace(metadata, ensembles=ensembles)
-
-        # Read anew: copying may have taken hours, and the metadata of a ledger that was deleted and created again since
-        # may have come to the version that was checked.
+        Each for itself, with what was replaced: nothing where the fragment is another one by now. Source:
+        MetadataUpdateLoop.
+        """
+        results: dict[int, Swapped | BkctlError] = {}
         ledgers = self.bookkeeper.cluster.ledgers
-        found = ledgers.read(check.ledger)
-        if not _is_same_ledger(found, check.versioned):
-            return found, {}
-        versioned = update_metadata(ledgers, check.ledger, found, change)
-        return versioned, dict(replaced)
+        for _ in range(UPDATE_ATTEMPTS_MAX):
+            waiting = [at for at in range(len(swaps)) if at not in results]
+            if not waiting:
+                break
+            changes: list[tuple[int, VersionedMetadata, LedgerMetadata, dict[str, str]]] = []
+            # Read now: copying may have taken hours, and the metadata of a ledger that was deleted and created again
+            # since may have come to the version that was checked.
+            present = ledgers.read_many([swaps[at].check.ledger for at in waiting])
+            for at, (_, found) in zip(waiting, present, strict=True):
+                if isinstance(found, BkctlError):
+                    results[at] = found
+                    continue
+                try:
+                    metadata, replaced = swaps[at].applied_to(found)
+                except UnclosedFragment as error:
+                    results[at] = error
+                    continue
+                if replaced:
+                    changes.append((at, found, metadata, replaced))
+                else:
+                    results[at] = found, {}
+            lost = self._lost([swaps[at] for at, *_ in changes])
+            results.update((at, lost[swaps[at].check.ledger]) for at, *_ in changes if swaps[at].check.ledger in lost)
+            changes = [each for each in changes if each[0] not in results]
+            versions = ledgers.write_many(
+                [(swaps[at].check.ledger, metadata, found.version) for at, found, metadata, _ in changes]
+            )
+            for (at, found, metadata, replaced), version in zip(changes, versions, strict=True):
+                if isinstance(version, MetadataVersionConflict):
+                    continue
+                if isinstance(version, BkctlError):
+                    results[at] = version
+                    continue
+                # The store writes 0 for the token of the creation, as Java's client does.
+                token = None if metadata.c_token is None else 0
+                results[at] = found._replace(metadata=replace(metadata, c_token=token), version=version), replaced
+        return [results[at] if at in results else _always_changing(swaps[at].check.ledger) for at in range(len(swaps))]
+
+    def _lost(self, swaps: Sequence[_Swap]) -> dict[LedgerId, LockLost]:
+        """Those of the ledgers whose locks are not held any more."""
+        locks = {each.check.ledger: each.lock for each in swaps if each.lock is not None}
+        held = self.bookkeeper.cluster.store.held_many(list(locks.values()))
+        return {ledger: lock_lost(ledger) for ledger, is_held in zip(locks, held, strict=True) if not is_held}
 
     async def recover(self, ledger: LedgerId) -> None:
         """Fence the ledger and close it, administratively: its writer can add no more.
@@ -381,7 +444,7 @@ class LedgerFragmentReplicator:
         every_entry: bool = False,
         exclude: Collection[str] = (),
         in_place: bool | None = None,
-        before_swap: Callable[[], None] = lambda: None,
+        lock: Claim | None = None,
     ) -> LedgerReplication:
         """Check a ledger and replicate what is bad; or, for `bookies`, whatever it has on them.
 
@@ -413,7 +476,7 @@ class LedgerFragmentReplicator:
                     fragment,
                     exclude={*exclude, *(bookies or ())},
                     in_place=in_place,
-                    before_swap=before_swap,
+                    lock=lock,
                 )
             except LedgerNotFound:
                 raise
@@ -649,6 +712,12 @@ def _is_same_ledger(found: VersionedMetadata, before: VersionedMetadata) -> bool
         and now.digest_type is then.digest_type
         and now.ensemble_size == then.ensemble_size
         and now.write_quorum_size == then.write_quorum_size
+    )
+
+
+def _always_changing(ledger: LedgerId) -> MetadataVersionConflict:
+    return MetadataVersionConflict(
+        f"Metadata of ledger {ledger} changed {UPDATE_ATTEMPTS_MAX} times while it was being written", hint="try again"
     )
 
 

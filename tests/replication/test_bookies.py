@@ -365,14 +365,14 @@ def test_what_is_copied_is_locked_and_without_the_lock_nothing_is_swapped(fake_c
 
 def test_stopping_while_a_lock_is_taken_leaves_none(fake_cluster, run, monkeypatch):
     taking, go_on = threading.Event(), threading.Event()
-    lock = LedgerUnderreplicationManager.lock
+    lock_many = LedgerUnderreplicationManager.lock_many
 
     def slowly(*arguments):
         taking.set()
         assert go_on.wait(60)
-        return lock(*arguments)
+        return lock_many(*arguments)
 
-    monkeypatch.setattr(LedgerUnderreplicationManager, "lock", slowly)
+    monkeypatch.setattr(LedgerUnderreplicationManager, "lock_many", slowly)
 
     async def scenario():
         async with fake_cluster(4) as cluster, cluster.client() as client:
