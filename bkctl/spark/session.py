@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, Final
 from bkctl.errors import BkctlError, Unreachable
 
 if TYPE_CHECKING:
+    import logging
+
     from pyspark.sql import SparkSession
 
 LOCAL_MASTER: Final = "local[*]"
@@ -144,6 +146,7 @@ class _Spark:
         self._log: Any = None
         self._gateway: Any = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._accumulators: Any = None
         self.session: Any = None
 
     def __enter__(self) -> _Spark:
@@ -153,30 +156,36 @@ class _Spark:
         from pyspark.errors import PySparkException
         from pyspark.sql import SparkSession
 
-        # py4j logs to stderr what is told as an error anyway.
+        # They log to stderr what is told as an error anyway; py4j an interrupt, too, and that to the root logger.
         logging.getLogger("py4j").setLevel(logging.CRITICAL + 1)
         logging.getLogger("pyspark").setLevel(logging.CRITICAL + 1)
+        logging.getLogger().addFilter(_is_not_of_py4j)
         # Spark's default is whatever `python3` is on PATH.
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         self._log = tempfile.TemporaryFile("a+b")
         conf = SparkConf(loadDefaults=False)
         for name, value in self._settings.items():
             conf.set(name, value)
+        started = False
         try:
             self._gateway = self._launch()
             # Python's own handler: Spark's would talk to a JVM that the interrupted call still waits for.
-            with _interrupts_as_before():
-                context = SparkContext(conf=conf, gateway=self._gateway)
+            with _interrupts():
+                context: Any = SparkContext(conf=conf, gateway=self._gateway)
+            # A thread of PySpark's that would tell by a traceback of the JVM's end, whoever ends it.
+            self._accumulators = context._accumulatorServer
+            self._accumulators.handle_error = lambda *request: None
             context.setLogLevel("WARN" if self._verbose else "ERROR")
             self.session = SparkSession(context)
-        except BaseException as error:
-            failure = None
-            if isinstance(error, PySparkException) or type(error).__module__.startswith("py4j") or self._is_dead():
-                failure = self._failure(error)
-            self._kill()
-            if failure is not None and isinstance(error, Exception):
-                raise failure from error
+            started = True
+        except Exception as error:
+            is_of_spark = isinstance(error, PySparkException) or type(error).__module__.startswith("py4j")
+            if is_of_spark or self._is_dead():
+                raise self._failure(error) from error
             raise
+        finally:
+            if not started:
+                self._kill()
         return self
 
     def _launch(self) -> Any:
@@ -219,13 +228,15 @@ class _Spark:
                 del os.environ[name]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        # Where Spark itself went away, what fails here is only that nobody answers.
-        doubtful = isinstance(error, OSError) or type(error) is BkctlError
-        failure = self._failure(error) if error is not None and doubtful and self._is_dead() else None
-        if kind is None or issubclass(kind, Exception):
-            with suppress(Exception):
-                self.session.stop()
-        self._kill()
+        try:
+            # Where Spark itself went away, what fails here is only that nobody answers.
+            doubtful = isinstance(error, OSError) or type(error) is BkctlError
+            failure = self._failure(error) if error is not None and doubtful and self._is_dead() else None
+            if kind is None or issubclass(kind, Exception):
+                with suppress(Exception):
+                    self.session.stop()
+        finally:
+            self._kill()
         if failure is not None:
             raise failure from error
 
@@ -239,19 +250,27 @@ class _Spark:
 
     def _kill(self) -> None:
         """End the JVM, whatever it is at, and forget it."""
+        process, self._process = self._process, None
+        # Who is interrupted again meanwhile would leave it behind.
+        with _interrupts(ignored=True):
+            if process is not None:
+                process.terminate()
+                try:
+                    process.wait(_STOP_WAIT_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+                if process.stdin is not None:
+                    process.stdin.close()
+            self._forget()
+
+    def _forget(self) -> None:
         from pyspark import SparkContext
         from pyspark.sql import SparkSession
 
-        process, self._process = self._process, None
-        if process is not None:
-            process.terminate()
-            try:
-                process.wait(_STOP_WAIT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            if process.stdin is not None:
-                process.stdin.close()
+        accumulators, self._accumulators = self._accumulators, None
+        if accumulators is not None and not accumulators.server_shutdown:
+            accumulators.shutdown()
         gateway, self._gateway = self._gateway, None
         if gateway is not None:
             with suppress(Exception):
@@ -280,14 +299,21 @@ class _Spark:
         return str(self._log.read().decode("utf-8", "replace"))
 
 
+def _is_not_of_py4j(record: logging.LogRecord) -> bool:
+    return Path(record.pathname).parent.name != "py4j"
+
+
 @contextmanager
-def _interrupts_as_before() -> Iterator[None]:
+def _interrupts(*, ignored: bool = False) -> Iterator[None]:
+    """At the end SIGINT is handled as it was before; until then, if asked for, it is ignored."""
     import signal
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.getsignal(signal.SIGINT)
+    if ignored:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
     finally:
