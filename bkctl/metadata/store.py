@@ -29,6 +29,8 @@ PATH_LENGTH_MAX: Final = 1024
 SEQUENCE_STEPS_MAX: Final = 100_000
 #: Changes of many nodes that are under way at once, where the store has no request for many.
 _AT_ONCE: Final = 8
+_NO_NAMES: Final = frozenset(("", ".", ".."))
+_UNFIT: Final = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
 NO_CLUSTER_HINT: Final = "check the path at the end of the metadata URI"
 
 
@@ -137,14 +139,8 @@ NO_SECURITY: Final = StoreSecurity()
 
 def check_path(path: str) -> str:
     """Return `path` if it names a node below the root: "" is the root, else parts joined by "/". Raises UsageError."""
-    if path:
-        parts = path.split("/")
-        if (
-            len(path) > PATH_LENGTH_MAX
-            or any(part in ("", ".", "..") for part in parts)
-            or any(character < " " or character == "\x7f" or "\ud800" <= character <= "\udfff" for character in path)
-        ):
-            raise UsageError(f"Not a path below the metadata root: {path!r}", hint="write it as 'cookies/BOOKIE'")
+    if path and (len(path) > PATH_LENGTH_MAX or not _NO_NAMES.isdisjoint(path.split("/")) or _UNFIT.search(path)):
+        raise UsageError(f"Not a path below the metadata root: {path!r}", hint="write it as 'cookies/BOOKIE'")
     return path
 
 

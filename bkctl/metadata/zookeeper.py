@@ -985,7 +985,8 @@ def _is_problem(result: object) -> bool:
 
 
 def _silent_logger() -> logging.Logger:
-    """kazoo tells of each lost connection in its log; our callers hear of it by an error."""
-    logger = logging.Logger("bkctl.metadata.zookeeper")
+    """kazoo tells of each lost connection in its log; our callers hear of it by an error. It tells of each request too,
+    and a logger with a level keeps it from making words of them."""
+    logger = logging.Logger("bkctl.metadata.zookeeper", logging.CRITICAL + 1)
     logger.addHandler(logging.NullHandler())
     return logger

@@ -17,7 +17,7 @@ from enum import StrEnum
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from bkctl.client.bookies import in_thread
+from bkctl.client.bookies import in_order, in_thread
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.errors import (
     BkctlError,
@@ -38,7 +38,7 @@ from bkctl.metadata.replication import LedgerUnderreplicationManager
 from bkctl.replication.checker import EntrySpan, LedgerChecker, LedgerFragment
 from bkctl.replication.holdings import HeldFragment, HeldLedger, Replacements, ledgers_on
 from bkctl.replication.replicator import UNREADABLE_NAMED_MAX, LedgerFragmentReplicator, Outcome, Throttle
-from bkctl.replication.signals import Together, finished
+from bkctl.replication.signals import Together, ended, finished
 
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper
@@ -53,8 +53,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Ledgers that are moved at once.
+#: Ledgers that are moved at once: so many wait for the metadata store together.
 CONCURRENCY: Final = 128
+#: Ledgers of which bookies are asked at once what they have.
+PROBES_AT_ONCE: Final = 32
 #: Metadata that is read in one go.
 _BATCH_COUNT: Final = 500
 #: How long a ledger that another worker has locked is left to it. A worker may keep a lock long after it gave up, and
@@ -291,18 +293,10 @@ class BookieMover:
     ) -> AsyncGenerator[T, None]:
         """What `look` says of each ledger of `held`, in order; several are looked at at once."""
         async with contextlib.aclosing(self.held(ids)) as ledgers:
-            window: deque[asyncio.Task[T]] = deque()
-            try:
-                async for ledger, held in ledgers:
-                    window.append(asyncio.ensure_future(look(ledger, held)))
-                    if len(window) >= CONCURRENCY:
-                        yield await window.popleft()
-                while window:
-                    yield await window.popleft()
-            finally:
-                for task in window:
-                    task.cancel()
-                await asyncio.gather(*window, return_exceptions=True)
+            looks = in_order(ledgers, lambda each: look(*each), lambda: PROBES_AT_ONCE)
+            async with contextlib.aclosing(looks):
+                async for _, found in looks:
+                    yield found
 
     async def unreadable(self, held: HeldLedger, up: Collection[str]) -> dict[int, tuple[EntrySpan, ...]]:
         """By fragment's first entry: the entries that should be on the leaving bookies and that no bookie of `up` has.
@@ -386,14 +380,19 @@ class BookieMover:
                 else:
                     self.progress.ledger_count += 1
 
+        def read_next() -> asyncio.Task[list[tuple[LedgerId, VersionedMetadata | BkctlError]]]:
+            some = list(islice(next_ids(), CONCURRENCY))
+            return asyncio.create_task(in_thread(lambda: list(self._cluster.ledgers.read_many(some))))
+
+        ahead = read_next()
         try:
             while True:
                 while len(tasks) < CONCURRENCY:
                     if not read:
-                        some = list(islice(next_ids(), CONCURRENCY))
-                        read.extend(await in_thread(lambda some=some: list(self._cluster.ledgers.read_many(some))))
-                    if not read:
-                        break
+                        read.extend(await ahead)
+                        if not read:
+                            break
+                        ahead = read_next()
                     ledger, found = read.popleft()
                     begin(ledger, time.monotonic(), None if isinstance(found, BkctlError) else found)
                 if not tasks:
@@ -414,9 +413,7 @@ class BookieMover:
                         resume.record(row.ledger, row.entry_count, row.size_bytes)
                     yield row
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await ended(ahead, *tasks)
 
     async def left(self) -> list[tuple[LedgerId, BkctlError | None]]:
         """The ledgers of every scope that still have entries on the leaving bookies, or may have: those whose metadata

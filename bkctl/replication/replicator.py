@@ -25,7 +25,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
-from bkctl.client.bookies import BookieChannel, failure, in_thread
+from bkctl.client.bookies import BookieChannel, failure, in_order, in_thread
 from bkctl.client.ensemble import UPDATE_ATTEMPTS_MAX
 from bkctl.client.ledger import BookKeeper
 from bkctl.client.reader import SPECULATIVE_READ_S, WINDOW_BYTES, LedgerAccess, restate
@@ -61,6 +61,8 @@ if TYPE_CHECKING:
 
 #: Entries on their way at once. Apache's rereplicationEntryBatchSize (10) is for the same.
 BATCH_SIZE: Final = 100
+#: Bytes on their way at once, of all fragments together.
+WINDOWS_BYTES: Final = 256 << 20
 #: From so many entries on, the bookie that takes over is asked which of them it has already.
 RESUME_COUNT_MIN: Final = 100
 #: So many unreadable entries of a fragment are looked for and named: of one that is lost as a whole, or whose metadata
@@ -221,9 +223,9 @@ class _Swap(NamedTuple):
 class LedgerFragmentReplicator:
     """Replicates fragments of ledgers, any number at once.
 
-    `batch_size` entries of a fragment, and about 16 MiB, are on their way at once. `throttle` bounds what is written,
-    `topology` tells racks (None: they are not known), `progress` is told the entries and bytes written since it was
-    told last.
+    `batch_size` entries of a fragment, and about 16 MiB, are on their way at once, and of all fragments about 256 MiB,
+    but two entries of each. `throttle` bounds what is written, `topology` tells racks (None: they are not known),
+    `progress` is told the entries and bytes written since it was told last.
     """
 
     def __init__(
@@ -238,10 +240,12 @@ class LedgerFragmentReplicator:
     ) -> None:
         self.bookkeeper = bookkeeper
         self.checker = checker or LedgerChecker(bookkeeper)
-        self._batch_size = max(batch_size, 1)
-        self._throttle = throttle or Throttle()
+        self.batch_size = max(batch_size, 1)
+        self.throttle = throttle or Throttle()
+        self.progress = progress
+        #: Fragments whose entries are on their way now.
+        self.copies_under_way = 0
         self._topology = topology
-        self._progress = progress
         self._registered: list[RegisteredBookie] = []
         self._registered_s = -REGISTERED_AGE_S
         self._swap: Together[_Swap, Swapped] = Together(self._swap_many)
@@ -339,7 +343,7 @@ class LedgerFragmentReplicator:
                 chosen = await self.targets(check, fragment, exclude={*exclude, *failed}, in_place=in_place)
             else:
                 chosen = dict(targets)
-            copying = _Copying(self.checker, access, fragment, chosen, self._batch_size, self._throttle, self._progress)
+            copying = _Copying(self, access, fragment, chosen)
             try:
                 await copying.run()
                 break
@@ -497,7 +501,7 @@ class LedgerFragmentReplicator:
         """
         access = self.bookkeeper.access(check.ledger, check.versioned)
         targets = {index: fragment.ensemble[index] for index in fragment.bookie_indexes}
-        copying = _Copying(self.checker, access, fragment, targets, self._batch_size, self._throttle, self._progress)
+        copying = _Copying(self, access, fragment, targets)
         await copying.try_reading(None if entry_ids is None else sorted(entry_ids))
         return copying.unreadable
 
@@ -516,21 +520,16 @@ class _Copying:
 
     def __init__(
         self,
-        checker: LedgerChecker,
+        replicator: LedgerFragmentReplicator,
         access: LedgerAccess,
         fragment: LedgerFragment,
         targets: Mapping[int, str],
-        batch_size: int,
-        throttle: Throttle,
-        progress: Callable[[int, int], None],
     ) -> None:
-        self._checker = checker
+        self._replicator = replicator
         self._access = access
         self._fragment = fragment
         self._targets = targets
-        self._batch_size = batch_size
-        self._throttle = throttle
-        self._progress = progress
+        self._bad = fragment.bookie_indexes
         self._present: dict[str, Availability] = {}
         self._size_bytes_largest = 0
         self.entry_count = self.size_bytes = self.present_count = 0
@@ -554,28 +553,25 @@ class _Copying:
         return ((entry_id, [index for _, index in some]) for entry_id, some in groupby(merged, key=itemgetter(0)))
 
     async def _each(self, wanted: Iterator[tuple[int, list[int]]]) -> None:
-        window: deque[tuple[int, asyncio.Task[list[tuple[str, BkctlError]]]]] = deque()
         unreadable_count = 0
+        copies = in_order(wanted, lambda each: self._copy(*each), self._at_once)
+        self._replicator.copies_under_way += 1
         try:
-            while True:
-                size = self._size_bytes_largest or WINDOW_BYTES // 16
-                count_max = min(max(WINDOW_BYTES // size, 2), self._batch_size)
-                while len(window) < count_max and (found := next(wanted, None)) is not None:
-                    entry_id, indexes = found
-                    window.append((entry_id, asyncio.ensure_future(self._copy(entry_id, indexes))))
-                if not window:
-                    return
-                entry_id, task = window.popleft()
-                problems = await task
-                if problems:
-                    self._note_unreadable(entry_id, problems)
-                    unreadable_count += 1
-                    if unreadable_count >= UNREADABLE_NAMED_MAX:
-                        return
+            async with contextlib.aclosing(copies):
+                async for (entry_id, _), problems in copies:
+                    if problems:
+                        self._note_unreadable(entry_id, problems)
+                        unreadable_count += 1
+                        if unreadable_count >= UNREADABLE_NAMED_MAX:
+                            return
         finally:
-            for _, task in window:
-                task.cancel()
-            await asyncio.gather(*(task for _, task in window), return_exceptions=True)
+            self._replicator.copies_under_way -= 1
+
+    def _at_once(self) -> int:
+        """How many entries may be on their way, by how large they are."""
+        window_bytes = min(WINDOW_BYTES, WINDOWS_BYTES // self._replicator.copies_under_way)
+        size_bytes = self._size_bytes_largest or WINDOW_BYTES // 16
+        return min(max(window_bytes // size_bytes, 2), self._replicator.batch_size)
 
     def _wanted_of(self, index: int) -> Iterator[tuple[int, int]]:
         """The entries for one target, ascending, each with `index`."""
@@ -588,7 +584,7 @@ class _Copying:
     async def _listed(self, target: str) -> Availability:
         """What the target has already; each entry is read there before it counts."""
         try:
-            return await self._checker.listed(self._access, target)
+            return await self._replicator.checker.listed(self._access, target)
         except BkctlError:  # an old bookie cannot say: all is copied
             return Availability(())
 
@@ -614,7 +610,7 @@ class _Copying:
                 return problems
         size = len(body)
         self._size_bytes_largest = max(self._size_bytes_largest * 15 // 16, size)
-        await self._throttle.acquire(size * max(len(lacking), 1))
+        await self._replicator.throttle.acquire(size * max(len(lacking), 1))
         if lacking and not self.unreadable:
             await self._write(entry_id, body, lacking)
         return []
@@ -622,9 +618,8 @@ class _Copying:
     def _sources(self, entry_id: int) -> list[BookieChannel]:
         """The bookies that should have the entry, those that are all right first."""
         fragment, pool, now = self._fragment, self._access.pool, time.monotonic()
-        bad = fragment.bookie_indexes
         indexes = self._access.schedule.write_set(entry_id)
-        channels = [(index in bad, pool.channel(fragment.ensemble[index])) for index in indexes]
+        channels = [(index in self._bad, pool.channel(fragment.ensemble[index])) for index in indexes]
         channels.sort(key=lambda each: (each[0], each[1].suspect_until > now))
         return [channel for _, channel in channels]
 
@@ -684,7 +679,7 @@ class _Copying:
                 raise _TargetFailed(target, restate(error, message))
             self.entry_count += 1
             self.size_bytes += len(body)
-            self._progress(1, len(body))
+            self._replicator.progress(1, len(body))
 
     def _note_unreadable(self, entry_id: int, problems: list[tuple[str, BkctlError]]) -> None:
         lost = all(reason_of(error) in ANSWERED for _, error in problems)
