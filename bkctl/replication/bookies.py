@@ -11,7 +11,17 @@ import contextlib
 import os
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
@@ -54,7 +64,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 #: Ledgers that are moved at once: so many wait for the metadata store together.
-CONCURRENCY: Final = 128
+CONCURRENCY: Final = 512
 #: Ledgers of which bookies are asked at once what they have.
 PROBES_AT_ONCE: Final = 32
 #: Metadata that is read in one go.
@@ -173,6 +183,16 @@ def plan_move(cluster: Cluster, leaving: Collection[str], ids: Iterable[LedgerId
     return plan
 
 
+def check_scopes_known(cluster: Cluster) -> None:
+    """Raises Conflict when the ledgers of the scopes are of a cluster that was formatted away: no listing shows them,
+    so any bookie may hold some, and needs its cookie. Blocks."""
+    if cluster.ledgers.scopes_state() == "foreign":
+        raise Conflict(
+            "The scoped ledgers belong to a cluster that was formatted away: what they have there is not known",
+            hint="'bkctl metadata orphans' shows them; remove them first, or keep the cookie",
+        )
+
+
 class MoveProgress:
     """How far a move is; grows as it goes. Times in seconds."""
 
@@ -181,6 +201,8 @@ class MoveProgress:
         self.ledger_count = 0
         self.entry_count = 0
         self.size_bytes = 0
+        #: Ledgers that others have locked, and that are tried again later.
+        self.locked_count = 0
         self._began = time.monotonic()
 
     def copied(self, entry_count: int, size_bytes: int) -> None:
@@ -221,7 +243,8 @@ class BookieMover:
     `fence` False only their last fragment, if a writer may add to it there, else such a ledger is fenced and closed
     first. `locks`: take the locks of auto-recovery, so that its workers and this one do not do the same work at once,
     and no bookie takes the copies on it for garbage before the metadata names it (removeOverReplicatedledgers).
-    `topology` tells racks, `plan` is what `progress` counts against. It belongs to the event loop of `bookkeeper`.
+    `topology` tells racks, `plan` is what `progress` counts against, `note` is told what it waits for. It belongs to
+    the event loop of `bookkeeper`.
     """
 
     def __init__(
@@ -235,12 +258,15 @@ class BookieMover:
         fence: bool = True,
         locks: bool = True,
         topology: Topology | None = None,
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.bookkeeper = bookkeeper
         self.leaving = frozenset(leaving)
         self.progress = MoveProgress(plan or MovePlan())
         self._cluster = bookkeeper.cluster
         self._skip_open, self._fence, self._locks = skip_open, fence, locks
+        self._note = note
+        self._has_told_waiting = False
         self._manager = LedgerUnderreplicationManager(self._cluster.store)
         owner = f"{os.uname().nodename}:{os.getpid()}"
         self._lock: Together[LedgerId, Claim] = Together(lambda some: self._manager.lock_many(some, owner))
@@ -368,10 +394,12 @@ class BookieMover:
         #: Ledgers that others have locked, and since when they are waited for.
         locked: deque[tuple[LedgerId, float]] = deque()
         tasks: dict[asyncio.Task[LedgerMove | None], tuple[LedgerId, float]] = {}
+        done: asyncio.Queue[asyncio.Task[LedgerMove | None]] = asyncio.Queue()
 
         def begin(ledger: LedgerId, since: float, found: VersionedMetadata | None = None) -> None:
-            patient = time.monotonic() - since < LOCK_PATIENCE_S
-            tasks[asyncio.create_task(self._locked(ledger, found, patient))] = ledger, since
+            task = asyncio.create_task(self._locked(ledger, found, patient=time.monotonic() < since + LOCK_PATIENCE_S))
+            tasks[task] = ledger, since
+            task.add_done_callback(done.put_nowait)
 
         def next_ids() -> Iterator[LedgerId]:
             for ledger in waiting:
@@ -386,7 +414,11 @@ class BookieMover:
 
         ahead = read_next()
         try:
+            idle = False
             while True:
+                while locked and len(tasks) < CONCURRENCY and (idle or _waits_s(locked[0]) <= 0):
+                    begin(*locked.popleft())
+                idle = False
                 while len(tasks) < CONCURRENCY:
                     if not read:
                         read.extend(await ahead)
@@ -395,25 +427,40 @@ class BookieMover:
                         ahead = read_next()
                     ledger, found = read.popleft()
                     begin(ledger, time.monotonic(), None if isinstance(found, BkctlError) else found)
+                self.progress.locked_count = len(locked)
+                if not tasks and not locked:
+                    return
                 if not tasks:
-                    if not locked:
-                        return
-                    await asyncio.sleep(_LOCK_POLL_S)
-                    while locked and len(tasks) < CONCURRENCY:
-                        begin(*locked.popleft())
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    place = tasks.pop(task)
-                    row = task.result()
-                    if row is None:
-                        locked.append(place)
-                        continue
-                    self.progress.ledger_count += 1
-                    if resume is not None and row.outcome in (MoveOutcome.MOVED, MoveOutcome.GONE):
-                        resume.record(row.ledger, row.entry_count, row.size_bytes)
-                    yield row
+                    self._tell_waiting([ledger for ledger, _ in locked])
+                # With nothing else to do they are tried more often.
+                limit_s = None if not locked else max(_waits_s(locked[0]), 0.0) if tasks else _LOCK_POLL_S
+                try:
+                    async with asyncio.timeout(limit_s):
+                        task = await done.get()
+                except TimeoutError:
+                    idle = not tasks
+                    continue
+                place = tasks.pop(task)
+                row = task.result()
+                if row is None:
+                    locked.append(place)
+                    continue
+                self.progress.ledger_count += 1
+                if resume is not None and row.outcome in (MoveOutcome.MOVED, MoveOutcome.GONE):
+                    resume.record(row.ledger, row.entry_count, row.size_bytes)
+                yield row
         finally:
             await ended(ahead, *tasks)
+
+    def _tell_waiting(self, locked: Sequence[LedgerId]) -> None:
+        """Say once that nothing is left but what others have locked."""
+        if not self._has_told_waiting:
+            self._has_told_waiting = True
+            named = ", ".join(map(str, locked[:5])) + (f" and {len(locked) - 5:,} more" if len(locked) > 5 else "")
+            self._note(
+                f"{'Ledger' if len(locked) == 1 else 'Ledgers'} {named}: locked by others, as auto-recovery's workers "
+                f"do; waiting up to {LOCK_PATIENCE_S:g} s for them"
+            )
 
     async def left(self) -> list[tuple[LedgerId, BkctlError | None]]:
         """The ledgers of every scope that still have entries on the leaving bookies, or may have: those whose metadata
@@ -441,11 +488,7 @@ class BookieMover:
 
     def _delete_cookies(self) -> tuple[str, ...]:
         deleted = []
-        if self._cluster.ledgers.scopes_state() == "foreign":
-            raise Conflict(
-                "The scoped ledgers belong to a cluster that was formatted away: what they have there is not known",
-                hint="'bkctl metadata orphans' shows them; remove them first, or keep the cookie",
-            )
+        check_scopes_known(self._cluster)
         up = {each.bookie_id for each in self._cluster.bookies.list(include_down=False)}
         for bookie_id in sorted(self.leaving):
             if bookie_id in up:
@@ -481,7 +524,7 @@ class BookieMover:
             planned.append(PlannedFragment(held, fragment, targets, closes, problem, spans))
         return planned
 
-    async def _locked(self, ledger: LedgerId, found: VersionedMetadata | None, patient: bool) -> LedgerMove | None:
+    async def _locked(self, ledger: LedgerId, found: VersionedMetadata | None, *, patient: bool) -> LedgerMove | None:
         """Move the ledger; None while somebody else has it locked and is given time for it."""
         if not self._locks:
             return await self._move(ledger, found)
@@ -573,6 +616,11 @@ def _move_of(ledger: LedgerId, before: LedgerState | None, done: LedgerReplicati
     if not done.done:
         return LedgerMove(ledger, MoveOutcome.FAILED, *counts, problem="Others change its ensembles at the same time")
     return LedgerMove(ledger, MoveOutcome.MOVED, *counts)
+
+
+def _waits_s(locked: tuple[LedgerId, float]) -> float:
+    """How long a ledger is still left to whom has it locked; `locked` has since when it is."""
+    return locked[1] + LOCK_PATIENCE_S - time.monotonic()
 
 
 def _left_open(held: HeldLedger) -> LedgerMove:

@@ -18,7 +18,7 @@ import contextlib
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import groupby
@@ -61,7 +61,8 @@ if TYPE_CHECKING:
 
 #: Entries on their way at once. Apache's rereplicationEntryBatchSize (10) is for the same.
 BATCH_SIZE: Final = 100
-#: Bytes on their way at once, of all fragments together.
+#: Fragments whose entries are on their way at once, and about how many bytes those are together.
+COPIES_AT_ONCE: Final = 64
 WINDOWS_BYTES: Final = 256 << 20
 #: From so many entries on, the bookie that takes over is asked which of them it has already.
 RESUME_COUNT_MIN: Final = 100
@@ -223,8 +224,8 @@ class _Swap(NamedTuple):
 class LedgerFragmentReplicator:
     """Replicates fragments of ledgers, any number at once.
 
-    `batch_size` entries of a fragment, and about 16 MiB, are on their way at once, and of all fragments about 256 MiB,
-    but two entries of each. `throttle` bounds what is written, `topology` tells racks (None: they are not known),
+    Of a fragment `batch_size` entries, and about 16 MiB, are on their way at once; of up to 64 fragments about 256 MiB,
+    and two entries of each. `throttle` bounds what is written, `topology` tells racks (None: they are not known),
     `progress` is told the entries and bytes written since it was told last.
     """
 
@@ -244,11 +245,25 @@ class LedgerFragmentReplicator:
         self.throttle = throttle or Throttle()
         self.progress = progress
         #: Fragments whose entries are on their way now.
-        self.copies_under_way = 0
+        self.copying_count = 0
+        self._permits = asyncio.Semaphore(COPIES_AT_ONCE)
         self._topology = topology
         self._registered: list[RegisteredBookie] = []
         self._registered_s = -REGISTERED_AGE_S
         self._swap: Together[_Swap, Swapped] = Together(self._swap_many)
+        self._ask_registered: Together[None, list[RegisteredBookie]] = Together(
+            lambda asking: [bookkeeper.pool.registered()] * len(asking)
+        )
+
+    @contextlib.asynccontextmanager
+    async def copying(self) -> AsyncIterator[None]:
+        """For the time in which entries of a fragment are on their way; waits while too many others' are."""
+        async with self._permits:
+            self.copying_count += 1
+            try:
+                yield
+            finally:
+                self.copying_count -= 1
 
     async def targets(
         self,
@@ -270,7 +285,7 @@ class LedgerFragmentReplicator:
         if time.monotonic() - self._registered_s < REGISTERED_AGE_S:
             with contextlib.suppress(NotEnoughBookies):
                 return self._kept(own, others) | await self._chosen(check, fragment, others, self._registered, exclude)
-        registered: list[RegisteredBookie] = await in_thread(self.bookkeeper.pool.registered)
+        registered = await self._ask_registered(None)
         self._registered, self._registered_s = registered, time.monotonic()
         try:
             return self._kept(own, others) | await self._chosen(check, fragment, others, registered, exclude)
@@ -555,21 +570,17 @@ class _Copying:
     async def _each(self, wanted: Iterator[tuple[int, list[int]]]) -> None:
         unreadable_count = 0
         copies = in_order(wanted, lambda each: self._copy(*each), self._at_once)
-        self._replicator.copies_under_way += 1
-        try:
-            async with contextlib.aclosing(copies):
-                async for (entry_id, _), problems in copies:
-                    if problems:
-                        self._note_unreadable(entry_id, problems)
-                        unreadable_count += 1
-                        if unreadable_count >= UNREADABLE_NAMED_MAX:
-                            return
-        finally:
-            self._replicator.copies_under_way -= 1
+        async with self._replicator.copying(), contextlib.aclosing(copies):
+            async for (entry_id, _), problems in copies:
+                if problems:
+                    self._note_unreadable(entry_id, problems)
+                    unreadable_count += 1
+                    if unreadable_count >= UNREADABLE_NAMED_MAX:
+                        return
 
     def _at_once(self) -> int:
         """How many entries may be on their way, by how large they are."""
-        window_bytes = min(WINDOW_BYTES, WINDOWS_BYTES // self._replicator.copies_under_way)
+        window_bytes = min(WINDOW_BYTES, WINDOWS_BYTES // self._replicator.copying_count)
         size_bytes = self._size_bytes_largest or WINDOW_BYTES // 16
         return min(max(window_bytes // size_bytes, 2), self._replicator.batch_size)
 

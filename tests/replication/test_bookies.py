@@ -321,11 +321,16 @@ def test_a_ledger_that_a_worker_has_locked_is_waited_for_but_not_for_ever(fake_c
             with open_cluster(cluster.cluster.uri) as other:
                 LedgerUnderreplicationManager(other.store).lock(ledgers[0], "a worker")
                 began = time.monotonic()
-                mover = BookieMover(client, [gone], plan(cluster, gone), locks=True)
+                notes = []
+                mover = BookieMover(client, [gone], plan(cluster, gone), locks=True, note=notes.append)
                 rows = [each async for each in mover.move(mover.progress.plan.ledgers)]
                 assert [each.ledger for each in rows] == [ledgers[1], ledgers[0]]
                 assert {each.outcome for each in rows} == {MoveOutcome.MOVED}
                 assert time.monotonic() - began >= 0.3
+                (note,) = notes
+                assert note.startswith(f"Ledger {ledgers[0]}: locked by others")
+                assert "0.3 s" in note
+                assert mover.progress.locked_count == 0
                 # Ours are released, the other's stays.
                 manager = LedgerUnderreplicationManager(cluster.cluster.store)
                 assert [lock.ledger for lock in manager.locks()] == [ledgers[0]]
