@@ -3,6 +3,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+# How many processes share the tests; WORKERS=0 runs them in one.
+WORKERS ?= 2
 
 .PHONY: demo test lint types servers clean
 
@@ -10,7 +12,7 @@ demo: .venv/.bkctl
 	PATH="$(CURDIR)/$(BIN):$$PATH" demo/run.sh
 
 test: lint types servers
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 lint: .venv/.test
 	$(BIN)/ruff check .
