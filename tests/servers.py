@@ -52,6 +52,7 @@ JVM_OPTIONS: Final = (
     "--add-opens=java.base/java.nio=ALL-UNNAMED",
     "--add-opens=java.base/java.util.zip=ALL-UNNAMED",
     "-Dio.netty.tryReflectionSetAccessible=true",
+    "-Dlog4j2.disableJmx=true",
 )
 BOOKIE_OPTIONS: Final = ("-XX:MaxDirectMemorySize=256m",)
 

@@ -90,6 +90,7 @@ def check_files(bookie: OwnBookie) -> None:
     assert answer.code == 0, answer
 
 
+@pytest.mark.releases
 def test_what_javas_client_deletes_leaves_the_logs_and_the_rest_stays(
     java: Java, own_cluster: Callable[..., OwnCluster]
 ) -> None:
