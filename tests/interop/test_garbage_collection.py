@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import pytest
 from command_line import CommandLine
 from own_bookies import OwnBookie
 from own_cluster import STORAGES, OwnCluster, stop_all
