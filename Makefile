@@ -11,7 +11,8 @@ WORKERS ?= 2
 demo: .venv/.bkctl
 	PATH="$(CURDIR)/$(BIN):$$PATH" demo/run.sh
 
-test: lint types servers
+test: .venv/.test
+	$(MAKE) --no-print-directory -j2 --output-sync lint types servers
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 lint: .venv/.test
