@@ -210,14 +210,12 @@ class RecordReader(DataSourceReader):
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
         """Take what says which ledgers, entries, types, offsets or files are wanted; return what is left to Spark."""
         names = (*LEDGER_COLUMNS, "type", "file", f"{self.id_name}Hex", "bookieId")
-        never_null: tuple[str, ...] = ()
-        if self._mode is Mode.FAILFAST:
-            never_null = ("entryId", "offset", "recordSize", "type", "file", "formatVersion", "scoped", "entryCount")
-            if self._types is None:
-                never_null += LEDGER_COLUMNS
-        left = list(self._conditions.push(filters, names, ("entryId", "offset", self.id_name), never_null))
-        # Rows that tell of damage are null elsewhere: that no filter wants those is for Spark to say.
-        return list(filters) if self._mode is Mode.PERMISSIVE else left
+        of_ledgers = LEDGER_COLUMNS if self._types is None else ()
+        never_null = (
+            "entryId", "offset", "recordSize", "type", "file", "formatVersion", "scoped", "entryCount", *of_ledgers,
+        )  # fmt: skip
+        numbers = ("entryId", "offset", self.id_name)
+        return self._conditions.push(filters, names, numbers, never_null, permissive=self._mode is Mode.PERMISSIVE)
 
     def partitions(self) -> list[InputPartition]:
         """The ranges, in the order of the files. Raises what is wrong with the first file, in mode failfast.
