@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from bkctl.errors import BkctlError, Unreachable
+from bkctl.errors import BkctlError, NotFound, Unreachable
 
 if TYPE_CHECKING:
     import logging
@@ -109,8 +109,10 @@ def spark_session(
 
     `settings` are Spark's own (`spark.executor.memory` …). `ship` sends this package to the executors as a zip (None:
     unless `master` is local); `archives` are unpacked beside them (`venv.tar.gz#environment`). Spark's log goes
-    nowhere, with `verbose` to stderr. An interrupt ends Spark's processes before it goes on to the caller.
-    Raises BkctlError where Spark cannot run or start; what fails inside comes as the BkctlError that it is.
+    nowhere, with `verbose` to stderr. An interrupt ends Spark's processes before it goes on to the caller. Where
+    PYSPARK_PYTHON is a relative path in an archive, this Python stands in for it on this machine.
+    Raises BkctlError where Spark cannot run or start, NotFound for an archive that is not there; what fails inside
+    comes as the BkctlError that it is.
     """
     require_spark()
     from pyspark.sql import SparkSession
@@ -126,8 +128,8 @@ def spark_session(
     chosen = {**_SETTINGS, **(_LOCAL_SETTINGS if is_local(master) else {}), "spark.master": master}
     chosen |= {"spark.app.name": app_name, **settings}
     if archives:
-        chosen["spark.archives"] = ",".join([*filter(None, [chosen.get("spark.archives")]), *archives])
-    with tempfile.TemporaryDirectory() as directory, _Spark(chosen, verbose=verbose) as running:
+        chosen["spark.archives"] = ",".join([*filter(None, [chosen.get("spark.archives")]), *map(_archive, archives)])
+    with tempfile.TemporaryDirectory() as directory, _Spark(chosen, Path(directory), verbose=verbose) as running:
         session = running.session
         if not is_local(master) if ship is None else ship:
             # Executors fetch it when they start, so it has to stay there; it comes before what they have installed, for
@@ -138,11 +140,21 @@ def spark_session(
             yield session
 
 
-class _Spark:
-    """Spark's JVM and the session on it; a context manager."""
+def _archive(text: str) -> str:
+    """The value of an archive with its path made absolute, for Spark runs elsewhere. Raises NotFound."""
+    path, sign, name = text.partition("#")
+    if "://" in path:
+        return text
+    if not Path(path).is_file():
+        raise NotFound(f"The archive {path} does not exist")
+    return f"{Path(path).absolute()}{sign}{name}"
 
-    def __init__(self, settings: Mapping[str, str], *, verbose: bool) -> None:
-        self._settings, self._verbose = settings, verbose
+
+class _Spark:
+    """Spark's JVM and the session on it, with an empty `directory` of its own; a context manager."""
+
+    def __init__(self, settings: Mapping[str, str], directory: Path, *, verbose: bool) -> None:
+        self._settings, self._directory, self._verbose = settings, directory, verbose
         self._log: Any = None
         self._gateway: Any = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -206,19 +218,18 @@ class _Spark:
             command += ["--conf", f"{name}={value}"]
         command += shlex.split(os.environ.get("PYSPARK_SUBMIT_ARGS", "pyspark-shell"))
         output = None if self._verbose else self._log
-        with tempfile.TemporaryDirectory() as directory:
-            connection = Path(directory, "connection")
-            variables = {"SPARK_CONNECT_MODE": "0", "_PYSPARK_DRIVER_CONN_INFO_PATH": str(connection)}
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=os.environ | variables,
-                start_new_session=True,
-            )  # fmt: skip
-            while not connection.is_file():
-                if self._process.poll() is not None:
-                    raise BkctlError("The JVM ended before it could be used")
-                time.sleep(_LOOK_PERIOD_S)
-            with open(connection, "rb") as file:
-                port, secret = read_port(file), read_secret().loads(file)
+        connection = self._directory / "connection"
+        variables = {"SPARK_CONNECT_MODE": "0", "_PYSPARK_DRIVER_CONN_INFO_PATH": str(connection)}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=os.environ | variables,
+            cwd=self._planning_directory(), start_new_session=True,
+        )  # fmt: skip
+        while not connection.is_file():
+            if self._process.poll() is not None:
+                raise BkctlError("The JVM ended before it could be used")
+            time.sleep(_LOOK_PERIOD_S)
+        with open(connection, "rb") as file:
+            port, secret = read_port(file), read_secret().loads(file)
         address = {"PYSPARK_GATEWAY_PORT": str(port), "PYSPARK_GATEWAY_SECRET": secret}
         os.environ.update(address)
         try:
@@ -226,6 +237,27 @@ class _Spark:
         finally:
             for name in address:
                 del os.environ[name]
+
+    def _planning_directory(self) -> Path | None:
+        """Where the JVM has to run so that it finds the Python that tasks run in; None: where we do.
+
+        Sources are planned by a worker of this JVM, under the name that executors know Python by; and what an archive
+        brings is unpacked there alone. Raises BkctlError where that Python is not there, and cannot be.
+        """
+        python = os.environ["PYSPARK_PYTHON"]
+        if shutil.which(python) is not None:
+            return None
+        named = Path(python)
+        if is_local(self._settings["spark.master"]) or len(named.parts) < 2 or named.is_absolute() or ".." in python:
+            raise BkctlError(
+                f"PYSPARK_PYTHON is {python}, and there is no such program on this machine",
+                hint="Spark needs it here, too",
+            )
+        stand_in = self._directory / named
+        stand_in.parent.mkdir(parents=True)
+        stand_in.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+        stand_in.chmod(0o755)
+        return self._directory
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         try:
@@ -402,6 +434,7 @@ def _causes(text: str) -> list[str]:
     found: list[str] = []
     for line in text.splitlines():
         match = re.match(r"\s*(?::|Caused by:)?\s*(?:\w+\.)+(\w*(?:Exception|Error): .{1,500})", line)
-        if match is not None:
+        # A cause that is told with what it is the cause of says less.
+        if match is not None and not (found and match[1].partition(": ")[2] in found[-1]):
             found.append(match[1])
     return found
