@@ -4,14 +4,17 @@
 PYTHON ?= python3
 BIN := .venv/bin
 EXTENSIONS := bkctl/protocol/_add_runs.c bkctl/storage/_scan.c commands/_rows.c
+# How many processes share the tests; WORKERS=0 runs them in one.
+WORKERS ?= 2
 
 .PHONY: demo test lint types servers clean
 
 demo: .venv/.bkctl
 	PATH="$(CURDIR)/$(BIN):$$PATH" demo/run.sh
 
-test: lint types servers
-	$(BIN)/pytest
+test: .venv/.test
+	$(MAKE) --no-print-directory -j2 --output-sync lint types servers
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 lint: .venv/.test
 	$(BIN)/ruff check .

@@ -13,7 +13,7 @@ from bkctl.ids import LedgerId, parse_scope_id
 
 from ._command import Run, command
 from ._options import (
-    LEDGER_FORMS,
+    SOME_LEDGERS,
     Composite,
     DigestToCheck,
     LedgerPassword,
@@ -56,7 +56,7 @@ class LedgerFilter(NamedTuple):
 def _ledger_filter(values: Mapping[str, Any]) -> LedgerFilter:
     scope = values["ledger_scope_id"]
     scope_id = None if scope is None else parse_scope_id(scope)
-    texts = values["ledger_filters"]
+    texts = values["some_ledgers"]
     return LedgerFilter([LedgerId.parse(text, scope_id) for text in texts] if texts else None, scope_id)
 
 
@@ -64,13 +64,7 @@ LedgersToCheck = Annotated[
     LedgerFilter,
     Composite(
         (
-            parameter(
-                "ledger_filters",
-                Annotated[
-                    list[str],
-                    typer.Option("--ledger", metavar="LEDGER", help=f"Only this ledger, repeatable: {LEDGER_FORMS}."),
-                ],
-            ),
+            SOME_LEDGERS,
             parameter(
                 "ledger_scope_id",
                 Annotated[

@@ -15,7 +15,7 @@ from bkctl.ids import LedgerId, check_bookie_id, parse_scope_id
 
 from ._command import Run, command
 from ._options import (
-    LEDGER_FORMS,
+    SOME_LEDGERS,
     ByteRate,
     Composite,
     DryRun,
@@ -55,13 +55,7 @@ SomeLedgers = Annotated[
     list[LedgerId],
     Composite(
         (
-            parameter(
-                "some_ledgers",
-                Annotated[
-                    list[str],
-                    typer.Option("--ledger", metavar="LEDGER", help=f"Only this ledger, repeatable: {LEDGER_FORMS}."),
-                ],
-            ),
+            SOME_LEDGERS,
             parameter(
                 "ledger_scope_id",
                 Annotated[
@@ -122,6 +116,8 @@ def _time_text(seconds: float) -> str:
 
 def _progress_text(progress: MoveProgress) -> str:
     text = f"{size_text(int(progress.bytes_per_s))}/s"
+    if progress.locked_count:
+        text += f", {_counted(progress.locked_count, 'ledger', 'ledgers')} locked by others"
     left_s = progress.left_s
     return text if left_s is None else f"{text}, about {_time_text(left_s)} left"
 
@@ -237,20 +233,29 @@ def _planned_row(planned: PlannedFragment | LedgerMove) -> FragmentRow:
     )  # fmt: skip
 
 
-MOVE_COLUMNS = Columns(
-    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
-    Column("STATE", "state", lambda row: row.state and row.state.name),
-    Column(
-        "OUTCOME", "outcome", "outcome",
-        style={"moved": GREEN, "gone": GREEN, "open": YELLOW, "unrecoverable": RED, "failed": RED},
-    ),
-    Column("FRAGMENTS", "fragmentCount", "fragment_count", Kind.INTEGER),
-    Column("ENTRIES", "entryCount", "entry_count", Kind.INTEGER),
-    Column("SIZE", "size", "size_bytes", Kind.SIZE),
-    Column(None, "unreadableEntries", lambda row: _entries(row.unreadable), Kind.NESTED, optional=True),
-    Column("PROBLEM", "problem", "problem"),
-    key="ledger",
-)  # fmt: skip
+def _move_columns(plan: MovePlan) -> Columns:
+    """What is moved is printed as it comes: a table's widths are those that will be needed."""
+    from bkctl.replication.bookies import MoveOutcome
+
+    return Columns(
+        Column("LEDGER".ljust(_ledger_width(plan)), "ledger", "ledger", Kind.LEDGER),
+        Column("STATE".ljust(len("IN_RECOVERY")), "state", lambda row: row.state and row.state.name),
+        Column(
+            "OUTCOME".ljust(max(map(len, MoveOutcome))), "outcome", "outcome",
+            style={"moved": GREEN, "gone": GREEN, "open": YELLOW, "unrecoverable": RED, "failed": RED},
+        ),
+        Column("FRAGMENTS", "fragmentCount", "fragment_count", Kind.INTEGER),
+        Column("ENTRIES", "entryCount", "entry_count", Kind.INTEGER),
+        Column("SIZE".rjust(9), "size", "size_bytes", Kind.SIZE),
+        Column(None, "unreadableEntries", lambda row: _entries(row.unreadable), Kind.NESTED, optional=True),
+        Column("PROBLEM", "problem", "problem"),
+        key="ledger",
+    )  # fmt: skip
+
+
+def _ledger_width(plan: MovePlan) -> int:
+    """How wide the names of its ledgers are in a table; those of scopes, which are longer, come last."""
+    return max((len(str(each)) for each in (*plan.ledgers[-1:], *plan.damaged)), default=0)
 
 
 @command(app, "recover", connects=True, asks=True, changes=True)
@@ -293,7 +298,7 @@ def recover(
         if dry_run:
             _show_plan(run, cluster, names, ledgers or None, skip_open, skip_unrecoverable)
             return
-        from bkctl.replication.bookies import plan_move
+        from bkctl.replication.bookies import check_scopes_known, plan_move
 
         with run.working("Looking at the ledgers"):
             plan = plan_move(cluster, names, ledgers or None)
@@ -303,6 +308,8 @@ def recover(
                 f"Bookie {up[0].bookie_id} is registered ({up[0].state}), and needs its cookie",
                 hint="stop it first, or leave --delete-cookie out",
             )
+        if delete_cookie:
+            check_scopes_known(cluster)
         _check_known(cluster, names, plan)
         if plan.ledgers or delete_cookie:
             run.confirm(_loss(plan, names, up, skip_open=skip_open, delete_cookie=delete_cookie))
@@ -336,6 +343,8 @@ def _loss(
 def _show_held(run: Run, cluster: Cluster, names: Sequence[str], ids: list[LedgerId] | None) -> None:
     from bkctl.replication.holdings import ledgers_on
 
+    count = damaged = 0
+
     def rows() -> Iterator[FragmentRow]:
         nonlocal count, damaged
         for ledger, held in ledgers_on(cluster, names, ids):
@@ -349,7 +358,6 @@ def _show_held(run: Run, cluster: Cluster, names: Sequence[str], ids: list[Ledge
                 for fragment in held.fragments:
                     yield _held_row(held, fragment)
 
-    count = damaged = 0
     with run.working("Looking at the ledgers"):
         run.render(rows(), _fragment_columns(names, planned=False))
     run.note(f"{_counted(count, 'ledger', 'ledgers')} on {', '.join(names)}" + (" (marked *)" if count else ""))
@@ -401,12 +409,14 @@ def _recover(
     outcomes: dict[MoveOutcome, int] = dict.fromkeys(MoveOutcome, 0)
     skipped: set[LedgerId] = set()
     kept = 0
-    notes = []
+    notes: list[str] = []
 
     async def work(writer: RowWriter) -> None:
         nonlocal kept
         async with run.bookkeeper(cluster) as bookkeeper:
-            mover = BookieMover(bookkeeper, names, plan, rate=rate, skip_open=skip_open, topology=_topology(run))
+            mover = BookieMover(
+                bookkeeper, names, plan, rate=rate, skip_open=skip_open, topology=_topology(run), note=run.note
+            )
             async with _shown(activity, mover.progress), aclosing(mover.move(plan.ledgers, resume=done)) as moves:
                 async for move in moves:
                     writer.row(move)
@@ -429,7 +439,7 @@ def _recover(
     with file as done, run.working("Recovering", total=len(plan.ledgers) or None, unit="ledgers") as activity:
         if done is not None and done.done:
             run.note(f"{resume}: {_counted(len(done.done), 'ledger was', 'ledgers were')} done before")
-        with run.rows(MOVE_COLUMNS) as rows:
+        with run.rows(_move_columns(plan)) as rows:
             _within(run, work(rows), deadline_s, "The recovery")
     for note in notes:
         run.note(note)
@@ -502,14 +512,13 @@ def _step_columns(run: Run, plan: MovePlan) -> Columns:
     """Steps are printed as they come, so a table's widths are those that will be needed."""
     step = Column("STEP".ljust(_STEP_WIDTH), "step", "kind")
     result = Column("RESULT".ljust(_STEP_WIDTH), "result", "result", style=_RESULT_STYLE)
-    ledger_width = max((len(str(each)) for each in (*plan.ledgers[-1:], *plan.damaged)), default=0)
     counts = (
         Column("ENTRIES", "entryCount", "entry_count", Kind.INTEGER),
         Column("SIZE".rjust(9), "size", "size_bytes", Kind.SIZE),
     )
     if run.output is Output.TABLE:
         return Columns(
-            step, result, Column("LEDGER".ljust(ledger_width), "ledger", "ledger", Kind.LEDGER), *counts,
+            step, result, Column("LEDGER".ljust(_ledger_width(plan)), "ledger", "ledger", Kind.LEDGER), *counts,
             Column("WHAT", "message", lambda row: f"{row.message}; {row.advice}" if row.advice else row.message),
             key=_LEDGER,
         )  # fmt: skip
@@ -619,7 +628,9 @@ def decommission(
 
             async def look() -> bool:
                 async with run.bookkeeper(cluster) as bookkeeper:
-                    departure = Decommission(bookkeeper, bookie, plan, skip_unrecoverable=skip_unrecoverable)
+                    departure = Decommission(
+                        bookkeeper, bookie, plan, skip_unrecoverable=skip_unrecoverable, keep_cookie=keep_cookie
+                    )
                     await _checked(departure, steps, probe=dry_run)
                     return departure.forbidden
 
@@ -634,7 +645,7 @@ def decommission(
                     async with run.bookkeeper(cluster) as bookkeeper:
                         departure = Decommission(
                             bookkeeper, bookie, plan, skip_unrecoverable=skip_unrecoverable, keep_cookie=keep_cookie,
-                            rate=rate, topology=_topology(run),
+                            rate=rate, topology=_topology(run), note=run.note,
                         )  # fmt: skip
                         progress = departure.mover.progress
                         async with _shown(activity, progress), aclosing(departure.run()) as found:
@@ -679,7 +690,9 @@ def drain(
 
                 async def work() -> None:
                     async with run.bookkeeper(cluster) as bookkeeper:
-                        departure = Drain(bookkeeper, bookie, plan, rate=rate, topology=_topology(run))
+                        departure = Drain(
+                            bookkeeper, bookie, plan, rate=rate, topology=_topology(run), note=run.note
+                        )  # fmt: skip
                         steps.take(
                             await departure.set_read_only(lambda found: _set_read_only(run, found), run.timeout_s)
                         )

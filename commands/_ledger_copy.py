@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -121,7 +122,8 @@ def copy(
                     if not keep_going:
                         raise
                     failures += 1
-                    run.note(f"bkctl: Ledger {ledger}: {error}")
+                    named = re.search(rf"\bledger {re.escape(str(ledger))}\b", str(error), re.IGNORECASE)
+                    run.note(f"bkctl: {error}" if named else f"bkctl: Ledger {ledger}: {error}")
                     continue
                 if row.source_open:
                     run.note(f"Ledger {ledger} is open: its copy ends at entry {row.entry_count - 1}")

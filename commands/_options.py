@@ -629,6 +629,15 @@ ScopeOfAny = Annotated[
 ]
 
 
+#: `--ledger`, repeatable, as a part of a Composite.
+SOME_LEDGERS: Final = parameter(
+    "some_ledgers",
+    Annotated[
+        list[str], typer.Option("--ledger", metavar="LEDGER", help=f"Only this ledger, repeatable: {LEDGER_FORMS}.")
+    ],
+)
+
+
 class ScanFilter(NamedTuple):
     """Which ledgers a scan shows: one ledger, one scope, or (both None) all."""
 

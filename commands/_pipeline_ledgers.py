@@ -125,6 +125,10 @@ def export(
     ledgers: Annotated[LedgersToCopy, LEDGERS_TO_COPY],
     spark: SparkOptions,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    flat: Annotated[
+        bool,
+        typer.Option("--flat", help="No directory for each scope (nor are there any beyond 1,000 scopes)."),
+    ] = False,
     save: SaveRows = None,
 ) -> None:
     """Export the payloads of ledgers to Parquet, partitioned by scope: those named, or of a scope, or all.
@@ -143,7 +147,7 @@ def export(
         options["ledgerScopeId"] = str(ledgers.scope_id)
     _check_cluster(run)
     with spark_job(run, spark, "export") as session:
-        rows = export_ledgers(session, _place(path), options, overwrite=overwrite)
+        rows = export_ledgers(session, _place(path), options, overwrite=overwrite, by_scope=not flat)
         frame_rows(run, rows, EXPORT_COLUMNS, saves)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import sys
 from importlib import import_module
@@ -118,8 +119,9 @@ app.callback(
 )(_root)
 
 
+@functools.cache
 def root() -> RootGroup:
-    """The root command, made anew."""
+    """The root command, made once: it keeps nothing of the lines that it runs."""
     group = typer.main.get_group(app)
     assert isinstance(group, RootGroup)
     group.name = "bkctl"

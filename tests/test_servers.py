@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from servers import Server, require, wait_for
+from servers import Server, ports, require, wait_for
 
 PROGRAM = """
 import os, sys, time
@@ -78,3 +79,14 @@ def test_what_is_missing_skips_unless_it_is_required(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv("BKCTL_TEST_REQUIRE", wanted)
         with pytest.raises(pytest.fail.Exception, match="none here"):
             require("java", "none here")
+
+
+def test_workers_of_a_parallel_run_have_ports_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
+    ranges = []
+    for worker in ("gw0", "gw1"):
+        monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
+        ranges.append(set(itertools.islice(ports(), 20_000)))
+    if ranges != [{0}, {0}]:  # the system gives connections nearly all ports
+        assert min(map(len, ranges)) >= 2_500
+        assert ranges[0].isdisjoint(ranges[1])

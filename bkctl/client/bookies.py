@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from bkctl.errors import BkctlError, BookieUnavailable
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 BACK_OFF_S_MIN: Final = 0.1
 BACK_OFF_S_MAX: Final = 5.0
@@ -245,6 +247,34 @@ def _parsed_address(bookie_id: str) -> tuple[str, int] | None:
 async def in_thread(call: Callable[..., T], *arguments: Any) -> T:
     """Run a blocking call (metadata) in a thread."""
     return await asyncio.to_thread(call, *arguments)
+
+
+async def in_order(
+    items: AsyncIterable[T] | Iterable[T], work: Callable[[T], Awaitable[R]], count_max: Callable[[], int]
+) -> AsyncGenerator[tuple[T, R], None]:
+    """Each item and what `work` gives for it, in order, while work for later ones goes on: `count_max()` at once.
+
+    What is under way when the generator is closed, or when some work raises, is cancelled, and its end waited for.
+    """
+    window: deque[tuple[T, asyncio.Future[R]]] = deque()
+    try:
+        async for item in items if isinstance(items, AsyncIterable) else _asynchronous(items):
+            window.append((item, asyncio.ensure_future(work(item))))
+            while len(window) >= count_max():
+                first, task = window.popleft()
+                yield first, await task
+        while window:
+            first, task = window.popleft()
+            yield first, await task
+    finally:
+        for _, task in window:
+            task.cancel()
+        await asyncio.gather(*(task for _, task in window), return_exceptions=True)
+
+
+async def _asynchronous(items: Iterable[T]) -> AsyncGenerator[T, None]:
+    for item in items:
+        yield item
 
 
 def fail(future: asyncio.Future[Any], error: BaseException) -> None:

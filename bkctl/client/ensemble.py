@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.errors import EntryNotFound, MetadataVersionConflict, NotEnoughBookies, UsageError
@@ -49,10 +50,10 @@ class RoundRobinDistributionSchedule:
             tuple((at + w) % ensemble_size for w in range(write_quorum_size)) for at in range(ensemble_size)
         )
 
-    @classmethod
-    def of(cls, metadata: LedgerMetadata) -> RoundRobinDistributionSchedule:
-        """The schedule of one ledger."""
-        return cls(metadata.ensemble_size, metadata.write_quorum_size, metadata.ack_quorum_size)
+    @staticmethod
+    def of(metadata: LedgerMetadata) -> RoundRobinDistributionSchedule:
+        """The schedule of one ledger; ledgers of one shape share it."""
+        return _schedule(metadata.ensemble_size, metadata.write_quorum_size, metadata.ack_quorum_size)
 
     def write_set(self, entry_id: int) -> tuple[int, ...]:
         """Ensemble indexes that hold the entry, in the order in which they are asked."""
@@ -80,6 +81,9 @@ class RoundRobinDistributionSchedule:
         return all(
             sum(index not in answered for index in write_set) < self.ack_quorum_size for write_set in self._write_sets
         )
+
+
+_schedule = lru_cache(maxsize=64)(RoundRobinDistributionSchedule)
 
 
 class ReplicaPlace(NamedTuple):

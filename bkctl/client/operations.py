@@ -12,10 +12,10 @@ import os
 import select
 import stat
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
+from bkctl.client.bookies import in_order
 from bkctl.client.ledger import BookKeeper, LedgerEntry, ReadHandle, WriteHandle
 from bkctl.client.verify import Replica, ReplicaState, verify_entries
 from bkctl.errors import BkctlError, Corrupt, ProtocolError, UsageError
@@ -203,18 +203,12 @@ async def read_replica(
             f"Bookie {bookie_id} has no replica of the entries {first} to {last} of ledger {handle.ledger}",
             hint="its ensembles are in 'bkctl ledger show'",
         )
-    window: deque[asyncio.Task[LedgerEntry]] = deque()
-    try:
-        for entry_id in wanted:
-            window.append(asyncio.ensure_future(handle.read_from(bookie_id, entry_id, verify=verify)))
-            if len(window) >= REPLICA_WINDOW_COUNT:
-                yield await window.popleft()
-        while window:
-            yield await window.popleft()
-    finally:
-        for task in window:
-            task.cancel()
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    entries = in_order(
+        wanted, lambda entry_id: handle.read_from(bookie_id, entry_id, verify=verify), lambda: REPLICA_WINDOW_COUNT
+    )
+    async with contextlib.aclosing(entries):
+        async for _, entry in entries:
+            yield entry
 
 
 def replicas_of(handle: ReadHandle, entry_id: int) -> tuple[str, ...]:

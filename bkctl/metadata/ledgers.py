@@ -11,7 +11,7 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 from typing import Any, Final, Literal, NamedTuple
@@ -156,19 +156,48 @@ class LedgerManager(ABC):
 
         Raises MetadataVersionConflict, LedgerNotFound. Source: AbstractZkLedgerManager.writeLedgerMetadata.
         """
-        if metadata.format_version > 2:
-            metadata = replace(metadata, c_token=0)  # Only the create carries a token.
-        path = self._path_to_read(ledger)
-        try:
-            return self.store.put(path, metadata.serialize(), version)
-        except MetadataVersionConflict as error:
-            raise MetadataVersionConflict(
+        found = self.write_many([(ledger, metadata, version)])[0]
+        if isinstance(found, BkctlError):
+            raise found
+        return found
+
+    def write_many(self, ledgers: Sequence[tuple[LedgerId, LedgerMetadata, int]]) -> list[int | BkctlError]:
+        """`write` of each, with the version it was read in; a ledger's error comes in its place.
+
+        Raises only Unreachable.
+        """
+        nodes = []
+        errors: dict[int, BkctlError] = {}
+        for at, (ledger, metadata, version) in enumerate(ledgers):
+            if metadata.format_version > 2:
+                metadata = replace(metadata, c_token=0)  # Only the create carries a token.
+            try:
+                nodes.append((self._path_to_read(ledger), metadata.serialize(), version))
+            except LedgerNotFound as error:
+                errors[at] = error
+        written = iter(self.store.put_many(nodes))
+        return [
+            errors[at] if at in errors else self._write_result(ledger, version, next(written))
+            for at, (ledger, _, version) in enumerate(ledgers)
+        ]
+
+    def _write_result(self, ledger: LedgerId, version: int, found: int | BkctlError) -> int | BkctlError:
+        return self._write_error(ledger, version, found) if isinstance(found, BkctlError) else found
+
+    def _write_error(self, ledger: LedgerId, version: int | None, error: BkctlError) -> BkctlError:
+        """What a store's error on changing the ledger's metadata is called."""
+        named = error
+        if isinstance(error, MetadataVersionConflict):
+            named = MetadataVersionConflict(
                 f"The metadata of ledger {ledger} changed since version {version} was read",
                 hint="read it and try again",
                 may_be_applied=error.may_be_applied,
-            ) from error
-        except NotFound as error:
-            raise self._no_ledger(ledger) from error
+            )
+        elif isinstance(error, NotFound):
+            named = self._no_ledger(ledger)
+        if named is not error:
+            named.__cause__ = error
+        return named
 
     def remove(self, ledger: LedgerId, version: int | None = None) -> None:
         """Delete the ledger's metadata (only in `version`, if given), then parents left empty.
@@ -179,14 +208,8 @@ class LedgerManager(ABC):
         path = self._path_to_read(ledger)
         try:
             self.store.delete(path, version, prune=self._prunable_count(ledger, path))
-        except MetadataVersionConflict as error:
-            raise MetadataVersionConflict(
-                f"The metadata of ledger {ledger} changed since version {version} was read",
-                hint="read it and try again",
-                may_be_applied=error.may_be_applied,
-            ) from error
-        except NotFound as error:
-            raise self._no_ledger(ledger) from error
+        except (MetadataVersionConflict, NotFound) as error:
+            raise self._write_error(ledger, version, error) from error
 
     def watch(self, ledger: LedgerId, callback: Callable[[VersionedMetadata | BkctlError], None]) -> Callable[[], None]:
         """Call `callback` with the ledger's metadata now, and after each change; LedgerNotFound once it is deleted.

@@ -18,7 +18,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
@@ -243,30 +243,54 @@ class LedgerUnderreplicationManager:
         A session may end while we work: the claim says whether the lock is still ours. Raises Conflict, naming the
         owner, when somebody has it. Source: acquireUnderreplicatedLedger.
         """
+        found = self.lock_many([ledger], owner)[0]
+        if isinstance(found, BkctlError):
+            raise found
+        return found
+
+    def lock_many(self, ledgers: Sequence[LedgerId], owner: str) -> Sequence[Claim | BkctlError]:
+        """`lock` of each, for itself; a ledger's error comes in its place. Raises only Unreachable."""
         from bkctl.formats.data_formats_pb2 import LockDataFormat
 
         self.prepare()
         value = print_text(LockDataFormat(bookieId=owner)).encode("ascii")
+        results: list[Claim | BkctlError] = []
+        for ledger, found in zip(
+            ledgers, self.store.claim_many([_lock_path(each) for each in ledgers], value), strict=True
+        ):
+            if isinstance(found, AlreadyExists):
+                results.append(self._locked_by_others(ledger, found))
+                continue
+            if not isinstance(found, BkctlError):
+                with self._claims_lock:
+                    self._claims[ledger] = found
+            results.append(found)
+        return results
+
+    def _locked_by_others(self, ledger: LedgerId, cause: AlreadyExists) -> BkctlError:
         try:
-            claim = self.store.claim(_lock_path(ledger), value)
-        except AlreadyExists as error:
-            found = self.lock_owner(ledger)
-            by = f" by {found.owner}" if found is not None and found.owner else ""
-            raise Conflict(f"Ledger {ledger} is being replicated{by}") from error
-        with self._claims_lock:
-            self._claims[ledger] = claim
-        return claim
+            theirs = self.lock_owner(ledger)
+        except Corrupt as error:
+            return error
+        by = f" by {theirs.owner}" if theirs is not None and theirs.owner else ""
+        conflict = Conflict(f"Ledger {ledger} is being replicated{by}")
+        conflict.__cause__ = cause
+        return conflict
 
     def unlock(self, ledger: LedgerId) -> None:
         """Release the lock that `lock` took here, unless it was lost, and maybe taken by another, meanwhile.
 
         Nothing happens where there is none. Source: releaseUnderreplicatedLedger.
         """
+        self.unlock_many([ledger])
+
+    def unlock_many(self, ledgers: Collection[LedgerId]) -> None:
+        """`unlock` of each. Raises Unreachable: some may be left then, until it is called again."""
         with self._claims_lock:
-            claim = self._claims.get(ledger)
-        if claim is not None:
-            claim.release()
-            with self._claims_lock:
+            claims = {ledger: self._claims[ledger] for ledger in ledgers if ledger in self._claims}
+        self.store.release_many(list(claims.values()))
+        with self._claims_lock:
+            for ledger, claim in claims.items():
                 if self._claims.get(ledger) is claim:
                     del self._claims[ledger]
 

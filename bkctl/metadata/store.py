@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Self, TypeVar
 
-from bkctl.errors import UsageError
+from bkctl.errors import BkctlError, Unreachable, UsageError
 
 if TYPE_CHECKING:
     import ssl
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 #: As `expected` version: the node must not exist yet.
 NEW: Final = -1
@@ -26,6 +27,10 @@ NEW: Final = -1
 VALUE_SIZE_BYTES_MAX: Final = 1 << 20
 PATH_LENGTH_MAX: Final = 1024
 SEQUENCE_STEPS_MAX: Final = 100_000
+#: Changes of many nodes that are under way at once, where the store has no request for many.
+_AT_ONCE: Final = 8
+_NO_NAMES: Final = frozenset(("", ".", ".."))
+_UNFIT: Final = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
 NO_CLUSTER_HINT: Final = "check the path at the end of the metadata URI"
 
 
@@ -134,14 +139,8 @@ NO_SECURITY: Final = StoreSecurity()
 
 def check_path(path: str) -> str:
     """Return `path` if it names a node below the root: "" is the root, else parts joined by "/". Raises UsageError."""
-    if path:
-        parts = path.split("/")
-        if (
-            len(path) > PATH_LENGTH_MAX
-            or any(part in ("", ".", "..") for part in parts)
-            or any(character < " " or character == "\x7f" or "\ud800" <= character <= "\udfff" for character in path)
-        ):
-            raise UsageError(f"Not a path below the metadata root: {path!r}", hint="write it as 'cookies/BOOKIE'")
+    if path and (len(path) > PATH_LENGTH_MAX or not _NO_NAMES.isdisjoint(path.split("/")) or _UNFIT.search(path)):
+        raise UsageError(f"Not a path below the metadata root: {path!r}", hint="write it as 'cookies/BOOKIE'")
     return path
 
 
@@ -191,6 +190,13 @@ class MetadataStore(ABC):
         written since and the store keeps no history (ZooKeeper; etcd once it is compacted) it cannot be: then it is a
         MetadataVersionConflict that says so in `may_be_applied`.
         """
+
+    def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
+        """`put` of each node in the version that is given, each for itself; a node's error comes in its place.
+
+        Raises only Unreachable: which of them were written is not known then.
+        """
+        return _each(lambda node: self.put(*node), nodes)
 
     @abstractmethod
     def put_all(self, nodes: Sequence[tuple[str, bytes]]) -> None:
@@ -261,6 +267,19 @@ class MetadataStore(ABC):
         numbered path once with the same value. Raises AlreadyExists.
         """
 
+    def claim_many(self, paths: Sequence[str], value: bytes) -> list[Claim | BkctlError]:
+        """`claim` of each path; AlreadyExists, or another error, comes in its place. Raises only Unreachable."""
+        return _each(lambda path: self.claim(path, value), paths)
+
+    def held_many(self, claims: Sequence[Claim]) -> list[bool]:
+        """`is_held` of each. Raises Unreachable."""
+        return [_value(each) for each in _each(lambda claim: claim.is_held(), claims)]
+
+    def release_many(self, claims: Sequence[Claim]) -> None:
+        """`release` of each. Raises Unreachable: some may be left then."""
+        for each in _each(lambda claim: claim.release(), claims):
+            _value(each)
+
     @abstractmethod
     def watch(self, path: str, callback: Callable[[], None], *, children: bool = False) -> Callable[[], None]:
         """Call `callback()` after each change of the node (created, replaced, deleted), or of its set of children.
@@ -279,6 +298,31 @@ class MetadataStore(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _each(call: Callable[[T], R], items: Sequence[T]) -> list[R | BkctlError]:
+    """What `call` gives for each, some at once; its error in the place of one that failed. Raises only Unreachable."""
+
+    def one(item: T) -> R | BkctlError:
+        try:
+            return call(item)
+        except Unreachable:
+            raise
+        except BkctlError as error:
+            return error
+
+    if len(items) < 2:
+        return [one(item) for item in items]
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(min(len(items), _AT_ONCE), thread_name_prefix="change-many") as executor:
+        return list(executor.map(one, items))
+
+
+def _value(found: R | BkctlError) -> R:
+    if isinstance(found, BkctlError):
+        raise found
+    return found
 
 
 def walk_levels(

@@ -15,10 +15,11 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar, cast
 
 from kazoo.client import KazooClient
 from kazoo.exceptions import (
@@ -72,11 +73,17 @@ if TYPE_CHECKING:
     import ssl
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 SESSION_TIMEOUT_S: Final = 10.0  # zkTimeout
 _BATCH_SIZE_MAX: Final = 256
 #: Operation → reads in the first batch; the sum of names or bytes below which a batch grows, above which it shrinks.
-_BATCHES: Final = {"get": (64, 1 << 18, 1 << 21), "children": (4, 4_000, 40_000)}
+_BATCHES: Final = {"get": (64, 1 << 18, 1 << 21), "children": (4, 4_000, 40_000), "czxid": (256, 0, 1)}
+#: Fewer reads than these are not worth a connection of their own.
+_READER_COUNT_MIN: Final = 8
+#: Changes in one request; the server takes no request above 1 MiB (jute.maxbuffer).
+_CHANGES_MAX: Final = 256
+_CHANGES_SIZE_BYTES_MAX: Final = 1 << 19
 _KNOWN_MAX: Final = 16_384
 #: How long kazoo does the reading after a connection for it could not be had.
 _READER_PAUSE_S: Final = 5.0
@@ -107,10 +114,10 @@ _SLASH: Final = re.compile("/")
 class _Call:
     """One operation, which may take several requests; `repeated`: an earlier one may have been applied."""
 
-    def __init__(self, store: ZooKeeperStore, request: Callable[[], Any]) -> None:
+    def __init__(self, store: ZooKeeperStore, request: Callable[[], Any], *, repeated: bool = False) -> None:
         self.store = store
         self.request = request
-        self.repeated = False
+        self.repeated = repeated
 
     def answer(self) -> Any:
         """What ZooKeeper answered. Raises its refusals as kazoo's errors, else as every `MetadataStore` method."""
@@ -129,13 +136,15 @@ class _Batch(ABC):
 
     @abstractmethod
     def finish(self) -> list[Any]:
-        """An answer for each path (a Versioned, or names in order); None for a missing node, else AGAIN."""
+        """An answer for each path (a Versioned, names in order, or a transaction); None for no node, else AGAIN."""
 
 
 class _KazooBatch(_Batch):
-    def __init__(self, store: ZooKeeperStore, results: list[Any], paths: list[str]) -> None:
+    def __init__(self, store: ZooKeeperStore, operation: str, paths: list[str]) -> None:
         self.store = store
-        self.results = results
+        self.operation = operation
+        request = store._children_async if operation == "children" else store._get_async
+        self.results = [request(path) for path in paths]
         self.paths = paths
 
     def finish(self) -> list[Any]:
@@ -150,7 +159,7 @@ class _KazooBatch(_Batch):
             except KazooException:
                 answers.append(AGAIN)
             else:
-                answers.append(sorted(found) if isinstance(found, list) else _versioned(found))
+                answers.append(_ANSWER_OF[self.operation](found))
         return answers
 
 
@@ -364,8 +373,10 @@ class ZooKeeperStore(MetadataStore):
                     batch.waited_s = 0.0
                 else:
                     found = answer
-                if found:
-                    weight += len(found) if operation == "children" else len(found.value)
+                if isinstance(found, Versioned):
+                    weight += len(found.value)
+                elif isinstance(found, list):
+                    weight += len(found)
                 yield found
             if weight > shrink_above:
                 size = max(size // 2, 1)
@@ -375,20 +386,20 @@ class ZooKeeperStore(MetadataStore):
 
     def _begin(self, operation: str, paths: list[str], size: int) -> _Batch:
         # A full batch promises more to come, which is worth a connection of its own.
-        if len(paths) == size and (reader := self._open_reader()) is not None:
+        full_batch = len(paths) == size
+        if (full_batch or len(paths) >= _READER_COUNT_MIN) and (reader := self._open_reader(full_batch)) is not None:
             full = [self._full(path) for path in paths]
             try:
-                asked = reader.get(full) if operation == "get" else reader.children(full)
+                asked = getattr(reader, operation)(full)
             except ReaderLost:
                 self._drop_reader(reader)
             else:
                 return _ReaderBatch(self, reader, asked, paths)
-        request = self._get_async if operation == "get" else self._children_async
-        return _KazooBatch(self, [request(path) for path in paths], paths)
+        return _KazooBatch(self, operation, paths)
 
-    def _open_reader(self) -> Reader | None:
+    def _open_reader(self, connect: bool) -> Reader | None:
         with self._lock:
-            if self._reader is None and time.monotonic() >= self._no_reader_until and not self._closed:
+            if connect and self._reader is None and time.monotonic() >= self._no_reader_until and not self._closed:
                 try:
                     self._reader = self._connect_reader()
                 except (ReaderLost, OSError, AuthFailedError):
@@ -447,6 +458,10 @@ class ZooKeeperStore(MetadataStore):
 
     def put(self, path: str, value: bytes, expected: int | None) -> int:
         """See MetadataStore.put."""
+        return self._put(path, value, expected)
+
+    def _put(self, path: str, value: bytes, expected: int | None, *, repeated: bool = False) -> int:
+        """`repeated`: a request of ours that would have done it may have been applied."""
         full = self._full(path)
         if len(value) > VALUE_SIZE_BYTES_MAX:
             raise UsageError(f"{path}: a value of {len(value)} bytes is above ZooKeeper's {VALUE_SIZE_BYTES_MAX}")
@@ -454,7 +469,11 @@ class ZooKeeperStore(MetadataStore):
             if expected == NEW:
                 self._create(path, value)
                 return 0
-            call = _Call(self, lambda: self._client.set_async(full, value, -1 if expected is None else expected))
+            call = _Call(
+                self,
+                lambda: self._client.set_async(full, value, -1 if expected is None else expected),
+                repeated=repeated,
+            )
             try:
                 return int(call.answer().version)
             except NoNodeError as error:
@@ -473,12 +492,76 @@ class ZooKeeperStore(MetadataStore):
                 self._create(path, value)
                 return 0
 
-    def _create(self, path: str, value: bytes, *, ephemeral: bool = False, sequence: bool = False) -> str:
-        """Create the node, with its missing parents in the same step; returns its full path. Raises AlreadyExists."""
+    def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
+        """See MetadataStore.put_many."""
+        return self._change_many(
+            nodes,
+            lambda transaction, node: transaction.set_data(self._full(node[0]), node[1], node[2]),
+            lambda answer: int(answer.version),
+            lambda node, repeated: self._put(*node, repeated=repeated),
+            lambda node: len(node[1]),
+        )
+
+    def _change_many(
+        self,
+        items: Sequence[T],
+        add: Callable[[Any, T], object],
+        result: Callable[[Any], R],
+        one: Callable[[T, bool], R],
+        size: Callable[[T], int] = lambda _: 0,
+    ) -> list[R | BkctlError]:
+        """Change something for each item, in one request: all of it is done, or nothing. Then one by one.
+
+        `add` adds the item to a transaction, and `result` makes of the answer what `one` returns, which does it alone;
+        its second argument says whether the transaction may have been applied.
+        """
+        results: list[R | BkctlError] = []
+        waiting = deque(items)
+        while waiting:
+            some = [waiting.popleft()]
+            size_bytes = size(some[0])
+            while waiting and len(some) < _CHANGES_MAX and size_bytes + size(waiting[0]) <= _CHANGES_SIZE_BYTES_MAX:
+                size_bytes += size(waiting[0])
+                some.append(waiting.popleft())
+            repeated = False
+            if len(some) > 1:
+
+                def request(some: list[T] = some) -> Any:
+                    transaction = self._client.transaction()
+                    for item in some:
+                        add(transaction, item)
+                    return transaction.commit_async()
+
+                call = _Call(self, request)
+                answers = call.answer()
+                if not any(isinstance(each, Exception) for each in answers):
+                    results += map(result, answers)
+                    continue
+                repeated = call.repeated
+            for item in some:
+                try:
+                    results.append(one(item, repeated))
+                except Unreachable:
+                    raise
+                except BkctlError as error:
+                    results.append(error)
+        return results
+
+    def _create(
+        self, path: str, value: bytes, *, ephemeral: bool = False, sequence: bool = False, repeated: bool = False
+    ) -> str:
+        """Create the node, with its missing parents in the same step; returns its full path. Raises AlreadyExists.
+
+        `repeated` as `_put`'s.
+        """
         full = self._full(path)
         deadline = time.monotonic() + self.timeout_s
         while True:
-            call = _Call(self, lambda: self._client.create_async(full, value, ephemeral=ephemeral, sequence=sequence))
+            call = _Call(
+                self,
+                lambda: self._client.create_async(full, value, ephemeral=ephemeral, sequence=sequence),
+                repeated=repeated,
+            )
             try:
                 return str(call.answer())
             except NodeExistsError as error:
@@ -665,6 +748,53 @@ class ZooKeeperStore(MetadataStore):
             self._drop_twins(full, value, stat.ephemeralOwner)
         return _ZooKeeperClaim(self, full[len(self.root) + 1 :], full, None if stat is None else stat.czxid)
 
+    def claim_many(self, paths: Sequence[str], value: bytes) -> list[Claim | BkctlError]:
+        """See MetadataStore.claim_many."""
+        made = self._change_many(
+            paths,
+            lambda transaction, path: transaction.create(self._full(path), value, ephemeral=True),
+            str,
+            lambda path, repeated: self._create(path, value, ephemeral=True, repeated=repeated),
+        )
+        created = [path for path, each in zip(paths, made, strict=True) if not isinstance(each, BkctlError)]
+        transactions = dict(zip(created, self._czxids(created), strict=True))
+        return [
+            each if isinstance(each, BkctlError) else _ZooKeeperClaim(self, path, each, transactions[path])
+            for path, each in zip(paths, made, strict=True)
+        ]
+
+    def held_many(self, claims: Sequence[Claim]) -> list[bool]:
+        """See MetadataStore.held_many."""
+        found = self._czxids([claim.path for claim in claims])
+        return [
+            czxid is not None and czxid == cast(_ZooKeeperClaim, claim).czxid
+            for claim, czxid in zip(claims, found, strict=True)
+        ]
+
+    def release_many(self, claims: Sequence[Claim]) -> None:
+        """See MetadataStore.release_many."""
+        held = [claim for claim, is_held in zip(claims, self.held_many(claims), strict=True) if is_held]
+        left = self._change_many(
+            held,
+            lambda transaction, claim: transaction.delete(self._full(claim.path)),
+            lambda _: None,
+            lambda claim, _: claim.release(),
+        )
+        for error in left:
+            if error is not None:
+                raise error
+
+    def _czxids(self, paths: Sequence[str]) -> list[int | None]:
+        """By path: the transaction that made the node; None where there is none."""
+        return list(self._pipeline("czxid", paths, self._czxid))
+
+    def _czxid(self, path: str, timeout_s: float) -> int | None:
+        try:
+            _, stat = self._run(lambda: self._get_async(path), timeout_s)
+        except NoNodeError:
+            return None
+        return int(stat.czxid)
+
     def _drop_twins(self, full: str, value: bytes, session: int) -> None:
         """Delete what requests made whose answers were lost: each attempt gets a number of its own."""
         parent, _, name = full.rpartition("/")
@@ -812,11 +942,11 @@ class _ZooKeeperClaim(Claim):
         self.path = path
         self._store = store
         self._full = full
-        self._czxid = czxid
+        self.czxid = czxid
 
     def is_held(self) -> bool:
         stat = self._store._stat(self._full)
-        return stat is not None and bool(stat.czxid == self._czxid)
+        return stat is not None and bool(stat.czxid == self.czxid)
 
     def release(self) -> None:
         if self.is_held():
@@ -827,6 +957,14 @@ class _ZooKeeperClaim(Claim):
 def _versioned(answer: tuple[bytes, Any]) -> Versioned[bytes]:
     value, stat = answer
     return Versioned(value, stat.version, stat.ctime)
+
+
+#: What `_pipeline` makes of kazoo's answers.
+_ANSWER_OF: Final[dict[str, Callable[[Any], Any]]] = {
+    "get": _versioned,
+    "children": sorted,
+    "czxid": lambda answer: int(answer[1].czxid),
+}
 
 
 def _sasl_options(security: StoreSecurity) -> dict[str, Any] | None:
@@ -847,7 +985,8 @@ def _is_problem(result: object) -> bool:
 
 
 def _silent_logger() -> logging.Logger:
-    """kazoo tells of each lost connection in its log; our callers hear of it by an error."""
-    logger = logging.Logger("bkctl.metadata.zookeeper")
+    """kazoo tells of each lost connection in its log; our callers hear of it by an error. It tells of each request too,
+    and a logger with a level keeps it from making words of them."""
+    logger = logging.Logger("bkctl.metadata.zookeeper", logging.CRITICAL + 1)
     logger.addHandler(logging.NullHandler())
     return logger

@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from bkctl.metadata.store import Versioned
 
@@ -48,6 +48,10 @@ _STAT = struct.Struct(">qqqqiiiqiiq")
 _CONNECT = struct.Struct(">iiqiqi16s?")  # length, version, last zxid, timeout in ms, session id, password, read-only
 
 
+#: From the buffer, a place in it, and its end: an answer, and where the next one is.
+_Parse: TypeAlias = Callable[[bytearray, int, int], tuple[Any, int]]
+
+
 class ReaderLost(Exception):
     """The connection is of no use any more; `waited_s` is how long nothing came, where that is why."""
 
@@ -66,10 +70,11 @@ AGAIN: Final = _Again()
 class Batch:
     """Requests that were sent together, and their answers as they come."""
 
-    __slots__ = ("answers", "count", "first_xid", "operation")
+    __slots__ = ("answers", "count", "first_xid", "operation", "parse")
 
-    def __init__(self, operation: int, first_xid: int, count: int) -> None:
+    def __init__(self, operation: int, parse: _Parse, first_xid: int, count: int) -> None:
         self.operation = operation
+        self.parse = parse
         self.first_xid = first_xid
         self.count = count
         self.answers: list[Any] = []
@@ -149,13 +154,17 @@ class Reader:
 
     def get(self, paths: Sequence[str]) -> Batch:
         """Ask for the values of nodes: each becomes a Versioned, None where there is no such node, or AGAIN."""
-        return self._ask(_GET_DATA, paths)
+        return self._ask(_GET_DATA, _value, paths)
+
+    def czxid(self, paths: Sequence[str]) -> Batch:
+        """Ask for the transactions that made nodes; else as `get`. What was acknowledged before is seen."""
+        return self._ask(_GET_DATA, _czxid, paths)
 
     def children(self, paths: Sequence[str]) -> Batch:
         """Ask for the names of nodes' children, ascending; else as `get`. What was acknowledged before is seen."""
-        return self._ask(_GET_CHILDREN, paths)
+        return self._ask(_GET_CHILDREN, _names, paths)
 
-    def _ask(self, operation: int, paths: Sequence[str]) -> Batch:
+    def _ask(self, operation: int, parse: _Parse, paths: Sequence[str]) -> Batch:
         with self._lock:
             if self._lost:
                 raise ReaderLost("the connection broke")
@@ -174,7 +183,7 @@ class Reader:
             reads.append(_MULTI_END)
             body = b"".join(reads)
             parts = [_REQUEST.pack(12 + len(root), first_xid, _SYNC, len(root)), root, _INT.pack(len(body)), body]
-            batch = Batch(operation, first_xid, len(paths))
+            batch = Batch(operation, parse, first_xid, len(paths))
             self._under_way.append(batch)
             try:
                 self._socket.sendall(b"".join(parts))
@@ -209,7 +218,7 @@ class Reader:
         self._socket.close()
 
     def _read(self, batch: Batch) -> None:
-        parse = _value if batch.operation == _GET_DATA else _names
+        parse = batch.parse
         self._frame()  # of the `sync`
         self._check(batch.first_xid)
         at, end = self._frame()
@@ -278,12 +287,22 @@ class Reader:
 
 
 def _value(buffer: bytearray, start: int, end: int) -> tuple[Versioned[bytes], int]:
+    at, stat = _stat(buffer, start, end)
+    return Versioned(bytes(buffer[start + 4 : at]), stat[4], stat[2]), at + _STAT.size
+
+
+def _czxid(buffer: bytearray, start: int, end: int) -> tuple[int, int]:
+    at, stat = _stat(buffer, start, end)
+    return stat[0], at + _STAT.size
+
+
+def _stat(buffer: bytearray, start: int, end: int) -> tuple[int, tuple[int, ...]]:
+    """Where a node's value ends, and what follows it."""
     size = max(_INT.unpack_from(buffer, start)[0], 0)  # -1: null
     at = start + 4 + size
     if at + _STAT.size > end:
         raise ReaderLost("a malformed answer")
-    stat = _STAT.unpack_from(buffer, at)
-    return Versioned(bytes(buffer[start + 4 : at]), stat[4], stat[2]), at + _STAT.size
+    return at, _STAT.unpack_from(buffer, at)
 
 
 def _names(buffer: bytearray, start: int, end: int) -> tuple[list[str], int]:

@@ -11,13 +11,23 @@ import contextlib
 import os
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from bkctl.client.bookies import in_thread
+from bkctl.client.bookies import in_order, in_thread
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.errors import (
     BkctlError,
@@ -38,8 +48,7 @@ from bkctl.metadata.replication import LedgerUnderreplicationManager
 from bkctl.replication.checker import EntrySpan, LedgerChecker, LedgerFragment
 from bkctl.replication.holdings import HeldFragment, HeldLedger, Replacements, ledgers_on
 from bkctl.replication.replicator import UNREADABLE_NAMED_MAX, LedgerFragmentReplicator, Outcome, Throttle
-from bkctl.replication.signals import finished
-from bkctl.replication.worker import check_held
+from bkctl.replication.signals import Together, ended, finished
 
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper
@@ -54,8 +63,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Ledgers that are moved at once.
-CONCURRENCY: Final = 32
+#: Ledgers that are moved at once: so many wait for the metadata store together.
+CONCURRENCY: Final = 512
+#: Ledgers of which bookies are asked at once what they have.
+PROBES_AT_ONCE: Final = 32
 #: Metadata that is read in one go.
 _BATCH_COUNT: Final = 500
 #: How long a ledger that another worker has locked is left to it. A worker may keep a lock long after it gave up, and
@@ -172,6 +183,16 @@ def plan_move(cluster: Cluster, leaving: Collection[str], ids: Iterable[LedgerId
     return plan
 
 
+def check_scopes_known(cluster: Cluster) -> None:
+    """Raises Conflict when the ledgers of the scopes are of a cluster that was formatted away: no listing shows them,
+    so any bookie may hold some, and needs its cookie. Blocks."""
+    if cluster.ledgers.scopes_state() == "foreign":
+        raise Conflict(
+            "The scoped ledgers belong to a cluster that was formatted away: what they have there is not known",
+            hint="'bkctl metadata orphans' shows them; remove them first, or keep the cookie",
+        )
+
+
 class MoveProgress:
     """How far a move is; grows as it goes. Times in seconds."""
 
@@ -180,6 +201,8 @@ class MoveProgress:
         self.ledger_count = 0
         self.entry_count = 0
         self.size_bytes = 0
+        #: Ledgers that others have locked, and that are tried again later.
+        self.locked_count = 0
         self._began = time.monotonic()
 
     def copied(self, entry_count: int, size_bytes: int) -> None:
@@ -220,7 +243,8 @@ class BookieMover:
     `fence` False only their last fragment, if a writer may add to it there, else such a ledger is fenced and closed
     first. `locks`: take the locks of auto-recovery, so that its workers and this one do not do the same work at once,
     and no bookie takes the copies on it for garbage before the metadata names it (removeOverReplicatedledgers).
-    `topology` tells racks, `plan` is what `progress` counts against. It belongs to the event loop of `bookkeeper`.
+    `topology` tells racks, `plan` is what `progress` counts against, `note` is told what it waits for. It belongs to
+    the event loop of `bookkeeper`.
     """
 
     def __init__(
@@ -234,13 +258,19 @@ class BookieMover:
         fence: bool = True,
         locks: bool = True,
         topology: Topology | None = None,
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.bookkeeper = bookkeeper
         self.leaving = frozenset(leaving)
         self.progress = MoveProgress(plan or MovePlan())
         self._cluster = bookkeeper.cluster
         self._skip_open, self._fence, self._locks = skip_open, fence, locks
+        self._note = note
+        self._has_told_waiting = False
         self._manager = LedgerUnderreplicationManager(self._cluster.store)
+        owner = f"{os.uname().nodename}:{os.getpid()}"
+        self._lock: Together[LedgerId, Claim] = Together(lambda some: self._manager.lock_many(some, owner))
+        self._unlock: Together[LedgerId, None] = Together(self._unlock_many)
         self._checker = LedgerChecker(bookkeeper)
         self._replicator = LedgerFragmentReplicator(
             bookkeeper,
@@ -289,18 +319,10 @@ class BookieMover:
     ) -> AsyncGenerator[T, None]:
         """What `look` says of each ledger of `held`, in order; several are looked at at once."""
         async with contextlib.aclosing(self.held(ids)) as ledgers:
-            window: deque[asyncio.Task[T]] = deque()
-            try:
-                async for ledger, held in ledgers:
-                    window.append(asyncio.ensure_future(look(ledger, held)))
-                    if len(window) >= CONCURRENCY:
-                        yield await window.popleft()
-                while window:
-                    yield await window.popleft()
-            finally:
-                for task in window:
-                    task.cancel()
-                await asyncio.gather(*window, return_exceptions=True)
+            looks = in_order(ledgers, lambda each: look(*each), lambda: PROBES_AT_ONCE)
+            async with contextlib.aclosing(looks):
+                async for _, found in looks:
+                    yield found
 
     async def unreadable(self, held: HeldLedger, up: Collection[str]) -> dict[int, tuple[EntrySpan, ...]]:
         """By fragment's first entry: the entries that should be on the leaving bookies and that no bookie of `up` has.
@@ -372,10 +394,12 @@ class BookieMover:
         #: Ledgers that others have locked, and since when they are waited for.
         locked: deque[tuple[LedgerId, float]] = deque()
         tasks: dict[asyncio.Task[LedgerMove | None], tuple[LedgerId, float]] = {}
+        done: asyncio.Queue[asyncio.Task[LedgerMove | None]] = asyncio.Queue()
 
         def begin(ledger: LedgerId, since: float, found: VersionedMetadata | None = None) -> None:
-            patient = time.monotonic() - since < LOCK_PATIENCE_S
-            tasks[asyncio.create_task(self._locked(ledger, found, patient))] = ledger, since
+            task = asyncio.create_task(self._locked(ledger, found, patient=time.monotonic() < since + LOCK_PATIENCE_S))
+            tasks[task] = ledger, since
+            task.add_done_callback(done.put_nowait)
 
         def next_ids() -> Iterator[LedgerId]:
             for ledger in waiting:
@@ -384,37 +408,59 @@ class BookieMover:
                 else:
                     self.progress.ledger_count += 1
 
+        def read_next() -> asyncio.Task[list[tuple[LedgerId, VersionedMetadata | BkctlError]]]:
+            some = list(islice(next_ids(), CONCURRENCY))
+            return asyncio.create_task(in_thread(lambda: list(self._cluster.ledgers.read_many(some))))
+
+        ahead = read_next()
         try:
+            idle = False
             while True:
+                while locked and len(tasks) < CONCURRENCY and (idle or _waits_s(locked[0]) <= 0):
+                    begin(*locked.popleft())
+                idle = False
                 while len(tasks) < CONCURRENCY:
                     if not read:
-                        some = list(islice(next_ids(), CONCURRENCY))
-                        read.extend(await in_thread(lambda some=some: list(self._cluster.ledgers.read_many(some))))
-                    if not read:
-                        break
+                        read.extend(await ahead)
+                        if not read:
+                            break
+                        ahead = read_next()
                     ledger, found = read.popleft()
                     begin(ledger, time.monotonic(), None if isinstance(found, BkctlError) else found)
+                self.progress.locked_count = len(locked)
+                if not tasks and not locked:
+                    return
                 if not tasks:
-                    if not locked:
-                        return
-                    await asyncio.sleep(_LOCK_POLL_S)
-                    while locked and len(tasks) < CONCURRENCY:
-                        begin(*locked.popleft())
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    place = tasks.pop(task)
-                    row = task.result()
-                    if row is None:
-                        locked.append(place)
-                        continue
-                    self.progress.ledger_count += 1
-                    if resume is not None and row.outcome in (MoveOutcome.MOVED, MoveOutcome.GONE):
-                        resume.record(row.ledger, row.entry_count, row.size_bytes)
-                    yield row
+                    self._tell_waiting([ledger for ledger, _ in locked])
+                # With nothing else to do they are tried more often.
+                limit_s = None if not locked else max(_waits_s(locked[0]), 0.0) if tasks else _LOCK_POLL_S
+                try:
+                    async with asyncio.timeout(limit_s):
+                        task = await done.get()
+                except TimeoutError:
+                    idle = not tasks
+                    continue
+                place = tasks.pop(task)
+                row = task.result()
+                if row is None:
+                    locked.append(place)
+                    continue
+                self.progress.ledger_count += 1
+                if resume is not None and row.outcome in (MoveOutcome.MOVED, MoveOutcome.GONE):
+                    resume.record(row.ledger, row.entry_count, row.size_bytes)
+                yield row
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await ended(ahead, *tasks)
+
+    def _tell_waiting(self, locked: Sequence[LedgerId]) -> None:
+        """Say once that nothing is left but what others have locked."""
+        if not self._has_told_waiting:
+            self._has_told_waiting = True
+            named = ", ".join(map(str, locked[:5])) + (f" and {len(locked) - 5:,} more" if len(locked) > 5 else "")
+            self._note(
+                f"{'Ledger' if len(locked) == 1 else 'Ledgers'} {named}: locked by others, as auto-recovery's workers "
+                f"do; waiting up to {LOCK_PATIENCE_S:g} s for them"
+            )
 
     async def left(self) -> list[tuple[LedgerId, BkctlError | None]]:
         """The ledgers of every scope that still have entries on the leaving bookies, or may have: those whose metadata
@@ -442,11 +488,7 @@ class BookieMover:
 
     def _delete_cookies(self) -> tuple[str, ...]:
         deleted = []
-        if self._cluster.ledgers.scopes_state() == "foreign":
-            raise Conflict(
-                "The scoped ledgers belong to a cluster that was formatted away: what they have there is not known",
-                hint="'bkctl metadata orphans' shows them; remove them first, or keep the cookie",
-            )
+        check_scopes_known(self._cluster)
         up = {each.bookie_id for each in self._cluster.bookies.list(include_down=False)}
         for bookie_id in sorted(self.leaving):
             if bookie_id in up:
@@ -482,7 +524,7 @@ class BookieMover:
             planned.append(PlannedFragment(held, fragment, targets, closes, problem, spans))
         return planned
 
-    async def _locked(self, ledger: LedgerId, found: VersionedMetadata | None, patient: bool) -> LedgerMove | None:
+    async def _locked(self, ledger: LedgerId, found: VersionedMetadata | None, *, patient: bool) -> LedgerMove | None:
         """Move the ledger; None while somebody else has it locked and is given time for it."""
         if not self._locks:
             return await self._move(ledger, found)
@@ -490,8 +532,7 @@ class BookieMover:
         try:
             lock: Claim | None = None
             try:
-                owner = f"{os.uname().nodename}:{os.getpid()}"
-                lock = await finished(in_thread(self._manager.lock, ledger, owner))
+                lock = await finished(self._lock(ledger))
             except Conflict:
                 theirs = True
                 if patient:
@@ -499,15 +540,11 @@ class BookieMover:
             return await self._move(ledger, found, lock)
         finally:
             if not theirs:
-                await finished(in_thread(self._manager.unlock, ledger))
+                await finished(self._unlock(ledger))
 
     async def _move(
         self, ledger: LedgerId, found: VersionedMetadata | None = None, lock: Claim | None = None
     ) -> LedgerMove:
-        def before_swap() -> None:
-            if lock is not None:
-                check_held(lock, ledger)
-
         state = None
         try:
             for _ in range(_ATTEMPT_COUNT_MAX):
@@ -518,7 +555,7 @@ class BookieMover:
                     return LedgerMove(ledger, MoveOutcome.OPEN, state, problem="It is open")
                 done = await self._replicator.replicate_ledger(
                     ledger, found, bookies=self.leaving, fence=self._fence, exclude=self.leaving,
-                    before_swap=before_swap,
+                    lock=lock,
                 )  # fmt: skip
                 found = None
                 if not any(each.outcome is Outcome.SUPERSEDED for each in done.fragments):
@@ -541,6 +578,10 @@ class BookieMover:
         if moved.outcome is MoveOutcome.MOVED and ledger in self.progress.plan.marked:
             await in_thread(self._unmark, ledger)
         return moved
+
+    def _unlock_many(self, ledgers: list[LedgerId]) -> list[None]:
+        self._manager.unlock_many(ledgers)
+        return [None] * len(ledgers)
 
     def _unmark(self, ledger: LedgerId) -> None:
         """Take the mark away where it is for the leaving bookies only; else a worker looks after the others."""
@@ -575,6 +616,11 @@ def _move_of(ledger: LedgerId, before: LedgerState | None, done: LedgerReplicati
     if not done.done:
         return LedgerMove(ledger, MoveOutcome.FAILED, *counts, problem="Others change its ensembles at the same time")
     return LedgerMove(ledger, MoveOutcome.MOVED, *counts)
+
+
+def _waits_s(locked: tuple[LedgerId, float]) -> float:
+    """How long a ledger is still left to whom has it locked; `locked` has since when it is."""
+    return locked[1] + LOCK_PATIENCE_S - time.monotonic()
 
 
 def _left_open(held: HeldLedger) -> LedgerMove:

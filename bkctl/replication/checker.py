@@ -9,15 +9,15 @@ digests of what it reads, and says why a bookie is bad.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from bkctl.client.bookies import BookieChannel, failure, in_thread
+from bkctl.client.bookies import BookieChannel, failure, in_order, in_thread
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.client.ledger import BookKeeper, entry_of
 from bkctl.client.reader import LedgerAccess, read_last_confirmed
@@ -382,18 +382,13 @@ class _Judge:
         channel = self._access.pool.channel(bookie_id)
         spans = SpanBuilder(fragment, index)
         first: BkctlError | None = None
-        window: deque[tuple[int, asyncio.Task[BkctlError | None]]] = deque()
-        entry_ids = iter(self._chosen(fragment, index))
-        count_max = IN_FLIGHT_COUNT_MAX
-        try:
-            while True:
-                while len(window) < count_max and (entry_id := next(entry_ids, None)) is not None:
-                    reading = self._checker.read(self._access, channel, entry_id)
-                    window.append((entry_id, asyncio.ensure_future(reading)))
-                if not window:
-                    break
-                entry_id, task = window.popleft()
-                error = await task
+        reads = in_order(
+            self._chosen(fragment, index),
+            lambda entry_id: self._checker.read(self._access, channel, entry_id),
+            lambda: IN_FLIGHT_COUNT_MAX,
+        )
+        async with contextlib.aclosing(reads):
+            async for entry_id, error in reads:
                 if error is None:
                     continue
                 reason = reason_of(error)
@@ -402,10 +397,6 @@ class _Judge:
                     return fault._replace(reason=reason, error=error)
                 first = first or error
                 spans.add(entry_id)
-        finally:
-            for _, task in window:
-                task.cancel()
-            await asyncio.gather(*(task for _, task in window), return_exceptions=True)
         if first is None:
             return None
         missing = spans.finish() if self._every_entry else None

@@ -19,7 +19,7 @@ from bkctl.client.operations import disk_space
 from bkctl.errors import BkctlError, Conflict, NotFound, TimedOut
 from bkctl.metadata.replication import LedgerUnderreplicationManager
 from bkctl.replication.auditor import mark_ledgers
-from bkctl.replication.bookies import BookieMover, LedgerMove, MoveOutcome, MovePlan, spans_text
+from bkctl.replication.bookies import BookieMover, LedgerMove, MoveOutcome, MovePlan, check_scopes_known, spans_text
 from bkctl.replication.checker import EntrySpan
 from bkctl.replication.holdings import HeldLedger, Replacements
 
@@ -205,7 +205,8 @@ class Decommission(_Departure):
     """Takes a bookie that is stopped out of the cluster for good.
 
     `check`, then `run`; `plan` is what `plan_move` found on it. `skip_unrecoverable`: ledgers of which entries are
-    nowhere to be read are named and passed over. `keep_cookie`: it is not deleted at the end. `rate` and `topology` as
+    nowhere to be read are named and passed over; auto-recovery keeps its marks of them, as Apache's does, and goes on
+    trying until they are unmarked. `keep_cookie`: it is not deleted at the end. `rate`, `topology` and `note` as
     BookieMover's.
     """
 
@@ -219,8 +220,9 @@ class Decommission(_Departure):
         keep_cookie: bool = False,
         rate: int | None = None,
         topology: Topology | None = None,
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:
-        mover = BookieMover(bookkeeper, [bookie_id], plan, rate=rate, topology=topology)
+        mover = BookieMover(bookkeeper, [bookie_id], plan, rate=rate, topology=topology, note=note)
         super().__init__(mover, bookie_id, skip_unrecoverable=skip_unrecoverable)
         self._keep_cookie = keep_cookie
         self._manager = LedgerUnderreplicationManager(self._cluster.store)
@@ -237,7 +239,8 @@ class Decommission(_Departure):
         found = await in_thread(self._cluster.bookies.get, self.bookie_id)
         if found is None and not self.plan.ledgers and not self.plan.damaged:
             raise NotFound(
-                f"No bookie {self.bookie_id}, and no ledger names it", hint="'bkctl bookies list' shows them"
+                f"No bookie {self.bookie_id}, and no ledger names it: it is decommissioned already, or was never here",
+                hint="'bkctl bookies list' shows them",
             )
         if found is not None and found.state != "down":
             self.forbidden = True
@@ -255,6 +258,12 @@ class Decommission(_Departure):
                 StepKind.AUTO_RECOVERY, StepResult.BLOCKED, "Auto-recovery is disabled, so nothing is to be moved now",
                 "'bkctl autorecovery enable'; 'bkctl bookies recover' works without",
             )  # fmt: skip
+        if not self._keep_cookie:
+            try:
+                await in_thread(check_scopes_known, self._cluster)
+            except Conflict as error:
+                self.forbidden = True
+                yield Step(StepKind.COOKIE, StepResult.BLOCKED, error.message, error.hint)
         yield await self._auditor()
         async for step in self._room():
             self.forbidden |= step.kind is StepKind.SPACE and step.result is StepResult.BLOCKED
@@ -362,8 +371,9 @@ class Drain(_Departure):
         *,
         rate: int | None = None,
         topology: Topology | None = None,
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:
-        mover = BookieMover(bookkeeper, [bookie_id], plan, rate=rate, fence=False, topology=topology)
+        mover = BookieMover(bookkeeper, [bookie_id], plan, rate=rate, fence=False, topology=topology, note=note)
         super().__init__(mover, bookie_id)
 
     async def check(self, *, probe: bool) -> AsyncGenerator[Step, None]:

@@ -304,13 +304,14 @@ def _without(held: HeldLedger, live: Collection[str], replica_count_min: int) ->
     for risk, tally in tallies.items():
         if tally.first is None:
             continue
+        others = ", ".join(tally.others)
         if risk is Risk.LOST:
-            others = ", ".join(tally.others)
-            message = f"No replica would be left{f': {others} lack them, or are down' if others else ''}"
+            lack = "lacks them, or is down" if len(tally.others) == 1 else "lack them, or are down"
+            message = f"No replica would be left{f': {others} {lack}' if others else ''}"
         else:
             message = (
                 f"{tally.replica_count} of {schedule.write_quorum_size} replicas would be left, {wanted} must be"
-                f"{f'; not on {chr(44).join(tally.others)} either' if tally.others else ''}"
+                f"{f'; not on {others} either' if others else ''}"
             )
         yield StopProblem(
             held.ledger, risk, message, metadata.state, tally.first, tally.last, tally.count, tally.replica_count,

@@ -18,20 +18,22 @@ import contextlib
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
-from bkctl.client.bookies import BookieChannel, failure, in_thread
-from bkctl.client.ensemble import update_metadata
+from bkctl.client.bookies import BookieChannel, failure, in_order, in_thread
+from bkctl.client.ensemble import UPDATE_ATTEMPTS_MAX
 from bkctl.client.ledger import BookKeeper
 from bkctl.client.reader import SPECULATIVE_READ_S, WINDOW_BYTES, LedgerAccess, restate
 from bkctl.errors import (
     BkctlError,
+    Conflict,
     LedgerNotFound,
+    MetadataVersionConflict,
     NotEnoughBookies,
     NotFound,
     ProtocolError,
@@ -49,14 +51,19 @@ from bkctl.replication.checker import (
     reason_of,
 )
 from bkctl.replication.placement import Topology, choose_replacements
+from bkctl.replication.signals import Together
 
 if TYPE_CHECKING:
     from bkctl.ids import LedgerId
     from bkctl.metadata.cluster import RegisteredBookie
     from bkctl.metadata.ledgers import VersionedMetadata
+    from bkctl.metadata.store import Claim
 
 #: Entries on their way at once. Apache's rereplicationEntryBatchSize (10) is for the same.
 BATCH_SIZE: Final = 100
+#: Fragments whose entries are on their way at once, and about how many bytes those are together.
+COPIES_AT_ONCE: Final = 64
+WINDOWS_BYTES: Final = 256 << 20
 #: From so many entries on, the bookie that takes over is asked which of them it has already.
 RESUME_COUNT_MIN: Final = 100
 #: So many unreadable entries of a fragment are looked for and named: of one that is lost as a whole, or whose metadata
@@ -88,6 +95,15 @@ class Throttle:
         self._free_at = starts_at + max(size_bytes * self._byte_s, self._entry_s)
         if starts_at > now:
             await asyncio.sleep(starts_at - now)
+
+
+class LockLost(Conflict):
+    """The lock under which a ledger was replicated is gone: somebody else may have it by now."""
+
+
+def lock_lost(ledger: LedgerId) -> LockLost:
+    """What is raised when the ledger's lock is not held any more."""
+    return LockLost(f"The lock of ledger {ledger} is lost", hint="the metadata store ended our session")
 
 
 class Outcome(Enum):
@@ -168,12 +184,49 @@ class LedgerReplication:
         return not (self.left_open or self.errors) and all(each.outcome in finished for each in self.fragments)
 
 
+#: A ledger's metadata as it stands now, and which bookies were replaced in it by which.
+Swapped: TypeAlias = "tuple[VersionedMetadata, dict[str, str]]"
+
+
+class _Swap(NamedTuple):
+    """Bookies that are to come into a fragment's ensemble: `moved` has them by ensemble index."""
+
+    check: LedgerCheck
+    fragment: LedgerFragment
+    moved: Mapping[int, str]
+    lock: Claim | None
+
+    def applied_to(self, found: VersionedMetadata) -> tuple[LedgerMetadata, dict[str, str]]:
+        """The metadata with them, and whom they replace; nobody where they must not come in any more.
+
+        Raises UnclosedFragment.
+        """
+        metadata, fragment = found.metadata, self.fragment
+        replaced: dict[str, str] = {}
+        present = _ensemble_at(metadata, fragment.first_entry_id)
+        if present is None or not _is_same_ledger(found, self.check.versioned):
+            return metadata, replaced
+        if not metadata.is_closed and metadata.last_fragment.first_entry_id == fragment.first_entry_id:
+            raise UnclosedFragment(f"Ledger {self.check.ledger} is open, and its last fragment may still grow")
+        if _end_of(metadata, fragment.first_entry_id) > fragment.last_entry_id:
+            return metadata, replaced  # It has entries by now that were not copied.
+        bookies = list(present)
+        for index, target in self.moved.items():
+            if present[index] == fragment.ensemble[index] and target not in present:
+                replaced[present[index]] = bookies[index] = target
+        changed = Fragment(fragment.first_entry_id, tuple(bookies))
+        ensembles = tuple(
+            changed if each.first_entry_id == fragment.first_entry_id else each for each in metadata.ensembles
+        )
+        return replace(metadata, ensembles=ensembles), replaced
+
+
 class LedgerFragmentReplicator:
     """Replicates fragments of ledgers, any number at once.
 
-    `batch_size` entries of a fragment, and about 16 MiB, are on their way at once. `throttle` bounds what is written,
-    `topology` tells racks (None: they are not known), `progress` is told the entries and bytes written since it was
-    told last.
+    Of a fragment `batch_size` entries, and about 16 MiB, are on their way at once; of up to 64 fragments about 256 MiB,
+    and two entries of each. `throttle` bounds what is written, `topology` tells racks (None: they are not known),
+    `progress` is told the entries and bytes written since it was told last.
     """
 
     def __init__(
@@ -188,12 +241,29 @@ class LedgerFragmentReplicator:
     ) -> None:
         self.bookkeeper = bookkeeper
         self.checker = checker or LedgerChecker(bookkeeper)
-        self._batch_size = max(batch_size, 1)
-        self._throttle = throttle or Throttle()
+        self.batch_size = max(batch_size, 1)
+        self.throttle = throttle or Throttle()
+        self.progress = progress
+        #: Fragments whose entries are on their way now.
+        self.copying_count = 0
+        self._permits = asyncio.Semaphore(COPIES_AT_ONCE)
         self._topology = topology
-        self._progress = progress
         self._registered: list[RegisteredBookie] = []
         self._registered_s = -REGISTERED_AGE_S
+        self._swap: Together[_Swap, Swapped] = Together(self._swap_many)
+        self._ask_registered: Together[None, list[RegisteredBookie]] = Together(
+            lambda asking: [bookkeeper.pool.registered()] * len(asking)
+        )
+
+    @contextlib.asynccontextmanager
+    async def copying(self) -> AsyncIterator[None]:
+        """For the time in which entries of a fragment are on their way; waits while too many others' are."""
+        async with self._permits:
+            self.copying_count += 1
+            try:
+                yield
+            finally:
+                self.copying_count -= 1
 
     async def targets(
         self,
@@ -215,7 +285,7 @@ class LedgerFragmentReplicator:
         if time.monotonic() - self._registered_s < REGISTERED_AGE_S:
             with contextlib.suppress(NotEnoughBookies):
                 return self._kept(own, others) | await self._chosen(check, fragment, others, self._registered, exclude)
-        registered: list[RegisteredBookie] = await in_thread(self.bookkeeper.pool.registered)
+        registered = await self._ask_registered(None)
         self._registered, self._registered_s = registered, time.monotonic()
         try:
             return self._kept(own, others) | await self._chosen(check, fragment, others, registered, exclude)
@@ -265,15 +335,16 @@ class LedgerFragmentReplicator:
         targets: Mapping[int, str] | None = None,
         exclude: Collection[str] = (),
         in_place: bool | None = None,
-        before_swap: Callable[[], None] = lambda: None,
+        lock: Claim | None = None,
     ) -> FragmentReplication:
         """Bring what the fragment's bad bookies should hold to `targets` (None: those that `targets()` gives).
 
         A target that fails is left for another one, if it was not given. Each entry is read from any bookie that should
         have it, those to be replaced included, as the last ones. As soon as one is unreadable nothing more is written,
         and the rest is read to name all that are (up to UNREADABLE_NAMED_MAX). The ledger's metadata changes when every
-        entry is where it should be. Raises UnclosedFragment, NotEnoughBookies, LedgerNotFound when the ledger is
-        deleted meanwhile, and what a target's failure or the store raises.
+        entry is where it should be, and `lock`, if there is one, is held then. Raises UnclosedFragment,
+        NotEnoughBookies, LockLost, LedgerNotFound when the ledger is deleted meanwhile, and what a target's failure or
+        the store raises.
         """
         if not fragment.closed:
             raise UnclosedFragment(
@@ -287,7 +358,7 @@ class LedgerFragmentReplicator:
                 chosen = await self.targets(check, fragment, exclude={*exclude, *failed}, in_place=in_place)
             else:
                 chosen = dict(targets)
-            copying = _Copying(self.checker, access, fragment, chosen, self._batch_size, self._throttle, self._progress)
+            copying = _Copying(self, access, fragment, chosen)
             try:
                 await copying.run()
                 break
@@ -315,50 +386,61 @@ class LedgerFragmentReplicator:
         repaired = tuple(fragment.ensemble[index] for index in sorted(chosen) if index not in moved)
         if not moved:
             return replace(done, outcome=Outcome.REPAIRED, repaired=repaired)
-        versioned, replaced = await in_thread(self._swap, check, fragment, moved, before_swap)
+        versioned, replaced = await self._swap(_Swap(check, fragment, moved, lock))
         outcome = Outcome.REPLICATED if len(replaced) == len(moved) else Outcome.SUPERSEDED
         return replace(done, outcome=outcome, versioned=versioned, replaced=replaced, repaired=repaired)
 
-    def _swap(
-        self,
-        check: LedgerCheck,
-        fragment: LedgerFragment,
-        moved: Mapping[int, str],
-        before_swap: Callable[[], None],
-    ) -> tuple[VersionedMetadata, dict[str, str]]:
-        """Put the new bookies into the metadata, in the place of those that still stand there; returns which were."""
-        replaced: dict[str, str] = {}
+    def _swap_many(self, swaps: Sequence[_Swap]) -> list[Swapped | BkctlError]:
+        """Put new bookies into the metadata of ledgers, in the place of those that still stand there.
 
-        def change(metadata: LedgerMetadata) -> LedgerMetadata | None:
-            replaced.clear()
-            present = _ensemble_at(metadata, fragment.first_entry_id)
-            if present is None:
-                return None
-            if not metadata.is_closed and metadata.last_fragment.first_entry_id == fragment.first_entry_id:
-                raise UnclosedFragment(f"Ledger {check.ledger} is open, and its last fragment may still grow")
-            if _end_of(metadata, fragment.first_entry_id) > fragment.last_entry_id:
-                return None  # It has entries by now that were not copied.
-            bookies = list(present)
-            for index, target in moved.items():
-                if present[index] == fragment.ensemble[index] and target not in present:
-                    replaced[present[index]] = bookies[index] = target
-            if not replaced:
-                return None
-            before_swap()
-            changed = Fragment(fragment.first_entry_id, tuple(bookies))
-            ensembles = tuple(
-                changed if each.first_entry_id == fragment.first_entry_id else each for each in metadata.ensembles
-            )
-            return replace(metadata, ensembles=ensembles)
-
-        # Read anew: copying may have taken hours, and the metadata of a ledger that was deleted and created again since
-        # may have come to the version that was checked.
+        Each for itself, with what was replaced: nothing where the fragment is another one by now. Source:
+        MetadataUpdateLoop.
+        """
+        results: dict[int, Swapped | BkctlError] = {}
         ledgers = self.bookkeeper.cluster.ledgers
-        found = ledgers.read(check.ledger)
-        if not _is_same_ledger(found, check.versioned):
-            return found, {}
-        versioned = update_metadata(ledgers, check.ledger, found, change)
-        return versioned, dict(replaced)
+        for _ in range(UPDATE_ATTEMPTS_MAX):
+            waiting = [at for at in range(len(swaps)) if at not in results]
+            if not waiting:
+                break
+            changes: list[tuple[int, VersionedMetadata, LedgerMetadata, dict[str, str]]] = []
+            # Read now: copying may have taken hours, and the metadata of a ledger that was deleted and created again
+            # since may have come to the version that was checked.
+            present = ledgers.read_many([swaps[at].check.ledger for at in waiting])
+            for at, (_, found) in zip(waiting, present, strict=True):
+                if isinstance(found, BkctlError):
+                    results[at] = found
+                    continue
+                try:
+                    metadata, replaced = swaps[at].applied_to(found)
+                except UnclosedFragment as error:
+                    results[at] = error
+                    continue
+                if replaced:
+                    changes.append((at, found, metadata, replaced))
+                else:
+                    results[at] = found, {}
+            lost = self._lost([swaps[at] for at, *_ in changes])
+            results.update((at, lost[swaps[at].check.ledger]) for at, *_ in changes if swaps[at].check.ledger in lost)
+            changes = [each for each in changes if each[0] not in results]
+            versions = ledgers.write_many(
+                [(swaps[at].check.ledger, metadata, found.version) for at, found, metadata, _ in changes]
+            )
+            for (at, found, metadata, replaced), version in zip(changes, versions, strict=True):
+                if isinstance(version, MetadataVersionConflict):
+                    continue
+                if isinstance(version, BkctlError):
+                    results[at] = version
+                    continue
+                # The store writes 0 for the token of the creation, as Java's client does.
+                token = None if metadata.c_token is None else 0
+                results[at] = found._replace(metadata=replace(metadata, c_token=token), version=version), replaced
+        return [results[at] if at in results else _always_changing(swaps[at].check.ledger) for at in range(len(swaps))]
+
+    def _lost(self, swaps: Sequence[_Swap]) -> dict[LedgerId, LockLost]:
+        """Those of the ledgers whose locks are not held any more."""
+        locks = {each.check.ledger: each.lock for each in swaps if each.lock is not None}
+        held = self.bookkeeper.cluster.store.held_many(list(locks.values()))
+        return {ledger: lock_lost(ledger) for ledger, is_held in zip(locks, held, strict=True) if not is_held}
 
     async def recover(self, ledger: LedgerId) -> None:
         """Fence the ledger and close it, administratively: its writer can add no more.
@@ -381,7 +463,7 @@ class LedgerFragmentReplicator:
         every_entry: bool = False,
         exclude: Collection[str] = (),
         in_place: bool | None = None,
-        before_swap: Callable[[], None] = lambda: None,
+        lock: Claim | None = None,
     ) -> LedgerReplication:
         """Check a ledger and replicate what is bad; or, for `bookies`, whatever it has on them.
 
@@ -413,7 +495,7 @@ class LedgerFragmentReplicator:
                     fragment,
                     exclude={*exclude, *(bookies or ())},
                     in_place=in_place,
-                    before_swap=before_swap,
+                    lock=lock,
                 )
             except LedgerNotFound:
                 raise
@@ -434,7 +516,7 @@ class LedgerFragmentReplicator:
         """
         access = self.bookkeeper.access(check.ledger, check.versioned)
         targets = {index: fragment.ensemble[index] for index in fragment.bookie_indexes}
-        copying = _Copying(self.checker, access, fragment, targets, self._batch_size, self._throttle, self._progress)
+        copying = _Copying(self, access, fragment, targets)
         await copying.try_reading(None if entry_ids is None else sorted(entry_ids))
         return copying.unreadable
 
@@ -453,21 +535,16 @@ class _Copying:
 
     def __init__(
         self,
-        checker: LedgerChecker,
+        replicator: LedgerFragmentReplicator,
         access: LedgerAccess,
         fragment: LedgerFragment,
         targets: Mapping[int, str],
-        batch_size: int,
-        throttle: Throttle,
-        progress: Callable[[int, int], None],
     ) -> None:
-        self._checker = checker
+        self._replicator = replicator
         self._access = access
         self._fragment = fragment
         self._targets = targets
-        self._batch_size = batch_size
-        self._throttle = throttle
-        self._progress = progress
+        self._bad = fragment.bookie_indexes
         self._present: dict[str, Availability] = {}
         self._size_bytes_largest = 0
         self.entry_count = self.size_bytes = self.present_count = 0
@@ -491,28 +568,21 @@ class _Copying:
         return ((entry_id, [index for _, index in some]) for entry_id, some in groupby(merged, key=itemgetter(0)))
 
     async def _each(self, wanted: Iterator[tuple[int, list[int]]]) -> None:
-        window: deque[tuple[int, asyncio.Task[list[tuple[str, BkctlError]]]]] = deque()
         unreadable_count = 0
-        try:
-            while True:
-                size = self._size_bytes_largest or WINDOW_BYTES // 16
-                count_max = min(max(WINDOW_BYTES // size, 2), self._batch_size)
-                while len(window) < count_max and (found := next(wanted, None)) is not None:
-                    entry_id, indexes = found
-                    window.append((entry_id, asyncio.ensure_future(self._copy(entry_id, indexes))))
-                if not window:
-                    return
-                entry_id, task = window.popleft()
-                problems = await task
+        copies = in_order(wanted, lambda each: self._copy(*each), self._at_once)
+        async with self._replicator.copying(), contextlib.aclosing(copies):
+            async for (entry_id, _), problems in copies:
                 if problems:
                     self._note_unreadable(entry_id, problems)
                     unreadable_count += 1
                     if unreadable_count >= UNREADABLE_NAMED_MAX:
                         return
-        finally:
-            for _, task in window:
-                task.cancel()
-            await asyncio.gather(*(task for _, task in window), return_exceptions=True)
+
+    def _at_once(self) -> int:
+        """How many entries may be on their way, by how large they are."""
+        window_bytes = min(WINDOW_BYTES, WINDOWS_BYTES // self._replicator.copying_count)
+        size_bytes = self._size_bytes_largest or WINDOW_BYTES // 16
+        return min(max(window_bytes // size_bytes, 2), self._replicator.batch_size)
 
     def _wanted_of(self, index: int) -> Iterator[tuple[int, int]]:
         """The entries for one target, ascending, each with `index`."""
@@ -525,7 +595,7 @@ class _Copying:
     async def _listed(self, target: str) -> Availability:
         """What the target has already; each entry is read there before it counts."""
         try:
-            return await self._checker.listed(self._access, target)
+            return await self._replicator.checker.listed(self._access, target)
         except BkctlError:  # an old bookie cannot say: all is copied
             return Availability(())
 
@@ -551,7 +621,7 @@ class _Copying:
                 return problems
         size = len(body)
         self._size_bytes_largest = max(self._size_bytes_largest * 15 // 16, size)
-        await self._throttle.acquire(size * max(len(lacking), 1))
+        await self._replicator.throttle.acquire(size * max(len(lacking), 1))
         if lacking and not self.unreadable:
             await self._write(entry_id, body, lacking)
         return []
@@ -559,9 +629,8 @@ class _Copying:
     def _sources(self, entry_id: int) -> list[BookieChannel]:
         """The bookies that should have the entry, those that are all right first."""
         fragment, pool, now = self._fragment, self._access.pool, time.monotonic()
-        bad = fragment.bookie_indexes
         indexes = self._access.schedule.write_set(entry_id)
-        channels = [(index in bad, pool.channel(fragment.ensemble[index])) for index in indexes]
+        channels = [(index in self._bad, pool.channel(fragment.ensemble[index])) for index in indexes]
         channels.sort(key=lambda each: (each[0], each[1].suspect_until > now))
         return [channel for _, channel in channels]
 
@@ -621,7 +690,7 @@ class _Copying:
                 raise _TargetFailed(target, restate(error, message))
             self.entry_count += 1
             self.size_bytes += len(body)
-            self._progress(1, len(body))
+            self._replicator.progress(1, len(body))
 
     def _note_unreadable(self, entry_id: int, problems: list[tuple[str, BkctlError]]) -> None:
         lost = all(reason_of(error) in ANSWERED for _, error in problems)
@@ -649,6 +718,12 @@ def _is_same_ledger(found: VersionedMetadata, before: VersionedMetadata) -> bool
         and now.digest_type is then.digest_type
         and now.ensemble_size == then.ensemble_size
         and now.write_quorum_size == then.write_quorum_size
+    )
+
+
+def _always_changing(ledger: LedgerId) -> MetadataVersionConflict:
+    return MetadataVersionConflict(
+        f"Metadata of ledger {ledger} changed {UPDATE_ATTEMPTS_MAX} times while it was being written", hint="try again"
     )
 
 

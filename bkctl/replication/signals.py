@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Final, Generic, TypeVar
+
+from bkctl.client.bookies import fail, in_thread
+from bkctl.errors import BkctlError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+#: Things that are asked for in one call.
+TOGETHER_COUNT_MAX: Final = 256
 
 
 class Signal:
@@ -62,3 +71,44 @@ async def ended(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Together(Generic[T, R]):
+    """What many tasks ask a metadata store for, one thing each, in few calls: all that wait go into the next one.
+
+    `call` runs in a thread, one call at a time; it returns what becomes of each thing, errors in their places. Belongs
+    to the event loop that runs when it is first called.
+    """
+
+    def __init__(self, call: Callable[[list[T]], Sequence[R | BkctlError]]) -> None:
+        self._call = call
+        self._waiting: list[tuple[T, asyncio.Future[R]]] = []
+        self._calling: asyncio.Task[None] | None = None
+
+    def __call__(self, item: T) -> asyncio.Future[R]:
+        """The future of what becomes of `item`; it fails with the item's error, or with that of the whole call."""
+        future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        self._waiting.append((item, future))
+        if self._calling is None:
+            self._calling = asyncio.create_task(self._call_for_all())
+        return future
+
+    async def _call_for_all(self) -> None:
+        some: list[tuple[T, asyncio.Future[R]]] = []
+        try:
+            while self._waiting:
+                some, self._waiting = self._waiting[:TOGETHER_COUNT_MAX], self._waiting[TOGETHER_COUNT_MAX:]
+                asked = in_thread(self._call, [item for item, _ in some])
+                answer = (await asyncio.gather(asked, return_exceptions=True))[0]
+                results = [answer] * len(some) if isinstance(answer, BaseException) else answer
+                for (_, future), result in zip(some, results, strict=True):
+                    if isinstance(result, BaseException):
+                        fail(future, result)
+                    elif not future.done():
+                        future.set_result(result)
+                some = []
+        finally:
+            self._calling = None
+            for _, future in (*some, *self._waiting):  # cancelled: nobody may wait for ever
+                future.cancel()
+            self._waiting = []

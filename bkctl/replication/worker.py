@@ -32,7 +32,7 @@ from bkctl.errors import (
 )
 from bkctl.metadata.replication import LedgerUnderreplicationManager, UnderreplicatedLedger
 from bkctl.replication.checker import LedgerCheck, LedgerChecker, LedgerFragment
-from bkctl.replication.replicator import FragmentReplication, LedgerFragmentReplicator, Throttle
+from bkctl.replication.replicator import FragmentReplication, LedgerFragmentReplicator, LockLost, Throttle, lock_lost
 from bkctl.replication.signals import Signal, ended, finished, watching
 
 if TYPE_CHECKING:
@@ -57,10 +57,6 @@ DOUBLINGS: Final = 5
 FAILED_COUNT_MAX: Final = 2000
 #: Entries that were unreadable and are tried before a fragment is copied again.
 UNREADABLE_COUNT_MAX: Final = 100
-
-
-class LockLost(Conflict):
-    """The lock under which a ledger was replicated is gone: somebody else may have it by now."""
 
 
 class LedgerOutcome(Enum):
@@ -300,14 +296,11 @@ class ReplicationWorker:
         """What can be replicated of the closed fragments is; what not, the next check finds again."""
         ledger, replicated = check.ledger, False
 
-        def before_swap() -> None:
-            check_held(lock, ledger)
-
         for fragment in check.fragments:
             if not fragment.closed or await self._is_unreadable(check, fragment):
                 continue
             try:
-                result = await self._replicator.replicate(check, fragment, before_swap=before_swap)
+                result = await self._replicator.replicate(check, fragment, lock=lock)
             except (LedgerNotFound, LockLost):
                 raise
             except BkctlError as error:
@@ -352,7 +345,7 @@ class ReplicationWorker:
         """Nothing happens when it was marked again meanwhile: somebody looks at it once more."""
 
         def unmark() -> None:
-            check_held(lock, mark.ledger)
+            _check_held(lock, mark.ledger)
             with contextlib.suppress(NotFound, MetadataVersionConflict):
                 self._manager.unmark(mark.ledger, mark.version)
 
@@ -394,7 +387,7 @@ class ReplicationWorker:
         with contextlib.suppress(LedgerNotFound):
             check = await self._look(ledger)
             if check.needs_recovery:
-                await asyncio.to_thread(check_held, lock, ledger)
+                await asyncio.to_thread(_check_held, lock, ledger)
                 gone = ", ".join(check.gone_at_end)
                 why = f"has lost {gone}" if gone else "bookies of its last fragment lack entries"
                 log.warning("Ledger %s is open and %s: it is fenced and closed", ledger, why)
@@ -415,7 +408,7 @@ def _is_well(check: LedgerCheck) -> bool:
     return not check.fragments and not check.needs_recovery and check.problem is None
 
 
-def check_held(lock: Claim, ledger: LedgerId) -> None:
+def _check_held(lock: Claim, ledger: LedgerId) -> None:
     """Raises LockLost, and what keeps the store from telling."""
     if not lock.is_held():
-        raise LockLost(f"The lock of ledger {ledger} is lost", hint="the metadata store ended our session")
+        raise lock_lost(ledger)

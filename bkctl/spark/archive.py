@@ -6,6 +6,9 @@ An export is a directory, on any file system that Spark writes to:
     ledgers/*.parquet                     each ledger's metadata, without its password and its bookies
     counts/*.parquet                      entryCount and size that each ledger has in `entries`; written last
 
+Where there are more scopes than SCOPES_MAX (one for each ledger, maybe), or where nobody wants it, `entries` is one
+directory, and `ledgerScopeId` a column of its files.
+
 A ledger that is not closed is exported as far as it is confirmed. Without `counts/_SUCCESS` an export is not whole.
 """
 
@@ -40,6 +43,8 @@ METADATA_COLUMNS: Final = (
     *LEDGER_COLUMNS, "metadataFormatVersion", "state", "ensembleSize", "writeQuorumSize", "ackQuorumSize", "digestType",
     "length", "lastEntryId", "ctime", "customMetadata",
 )  # fmt: skip
+#: Scopes that get a directory each; beyond them so many small ones would serve nobody.
+SCOPES_MAX: Final = 1000
 #: The row that goes before a ledger's entries and tells what it is.
 _HEAD: Final = -1
 _HEAD_FIELDS: Final = (*SHAPE_OPTIONS, "digestType", "customMetadata", "entryCount")
@@ -48,12 +53,15 @@ _HEAD_FIELDS: Final = (*SHAPE_OPTIONS, "digestType", "customMetadata", "entryCou
 # --- export ---------------------------------------------------------------------------------------------------------
 
 
-def export_ledgers(spark: SparkSession, path: str, options: Mapping[str, str], *, overwrite: bool = False) -> DataFrame:
+def export_ledgers(
+    spark: SparkSession, path: str, options: Mapping[str, str], *, overwrite: bool = False, by_scope: bool = True
+) -> DataFrame:
     """Export ledgers to the directory `path`; one row a ledger: its ids, state, lastEntryId, entryCount, size.
 
-    `options` are those of the connection, and `ledger` or `ledgerScopeId` (default: all). Raises AlreadyExists for a
-    directory that is there, unless `overwrite`; what keeps an entry from being read; Corrupt where the entries are not
-    as many and as long as a closed ledger's metadata says.
+    `options` are those of the connection, and `ledger` or `ledgerScopeId` (default: all). With `by_scope` the entries
+    of each scope get a directory, unless there are more than SCOPES_MAX.
+    Raises AlreadyExists for a directory that is there, unless `overwrite`; what keeps an entry from being read; Corrupt
+    where the entries are not as many and as long as a closed ledger's metadata says.
     """
     from pyspark.sql import functions as F
 
@@ -71,14 +79,21 @@ def export_ledgers(spark: SparkSession, path: str, options: Mapping[str, str], *
     filled = known.filter((F.col("state") != "CLOSED") | (F.col("lastEntryId") >= 0)).select(NAME)
     with TemporaryDirectory(prefix="bkctl-") as directory:
         names = Path(directory, "ledgers")
+        scope_count, scope = 0, ""
         with names.open("w") as file:
-            file.writelines(f"{row[0]}\n" for row in filled.sort(NAME).toLocalIterator())
+            for (name,) in filled.sort(NAME).toLocalIterator():
+                file.write(f"{name}\n")
+                if name[:16] != scope:
+                    scope_count, scope = scope_count + 1, name[:16]
         entries = (
             spark.read.format(ledger_source.NAME)
             .options(**connection, ledgersFile=str(names), columns=",".join(ENTRY_COLUMNS))
             .load()
         )
-        entries.write.mode(mode).partitionBy("ledgerScopeId").parquet(f"{path}/entries")
+        writer = entries.write.mode(mode)
+        if by_scope and scope_count <= SCOPES_MAX:
+            writer = writer.partitionBy("ledgerScopeId")
+        writer.parquet(f"{path}/entries")
     written = _entries(spark, path).groupBy(NAME)
     counted = written.agg(F.count("*").alias("entryCount"), F.sum("size").alias("size"), F.max("entryId").alias("last"))
     counts = known.select(*LEDGER_COLUMNS, "state", "lastEntryId", "length").join(counted, NAME, "left")

@@ -52,11 +52,12 @@ class Conditions:
 
     def push(
         self, filters: Sequence[Filter], texts: Collection[str] = (), integers: Collection[str] = (),
-        never_null: Collection[str] = (),
-    ) -> Iterable[Filter]:  # fmt: skip
-        """Take those of Spark's filters that say what strings and integers of these columns must be; yield the others.
+        never_null: Collection[str] = (), *, permissive: bool = False,
+    ) -> list[Filter]:  # fmt: skip
+        """Take those of Spark's filters that say what strings and integers of these columns must be; return the others.
 
-        `IS NOT NULL` is taken for the columns that are `never_null`.
+        `IS NOT NULL` is taken for the columns that are `never_null`. In mode `permissive` all are returned: rows of
+        damage are null where nothing is known, and that no filter wants those is for Spark to say.
         """
         from pyspark.sql.datasource import (
             EqualNullSafe,
@@ -69,6 +70,7 @@ class Conditions:
             LessThanOrEqual,
         )
 
+        left: list[Filter] = []
         for each in filters:
             path: tuple[str, ...] = getattr(each, "attribute", ())
             name = path[0] if len(path) == 1 else ""
@@ -86,7 +88,8 @@ class Conditions:
                 high = each.value - isinstance(each, LessThan)
                 self.last[name] = min(high, self.last.get(name, high))
             else:
-                yield each
+                left.append(each)
+        return list(filters) if permissive else left
 
     def _among(self, name: str, values: Iterable[Any]) -> None:
         allowed = frozenset(values)

@@ -136,9 +136,8 @@ class IndexReader(DataSourceReader):
         """Take what says which ledgers, entries, logs or files are wanted; return what is left to Spark."""
         texts = (*LEDGER_COLUMNS, "file", "bookieId")
         numbers = ("entryId", "logId") if self._rows is Rows.ENTRIES else ()
-        never_null = (*LEDGER_COLUMNS, "file", "scoped", *numbers) if self._mode is Mode.FAILFAST else ()
-        left = list(self._conditions.push(filters, texts, numbers, never_null))
-        return list(filters) if self._mode is Mode.PERMISSIVE else left
+        never_null = (*LEDGER_COLUMNS, "file", "scoped", *numbers)
+        return self._conditions.push(filters, texts, numbers, never_null, permissive=self._mode is Mode.PERMISSIVE)
 
     def partitions(self) -> list[InputPartition]:
         """Files in groups, large ones in parts, databases by their ledgers.

@@ -217,9 +217,9 @@ class LedgerReader(DataSourceReader):
         self._conditions = settings.conditions()
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
-        """Take what names scopes, ledgers and entries."""
-        never_null = LEDGER_COLUMNS if self._settings.mode is Mode.PERMISSIVE else COLUMNS
-        yield from self._conditions.push(filters, texts=LEDGER_COLUMNS, integers=("entryId",), never_null=never_null)
+        """Take what names scopes, ledgers and entries; return what is left to Spark."""
+        permissive = self._settings.mode is Mode.PERMISSIVE
+        return self._conditions.push(filters, LEDGER_COLUMNS, ("entryId",), COLUMNS, permissive=permissive)
 
     def partitions(self) -> list[InputPartition]:
         """Ranges of entries. Raises what reading the metadata, and last adds confirmed, raises."""

@@ -5,6 +5,9 @@
 
 A live store is cut into ranges of ledger ids that touch and never overlap, so that a ledger that is there all the time
 is there once; one that is created or deleted meanwhile may be. Passwords of ledgers are in no column.
+
+In `mode` permissive what cannot be read is a row with `damage`. Whose a broken line of an export is nobody knows: such
+a row has no ledger, and comes with the options `ledger` and `ledgerScopeId`, but a filter drops it, as it drops nulls.
 """
 
 from __future__ import annotations
@@ -142,8 +145,9 @@ class MetadataReader(DataSourceReader):
             self._conditions.values["ledgerScopeId"] = frozenset([str(scope_id)])
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
-        """Take what names scopes and ledgers."""
-        yield from self._conditions.push(filters, texts=LEDGER_COLUMNS, never_null=LEDGER_COLUMNS)
+        """Take what names scopes and ledgers; return what is left to Spark."""
+        permissive = self._mode is Mode.PERMISSIVE
+        return self._conditions.push(filters, LEDGER_COLUMNS, never_null=LEDGER_COLUMNS, permissive=permissive)
 
     # --- planning -----------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ nobody looks for records: they follow each other from the first.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +17,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+from google_crc32c import extend
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
 from bkctl.errors import BkctlError, Conflict, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.formats.entry import FLAGS_V2
 from bkctl.formats.record import RecordType
-from bkctl.ids import U64_MAX
+from bkctl.ids import to_signed
 from bkctl.spark.columns import DAMAGE, check_schema, damage_row, ddl, where_and_why
 from bkctl.spark.filters import LEDGER_COLUMNS, Conditions
 from bkctl.spark.options import Mode, SourceOptions
@@ -97,7 +99,7 @@ class RangePlanner:
                 batch = batch.first(taken)
             current.end = end_of(batch)
             current.count += len(batch)
-            current.fingerprint = current.fingerprint + fingerprint_of(batch) & U64_MAX
+            current.fingerprint = fingerprint_of(batch, current.fingerprint)
             current.wanted_count += self._wanted(batch)
             if rest is not None or current.end - current.start >= self._size_bytes:
                 self._close()
@@ -119,16 +121,18 @@ class RangePlanner:
         self._current = Range(self._place, current.end, current.end, self._version)
 
 
-def fingerprint_of(batch: RecordBatch) -> int:
-    """A number that differs where other records stand there: the sum of all their header fields, modulo 2^64."""
-    import numpy as np
-
+def fingerprint_of(batch: RecordBatch, before: int = 0) -> int:
+    """A number that differs where other records stand there, or the same ones in another order: the CRC32C of all their
+    header fields, behind the records whose fingerprint is `before`. How they come in batches makes no difference.
+    """
     record = batch.record
     if record is None:
-        return int(np.add.reduce(fields_of(batch), axis=None)) & U64_MAX
-    flags = 0 if record.format_version == 1 else FLAGS_V2 | (record.digest_type or 0)
-    ids = sum(record.ledger) + record.entry_id + (record.last_add_confirmed or 0) + (record.length or 0)
-    return record.record_size + flags + ids & U64_MAX
+        fields = batch.fields
+        return int(extend(before, (fields if isinstance(fields, memoryview) else fields_of(batch)).tobytes()))
+    ids = [record.ledger.ledger_id, record.entry_id, record.last_add_confirmed or 0, record.length or 0]
+    if record.format_version == 2:
+        ids[:0] = [FLAGS_V2 | (record.digest_type or 0), record.ledger.scope_id]
+    return int(extend(before, array("q", [record.record_size, *map(to_signed, ids)]).tobytes()))
 
 
 def end_of(batch: RecordBatch) -> int:
@@ -206,14 +210,12 @@ class RecordReader(DataSourceReader):
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
         """Take what says which ledgers, entries, types, offsets or files are wanted; return what is left to Spark."""
         names = (*LEDGER_COLUMNS, "type", "file", f"{self.id_name}Hex", "bookieId")
-        never_null: tuple[str, ...] = ()
-        if self._mode is Mode.FAILFAST:
-            never_null = ("entryId", "offset", "recordSize", "type", "file", "formatVersion", "scoped", "entryCount")
-            if self._types is None:
-                never_null += LEDGER_COLUMNS
-        left = list(self._conditions.push(filters, names, ("entryId", "offset", self.id_name), never_null))
-        # Rows that tell of damage are null elsewhere: that no filter wants those is for Spark to say.
-        return list(filters) if self._mode is Mode.PERMISSIVE else left
+        of_ledgers = LEDGER_COLUMNS if self._types is None else ()
+        never_null = (
+            "entryId", "offset", "recordSize", "type", "file", "formatVersion", "scoped", "entryCount", *of_ledgers,
+        )  # fmt: skip
+        numbers = ("entryId", "offset", self.id_name)
+        return self._conditions.push(filters, names, numbers, never_null, permissive=self._mode is Mode.PERMISSIVE)
 
     def partitions(self) -> list[InputPartition]:
         """The ranges, in the order of the files. Raises what is wrong with the first file, in mode failfast.
@@ -316,7 +318,7 @@ class RecordReader(DataSourceReader):
         try:
             for batch in self.read_range(part, content=content):
                 end, count = end_of(batch), count + len(batch)
-                fingerprint = fingerprint + fingerprint_of(batch) & U64_MAX
+                fingerprint = fingerprint_of(batch, fingerprint)
                 if count > part.count:
                     break
                 yield batch

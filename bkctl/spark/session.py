@@ -19,9 +19,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from bkctl.errors import BkctlError, Unreachable
+from bkctl.errors import BkctlError, NotFound, Unreachable
 
 if TYPE_CHECKING:
+    import logging
+
     from pyspark.sql import SparkSession
 
 LOCAL_MASTER: Final = "local[*]"
@@ -107,8 +109,10 @@ def spark_session(
 
     `settings` are Spark's own (`spark.executor.memory` …). `ship` sends this package to the executors as a zip (None:
     unless `master` is local); `archives` are unpacked beside them (`venv.tar.gz#environment`). Spark's log goes
-    nowhere, with `verbose` to stderr. An interrupt ends Spark's processes before it goes on to the caller.
-    Raises BkctlError where Spark cannot run or start; what fails inside comes as the BkctlError that it is.
+    nowhere, with `verbose` to stderr. An interrupt ends Spark's processes before it goes on to the caller. Where
+    PYSPARK_PYTHON is a relative path in an archive, this Python stands in for it on this machine.
+    Raises BkctlError where Spark cannot run or start, NotFound for an archive that is not there; what fails inside
+    comes as the BkctlError that it is.
     """
     require_spark()
     from pyspark.sql import SparkSession
@@ -124,8 +128,8 @@ def spark_session(
     chosen = {**_SETTINGS, **(_LOCAL_SETTINGS if is_local(master) else {}), "spark.master": master}
     chosen |= {"spark.app.name": app_name, **settings}
     if archives:
-        chosen["spark.archives"] = ",".join([*filter(None, [chosen.get("spark.archives")]), *archives])
-    with tempfile.TemporaryDirectory() as directory, _Spark(chosen, verbose=verbose) as running:
+        chosen["spark.archives"] = ",".join([*filter(None, [chosen.get("spark.archives")]), *map(_archive, archives)])
+    with tempfile.TemporaryDirectory() as directory, _Spark(chosen, Path(directory), verbose=verbose) as running:
         session = running.session
         if not is_local(master) if ship is None else ship:
             # Executors fetch it when they start, so it has to stay there; it comes before what they have installed, for
@@ -136,14 +140,25 @@ def spark_session(
             yield session
 
 
-class _Spark:
-    """Spark's JVM and the session on it; a context manager."""
+def _archive(text: str) -> str:
+    """The value of an archive with its path made absolute, for Spark runs elsewhere. Raises NotFound."""
+    path, sign, name = text.partition("#")
+    if "://" in path:
+        return text
+    if not Path(path).is_file():
+        raise NotFound(f"The archive {path} does not exist")
+    return f"{Path(path).absolute()}{sign}{name}"
 
-    def __init__(self, settings: Mapping[str, str], *, verbose: bool) -> None:
-        self._settings, self._verbose = settings, verbose
+
+class _Spark:
+    """Spark's JVM and the session on it, with an empty `directory` of its own; a context manager."""
+
+    def __init__(self, settings: Mapping[str, str], directory: Path, *, verbose: bool) -> None:
+        self._settings, self._directory, self._verbose = settings, directory, verbose
         self._log: Any = None
         self._gateway: Any = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._accumulators: Any = None
         self.session: Any = None
 
     def __enter__(self) -> _Spark:
@@ -153,30 +168,36 @@ class _Spark:
         from pyspark.errors import PySparkException
         from pyspark.sql import SparkSession
 
-        # py4j logs to stderr what is told as an error anyway.
+        # They log to stderr what is told as an error anyway; py4j an interrupt, too, and that to the root logger.
         logging.getLogger("py4j").setLevel(logging.CRITICAL + 1)
         logging.getLogger("pyspark").setLevel(logging.CRITICAL + 1)
+        logging.getLogger().addFilter(_is_not_of_py4j)
         # Spark's default is whatever `python3` is on PATH.
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         self._log = tempfile.TemporaryFile("a+b")
         conf = SparkConf(loadDefaults=False)
         for name, value in self._settings.items():
             conf.set(name, value)
+        started = False
         try:
             self._gateway = self._launch()
             # Python's own handler: Spark's would talk to a JVM that the interrupted call still waits for.
-            with _interrupts_as_before():
-                context = SparkContext(conf=conf, gateway=self._gateway)
+            with _interrupts():
+                context: Any = SparkContext(conf=conf, gateway=self._gateway)
+            # A thread of PySpark's that would tell by a traceback of the JVM's end, whoever ends it.
+            self._accumulators = context._accumulatorServer
+            self._accumulators.handle_error = lambda *request: None
             context.setLogLevel("WARN" if self._verbose else "ERROR")
             self.session = SparkSession(context)
-        except BaseException as error:
-            failure = None
-            if isinstance(error, PySparkException) or type(error).__module__.startswith("py4j") or self._is_dead():
-                failure = self._failure(error)
-            self._kill()
-            if failure is not None and isinstance(error, Exception):
-                raise failure from error
+            started = True
+        except Exception as error:
+            is_of_spark = isinstance(error, PySparkException) or type(error).__module__.startswith("py4j")
+            if is_of_spark or self._is_dead():
+                raise self._failure(error) from error
             raise
+        finally:
+            if not started:
+                self._kill()
         return self
 
     def _launch(self) -> Any:
@@ -197,19 +218,18 @@ class _Spark:
             command += ["--conf", f"{name}={value}"]
         command += shlex.split(os.environ.get("PYSPARK_SUBMIT_ARGS", "pyspark-shell"))
         output = None if self._verbose else self._log
-        with tempfile.TemporaryDirectory() as directory:
-            connection = Path(directory, "connection")
-            variables = {"SPARK_CONNECT_MODE": "0", "_PYSPARK_DRIVER_CONN_INFO_PATH": str(connection)}
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=os.environ | variables,
-                start_new_session=True,
-            )  # fmt: skip
-            while not connection.is_file():
-                if self._process.poll() is not None:
-                    raise BkctlError("The JVM ended before it could be used")
-                time.sleep(_LOOK_PERIOD_S)
-            with open(connection, "rb") as file:
-                port, secret = read_port(file), read_secret().loads(file)
+        connection = self._directory / "connection"
+        variables = {"SPARK_CONNECT_MODE": "0", "_PYSPARK_DRIVER_CONN_INFO_PATH": str(connection)}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=os.environ | variables,
+            cwd=self._planning_directory(), start_new_session=True,
+        )  # fmt: skip
+        while not connection.is_file():
+            if self._process.poll() is not None:
+                raise BkctlError("The JVM ended before it could be used")
+            time.sleep(_LOOK_PERIOD_S)
+        with open(connection, "rb") as file:
+            port, secret = read_port(file), read_secret().loads(file)
         address = {"PYSPARK_GATEWAY_PORT": str(port), "PYSPARK_GATEWAY_SECRET": secret}
         os.environ.update(address)
         try:
@@ -218,14 +238,37 @@ class _Spark:
             for name in address:
                 del os.environ[name]
 
+    def _planning_directory(self) -> Path | None:
+        """Where the JVM has to run so that it finds the Python that tasks run in; None: where we do.
+
+        Sources are planned by a worker of this JVM, under the name that executors know Python by; and what an archive
+        brings is unpacked there alone. Raises BkctlError where that Python is not there, and cannot be.
+        """
+        python = os.environ["PYSPARK_PYTHON"]
+        if shutil.which(python) is not None:
+            return None
+        named = Path(python)
+        if is_local(self._settings["spark.master"]) or len(named.parts) < 2 or named.is_absolute() or ".." in python:
+            raise BkctlError(
+                f"PYSPARK_PYTHON is {python}, and there is no such program on this machine",
+                hint="Spark needs it here, too",
+            )
+        stand_in = self._directory / named
+        stand_in.parent.mkdir(parents=True)
+        stand_in.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+        stand_in.chmod(0o755)
+        return self._directory
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        # Where Spark itself went away, what fails here is only that nobody answers.
-        doubtful = isinstance(error, OSError) or type(error) is BkctlError
-        failure = self._failure(error) if error is not None and doubtful and self._is_dead() else None
-        if kind is None or issubclass(kind, Exception):
-            with suppress(Exception):
-                self.session.stop()
-        self._kill()
+        try:
+            # Where Spark itself went away, what fails here is only that nobody answers.
+            doubtful = isinstance(error, OSError) or type(error) is BkctlError
+            failure = self._failure(error) if error is not None and doubtful and self._is_dead() else None
+            if kind is None or issubclass(kind, Exception):
+                with suppress(Exception):
+                    self.session.stop()
+        finally:
+            self._kill()
         if failure is not None:
             raise failure from error
 
@@ -239,19 +282,27 @@ class _Spark:
 
     def _kill(self) -> None:
         """End the JVM, whatever it is at, and forget it."""
+        process, self._process = self._process, None
+        # Who is interrupted again meanwhile would leave it behind.
+        with _interrupts(ignored=True):
+            if process is not None:
+                process.terminate()
+                try:
+                    process.wait(_STOP_WAIT_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+                if process.stdin is not None:
+                    process.stdin.close()
+            self._forget()
+
+    def _forget(self) -> None:
         from pyspark import SparkContext
         from pyspark.sql import SparkSession
 
-        process, self._process = self._process, None
-        if process is not None:
-            process.terminate()
-            try:
-                process.wait(_STOP_WAIT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            if process.stdin is not None:
-                process.stdin.close()
+        accumulators, self._accumulators = self._accumulators, None
+        if accumulators is not None and not accumulators.server_shutdown:
+            accumulators.shutdown()
         gateway, self._gateway = self._gateway, None
         if gateway is not None:
             with suppress(Exception):
@@ -280,14 +331,21 @@ class _Spark:
         return str(self._log.read().decode("utf-8", "replace"))
 
 
+def _is_not_of_py4j(record: logging.LogRecord) -> bool:
+    return Path(record.pathname).parent.name != "py4j"
+
+
 @contextmanager
-def _interrupts_as_before() -> Iterator[None]:
+def _interrupts(*, ignored: bool = False) -> Iterator[None]:
+    """At the end SIGINT is handled as it was before; until then, if asked for, it is ignored."""
     import signal
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.getsignal(signal.SIGINT)
+    if ignored:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
     finally:
@@ -376,6 +434,7 @@ def _causes(text: str) -> list[str]:
     found: list[str] = []
     for line in text.splitlines():
         match = re.match(r"\s*(?::|Caused by:)?\s*(?:\w+\.)+(\w*(?:Exception|Error): .{1,500})", line)
-        if match is not None:
+        # A cause that is told with what it is the cause of says less.
+        if match is not None and not (found and match[1].partition(": ")[2] in found[-1]):
             found.append(match[1])
     return found

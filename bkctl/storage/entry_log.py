@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
-from bkctl.errors import BkctlError, CorruptRecord, EntryNotFound, Unsupported
-from bkctl.formats.entry import OVERHEAD_SIZE_MAX
+from bkctl.errors import BkctlError, Corrupt, CorruptRecord, EntryNotFound, Unsupported
+from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, OVERHEAD_SIZE_MAX, DigestType
 from bkctl.formats.entry_log import (
     DIRECT_ALIGNMENT,
     DIRECT_PADDING_BYTE,
@@ -37,6 +38,18 @@ from bkctl.storage.windows import FileReader
 
 _LEDGERS_MAP_SIZE_MAX: Final = 20 + 24 * LEDGERS_MAP_ITEMS_MAX
 _HINT: Final = "what stands before it is undamaged"
+#: How far behind a record that the end of the file cuts short others are looked for, and what each costs that is none.
+_PROOF_SIZE_BYTES_MAX: Final = 64 << 20
+_CANDIDATE_COST_BYTES: Final = 4096
+
+_HEAD_SIZE: Final = 45
+#: What an entry begins with, as far as all have it in common: a size from 16 bytes to 256 MiB, ids, LAC and length
+#: below what they could be at most.
+_HEAD: Final = re.compile(
+    rb"(?!\x00{3}[\x00-\x0f])[\x00-\x0f].{3}(?:[\x00-\x7f].{7}|[\xa0-\xa4].{16})"
+    rb"(?P<numbers>\x00\x00.{6}(?:\x00\x00.{6}|\xff{8})\x00\x00.{6})",
+    re.DOTALL,
+)
 
 _Take = Callable[[bytes, int], tuple[Sequence[int], int]]
 
@@ -88,8 +101,9 @@ class EntryLogReader(FileReader):
 
         `start` must be where a record begins. With `special` also the ledgers map and the direct I/O logger's padding
         records. Zeros to the end of the file end the scan quietly, and so does a record that the end of a log without
-        ledgers map cuts short: the bookie stopped, or still writes, there. Raises CorruptRecord elsewhere, and
-        Unsupported at an entry of an unknown format version.
+        ledgers map cuts short: the bookie stopped, or still writes, there. Raises CorruptRecord elsewhere, where
+        others follow behind such a record too, for its size is what is wrong then; and Unsupported at an entry of an
+        unknown format version.
         """
         name = self.name
         for window, at, begins, _ in self._runs(start, take_frames):
@@ -118,7 +132,7 @@ class EntryLogReader(FileReader):
             begins, flat, stop = take_entries(window, begin, version)
             return begins, stop
 
-        for window, at, begins, alone in self._runs(start, take, complete=complete):
+        for window, at, begins, alone in self._runs(start, take, end, complete=complete):
             if not alone:
                 batch = RecordBatch(window, at, begins, flat, version)
             else:
@@ -209,13 +223,13 @@ class EntryLogReader(FileReader):
         return self.scan_ledgers() if sizes is None else sizes
 
     def _runs(
-        self, start: int, take: _Take, *, complete: bool = True
+        self, start: int, take: _Take, end: int | None = None, *, complete: bool = True
     ) -> Iterator[tuple[bytes, int, Sequence[int], bool]]:
         """Yield (window, its file offset, where records begin in it, alone) over the whole log from byte `start` on.
 
         `take` says which records of a window belong together, and where the first stands that does not: that one
-        comes alone, and need not be what `take` wants. With `complete` a log whose header says where its ledgers map
-        is must reach so far.
+        comes alone, and need not be what `take` wants. What begins at byte `end` is not looked at. With `complete` a
+        log whose header says where its ledgers map is must reach so far.
         """
         if self.header is None:
             return
@@ -231,6 +245,8 @@ class EntryLogReader(FileReader):
             if begins:
                 self.position = at + begin
                 yield window, at, begins, False
+            if end is not None and at + begin >= end:
+                return
             if begin + 4 > limit:
                 if begin == 0:
                     break
@@ -239,14 +255,14 @@ class EntryLogReader(FileReader):
                 limit = len(window)
                 continue
             (size,) = RECORD_SIZE.unpack_from(window, begin)
-            end = begin + 4 + size
-            if size > 0 and end <= limit and (begin == 0 or begin + ROW_SIZE_MAX <= limit):
+            stop = begin + 4 + size
+            if size > 0 and stop <= limit and (begin == 0 or begin + ROW_SIZE_MAX <= limit):
                 yield window, at, (begin,), True
-                begin = end
+                begin = stop
                 self.position = at + begin
             elif size > 0:
                 # It goes on behind the window, or is too near to its end to be taken with others.
-                at, begin, crosses = at + begin, 0, end > limit
+                at, begin, crosses = at + begin, 0, stop > limit
                 if crosses:
                     self._check_size(at, size)
                 window = self.window(at, 4 + size)
@@ -285,16 +301,97 @@ class EntryLogReader(FileReader):
             raise CorruptRecord(f"Record has length {size}", offset=at, where=self.name, hint=_HINT)
         return at + gap
 
+    def next_entry(self, at: int, end: int, budget: int) -> tuple[int | None, int]:
+        """Where from byte `at` on and before `end` a plausible entry begins, with something plausible behind it.
+
+        None where there is none, or where to look for it costs more than `budget` bytes, of which the second value
+        is what is left. Bytes that the disk does not give are jumped over.
+        """
+        window, begin = b"", 0
+        while budget > 0:
+            if begin + _HEAD_SIZE > len(window):
+                at, window = self.next_window(at + begin)
+                begin = 0
+                budget -= len(window)
+                if not window:
+                    break
+            match = _HEAD.search(window, begin)
+            if match is None:
+                if at + len(window) >= end:
+                    break
+                begin = max(begin + 1, len(window) - _HEAD_SIZE + 1)
+                continue
+            begin = match.start()
+            if at + begin >= end:
+                break
+            if self._is_entry(at + begin):
+                return at + begin, budget
+            budget -= _CANDIDATE_COST_BYTES
+            begin += 1
+        return None, budget
+
+    def _is_entry(self, at: int) -> bool:
+        """Whether a plausible entry begins at byte `at`, with something plausible behind it."""
+        try:
+            head = self.read(at, _HEAD_SIZE)
+            match = _HEAD.match(head)
+            if match is None:
+                return False
+            (size,) = RECORD_SIZE.unpack_from(head)
+            next_at = at + 4 + size
+            length = int.from_bytes(match["numbers"][-8:], "big")
+            if not BODY_SIZE_MIN <= size <= RECORD_SIZE_BYTES_MAX or next_at > self.size():
+                return False
+            if size - OVERHEAD_SIZE_MAX > length:
+                return False
+            behind = self.read(next_at, _HEAD_SIZE)
+        except Corrupt:  # The disk failed.
+            return False
+        if not behind.strip(b"\0") or behind[0] == DIRECT_PADDING_BYTE or behind[4:12] == b"\xff" * 8:
+            return True
+        return _HEAD.match(behind) is not None
+
     def _check_size(self, at: int, size: int) -> None:
         rest = self.size() - at - 4
+        head = self.read(at, 4 + OVERHEAD_SIZE_MAX)
         is_wrong = size > RECORD_SIZE_BYTES_MAX
-        if not is_wrong and contradicts_size(self.read(at + 4, OVERHEAD_SIZE_MAX), size):
+        if not is_wrong and contradicts_size(head[4:], size):
             # Or whoever sent the entry said a wrong length of its ledger: where the record ends something else begins.
             is_wrong = rest < size or not self._is_boundary(at + 4 + size)
+        elif not is_wrong and rest < size:
+            is_cut = len(head) < 4 + OVERHEAD_SIZE_MAX or self._begins_record(head, at)
+            is_wrong = not is_cut or (self._holds_records(at, rest) and not self._fits_its_ledger(at, size))
         if is_wrong:
             raise CorruptRecord(
                 f"Record has length {size}, {rest} bytes follow", offset=at, where=self.name, hint=_HINT
             )
+
+    def _holds_records(self, at: int, size: int) -> bool:
+        """Whether others begin in the `size` bytes behind the size field at byte `at`; what comes later is not asked:
+        a bookie may have written on."""
+        found, _ = self.next_entry(at + 4 + BODY_SIZE_MIN, at + 4 + size, _PROOF_SIZE_BYTES_MAX)
+        return found is not None
+
+    def _fits_its_ledger(self, at: int, size: int) -> bool:
+        """Whether the record at byte `at` has just the bytes by which it makes its ledger longer.
+
+        Then it is cut indeed, and what looks like entries is its payload. Reads the log up to there.
+        """
+        try:
+            record = read_record(self.read(at + 4, OVERHEAD_SIZE_MAX), 0, OVERHEAD_SIZE_MAX, at, self.name)
+        except (CorruptRecord, Unsupported):
+            return False
+        if record.length is None:
+            return False
+        before = 0 if record.entry_id == 0 else None
+        with EntryLogReader.open(self.path) as reader:
+            for batch in reader.batches(end=at):
+                for found in batch.select(record.ledger, entry_id=record.entry_id - 1).lengths:
+                    before = found
+        digest_types = [*DigestType] if record.digest_type is None else [record.digest_type]
+        header = HEADER_SIZE_V1 if record.format_version == 1 else HEADER_SIZE_V2
+        overheads = [header + each.code_length for each in digest_types]
+        return before is not None and size - (record.length - before) in overheads
 
     def _is_boundary(self, at: int) -> bool:
         """Whether a record may end before byte `at`: another begins there, or the ledgers map, or the log ends."""
@@ -302,8 +399,10 @@ class EntryLogReader(FileReader):
         size = RECORD_SIZE.unpack_from(head)[0] if len(head) >= 4 else 0
         if size == 0:
             return not any(head) and self.next_data(at) is None and (not head or self.read(at - 1, 1) != b"\0")
-        if not BODY_SIZE_MIN <= size <= self.size() - at - 4:
-            return False
+        return BODY_SIZE_MIN <= size <= self.size() - at - 4 and self._begins_record(head, at)
+
+    def _begins_record(self, head: bytes, at: int) -> bool:
+        """Whether `head` at byte `at` may be the size field and the ids of an entry or a ledgers map."""
         try:
             record = read_record(head, 4, len(head) - 4, at, self.name)
         except (CorruptRecord, Unsupported):

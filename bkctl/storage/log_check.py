@@ -7,7 +7,6 @@ DefaultEntryLogger.scanEntryLog, extractEntryLogMetadataFromIndex.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,28 +14,17 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported
-from bkctl.formats.entry import OVERHEAD_SIZE_MAX
-from bkctl.formats.entry_log import DIRECT_PADDING_BYTE, SCOPED_DIRECTORY, content_id_of, log_id_of
-from bkctl.formats.record import BODY_SIZE_MIN, NO_LEDGER, RECORD_SIZE, RECORD_SIZE_BYTES_MAX, RecordType
+from bkctl.formats.entry_log import SCOPED_DIRECTORY, content_id_of, log_id_of
+from bkctl.formats.record import NO_LEDGER, RecordType
 from bkctl.ids import LedgerId
 from bkctl.storage.digests import DigestChecker, DigestCounts, DigestMismatchAt
 from bkctl.storage.entry_log import EntryLogReader
-from bkctl.storage.windows import WINDOW_SIZE_BYTES
 
 #: Mismatches of one log that are kept one by one; all are counted.
 MISMATCHES_MAX: Final = 1000
 #: How often over the rest of a log is read at most to find what is good in it.
 _READS_MAX: Final = 4
 _READS_MIN_BYTES: Final = 256 << 20
-
-_HEAD_SIZE: Final = 45
-#: What an entry begins with, as far as all have it in common: a size from 16 bytes to 256 MiB, ids, LAC and length
-#: below what they could be at most.
-_HEAD: Final = re.compile(
-    rb"(?!\x00{3}[\x00-\x0f])[\x00-\x0f].{3}(?:[\x00-\x7f].{7}|[\xa0-\xa4].{16})"
-    rb"(?P<numbers>\x00\x00.{6}(?:\x00\x00.{6}|\xff{8})\x00\x00.{6})",
-    re.DOTALL,
-)
 
 
 class LogState(StrEnum):
@@ -256,58 +244,17 @@ def look_behind(reader: EntryLogReader, start: int) -> Salvage:
     entries = entries_size = 0
     resumes_at: int | None = None
     at = start + 1
-    window, begin = b"", 0
     while budget > 0:
-        if begin + _HEAD_SIZE > len(window):
-            at, begin = at + begin, 0
-            at, window = reader.next_window(at)
-            budget -= WINDOW_SIZE_BYTES
-            if not window:
-                break
-        match = _HEAD.search(window, begin)
-        if match is None:
-            if at + len(window) >= end:
-                break
-            begin = max(begin + 1, len(window) - _HEAD_SIZE + 1)
-            continue
-        begin = match.start()
-        budget -= 4096
-        if not _is_entry(reader, at + begin, end):
-            begin += 1
-            continue
-        count, size, stop = _count_on(reader, at + begin)
-        budget -= stop - at - begin + WINDOW_SIZE_BYTES
+        found, budget = reader.next_entry(at, end, budget)
+        if found is None:
+            break
+        count, size, stop = _count_on(reader, found)
+        budget -= stop - found
         if resumes_at is None:
-            resumes_at = at + begin
+            resumes_at = found
         entries, entries_size = entries + count, entries_size + size
-        begin = max(stop - at, begin + 1)
-        if begin > len(window):
-            at, begin, window = at + begin, 0, b""
+        at = max(stop, found + 1)
     return Salvage(max(0, end - start), entries, entries_size, resumes_at)
-
-
-def _is_entry(reader: EntryLogReader, at: int, end: int) -> bool:
-    """Whether a plausible entry begins at byte `at`, with something plausible behind it."""
-    try:
-        return _is_plausible(reader, at, end)
-    except Corrupt:  # The disk failed.
-        return False
-
-
-def _is_plausible(reader: EntryLogReader, at: int, end: int) -> bool:
-    head = reader.read(at, _HEAD_SIZE)
-    match = _HEAD.match(head)
-    if match is None:
-        return False
-    (size,) = RECORD_SIZE.unpack_from(head)
-    next_at = at + 4 + size
-    length = int.from_bytes(match["numbers"][-8:], "big")
-    if not BODY_SIZE_MIN <= size <= RECORD_SIZE_BYTES_MAX or next_at > end or size - OVERHEAD_SIZE_MAX > length:
-        return False
-    behind = reader.read(next_at, _HEAD_SIZE)
-    if not behind.strip(b"\0") or behind[0] == DIRECT_PADDING_BYTE or behind[4:12] == b"\xff" * 8:
-        return True
-    return _HEAD.match(behind) is not None
 
 
 def _count_on(reader: EntryLogReader, at: int) -> tuple[int, int, int]:

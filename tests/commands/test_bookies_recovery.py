@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,12 +10,15 @@ from pathlib import Path
 import pytest
 
 from bkctl.bookie.local import LocalCluster
+from bkctl.commands._bookies_recovery import _move_columns
+from bkctl.commands._output import SAMPLE_ROWS, Output, RowWriter
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, Endpoint, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.replication import LedgerUnderreplicationManager
 from bkctl.metadata.store import NEW
+from bkctl.replication.bookies import LedgerMove, MoveOutcome, MovePlan
 
 from .conftest import Cli
 
@@ -90,6 +94,28 @@ def test_a_cookie_is_not_deleted_while_its_bookie_is_up(cli: Cli, metadata: Clus
     result = cli("bookies", "recover", "a", "--delete-cookie", "--yes")
     assert result.code == 5
     assert "registered" in result.err
+
+
+def test_a_table_of_moves_has_room_for_what_comes_later() -> None:
+    ledgers = [*(LedgerId(0, number) for number in range(SAMPLE_ROWS)), LedgerId(7, 1)]
+    stream = io.StringIO()
+    with RowWriter(_move_columns(MovePlan(ledgers)), Output.TABLE, stream=stream) as writer:
+        for ledger in ledgers:
+            outcome = MoveOutcome.UNRECOVERABLE if ledger.is_scoped else MoveOutcome.MOVED
+            writer.row(LedgerMove(ledger, outcome, LedgerState.IN_RECOVERY, 1, 2, 3))
+    lines = stream.getvalue().splitlines()
+    assert len({line.index("IN_RECOVERY") for line in lines[1:]}) == 1
+    assert len({line.rindex("3 B") for line in lines[1:]}) == 1
+
+
+def test_scopes_of_a_cluster_that_was_formatted_away_keep_cookies_before_anything_is_moved(
+    cli: Cli, metadata: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bkctl.metadata.ledgers.LedgerManager.scopes_state", lambda _: "foreign")
+    result = cli("bookies", "recover", "e", "--delete-cookie", "--yes")
+    assert (result.code, result.out) == (5, "")
+    assert "formatted away" in result.err
+    assert metadata.cookies.list() == ["e"]
 
 
 def test_a_bookie_without_ledgers_is_decommissioned_at_once(cli: Cli, metadata: Cluster) -> None:

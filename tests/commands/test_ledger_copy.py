@@ -108,6 +108,8 @@ def test_what_cannot_be_copied_is_said_in_one_line(cli: Cli, written: str) -> No
     done = cli("ledger", "copy", "7:404", written, "--to-scope", "9", "--keep-going", "-o", "id")
     assert done.code == 3
     assert "1 ledger was not copied" in done.err
+    (failure,) = [line for line in done.err.splitlines() if line.startswith("bkctl: ") and "0194" in line]
+    assert failure.count("0194") == 1
     assert cli("ledger", "delete", done.out.strip(), "--yes").code == 0
 
 

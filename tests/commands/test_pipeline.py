@@ -75,6 +75,27 @@ def test_an_interrupt_ends_spark_with_its_exit_code(tmp_path: Path) -> None:
     wait_for(lambda: not runs_java(found[0]), "Spark goes on", 60)
 
 
+@pytest.mark.parametrize(
+    ("words", "python", "code", "problem"),
+    [
+        (["--archive", "nowhere.tar.gz#environment"], sys.executable, 4, "The archive nowhere.tar.gz does not exist"),
+        ([], "/nowhere/python", 1, "PYSPARK_PYTHON is /nowhere/python, and there is no such program"),
+    ],
+)
+def test_what_tasks_would_lack_is_said_before_spark_starts(
+    tmp_path: Path, words: list[str], python: str, code: int, problem: str
+) -> None:
+    find_java()
+    command = [sys.executable, "-m", "bkctl", "pipeline", "inventory", PLACE, *words]
+    done = subprocess.run(
+        command, env={**os.environ, "PYSPARK_PYTHON": python}, cwd=tmp_path, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (code, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"bkctl: {problem}")
+
+
 def without_java(tmp_path: Path, **variables: str) -> str:
     """What the command says in an environment without Java but for `variables`."""
     environment = {name: value for name, value in os.environ.items() if name not in ("JAVA_HOME", "PATH")}

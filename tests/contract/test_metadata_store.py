@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bkctl.errors import AlreadyExists, Conflict, MetadataVersionConflict, NotFound, Unreachable, UsageError
-from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, MetadataStore
+from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, Claim, MetadataStore
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
@@ -74,6 +74,25 @@ def test_replace_needs_the_version_that_was_read(store: MetadataStore) -> None:
     with pytest.raises(NotFound):
         store.put("other", b"no", 0)
     assert store.get("other") is None
+
+
+def test_of_many_nodes_each_is_written_for_itself(store: MetadataStore) -> None:
+    paths = [f"many/{number:03d}" for number in range(100)]
+    versions = [store.put(path, b"0", NEW) for path in paths]
+    written = store.put_many([(path, b"1", version) for path, version in zip(paths, versions, strict=True)])
+    found = list(store.get_many(paths))
+    assert [each and each[:2] for each in found] == [(b"1", version) for version in written]
+    # One that is gone and one that somebody changed keep none of the others back; the whole is above what fits into
+    # one request.
+    store.delete(paths[0])
+    stale = store.put(paths[1], b"by another", written[1])  # type: ignore[arg-type]
+    large = b"2" * (VALUE_SIZE_BYTES_MAX // 3)
+    nodes = [(path, large, version) for path, version in zip(paths[:7], written[:7], strict=True)]
+    again = store.put_many(nodes)  # type: ignore[arg-type]
+    assert [type(each) for each in again[:2]] == [NotFound, MetadataVersionConflict]
+    values = [each and each[:2] for each in store.get_many(paths[:7])]
+    assert values == [None, (b"by another", stale), *((large, version) for version in again[2:])]
+    assert store.put_many([]) == []
 
 
 def test_unconditional_put_creates_and_replaces(store: MetadataStore) -> None:
@@ -382,6 +401,31 @@ def test_a_claim_is_ours_until_it_is_released(store: MetadataStore, backend: Any
     again = store.claim("locks/one", b"us")
     claim.release()
     assert again.is_held()
+
+
+def test_of_many_claims_each_is_made_for_itself(store: MetadataStore, backend: Any) -> None:
+    paths = [f"locks/{number:03d}" for number in range(100)]
+    for some in (paths, paths[::-1]):
+        ours = [claim for claim in store.claim_many(some, b"us") if isinstance(claim, Claim)]
+        assert [claim.path for claim in ours] == some
+        assert store.held_many(ours) == [True] * 100
+        store.release_many(ours)
+        assert store.held_many(ours) == [False] * 100
+        assert store.children("locks") == []
+    other = backend.open()
+    theirs = other.claim(paths[3], b"them")
+    found = store.claim_many(paths, b"us")
+    ours = [claim for claim in found if isinstance(claim, Claim)]
+    assert [claim.path for claim in ours] == [*paths[:3], *paths[4:]]
+    assert isinstance(found[3], AlreadyExists)
+    # What was taken from us is not ours, whoever has it now, and stays when we release what we had.
+    store.delete(paths[5])
+    taken = other.claim(paths[5], b"them")
+    assert store.held_many(ours) == [claim.path != paths[5] for claim in ours]
+    store.release_many(ours)
+    store.release_many(ours)
+    assert other.held_many([theirs, taken]) == [True, True]
+    assert store.children("locks") == [each.path.rpartition("/")[2] for each in (theirs, taken)]
 
 
 def test_claims_go_with_the_store_that_made_them(store: MetadataStore, backend: Any) -> None:

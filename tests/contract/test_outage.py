@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from kazoo.client import KazooClient
+from kazoo.client import KazooClient, TransactionRequest
+from kazoo.exceptions import ConnectionLoss
 
 from bkctl.errors import AlreadyExists, LedgerExists, MetadataVersionConflict, TimedOut, Unreachable
 from bkctl.formats.entry import DigestType
@@ -206,6 +207,40 @@ def test_a_claim_does_not_outlive_its_session_and_its_place_is_free(zookeeper: A
         assert theirs.is_held()
         assert other.store.children("election") == [next_vote.path.rpartition("/")[2]]
         assert owner.store.claim("locks/two", b"us").is_held()
+
+
+def test_what_was_done_for_many_at_once_although_the_answer_was_lost_is_ours(
+    zookeeper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = zookeeper.metadata_uri(zookeeper.new_root())
+    with open_cluster(uri, create=True) as cluster:
+        store: Any = cluster.store
+        paths = [f"many/{number}" for number in range(5)]
+        versions = [store.put(path, b"0", NEW) for path in paths]
+        store.claim("locks/before", b"")
+        lost: list[None] = []
+        commit = TransactionRequest.commit_async
+
+        def commit_and_lose(transaction: TransactionRequest) -> Any:
+            answer = commit(transaction)
+            if lost:
+                return answer
+            answer.get(timeout=60)
+            lost.append(None)
+            failed = store._client.handler.async_result()
+            failed.set_exception(ConnectionLoss())
+            return failed
+
+        monkeypatch.setattr(TransactionRequest, "commit_async", commit_and_lose)
+        nodes = [(path, b"1", version) for path, version in zip(paths, versions, strict=True)]
+        assert store.put_many(nodes) == [1] * 5
+        lost.clear()
+        claims = store.claim_many([f"locks/{number}" for number in range(5)], b"us")
+        assert store.held_many(claims) == [True] * 5
+        lost.clear()
+        store.release_many(claims)
+        assert store.children("locks") == ["before"]
+        assert lost == [None]
 
 
 def test_watches_that_were_cancelled_do_not_pile_up(zookeeper: Any) -> None:

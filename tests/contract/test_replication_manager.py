@@ -104,6 +104,19 @@ def test_a_lock_is_held_by_one_until_its_owner_goes(manager: LedgerUnderreplicat
     assert [(lock.ledger, lock.owner) for lock in manager.locks()] == [(LedgerId(0, 5), "our-host")]
 
 
+def test_many_locks_are_taken_and_released_together(manager: LedgerUnderreplicationManager, backend: Any) -> None:
+    other = LedgerUnderreplicationManager(backend.open())
+    ledgers = [LedgerId(scope, number) for scope in (0, 7) for number in range(30)]
+    other.lock(ledgers[40], "other-host")
+    locks = manager.lock_many(ledgers, "our-host")
+    assert [ledger for ledger, lock in zip(ledgers, locks, strict=True) if isinstance(lock, Conflict)] == [ledgers[40]]
+    assert "by other-host" in str(locks[40])
+    assert other.locked() == set(ledgers)
+    manager.unlock_many(ledgers)
+    manager.unlock_many(ledgers)
+    assert other.locked() == {ledgers[40]}
+
+
 def test_switches_delay_and_clocks(manager: LedgerUnderreplicationManager) -> None:
     assert manager.is_enabled()
     manager.disable()

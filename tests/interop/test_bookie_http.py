@@ -48,7 +48,7 @@ class Place:
         return ledger
 
 
-@pytest.fixture(scope="module", params=["apache", "own"])
+@pytest.fixture(scope="module", params=[pytest.param("apache", marks=pytest.mark.releases), "own"])
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     directory, port = tmp_path_factory.mktemp("place"), free_port()
     settings = {"httpServerEnabled": "true", "httpServerPort": port, "httpServerHost": "127.0.0.1"}

@@ -21,6 +21,8 @@ from bkctl.formats.metadata import LedgerState
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.protocol.messages import Protocol
 
+pytestmark = pytest.mark.releases
+
 PROTOCOLS = [Protocol.V2, Protocol.V3]
 SIZES = [0, 1, 2, 15, 100, 1024, 4095, 65536, 100_000, 5]
 

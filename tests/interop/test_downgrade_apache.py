@@ -196,6 +196,7 @@ def wait_for_nobody(uri: str) -> None:
         wait_for(lambda: not cluster.bookies.list(include_down=False), "the sessions of all bookies over")
 
 
+@pytest.mark.releases
 def test_scoped_ledgers_sleep_through_apaches_collections_and_nothing_touches_them_after_a_crash(
     ours: OwnCluster, theirs: list[ApacheBookie], java: Java
 ) -> None:

@@ -102,6 +102,7 @@ def stopped(
     apache_cluster.ensure_up()
 
 
+@pytest.mark.releases
 def test_commands_on_the_files_of_a_stopped_bookie(
     stopped: ApacheBookie, apache_ledgers: list[dict[str, Any]], java: Java, tmp_path: Path
 ) -> None:

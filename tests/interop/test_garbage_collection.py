@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import pytest
 from command_line import CommandLine
 from own_bookies import OwnBookie
 from own_cluster import STORAGES, OwnCluster, stop_all
@@ -90,6 +91,7 @@ def check_files(bookie: OwnBookie) -> None:
     assert answer.code == 0, answer
 
 
+@pytest.mark.releases
 def test_what_javas_client_deletes_leaves_the_logs_and_the_rest_stays(
     java: Java, own_cluster: Callable[..., OwnCluster]
 ) -> None:

@@ -52,6 +52,7 @@ def sha256(payload: bytes) -> str:
 # --- list, show ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.releases
 def test_list_gives_exactly_the_ledgers_of_apaches_shell(
     cli: CommandLine, apache_cluster: ApacheCluster, apache_ledgers: Ledgers, java: Java
 ) -> None:
@@ -95,6 +96,7 @@ def test_list_finds_ledgers_by_what_their_metadata_says(cli: CommandLine, apache
     assert ids("--max-age", "1d") == [row["ledgerId"] for row in rows]
 
 
+@pytest.mark.releases
 def test_show_says_of_every_ledger_what_apaches_client_says(cli: CommandLine, apache_ledgers: Ledgers) -> None:
     for known in apache_ledgers:
         answer = cli("ledger", "show", known["ledgerId"], "-o", "json")
@@ -132,6 +134,7 @@ def test_show_says_of_every_ledger_what_apaches_client_says(cli: CommandLine, ap
 # --- read ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("protocol", ["v3", "v2"])
 def test_read_gives_every_ledger_of_apaches_client_byte_for_byte(
     cli: CommandLine, apache_ledgers: Ledgers, tmp_path: Path, protocol: str
@@ -233,6 +236,7 @@ def test_read_asks_one_bookie_for_its_replicas(
 BINARY = bytes(range(256)) * 2500
 
 
+@pytest.mark.releases
 def test_apaches_client_reads_in_full_what_write_wrote(
     cli: CommandLine, apache_cluster: ApacheCluster, java: Java, tmp_path: Path
 ) -> None:
@@ -324,6 +328,7 @@ def type_line(process: subprocess.Popen[bytes], line: bytes) -> None:
     process.stdin.flush()
 
 
+@pytest.mark.releases
 def test_each_line_is_seen_by_tails_and_by_java_while_the_writer_is_at_work_and_survives_its_death(
     cli: CommandLine, apache_cluster: ApacheCluster, java: Java
 ) -> None:
@@ -384,6 +389,7 @@ def test_an_interrupted_writer_closes_its_ledger_at_what_was_acknowledged(cli: C
 # --- recover, tail, delete, test -------------------------------------------------------------------------------------
 
 
+@pytest.mark.releases
 def test_recover_fences_a_java_writer_at_work(
     cli: CommandLine, apache_cluster: ApacheCluster, java: Java, tmp_path: Path
 ) -> None:
@@ -450,6 +456,7 @@ def test_delete_asks_or_needs_yes_and_has_a_dry_run(cli: CommandLine, written: C
             assert cli("ledger", *command, ledger, "-o", "ndjson").code == 4, command
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("protocol", ["v3", "v2"])
 def test_ledger_test_writes_reads_and_leaves_nothing(cli: CommandLine, protocol: str) -> None:
     before = cli("ledger", "list", "-o", "id").ids
@@ -491,6 +498,7 @@ def flip(bookie: ApacheBookie, payload: bytes) -> None:
     assert flipped == 1
 
 
+@pytest.mark.releases
 def test_verify_tells_unreachable_damaged_and_missing_replicas_apart(
     cli: CommandLine, apache_cluster: ApacheCluster, written: Callable[..., str]
 ) -> None:
@@ -546,6 +554,7 @@ def test_verify_tells_unreachable_damaged_and_missing_replicas_apart(
 # --- scopes ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.releases
 def test_a_scoped_create_finds_no_bookie_here_and_leaves_no_trace(
     cli: CommandLine, apache_cluster: ApacheCluster
 ) -> None:

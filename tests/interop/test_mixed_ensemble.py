@@ -27,6 +27,8 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.protocol.bookkeeper_protocol_pb2 import Request
 
+pytestmark = pytest.mark.releases
+
 SCOPE = 7
 FIRST_ID = 2_000_000_000
 #: A ledger of scope 0 that is deleted.

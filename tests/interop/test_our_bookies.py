@@ -138,6 +138,7 @@ def expected_entries(one: dict[str, Any], last: int) -> list[dict[str, Any]]:
 # --- Java's client ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("protocol", ["v3", "v2"])
 def test_the_java_program_passes_from_first_to_last_line(own: OwnCluster, java: Java, protocol: str) -> None:
     said = java.run_source("Roundtrip.java", own.metadata_uri, protocol).stdout
@@ -149,6 +150,7 @@ def test_the_java_program_passes_from_first_to_last_line(own: OwnCluster, java: 
         assert batches == [20] * 4
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("protocol", [Protocol.V3, Protocol.V2])
 def test_java_and_we_read_all_that_java_wrote_while_a_bookie_was_killed(
     own: OwnCluster, cluster: Cluster, known: list[dict[str, Any]], java: Java, protocol: Protocol
@@ -179,6 +181,7 @@ def test_java_and_we_read_all_that_java_wrote_while_a_bookie_was_killed(
     scenario(body())
 
 
+@pytest.mark.releases
 def test_each_replica_is_whole_after_the_killed_bookie_came_back(own: OwnCluster, known: list[dict[str, Any]]) -> None:
     changed = [one for one in known if one["name"] == "ensemble-change"]
     assert len(changed) == 2
@@ -208,6 +211,7 @@ def shell_rows(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
+@pytest.mark.releases
 def test_apaches_shell_reads_the_files_of_our_bookie_without_complaint(
     own: OwnCluster, known: list[dict[str, Any]], java: Java, tmp_path: Path
 ) -> None:
@@ -259,6 +263,7 @@ def test_apaches_shell_reads_the_files_of_our_bookie_without_complaint(
 # --- directories that change hands -----------------------------------------------------------------------------------
 
 
+@pytest.mark.releases
 def test_directories_go_from_ours_to_apaches_bookie_and_back_and_the_reverse(
     java: Java, own_cluster: MakeCluster, apache_bookie: Callable[..., ApacheBookie]
 ) -> None:

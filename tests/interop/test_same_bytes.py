@@ -35,7 +35,7 @@ from bkctl.protocol.messages import (
 )
 from bkctl.storage.journal import JournalReader
 
-pytestmark = pytest.mark.java
+pytestmark = [pytest.mark.java, pytest.mark.releases]
 
 #: Earlier releases have no batch reads, or others, and read another BOOKIE_STATUS.
 IS_LATEST = tuple(map(int, BOOKKEEPER_VERSION.split(".")[:2])) >= (4, 18)

@@ -419,6 +419,7 @@ def test_journals_have_version_7_only_where_scoped(tmp_path: Path) -> None:
         own.kill()
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("place", ["zookeeper"], indirect=True)
 def test_apaches_client_and_shell_work_beside_the_scopes(place: Place, java: Java, tmp_path: Path) -> None:
     number = next(_numbers)

@@ -321,11 +321,16 @@ def test_a_ledger_that_a_worker_has_locked_is_waited_for_but_not_for_ever(fake_c
             with open_cluster(cluster.cluster.uri) as other:
                 LedgerUnderreplicationManager(other.store).lock(ledgers[0], "a worker")
                 began = time.monotonic()
-                mover = BookieMover(client, [gone], plan(cluster, gone), locks=True)
+                notes = []
+                mover = BookieMover(client, [gone], plan(cluster, gone), locks=True, note=notes.append)
                 rows = [each async for each in mover.move(mover.progress.plan.ledgers)]
                 assert [each.ledger for each in rows] == [ledgers[1], ledgers[0]]
                 assert {each.outcome for each in rows} == {MoveOutcome.MOVED}
                 assert time.monotonic() - began >= 0.3
+                (note,) = notes
+                assert note.startswith(f"Ledger {ledgers[0]}: locked by others")
+                assert "0.3 s" in note
+                assert mover.progress.locked_count == 0
                 # Ours are released, the other's stays.
                 manager = LedgerUnderreplicationManager(cluster.cluster.store)
                 assert [lock.ledger for lock in manager.locks()] == [ledgers[0]]
@@ -365,14 +370,14 @@ def test_what_is_copied_is_locked_and_without_the_lock_nothing_is_swapped(fake_c
 
 def test_stopping_while_a_lock_is_taken_leaves_none(fake_cluster, run, monkeypatch):
     taking, go_on = threading.Event(), threading.Event()
-    lock = LedgerUnderreplicationManager.lock
+    lock_many = LedgerUnderreplicationManager.lock_many
 
     def slowly(*arguments):
         taking.set()
         assert go_on.wait(60)
-        return lock(*arguments)
+        return lock_many(*arguments)
 
-    monkeypatch.setattr(LedgerUnderreplicationManager, "lock", slowly)
+    monkeypatch.setattr(LedgerUnderreplicationManager, "lock_many", slowly)
 
     async def scenario():
         async with fake_cluster(4) as cluster, cluster.client() as client:

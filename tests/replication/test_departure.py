@@ -81,7 +81,7 @@ def test_the_cookie_may_be_kept_and_one_that_is_not_there_is_no_problem(fake_clu
             assert "b0" in cluster.cluster.cookies.list()
             assert results(await steps(decommission(cluster, client).run())) == {StepKind.COOKIE: StepResult.DELETED}
             assert results(await steps(decommission(cluster, client).run())) == {StepKind.COOKIE: StepResult.OK}
-            with pytest.raises(NotFound):
+            with pytest.raises(NotFound, match="decommissioned already"):
                 await steps(decommission(cluster, client).check(probe=False))
 
     run(scenario())
@@ -98,6 +98,24 @@ def test_a_bookie_that_is_up_is_not_decommissioned(fake_cluster, run):
             with pytest.raises(Conflict, match="registered"):
                 await steps(departure.run())
             assert [cluster.cluster.ledgers.read(each) for each in ledgers] == before
+
+    run(scenario())
+
+
+def test_scopes_of_a_cluster_that_was_formatted_away_are_said_before_anything_is_moved(fake_cluster, run, monkeypatch):
+    async def scenario():
+        async with fake_cluster(4) as cluster, cluster.client() as client:
+            await ledgers_on_b0(cluster)
+            await lost(cluster, "b0")
+            monkeypatch.setattr(cluster.cluster.ledgers, "scopes_state", lambda: "foreign")
+            departure = decommission(cluster, client)
+            (step,) = [each for each in await steps(departure.check(probe=False)) if each.kind is StepKind.COOKIE]
+            assert (step.result, departure.forbidden) == (StepResult.BLOCKED, True)
+            assert "formatted away" in step.message
+            # With the cookie nothing is lost.
+            keeping = decommission(cluster, client, keep_cookie=True)
+            assert StepKind.COOKIE not in results(await steps(keeping.check(probe=False)))
+            assert not keeping.forbidden
 
     run(scenario())
 

@@ -407,7 +407,7 @@ def test_a_worker_that_dies_leaves_nothing_that_a_second_one_does_not_finish(fak
             (fragment,) = check.fragments
             (target,) = (await replicator.targets(check, fragment)).values()
             ledgers = client.cluster.ledgers
-            real = ledgers.write
+            real = ledgers.write_many
 
             def die(*_):
                 raise Died
@@ -430,9 +430,9 @@ def test_a_worker_that_dies_leaves_nothing_that_a_second_one_does_not_finish(fak
                 elif step == "listed":
                     patch.setattr("bkctl.replication.replicator._Copying._copy", die)
                 elif step == "before the swap":
-                    patch.setattr(ledgers, "write", die)
+                    patch.setattr(ledgers, "write_many", die)
                 elif step == "after the swap":
-                    patch.setattr(ledgers, "write", write_and_die)
+                    patch.setattr(ledgers, "write_many", write_and_die)
                 dying = LedgerFragmentReplicator(client, checker=replicator.checker, batch_size=7, progress=count)
                 with pytest.raises(Died):
                     await dying.replicate(check, fragment)
@@ -651,7 +651,7 @@ def test_a_store_that_fails_at_the_swap_is_the_error_of_the_fragment(fake_cluste
                 raise Unreachable("the store is away")
 
             with monkeypatch.context() as patch:
-                patch.setattr(client.cluster.ledgers, "write", fail)
+                patch.setattr(client.cluster.ledgers, "write_many", fail)
                 result = await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger)
             assert [type(error) for _, error in result.errors] == [Unreachable]
             assert (await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger)).done

@@ -1,4 +1,4 @@
-"""A job on a Spark standalone cluster, as a process: `standalone_job.py MASTER PLACE DIRECTORY`.
+"""A job on a Spark standalone cluster, as a process: `standalone_job.py MASTER PLACE DIRECTORY ARCHIVE`.
 
 Its tasks wait at a gate, one of their executors is killed there, and then the gate opens. Prints what came out as JSON:
 the rows, which tasks ran twice, where the executors' bkctl is from, and what the sources are sent along with.
@@ -63,7 +63,7 @@ def kill_one(directory: Path) -> None:
     (directory / "open").touch()
 
 
-def main(master: str, place: str, directory: Path) -> None:
+def main(master: str, place: str, directory: Path, archive: str) -> None:
     """Run the job and print what came out."""
     bookies = find_bookies([place])
     settings = {
@@ -77,7 +77,7 @@ def main(master: str, place: str, directory: Path) -> None:
         "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
         "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     }
-    with spark_session(master, settings=settings) as spark:
+    with spark_session(master, settings=settings, archives=[archive]) as spark:
         from pyspark.sql import functions as F
 
         records = log_records(spark, bookies, [NAME, "recordSize"], maxPartitionBytes="20000")
@@ -103,4 +103,4 @@ def main(master: str, place: str, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4])

@@ -13,6 +13,7 @@ from bkctl.commands.main import run
 from bkctl.errors import AlreadyExists, BkctlError, NotFound
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
+from bkctl.spark import archive
 from bkctl.spark.archive import export_ledgers, import_ledgers
 from bkctl.spark.copying import HASH_KEY, SOURCE_KEY
 
@@ -116,16 +117,23 @@ def test_ledgers_come_back_from_an_export(
         import_ledgers(spark, str(path), live.options)
 
 
-def test_exports_of_nothing_of_some_and_of_missing_ledgers(spark: SparkSession, live: Live, tmp_path: Path) -> None:
+def test_exports_of_nothing_of_some_and_of_missing_ledgers(
+    spark: SparkSession, live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nothing = {**live.options, "ledgerScopeId": str(SCOPE + 50)}
     assert export_ledgers(spark, str(tmp_path / "none"), nothing).collect() == []
     assert import_ledgers(spark, str(tmp_path / "none"), live.options).collect() == []
-    one, other = (live.write([b"x"], LedgerId(SCOPE + 60, number)) for number in (1, 2))
-    live.write([b"x"], LedgerId(SCOPE + 60, 3))
+    one, other = (live.write([b"x"], LedgerId(SCOPE + 60 + number, number)) for number in (1, 2))
+    live.write([b"x"], LedgerId(SCOPE + 61, 3))
     some = {**live.options, "ledger": f"{one},{other}"}
     (tmp_path / "some").mkdir()
+    # Too many scopes to have a directory each.
+    monkeypatch.setattr(archive, "SCOPES_MAX", 1)
     rows = export_ledgers(spark, str(tmp_path / "some"), some, overwrite=True).collect()
     assert [row.ledgerId for row in rows] == ["1", "2"]
+    assert not [each for each in (tmp_path / "some" / "entries").iterdir() if each.is_dir()]
+    rows = import_ledgers(spark, str(tmp_path / "some"), live.options, to_scope_id=SCOPE + 63).collect()
+    assert [(row.ledgerId, row.state, row.entryCount) for row in rows] == [("1", "copied", 1), ("2", "copied", 1)]
     with pytest.raises(Exception, match=r"LedgerNotFound|No ledger"):
         export_ledgers(spark, str(tmp_path / "more"), {**live.options, "ledger": LedgerId(SCOPE + 60, 9).uuid})
     with pytest.raises(BkctlError):

@@ -25,7 +25,9 @@ from bkctl.formats.entry_log import write_header, write_ledgers_map
 from bkctl.formats.record import NO_LEDGER
 from bkctl.ids import LedgerId
 from bkctl.spark.entry_logs import EntryLogRecords, EntryLogSource
+from bkctl.spark.records import fingerprint_of
 from bkctl.storage.entry_log import EntryLogReader
+from bkctl.storage.scan import RecordBatch, take_entries_plainly
 from bkctl.storage.windows import FileReader
 
 V1, OTHER = LedgerId(0, 5), LedgerId(0, 6)
@@ -366,6 +368,20 @@ def test_tails_are_what_they_are_for_the_reader(tmp_path: Path, name: str, tail:
     check_both_modes(path, maxPartitionBytes=1)
 
 
+@pytest.mark.parametrize("size", [1, 1 << 20])
+def test_a_size_that_reaches_over_the_end_hides_no_records(tmp_path: Path, size: int) -> None:
+    records = []
+    for at in range(10):
+        sealed = DigestManager(V1, DigestType.CRC32C).seal(at, at - 1, (1 << 40) + (at + 1) * 5, b"hello")
+        records.append(struct.pack(">i", len(sealed) + 5) + sealed + b"hello")
+    records[4] = struct.pack(">i", 1 << 27) + records[4][4:]
+    path = write(tmp_path / "0.log", *records)
+    check_both_modes(path, maxPartitionBytes=size)
+    *good, damage = rows_of(EntryLogSource, path=path, mode="permissive", maxPartitionBytes=size)
+    assert [row["entryId"] for row in good] == list(range(4))
+    assert damage["damage"]["offset"] == 1024 + 4 * len(records[0])
+
+
 @pytest.mark.parametrize("data", [b"", b"BKLO", b"BKXX" + bytes(1020), write_header(1)[:4] + bytes([0, 0, 0, 9] * 255)])
 def test_files_that_are_no_logs(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "0.log"
@@ -403,6 +419,9 @@ def changes(path: Path) -> dict[str, Any]:
         "shrunk": lambda: path.write_bytes(data[:-20]),
         "one record less": lambda: path.write_bytes(data[: -len(record(V1, 29))]),
         "other ids": lambda: path.write_bytes(write_header() + other),
+        "two records exchanged": lambda: path.write_bytes(
+            data[: -2 * len(record(V1, 29))] + record(V1, 29) + record(V1, 28)
+        ),
         "another version": lambda: path.write_bytes(write_header(2) + data[1024:]),
         "no log at all": lambda: path.write_bytes(b"text" * 1000),
         "zeroed": lambda: path.write_bytes(data[:1100] + bytes(len(data) - 1100)),
@@ -412,8 +431,8 @@ def changes(path: Path) -> dict[str, Any]:
     }
 
 
-CHANGES = ["deleted", "emptied", "shrunk", "one record less", "other ids", "another version", "no log at all",
-           "zeroed", "a record split in two"]  # fmt: skip
+CHANGES = ["deleted", "emptied", "shrunk", "one record less", "other ids", "two records exchanged", "another version",
+           "no log at all", "zeroed", "a record split in two"]  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [200, 1 << 20])
@@ -429,6 +448,23 @@ def test_a_file_that_is_not_what_was_planned_is_an_error(tmp_path: Path, change:
     damage = [row["damage"] for row in plans[1].rows() if row["damage"] is not None]
     assert {each["file"] for each in damage} == {str(path)}
     assert all("after the plan was made" in each["reason"] for each in damage)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_fingerprint_is_the_same_however_records_come_in_batches(tmp_path: Path, version: int) -> None:
+    ledgers = (V1, OTHER) if version == 1 else (V2, HUGE)
+    path = write(tmp_path / "0.log", *(record(ledgers[at % 2], at, bytes(at)) for at in range(50)), version=version)
+    with EntryLogReader.open(path) as reader:
+        (batch,) = reader.batches()
+        alone = [RecordBatch.of_record(each, b"", 0) for each in reader.records()]
+    first = fingerprint_of(batch.first(17))
+    assert fingerprint_of(batch.part(17, 50), first) == fingerprint_of(batch)
+    begins, fields, _ = take_entries_plainly(batch.window, 0, version)
+    assert fingerprint_of(RecordBatch(batch.window, 1024, begins, fields, version)) == fingerprint_of(batch)
+    found = 0
+    for each in alone:
+        found = fingerprint_of(each, found)
+    assert found == fingerprint_of(batch)
 
 
 @pytest.mark.parametrize("size", [200, 1 << 20])

@@ -184,6 +184,22 @@ def test_a_damaged_export_is_an_error_or_a_row(export: Path, damage: str) -> Non
     assert all(each["file"] == str(export) and 0 < each["offset"] <= len(broken) and each["reason"] for each in bad)
 
 
+def test_damage_that_is_nobodys_comes_with_options_and_not_with_filters(spark: SparkSession, export: Path) -> None:
+    lines = export.read_bytes().splitlines(keepends=True)
+    at = next(at for at, line in enumerate(lines) if b'"kind":"ledger"' in line)
+    lines[at] = lines[at].replace(b'"value":"', b'"value":"!', 1)
+    export.write_bytes(b"".join(lines))
+    chosen = EqualTo(("ledgerScopeId",), "7")
+    assert Planned(MetadataSource, [chosen], path=export, columns=PLAIN, mode="permissive").left == [chosen]
+    read = spark.read.format("bookkeeper.metadata").options(mode="permissive", columns="ledgerScopeId,state")
+    filtered = read.load(str(export)).filter("ledgerScopeId = '7'").collect()
+    assert {(row.ledgerScopeId, row.damage) for row in filtered} == {("7", None)}
+    by_option = read.option("ledgerScopeId", "7").load(str(export)).collect()
+    good = [row for row in by_option if row.damage is None]
+    assert [row.ledgerScopeId for row in good] == [row.ledgerScopeId for row in filtered]
+    assert {row.ledgerScopeId for row in by_option if row.damage is not None} == {None}
+
+
 def test_an_export_that_changes_after_the_plan_fails_the_task(export: Path) -> None:
     plan = Planned(MetadataSource, path=export, columns=PLAIN, maxPartitionBytes=500)
     lines = export.read_bytes().splitlines(keepends=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
+import tarfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,10 +75,16 @@ def test_an_executor_that_is_killed_is_replaced_and_the_result_is_the_same(maste
     files = bookie_files.make(tmp_path / "cluster")
     gate = tmp_path / "gate"
     gate.mkdir()
-    environment = {**os.environ, "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
+    # Where the executors' Python comes in an archive, it is nowhere but there.
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    python.chmod(0o755)
+    with tarfile.open(tmp_path / "packed.tar.gz", "w:gz") as packed:
+        packed.add(python, "bin/python")
+    environment = {**os.environ, "PYSPARK_PYTHON": "./environment/bin/python", "SPARK_LOCAL_IP": "127.0.0.1"}
     done = subprocess.run(
-        [sys.executable, JOB, master, files.directory, gate], env=environment, capture_output=True, text=True,
-        timeout=1000, check=False,
+        [sys.executable, JOB, master, files.directory, gate, "packed.tar.gz#environment"], env=environment,
+        cwd=tmp_path, capture_output=True, text=True, timeout=1000, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -95,6 +95,49 @@ def test_a_torn_tail_is_a_finding_only_where_newer_logs_follow(verify, keep) -> 
     assert f"byte {offsets[-1]}, {keep} bytes of it are here" in str(older.problem)
 
 
+def grown(entry_id: int, ledger: LedgerId, payload: bytes = b"hello " * 9) -> bytes:
+    """An entry of a ledger that has grown so long that a huge size does not contradict it."""
+    length = (1 << 40) + (entry_id + 1) * 54
+    sealed = DigestManager(ledger, DigestType.DUMMY).seal(entry_id, entry_id - 1, length, payload)
+    return struct.pack(">i", len(sealed) + len(payload)) + sealed + payload
+
+
+@pytest.mark.parametrize("ledger", [LEDGERS[0], SCOPED[0]])
+@pytest.mark.parametrize("number", [0, 10, COUNT - 2])
+@pytest.mark.parametrize("tail", ["nothing", "zeros", "torn"])
+def test_a_size_that_reaches_over_the_end_is_damage_where_records_follow(verify, ledger, number, tail) -> None:
+    records = [grown(at, ledger) for at in range(COUNT)]
+    behind = {"nothing": b"", "zeros": bytes(5000), "torn": grown(COUNT, ledger)[:60]}[tail]
+    data = bytearray(write_header(2 if ledger.is_scoped else 1) + b"".join(records) + behind)
+    at = 1024 + number * len(records[0])
+    struct.pack_into(">i", data, at, 1 << 27)
+    check = verify(data)
+    assert (check.state, check.good_end, check.entry_count) == (LogState.DAMAGED, at, number)
+    assert f"length {1 << 27}" in str(check.problem)
+    assert (check.behind.resumes_at, check.behind.entry_count) == (at + len(records[0]), COUNT - number - 1)
+
+
+@pytest.mark.parametrize("ledger", [LEDGERS[0], SCOPED[0]])
+@pytest.mark.parametrize("entry_id", [0, 5])
+def test_a_torn_tail_whose_payload_is_an_entry_log_is_torn(verify, ledger, entry_id) -> None:
+    inner = bytes(log()[0])
+    before = [entry(at, ledger, b"x") for at in range(entry_id)]
+    sealed = DigestManager(ledger, DigestType.CRC32C).seal(entry_id, entry_id - 1, entry_id + len(inner), inner)
+    last = struct.pack(">i", len(sealed) + len(inner)) + sealed + inner
+    data = write_header(2 if ledger.is_scoped else 1) + b"".join(before) + last
+    for keep in (1, len(inner) // 2):
+        check = verify(data[:-keep])
+        assert (check.state, check.entry_count, check.error) == (LogState.TORN, entry_id, None)
+    assert verify(data).state is LogState.END_OF_FILE
+
+
+def test_what_the_end_cuts_short_must_begin_as_a_record_does(verify) -> None:
+    """Where a size is broken the scan may come to any bytes at all."""
+    data, _ = log(closed=False)
+    check = verify(bytes(data) + struct.pack(">i", 5000) + b"\x41" * 200)
+    assert (check.state, check.good_end) == (LogState.DAMAGED, len(data))
+
+
 def test_which_log_of_a_directory_is_the_newest(tmp_path: Path) -> None:
     data, offsets = log(closed=False)
     for name in ("1.log", "a.log"):
