@@ -1,10 +1,10 @@
 """What ledger scopes cost an add in scope 0: the bookie's storage as it is, and with every look at the scope cut out.
 
-    python benchmarks/scope_branch.py [--storage sorted|interleaved|db]
+    python benchmarks/scope_branch.py [--storage sorted|interleaved|db] [--at-once 64]
 
 One thread adds entries of 1 KiB to ledgers of scope 0 and to scoped ones, without the wire and without waiting for a
 disk; what is kept is written between the rounds. The variant without is the same source, with each `if` about
-`ledger[0]` replaced by what it does in scope 0. The best of the rounds counts: the machine only ever adds to it.
+`ledger[0]` replaced by what it does in scope 0. It prints processor time, of the best round: the machine only adds to it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import servers
 
 from bkctl.config import BookieConfig
 from bkctl.formats.entry import DigestManager, DigestType
+from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
 from bkctl.storage.bookie_storage import BookieStorage
 
@@ -70,17 +71,29 @@ def without_scopes(method: Callable[..., Any]) -> tuple[Callable[..., Any], int]
     return names[method.__name__], cutter.cut
 
 
-def seconds_of(storage: BookieStorage, ledger: LedgerId) -> float:
-    """The time that COUNT adds to a new ledger take; then everything is written."""
+def seconds_of(storage: BookieStorage, ledger: LedgerId, at_once: int) -> float:
+    """The time that COUNT adds to a new ledger take, so many at once; then everything is written."""
     by = DigestManager(ledger, DigestType.CRC32C)
     payload = random.randbytes(ENTRY_SIZE_BYTES)
     bodies = [by.seal(each, each - 1, ENTRY_SIZE_BYTES * (each + 1), payload) + payload for each in range(COUNT)]
-    add, key = storage.add, by.master_key
-    add(ledger, 0, key, bodies[0], None)
-    start = time.perf_counter()
-    for entry_id in range(1, COUNT):
-        add(ledger, entry_id, key, bodies[entry_id], None)
-    seconds = time.perf_counter() - start
+    key = by.master_key
+    storage.add(ledger, 0, key, bodies[0], None)
+    if at_once == 1:
+        add = storage.add
+        start = time.thread_time()
+        for entry_id in range(1, COUNT):
+            add(ledger, entry_id, key, bodies[entry_id], None)
+    else:
+        add_records = storage.add_records
+        runs = []
+        for first in range(1, COUNT, at_once):
+            records = list(map(record_of, bodies[first : first + at_once]))
+            entry_ids = [*range(first, first + len(records))]
+            runs.append((entry_ids, records, sum(map(len, records)), entry_ids[-1] - 1))
+        start = time.thread_time()
+        for entry_ids, records, size, last_add_confirmed in runs:
+            add_records(ledger, key, entry_ids, records, size, last_add_confirmed, None)
+    seconds = time.thread_time() - start
     for number in range(len(storage.journals)):
         batch = storage.take_batch(number)
         if batch is not None:
@@ -113,14 +126,14 @@ def cut_out(storage: BookieStorage) -> None:
     print(f"{cut_all} branches about scopes are cut out of the adds")
 
 
-def measure(shipped: BookieStorage, cut: BookieStorage, rounds: int) -> dict[str, float]:
+def measure(shipped: BookieStorage, cut: BookieStorage, rounds: int, at_once: int) -> dict[str, float]:
     """Seconds an add of each variant."""
     variants = {CUT: (cut, 0), "scope 0": (shipped, 0), "another scope": (shipped, 7)}
     best = dict.fromkeys(variants, 1.0)
     for number in range(rounds):
         for name in random.sample(list(variants), len(variants)):
             storage, scope_id = variants[name]
-            best[name] = min(best[name], seconds_of(storage, LedgerId(scope_id, 1 + number)))
+            best[name] = min(best[name], seconds_of(storage, LedgerId(scope_id, 1 + number), at_once))
     return best
 
 
@@ -128,11 +141,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--storage", choices=STORAGES, default="sorted")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--at-once", type=int, default=64, help="entries of a run of adds, 1: they come alone (64)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bkctl-bench-") as directory:
         storages = [open_storage(Path(directory) / name, STORAGES[arguments.storage]) for name in ("shipped", "cut")]
         cut_out(storages[1])
-        best = measure(*storages, arguments.rounds)
+        best = measure(*storages, arguments.rounds, arguments.at_once)
         for storage in storages:
             storage.close()
     for name, seconds in best.items():

@@ -449,7 +449,7 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
 
     def add(self, handle: DbLedgerHandle, entry_ids: Sequence[int], records: Sequence[bytes], size: int) -> None:
         handle.directory.cache.add(handle, entry_ids, records, size)
-        handle.last_entry = max(handle.last_entry, *entry_ids)
+        handle.last_entry = max(handle.last_entry, max(entry_ids))
 
     def has(self, handle: DbLedgerHandle, entry_id: int) -> bool:
         if not 0 <= entry_id <= handle.last_entry:

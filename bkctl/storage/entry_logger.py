@@ -13,7 +13,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -197,48 +197,50 @@ class EntryLogger:
         """Bytes added that are not in the file yet."""
         return self.buffered_bytes + sum(chunk.size for chunk in self._unwritten)
 
-    def add(self, ledger: LoggedLedger, records: Sequence[bytes]) -> list[int]:
-        """Append entries of one ledger; returns their locations, at which `find` has them. In memory only."""
+    def add(self, ledger: LoggedLedger, records: Sequence[bytes], size: int) -> list[int]:
+        """Append entries of one ledger, `size` bytes; returns their locations, at which `find` has them. In memory."""
         locations: list[int] = []
-        for log, added, size in self._append(records, locations):
-            self._recent.update(zip(locations[-len(added) :], added, strict=True))
+        while True:
+            log, added, added_size = self._append(records, size)
+            self._recent.update(zip(added, records, strict=False))
             if ledger.log is not log:
                 ledger.log = log
                 ledger.log_bytes = 0
                 log.ledgers.append(ledger)
-            ledger.log_bytes += size
-        return locations
+            ledger.log_bytes += added_size
+            locations += added
+            if added_size == size:
+                return locations
+            records, size = records[len(added) :], size - added_size
 
     def add_all(self, ledger: LedgerId, records: Sequence[bytes]) -> list[int]:
         """Append entries of one ledger; returns their locations. `find` does not see them: the caller keeps them."""
         locations: list[int] = []
-        for log, _, size in self._append(records, locations):
-            log.totals[ledger] = log.totals.get(ledger, 0) + size
+        size = sum(map(len, records))
+        while size:
+            log, added, added_size = self._append(records, size)
+            log.totals[ledger] = log.totals.get(ledger, 0) + added_size
+            locations += added
+            records, size = records[len(added) :], size - added_size
         return locations
 
-    def _append(
-        self, records: Sequence[bytes], locations: list[int]
-    ) -> Iterator[tuple[OpenLog, Sequence[bytes], int]]:
-        """Append `records` to one log after the other: of each the records that it took, and their bytes."""
-        start = 0
-        while start < len(records):
-            log = self._log or self._roll()
-            added = records[start:] if start else records
-            ends = list(accumulate(map(len, added), initial=log.position))
-            if ends[-1] > self._size_limit:
-                count = bisect_right(ends, self._size_limit) - 1
-                if count <= 0 and log.position > formats.HEADER_SIZE:
-                    self._roll()
-                    continue
-                added = added[: max(count, 1)]
-                del ends[len(added) + 1 :]
-            size = ends[-1] - log.position
-            log.position = ends.pop()
-            first = log.base + RECORD_SIZE.size
-            locations += [first + end for end in ends]
-            self._records += added
-            yield log, added, size
-            start += len(added)
+    def _append(self, records: Sequence[bytes], size: int) -> tuple[OpenLog, list[int], int]:
+        """Append as many of `records`, `size` bytes, as one log takes: the log, their locations, their bytes."""
+        log = self._log or self._roll()
+        room = self._size_limit - log.position
+        if size > room:
+            ends = list(accumulate(map(len, records)))
+            count = bisect_right(ends, room)
+            if not count and log.position > formats.HEADER_SIZE:
+                self._roll()
+                return self._append(records, size)
+            records = records[: max(count, 1)]
+            size = ends[len(records) - 1]
+        locations = list(accumulate(map(len, records), initial=log.base + log.position + RECORD_SIZE.size))
+        locations.pop()
+        log.position += size
+        self._records += records
+        return log, locations, size
 
     def _roll(self) -> OpenLog:
         if self._log is not None:

@@ -84,36 +84,39 @@ class IndexInMemPageMgr:
 
         Raises OSError; then those before are set.
         """
-        slots = self._slots
-        number = min(entry_ids) // slots
-        if max(entry_ids) // slots == number:
+        first = last = entry_ids[0]
+        if len(entry_ids) > 1:
+            first, last = min(entry_ids), max(entry_ids)
+        number = first // self._slots
+        if last < (number + 1) * self._slots:
             self._put_in_page(handle, number, entry_ids, locations)
-            return
-        start = 0
-        for number, some in groupby(entry_ids, lambda entry_id: entry_id // slots):
-            run = list(some)
-            self._put_in_page(handle, number, run, locations[start : start + len(run)])
-            start += len(run)
+        else:
+            start = 0
+            for number, some in groupby(entry_ids, self.page_number):
+                run = list(some)
+                self._put_in_page(handle, number, run, locations[start : start + len(run)])
+                start += len(run)
+        if last > handle.indexed_last:
+            handle.indexed_last = last
 
     def _put_in_page(
         self, handle: IndexedHandle, number: int, entry_ids: Sequence[int], locations: Sequence[int]
     ) -> None:
-        key = handle.ledger, number
-        page = self._pages.get(key) if self._changed.get(key) is handle else None
-        if page is None:
-            page = self._page_to_change(handle, number)
+        if number != handle.page_number:
+            handle.page = self._page_to_change(handle, number)
+            handle.page_number = number
+        page = handle.page
         start = number * self._slots
-        first, last = min(entry_ids), max(entry_ids)
+        first, count = entry_ids[0], len(entry_ids)
         with self._lock:
-            if entry_ids == [*range(first, last + 1)]:
-                _set(page, first - start, locations)
-            else:
-                if last - start >= len(page):
-                    page.frombytes(bytes((last - start + 1 - len(page)) * 8))
-                for entry_id, location in zip(entry_ids, locations, strict=True):
-                    page[entry_id - start] = location
-        if last > handle.indexed_last:
-            handle.indexed_last = last
+            if first - start == len(page) and (count == 1 or entry_ids == [*range(first, first + count)]):
+                page.extend(locations)
+                return
+            missing = max(entry_ids) - start + 1 - len(page)
+            if missing > 0:
+                page.frombytes(bytes(missing * 8))
+            for entry_id, location in zip(entry_ids, locations, strict=True):
+                page[entry_id - start] = location
 
     def page_number(self, entry_id: int) -> int:
         """The page that the entry's location is in."""
@@ -267,6 +270,7 @@ class IndexInMemPageMgr:
                 if SWAP:
                     copy.byteswap()
                 taken.setdefault(handle, {})[number] = copy.tobytes()
+                handle.page_number = -1
             self._flushing, self._changed = self._changed, {}
             self._waiting = len(self._flushing)
         return taken
@@ -288,9 +292,3 @@ class IndexInMemPageMgr:
 def _location(page: array[int], slot: int) -> int:
     """What the page says of a slot, which may be behind its last location."""
     return page[slot] if slot < len(page) else 0
-
-
-def _set(page: array[int], slot: int, locations: Sequence[int]) -> None:
-    if slot > len(page):
-        page.frombytes(bytes((slot - len(page)) * 8))
-    page[slot : slot + len(locations)] = array("Q", locations)

@@ -38,6 +38,7 @@ _RELOCATED: Final = ".rloc"
 class IndexedHandle(LedgerHandle):
     """A ledger with an index file at `index_path`, or one to be. `indexed_last` is the highest entry id in its pages.
 
+    `page` is the one that the last entry went to, `page_number` its number, −1 when it may have left memory.
     `entries` are the ledger's in the memtable `table`, `log_bytes` those in the open entry log `log`.
     """
 
@@ -48,6 +49,8 @@ class IndexedHandle(LedgerHandle):
         "indexed_last",
         "log",
         "log_bytes",
+        "page",
+        "page_number",
         "table",
     )
 
@@ -56,6 +59,8 @@ class IndexedHandle(LedgerHandle):
         self.index_path = index_path
         self.header_changed = True
         self.indexed_last = -1
+        self.page: array[int] = array("Q")
+        self.page_number = -1
         self.table: object = None
         self.entries: dict[int, bytes] = {}
         self.log: OpenLog | None = None

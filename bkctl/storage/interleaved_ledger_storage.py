@@ -197,8 +197,8 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
 
     def add(self, handle: IndexedHandle, entry_ids: Sequence[int], records: Sequence[bytes], size: int) -> None:
         logger = self._scoped_logger if handle.ledger[0] else self._logger
-        self.pages.put(handle, entry_ids, logger.add(handle, records))
-        handle.last_entry = max(handle.last_entry, *entry_ids)
+        self.pages.put(handle, entry_ids, logger.add(handle, records, size))
+        handle.last_entry = max(handle.last_entry, max(entry_ids))
 
     def has(self, handle: IndexedHandle, entry_id: int) -> bool:
         return 0 <= entry_id <= handle.last_entry and self.pages.location(handle.ledger, entry_id) != 0

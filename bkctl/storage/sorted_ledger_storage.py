@@ -45,7 +45,7 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
 
     def add(self, handle: IndexedHandle, entry_ids: Sequence[int], records: Sequence[bytes], size: int) -> None:
         self.table.add(handle, entry_ids, records, size)
-        handle.last_entry = max(handle.last_entry, *entry_ids)
+        handle.last_entry = max(handle.last_entry, max(entry_ids))
 
     def has(self, handle: IndexedHandle, entry_id: int) -> bool:
         return self.table.find(handle, entry_id) is not None or super().has(handle, entry_id)

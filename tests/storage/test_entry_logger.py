@@ -44,7 +44,8 @@ def body_of(ledger: LedgerId, entry_id: int, size: int = 100) -> bytes:
 
 
 def add(logger: EntryLogger, ledger: LedgerId, entry_id: int, size: int = 100) -> int:
-    (location,) = logger.add(Ledger(ledger), [record_of(body_of(ledger, entry_id, size))])
+    record = record_of(body_of(ledger, entry_id, size))
+    (location,) = logger.add(Ledger(ledger), [record], len(record))
     return location
 
 
@@ -69,13 +70,13 @@ def test_entries_added_at_once_stand_as_those_added_one_by_one(tmp_path: Path) -
         bodies = [body_of(LEDGER, entry_id, size) for entry_id, size in enumerate(sizes)]
         if name == "one":
             ledger = Ledger(LEDGER)
-            locations = [location for body in bodies for location in logger.add(ledger, [record_of(body)])]
+            locations = [at for body in bodies for at in logger.add(ledger, [record_of(body)], 4 + len(body))]
         elif name == "some":
             ledger = Ledger(LEDGER)
             locations = []
             for start in range(0, len(bodies), 4):
                 some = bodies[start : start + 4]
-                added = logger.add(ledger, [record_of(body) for body in some])
+                added = logger.add(ledger, [record_of(body) for body in some], sum(4 + len(body) for body in some))
                 assert [logger.find(location) for location in added] == some
                 locations += added
         else:
