@@ -14,7 +14,7 @@ from servers import DB, INTERLEAVED, SORTED
 from bkctl.config import BookieConfig
 from bkctl.errors import Conflict, Corrupt, EntryNotFound, LedgerFenced, LedgerNotFound, UsageError
 from bkctl.formats.entry import DigestManager, DigestType
-from bkctl.formats.record import RecordType
+from bkctl.formats.record import RecordType, record_of
 from bkctl.ids import LedgerId
 from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.directories import CONVERSION_NAME
@@ -95,6 +95,61 @@ def test_journal_of_one_ledger_byte_for_byte(tmp_path: Path) -> None:
     assert data[:512] == b"BKLG" + struct.pack(">i", 6) + bytes(504)
     assert data[512:1536] == first + second
     assert data[1536:] == bytes((1 << 20) + 512 - 1536), "one step of preallocation"
+
+
+@pytest.mark.parametrize("last_storage", [None, DB], ids=["", "db"])
+def test_entries_added_at_once_leave_the_files_of_those_added_one_by_one(
+    tmp_path: Path, last_storage: str | None
+) -> None:
+    chance = random.Random(5)
+    # In any order, some of them twice, over pages of the index and entry logs; and alone.
+    ids = [*range(150), 149, 7, *range(400, 380, -1), *(chance.randrange(500) for _ in range(60))]
+    runs: list[tuple[LedgerId, list[tuple[int, bytes]]]] = []
+    while ids:
+        ledger = chance.choice((PLAIN, SCOPED, LedgerId(0, 5)))
+        count = chance.choice((1, 2, 30))
+        runs.append((ledger, [(each, bytes([each % 251]) * (each * 37 % 300)) for each in ids[:count]]))
+        del ids[:count]
+    found = []
+    for name in ("alone", "at once"):
+        root = tmp_path / name
+        changes = {"log_size_limit": 6000, "page_size": 512} | (
+            {"ledger_storage_class": last_storage} if last_storage else {}
+        )
+        storage = open_storage(root, **changes)
+        expected: dict[tuple[LedgerId, int], bytes] = {}
+        for number, (ledger, entries) in enumerate(runs):
+            bodies = {entry_id: body_of(ledger, entry_id, payload) for entry_id, payload in entries}
+            expected |= {(ledger, entry_id): body for entry_id, body in bodies.items()}
+            if name == "alone":
+                for entry_id, payload in entries:
+                    storage.add(ledger, entry_id, key_of(ledger), body_of(ledger, entry_id, payload), None)
+            else:
+                records = [record_of(body_of(ledger, entry_id, payload)) for entry_id, payload in entries]
+                entry_ids = [entry_id for entry_id, _ in entries]
+                size = sum(map(len, records))
+                storage.add_records(ledger, key_of(ledger), entry_ids, records, size, max(entry_ids) - 1, None)
+                assert bytes(storage.read_entry(ledger, entry_ids[0])) == bodies[entry_ids[0]]
+            if number % 5 == 0:
+                storage.flush_journals()
+            if number % 7 == 0:
+                storage.run_checkpoint()
+        storage.flush_journals()
+        assert sum(batch.count for batch in storage.batches) == 0
+        lacs = {ledger: storage.last_add_confirmed(handle) for ledger, handle in storage.ledgers.handles.items()}
+        for (ledger, entry_id), body in expected.items():
+            assert bytes(storage.read_entry(ledger, entry_id)) == body
+        storage.close()
+        kinds = ("*.txn", "*.log", "*.idx")
+        files = {path.relative_to(root): path.read_bytes() for kind in kinds for path in root.rglob(kind)}
+        # RocksDB's own logs of what it did have the time in them.
+        found.append((lacs, {path: data for path, data in files.items() if "locations" not in str(path)}))
+        again = open_storage(root, **changes)
+        for (ledger, entry_id), body in expected.items():
+            assert bytes(again.read_entry(ledger, entry_id)) == body
+        again.close()
+    assert found[0] == found[1]
+    assert len(found[0][1]) > 10
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, 469, 470, 471, 472, 473, 480, 5000])
