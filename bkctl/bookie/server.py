@@ -441,7 +441,7 @@ class Bookie:
         if self.read_only and not (high_priority and self._allows_high_priority and not self._no_space):
             raise ReadOnlyBookie(f"Bookie {self.bookie_id} is read-only")
         assert not isinstance(body, tuple)
-        if (self._is_held or self._waits_for_journals) and not high_priority:
+        if self._is_behind and not high_priority:
             self._check_pending()
         answer = functools.partial(self._answer_add, respond, ledger, entry_id)
         if deferred_sync:
@@ -455,7 +455,7 @@ class Bookie:
         """Serve a run of plain adds: `answer` is called once for all of them. Raises BkctlError for a refusal."""
         if self.read_only:
             raise ReadOnlyBookie(f"Bookie {self.bookie_id} is read-only")
-        if self._is_held or self._waits_for_journals:
+        if self._is_behind:
             self._check_pending()
         ledger, master_key, entry_ids, records, size, last_add_confirmed, _ = adds
         try:
@@ -466,9 +466,23 @@ class Bookie:
         else:
             self._flush_soon()
 
+    def adds_at_once(self) -> int:
+        """How many adds may come in one run: what may wait while the disks are behind."""
+        if self._is_behind:
+            return max(1, self._pending_adds_max - self._pending_adds)
+        return sys.maxsize
+
+    @property
+    def _is_behind(self) -> bool:
+        return self._is_held or self._waits_for_journals
+
+    @property
+    def _pending_adds(self) -> int:
+        return sum(batch.count for batch in self.storage.batches)
+
     def _check_pending(self) -> None:
         """Raises TooManyRequests when the disks are behind and as many adds wait as maxPendingAddRequestsPerThread."""
-        if sum(batch.count for batch in self.storage.batches) >= self._pending_adds_max:
+        if self._pending_adds >= self._pending_adds_max:
             raise TooManyRequests(f"Bookie {self.bookie_id} is behind with its disks")
 
     @staticmethod

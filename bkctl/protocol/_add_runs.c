@@ -66,7 +66,6 @@ typedef struct {
     int failed;
 } Reader;
 
-/* A number that is written as short as it can be. */
 static uint64_t take_varint(Reader *in) {
     uint64_t value = 0;
     for (int shift = 0; shift < 70; shift += 7) {
@@ -76,7 +75,6 @@ static uint64_t take_varint(Reader *in) {
         const unsigned char byte = *in->at++;
         value |= (uint64_t)(byte & 127) << shift;
         if (byte < 128) {
-            in->failed |= byte == 0 && shift > 0;
             return value;
         }
     }

@@ -122,7 +122,12 @@ def take_v3(buffer: memoryview, at: int, end: int, size_max: int, count_max: int
     form: _Form | None = None
     size = 0
     while end - at >= 4 and len(records) < count_max:
-        if form is None or (found := form.read(buffer, at, end)) is None:
+        found = None if form is None else form.read(buffer, at, end)
+        if form is not None and found is not None:
+            entry_id, lac, record, answer = found
+            answers.append(answer)
+            stop = at + form.size
+        else:
             (frame_size,) = _LENGTH.unpack_from(buffer, at)
             stop = at + 4 + frame_size
             if stop > end or not 0 <= frame_size <= size_max:
@@ -133,24 +138,26 @@ def take_v3(buffer: memoryview, at: int, end: int, size_max: int, count_max: int
             txn_id, _, request = call
             if type(request) is not AddRequest:
                 break
+            body = request.body
+            assert isinstance(body, memoryview)
+            ids = _ids_of(body, request.ledger)
+            if ids is None or ids[0] != request.entry_id:
+                break
             if not records:
                 ledger, key = request.ledger, request.master_key
             elif request.ledger != ledger or request.master_key != key:
                 break
-            if v3_hot.encode_add(txn_id, request, []) != stop - at:
-                break  # a number is written longer than it need be
-            form = _Form(buffer, at, stop, txn_id, request)
-            found = form.read(buffer, at, end)
-            if found is None:
-                break
-        entry_id, lac, record, answer = found
+            elif v3_hot.encode_add(txn_id, request, []) == stop - at:  # no number is written longer than it need be
+                form = _Form(buffer, at, stop, txn_id, request)
+            entry_id, lac = ids
+            record = _LENGTH.pack(len(body)) + body
+            v3_hot.encode_add_response(txn_id, AddResponse(Status.EOK, ledger, entry_id), ledger[0], answers)
         if lac > highest:
             highest = lac
         entry_ids.append(entry_id)
         records.append(record)
-        answers.append(answer)
         size += len(record)
-        at += form.size
+        at = stop
     if not records:
         return None
     return at, ledger, key, entry_ids, records, size, highest, b"".join(answers)
@@ -185,6 +192,7 @@ class _Form:
         )  # fmt: skip
         self.txn_mask = int.from_bytes(b"\x80" * self.txn_size, "little")
         self.txn_marks = int.from_bytes(b"\x80" * (self.txn_size - 1), "little")
+        self.txn_last_max = 127 if self.txn_size < 10 else 1
         nested = b"\x08\x00\x10%b\x18" % v3_hot.varint(self.ledger[1])
         header_size, nested_size = 5 + self.txn_size, len(nested) + self.entry_size + len(scope)
         self.answer = (
@@ -204,6 +212,8 @@ class _Form:
         txn_at = at + self.txn_at
         txn = bytes(buffer[txn_at : txn_at + self.txn_size])
         if int.from_bytes(txn, "little") & self.txn_mask != self.txn_marks:
+            return None
+        if self.txn_size > 1 and not 1 <= txn[-1] <= self.txn_last_max:
             return None
         body_at = at + self.body_at
         body = buffer[body_at : body_at + self.body_size]

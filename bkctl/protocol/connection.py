@@ -115,7 +115,7 @@ class FramedProtocol(asyncio.BufferedProtocol):
         if len(buffer) - end >= self._chunk_size >> 3:
             return buffer[end:]
         present = end - start
-        if start and self._is_reusable and len(buffer) - present >= self._chunk_size >> 1:
+        if start and self._is_reusable and not self._is_outgrown and len(buffer) - present >= self._chunk_size >> 1:
             buffer[:present] = buffer[start:end]
             self._start, self._end = 0, present
             return buffer[present:]
@@ -162,15 +162,20 @@ class FramedProtocol(asyncio.BufferedProtocol):
             self._halted = True
             self._broken(error.message)
             return
-        if at == end and self._is_reusable:
+        if at == end and self._is_reusable and not self._is_outgrown:
             self._start = self._end = 0
         elif at == end and (len(buffer) - end < self._chunk_size >> 3 or not self._is_viewed):
-            # Nothing left in a used buffer, or in one for a large frame: an idle connection holds none.
+            # Nothing left in a used buffer, in one for a large frame, or in one that became too small.
             self._buffer, self._start, self._end = memoryview(b""), 0, 0
 
     @property
     def _is_reusable(self) -> bool:
         return not self._is_viewed and len(self._buffer) <= 2 * _RECEIVE_BYTES_MAX
+
+    @property
+    def _is_outgrown(self) -> bool:
+        """Whether the peer fills the buffer, and a larger one may be taken: the more arrives at once the better."""
+        return self._end == len(self._buffer) < self._chunk_size
 
     # Sending.
 

@@ -111,6 +111,9 @@ class AddRunHandler(RequestHandler, typing.Protocol):
     def handle_adds(self, adds: AddRun, answer: AnswerAdds) -> None:
         """`handle` for a run of adds: `answer` is called once for all of them. Raises as `handle` does."""
 
+    def adds_at_once(self) -> int:
+        """How many adds a run may have now; 1 or more."""
+
 
 class _TlsOnly:
     """Serves clients that have not begun TLS, where they must."""
@@ -181,22 +184,21 @@ class _ServedConnection(FramedProtocol):
         """What takes adds in runs, where `handler` does."""
         if not hasattr(handler, "handle_adds"):
             return None
-        return functools.partial(self._take_adds, cast("AddRunHandler", handler).handle_adds)
+        return functools.partial(self._take_adds, cast("AddRunHandler", handler))
 
-    def _take_adds(
-        self, handle: Callable[[AddRun, AnswerAdds], None], buffer: memoryview, at: int, end: int
-    ) -> int:
-        """Have `handle` serve the run of adds that begins at byte `at`, if one does; returns where it ends."""
-        most = IN_FLIGHT_REQUESTS_MAX - self._in_flight
+    def _take_adds(self, handler: AddRunHandler, buffer: memoryview, at: int, end: int) -> int:
+        """Have `handler` serve the run of adds that begins at byte `at`, if one does; returns where it ends."""
+        most = min(handler.adds_at_once(), IN_FLIGHT_REQUESTS_MAX - self._in_flight)
         found = take_run(buffer, at, end, self._body_size_max, most, is_v2=self._is_v2)
         if found is None:
             return at
         stop, adds = found
         size = stop - at
+        self._start = stop
         self._begin(len(adds.records), size)
         answer = functools.partial(self._answer_adds, adds, self._is_v2, size)
         try:
-            handle(adds, answer)
+            handler.handle_adds(adds, answer)
         except BkctlError as error:
             answer(_status_of(error))
         except Exception:

@@ -170,6 +170,13 @@ def test_a_v3_run_is_what_the_decoder_says(data: bytes, where: list[tuple[int, i
     check(data, 0, run_of(data, is_v2=False), is_v2=False)
 
 
+def with_txn(varint: bytes) -> bytes:
+    """Three frames of v3, the last with a transaction id that is written in another way than the ones before."""
+    txn_id = 1 << 7 * (len(varint) - 1)
+    frames = [frame(add(PLAIN[1], entry_id), is_v2=False, txn_id=txn_id) for entry_id in range(3)]
+    return b"".join((*frames[:2], frames[2][:11] + varint + frames[2][11 + len(varint) :]))
+
+
 @needs_compiled
 @pytest.mark.parametrize("is_v2", [True, False], ids=["v2", "v3"])
 def test_the_compiled_and_the_plain_loop_take_the_same(is_v2: bool) -> None:
@@ -184,6 +191,8 @@ def test_the_compiled_and_the_plain_loop_take_the_same(is_v2: bool) -> None:
         st.sampled_from((0, 1, 3, 10_000)),
         st.sampled_from((60, 150, SIZE_MAX)),
     )
+    @example(with_txn(b"\x85\x00"), [], 0, 5, SIZE_MAX)
+    @example(with_txn(b"\xff" * 9 + b"\x7f"), [], 0, 5, SIZE_MAX)
     @example(b"", [], 0, 5, SIZE_MAX)
     @example(b"\xff" * 100, [], 0, 5, SIZE_MAX)
     def compare(data: bytes, where: list[tuple[int, int]], at: int, count_max: int, size_max: int) -> None:
@@ -272,7 +281,11 @@ class Bookie:
         else:  # whether it knows scopes
             respond(refusal(request, Status.ENOLEDGER))
 
+    def adds_at_once(self) -> int:
+        return 50
+
     def handle_adds(self, adds: AddRun, answer: Callable[[Status], None]) -> None:
+        assert len(adds.records) <= 50
         if adds.ledger == PLAIN[0]:
             raise LedgerFenced(f"Ledger {adds.ledger} is fenced")
         self.runs.append(adds)
