@@ -616,8 +616,8 @@ def decommission(
     Ledgers of every scope are copied from their other replicas by this command itself, beside the workers of
     auto-recovery, if there are any. What cannot be moved is named, ledger by ledger, with the entries and why: exit
     code 3 then, the cookie stays, and the command may be run again once that is mended. --skip-unrecoverable gives up
-    the entries that no bookie has. --dry-run asks the bookies which entries they have, and names what stands against
-    it.
+    the entries that no bookie has; auto-recovery goes on trying for those ledgers until 'bkctl autorecovery unmark'.
+    --dry-run asks the bookies which entries they have, and names what stands against it.
     """
     from bkctl.replication.departure import Decommission
 
