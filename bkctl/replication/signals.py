@@ -1,4 +1,4 @@
-"""Waiting in an event loop for what the threads of a metadata store tell, and ending what waits."""
+"""Waiting in an event loop for what the threads of a metadata store tell, ending what waits, and asking together."""
 
 from __future__ import annotations
 
