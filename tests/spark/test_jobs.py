@@ -413,6 +413,9 @@ def test_a_report_is_one_page_of_all_jobs_and_names_are_escaped(files: Files, tm
         (["report", "{place}"], 2, "add --save report.html"),
         (["inventory", "{place}", "--spark-conf", "executor.memory"], 2, "not NAME=VALUE"),
         (["integrity", "{place}", "-u", "sqlite:///nowhere.db"], 4, "/nowhere.db"),
+        (["migrate-scope", "--to-scope", "1"], 2, "name ledgers, or add --ledger-scope-id"),
+        (["import", "{place}"], 4, "There is no whole export"),
+        (["export", "{place}"], 5, "add --overwrite"),
     ],
 )
 def test_mistakes_are_one_line_before_any_work(
