@@ -7,13 +7,15 @@ Four bookies of Apache's on one ZooKeeper, with everything synced. For each tool
 three entries of 100 bytes, ensemble 3, quorums 2, on three of the bookies. One of those is lost, and the tool recovers
 it; the fourth bookie is the only one that can come in. Then every replica of some ledgers is read, all are deleted, and
 the bookie comes back. The tools take turns at being first. Apache's writes what it does to its log as its shell does.
-A ratio above 1 means that bkctl is faster. Needs Java 17 and Maven, like the tests, whose servers it uses.
+A ratio above 1 means that bkctl is faster. The processor time of the tools themselves is printed too, for a machine
+that others use meanwhile. Needs Java 17 and Maven, like the tests, whose servers it uses.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import resource
 import subprocess
 import sys
 import tempfile
@@ -78,6 +80,12 @@ def timed(command: Sequence[str]) -> float:
     return seconds
 
 
+def processor_s() -> float:
+    """Processor seconds of the processes that we ran, and that are over."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def until_it_succeeds(command: Sequence[str]) -> float:
     """Wall-clock seconds of a command that is run again while it fails, as an operator has to."""
     start = time.perf_counter()
@@ -98,6 +106,7 @@ def measured(bench: Bench, cluster: servers.ApacheCluster, tool: str, count: int
     lost.stop()
     with open_cluster(uri) as opened:
         servers.wait_for(lambda: opened.bookies.get(lost.bookie_id).state == "down", "it is gone")  # type: ignore[union-attr]
+    before_s = processor_s()
     if tool == "bkctl":
         seconds = timed([*BKCTL, "bookies", "recover", lost.bookie_id, "--yes", "-u", uri])
     else:
@@ -105,9 +114,11 @@ def measured(bench: Bench, cluster: servers.ApacheCluster, tool: str, count: int
         with full_speed_java():
             command = bench.java.command(SHELL, "-conf", conf, "recover", "-force", lost.bookie_id)
         seconds = until_it_succeeds(command)
+    used_s = processor_s() - before_s
     if left := left_on(uri, lost.bookie_id):
         sys.exit(f"{tool} left {left:,} of {count:,} ledgers on the lost bookie")
-    print(f"{tool:<8} {count:>8,} ledgers {seconds:>8.1f} s  {count / seconds:>8,.0f} ledgers/s", flush=True)
+    rate = f"{count / seconds:>8,.0f} ledgers/s"
+    print(f"{tool:<8} {count:>8,} ledgers {seconds:>8.1f} s  {rate} {used_s:>8.1f} s of processor", flush=True)
     some = [str(each) for each in ledgers[:: max(len(ledgers) // VERIFIED_COUNT, 1)]]
     timed([*BKCTL, "ledger", "verify", *some, "-u", uri])
     names = "".join(f"{each}\n" for each in ledgers).encode()

@@ -166,6 +166,12 @@ def connection_options(run: Run) -> dict[str, str]:
     return {name: str(value).lower() if value is True else str(value) for name, value in chosen.items() if value}
 
 
+def check_cluster(run: Run) -> None:
+    """Say what is wrong with the connection before Spark starts."""
+    with run.cluster() as cluster:
+        cluster.layout()
+
+
 def ledger_of(row: Any) -> LedgerId | None:
     """The ledger of a row with a ledgerQualifiedName."""
     name = row.ledgerQualifiedName

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from bkctl.errors import UsageError
+from bkctl.errors import AlreadyExists, NotFound, UsageError
 from bkctl.ids import LedgerId, parse_scope_id
 
 from ._command import Run, command
@@ -17,6 +17,7 @@ from ._options import MANY_LEDGERS, Composite, DryRun, parameter
 from ._output import GREEN, RED, YELLOW, Column, Columns, Kind
 from ._pipeline import (
     SparkOptions,
+    check_cluster,
     check_saves,
     connection_options,
     frame_rows,
@@ -137,16 +138,18 @@ def export(
     as far as it is confirmed. Passwords are neither needed nor exported. At the end the entries are counted in the
     files and compared with the metadata (exit code 7 where they differ).
     """
-    from bkctl.spark.archive import export_ledgers
-
     saves = check_saves(save, _FORMS)
     options = connection_options(run)
     if ledgers.ledgers:
         options["ledger"] = ",".join(each.qualified_name for each in ledgers.ledgers)
     elif ledgers.scope_id is not None:
         options["ledgerScopeId"] = str(ledgers.scope_id)
-    _check_cluster(run)
+    check_cluster(run)
+    if not overwrite and "://" not in path and Path(path).exists():
+        raise AlreadyExists(f"{path} exists", hint="name a new directory, or add --overwrite")
     with spark_job(run, spark, "export") as session:
+        from bkctl.spark.archive import export_ledgers
+
         rows = export_ledgers(session, _place(path), options, overwrite=overwrite, by_scope=not flat)
         frame_rows(run, rows, EXPORT_COLUMNS, saves)
 
@@ -175,16 +178,18 @@ def import_(
     What stopped half way is finished by running it again: ledgers that are there already, made by this command and
     intact, are passed over (present). Exit code 3: some were not made (failed).
     """
-    from bkctl.spark.archive import import_ledgers
-
     saves = check_saves(save, _FORMS)
     options = {**connection_options(run), **sizes}
     if password_file is not None:
         options["ledgerPasswordFile"] = str(password_file.absolute())
     elif "BKCTL_LEDGER_PASSWORD" in os.environ:
         options["ledgerPasswordEnv"] = "BKCTL_LEDGER_PASSWORD"
-    _check_cluster(run)
+    check_cluster(run)
+    if "://" not in path and not Path(path, "counts", "_SUCCESS").exists():
+        raise NotFound(f"There is no whole export at {path}", hint="'bkctl pipeline export' makes one")
     with spark_job(run, spark, "import") as session:
+        from bkctl.spark.archive import import_ledgers
+
         rows = import_ledgers(session, _place(path), options, to_scope_id=to_scope_id, dry_run=dry_run)
         _show_copies(run, rows, saves)
 
@@ -204,14 +209,16 @@ def migrate_scope(
     What stopped half way is finished by running it again: copies that are done are passed over (present). Exit code 3:
     some were not copied (failed), or are not closed (open; 'ledger recover' closes one).
     """
-    from bkctl.spark.copying import migrate_scope as migrate
-
     saves = check_saves(save, _FORMS)
     if to_scope_id is None:
         raise UsageError("No scope to copy into is given", hint="add --to-scope SCOPE")
+    if not ledgers.ledgers and ledgers.scope_id is None:
+        raise UsageError("Nothing says which ledgers to copy", hint="name ledgers, or add --ledger-scope-id SCOPE")
     options = {**connection_options(run), **sizes}
-    _check_cluster(run)
+    check_cluster(run)
     with spark_job(run, spark, "migrate-scope") as session:
+        from bkctl.spark.copying import migrate_scope as migrate
+
         rows = migrate(
             session,
             options,
@@ -232,12 +239,6 @@ def _show_copies(run: Run, rows: DataFrame, saves: list[str]) -> None:
 
     frame_rows(run, rows, COPY_COLUMNS, saves, seen)
     run.finish_with(undone, "ledgers were not copied" if undone != 1 else "ledger was not copied")
-
-
-def _check_cluster(run: Run) -> None:
-    """What is wrong with the connection is said before Spark starts."""
-    with run.cluster() as cluster:
-        cluster.layout()
 
 
 def _place(path: str) -> str:

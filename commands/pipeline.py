@@ -21,6 +21,7 @@ from ._pipeline import (
     SaveOption,
     SparkOptions,
     bookies_at,
+    check_cluster,
     check_saves,
     connection_options,
     frame_rows,
@@ -117,6 +118,8 @@ def inventory(
     saves = check_saves(save)
     connection = connection_options(run) if by is InventoryBy.APPLICATION else None
     bookies = bookies_at(run, places)
+    if connection is not None:
+        check_cluster(run)
     with spark_job(run, spark, "inventory") as session:
         found = _Inventory(session, bookies, ledgers, connection)
         sums = _Sums()
@@ -212,6 +215,7 @@ def integrity(
     saves = check_saves(save)
     connection = connection_options(run)
     bookies = bookies_at(run, places)
+    check_cluster(run)
     with spark_job(run, spark, "integrity") as session:
         found = _Integrity(session, bookies, ledgers, connection, indexes=not no_indexes)
         sums = _Sums()
@@ -321,6 +325,7 @@ def garbage(
     connection = connection_options(run)
     bookies = bookies_at(run, places)
     limits = thresholds_of(run, thresholds)
+    check_cluster(run)
     with spark_job(run, spark, "garbage") as session:
         found = _Garbage(session, bookies, connection, limits)
         frame_rows(run, found.rows(by), GARBAGE_COLUMNS[by], saves)
@@ -453,6 +458,8 @@ def journal_audit(
     local = not places and run.conf is None
     connection = connection_options(run) if run.names_metadata or local else None
     bookies = bookies_at(run, places)
+    if connection is not None:
+        check_cluster(run)
     with spark_job(run, spark, "journal audit") as session:
         found = _JournalAudit(session, bookies, ledgers, connection)
         frame_rows(run, found.rows(by), AUDIT_COLUMNS[by], saves)
@@ -553,6 +560,7 @@ def report(
     bookies = bookies_at(run, places)
     limits = thresholds_of(run, thresholds)
     everything = ScanFilter(None, None)
+    check_cluster(run)
     with spark_job(run, spark, "report") as session:
         counted = _Inventory(session, bookies, everything, connection)
         checked = _Integrity(session, bookies, everything, connection)

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, NoReturn
@@ -167,10 +168,18 @@ def release(group: int) -> None:
     _reaper.tell("-", group)
 
 
+@functools.cache
+def _java_scratch() -> str:
+    """Where JVMs unpack libraries: those that are killed leave them."""
+    return tempfile.mkdtemp(prefix="bkctl-java-")
+
+
 @atexit.register
 def _stop_all() -> None:
     for server in reversed(_servers):
         server.kill()
+    if _java_scratch.cache_info().currsize:
+        shutil.rmtree(_java_scratch(), ignore_errors=True)
     _reaper.close()
 
 
@@ -376,6 +385,21 @@ class Java:
         if done.returncode != 0:
             raise JavaFailed(done.stderr)
 
+    @functools.cached_property
+    def _libraries(self) -> Path:
+        """The directory of RocksDB's library, which each JVM would unpack for itself else."""
+        libraries = CACHE / "libraries" / self.version
+        with _locked(CACHE / "libraries.lock"):
+            if not libraries.is_dir():
+                libraries.parent.mkdir(exist_ok=True)
+                with tempfile.TemporaryDirectory(dir=libraries.parent) as scratch:
+                    for jar in self.jars.glob("rocksdbjni-*.jar"):
+                        with zipfile.ZipFile(jar) as packed:
+                            names = [name for name in packed.namelist() if re.search(r"linux(64|-aarch64)\.so$", name)]
+                            packed.extractall(f"{scratch}/unpacked", names)
+                    Path(scratch, "unpacked").rename(libraries)
+        return libraries
+
     def _archive(self) -> Path:
         """The JVM's archive of BookKeeper's classes: of this Java and of these very files, else it would be refused."""
         jars = [(jar.name, jar.stat().st_size, jar.stat().st_mtime_ns) for jar in sorted(self.jars.glob("*.jar"))]
@@ -437,7 +461,8 @@ class Java:
         class_path = f"{self.class_path}:{self.programs()}" if own else self.class_path
         return [
             self.java, f"-Xmx{heap_mb}m", *JVM_OPTIONS, *self._sharing(),
-            f"-Dlog4j2.configurationFile={JAVA_SOURCES}/log4j2-{log4j}.xml", *self.options, *options,
+            f"-Dlog4j2.configurationFile={JAVA_SOURCES}/log4j2-{log4j}.xml", f"-Djava.io.tmpdir={_java_scratch()}",
+            f"-Djava.library.path={self._libraries}", *self.options, *options,
             "-cp", class_path, main_class, *map(str, arguments),
         ]  # fmt: skip
 

@@ -114,6 +114,21 @@ class LedgerUnderreplicationManager:
                 else:
                     yield ledger, mark
 
+    def beside(self) -> Callable[[LedgerId], UnderreplicatedLedger | None]:
+        """A function that gives the marks of ledgers, which it is asked for in ascending order; None where there is
+        none, or a damaged one. Streams: no mark is held that is not asked for. Raises as `list`."""
+        marks = (each for each in self.list(None) if not isinstance(each[1], BkctlError))
+        present = next(marks, None)
+
+        def mark_of(ledger: LedgerId) -> UnderreplicatedLedger | None:
+            nonlocal present
+            while present is not None and present[0] < ledger:
+                present = next(marks, None)
+            found = None if present is None or present[0] != ledger else present[1]
+            return found if isinstance(found, UnderreplicatedLedger) else None
+
+        return mark_of
+
     def any(self, scope_id: int | None = None) -> bool:
         """Whether a ledger of the scope (None: of any) is marked."""
         return next(self._marks(scope_id), None) is not None

@@ -504,19 +504,26 @@ def _has_children(connection: sqlite3.Connection, path: str) -> bool:
 
 
 def _insert(
-    connection: sqlite3.Connection, parent: str, name: str, value: bytes, owner: int | None, change: int
+    connection: sqlite3.Connection,
+    parent: str,
+    name: str,
+    value: bytes,
+    owner: int | None,
+    change: int,
+    ctime_ms: int | None = None,
 ) -> None:
+    ctime_ms = _wall_ms() if ctime_ms is None else ctime_ms  # Parents that come with it are as old.
     if parent:
         grand_parent, parent_name = _split(parent)
         row = connection.execute(
             "SELECT owner FROM node WHERE parent = ? AND name = ?", (grand_parent, parent_name)
         ).fetchone()
         if row is None:
-            _insert(connection, grand_parent, parent_name, b"", None, change)
+            _insert(connection, grand_parent, parent_name, b"", None, change, ctime_ms)
         elif row[0] is not None:
             raise Conflict(f"{parent} is ephemeral and cannot have children")
     connection.execute(
-        "INSERT INTO node VALUES(?, ?, ?, 0, ?, ?, ?, ?)", (parent, name, value, _wall_ms(), change, change, owner)
+        "INSERT INTO node VALUES(?, ?, ?, 0, ?, ?, ?, ?)", (parent, name, value, ctime_ms, change, change, owner)
     )
     _mark_children_changed(connection, parent, change)
 

@@ -159,11 +159,8 @@ def plan_move(cluster: Cluster, leaving: Collection[str], ids: Iterable[LedgerId
     """
     plan = MovePlan()
     leaving = frozenset(leaving)
-    marked = {
-        ledger
-        for ledger, mark in LedgerUnderreplicationManager(cluster.store).list(None)
-        if not isinstance(mark, BkctlError) and not leaving.isdisjoint(mark.missing_replicas)
-    }
+    manager = LedgerUnderreplicationManager(cluster.store)
+    mark_of = manager.beside() if ids is None else manager.get
     replacements = Replacements(cluster.bookies.list(include_down=False), leaving)
     for ledger, held in ledgers_on(cluster, leaving, ids):
         if isinstance(held, BkctlError):
@@ -176,8 +173,10 @@ def plan_move(cluster: Cluster, leaving: Collection[str], ids: Iterable[LedgerId
         plan.open_count += not held.metadata.is_closed
         plan.entry_count += held.entry_count
         plan.size_bytes += held.size_bytes
-        if ledger in marked:
-            plan.marked.add(ledger)
+        with contextlib.suppress(Corrupt):
+            mark = mark_of(ledger)
+            if mark is not None and not leaving.isdisjoint(mark.missing_replicas):
+                plan.marked.add(ledger)
         if problem := replacements.problem(held):
             plan.crowded[ledger] = problem
     return plan

@@ -221,16 +221,13 @@ def ok_to_stop(
     bookies = cluster.bookies.list(include_down=False)
     staying = {each.bookie_id: each for each in bookies if each.bookie_id not in bookie_ids}
     replacements = Replacements(bookies, bookie_ids)
-    marks = {
-        ledger: frozenset(mark.missing_replicas)
-        for ledger, mark in LedgerUnderreplicationManager(cluster.store).list(None)
-        if not isinstance(mark, BkctlError)
-    }
+    mark_of = LedgerUnderreplicationManager(cluster.store).beside()
     for ledger, held in ledgers_on(cluster, bookie_ids):
         if isinstance(held, BkctlError):
             yield StopProblem(ledger, Risk.UNREADABLE, held.message)
             continue
-        missing = marks.get(ledger, frozenset())
+        mark = mark_of(ledger)
+        missing = () if mark is None else mark.missing_replicas
         live = {
             bookie_id
             for bookie_id, bookie in staying.items()

@@ -544,7 +544,11 @@ class _Copying:
         self._access = access
         self._fragment = fragment
         self._targets = targets
-        self._bad = fragment.bookie_indexes
+        #: Each bookie of the fragment, and whether it is a bad one.
+        self._bookies = [
+            (index in fragment.bookie_indexes, access.pool.channel(bookie_id))
+            for index, bookie_id in enumerate(fragment.ensemble)
+        ]
         self._present: dict[str, Availability] = {}
         self._size_bytes_largest = 0
         self.entry_count = self.size_bytes = self.present_count = 0
@@ -628,11 +632,10 @@ class _Copying:
 
     def _sources(self, entry_id: int) -> list[BookieChannel]:
         """The bookies that should have the entry, those that are all right first."""
-        fragment, pool, now = self._fragment, self._access.pool, time.monotonic()
-        indexes = self._access.schedule.write_set(entry_id)
-        channels = [(index in self._bad, pool.channel(fragment.ensemble[index])) for index in indexes]
-        channels.sort(key=lambda each: (each[0], each[1].suspect_until > now))
-        return [channel for _, channel in channels]
+        now = time.monotonic()
+        bookies = [self._bookies[index] for index in self._access.schedule.write_set(entry_id)]
+        bookies.sort(key=lambda each: (each[0], each[1].suspect_until > now))
+        return [channel for _, channel in bookies]
 
     async def _read(
         self, entry_id: int, channels: list[BookieChannel]

@@ -1,4 +1,4 @@
-"""Waiting in an event loop for what the threads of a metadata store tell, and ending what waits."""
+"""Waiting in an event loop for what the threads of a metadata store tell, ending what waits, and asking together."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ class Signal:
 
     async def wait(self, timeout_s: float) -> None:
         """Until it is set, or the time is over."""
+        # Not wait_for: Python 3.11's loses a cancellation that comes together with the event.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._event.wait(), max(timeout_s, 0.0))
+            async with asyncio.timeout(max(timeout_s, 0.0)):
+                await self._event.wait()
 
 
 @contextlib.asynccontextmanager

@@ -15,10 +15,11 @@ import logging
 import random
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from bkctl.errors import (
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 log: Final = logging.getLogger("bkctl.replication")
 
+#: Marks that are read in one go.
+STEP_COUNT: Final = 10_000
 #: Ledgers that one worker has under way at once.
 LEDGERS_AT_ONCE: Final = 4
 #: A mark that comes among others is seen so much later at most.
@@ -180,11 +183,22 @@ class ReplicationWorker:
         """
         if not await asyncio.to_thread(self._manager.is_enabled):
             return LOOK_AGAIN_S
-        queue = iter(await asyncio.to_thread(self._free_ledgers))
+        steps = self._free_ledgers()
+        queue: list[LedgerId] = []
+        asking = asyncio.Lock()
         outcomes: Counter[LedgerOutcome] = Counter()
 
+        async def next_ledger() -> LedgerId | None:
+            async with asking:
+                while not queue:
+                    some = await finished(asyncio.to_thread(next, steps, None))
+                    if some is None:
+                        return None
+                    queue.extend(some)
+                return queue.pop()
+
         async def take() -> None:
-            for ledger in queue:
+            while (ledger := await next_ledger()) is not None:
                 if not await asyncio.to_thread(self._manager.is_enabled):
                     return
                 outcomes[await self.replicate(ledger)] += 1
@@ -198,14 +212,15 @@ class ReplicationWorker:
             await asyncio.sleep(self._back_off_s)
         return 0.0 if outcomes[LedgerOutcome.DONE] else LOOK_AGAIN_S
 
-    def _free_ledgers(self) -> list[LedgerId]:
-        """Marked ledgers that nobody has locked, in any order, so that workers do not meet all the time."""
-        marked = [ledger for scoped in self._scopes for ledger in self._manager.marked(scoped=scoped)]
-        if marked:
-            locked = self._manager.locked()
-            marked = [each for each in marked if each not in locked]
-        self._rng.shuffle(marked)
-        return marked
+    def _free_ledgers(self) -> Iterator[list[LedgerId]]:
+        """Marked ledgers that nobody has locked, some at a time, each time in any order: workers do not meet often."""
+        for scoped in self._rng.sample(self._scopes, len(self._scopes)):
+            marked = self._manager.marked(scoped=scoped)
+            while some := list(islice(marked, STEP_COUNT)):
+                locked = self._manager.locked()
+                free = [each for each in some if each not in locked]
+                self._rng.shuffle(free)
+                yield free
 
     async def replicate(self, ledger: LedgerId) -> LedgerOutcome:
         """Lock the ledger and bring its replicas back, if it is marked and free. Raises Unreachable."""

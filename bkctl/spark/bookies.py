@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from bkctl.config import BookieConfig
+from bkctl.config import BookieConfig, read_properties
 from bkctl.errors import BkctlError, NotFound, UsageError
 from bkctl.formats.metadata import Cookie
 from bkctl.ids import check_bookie_id
@@ -20,6 +20,11 @@ from bkctl.storage.directories import COOKIE_NAME, BookieDirectories, FileKind, 
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster
+
+
+_DIRECTORY_KEYS: Final = ("ledgerDirectories", "journalDirectory", "journalDirectories")
+#: As much of a file as tells whether it is a text.
+_TEXT_SIZE_BYTES: Final = 1024
 
 
 class BookieFiles(NamedTuple):
@@ -51,7 +56,8 @@ def find_bookies(places: Iterable[str | Path]) -> list[BookieFiles]:
     cluster's with `bookie-0`, `bookie-1` …), or a bookie's bk_server.conf. Whose a directory is, its cookie says
     (`VERSION`), or that of another directory of the same place, or the place itself, given as `BOOKIE_ID=PLACE`.
     Places of one bookie may be given one by one.
-    Raises UsageError where nothing says whose a directory is, or two bookies share one; NotFound.
+    Raises UsageError where nothing says whose a directory is, or two bookies share one, and for a file that is no
+    configuration; NotFound.
     """
     found: dict[str, tuple[dict[str, None], dict[str, None], dict[str, None]]] = {}
     for place in places:
@@ -89,7 +95,7 @@ def _bookies_at(place: str) -> Iterator[tuple[str, BookieDirectories]]:
         bookie_id, place = check_bookie_id(given), rest
     path = Path(place)
     if path.is_file():
-        config = BookieConfig.load(path)
+        config = _configuration(path)
         directories = BookieDirectories(config.journal_directories, config.ledger_directories, config.index_directories)
         yield bookie_id or _only_owner(place, directories), directories
         return
@@ -97,6 +103,8 @@ def _bookies_at(place: str) -> Iterator[tuple[str, BookieDirectories]]:
         raise NotFound(f"{place} does not exist")
     directories = BookieDirectories.at(path)
     if bookie_id is not None:
+        if not _holds_bookie(path):
+            raise NotFound(f"There is nothing of a bookie in {place}")
         yield bookie_id, directories
         return
     if not _holds_bookie(path):
@@ -111,6 +119,16 @@ def _bookies_at(place: str) -> Iterator[tuple[str, BookieDirectories]]:
             yield owner or _only_owner(str(each), BookieDirectories.at(each)), BookieDirectories.at(each)
         return
     yield _only_owner(place, directories), directories
+
+
+def _configuration(path: Path) -> BookieConfig:
+    """A bookie's configuration. Raises UsageError for any other file, whose defaults would be nobody's directories."""
+    with open(path, "rb") as file:
+        is_text = b"\0" not in file.read(_TEXT_SIZE_BYTES)
+    properties = read_properties(path) if is_text else None
+    if properties is None or not any(key in properties for key in _DIRECTORY_KEYS):
+        raise UsageError(f"{path} is no configuration of a bookie", hint="give its bk_server.conf, or its directory")
+    return BookieConfig.from_properties(properties)
 
 
 def _holds_bookie(directory: Path) -> bool:

@@ -169,8 +169,7 @@ class IndexReader(DataSourceReader):
             for slots in partition.slots:
                 yield from self._permitting(slots.path, self._read_file(slots))
         elif isinstance(partition, LedgerRange):
-            read = self._read_locations if self._rows is Rows.ENTRIES else self._read_ledgers
-            yield from self._permitting(str(_path_of(partition, "locations")), read(partition))
+            yield from self._permitting(str(_path_of(partition, "locations")), self._read_databases(partition))
         elif isinstance(partition, Damage):
             yield damage_row(self._schema(), partition.path, None, partition.reason)
 
@@ -292,30 +291,36 @@ class IndexReader(DataSourceReader):
                     f"{reader.size()}", hint="run again",
                 )  # fmt: skip
 
-    def _read_locations(self, part: LedgerRange) -> Iterator[pa.RecordBatch]:
-        """The entries of the ledgers that the bookie has; what is left of others is for garbage collection."""
+    def _read_databases(self, part: LedgerRange) -> Iterator[pa.RecordBatch]:
         path = _path_of(part, "locations")
         constants = {"file": str(path), "scoped": part.scoped, "bookieId": part.bookie_id}
+        read = self._location_rows if self._rows is Rows.ENTRIES else self._rows_of_ledgers
         with (
             LedgersDatabase.open(_path_of(part, "ledgers"), scoped=part.scoped) as ledgers,
             LocationsDatabase.open(path, scoped=part.scoped) as locations,
         ):
-            accepts = self._conditions.accepts_ledger
-            known = [ledger for ledger in ledgers.ledger_ids(part.first, part.end) if accepts(ledger)]
-            if self._conditions.about_ledgers:
-                first, last = self._conditions.entry_range()
-                if first > last:
-                    return
-                for ledger in known:
-                    begin, end = location_key(ledger, first), location_key(ledger, last) + b"\0"
-                    for items in locations.batches(begin, end, count=BATCH_ROWS):
-                        yield from self._item_rows(items, part, None, constants)
+            known = [each for each in ledgers.ledger_ids(part.first, part.end) if self._conditions.accepts_ledger(each)]
+            yield from read(part, known, ledgers, locations, constants)
+
+    def _location_rows(
+        self, part: LedgerRange, known: list[LedgerId], ledgers: LedgersDatabase, locations: LocationsDatabase,
+        constants: dict[str, Any],
+    ) -> Iterator[pa.RecordBatch]:  # fmt: skip
+        """The entries of the ledgers that the bookie has; what is left of others is for garbage collection."""
+        if self._conditions.about_ledgers:
+            first, last = self._conditions.entry_range()
+            if first > last:
                 return
-            begin = b"" if part.first is None else ledger_key(part.first)
-            border = None if part.end is None else ledger_key(part.end)
-            ids_by_scope = _ids_by_scope(known)
-            for items in locations.batches(begin, border, count=BATCH_ROWS):
-                yield from self._item_rows(items, part, ids_by_scope, constants)
+            for ledger in known:
+                begin, end = location_key(ledger, first), location_key(ledger, last) + b"\0"
+                for items in locations.batches(begin, end, count=BATCH_ROWS):
+                    yield from self._item_rows(items, part, None, constants)
+            return
+        begin = b"" if part.first is None else ledger_key(part.first)
+        border = None if part.end is None else ledger_key(part.end)
+        ids_by_scope = _ids_by_scope(known)
+        for items in locations.batches(begin, border, count=BATCH_ROWS):
+            yield from self._item_rows(items, part, ids_by_scope, constants)
 
     def _item_rows(
         self, items: list[tuple[bytes, bytes]], part: LedgerRange, known: dict[int, Any] | None,
@@ -342,28 +347,23 @@ class IndexReader(DataSourceReader):
                 entry_ids, locations = entry_ids[mask], locations[mask]
         yield from self._entry_rows(scope_ids, ledger_ids, entry_ids, locations, constants)
 
-    def _read_ledgers(self, part: LedgerRange) -> Iterator[pa.RecordBatch]:
-        path = _path_of(part, "locations")
-        constants = {"file": str(path), "scoped": part.scoped, "bookieId": part.bookie_id}
-        with (
-            LedgersDatabase.open(_path_of(part, "ledgers"), scoped=part.scoped) as ledgers,
-            LocationsDatabase.open(path, scoped=part.scoped) as locations,
-        ):
-            rows: list[_LedgerRow] = []
-            for ledger in ledgers.ledger_ids(part.first, part.end):
-                if not self._conditions.accepts_ledger(ledger):
-                    continue
-                data = ledgers.get(ledger)
-                if data is None:
-                    continue
-                count = sum(len(items) for items in locations.batches_of(ledger))
-                last = locations.last_entry_id(ledger)
-                rows.append((ledger, data.fenced, data.explicit_lac, count, last, data.master_key))
-                if len(rows) >= BATCH_ROWS:
-                    yield self._ledger_rows(rows, constants)
-                    rows = []
-            if rows:
+    def _rows_of_ledgers(
+        self, part: LedgerRange, known: list[LedgerId], ledgers: LedgersDatabase, locations: LocationsDatabase,
+        constants: dict[str, Any],
+    ) -> Iterator[pa.RecordBatch]:  # fmt: skip
+        rows: list[_LedgerRow] = []
+        for ledger in known:
+            data = ledgers.get(ledger)
+            if data is None:
+                continue
+            count = sum(len(items) for items in locations.batches_of(ledger))
+            last = locations.last_entry_id(ledger)
+            rows.append((ledger, data.fenced, data.explicit_lac, count, last, data.master_key))
+            if len(rows) >= BATCH_ROWS:
                 yield self._ledger_rows(rows, constants)
+                rows = []
+        if rows:
+            yield self._ledger_rows(rows, constants)
 
     def _schema(self) -> pa.Schema:
         from pyspark.sql.pandas.types import to_arrow_schema

@@ -178,7 +178,10 @@ def totals(
             said = applications(spark, connection)
             keys = ("application", "component", "managedLedger")
             totals = ledger_sums.join(said, NAME, "left").groupBy(*keys).agg(F.count("*").alias("ledgerCount"), *sums)
-    return totals.orderBy(F.desc("size"), *(name for name in totals.columns if name.endswith(("Id", "file"))))
+    # Ids of scopes are decimal texts of any width; a ledger's qualified name sorts as its ids do.
+    ties = {By.LEDGER: [F.col(NAME)], By.SCOPE: [F.lpad("ledgerScopeId", 20, "0")]}
+    names = ("bookieId", "file", "application", "component", "managedLedger")
+    return totals.orderBy(F.desc("size"), *ties.get(by, [name for name in names if name in totals.columns]))
 
 
 def applications(spark: SparkSession, connection: Mapping[str, str]) -> DataFrame:

@@ -53,6 +53,10 @@ _LOCAL_SETTINGS: Final = {
     "spark.sql.shuffle.partitions": "16",
 }
 
+#: A line of a log or a stack trace that names an error.
+_CAUSE: Final = re.compile(
+    r"\s*(?::|Caused by:|Exception in thread \"[^\"]*\")?\s*(?:\w+\.)+(\w*(?:Exception|Error): .{1,500})"
+)
 _LOCAL: Final = re.compile(r"local(\[.*\])?")
 
 
@@ -321,7 +325,8 @@ class _Spark:
         if "OutOfMemoryError" in logged:
             return BkctlError("Spark has too little memory", hint="give it more: --spark-conf spark.driver.memory=4g")
         causes = _causes(f"{error}\n{logged}")
-        cause = causes[-1] if causes else next((line for line in logged.splitlines() if line.strip()), str(error))
+        lines = (line for line in logged.splitlines() if line.strip() and not line.startswith(("WARNING", "Using ")))
+        cause = causes[-1] if causes else next(lines, str(error))
         return BkctlError(f"Spark failed on {master}: {cause}", hint="--verbose shows its log")
 
     def _logged(self) -> str:
@@ -433,7 +438,7 @@ def _causes(text: str) -> list[str]:
     """What the lines of a log or a stack trace name as errors, without their packages."""
     found: list[str] = []
     for line in text.splitlines():
-        match = re.match(r"\s*(?::|Caused by:)?\s*(?:\w+\.)+(\w*(?:Exception|Error): .{1,500})", line)
+        match = _CAUSE.match(line)
         # A cause that is told with what it is the cause of says less.
         if match is not None and not (found and match[1].partition(": ")[2] in found[-1]):
             found.append(match[1])

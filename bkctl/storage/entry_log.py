@@ -106,7 +106,7 @@ class EntryLogReader(FileReader):
         unknown format version.
         """
         name = self.name
-        for window, at, begins, _ in self._runs(start, take_frames):
+        for window, at, begins, _ in self._runs(start, take_frames, end):
             for begin in begins:
                 offset = at + begin
                 if end is not None and offset >= end:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bkctl.client.bookies import BookiePool
+from bkctl.client.bookies import BookiePool, in_order
 from bkctl.errors import BookieUnavailable
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
@@ -31,5 +31,40 @@ def test_an_address_that_is_none_makes_the_bookie_unavailable(
             with pytest.raises(BookieUnavailable, match="bookie-1"):
                 await asyncio.wait_for(answer, 20)
             await pool.close()
+
+    run(scenario())
+
+
+def test_work_goes_on_ahead_within_its_bound_and_comes_in_order(run: Callable[[Any], Any]) -> None:
+    begun: list[int] = []
+    ended: list[int] = []
+
+    async def work(item: int) -> int:
+        begun.append(item)
+        assert len(begun) - len(ended) <= 3
+        try:
+            await asyncio.sleep(0.001 * (5 - item % 5))
+            if item == 17:
+                raise BookieUnavailable("gone")
+        finally:
+            ended.append(item)
+        return item * 10
+
+    async def scenario() -> None:
+        async def numbers() -> AsyncIterator[int]:
+            for item in range(10):
+                yield item
+
+        assert [each async for each in in_order(numbers(), work, lambda: 3)] == [
+            (each, each * 10) for each in range(10)
+        ]
+        with pytest.raises(BookieUnavailable):
+            assert [each async for each in in_order(range(10, 30), work, lambda: 3)]
+        some = in_order(range(30, 60), work, lambda: 3)
+        assert await anext(some) == (30, 300)
+        await some.aclose()
+        # What was under way is over, and nothing else began.
+        assert sorted(begun) == sorted(ended)
+        assert max(begun) < 35
 
     run(scenario())

@@ -41,6 +41,11 @@ def test_marks_are_listed_by_scope_and_taken_away(manager: LedgerUnderreplicatio
         expected = [ledger for ledger in IDS if ledger.scope_id == scope_id]
         assert [ledger for ledger, _ in manager.list(scope_id)] == expected
         assert manager.any(scope_id) == bool(expected)
+    mark_of = manager.beside()
+    asked = [LedgerId(each.scope_id, each.ledger_id - 1) for each in IDS[1:4]] + IDS[3:]
+    assert [(mark := mark_of(each)) and mark.ledger for each in sorted(asked)] == [
+        each if each in IDS else None for each in sorted(asked)
+    ]
     first = manager.get(IDS[0])
     assert isinstance(first, UnderreplicatedLedger)
     assert (first.missing_replicas, first.ctime_ms) == (("bookie-0",), 1_700_000_000_000)

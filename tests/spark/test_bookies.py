@@ -69,3 +69,11 @@ def test_places_that_are_none_are_refused(tmp_path: Path) -> None:
         find_bookies([tmp_path / "nowhere"])
     with pytest.raises(NotFound, match="nothing of a bookie"):
         find_bookies([tmp_path])
+    with pytest.raises(NotFound, match="nothing of a bookie"):
+        find_bookies([f"host:9={tmp_path}"])
+    (tmp_path / "notes.txt").write_text("zkServers=127.0.0.1\n")
+    log = bookie(tmp_path / "home", "host:7") / "ledgers" / "current" / "0.log"
+    log.write_bytes(b"BKLO" + bytes(1020))
+    for file in (log, tmp_path / "notes.txt"):
+        with pytest.raises(UsageError, match=r"is no configuration of a bookie; give its bk_server\.conf"):
+            find_bookies([file])

@@ -45,4 +45,4 @@ def test_an_interrupted_job_leaves_neither_words_nor_processes(tmp_path: Path) -
         finally:
             run.kill()
     for pid in (java, worker):
-        wait_for(lambda pid=pid: not is_running(pid), "Spark goes on", 60)
+        wait_for(lambda pid=pid: not is_running(pid), "Spark goes on", 400)
