@@ -4,7 +4,7 @@
 
 One thread adds entries of 1 KiB to ledgers of scope 0 and to scoped ones, without the wire and without waiting for a
 disk; what is kept is written between the rounds. The variant without is the same source, with each `if` about
-`ledger[0]` replaced by what it does in scope 0. The processor time of the best round counts: the machine only adds to it.
+`ledger[0]` replaced by what it does in scope 0. Of the rounds the best counts: the machine only adds to it.
 """
 
 from __future__ import annotations

@@ -1045,7 +1045,7 @@ _bkctl() {
         -x|--context) kind='context' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='--ledger-id --ledger-scope-id --ledger-qualified-name --master --spark-conf --archive --ship --overwrite --save --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      words='--ledger-id --ledger-scope-id --ledger-qualified-name --master --spark-conf --archive --ship --overwrite --flat --save --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
       argument='none'
       ;;
     'pipeline import')

@@ -1569,6 +1569,7 @@ complete -c bkctl -n '__bkctl_at '\''pipeline export'\''' -l spark-conf -x -d 'A
 complete -c bkctl -n '__bkctl_at '\''pipeline export'\''' -l archive -x -d 'Unpacked on every executor, as venv.tar.gz#environment; repeatable.'
 complete -c bkctl -n '__bkctl_at '\''pipeline export'\''' -l ship -d 'Send this package to the executors (default: unless Spark runs on this machine alone).'
 complete -c bkctl -n '__bkctl_at '\''pipeline export'\''' -l overwrite -d 'Replace what is there.'
+complete -c bkctl -n '__bkctl_at '\''pipeline export'\''' -l flat -d 'No directory for each scope (nor are there any beyond 1,000 scopes).'
 complete -c bkctl -n '__bkctl_at '\''pipeline export'\''' -l save -x -d 'Also keep the rows: NAME.parquet, NAME.csv or NAME.json; repeatable.'
 complete -c bkctl -n '__bkctl_at '\''pipeline export'\''' -s u -l metadata-uri -x -d 'Metadata store: zk://HOST:PORT/ledgers, etcd://HOST:PORT/SCOPE, sqlite:///FILE. [BKCTL_METADATA_URI]'
 complete -c bkctl -n '__bkctl_at '\''pipeline export'\''' -s c -l conf -r -F -d 'A bookie'\''s bk_server.conf (or Pulsar'\''s bookkeeper.conf): its cluster and directories. [BKCTL_CONF]'
