@@ -123,6 +123,10 @@ class Entry(NamedTuple):
     payload: memoryview
 
 
+#: Every flags byte that an entry of format V2 may have: no digest, or one of the types.
+ENTRY_FLAGS_V2: Final = frozenset({FLAGS_V2, *(FLAGS_V2 | each for each in DigestType)})
+
+
 def digest_of_flags(flags: int, at: int = 0, where: str = "") -> DigestType | None:
     """The digest type in a V2 flags byte; None: no digest.
 

@@ -25,6 +25,9 @@ from bkctl.formats.entry import LAC_HEADER_SIZE_V1
 from bkctl.formats.layout import Buffer, Layout
 from bkctl.ids import LedgerId
 
+#: The largest entry id that an index file has a slot for: behind it is where file systems end.
+ENTRY_ID_MAX: Final = (1 << 40) - 1
+
 FINGERPRINT: Final = b"BKLE"
 HEADER_SIZE: Final = 1024
 VERSION_CURRENT: Final = 1

@@ -2,8 +2,8 @@
 
 A run is frames that stand one behind the other in what arrived, of one ledger with one master key, without flags, each
 with an entry of that ledger in the format of its scope. Whatever is not in exactly that form is left to `v2.py` and
-`v3.py`, frame by frame. Entries are copied out of the connection's buffer, as records: behind their size, as journals
-and entry logs keep them.
+`v3.py`, frame by frame; so are entry ids that not every storage has room for. Entries are copied out of the
+connection's buffer, as records: behind their size, as journals and entry logs keep them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from bkctl.formats.entry import ENTRY_V1, ENTRY_V2, HEADER_SIZE_V1, DigestType
+from bkctl.formats.entry import ENTRY_FLAGS_V2, ENTRY_V1, ENTRY_V2, HEADER_SIZE_V1
+from bkctl.formats.index import ENTRY_ID_MAX
+from bkctl.formats.record import record_of
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.protocol import v2, v3, v3_hot
 from bkctl.protocol.messages import AddRequest, AddResponse, BytesLike, Status
@@ -27,9 +29,6 @@ else:
     if getattr(compiled, "API", None) != COMPILED_API:
         compiled = None  # type: ignore[assignment]
 
-#: Larger entry ids come one by one: not every storage has room for them.
-ENTRY_ID_MAX: Final = (1 << 40) - 1
-
 _V2_HEAD: Final = v2.VERSION << 24 | v2.ADD_ENTRY << 16
 #: Frame length, header, master key, and what an entry of scope 0 begins with: ledger, entry, LAC.
 _V2_FRAME: Final = struct.Struct(">iI20sQqq")
@@ -39,7 +38,6 @@ _V2_BODY_MIN: Final = HEADER_SIZE_V1
 _V3_TXN_AT: Final = 7
 _V2_ANSWER: Final = struct.Struct(">iIiQq")
 _LENGTH: Final = struct.Struct(">i")
-_FLAGS_V2: Final = frozenset({0xA0, *(0xA0 | int(each) for each in DigestType)})
 
 _new = tuple.__new__
 
@@ -150,7 +148,7 @@ def take_v3(buffer: memoryview, at: int, end: int, size_max: int, count_max: int
             elif v3_hot.encode_add(txn_id, request, []) == stop - at:  # no number is written longer than it need be
                 form = _Form(buffer, at, stop, txn_id, request)
             entry_id, lac = ids
-            record = _LENGTH.pack(len(body)) + body
+            record = record_of(body)
             v3_hot.encode_add_response(txn_id, AddResponse(Status.EOK, ledger, entry_id), ledger[0], answers)
         if lac > highest:
             highest = lac
@@ -234,7 +232,7 @@ def _ids_of(body: memoryview, ledger: LedgerId) -> tuple[int, int] | None:
     try:
         if ledger[0]:
             flags, scope_id, ledger_id, entry_id, lac, _ = ENTRY_V2.unpack_from(body)
-            fits = flags in _FLAGS_V2 and scope_id == ledger[0] and ledger_id == ledger[1]
+            fits = flags in ENTRY_FLAGS_V2 and scope_id == ledger[0] and ledger_id == ledger[1]
         else:
             ledger_id, entry_id, lac, _ = ENTRY_V1.unpack_from(body)
             fits = ledger_id == ledger[1] <= I64_MAX
@@ -251,8 +249,9 @@ def refusals(adds: AddRun, status: Status, *, is_v2: bool) -> bytes:
     """The frames that tell the client of `status` instead of `adds.answers`."""
     out: list[BytesLike] = []
     if is_v2:
-        fields = 24, _V2_HEAD, status.v2, adds.ledger[1]
-        return b"".join(_V2_ANSWER.pack(*fields, entry_id) for entry_id in adds.entry_ids)
+        for entry_id in adds.entry_ids:
+            v2.encode_response(_V2_HEAD, AddResponse(status, adds.ledger, entry_id), out)
+        return b"".join(out)
     answers = memoryview(adds.answers)
     at = 0
     while at < len(answers):

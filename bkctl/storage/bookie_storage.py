@@ -38,7 +38,7 @@ from bkctl.errors import (
 )
 from bkctl.formats import journal as journal_formats
 from bkctl.formats.availability import Availability
-from bkctl.formats.entry import ENTRY_V1, ENTRY_V2, DigestType, read_entry_header, read_lac_header
+from bkctl.formats.entry import ENTRY_FLAGS_V2, ENTRY_V1, ENTRY_V2, read_entry_header, read_lac_header
 from bkctl.formats.journal import LAST_MARK, LogMark, file_name, last_mark_name
 from bkctl.formats.layout import Buffer
 from bkctl.formats.record import BODY_SIZE_MIN, RECORD_SIZE, Record, RecordType, record_of
@@ -52,7 +52,6 @@ LAC_PACKET_SIZE_BYTES_MAX: Final = 256
 #: A ledger that was fenced when it was deleted takes no writes until nobody tried for so long; and how many are kept.
 FENCED_AND_DELETED_MS: Final = 7 * 24 * 3_600_000
 FENCED_AND_DELETED_MAX: Final = 100_000
-_V2_FLAGS: Final = frozenset({0xA0, *(0xA0 | int(each) for each in DigestType)})
 
 _unpack_v1 = ENTRY_V1.unpack_from
 _unpack_v2 = ENTRY_V2.unpack_from
@@ -269,7 +268,7 @@ class BookieStorage:
         try:
             if ledger[0]:
                 flags, scope_id, ledger_id, found_id, lac, _ = _unpack_v2(body)
-                fits = flags in _V2_FLAGS and scope_id == ledger[0] and ledger_id == ledger[1]
+                fits = flags in ENTRY_FLAGS_V2 and scope_id == ledger[0] and ledger_id == ledger[1]
             else:
                 ledger_id, found_id, lac, _ = _unpack_v1(body)
                 fits = ledger_id == ledger[1] and ledger_id <= I64_MAX

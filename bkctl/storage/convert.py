@@ -21,12 +21,11 @@ from typing import Any, Final, NamedTuple, cast
 
 from bkctl.errors import Conflict, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.formats.entry_log import log_id_of, unpack_location
-from bkctl.formats.index import PAGE_SIZE_DEFAULT, VERSION_CURRENT, LedgerData, index_path
+from bkctl.formats.index import ENTRY_ID_MAX, PAGE_SIZE_DEFAULT, VERSION_CURRENT, LedgerData, index_path
 from bkctl.ids import LedgerId
 from bkctl.storage.directories import CONVERSION_NAME, BookieDirectories
 from bkctl.storage.files import Files
 from bkctl.storage.index import BookieIndexes, LedgerIndexReader
-from bkctl.storage.index_persistence import ENTRY_ID_MAX
 from bkctl.storage.regenerate import INDEX, IndexFileBuilder
 from bkctl.storage.repair import (
     UNFINISHED,

@@ -25,8 +25,6 @@ from bkctl.storage.entry_logger import OpenLog
 from bkctl.storage.files import NO_SPACE, Files, StorageFile
 from bkctl.storage.ledger_storage import LedgerHandle
 
-#: Larger entry ids are refused: their slot would lie where file systems end.
-ENTRY_ID_MAX: Final = (1 << 40) - 1
 SWAP: Final = sys.byteorder == "little"
 #: Fingerprint, version, key length, master key, state bits.
 _HEADER_SIZE_MIN: Final = 36

@@ -15,12 +15,13 @@ from typing import Final
 from bkctl.config import BookieConfig
 from bkctl.errors import Corrupt, EntryNotFound, Unsupported
 from bkctl.formats.entry_log import SCOPED_DIRECTORY
+from bkctl.formats.index import ENTRY_ID_MAX
 from bkctl.formats.layout import Buffer
 from bkctl.ids import LedgerId
 from bkctl.storage.entry_logger import EntryLogger, Move
 from bkctl.storage.files import Files
 from bkctl.storage.index_pages import ChangedPages, IndexInMemPageMgr
-from bkctl.storage.index_persistence import ENTRY_ID_MAX, IndexedHandle, IndexPersistenceMgr
+from bkctl.storage.index_persistence import IndexedHandle, IndexPersistenceMgr
 from bkctl.storage.ledger_storage import CHUNK_SIZE_BYTES, CURRENT, LedgerStorage
 
 #: Changed index pages before a flush is due whatever the flush interval.

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Final
 
 from bkctl.errors import Corrupt, NotFound, TruncatedRecord, Unsupported, UsageError
-from bkctl.formats.index import PAGE_SIZE_DEFAULT, VERSION_CURRENT, LedgerData, index_path
+from bkctl.formats.index import ENTRY_ID_MAX, PAGE_SIZE_DEFAULT, VERSION_CURRENT, LedgerData, index_path
 from bkctl.ids import LedgerId
 from bkctl.storage.directories import BookieDirectories
 from bkctl.storage.files import Files, StorageFile
 from bkctl.storage.garbage import LedgerState
 from bkctl.storage.index import RELOCATION_SUFFIX, BookieIndexes, LedgerIndexReader
 from bkctl.storage.index_pages import IndexInMemPageMgr
-from bkctl.storage.index_persistence import ENTRY_ID_MAX, IndexedHandle, IndexPersistenceMgr
+from bkctl.storage.index_persistence import IndexedHandle, IndexPersistenceMgr
 from bkctl.storage.repair import (
     UNFINISHED,
     BookieLayout,

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from bkctl.errors import LedgerFenced
 from bkctl.formats.entry import DigestManager, DigestType
+from bkctl.formats.index import ENTRY_ID_MAX
 from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
 from bkctl.protocol import add_runs, v2, v3
-from bkctl.protocol.add_runs import ENTRY_ID_MAX, AddRun, refusals, take_run
+from bkctl.protocol.add_runs import AddRun, refusals, take_run
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.messages import (
     FRAME_SIZE_BYTES_MAX,

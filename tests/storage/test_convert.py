@@ -17,13 +17,12 @@ from golden import GoldenBookie
 from bkctl.errors import Conflict, Corrupt, Unsupported, UsageError
 from bkctl.formats import entry_log, index
 from bkctl.formats.entry import DigestManager, DigestType, master_key
-from bkctl.formats.index import LedgerData
+from bkctl.formats.index import ENTRY_ID_MAX, LedgerData
 from bkctl.ids import LedgerId
 from bkctl.storage.convert import DB, INTERLEAVED, convert
 from bkctl.storage.directories import CONVERSION_NAME, BookieDirectories, FileKind
 from bkctl.storage.files import SimulatedCrash
 from bkctl.storage.index import LedgerIndexReader
-from bkctl.storage.index_persistence import ENTRY_ID_MAX
 from bkctl.storage.rebuild import rebuild
 from bkctl.storage.repair import BookieLayout, layout_of
 from bkctl.storage.rocksdb import LedgersDatabase, LocationsDatabase

@@ -15,12 +15,12 @@ from golden import GoldenBookie
 from bkctl.errors import NotFound, UsageError
 from bkctl.formats import entry_log, index, journal
 from bkctl.formats.entry import DigestManager, DigestType, master_key
+from bkctl.formats.index import ENTRY_ID_MAX
 from bkctl.ids import LedgerId
 from bkctl.storage.directories import BookieDirectories
 from bkctl.storage.files import SimulatedCrash
 from bkctl.storage.garbage import LedgerState
 from bkctl.storage.index import LedgerIndexReader
-from bkctl.storage.index_persistence import ENTRY_ID_MAX
 from bkctl.storage.regenerate import regenerate
 from bkctl.storage.repair import BookieLayout, Known, layout_of
 
