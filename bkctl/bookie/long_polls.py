@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from bkctl.errors import BkctlError, Corrupt
 from bkctl.protocol.messages import ReadRequest, Respond, Status, refusal
 from bkctl.storage.ledger_storage import LedgerHandle
 
 if TYPE_CHECKING:
     from bkctl.bookie.server import Bookie
-
-log: Final = logging.getLogger("bkctl.bookie")
 
 LONG_POLL_MS_MAX: Final = 3_600_000
 #: Long polls of all clients that wait at once; those beyond are answered as if their time was over.
@@ -85,8 +81,8 @@ class LongPoll:
             # Between the wake and now nobody watched the handle, so it may have been evicted.
             handle = storage.get(self._request.ledger)
             lac = -1 if handle is None else storage.last_add_confirmed(handle)
-        except (OSError, BkctlError):
-            handle = None  # `finish` meets it again, and answers it
+        except Exception:  # noqa: BLE001 - `finish` meets it again, and answers it
+            handle = None
         if handle is None:
             self.finish(updated=False)
         elif lac > previous:
@@ -121,9 +117,5 @@ class LongPoll:
         request = self._request
         try:
             self._bookie.answer_poll(request, self._respond, updated=updated)
-        except (OSError, Corrupt) as error:
-            log.warning("Long poll: %s", error)
-            self._respond(refusal(request, Status.EIO))
-        except BkctlError as error:
-            status = Status.EIO if error.v3_code is None else Status(error.v3_code)
-            self._respond(refusal(request, status))
+        except Exception as error:  # noqa: BLE001 - answered, logged and counted
+            self._bookie.refuse(request, self._respond, error)
