@@ -106,6 +106,8 @@ STOP_GRACE_S: Final = 5.0
 #: up, which writes nothing more.
 STOP_S: Final = 300.0
 FAILED_STOP_S: Final = 30.0
+#: A bookie whose registration another process holds gives up after so many times zkTimeout.
+USURPED_ZK_TIMEOUTS: Final = 2
 #: Threads for reads that need the disk.
 READ_THREADS: Final = 4
 #: Threads of a busy bookie take turns this often: the default of 5 ms is longer than a sync.
@@ -172,6 +174,7 @@ class Bookie:
         self._allows_high_priority = True
         self._registered_read_only: bool | None = None
         self._is_move_unsure = False
+        self._is_usurped = False
         self._registering = asyncio.Lock()
         self._released = False
         self._leaving: asyncio.Task[None] | None = None
@@ -333,7 +336,8 @@ class Bookie:
     async def _leave(self) -> None:
         """Take the bookie off the lists, after a move under way, which would register it again."""
         async with self._registering:
-            if self._cluster is not None and (self._registered_read_only is not None or self._is_move_unsure):
+            is_listed = self._registered_read_only is not None or self._is_move_unsure
+            if self._cluster is not None and is_listed and not self._is_usurped:  # what others hold is theirs
                 with contextlib.suppress(BkctlError):
                     await asyncio.to_thread(self._cluster.bookies.unregister, self.bookie_id)
                 self._registered_read_only = None
@@ -1022,6 +1026,31 @@ class Bookie:
                 self._fail(error)
             except BkctlError as error:
                 log.warning("Cannot register as %s: %s", "read-only" if self.read_only else "writable", error)
+            self._check_registration()
+
+    def _check_registration(self) -> None:
+        """Give up where another process holds our registration for longer than a session that is left behind lives.
+
+        Source: ZKRegistrationManager.registerBookie, which waits for zkTimeout and then shuts the bookie down.
+        """
+        if self._cluster is None or self._registered_read_only is None:
+            return
+        usurped_s = self._cluster.bookies.usurped_s(self.bookie_id, self._registered_read_only)
+        most_s = USURPED_ZK_TIMEOUTS * self.config.zk_timeout / 1000
+        if usurped_s > most_s:
+            self._fail(
+                AlreadyExists(
+                    f"Bookie {self.bookie_id} lost its session, and another process holds its registration for more "
+                    f"than {most_s:g} s",
+                    hint="stop that bookie, or give this one another id",
+                )
+            )
+        elif usurped_s and not self._is_usurped:
+            log.error(
+                "Bookie %s lost its session, and another process holds its registration: this bookie stops in %g s",
+                self.bookie_id, most_s - usurped_s,
+            )  # fmt: skip
+        self._is_usurped = usurped_s > 0
 
     def _journals_have_space(self) -> bool:
         needed = 2 * self.config.journal_pre_alloc_size_mb * MEBIBYTE

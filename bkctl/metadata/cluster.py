@@ -178,6 +178,10 @@ class Registration:
         """Move a registered bookie to read-only or back: the new node first, then the old one goes."""
         self.register(bookie_id, info, read_only)
 
+    def usurped_s(self, bookie_id: str, read_only: bool = False) -> float:
+        """Seconds since another process was first seen to hold the registration that we lost with a session; else 0."""
+        return self.store.usurped_s(self._path(bookie_id, read_only))
+
     def unregister(self, bookie_id: str) -> None:
         """Take the bookie off both lists; nothing happens when it is on none."""
         for read_only in (False, True):

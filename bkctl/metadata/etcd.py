@@ -733,7 +733,9 @@ class EtcdStore(MetadataStore):
         done = True
         for path, value in list(self._ephemerals.items()):
             try:
-                done = self._put_ephemeral(path, value) is None and done
+                is_ours = self._put_ephemeral(path, value) is None
+                self._note_owner(path, is_ours=is_ours)
+                done = is_ours and done
                 if path not in self._ephemerals:  # Deleted meanwhile: it must not come back.
                     self.delete(path)
             except NotFound:

@@ -76,6 +76,8 @@ class SqliteStore(MetadataStore):
         self._closed = False
         self._session: int | None = None
         self._ephemerals: dict[str, bytes] = {}
+        #: Some of them are to be held again.
+        self._has_lost = False
         self._watches: dict[int, tuple[_Watch, int | None]] = {}
         self._watch_id = 0
         self._sessions_checked_at = float("-inf")
@@ -343,11 +345,17 @@ class SqliteStore(MetadataStore):
             alive = connection.execute(
                 "UPDATE session SET beat_ms = ?, wall_ms = ? WHERE id = ?", (_monotonic_ms(), _wall_ms(), self._session)
             ).rowcount
-        if not alive:
-            for path in list(self._ephemerals):
-                with self._lock:  # A node deleted meanwhile must not come back.
-                    if path in self._ephemerals:
-                        self._put_ephemeral(path, self._ephemerals[path])
+        if alive and not self._has_lost:
+            return
+        self._has_lost = True
+        all_ours = True
+        for path in list(self._ephemerals):
+            with self._lock:  # A node deleted meanwhile must not come back.
+                if path in self._ephemerals:
+                    is_ours = self._put_ephemeral(path, self._ephemerals[path])
+                    self._note_owner(path, is_ours=is_ours)
+                    all_ours = all_ours and is_ours
+        self._has_lost = not all_ours
 
     def _end_dead_sessions(self, *, at_once: bool = False) -> None:
         """Drop the ephemerals of sessions that ended; looks at most every poll interval."""

@@ -7,6 +7,7 @@ runs over every driver. All calls block; every method may be called from any thr
 from __future__ import annotations
 
 import re
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -170,6 +171,8 @@ class MetadataStore(ABC):
 
     #: How to name this store in a message: `ZooKeeper at 127.0.0.1:2181`.
     name: str
+    #: By path: since when (monotonic clock) another owner holds an `ephemeral` of ours.
+    _usurped_since_s: dict[str, float] | None = None
 
     @abstractmethod
     def get(self, path: str) -> Versioned[bytes] | None:
@@ -257,6 +260,20 @@ class MetadataStore(ABC):
         After a lost session the node is created again, until `delete(path)` or `close`. A node that another owner holds
         is waited for: `wait_s` seconds (None: until a dead one's session is over), then AlreadyExists.
         """
+
+    def usurped_s(self, path: str) -> float:
+        """Seconds since another owner was first seen to hold our `ephemeral` at `path`; 0 while we hold it."""
+        since_s = (self._usurped_since_s or {}).get(path)
+        return 0.0 if since_s is None else max(time.monotonic() - since_s, 0.001)
+
+    def _note_owner(self, path: str, *, is_ours: bool) -> None:
+        """Take note of who holds our `ephemeral` at `path`, after it was tried to hold it again."""
+        if self._usurped_since_s is None:
+            self._usurped_since_s = {}
+        if is_ours:
+            self._usurped_since_s.pop(path, None)
+        else:
+            self._usurped_since_s.setdefault(path, time.monotonic())
 
     @abstractmethod
     def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:

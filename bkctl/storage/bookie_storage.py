@@ -268,7 +268,8 @@ class BookieStorage:
     def close(self) -> None:
         """The clean stop: everything into ledger storage, and the directories fit for Apache's bookie again.
 
-        Every batch must have been committed. Raises OSError: then the next start replays. Source: BP-35's downgrade.
+        A journal with records of a ledger that is `set_aside` stays as it is, for our next start. Every batch must have
+        been committed. Raises OSError: then the next start replays. Source: BP-35's downgrade.
         """
         self.run_checkpoint()
         for number, journal in enumerate(self.journals):

@@ -136,6 +136,12 @@ def _stop_cleanly(config: BookieConfig, rows: list[Downgraded]) -> None:
     # Nothing but one empty file a directory is written; it needs no space ahead.
     storage = BookieStorage(config.with_changes(journal_pre_alloc_size_mb=0), files=files)
     storage.open()
+    for ledger, error in storage.set_aside.items():
+        storage.ledgers.close()
+        raise Corrupt(
+            f"Ledger {ledger} has records to replay, and its own state cannot be read: {error.message}",
+            hint="mend its index with 'bkctl bookie index', or delete the ledger",
+        )
     storage.close()
     for directory in storage.ledger_directories:
         files.remove(directory / _DIRTY)

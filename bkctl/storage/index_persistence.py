@@ -7,6 +7,7 @@ for others to say. Source: IndexPersistenceMgr, FileInfo, FileInfoBackingCache; 
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import sys
@@ -18,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from bkctl.errors import Corrupt
 from bkctl.formats import index as formats
 from bkctl.formats.layout import Buffer
 from bkctl.ids import LedgerId
@@ -121,7 +123,12 @@ class IndexPersistenceMgr:
         if path is None:
             return None
         file = self._file_at(ledger, path, generation)
-        data = file.read(0, formats.HEADER_SIZE)
+        try:
+            data = file.read(0, formats.HEADER_SIZE)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise Corrupt(f"{path}: the disk fails at byte 0: {error.strerror}") from error
         if len(data) < _HEADER_SIZE_MIN or data[:4] == bytes(4):
             self._forget(ledger)
             return None  # a crash came before the first header was on disk: whoever has the key writes it again
@@ -133,6 +140,21 @@ class IndexPersistenceMgr:
         handle.explicit_lac = header.explicit_lac or b""
         handle.lac_is_known = False
         handle.last_entry = handle.indexed_last = self._last_entry(file)
+        return handle
+
+    def load_pages(self, ledger: LedgerId) -> IndexedHandle | None:
+        """A handle to move entries of a ledger whose header may be damaged, None where it has no file. Raises OSError.
+
+        Only its pages may be written: the header stays as it is.
+        """
+        generation = self._generation
+        path = self._find(ledger)
+        if path is None:
+            return None
+        handle = IndexedHandle(ledger, b"", path)
+        handle.is_on_disk = True
+        handle.header_changed = False
+        handle.last_entry = handle.indexed_last = self._last_entry(self._file_at(ledger, path, generation))
         return handle
 
     def create(self, ledger: LedgerId, master_key: bytes) -> IndexedHandle:

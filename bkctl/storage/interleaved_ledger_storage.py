@@ -255,7 +255,10 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
         for ledger, theirs in by_ledger.items():
             handle = self.handles.get(ledger) or self._borrowed.get(ledger)
             if handle is None:
-                handle = self.persistence.load(ledger)
+                try:
+                    handle = self.persistence.load(ledger)
+                except (Corrupt, Unsupported):  # the other ledgers of the log are compacted all the same
+                    handle = self.persistence.load_pages(ledger)
                 if handle is None:
                     continue
                 self._borrowed[ledger] = handle

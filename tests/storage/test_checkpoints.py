@@ -18,6 +18,7 @@ from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
 from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.entry_log import EntryLogReader
+from bkctl.storage.entry_logger import Move
 from bkctl.storage.files import Fault, Files, SimulatedFiles, StorageFile
 
 SETTINGS: dict[str, Any] = {}
@@ -225,6 +226,33 @@ def test_replay_sets_a_ledger_with_a_damaged_index_aside_and_keeps_its_records(
     assert [stored(mended, 3, entry_id) for entry_id in range(2)] == bodies
     mended.run_checkpoint()
     assert open_storage(tmp_path).replayed == (0, 0)
+
+
+def test_compaction_moves_the_entries_of_a_ledger_whose_header_is_damaged(tmp_path: Path) -> None:
+    """Else its log, and those that are compacted together with it, would be copied in each round and never go."""
+    storage = open_storage(tmp_path)
+    body = add(storage, 1, 0)
+    other = add(storage, 2, 0)
+    storage.flush_journals()
+    storage.run_checkpoint()
+    (index,) = (tmp_path / "ledgers").rglob("1.idx")
+    whole = index.read_bytes()
+    index.write_bytes(b"XXXX" + whole[4:])
+    again = open_storage(tmp_path)
+    log = again.ledgers.entry_loggers[0].open_compaction_log()
+    moves = []
+    for ledger, copy in ((LedgerId(0, 1), body), (LedgerId(0, 2), other)):
+        old = again.ledgers.pages.location(ledger, 0)
+        moves.append(Move(ledger, 0, old, log.add(ledger, copy)))
+    log.finish()
+    again.ledgers.update_locations(moves)
+    again.run_checkpoint()
+    damaged = index.read_bytes()
+    assert damaged[:1024] == b"XXXX" + whole[4:1024]
+    index.write_bytes(whole[:4] + damaged[4:])
+    (tmp_path / "ledgers/current/0.log").unlink()
+    mended = open_storage(tmp_path)
+    assert (stored(mended, 1, 0), stored(mended, 2, 0)) == (body, other)
 
 
 def test_deleting_the_ledgers_that_are_set_aside_lets_go_of_the_journals(tmp_path: Path) -> None:

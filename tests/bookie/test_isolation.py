@@ -1,0 +1,372 @@
+"""Faults that stay where they are: with one request, one ledger, one group; and a stop that always ends."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bookie.test_server import add, config_for, connected, digests, on_a_bookie, serving, statuses
+from servers import DB, INTERLEAVED, SORTED
+
+from bkctl.bookie import server
+from bkctl.bookie.server import Bookie
+from bkctl.errors import AlreadyExists, BadRequest, BkctlError, Corrupt, UnknownLedgerState, Unsupported
+from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.sqlite import SqliteStore, _end_session
+from bkctl.protocol.connection import BookieConnection
+from bkctl.protocol.messages import Protocol, ReadRequest, Status, WriteLacRequest
+from bkctl.storage.files import Files, StorageFile
+
+PLAIN, OTHER, SCOPED = LedgerId(0, 5), LedgerId(0, 6), LedgerId(7, 5)
+STORAGES = pytest.mark.parametrize("storage", [SORTED, INTERLEAVED, DB], ids=["sorted", "interleaved", "db"])
+
+
+def in_flight(bookie: Bookie) -> int:
+    return bookie._server.in_flight_bytes + sum(each._in_flight for each in bookie._server.connections)
+
+
+# --- master keys -----------------------------------------------------------------------------------------------------
+
+
+@STORAGES
+@pytest.mark.parametrize("size", [0, 1, 19, 21, 1000, 1120, 1 << 20])
+def test_a_master_key_that_is_not_20_bytes_is_refused_at_every_entry_point(
+    tmp_path: Path, cluster: Cluster, storage: str, size: int
+) -> None:
+    key = b"k" * size
+
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        for ledger in (PLAIN, SCOPED):
+            lac = digests(ledger).seal_lac(0)
+            for request in (
+                add(ledger, 0, master_key=key),
+                add(ledger, 0, master_key=key, recovery_add=True),
+                add(ledger, 0, master_key=key, deferred_sync=True),
+                ReadRequest(ledger, 0, key, fence=True),
+                WriteLacRequest(ledger, 0, key, lac),
+            ):
+                assert (await connection.send(request)).status is Status.EBADREQ
+            assert bookie.storage.get(ledger) is None
+        assert await statuses(connection, add(OTHER, 0)) == [Status.EOK]
+        await bookie.checkpoint()
+        assert bookie.failure is None
+        assert in_flight(bookie) == 0
+
+    on_a_bookie(tmp_path, cluster, body, ledger_storage_class=storage)
+    journals = b"".join(path.read_bytes() for path in tmp_path.rglob("*.txn"))
+    assert b"k" * 100 not in journals
+
+
+@STORAGES
+def test_a_bookie_starts_with_a_journal_that_holds_long_master_keys(
+    tmp_path: Path, cluster: Cluster, storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As earlier releases wrote it; 60 of them of 4 MB once filled the memory."""
+    config = config_for(tmp_path, ledger_storage_class=storage)
+    keys = {LedgerId(0, 100 + number): bytes([65 + number]) * 1_000_000 for number in range(5)}
+
+    async def write() -> None:
+        bookie = Bookie(config, cluster=cluster)
+        await bookie.start()
+        async with connected(bookie) as connection:
+            assert await statuses(connection, add(PLAIN, 0)) == [Status.EOK]
+            monkeypatch.setattr("bkctl.storage.bookie_storage.MASTER_KEY_SIZE", 1_000_000)
+            answers = await statuses(connection, *(add(ledger, 0, master_key=key) for ledger, key in keys.items()))
+            assert set(answers) == {Status.EOK}
+            monkeypatch.undo()
+        bookie._fail(BkctlError("killed"))
+        await bookie.stop()
+
+    async def read() -> None:
+        async with serving(config, cluster) as bookie, connected(bookie) as connection:
+            assert bookie.failure is None
+            for ledger in (PLAIN, *keys):
+                response = await connection.send(ReadRequest(ledger, 0))
+                assert bytes(response.body) == add(ledger, 0).body
+            assert await statuses(connection, add(PLAIN, 1)) == [Status.EOK]
+            held = [bookie.storage.get(ledger) for ledger in keys]
+            assert all(handle is not None and handle.master_key == b"" for handle in held)
+
+    asyncio.run(write())
+    for _ in range(2):
+        asyncio.run(read())
+
+
+# --- continuations ---------------------------------------------------------------------------------------------------
+
+ERRORS: list[tuple[Exception, Status]] = [
+    (UnknownLedgerState("limbo"), Status.EUNKNOWNLEDGERSTATE),
+    (Unsupported("a flags byte 0xFF"), Status.EIO),
+    (Corrupt("damage"), Status.EIO),
+    (OSError(errno.EIO, "a disk"), Status.EIO),
+    (RuntimeError("a defect"), Status.EIO),
+]
+
+
+@pytest.mark.parametrize("protocol", list(Protocol), ids=lambda each: each.name)
+@pytest.mark.parametrize(("error", "status"), ERRORS, ids=lambda each: type(each).__name__)
+def test_a_fencing_read_that_fails_after_the_commit_leaves_its_group_answered(
+    tmp_path: Path,
+    cluster: Cluster,
+    monkeypatch: pytest.MonkeyPatch,
+    protocol: Protocol,
+    error: Exception,
+    status: Status,
+) -> None:
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        assert await statuses(connection, add(PLAIN, 0), add(OTHER, 0)) == [Status.EOK] * 2
+        find = bookie.storage.find
+
+        def failing(handle: Any, entry_id: int) -> Any:
+            if handle.ledger == PLAIN:
+                raise error
+            return find(handle, entry_id)
+
+        monkeypatch.setattr(bookie.storage, "find", failing)
+        fence = ReadRequest(PLAIN, 0, digests(PLAIN).master_key, fence=True)
+        found = await asyncio.wait_for(
+            statuses(connection, add(OTHER, 1), fence, add(OTHER, 2), fence, add(OTHER, 3)), 60
+        )
+        assert found == [Status.EOK, status, Status.EOK, status, Status.EOK]
+        assert in_flight(bookie) == 0
+        assert bookie.metrics.unexpected_errors == (2 if isinstance(error, RuntimeError) else 0)
+        assert bookie.failure is None
+
+    on_a_bookie(tmp_path, cluster, body, protocol)
+
+
+@STORAGES
+def test_a_flipped_byte_of_an_entry_stays_with_its_ledger(tmp_path: Path, cluster: Cluster, storage: str) -> None:
+    config = config_for(tmp_path, ledger_storage_class=storage)
+
+    async def write() -> None:
+        async with serving(config, cluster) as bookie, connected(bookie) as connection:
+            assert await statuses(connection, add(PLAIN, 0), add(OTHER, 0)) == [Status.EOK] * 2
+
+    async def read() -> None:
+        async with serving(config, cluster) as bookie, connected(bookie) as connection:
+            fence = ReadRequest(PLAIN, 0, digests(PLAIN).master_key, fence=True)
+            found = await asyncio.wait_for(statuses(connection, add(OTHER, 1), fence, add(OTHER, 2)), 60)
+            assert found == [Status.EOK, Status.EIO, Status.EOK]
+            assert in_flight(bookie) == 0
+
+    asyncio.run(write())
+    (log,) = tmp_path.rglob("0.log")
+    data = bytearray(log.read_bytes())
+    at = data.index(add(PLAIN, 0).body)
+    data[at] = 0xFF
+    log.write_bytes(data)
+    asyncio.run(read())
+
+
+@pytest.mark.parametrize("protocol", list(Protocol), ids=lambda each: each.name)
+def test_an_unexpected_exception_of_a_handler_is_answered_logged_and_counted(
+    tmp_path: Path,
+    cluster: Cluster,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    protocol: Protocol,
+) -> None:
+    def defect(*_: object, **__: object) -> None:
+        raise RuntimeError("a defect")
+
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        monkeypatch.setattr(bookie.storage, "add_records", defect)
+        assert set(await asyncio.wait_for(statuses(connection, *(add(PLAIN, each) for each in range(9))), 60)) == {
+            Status.EIO
+        }
+        monkeypatch.undo()
+        assert await statuses(connection, add(PLAIN, 0)) == [Status.EOK]
+        assert in_flight(bookie) == 0
+        assert bookie.metrics.unexpected_errors > 0
+        assert "a defect" in caplog.text
+
+    on_a_bookie(tmp_path, cluster, body, protocol)
+
+
+def test_an_exception_of_one_answer_keeps_nothing_from_the_others(tmp_path: Path, cluster: Cluster) -> None:
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        def defect(_: object) -> None:
+            raise RuntimeError("a defect")
+
+        added = connection.send(add(PLAIN, 0))
+        body = add(OTHER, 0)
+        bookie.storage.add(OTHER, 0, body.master_key, body.body, defect)
+        bookie.storage.force(OTHER, defect)
+        bookie.storage.when_written(OTHER, defect)
+        bookie._flush_soon()
+        assert (await asyncio.wait_for(added, 60)).status is Status.EOK
+        assert in_flight(bookie) == 0
+
+    on_a_bookie(tmp_path, cluster, body)
+
+
+# --- stops -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_leaves_the_list_of_bookies_before_it_writes(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: list[bool] = []
+
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        assert await statuses(connection, add(PLAIN, 0)) == [Status.EOK]
+        plain = bookie.storage.close
+
+        def close() -> None:
+            found = cluster.bookies.get(bookie.bookie_id)
+            listed.append(found is not None and found.state != "down")
+            plain()
+
+        monkeypatch.setattr(bookie.storage, "close", close)
+
+    on_a_bookie(tmp_path, cluster, body)
+    assert listed == [False]
+
+
+class HangingFiles(Files):
+    """Files whose syncs hang once `hangs` is cleared, until `go_on` is set."""
+
+    def __init__(self) -> None:
+        self.hangs, self.go_on = threading.Event(), threading.Event()
+
+    def open(self, path: Path, *, create: bool = False) -> StorageFile:
+        file = super().open(path, create=create)
+        file.__class__ = _HangingFile
+        _HangingFile.files = self
+        return file
+
+
+class _HangingFile(StorageFile):
+    __slots__ = ()
+    files: HangingFiles
+
+    def sync(self) -> None:
+        if self.files.hangs.is_set():
+            self.files.go_on.wait(600)
+        super().sync()
+
+
+@pytest.mark.parametrize("when", ["at work", "as it stops"])
+def test_a_stop_ends_in_bounded_time_while_a_disk_hangs(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    monkeypatch.setattr(server, "STOP_S", 1.0)
+    monkeypatch.setattr(server, "STOP_GRACE_S", 0.2)
+    files = HangingFiles()
+
+    async def run() -> None:
+        bookie = Bookie(config_for(tmp_path), cluster=cluster, files=files)
+        await bookie.start()
+        async with connected(bookie) as connection:
+            assert await statuses(connection, add(PLAIN, 0)) == [Status.EOK]
+            files.hangs.set()
+            waiting = connection.send(add(PLAIN, 1)) if when == "at work" else None
+            if waiting is not None:
+                await asyncio.sleep(0.1)
+            await asyncio.wait_for(bookie.stop(), 60)
+            assert bookie.failure is not None
+            assert bookie.is_stuck
+            if waiting is not None:
+                with pytest.raises(BkctlError):
+                    await waiting
+        files.go_on.set()
+        for thread in threading.enumerate():
+            if thread.name.startswith(("journal-", "stop-")):
+                await asyncio.to_thread(thread.join, 60)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("method", ["begin_checkpoint", "checkpoint", "end_checkpoint", "write_entries", "close"])
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "a disk"), BadRequest("odd"), RuntimeError("a defect")], ids=repr)
+def test_whoever_waits_for_a_task_that_fails_with_anything_hears_of_it(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, method: str, error: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    async def run() -> None:
+        bookie = Bookie(config_for(tmp_path), cluster=cluster)
+        await bookie.start()
+        async with connected(bookie) as connection:
+            assert await statuses(connection, add(PLAIN, 0)) == [Status.EOK]
+            monkeypatch.setattr(bookie.storage, method, fail)
+            if method == "write_entries":
+                assert bookie._entries is not None
+                bookie._entries.submit(bookie._write_entries)
+            await asyncio.wait_for(bookie.checkpoint(), 60)
+            await asyncio.wait_for(bookie.stop(), 60)
+        assert bookie.failure is not None
+        assert not bookie.is_stuck
+        monkeypatch.undo()
+
+    asyncio.run(run())
+
+    async def again() -> None:
+        async with serving(config_for(tmp_path), cluster) as bookie, connected(bookie) as connection:
+            assert bytes((await connection.send(ReadRequest(PLAIN, 0))).body) == add(PLAIN, 0).body
+
+    asyncio.run(again())
+
+
+# --- registrations ---------------------------------------------------------------------------------------------------
+
+
+def test_a_bookie_stops_when_another_process_holds_its_registration_after_a_lost_session(
+    tmp_path: Path, cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = cluster.store
+    assert isinstance(store, SqliteStore)
+
+    async def run() -> None:
+        bookie = Bookie(config_for(tmp_path, zk_timeout=500, disk_check_interval=50), cluster=cluster)
+        await bookie.start()
+        with open_cluster(f"sqlite://{store.file}") as other:
+            await asyncio.to_thread(usurp, other, bookie)
+            await asyncio.wait_for(bookie.stopped.wait(), 60)
+            assert isinstance(bookie.failure, AlreadyExists)
+            assert "lost its session" in str(bookie.failure)
+            assert "this bookie stops in" in caplog.text
+            await asyncio.wait_for(bookie.stop(), 60)
+            found = other.bookies.get(bookie.bookie_id)
+            assert found is not None
+            assert found.state == "rw", "the other process keeps what it holds"
+
+    def usurp(other: Cluster, bookie: Bookie) -> None:
+        assert isinstance(store, SqliteStore)
+        with store._lock:
+            with store._transaction() as connection:
+                assert store._session is not None
+                _end_session(connection, store._session)
+            other.bookies.register(bookie.bookie_id, bookie.service_info)
+
+    asyncio.run(run())
+
+
+def test_a_bookie_whose_session_is_lost_and_that_holds_its_registration_again_goes_on(
+    tmp_path: Path, cluster: Cluster
+) -> None:
+    store = cluster.store
+    assert isinstance(store, SqliteStore)
+
+    def lose() -> None:
+        assert isinstance(store, SqliteStore)
+        with store._transaction() as connection:
+            assert store._session is not None
+            _end_session(connection, store._session)
+
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        lose()
+        async with asyncio.timeout(60):
+            while (found := cluster.bookies.get(bookie.bookie_id)) is None or found.state != "rw":
+                await asyncio.sleep(0.05)
+        bookie._check_registration()
+        assert bookie.failure is None
+
+    on_a_bookie(tmp_path, cluster, body, zk_timeout=500, disk_check_interval=50)
