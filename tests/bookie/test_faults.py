@@ -17,7 +17,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,7 +49,7 @@ from bkctl.storage.files import DiskUsage, Files, StorageFile
 
 IS_LONG = bool(os.environ.get("BKCTL_TEST_LONG"))
 #: Faults of one kind of error with one storage class, where not all of them are asked for.
-SAMPLE_SIZE = 12
+SAMPLE_SIZE = 5
 TIMEOUT_S = 60.0
 
 ERRORS: dict[str, Callable[[], Exception]] = {
@@ -357,14 +357,50 @@ async def run(root: Path, storage: str, seams: Seams, patch: pytest.MonkeyPatch)
         return await next_start(root, storage, cluster, client)
 
 
+async def run_start(root: Path, storage: str, seams: Seams, patch: pytest.MonkeyPatch) -> str:
+    """A start after a kill, with what is behind the last mark to replay, and the next one."""
+    with open_cluster(f"sqlite://{root / 'metadata.db'}", create=True) as cluster:
+        killed = Bookie(bookie_config(root, storage), cluster=cluster)
+        await killed.start()
+        for ledger in LEDGERS:
+            cluster.ledgers.create(ledger, metadata_of(killed.bookie_id))
+        async with connected(killed) as connection:
+            client = Client(connection)
+            await client.ask(*(add(ledger, entry_id) for entry_id in range(5) for ledger in LEDGERS))
+            await killed.checkpoint()
+            fence = ReadRequest(FENCED, -1, digests(FENCED).master_key, fence=True)
+            await client.ask(*(add(ledger, entry_id) for entry_id in range(5, 20) for ledger in LEDGERS), fence)
+        killed._fail(BkctlError("killed"))
+        await killed.stop()
+        bookie = Bookie(bookie_config(root, storage), cluster=cluster, files=SeamFiles(seams))
+        with patch.context() as within:
+            put_seams_in(cluster.store, seams, within)
+            seams.is_armed = True
+            try:
+                await asyncio.wait_for(bookie.start(), TIMEOUT_S)
+            except TimeoutError:
+                return "the start hangs"
+            except Exception:
+                if not seams.has_failed:
+                    raise
+            else:
+                seams.is_armed = False
+                await asyncio.wait_for(bookie.stop(), TIMEOUT_S)
+            seams.is_armed = False
+        if bookie.is_stuck:
+            return "a thread is left behind"
+        return await next_start(root, storage, cluster, client)
+
+
 async def next_start(root: Path, storage: str, cluster: Cluster, client: Client) -> str:
     bookie = Bookie(bookie_config(root, storage), cluster=cluster)
     await bookie.start()
     try:
         async with connected(bookie) as connection:
+            is_removed = DELETED not in set(cluster.ledgers.ledgers())
             for (ledger, entry_id), body in client.added.items():
                 response = await connection.send(ReadRequest(ledger, entry_id))
-                if ledger == DELETED and response.status is Status.ENOLEDGER:
+                if ledger == DELETED and is_removed and response.status in (Status.ENOLEDGER, Status.ENOENTRY):
                     continue
                 if response.status is not Status.EOK or bytes(response.body) != body:
                     return f"entry {entry_id} of ledger {ledger} was acknowledged: {response.status.name}"
@@ -385,28 +421,37 @@ def chosen(sites: list[Site], seed: str) -> list[Site]:
     return chance.sample(picked, min(len(picked), SAMPLE_SIZE))
 
 
+Run = Callable[[Path, str, Seams, pytest.MonkeyPatch], Coroutine[Any, Any, str]]
+
+
 @functools.cache
-def recorded(root: Path, storage: str) -> tuple[Site, ...]:
+def recorded(root: Path, storage: str, of: Run = run) -> tuple[Site, ...]:
     """The calls of a run without a fault."""
     seams = Seams()
     root.mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        assert asyncio.run(run(root, storage, seams, patch)) == ""
+        assert asyncio.run(of(root, storage, seams, patch)) == ""
     return tuple(seams.sites())
 
 
 @pytest.fixture(scope="module")
-def sites_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Site]]:
+def sites_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Site]]:
     root = tmp_path_factory.mktemp("recorded")
-    return lambda name: list(recorded(root / name, STORAGES[name]))
+    return lambda name, of=run: list(recorded(root / f"{name}-{of.__name__}", STORAGES[name], of))
 
 
+@pytest.mark.parametrize("of", [run, run_start], ids=["at work", "at the start"])
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("storage", STORAGES)
 def test_whatever_fails_once_stays_where_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sites_of: Callable[[str], list[Site]], storage: str, error: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sites_of: Callable[..., list[Site]],
+    storage: str,
+    error: str,
+    of: Run,
 ) -> None:
-    sites = sites_of(storage)
+    sites = sites_of(storage, of)
     problems = []
     fired = 0
     picked = chosen(sites, f"{storage} {error}")
@@ -414,7 +459,7 @@ def test_whatever_fails_once_stays_where_it_is(
         root = tmp_path / str(number)
         root.mkdir()
         seams = Seams(site, ERRORS[error])
-        problem = asyncio.run(run(root, STORAGES[storage], seams, monkeypatch))
+        problem = asyncio.run(of(root, STORAGES[storage], seams, monkeypatch))
         fired += seams.has_failed
         if problem:
             problems.append(f"{site}: {problem}")

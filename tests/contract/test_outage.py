@@ -191,6 +191,31 @@ def test_registrations_and_watches_outlive_a_session(zookeeper: Any) -> None:
         assert observer.bookies.get("bookie-3") is None
 
 
+def test_a_store_tells_that_another_process_took_what_a_lost_session_held(
+    zookeeper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = zookeeper.metadata_uri(zookeeper.new_root())
+    with open_cluster(uri, create=True) as bookie, open_cluster(uri) as other:
+        bookie.bookies.register("bookie-1", INFO)
+        taken = threading.Event()
+        hold = bookie.store._put_ephemeral
+
+        def hold_late(*arguments: Any) -> Any:
+            taken.wait(60)
+            return hold(*arguments)
+
+        monkeypatch.setattr(bookie.store, "_put_ephemeral", hold_late)
+        assert bookie.bookies.usurped_s("bookie-1") == 0
+        end_session(bookie.store)
+        eventually(lambda: other.bookies.get("bookie-1") is None)
+        other.bookies.register("bookie-1", INFO)
+        taken.set()
+        eventually(lambda: bookie.bookies.usurped_s("bookie-1") > 0)
+        other.bookies.unregister("bookie-1")
+        eventually(lambda: bookie.bookies.usurped_s("bookie-1") == 0)
+        assert other.bookies.get("bookie-1") is not None
+
+
 def test_a_claim_does_not_outlive_its_session_and_its_place_is_free(zookeeper: Any) -> None:
     uri = zookeeper.metadata_uri(zookeeper.new_root())
     with open_cluster(uri, create=True) as owner, open_cluster(uri) as other:
