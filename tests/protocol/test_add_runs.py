@@ -364,3 +364,19 @@ def test_a_refused_run_is_refused_add_by_add(ledger: LedgerId, ids: list[tuple[i
                 assert (answer.txn_id, answer.response) == (txn_id, expected)
             at = end
         assert at == len(out)
+
+
+@pytest.mark.parametrize(
+    "take", [add_runs.take_v3, pytest.param(None, marks=needs_compiled)], ids=["python", "compiled"]
+)
+@pytest.mark.parametrize("size", [0, 1, 19, 21, 1000])
+def test_a_run_takes_no_master_key_that_is_not_20_bytes(size: int, take: Any) -> None:
+    """Such a frame goes its own way, to be refused; it also ends the run before it."""
+    take = take or add_runs.compiled.take_v3  # type: ignore[union-attr]
+    for ledger in (*PLAIN, *SCOPED):
+        odd = frame(add(ledger, 1, b"payload", b"k" * size), is_v2=False)
+        plain = frame(add(ledger, 0, b"payload"), is_v2=False)
+        assert take(memoryview(odd), 0, len(odd), SIZE_MAX, 10) is None
+        found = take(memoryview(plain + odd), 0, len(plain + odd), SIZE_MAX, 10)
+        assert found is not None
+        assert (found[0], found[3]) == (len(plain), [0])
