@@ -161,7 +161,7 @@ def registered_bookie(cluster: Cluster, bookie_id: str) -> RegisteredBookie:
 def _url_of_conf(run: Run) -> str:
     """The HTTP server of the bookie whose configuration --conf is."""
     from bkctl.config import read_properties
-    from bkctl.http.client import is_of_this_machine
+    from bkctl.http.client import is_of_another_machine
 
     if run.conf is None:
         raise UsageError(
@@ -176,7 +176,7 @@ def _url_of_conf(run: Run) -> str:
     if not host:
         # Apache's listens on every address then; ours too where it asks for a proof, else on loopback.
         advertised = settings.get("advertisedAddress")
-        host = advertised if advertised and not is_of_this_machine(advertised) else "127.0.0.1"
+        host = advertised if advertised and is_of_another_machine(advertised) else "127.0.0.1"
     elif host in ("0.0.0.0", "::"):
         host = settings.get("advertisedAddress") or "127.0.0.1"
     scheme = "https" if (settings.get("httpServerTlsEnable") or "").lower() == "true" else "http"

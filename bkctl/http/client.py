@@ -145,7 +145,7 @@ def bookie_url(bookie: RegisteredBookie, host: str | None = None) -> str:
         )
     host = host or found.host
     address = bookie.address
-    if _is_loopback_address(host.strip("[]")) and address is not None and not is_of_this_machine(address[0]):
+    if _is_loopback_address(host.strip("[]")) and address is not None and is_of_another_machine(address[0]):
         raise BookieUnavailable(
             f"The HTTP server of bookie {bookie.bookie_id} is open to its own machine only ({address[0]})",
             hint="run the command there, or set httpServerHost and httpServerTokenFile in its configuration",
@@ -160,15 +160,18 @@ def bookie_url(bookie: RegisteredBookie, host: str | None = None) -> str:
     return str(ServerUrl(found.protocol == "https", host.strip("[]"), found.port, ""))
 
 
-def is_of_this_machine(host: str) -> bool:
-    """Whether a socket can be bound to `host`: an address of this machine."""
+def is_of_another_machine(host: str) -> bool:
+    """Return whether `host` is known to be another machine: no socket can be bound to its address here."""
     try:
         family, kind, number, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, number) as probe:
-            probe.bind(address)
     except (OSError, UnicodeError):
         return False
-    return True
+    try:
+        with socket.socket(family, kind, number) as probe:
+            probe.bind(address)
+    except OSError:
+        return True
+    return False
 
 
 # --- one exchange ---------------------------------------------------------------------------------------------------
