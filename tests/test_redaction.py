@@ -37,7 +37,7 @@ def test_settings_about_secrets_are_shown(name: str) -> None:
         ("etcd:http://ann:p?w#@h:1", "etcd:http://***@h:1"),
         ("a=etcd://ann:x@h,b", "a=etcd://***@h,b"),
         ("zk://h:2181/ledgers", "zk://h:2181/ledgers"),
-        ("sqlite:///home/me@here/db", "sqlite:///home/me@here/db"),
+        ("sqlite:///data/me@here/db", "sqlite:///data/me@here/db"),
         ("me@example", "me@example"),
     ],
 )
