@@ -427,7 +427,8 @@ class BookieConfig:
 
     http_server_enabled: bool = _setting("httpServerEnabled", False)
     http_server_port: int = _setting("httpServerPort", 8080, least=0, most=65535)
-    http_server_host: str = _setting("httpServerHost", "0.0.0.0")
+    #: None: every address, as Apache's, where clients have to prove who they are, else loopback.
+    http_server_host: str | None = _setting("httpServerHost", None)
     http_server_tls_enable: bool = _setting("httpServerTlsEnable", False)
     #: PEM: the private key and the certificate.
     http_server_key_store_path: str | None = _setting("httpServerKeyStorePath", None)
@@ -438,6 +439,8 @@ class BookieConfig:
     #: Ours: what a client sends as `Authorization: Bearer`; better in a file.
     http_server_token: str | None = _setting("httpServerToken", None)
     http_server_token_file: str | None = _setting("httpServerTokenFile", None)
+    #: Ours: the token of clients that may read, and get no secrets.
+    http_server_read_only_token_file: str | None = _setting("httpServerReadOnlyTokenFile", None)
 
     conf_path: Path | None = None
     #: What the file asks for and does not get, a sentence each.

@@ -18,18 +18,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from bkctl.redaction import SECRET_WORDS, is_secret_name, without_user_info
+
 SIZE_BYTES_MAX: Final = 8 << 20
 NONE: Final = "none"
 _HIDDEN: Final = "***"
-#: What names of settings that hold secrets have in them.
-SECRET_WORDS: Final = "passw|secret|token|credential"
 _SECRET_OPTION: Final = re.compile(r"--?[\w-]*(?:password|secret|token|master-key)", re.ASCII | re.IGNORECASE)
-#: A setting of a bookie (NAME=VALUE), or a JSON object with one in it.
-_SECRET_SETTING: Final = re.compile(
-    rf"((?:--set=)?[\w.]*(?:{SECRET_WORDS})[\w.]*(?<!path)(?<!file)=|(?:--body=)?(?=\s*\{{.*(?:{SECRET_WORDS})))",
-    re.ASCII | re.IGNORECASE | re.DOTALL,
+#: The value of an option, joined to it or not, that is a setting: of a bookie, of Spark, of Hadoop.
+_SETTING: Final = re.compile(r"(?:--?[\w-]+=)?([\w.-]+)=", re.ASCII)
+#: A JSON object with a secret in it.
+_SECRET_JSON: Final = re.compile(
+    rf"(?:--?[\w-]+=)?(?=\s*\{{.*(?:{SECRET_WORDS}))", re.ASCII | re.IGNORECASE | re.DOTALL
 )
-_USER_IN_URI: Final = re.compile(r"(://)[^/\s]*@")
 
 
 def state_directory(environment: Mapping[str, str]) -> Path:
@@ -48,7 +48,7 @@ def audit_file(environment: Mapping[str, str]) -> Path | None:
 
 def shown_uri(uri: str) -> str:
     """A metadata URI as it may be printed: user and password as `***`."""
-    return _USER_IN_URI.sub(rf"\1{_HIDDEN}@", uri)
+    return without_user_info(uri, _HIDDEN)
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
@@ -63,8 +63,8 @@ def without_secrets(words: Sequence[str]) -> list[str]:
         elif _SECRET_OPTION.fullmatch(name):
             shown.append(f"{name}={_HIDDEN}" if equals else word)
             hide = not equals
-        elif match := _SECRET_SETTING.match(word):
-            shown.append(f"{match[1]}{_HIDDEN}")
+        elif ((match := _SETTING.match(word)) and is_secret_name(match[1])) or (match := _SECRET_JSON.match(word)):
+            shown.append(f"{match[0]}{_HIDDEN}")
         else:
             shown.append(shown_uri(word))
     return shown

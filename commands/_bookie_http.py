@@ -16,7 +16,7 @@ import typer
 from bkctl.errors import BkctlError, FindingsError, NotFound, TimedOut, Unreachable, Unsupported, UsageError
 from bkctl.ids import parse_scope_id
 
-from ._audit import SECRET_WORDS, shown_uri
+from ._audit import shown_uri
 from ._command import Run, command
 from ._options import (
     BOTH_COMPACTIONS,
@@ -143,7 +143,7 @@ def finder(run: Run, which: BookieServer, *, changes: bool = False) -> Iterator[
     def find() -> Server:
         there = bookie_url(registered_bookie(cluster, bookie_id), run.bookie_addresses().get(bookie_id, (None, 0))[0])
         if there not in found:
-            found[there] = Server(BookieApi(run.http_client(there)), bookie_id, cluster)
+            found[there] = Server(BookieApi(run.http_client(there, is_registered=True)), bookie_id, cluster)
         return found[there]
 
     with run.cluster() as cluster:
@@ -161,6 +161,7 @@ def registered_bookie(cluster: Cluster, bookie_id: str) -> RegisteredBookie:
 def _url_of_conf(run: Run) -> str:
     """The HTTP server of the bookie whose configuration --conf is."""
     from bkctl.config import read_properties
+    from bkctl.http.client import is_of_another_machine
 
     if run.conf is None:
         raise UsageError(
@@ -171,8 +172,12 @@ def _url_of_conf(run: Run) -> str:
         raise UsageError(
             f"{run.conf}: the bookie has no HTTP server (httpServerEnabled)", hint="name another with --bookie-url"
         )
-    host = settings.get("httpServerHost") or "0.0.0.0"
-    if host in ("0.0.0.0", "::"):
+    host = settings.get("httpServerHost")
+    if not host:
+        # Apache's listens on every address then; ours too where it asks for a proof, else on loopback.
+        advertised = settings.get("advertisedAddress")
+        host = advertised if advertised and is_of_another_machine(advertised) else "127.0.0.1"
+    elif host in ("0.0.0.0", "::"):
         host = settings.get("advertisedAddress") or "127.0.0.1"
     scheme = "https" if (settings.get("httpServerTlsEnable") or "").lower() == "true" else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.get('httpServerPort') or '8080'}"
@@ -849,10 +854,10 @@ def _is_asked_for(name: str, patterns: list[str] | None) -> bool:
 
 def _without_secret(setting: Setting) -> Setting:
     """The setting as it may be printed: a password as `***`, and one within a URI."""
-    import re
+    from bkctl.redaction import is_secret_name
 
     if isinstance(setting.value, str):
-        if re.fullmatch(rf"(?i).*(?:{SECRET_WORDS}).*(?<!path)(?<!file)", setting.name) and setting.value:
+        if is_secret_name(setting.name) and setting.value:
             return setting._replace(value=HIDDEN)
         return setting._replace(value=shown_uri(setting.value))
     return setting

@@ -727,7 +727,7 @@ def _set_read_only(run: Run, bookie: RegisteredBookie) -> None:
             f"Bookie {name} takes writes, and registered no HTTP server to be made read-only over",
             hint="start it again with httpServerEnabled=true or forceReadOnlyBookie=true, then drain it",
         ) from error
-    if not BookieApi(run.http_client(url)).set_read_only(True):
+    if not BookieApi(run.http_client(url, is_registered=True)).set_read_only(True):
         raise Conflict(f"Bookie {name} is writable all the same", hint="start it again with forceReadOnlyBookie=true")
 
 

@@ -236,17 +236,29 @@ class Run:
         """What --bookie-address says: bookie id → host and port."""
         return parse_bookie_addresses(self._options.over(self.connection().settings).bookie_addresses)
 
-    def http_client(self, url: str) -> ApiClient:
-        """A client of the HTTP server at `url`, with the options' timeout and TLS, and the token in BKCTL_API_TOKEN."""
-        from bkctl.http.client import ApiClient
+    def http_client(self, url: str, *, is_registered: bool = False) -> ApiClient:
+        """A client of the HTTP server at `url`, with the options' timeout and TLS, and the token in BKCTL_API_TOKEN.
+
+        `is_registered`: the metadata store names `url`, so that the token goes there only as `token_for_registered`
+        says.
+        """
+        from bkctl.http.client import ApiClient, token_for_registered
         from bkctl.metadata.store import client_tls
 
         options = self._options
         with suppress(UsageError):  # Nothing names a cluster, and nothing has to.
             options = options.over(self.connection().settings)
         self.detail(f"HTTP server {url}")
-        tls = client_tls(*options.tls_files()) if url.lower().startswith("https:") else None
-        token = os.environ.get("BKCTL_API_TOKEN") or None
+        ca, certificate, key = options.tls_files()
+        tls = client_tls(ca, certificate, key) if url.lower().startswith("https:") else None
+        given = token = os.environ.get("BKCTL_API_TOKEN") or None
+        if is_registered:
+            token = token_for_registered(url, token, has_authorities=ca is not None)
+            if token != given:
+                self.note(
+                    f"bkctl: Warning: the token does not go to {url}, which the metadata store names: "
+                    "use https with --tls-ca, or give the server as --bookie-url"
+                )
         client = ApiClient(url, token=token, timeout_s=self.timeout_s, tls=tls)
         if token is not None and not client.server.is_private:
             self.note(f"bkctl: Warning: the token goes to {url} unencrypted; use https where the server has it")

@@ -213,15 +213,16 @@ class Contexts:
             raise self._unknown_form() from error
         if changed._document != document:
             raise self._unknown_form()
+        from bkctl.storage.files import create_unfinished
+
         target = self.path.resolve()
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             mode = target.stat().st_mode & 0o777
         except FileNotFoundError:
             mode = 0o600
-        new = target.with_name(f".{target.name}.{os.getpid()}")
+        new, file = create_unfinished(target)
         try:
-            file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             with open(file, "wb") as stream:
                 os.fchmod(file, mode)
                 stream.write(text.encode())

@@ -242,13 +242,15 @@ class _RowFile:
 
     def __init__(self, path: Path, frame: DataFrame, columns: Columns) -> None:
         self._path, self._frame, self._columns = path, frame, columns
-        self._unfinished = path.with_name(f".{path.name}.unfinished")
         self._rows: list[Any] = []
         self._form = path.suffix.lower()
         self._count = 0
 
     def __enter__(self) -> Self:
-        self._file: BinaryIO = open(self._unfinished, "wb")
+        from bkctl.storage.files import create_unfinished
+
+        self._unfinished, descriptor = create_unfinished(self._path, mode=0o666)
+        self._file: BinaryIO = open(descriptor, "wb")
         self._writer: Any = None
         if self._form == ".parquet":
             import pyarrow.parquet

@@ -48,7 +48,13 @@ def serve(
     ] = None,
     bookie_token_file: Annotated[
         Path | None,
-        typer.Option("--bookie-token-file", metavar="FILE", help="The token of the bookies' servers (else the same)."),
+        typer.Option("--bookie-token-file", metavar="FILE", help="The token of the bookies' servers (else none)."),
+    ] = None,
+    read_only_token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--read-only-token-file", metavar="FILE", help="Clients that send this token may read, without secrets."
+        ),
     ] = None,
     server_certificate: Annotated[
         Path | None, typer.Option("--server-cert", metavar="FILE", help="Serve https with this PEM certificate.")
@@ -64,8 +70,9 @@ def serve(
     """Serve the REST API of a cluster, in the foreground; SIGTERM or Ctrl-C stops it.
 
     What is about one bookie goes on to that bookie's own HTTP server, with ?bookie=ID. Beyond loopback it needs a token
-    or client certificates. /openapi.json describes it all. --tls-ca, --tls-cert and --tls-key are for its way to the
-    bookies.
+    or client certificates; on loopback it makes a token that your commands find. Its own token never goes to a bookie,
+    and that of --bookie-token-file to loopback or over https with --tls-ca only. /openapi.json describes it all.
+    --tls-ca, --tls-cert and --tls-key are for its way to the bookies.
     """
     import signal
     import threading
@@ -73,10 +80,10 @@ def serve(
     from bkctl.http import load_server
 
     http = load_server()
-    settings = _settings(host, port, token_file, server_certificate, server_key, client_ca)
+    settings = _settings(host, port, token_file, read_only_token_file, server_certificate, server_key, client_ca)
     connection = run.connection()
     security = run.security(connection)
-    bookie_token = settings.token if bookie_token_file is None else http.read_token(bookie_token_file)
+    bookie_token = None if bookie_token_file is None else http.read_token(bookie_token_file)
     tls, addresses = run.bookie_tls(), run.bookie_addresses()
     upstream = http.PassedOn(bookie_token, tls, run.timeout_s)
     run.log()
@@ -86,21 +93,25 @@ def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
     server.start(
-        lambda: http.Service(
-            connection.uri, security=security, timeout_s=run.timeout_s, tls=tls, addresses=addresses
-        ),
+        lambda: http.Service(connection.uri, security=security, timeout_s=run.timeout_s, tls=tls, addresses=addresses),
         upstream=upstream,
     )
     try:
         url = f"{settings.protocol}://{f'[{host}]' if ':' in host else host}:{port_number}"
-        run.show(Gateway(url, connection.uri, _authentication(settings)), GATEWAY_COLUMNS)
+        run.show(Gateway(url, connection.uri, _authentication(settings, server.token_file)), GATEWAY_COLUMNS)
         stopped.wait()
     finally:
         server.stop()
 
 
 def _settings(
-    host: str, port: str, token_file: Path | None, certificate: Path | None, key: Path | None, client_ca: Path | None
+    host: str,
+    port: str,
+    token_file: Path | None,
+    read_only_token_file: Path | None,
+    certificate: Path | None,
+    key: Path | None,
+    client_ca: Path | None,
 ) -> HttpSettings:
     from bkctl.http.server import HttpSettings, read_token, tls_context
 
@@ -115,15 +126,18 @@ def _settings(
         tls = tls_context(
             str(certificate), None, None if client_ca is None else str(client_ca), None if key is None else str(key)
         )
-    return HttpSettings(host, number, token, tls).checked(
+    read_only_token = None if read_only_token_file is None else read_token(read_only_token_file)
+    return HttpSettings(host, number, token, tls, read_only_token).checked(
         "give --token-file, or --server-cert with --client-ca, or --host 127.0.0.1"
     )
 
 
-def _authentication(settings: HttpSettings) -> str:
+def _authentication(settings: HttpSettings, token_file: Path | None) -> str:
     import ssl
 
     ways = ["token"] if settings.token is not None else []
+    if token_file is not None:
+        ways.append(f"token in {token_file}")
     if settings.tls is not None and settings.tls.verify_mode is ssl.CERT_REQUIRED:
         ways.append("certificate")
     return " and ".join(ways) or "none"

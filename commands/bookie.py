@@ -42,12 +42,14 @@ def start(run: Run) -> None:
     It is printed once it serves; what happens to it is on stderr.
     """
     from bkctl.bookie.server import Bookie, serve
+    from bkctl.storage.files import restrict_new_files
 
     config = run.config()
     connection = run.connection()
     config = config.with_changes(metadata_service_uri=connection.uri)
     security = run.security(connection)
     run.log()
+    restrict_new_files()
     http = recovery = None
     if config.http_server_enabled:
         from bkctl.http import load_server

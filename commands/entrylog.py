@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from enum import StrEnum
 from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -877,14 +877,15 @@ def _target(run: Run, file: Path) -> Iterator[Callable[[bytes], object]]:
         if not file.is_file():
             raise UsageError(f"{file} is no file, and would be replaced by one", hint="write to -, and redirect that")
         run.confirm(f"{file} exists and would be replaced")
-    partial = file.with_name(f"{file.name}.partial")
+    from bkctl.storage.files import create_unfinished
+
     try:
-        stream: BinaryIO = partial.open("wb")
+        partial, descriptor = create_unfinished(file, mode=0o666)  # as the umask says, like any file of the user
     except OSError as error:
-        raise BkctlError(f"{partial} cannot be written: {error.strerror or error}") from error
+        raise BkctlError(f"{file} cannot be written: {error.strerror or error}") from error
     try:
         try:
-            with stream:
+            with open(descriptor, "wb") as stream:
                 yield stream.write
                 stream.flush()
                 os.fsync(stream.fileno())

@@ -11,7 +11,7 @@ _bkctl() {
   for word in "${typed[@]:1:${#typed[@]}-2}"; do
     if [[ -n $skip ]]; then skip=''; continue; fi
     case $word in
-      -*) case " --ack-quorum --after --archive --backup --body --bookie --bookie-address --bookie-token-file --bookie-url --bookies --by --client-ca --conf --context --count --custom-metadata --deadline --depth --digest --digest-type --dir --ensemble-size --entries --entry --file --format --from --from-file --from-pos --host --id --if-state --index-dirs --instance-id --journal-dirs --kind --last --ledger --ledger-dirs --ledger-id --ledger-qualified-name --ledger-scope-id --limit --major-threshold --master --match --max-age --max-size --metadata-password-file --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-uri --metadata-user --min-age --min-replicas --min-size --minor-threshold --missing --not-missing --older-than --output --password --password-file --port --protocol --rate --record-size --reset-clock --resume --sample --save --seed --server-cert --server-key --set --size --sort --spark-conf --state --storage --suspend --threshold --timeout --tls-ca --tls-cert --tls-key --to --to-ledger-id --to-password-file --to-pos --to-scope --to-user --token-file --top --type --undo --watch --write-quorum -c -e -f -o -t -u -x " in *" $word "*) skip=yes ;; esac ;;
+      -*) case " --ack-quorum --after --archive --backup --body --bookie --bookie-address --bookie-token-file --bookie-url --bookies --by --client-ca --conf --context --count --custom-metadata --deadline --depth --digest --digest-type --dir --ensemble-size --entries --entry --file --format --from --from-file --from-pos --host --id --if-state --index-dirs --instance-id --journal-dirs --kind --last --ledger --ledger-dirs --ledger-id --ledger-qualified-name --ledger-scope-id --limit --major-threshold --master --match --max-age --max-size --metadata-password-file --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-uri --metadata-user --min-age --min-replicas --min-size --minor-threshold --missing --not-missing --older-than --output --password --password-file --port --protocol --rate --read-only-token-file --record-size --reset-clock --resume --sample --save --seed --server-cert --server-key --set --size --sort --spark-conf --state --storage --suspend --threshold --timeout --tls-ca --tls-cert --tls-key --to --to-ledger-id --to-password-file --to-pos --to-scope --to-user --token-file --top --type --undo --watch --write-quorum -c -e -f -o -t -u -x " in *" $word "*) skip=yes ;; esac ;;
       *)
         if [[ $open == yes ]]; then
           path="${path:+$path }$word"
@@ -1074,11 +1074,11 @@ _bkctl() {
     'api serve')
       case $previous in
         --host|--port|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        --token-file|--bookie-token-file|--server-cert|--server-key|--client-ca|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
+        --token-file|--bookie-token-file|--read-only-token-file|--server-cert|--server-key|--client-ca|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
         -x|--context) kind='context' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='--host --port --token-file --bookie-token-file --server-cert --server-key --client-ca --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      words='--host --port --token-file --bookie-token-file --read-only-token-file --server-cert --server-key --client-ca --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
       ;;
     'api get')
       case $previous in

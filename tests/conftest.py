@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # What commands of tests change is nothing that a user did.
 os.environ["BKCTL_AUDIT_LOG"] = "none"
+# Nor are their servers' tokens kept among the user's; removed at the end.
+_DATA = tempfile.TemporaryDirectory(prefix="bkctl-test-")
+os.environ["XDG_DATA_HOME"] = _DATA.name
 
 
 # The same examples in each run, and as much time as a busy machine takes; `--hypothesis-profile searching` for others.

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from servers import Server, wait_for
 
+from bkctl.http.local_token import find_local_token
+
 
 class Answer(NamedTuple):
     """A response: status, headers by lower-case name, body."""
@@ -46,16 +48,25 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def call(
     port: int, method: str, path: str, body: object = None, *, headers: Mapping[str, str] = {}, timeout_s: float = 60.0
 ) -> Answer:
-    """One request to 127.0.0.1. A `body` that is no text is sent as JSON."""
+    """One request to 127.0.0.1. A `body` that is no text is sent as JSON.
+
+    A server that made a token for its user gets that one, unless `headers` have another.
+    """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
     try:
         text = body if body is None or isinstance(body, str | bytes) else json.dumps(body)
-        connection.request(method, path, text, dict(headers))
+        connection.request(method, path, text, local_authorization(port) | dict(headers))
         response = connection.getresponse()
         found = {name.lower(): value for name, value in response.getheaders()}
         return Answer(response.status, found, response.read())
     finally:
         connection.close()
+
+
+def local_authorization(port: int) -> dict[str, str]:
+    """The header with the token that the server on `port` made, nothing where it made none."""
+    token = find_local_token("127.0.0.1", port)
+    return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 
 def exchange(port: int, data: bytes, *, timeout_s: float = 60.0) -> bytes:

@@ -17,7 +17,7 @@ MAP = ROOT / "docs" / "architecture.md"
 #: From left to right; parts that share a place do not import each other.
 DIRECTION = [
     {"errors"},
-    {"ids"},
+    {"ids", "redaction"},
     {"config"},
     {"formats"},
     {"storage", "protocol"},

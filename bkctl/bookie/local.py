@@ -34,6 +34,8 @@ BOOKIE_COUNT_DEFAULT: Final = 3
 BOOKIE_COUNT_MAX: Final = 64
 _POLL_S: Final = 0.05
 _LOG_TAIL_BYTES: Final = 4096
+#: Of the cluster's directories: the metadata store in them holds passwords.
+_PRIVATE_MODE: Final = 0o700
 
 #: `--storage` words → Java's ledgerStorageClass.
 STORAGE_CLASSES: Final = {
@@ -158,7 +160,7 @@ class LocalCluster:
             raise UsageError(f"A local cluster has 1 to {BOOKIE_COUNT_MAX} bookies, not {bookie_count}")
         if storage is not None and storage not in STORAGE_CLASSES:
             raise UsageError(f"Unknown ledger storage {storage!r}", hint=f"one of {', '.join(STORAGE_CLASSES)}")
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self._make_directory()
         with self._lock(), open_cluster(self.metadata_uri, timeout_s=timeout_s, create=True) as cluster:
             self._describe(bookie_count, storage, http, auto_recovery)
             started: dict[str, subprocess.Popen[bytes]] = {}
@@ -231,6 +233,16 @@ class LocalCluster:
                 self._drop_active()
         return stopping
 
+    def _make_directory(self) -> None:
+        """Make the cluster's directory, for this user only; one that is there is closed to others if it is a cluster's.
+
+        A directory of the user's own with other things in it keeps its mode: what is made in it is closed.
+        """
+        self.directory.mkdir(_PRIVATE_MODE, parents=True, exist_ok=True)
+        if self.exists() or not any(self.directory.iterdir()):
+            with contextlib.suppress(PermissionError):  # it is another user's, who lets us write there
+                self.directory.chmod(_PRIVATE_MODE)
+
     def _description(self) -> dict[str, list[int]]:
         path = self.directory / "cluster.json"
         try:
@@ -261,9 +273,10 @@ class LocalCluster:
                     ports.append(_free_port())
                 self._write_conf(index, ports[index], storage or "interleaved", http, auto_recovery)
         target = self.directory / "cluster.json"
-        beside = target.with_suffix(".json.new")
-        beside.write_text(json.dumps({"metadataUri": self.metadata_uri, "ports": ports}, indent=2) + "\n")
-        beside.replace(target)
+        from bkctl.storage.files import Files
+
+        description = json.dumps({"metadataUri": self.metadata_uri, "ports": ports}, indent=2) + "\n"
+        Files().replace(target, description.encode())
 
     def _check_storage(self, directory: Path, storage: str | None) -> None:
         if storage is None:
@@ -277,8 +290,8 @@ class LocalCluster:
 
     def _write_conf(self, index: int, port: int, storage: str, http: bool, auto_recovery: bool) -> None:
         directory = self.directory / f"bookie-{index}"
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "bk_server.conf").write_text(
+        directory.mkdir(_PRIVATE_MODE, parents=True, exist_ok=True)
+        text = (
             f"# Bookie {index} of the local cluster at {self.directory}\n"
             f"metadataServiceUri={self.metadata_uri}\n"
             f"bookieId=bookie-{index}\n"
@@ -294,12 +307,15 @@ class LocalCluster:
             + ("autoRecoveryDaemonEnabled=true\n" if auto_recovery else "")
             + (f"httpServerEnabled=true\nhttpServerHost=127.0.0.1\nhttpServerPort={_free_port()}\n" if http else "")
         )
+        from bkctl.storage.files import Files
+
+        Files().replace(directory / "bk_server.conf", text.encode())
 
     def _start(self, bookie: LocalBookie) -> subprocess.Popen[bytes]:
         import subprocess
 
         environment = {key: value for key, value in os.environ.items() if not key.startswith("BKCTL_")}
-        with open(bookie.log, "ab") as log:
+        with open(bookie.log, "ab", opener=_open_private) as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "bkctl", "bookie", "start", "--conf", str(bookie.conf)],
                 stdin=subprocess.DEVNULL,
@@ -309,7 +325,8 @@ class LocalCluster:
                 env=environment,
                 start_new_session=True,
             )
-        bookie.pid_file.write_text(f"{process.pid} {_start_time(process.pid)}\n")
+        with open(bookie.pid_file, "w", opener=_open_private) as file:
+            file.write(f"{process.pid} {_start_time(process.pid)}\n")
         return process
 
     def _died(self, bookie: LocalBookie, code: int) -> BkctlError:
@@ -322,7 +339,7 @@ class LocalCluster:
 
     def _make_active(self) -> None:
         pointer = data_directory() / "local-cluster"
-        pointer.parent.mkdir(parents=True, exist_ok=True)
+        pointer.parent.mkdir(_PRIVATE_MODE, parents=True, exist_ok=True)
         beside = pointer.with_name(f"local-cluster.{os.getpid()}")
         beside.write_text(f"{self.directory}\n")
         beside.replace(pointer)
@@ -336,7 +353,7 @@ class LocalCluster:
     def _lock(self) -> Iterator[None]:
         if not self.directory.is_dir():
             raise NotFound(f"No local cluster at {self.directory}", hint="'bkctl cluster up' starts one")
-        with open(self.directory / "cluster.lock", "a") as lock:
+        with open(self.directory / "cluster.lock", "a", opener=_open_private) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -345,6 +362,12 @@ class LocalCluster:
                     hint="try again when it is done",
                 ) from None
             yield
+
+
+def _open_private(path: str, flags: int) -> int:
+    from bkctl.storage.files import FILE_MODE
+
+    return os.open(path, flags, FILE_MODE)
 
 
 def _free_port() -> int:

@@ -17,6 +17,7 @@ from typing import Final
 from bkctl.config import BookieConfig
 from bkctl.errors import Unsupported, UsageError
 from bkctl.formats.metadata import Cookie
+from bkctl.metadata.store import load_certificate
 from bkctl.protocol.server import ServerLimits
 from bkctl.storage.journal_writer import MEBIBYTE
 from bkctl.storage.ledger_storage import CURRENT
@@ -144,7 +145,7 @@ def tls_context(config: BookieConfig) -> ssl.SSLContext | None:
         if not config.tls_certificate_path or not config.tls_key_store:
             raise UsageError("TLS needs tlsCertificatePath (certificate) and tlsKeyStore (private key)")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(config.tls_certificate_path, config.tls_key_store, password)
+        load_certificate(context, config.tls_certificate_path, config.tls_key_store, password)
         if config.tls_trust_store:
             context.load_verify_locations(config.tls_trust_store)
         if config.tls_enabled_protocols:

@@ -312,7 +312,7 @@ class Bookie:
         config = self.config
         if config.http_server_enabled:
             protocol = "https" if config.http_server_tls_enable else "http"
-            http = Endpoint(HTTP_ENDPOINT_ID, config.http_server_port, config.http_server_host, protocol)
+            http = Endpoint(HTTP_ENDPOINT_ID, config.http_server_port, config.http_server_host or "0.0.0.0", protocol)
             endpoints.insert(0, http)
         return BookieServiceInfo(tuple(endpoints), {LEDGER_SCOPES_PROPERTY: "1"})
 

@@ -43,6 +43,7 @@ from bkctl.http.gateway import PassedOn, forward
 from bkctl.http.openapi import document
 
 if TYPE_CHECKING:
+    from starlette.datastructures import Headers
     from starlette.types import Message, Receive, Scope, Send
 
     from bkctl.http.service import Service
@@ -57,6 +58,8 @@ ANSWER_TIMEOUT_S: Final = 90.0
 #: The longest wait for a client to take the next piece of an answer.
 SEND_TIMEOUT_S: Final = 30.0
 OPENAPI_PATH: Final = "/openapi.json"
+#: The value of a query that asks for passwords and tokens.
+SHOW_SECRETS: Final = "show_secrets"
 _CLOSE: Final = {"Connection": "close"}
 
 _STATUS: Final[tuple[tuple[type[BkctlError], int], ...]] = (
@@ -74,8 +77,10 @@ _STATUS: Final[tuple[tuple[type[BkctlError], int], ...]] = (
 class Api:
     """The endpoints of a bookie's own server, or (where `service` has no bookie) of a gateway.
 
-    `token` None: whoever gets a connection may ask; with `checks_host` only under a name of this machine, so that no
-    web page in a browser here can. `upstream` is how a gateway reaches the bookies' servers.
+    `token` None: whoever gets a connection may ask. `read_only_token` opens what changes nothing, without secrets.
+    `is_local`: a request must name this machine as its host, so that no web page in a browser here can ask under
+    another name, and probes need no token. `upstream` is how a gateway reaches the bookies' servers. Requests of web
+    pages are refused, whatever they carry.
     """
 
     def __init__(
@@ -83,16 +88,20 @@ class Api:
         service: Service,
         *,
         token: str | None = None,
-        checks_host: bool = False,
+        read_only_token: str | None = None,
+        is_local: bool = False,
         upstream: PassedOn | None = None,
     ) -> None:
         self.service = service
         self._token = None if token is None else token.encode()
-        self._hosts = {"localhost", socket.gethostname().lower()} if checks_host else None
+        self._read_only_token = None if read_only_token is None else read_only_token.encode()
+        self._hosts = {"localhost", socket.gethostname().lower()} if is_local else None
         self._upstream = upstream
         self._running = 0
         self.endpoints: tuple[Endpoint, ...] = (
-            Endpoint("GET", "/heartbeat", "Whether the server is there.", self._heartbeat, TEXT, any_method=True),
+            Endpoint(
+                "GET", "/heartbeat", "Whether the server is there.", self._heartbeat, TEXT, any_method=True, probe=True
+            ),
             Endpoint("GET", OPENAPI_PATH, "This document.", self._document, {"type": "object"}),
             *BOOKIE,
             *CLUSTER,
@@ -145,13 +154,29 @@ class Api:
             self._running -= 1
 
     async def _checked(self, request: Request) -> Response:
-        if refused := self._refuse_stranger(request):
-            return refused
         path = request.scope["path"]  # not that of `request.url`, which is taken apart anew
         methods = self._routes.get(path) or self._routes.get(path.removesuffix("/"))
+        endpoint = methods.get("GET" if request.method == "HEAD" else request.method) if methods else None
+        sees_secrets = True
+        if refused := self._refuse_page(request, endpoint):
+            return refused
+        if self._token is not None:
+            given = _bearer_token(request)
+            is_full = hmac.compare_digest(given, self._token)
+            reads = self._read_only_token is not None and hmac.compare_digest(given, self._read_only_token)
+            is_probe = self._hosts is not None and endpoint is not None and endpoint.probe
+            if not is_full and not reads and not is_probe:
+                return error_answer(
+                    401, "The token is missing or wrong", "send 'Authorization: Bearer TOKEN'",
+                    {"WWW-Authenticate": "Bearer", **_CLOSE},
+                )  # fmt: skip
+            if not is_full and endpoint is not None and not endpoint.only_reads:
+                return error_answer(403, "The token is for reading only", "send the full token", _CLOSE)
+            sees_secrets = is_full
+        if refused := self._refuse_host(request):
+            return refused
         if methods is None:
             return error_answer(404, f"There is nothing at {path}", f"{OPENAPI_PATH} lists what there is")
-        endpoint = methods.get("GET" if request.method == "HEAD" else request.method)
         if endpoint is None:
             allowed = ", ".join(sorted(methods))
             hint = f"use {allowed}"
@@ -166,30 +191,42 @@ class Api:
         timeout_s = endpoint.timeout_s or ANSWER_TIMEOUT_S
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._handled(endpoint, request, body)
+                return await self._handled(endpoint, request, body, sees_secrets)
         except TimeoutError as error:
             raise TimedOut(f"There is no answer within {timeout_s:g} s") from error
 
-    async def _handled(self, endpoint: Endpoint, request: Request, body: bytes) -> Response:
+    async def _handled(self, endpoint: Endpoint, request: Request, body: bytes, sees_secrets: bool) -> Response:
         values = endpoint.parse_query(request.query_params.multi_items())
+        is_forwarded = endpoint.of_bookie and not self.service.has_bookie
+        # Apache's bookies behind a gateway mask nothing.
+        has_secrets = values.get(SHOW_SECRETS) or (
+            is_forwarded and any(each.name == SHOW_SECRETS for each in endpoint.values)
+        )
+        if has_secrets and not sees_secrets:
+            return error_answer(403, "The token is for reading only, without secrets", "send the full token", _CLOSE)
         parsed = endpoint.body.parse(body) if endpoint.body is not None else None
-        if endpoint.of_bookie and not self.service.has_bookie:
+        if is_forwarded:
             assert self._upstream is not None
-            return await forward(self.service, self._upstream, request, body)
-        return await endpoint.handler(Call(self.service, values, parsed))
+            return await forward(self.service, self._upstream, endpoint, request, body)
+        return await endpoint.handler(Call(self.service, values, parsed, sees_secrets))
 
-    def _refuse_stranger(self, request: Request) -> Response | None:
-        if self._token is not None:
-            scheme, _, given = request.headers.get("authorization", "").partition(" ")
-            right = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._token)
-            if scheme.lower() != "bearer" or not right:
-                return error_answer(
-                    401, "The token is missing or wrong", "send 'Authorization: Bearer TOKEN'",
-                    {"WWW-Authenticate": "Bearer", **_CLOSE},
-                )  # fmt: skip
+    def _refuse_page(self, request: Request, endpoint: Endpoint | None) -> Response | None:
+        """A refusal for what a browser sends in the name of a web page; no page is served here that could ask."""
+        headers = request.headers
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+        host = headers.get("host", "")
+        is_foreign = origin is not None and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower())
+        if is_foreign or site not in (None, "none", "same-origin"):
+            return error_answer(403, "Requests of web pages are refused", "ask with bkctl or curl", _CLOSE)
+        if endpoint is not None and endpoint.acts and _is_of_browser(headers):
+            hint = "a link or a picture of a page could send it; ask with bkctl or curl"
+            return error_answer(403, f"{endpoint.path} changes something, and a browser asks for it", hint, _CLOSE)
+        return None
+
+    def _refuse_host(self, request: Request) -> Response | None:
         if self._hosts is not None and not _is_one_of(request.headers.get("host", ""), self._hosts):
             return error_answer(
-                403, "The request is for another host", "without a token ask for localhost or an address", _CLOSE
+                403, "The request is for another host", "ask for localhost or an address", _CLOSE
             )  # fmt: skip
         return None
 
@@ -201,6 +238,8 @@ class _Exchange:
         self._send = send
 
     async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], (b"x-content-type-options", b"nosniff")]
         async with asyncio.timeout(SEND_TIMEOUT_S):
             await self._send(message)
 
@@ -212,6 +251,17 @@ def _routes(endpoints: Iterable[Endpoint]) -> Mapping[str, Mapping[str, Endpoint
         for method in ("GET", "PUT", "POST", "DELETE") if endpoint.any_method else (endpoint.method,):
             methods[method] = endpoint
     return routes
+
+
+def _bearer_token(request: Request) -> bytes:
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    return given.strip().encode("utf-8", "replace") if scheme.lower() == "bearer" else b""
+
+
+def _is_of_browser(headers: Headers) -> bool:
+    """Whether a browser sent these: those that know no Sec-Fetch-Site name themselves as Mozilla, all of them."""
+    marks = ("origin", "referer", "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest")
+    return any(name in headers for name in marks) or headers.get("user-agent", "").startswith("Mozilla/")
 
 
 def _is_one_of(host: str, names: set[str]) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +35,7 @@ from bkctl.http.endpoints import (
     object_of,
     text_answer,
 )
+from bkctl.redaction import is_secret_name, without_user_info
 from bkctl.storage.directories import BookieDirectories
 from bkctl.storage.files import Files
 from bkctl.storage.journal_writer import SCOPED_DIRECTORY
@@ -54,10 +54,6 @@ SANITY_TIMEOUT_S: Final = 30.0
 #: A second sanity test waits so long for the first. Source: BookieSanityService.
 SANITY_WAIT_S: Final = 5.0
 HIDDEN: Final = "********"
-#: What of the settings is nobody's business; paths of files are none of it.
-_SECRET: Final = re.compile(r"password|passwd|secret|token|credential", re.IGNORECASE)
-_NO_SECRET: Final = re.compile(r"(path|file|dir|directory|enabled?|type|class)$", re.IGNORECASE)
-_USER_INFO: Final = re.compile(r"(//[^/@:]*:)[^/@]*@")
 
 #: Settings that a running bookie reads anew each time it needs them.
 CHANGEABLE: Final = frozenset(
@@ -83,7 +79,7 @@ CHANGEABLE: Final = frozenset(
 # --- metrics and settings --------------------------------------------------------------------------------------------
 
 
-@BOOKIE.get("/metrics", "The bookie's metrics, Prometheus text 0.0.4.", answer=CONTENT_TYPE)
+@BOOKIE.get("/metrics", "The bookie's metrics, Prometheus text 0.0.4.", answer=CONTENT_TYPE, probe=True)
 async def metrics(call: Call) -> Response:
     bookie = call.service.bookie
     text = await metrics_text(bookie)
@@ -138,9 +134,9 @@ def _says_the_same(config: BookieConfig, name: str, text: str) -> bool:
 
 
 def _without_secrets(name: str, value: str) -> str:
-    if _SECRET.search(name) and not _NO_SECRET.search(name) and value:
+    if is_secret_name(name) and value:
         return HIDDEN
-    return _USER_INFO.sub(rf"\1{HIDDEN}@", value)
+    return without_user_info(value, HIDDEN)
 
 
 @BOOKIE.put(
@@ -175,6 +171,7 @@ async def set_server_config(call: Call) -> Response:
 @BOOKIE.get(
     f"{PREFIX}/bookie/state", "Whether the bookie runs, and takes entries.",
     answer=object_of(running=BOOLEAN, readOnly=BOOLEAN, shuttingDown=BOOLEAN, availableForHighPriorityWrites=BOOLEAN),
+    probe=True,
 )  # fmt: skip
 async def state(call: Call) -> Response:
     return json_answer(await call.service.bookie.ask(lambda bookie: bookie.state()))
@@ -207,7 +204,7 @@ async def set_read_only(call: Call) -> Response:
 
 @BOOKIE.get(
     f"{PREFIX}/bookie/is_ready", "Whether the bookie serves.",
-    answer=TEXT, errors={503: "It does not serve, yet or any more"},
+    answer=TEXT, errors={503: "It does not serve, yet or any more"}, probe=True,
 )  # fmt: skip
 async def is_ready(call: Call) -> Response:
     found = await call.service.bookie.ask(lambda bookie: bookie.state())
@@ -239,6 +236,7 @@ def _usage(bookie: Bookie) -> Any:
 @BOOKIE.get(
     f"{PREFIX}/bookie/sanity", "Write, read and delete a ledger on this bookie alone.",
     answer=object_of(passed=BOOLEAN, readOnly=BOOLEAN), timeout_s=SANITY_WAIT_S + SANITY_TIMEOUT_S + 5,
+    acts=True,
 )  # fmt: skip
 async def sanity(call: Call) -> Response:
     """Source: BookieSanityService, SanityTestCommand; a failed test is an answer, too."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.client
 import io
+import ipaddress
 import json
 import re
 import socket
@@ -49,7 +50,10 @@ JSON_SIZE_BYTES_MAX: Final = 4 << 20
 #: However steadily it drips, an answer that is kept in memory must be there after so many timeouts.
 ANSWER_TIMEOUTS_MAX: Final = 4
 MESSAGE_LENGTH_MAX: Final = 300
-TOKEN_HINT: Final = "set BKCTL_API_TOKEN to the token of that server, or give a certificate with --tls-cert"
+TOKEN_HINT: Final = (
+    "set BKCTL_API_TOKEN to the token of that server, or give a certificate with --tls-cert; a token goes to a "
+    "registered address only over https with --tls-ca, to any address that --bookie-url gives"
+)
 
 _WILDCARDS: Final = ("", "0.0.0.0", "::", "[::]", "0:0:0:0:0:0:0:0")
 _CHUNK_SIZE_BYTES: Final = 1 << 16
@@ -87,13 +91,35 @@ class ServerUrl(NamedTuple):
         return cls(tls, host, port or (443 if tls else 80), parts.path.rstrip("/"))
 
     @property
+    def is_loopback(self) -> bool:
+        """Whether the host is `localhost` or a loopback address; a name that only begins like one is not."""
+        return self.host == "localhost" or _is_loopback_address(self.host)
+
+    @property
     def is_private(self) -> bool:
-        """Whether nobody reads along: TLS, or a server on this machine."""
-        return self.tls or self.host in ("localhost", "::1") or self.host.startswith("127.")
+        """Whether no one reads along: TLS, or a server on this machine."""
+        return self.tls or self.is_loopback
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'https' if self.tls else 'http'}://{host}:{self.port}{self.prefix}"
+
+
+def _is_loopback_address(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def token_for_registered(url: str, token: str | None, *, has_authorities: bool) -> str | None:
+    """Return `token` where it may go to a server that the metadata store names, else None.
+
+    Whoever writes to the metadata store chooses that URL. The token goes to loopback, and over TLS to a server whose
+    certificate authorities that the user named signed (`has_authorities`); the system's authorities sign for anyone.
+    """
+    server = ServerUrl.parse(url)
+    return token if server.is_loopback or (server.tls and has_authorities) else None
 
 
 def bookie_url(bookie: RegisteredBookie, host: str | None = None) -> str:
@@ -101,7 +127,8 @@ def bookie_url(bookie: RegisteredBookie, host: str | None = None) -> str:
 
     `host` stands in for the registered one. A server that listens on every address registers that address, which leads
     nowhere: the host of the bookie's own address then.
-    Raises NotFound for a bookie without HTTP server, BookieUnavailable for one that is down.
+    Raises NotFound for a bookie without HTTP server, BookieUnavailable for one that is down or serves HTTP on another
+    machine's loopback address.
     """
     from bkctl.metadata.cluster import HTTP_ENDPOINT_ID
 
@@ -117,8 +144,13 @@ def bookie_url(bookie: RegisteredBookie, host: str | None = None) -> str:
             hint="start it with httpServerEnabled=true, or say where it is with --bookie-url",
         )
     host = host or found.host
+    address = bookie.address
+    if _is_loopback_address(host.strip("[]")) and address is not None and is_of_another_machine(address[0]):
+        raise BookieUnavailable(
+            f"The HTTP server of bookie {bookie.bookie_id} is open to its own machine only ({address[0]})",
+            hint="run the command there, or set httpServerHost and httpServerTokenFile in its configuration",
+        )
     if host in _WILDCARDS:
-        address = bookie.address
         if address is None:
             raise NotFound(
                 f"Bookie {bookie.bookie_id} registered no address of its HTTP server, only port {found.port}",
@@ -126,6 +158,20 @@ def bookie_url(bookie: RegisteredBookie, host: str | None = None) -> str:
             )
         host = address[0]
     return str(ServerUrl(found.protocol == "https", host.strip("[]"), found.port, ""))
+
+
+def is_of_another_machine(host: str) -> bool:
+    """Return whether `host` is known to be another machine: no socket can be bound to its address here."""
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+    except (OSError, UnicodeError):
+        return False
+    try:
+        with socket.socket(family, kind, number) as probe:
+            probe.bind(address)
+    except OSError:
+        return True
+    return False
 
 
 # --- one exchange ---------------------------------------------------------------------------------------------------
@@ -182,8 +228,10 @@ class ApiAnswer:
 class ApiClient:
     """An HTTP server of a bookie, or of a gateway to bookies. Each request has a connection of its own.
 
-    `timeout_s` is the longest wait without progress. `token` goes along as a bearer token. `tls` is the context for an
-    `https` URL (None: the system's authorities). Redirects are not followed, so that the token goes nowhere else.
+    `timeout_s` is the longest wait without progress. `token` goes along as a bearer token; a server on this machine
+    that made a token for this user gets that one. `tls` is the context for an `https` URL (None: the system's
+    authorities). Redirects are not followed, so that the token goes nowhere else. For a URL that the metadata store
+    names, the caller passes `token_for_registered`.
     """
 
     def __init__(
@@ -239,10 +287,11 @@ class ApiClient:
         headers = {"Accept": "*/*", "Connection": "close", "User-Agent": "bkctl"}
         if body is not None:
             headers["Content-Type"] = "application/json"
-        if self.token is not None:
-            headers["Authorization"] = f"Bearer {self.token}"
         connection = http.client.HTTPConnection(self.server.host, self.server.port)
         with self._connected() as sock:
+            token = _token_of_peer(sock) or self.token
+            if token is not None:
+                headers["Authorization"] = f"Bearer {token}"
             # Not the connection's own: its waits count from the last byte, however few those are.
             connection.sock = patient = _Patient(sock, self.timeout_s)
             response = None
@@ -381,6 +430,19 @@ def _server_message(response: ApiResponse) -> tuple[str, str | None]:
 def _shortened(text: str) -> str:
     text = " ".join(text.split()).rstrip(".")
     return text if len(text) <= MESSAGE_LENGTH_MAX else text[: MESSAGE_LENGTH_MAX - 1] + "…"
+
+
+def _token_of_peer(sock: socket.socket) -> str | None:
+    """The token that the server behind `sock` made for this user, where it is one on this machine."""
+    try:
+        address, port = sock.getpeername()[:2]
+    except OSError:
+        return None
+    if not _is_loopback_address(address):
+        return None
+    from bkctl.http.local_token import find_local_token
+
+    return find_local_token(address, port)
 
 
 class _Patient:

@@ -104,9 +104,10 @@ def _scope(call: Call) -> int | None:
     return None if text == ALL_SCOPES else parse_scope_id(text)
 
 
-def metadata_object(ledger: LedgerId, found: VersionedMetadata) -> dict[str, Any]:
+def metadata_object(ledger: LedgerId, found: VersionedMetadata, *, with_password: bool = True) -> dict[str, Any]:
     """A ledger's metadata as Apache's server gives it, and the two names of BP-35.
 
+    The password is empty unless it is asked for.
     An id of a scope ≠ 0 is a string, for it may have more digits than JSON's readers keep. Source: LedgerMetadataImpl.
     """
     import base64
@@ -123,7 +124,7 @@ def metadata_object(ledger: LedgerId, found: VersionedMetadata) -> dict[str, Any
         "lastEntryId": metadata.last_entry_id,
         "ctime": -1 if found.ctime_ms is None else found.ctime_ms,
         "digestType": None if metadata.digest_type is None else _digest_name(metadata.digest_type.name),
-        "password": base64.b64encode(metadata.password or b"").decode(),
+        "password": base64.b64encode((metadata.password or b"") if with_password else b"").decode(),
         "customMetadata": {
             key: base64.b64encode(metadata.custom_metadata[key]).decode() for key in sorted(metadata.custom_metadata)
         },
@@ -184,7 +185,8 @@ async def list_ledgers(call: Call) -> Response:
         ledgers = islice(ledgers, max(first - 1, 0), first + LEDGERS_A_PAGE - 1)
     decode = values.get("decode_meta", False)
     found = cluster.ledgers.read_many(islice(ledgers, values.get("limit")))
-    return await streamed_object(_batches(found, lambda batch: list(_metadata_entries(batch, decode))))
+    secrets = call.sees_secrets
+    return await streamed_object(_batches(found, lambda batch: list(_metadata_entries(batch, decode, secrets))))
 
 
 async def _batches(
@@ -195,7 +197,7 @@ async def _batches(
 
 
 def _metadata_entries(
-    batch: Iterable[tuple[LedgerId, VersionedMetadata | BkctlError]], decode: bool
+    batch: Iterable[tuple[LedgerId, VersionedMetadata | BkctlError]], decode: bool, with_password: bool
 ) -> Iterator[tuple[str, str]]:
     for ledger, found in batch:
         if isinstance(found, LedgerNotFound):  # deleted meanwhile
@@ -203,9 +205,11 @@ def _metadata_entries(
         if isinstance(found, BkctlError):
             yield str(ledger), json_text({"error": found.message, "hint": found.hint}, 1)
         elif decode:
-            yield str(ledger), json_text(metadata_object(ledger, found), 1)
+            yield str(ledger), json_text(metadata_object(ledger, found, with_password=with_password), 1)
         else:
             metadata = replace(found.metadata, c_token=found.metadata.c_token or 0)
+            if not with_password:
+                metadata = replace(metadata, password=b"")
             # Java has one U+FFFD for half a surrogate pair, Python one for each of its bytes.
             data = _SURROGATE.sub("\ufffd".encode(), metadata.serialize())
             yield str(ledger), json_text(data.decode("utf-8", "replace"))
@@ -219,7 +223,7 @@ async def ledger_metadata(call: Call) -> Response:
     ledger = _ledger(call)
     cluster = await call.service.cluster()
     found = await asyncio.to_thread(cluster.ledgers.read, ledger)
-    return json_answer({str(ledger): metadata_object(ledger, found)})
+    return json_answer({str(ledger): metadata_object(ledger, found, with_password=call.sees_secrets)})
 
 
 @CLUSTER.get(

@@ -183,9 +183,7 @@ class Body:
             return {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}}
         schema: dict[str, Any] = {
             "type": "object",
-            "properties": {
-                each.name: {**each.schema(in_body=True), "description": each.help} for each in self.values
-            },
+            "properties": {each.name: {**each.schema(in_body=True), "description": each.help} for each in self.values},
             "additionalProperties": False,
         }
         if required := [each.name for each in self.values if each.required]:
@@ -211,6 +209,8 @@ class Call:
     service: Service
     values: Mapping[str, Any]
     body: Mapping[str, Any] | None
+    #: False for a client that may only read: passwords are left out of what it gets.
+    sees_secrets: bool = True
 
 
 Handler: TypeAlias = Callable[[Call], Awaitable[Response]]
@@ -237,8 +237,17 @@ class Endpoint:
     text_too: bool = False
     #: Apache answers any method here.
     any_method: bool = False
+    #: Says nothing of ledgers or settings: on loopback it is answered without the token that the server made.
+    probe: bool = False
+    #: A GET that changes something all the same: for clients that may change things, and never for a web page.
+    acts: bool = False
     #: It takes no longer than other requests, unless it says so here.
     timeout_s: float | None = None
+
+    @property
+    def only_reads(self) -> bool:
+        """Whether it changes nothing, so that a read-only token opens it."""
+        return (self.method == "GET" or self.any_method) and not self.acts
 
     def parse_query(self, pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
         """The values of a query string. Raises UsageError, also for one that is given twice and not the same.

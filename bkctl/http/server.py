@@ -1,7 +1,8 @@
 """The HTTP server itself: where it listens, who may connect, and uvicorn in a thread with an event loop of its own.
 
 A bookie's work and the API's do not wait for each other. Without a token or client certificates it listens on loopback
-only. TLS takes PEM files under Apache's keys: `httpServerKeyStorePath` has the private key and the certificate.
+only, and makes a token that this user's commands find. TLS takes PEM files under Apache's keys:
+`httpServerKeyStorePath` has the private key and the certificate.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import secrets
 import socket
 import ssl
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -27,8 +29,9 @@ from bkctl.errors import BkctlError, UsageError
 from bkctl.http.app import Api
 from bkctl.http.endpoints import JSON, json_text
 from bkctl.http.gateway import PassedOn
+from bkctl.http.local_token import LocalToken, token_path
 from bkctl.http.service import LocalBookie, Service
-from bkctl.metadata.store import NO_SECURITY, StoreSecurity, client_tls
+from bkctl.metadata.store import NO_SECURITY, StoreSecurity, client_tls, load_certificate
 
 if TYPE_CHECKING:
     from bkctl.bookie.server import Bookie
@@ -40,6 +43,7 @@ IDLE_TIMEOUT_S: Final = 20.0
 #: A client that takes nothing of its answer for so long is cut off.
 STALL_TIMEOUT_S: Final = 40.0
 CONNECTIONS_MAX: Final = 256
+LOOPBACK: Final = "127.0.0.1"
 HEAD_SIZE_BYTES_MAX: Final = 32 << 10
 STOP_TIMEOUT_S: Final = 5
 TOKEN_SIZE_BYTES_MAX: Final = 4096
@@ -48,16 +52,23 @@ _LOOK_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
-    """Where a server listens, and who may ask: who has the `token`, and with `tls` perhaps a certificate."""
+    """Where a server listens, and who may ask: clients with the `token`, and with `tls` perhaps a certificate.
+
+    Clients with the `read_only_token` may read, and get no secrets.
+    """
 
     host: str
     port: int
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     tls: ssl.SSLContext | None = None
+    read_only_token: str | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, config: BookieConfig) -> HttpSettings:
-        """Those of a bookie. Raises UsageError for files that cannot be used, or a server that would be open to all."""
+        """Return the settings of a bookie; without httpServerHost it listens on loopback unless it asks for a proof.
+
+        Raises UsageError for files that cannot be used, or a server that would be open to all.
+        """
         if config.http_server_token and config.http_server_token_file:
             raise UsageError("httpServerToken and httpServerTokenFile are both set", hint="keep the file")
         token = config.http_server_token
@@ -72,12 +83,32 @@ class HttpSettings:
                 config.http_server_key_store_password,
                 config.http_server_trust_store_path,
             )
-        return cls(config.http_server_host, config.http_server_port, token or None, tls).checked(
+        read_only = config.http_server_read_only_token_file
+        settings = cls(
+            config.http_server_host or "0.0.0.0",
+            config.http_server_port,
+            token or None,
+            tls,
+            read_token(Path(read_only)) if read_only else None,
+        )
+        if config.http_server_host is None and not settings.authenticates:
+            settings = replace(settings, host=LOOPBACK)
+            log.warning(
+                "httpServerHost is not set: the HTTP server listens on %s only; to open it, set httpServerHost=0.0.0.0 "
+                "with httpServerTokenFile, or with TLS and httpServerTrustStorePath", LOOPBACK,
+            )  # fmt: skip
+        return settings.checked(
             "set httpServerHost=127.0.0.1, or httpServerTokenFile, or TLS with httpServerTrustStorePath"
         )
 
     def checked(self, hint: str) -> HttpSettings:
-        """The same. Raises UsageError with `hint` for a server beyond loopback that asks nobody who they are."""
+        """Return these settings.
+
+        Raises UsageError with `hint` for a server beyond loopback that asks for no proof, and for a read-only token
+        that is not beside another one.
+        """
+        if self.read_only_token is not None and (self.token is None or self.token == self.read_only_token):
+            raise UsageError("A read-only token is given without another, full one", hint="give both, and not the same")
         if not self.authenticates and not is_loopback(self.host):
             raise UsageError(
                 f"The HTTP server on {self.host} would be open to everybody who reaches this machine", hint=hint
@@ -117,7 +148,7 @@ def tls_context(
     """
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(key_store, key, password or "")
+        load_certificate(context, key_store, key, password)
         if trust_store:
             context.load_verify_locations(trust_store)
             context.verify_mode = ssl.CERT_REQUIRED
@@ -203,6 +234,8 @@ class HttpServer:
         self.settings = settings
         self.address = (settings.host, settings.port)
         self._socket: socket.socket | None = None
+        #: The token that was made where none was given.
+        self._local_token: LocalToken | None = None
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -215,6 +248,8 @@ class HttpServer:
             self._socket = socket.socket(family, kind, number)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind(address)
+            if not self.settings.authenticates:  # before anybody can connect
+                self._make_token(*self._socket.getsockname()[:2])
             self._socket.listen(128)
         except OSError as error:
             self._close_socket()
@@ -224,6 +259,21 @@ class HttpServer:
             ) from error
         self.address = (self.settings.host, self._socket.getsockname()[1])
         return self.address[1]
+
+    def _make_token(self, address: str, port: int) -> None:
+        """Have requests need a token that this user's commands find."""
+        try:
+            self._local_token = LocalToken(address, port)
+        except OSError as error:
+            log.warning(
+                "The HTTP server cannot keep a token in %s (%s), and answers probes only: set httpServerTokenFile",
+                token_path(address, port), error.strerror or error,
+            )  # fmt: skip
+
+    @property
+    def token_file(self) -> Path | None:
+        """The file with the token that the server made; None where it was given one."""
+        return None if self._local_token is None else self._local_token.path
 
     def start(self, make_service: Callable[[], Service], *, upstream: PassedOn | None = None) -> None:
         """Serve, in a thread of its own, on what `make_service` makes there; `upstream` is the gateway's.
@@ -235,12 +285,19 @@ class HttpServer:
         )
         self._thread.start()
         log.info("HTTP server on %s:%d", *self.address)
+        if self.token_file is not None:
+            log.info("The token of the HTTP server is in %s", self.token_file)
 
     async def _serve(self, service: Service, upstream: PassedOn | None) -> None:
         assert self._socket is not None
+        settings, made = self.settings, self._local_token
+        token = settings.token
+        if not settings.authenticates:
+            token = secrets.token_urlsafe(32) if made is None else made.text
         api = Api(
-            service, token=self.settings.token, checks_host=not self.settings.authenticates, upstream=upstream
-        )
+            service, token=token, read_only_token=settings.read_only_token, is_local=not settings.authenticates,
+            upstream=upstream,
+        )  # fmt: skip
         server = self._server = uvicorn.Server(self._config(api))
         if self._stopping:
             return
@@ -279,6 +336,9 @@ class HttpServer:
         self._close_socket()
 
     def _close_socket(self) -> None:
+        if self._local_token is not None:
+            self._local_token.close()
+            self._local_token = None
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -290,8 +350,9 @@ class BookieHttpServer:
     def __init__(self, config: BookieConfig) -> None:
         """Listen where `config` says. Raises UsageError, BkctlError."""
         self.server = HttpServer(HttpSettings.of(config))
-        #: The configuration with the port that it got.
-        self.config = config.with_changes(http_server_port=self.server.bind())
+        port = self.server.bind()
+        #: The configuration with the address and port that it got.
+        self.config = config.with_changes(http_server_host=self.server.settings.host, http_server_port=port)
 
     def start(self, bookie: Bookie, security: StoreSecurity = NO_SECURITY) -> None:
         """Serve for the bookie; called in its event loop. Raises BkctlError."""

@@ -48,6 +48,7 @@ from bkctl.metadata.health import DISABLE_HEALTH_CHECK
 from bkctl.metadata.ledgers import INSTANCE_ID
 from bkctl.metadata.replication import UNDERREPLICATION, AuditorCheck, LedgerUnderreplicationManager, mark_path
 from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, Versioned
+from bkctl.storage.files import create_unfinished
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -428,9 +429,8 @@ def export_to_file(
         raise UsageError(f"{path} is no file, and would be replaced by one", hint="write to -, and redirect that")
     if path.exists() and not overwrite:
         raise AlreadyExists(f"{path} exists", hint="name a new file, or add --overwrite where there is such an option")
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     # Ledger metadata holds passwords.
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    partial, descriptor = create_unfinished(path)
     try:
         with open(descriptor, "wb") as file:
             exported = write_export(source, file, progress)

@@ -31,6 +31,7 @@ from bkctl.errors import (
     UsageError,
 )
 from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, Claim, MetadataStore, Versioned, check_path
+from bkctl.storage.files import FILE_MODE
 
 HEARTBEAT_MS: Final = 2_000
 SESSION_EXPIRY_MS: Final = 6_000
@@ -100,10 +101,13 @@ class SqliteStore(MetadataStore):
     def _connect(self, create: bool) -> sqlite3.Connection:
         from urllib.parse import quote
 
-        mode = "rwc" if create else "rw"
+        if create:
+            # SQLite would leave it to the umask; its files beside this one get the mode of this one.
+            with contextlib.suppress(OSError):  # what is wrong SQLite says below
+                os.close(os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
         with self._errors():
             connection = sqlite3.connect(
-                f"file:{quote(self.file)}?mode={mode}",
+                f"file:{quote(self.file)}?mode=rw",
                 uri=True,
                 timeout=self.timeout_s,
                 isolation_level=None,

@@ -74,11 +74,38 @@ def client_tls(
         else:
             context.load_verify_locations(ca)
         if certificate is not None:
-            context.load_cert_chain(certificate, key, key_password)
+            load_certificate(context, certificate, key, key_password)
     except OSError as error:  # ssl.SSLError is one
         names = ", ".join(name for name in (ca, certificate, key) if name)
         raise UsageError(f"TLS files {names}: {error.strerror or error}", hint="PEM files are needed") from error
     return context
+
+
+def load_certificate(context: ssl.SSLContext, certificate: str, key: str | None, password: str | None) -> None:
+    """Load a PEM certificate and its private key (None: in the same file) into `context`.
+
+    Raises UsageError for an encrypted key that `password` is missing for or does not open, never asking at a terminal;
+    OSError as `load_cert_chain` for other files that cannot be used.
+    """
+    import ssl
+
+    is_encrypted = False
+
+    def give() -> str:
+        nonlocal is_encrypted
+        is_encrypted = True
+        return password or ""
+
+    try:
+        context.load_cert_chain(certificate, key, give)
+    except ssl.SSLError as error:
+        if not is_encrypted:
+            raise
+        problem = "the password that is given does not open it" if password else "no password is given for it"
+        raise UsageError(
+            f"The private key in {key or certificate} is encrypted, and {problem}",
+            hint="give its password where the settings take one, or a key that is not encrypted and has mode 0600",
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 
 from bkctl.errors import Unsupported, UsageError
 from bkctl.metadata.store import StoreSecurity
+from bkctl.redaction import without_user_info
 
 ROOT_PATH_DEFAULT: Final = "/ledgers"
 ZOOKEEPER_PORT_DEFAULT: Final = 2181
@@ -26,7 +27,6 @@ _URI_LENGTH_MAX: Final = 4096
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9.-]*)(?:\+([A-Za-z0-9.-]*))?://(.*)", re.DOTALL)
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.]{2,45}(?:%[A-Za-z0-9._-]+)?\]", re.ASCII)
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
-_USER_INFO = re.compile("//[^/]*@")
 _PORT = re.compile(r"[0-9]{1,5}", re.ASCII)
 _PULSAR_STORES = ("rocksdb", "memory", "etcd", "oxia")
 
@@ -124,7 +124,7 @@ def _bad(text: str, problem: str) -> UsageError:
 
 def _shown(text: str) -> str:
     """It may hold a password."""
-    return _USER_INFO.sub("//…@", text)
+    return without_user_info(text, "…")
 
 
 def _parse_sqlite(text: str, kind: str | None, rest: str) -> MetadataUri:

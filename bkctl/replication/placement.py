@@ -6,7 +6,9 @@ ScriptBasedMapping.
 
 from __future__ import annotations
 
+import logging
 import random
+import re
 import subprocess
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
 #: Source: CommonConfigurationKeys.NET_TOPOLOGY_SCRIPT_NUMBER_ARGS_DEFAULT.
 SCRIPT_ARGUMENT_COUNT_MAX: Final = 100
 SCRIPT_TIMEOUT_S: Final = 30.0
+#: A host name, an IPv4 or an IPv6 address. None begins with `-`, which would be an option of the script.
+_HOST: Final = re.compile(r"(?=.{1,255}\Z)[A-Za-z0-9_:][A-Za-z0-9_.:-]*(?:%[A-Za-z0-9_.-]+)?", re.ASCII)
+
+log: Final = logging.getLogger("bkctl.replication")
 
 
 class Topology:
@@ -36,13 +42,24 @@ class Topology:
         self._argument_count_max = max(argument_count_max, 1)
         self._timeout_s = timeout_s
         self._racks: dict[str, str] = {}
+        #: Bookies that were left out once, and said so.
+        self._refused: set[str] = set()
 
     def racks(self, bookies: Iterable[RegisteredBookie]) -> dict[str, str]:
         """Bookie id → rack, as `/rack` or `/region/rack`; a bookie whose host is not known is left out. Blocks.
 
+        So is a bookie that registered something else than a host: the script gets none of it.
         Raises BkctlError when the script fails or prints something else: a rack that is guessed wrong costs data.
         """
-        hosts = {each.bookie_id: each.address[0] for each in bookies if each.address is not None}
+        hosts: dict[str, str] = {}
+        for each in bookies:
+            if each.address is None:
+                continue
+            if _HOST.fullmatch(each.address[0]):
+                hosts[each.bookie_id] = each.address[0]
+            elif each.bookie_id not in self._refused:
+                self._refused.add(each.bookie_id)
+                log.warning("Bookie %s registered no host: its rack is unknown", each.bookie_id)
         unknown = sorted({host for host in hosts.values() if host not in self._racks})
         for at in range(0, len(unknown), self._argument_count_max):
             some = unknown[at : at + self._argument_count_max]

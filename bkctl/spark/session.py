@@ -46,6 +46,9 @@ _SETTINGS: Final = {
     "spark.sql.execution.arrow.pyspark.enabled": "true",
     "spark.sql.session.timeZone": "UTC",
 }
+#: Where Spark makes up a secret for each application. The applications of a standalone cluster share its one secret.
+_AUTHENTICATION: Final = {"spark.authenticate": "true"}
+_SECRET: Final = "spark.authenticate.secret"
 #: And of one on this machine alone: no name of it is looked up, and nobody else can connect.
 _LOCAL_SETTINGS: Final = {
     "spark.driver.bindAddress": "127.0.0.1",
@@ -113,8 +116,10 @@ def spark_session(
 
     `settings` are Spark's own (`spark.executor.memory` …). `ship` sends this package to the executors as a zip (None:
     unless `master` is local); `archives` are unpacked beside them (`venv.tar.gz#environment`). Spark's log goes
-    nowhere, with `verbose` to stderr. An interrupt ends Spark's processes before it goes on to the caller. Where
-    PYSPARK_PYTHON is a relative path in an archive, this Python stands in for it on this machine.
+    nowhere, with `verbose` to stderr. Spark's processes authenticate to each other, except on a standalone cluster
+    without spark.authenticate.secret; what it keeps on this machine's disk is in a directory of this user's alone. An
+    interrupt ends Spark's processes before it goes on to the caller. Where PYSPARK_PYTHON is a relative path in an
+    archive, this Python stands in for it on this machine.
     Raises BkctlError where Spark cannot run or start, NotFound for an archive that is not there; what fails inside
     comes as the BkctlError that it is.
     """
@@ -130,6 +135,8 @@ def spark_session(
             yield active
         return
     chosen = {**_SETTINGS, **(_LOCAL_SETTINGS if is_local(master) else {}), "spark.master": master}
+    if is_local(master) or master.startswith(("yarn", "k8s://")) or _SECRET in settings:
+        chosen |= _AUTHENTICATION
     chosen |= {"spark.app.name": app_name, **settings}
     if archives:
         chosen["spark.archives"] = ",".join([*filter(None, [chosen.get("spark.archives")]), *map(_archive, archives)])
@@ -224,6 +231,9 @@ class _Spark:
         output = None if self._verbose else self._log
         connection = self._directory / "connection"
         variables = {"SPARK_CONNECT_MODE": "0", "_PYSPARK_DRIVER_CONN_INFO_PATH": str(connection)}
+        if "SPARK_LOCAL_DIRS" not in os.environ and "spark.local.dir" not in self._settings:
+            # Not as a setting: executors elsewhere would get it, too.
+            variables["SPARK_LOCAL_DIRS"] = str(self._directory / "local")
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=os.environ | variables,
             cwd=self._planning_directory(), start_new_session=True,

@@ -24,7 +24,7 @@ from bkctl.formats.entry_log import log_id_of, unpack_location
 from bkctl.formats.index import ENTRY_ID_MAX, PAGE_SIZE_DEFAULT, VERSION_CURRENT, LedgerData, index_path
 from bkctl.ids import LedgerId
 from bkctl.storage.directories import CONVERSION_NAME, BookieDirectories
-from bkctl.storage.files import Files
+from bkctl.storage.files import DIRECTORY_MODE, Files
 from bkctl.storage.index import BookieIndexes, LedgerIndexReader
 from bkctl.storage.regenerate import INDEX, IndexFileBuilder
 from bkctl.storage.repair import (
@@ -622,7 +622,7 @@ class _ToInterleaved(_Conversion):
     def build(self, state: _State, path: Path) -> _State:
         places = [self._building(storage.number) for storage in self.storages]
         for place in places:
-            place.mkdir(exist_ok=True)
+            place.mkdir(DIRECTORY_MODE, exist_ok=True)
         builder = IndexFileBuilder(places, self._page_size, self._version)
         steps = _Steps()
         written: list[Path] = []

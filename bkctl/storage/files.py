@@ -24,6 +24,9 @@ from bkctl.formats.layout import Buffer
 #: Buffers that one pwritev takes.
 IOV_MAX: Final = min(os.sysconf("SC_IOV_MAX"), 1024) if hasattr(os, "sysconf") else 16
 SECTOR_SIZE_BYTES: Final = 512
+#: Of what a bookie creates, less what the umask takes: entries and metadata are not for every local user.
+FILE_MODE: Final = 0o640
+DIRECTORY_MODE: Final = 0o750
 NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _RWF_NOWAIT: Final = getattr(os, "RWF_NOWAIT", 0)
 _AT_FDCWD: Final = -100
@@ -147,7 +150,7 @@ class Files:
 
     def open(self, path: Path, *, create: bool = False) -> StorageFile:
         """Open `path` for reading and writing; `create` makes a missing file (its name needs a directory sync)."""
-        return StorageFile(path, os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o644))
+        return StorageFile(path, os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), FILE_MODE))
 
     def open_to_read(self, path: Path) -> StorageFile:
         """Open `path` for reading."""
@@ -171,7 +174,7 @@ class Files:
 
     def _mkdir(self, path: Path) -> None:
         with contextlib.suppress(FileExistsError):
-            os.mkdir(path)
+            os.mkdir(path, DIRECTORY_MODE)
 
     def sync_directory(self, path: Path) -> None:
         """Make the names in `path` durable: created, renamed and removed ones."""
@@ -259,6 +262,21 @@ class Files:
                         f"Another bookie uses {path}", hint="stop it, or give this one directories of its own"
                     ) from None
             yield
+
+
+def restrict_new_files() -> None:
+    """Have what libraries create in this process (RocksDB) have FILE_MODE and DIRECTORY_MODE at most."""
+    os.umask(os.umask(0o077) | (0o777 & ~DIRECTORY_MODE))
+
+
+def create_unfinished(path: Path, *, mode: int = 0o600) -> tuple[Path, int]:
+    """Create a file beside `path` for content that takes that name once it is whole; return its path and descriptor.
+
+    Its name cannot be guessed and nothing stood there before, neither a file nor a link. The caller renames or removes
+    it. Raises OSError.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.urandom(8).hex()}.partial")
+    return unfinished, os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
 
 # --- the simulation ------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from bkctl.errors import Corrupt, NotFound, TruncatedRecord, Unsupported, UsageE
 from bkctl.formats.index import ENTRY_ID_MAX, PAGE_SIZE_DEFAULT, VERSION_CURRENT, LedgerData, index_path
 from bkctl.ids import LedgerId
 from bkctl.storage.directories import BookieDirectories
-from bkctl.storage.files import Files, StorageFile
+from bkctl.storage.files import DIRECTORY_MODE, FILE_MODE, Files, StorageFile
 from bkctl.storage.garbage import LedgerState
 from bkctl.storage.index import RELOCATION_SUFFIX, BookieIndexes, LedgerIndexReader
 from bkctl.storage.index_pages import IndexInMemPageMgr
@@ -237,7 +237,7 @@ class _Work:
         if not dry_run:
             places = [self._building(current) for current in self._layout.index_dirs]
             for place in places:
-                place.mkdir()
+                place.mkdir(DIRECTORY_MODE)
             self._builder = IndexFileBuilder(places, page_size, version)
             for ledger, data in self._data.items():
                 self._builder.add(ledger, data, self._number_of(self._rows[ledger].path))
@@ -346,7 +346,7 @@ class _UnsyncedFile(StorageFile):
 
 class _UnsyncedFiles(Files):
     def open(self, path: Path, *, create: bool = False) -> StorageFile:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o644)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), FILE_MODE)
         return _UnsyncedFile(path, fd)
 
     def sync_directory(self, path: Path) -> None:

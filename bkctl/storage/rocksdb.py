@@ -34,6 +34,7 @@ from bkctl.formats.index import (
 )
 from bkctl.formats.rocksdb import BLOCK_SIZE, check_block, manifest_name
 from bkctl.ids import LedgerId
+from bkctl.storage.files import DIRECTORY_MODE
 from bkctl.storage.windows import FileReader
 
 #: Puts and deletes that reach the database together.
@@ -98,7 +99,7 @@ class _Database:
         """
         if (path / "CURRENT").exists():
             raise AlreadyExists(f"{path} already holds a database")
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
         return cls._open_to_write(path, scoped)
 
     @classmethod

@@ -86,6 +86,30 @@ def test_secrets_do_not_reach_the_log() -> None:
     assert without_secrets(kept) == kept
 
 
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--spark-conf=spark.authenticate.secret=hush"], ["--spark-conf=spark.authenticate.secret=***"]),
+        (["--spark-conf", "spark.ssl.keyPassword=hush"], ["--spark-conf", "spark.ssl.keyPassword=***"]),
+        (
+            ["--spark-conf=spark.hadoop.fs.s3a.access.key=hush"],
+            ["--spark-conf=spark.hadoop.fs.s3a.access.key=***"],
+        ),
+        (["--spark-conf", "fs.s3a.secret.key=hu=sh"], ["--spark-conf", "fs.s3a.secret.key=***"]),
+        (["--spark-conf=fs.azure.account.key.a.b=hush"], ["--spark-conf=fs.azure.account.key.a.b=***"]),
+        (["--set=aPassword=hush"], ["--set=aPassword=***"]),
+        (['--body={"a": {"token": "hush"}}'], ["--body=***"]),
+        (["-uetcd://ann:hu/sh@h:1"], ["-uetcd://***@h:1"]),
+        (["--metadata-uri=etcd://ann:hu@sh@h:1"], ["--metadata-uri=etcd://***@h:1"]),
+        (["--spark-conf=spark.executor.memory=4g"], ["--spark-conf=spark.executor.memory=4g"]),
+        (["--set=httpServerTokenFile=/f"], ["--set=httpServerTokenFile=/f"]),
+    ],
+    ids=str,
+)
+def test_secrets_joined_to_options_and_within_uris_do_not_reach_the_log(words: list[str], shown: list[str]) -> None:
+    assert without_secrets(words) == shown
+
+
 def test_the_log_can_be_elsewhere_or_nowhere(
     uri: str, cli: Cli, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -351,6 +351,20 @@ def test_extract_a_log(cli: Cli, bookie: Path, current: Path) -> None:
     assert not list(bookie.glob("*.partial"))
 
 
+def test_extract_follows_no_planted_link(cli: Cli, bookie: Path, tmp_path: Path) -> None:
+    victim, target = tmp_path / "victim", tmp_path / "out"
+    victim.write_text("untouched")
+    for name in ("out.partial", ".out.partial"):
+        (tmp_path / name).symlink_to(victim)
+    result = cli("entrylog", "extract", "--ledger", "5", "--dir", bookie / "ledgers", "-f", target)
+    assert result.code == 0, result.err
+    assert victim.read_text() == "untouched"
+    assert target.stat().st_size > 0
+    assert not target.is_symlink()
+    links = {"out.partial", ".out.partial"}
+    assert {each.name for each in tmp_path.iterdir() if "out" in each.name} == {"out", *links}  # nothing is left
+
+
 def test_extract_replaces_files_only(cli: Cli, bookie: Path) -> None:
     os.mkfifo(bookie / "pipe")
     result = cli("entrylog", "extract", "--ledger", "5", "--dir", bookie / "ledgers", "-f", bookie / "pipe", "--yes")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from raw_http import call, exchange
+from raw_http import call, exchange, local_authorization
 from servers import DB, free_port
 
 from bkctl.client.ledger import BookKeeper
@@ -115,7 +115,7 @@ def test_a_long_answer_is_not_held_in_memory(bookie: Any, gateway: Callable[...,
     assert len(call(server.http_port, "GET", f"{path}&end_entry_id=9").json) == 10
     before = peak_memory(server.pid)
     connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
-    connection.request("GET", path)
+    connection.request("GET", path, headers=local_authorization(server.http_port))
     response = connection.getresponse()
     size = 0
     while part := response.read(1 << 16):

@@ -33,6 +33,12 @@ def test_new_bookies_of_a_local_cluster_have_an_http_server(
     assert call(int(first["httpUrl"].rpartition(":")[2]), "GET", "/api/v1/bookie/is_ready").body == b"OK"
     state = cli("bookie", "state", "--bookie", "bookie-0", "-o", "ndjson").rows
     assert state[0]["running"]
+    # It asks for a token, which other users do not get, and commands find it.
+    port = int(first["httpUrl"].rpartition(":")[2])
+    for method, path, body in (("GET", "/api/v1/ledger/list", None), ("PUT", "/api/v1/config/server_config", {})):
+        assert call(port, method, path, body, headers={"Authorization": ""}).status == 401
+    for command in (("config",), ("readonly", "on"), ("readonly", "off"), ("gc",), ("sanity",)):
+        assert cli("bookie", *command, "--bookie", "bookie-0").code == 0, command
     monkeypatch.setattr("bkctl.http.find_spec", lambda name: None)
     refused = cli("cluster", "up", "--dir", directory, "--bookies", 2, "--http")
     assert refused.code == 8

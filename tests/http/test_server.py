@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from command_line import CommandLine
-from raw_http import Answer, call, exchange
+from raw_http import Answer, call, exchange, local_authorization
 from servers import free_port, wait_for
 
 from bkctl.config import BookieConfig
@@ -340,7 +340,10 @@ def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyP
 def test_too_many_requests_at_once_are_refused(bookie: Any) -> None:
     """They wait for bodies; the server goes on answering that it is busy, and is free again when they leave."""
     port = bookie.http_port
-    head = b"PUT /api/v1/bookie/gc HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{"
+    token = local_authorization(port)["Authorization"]
+    head = (
+        f"PUT /api/v1/bookie/gc HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\nAuthorization: {token}\r\n\r\n{{"
+    ).encode()
     with contextlib.ExitStack() as stack:
         for _ in range(app.REQUESTS_MAX):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
@@ -410,7 +413,8 @@ REQUEST = (
     b'Content-Length: 21\r\nAuthorization: Bearer x\r\n\r\n{"forceMajor": false}'
 )
 CHUNKED = (
-    b"PUT /api/v1/bookie/gc HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"PUT /api/v1/bookie/gc HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+    b"Authorization: Bearer x\r\n\r\n"
     b'7\r\n{"force\r\ne\r\nMajor": false}\r\n0\r\n\r\n'
 )
 HOSTILE = [
@@ -453,8 +457,10 @@ def test_hostile_bytes_do_no_harm(bookie: Any) -> None:
     seed = 20_260
     source = random.Random(seed)
     port = bookie.http_port
-    for data in [*HOSTILE, *(mutated(source) for _ in range(400))]:
-        answer = exchange(port, data)
+    token = local_authorization(port)["Authorization"].encode()
+    for number, data in enumerate([*HOSTILE, *(mutated(source) for _ in range(400))]):
+        # Of strangers, and of clients with the token.
+        answer = exchange(port, data.replace(b"Bearer x", token) if number % 2 else data)
         assert answer == b"" or answer.startswith(b"HTTP/1.1 "), (seed, data)
         assert not answer.startswith(b"HTTP/1.1 5"), (seed, data, answer)
         assert b"Traceback" not in answer

@@ -112,3 +112,18 @@ def test_a_script_that_does_not_tell_is_an_error_and_no_guess(tmp_path, text):
 def test_a_script_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises(BkctlError, match="Network topology script"):
         Topology(str(tmp_path / "none")).racks([bookie("a")])
+
+
+def test_hosts_that_are_none_never_reach_the_topology_script(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    script = tmp_path / "topology"
+    script.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >> "{tmp_path}/asked"\nfor host; do echo "/rack-$host"; done\n')
+    script.chmod(0o755)
+    hostile = ["--output=/etc/passwd", "-x", "", " ", "a b", "$(id)", "a;b", "a\nb", "h" * 256, "../x", "\u00e9", "%a"]
+    fine = ["bookie-1.example", "10.0.0.1", "fe80::1%eth0", "::1", "under_score"]
+    bookies = [bookie(f"bad-{at}", host=host or " ") for at, host in enumerate(hostile)]
+    bookies += [bookie(f"good-{at}", host=host) for at, host in enumerate(fine)]
+    topology = Topology(str(script))
+    expected = {f"good-{at}": f"/rack-{host}" for at, host in enumerate(fine)}
+    assert topology.racks(bookies) == topology.racks(bookies) == expected
+    assert sorted((tmp_path / "asked").read_text().splitlines()) == sorted(fine)
+    assert len(caplog.messages) == len(hostile)  # each is said once

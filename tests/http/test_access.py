@@ -1,0 +1,444 @@
+"""Who gets a token and who may ask: attackers in the metadata store, other users of this machine, web pages."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import CommandLine
+from fake_http import FakeServer, Reply
+from raw_http import Answer, call, local_authorization
+from servers import free_port
+
+from bkctl.client.ledger import BookKeeper
+from bkctl.formats.metadata import BookieServiceInfo, Endpoint
+from bkctl.http.client import token_for_registered
+from bkctl.http.gateway import PassedOn
+from bkctl.http.local_token import LocalToken, find_local_token, token_path
+from bkctl.http.server import HttpServer, HttpSettings
+from bkctl.http.service import Service
+from bkctl.metadata.cluster import open_cluster
+from bkctl.protocol.connection import run
+
+V1 = "/api/v1"
+FRONT, UPSTREAM, READER = "front-token", "upstream-token", "reader-token"
+ATTACKER = "attacker.example"
+STATE = {"running": True, "readOnly": False, "shuttingDown": False, "availableForHighPriorityWrites": True}
+NONE = {"Authorization": ""}
+
+
+@pytest.fixture
+def attacker(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
+    """A server that keeps what it is sent, under a name of another machine."""
+    server = FakeServer()
+    server.replies = {f"GET {V1}/bookie/state": STATE}
+    resolve = socket.getaddrinfo
+
+    def misled(host: Any, *arguments: Any, **settings: Any) -> Any:
+        return resolve("127.0.0.1" if host == ATTACKER else host, *arguments, **settings)
+
+    monkeypatch.setattr(socket, "getaddrinfo", misled)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def misled_uri(attacker: FakeServer, tmp_path: Path) -> Iterator[str]:
+    """A cluster in which the attacker registered bookies: one elsewhere, one on loopback."""
+    uri = f"sqlite://{tmp_path / 'metadata.db'}"
+    port = int(attacker.address.rpartition(":")[2])
+    with open_cluster(uri, create=True) as cluster:
+        for name, host in (("far:1", ATTACKER), ("near:1", "127.0.0.1")):
+            endpoints = Endpoint("bookie", 3181, host, "bookie-rpc"), Endpoint("httpserver", port, host, "http")
+            cluster.bookies.register(name, BookieServiceInfo(endpoints))
+        yield uri
+
+
+@contextlib.contextmanager
+def serving_gateway(uri: str, settings: HttpSettings, upstream: PassedOn) -> Iterator[int]:
+    """A gateway in this process; its port."""
+    server = HttpServer(settings)
+    port = server.bind()
+    server.start(lambda: Service(uri), upstream=upstream)
+    try:
+        yield port
+    finally:
+        server.stop()
+
+
+# --- tokens and registered addresses ---------------------------------------------------------------------------------
+
+
+def test_commands_send_no_token_to_an_address_that_the_metadata_store_names(
+    attacker: FakeServer, misled_uri: str
+) -> None:
+    for command in (("state",), ("info",), ("config",), ("readonly", "on"), ("gc",)):
+        answer = CommandLine(misled_uri)("bookie", *command, "--bookie", "far:1", API_TOKEN=FRONT)
+        assert "the token does not go to http://attacker.example" in answer.err
+    assert len(attacker.asked) >= 5
+    assert not [each for each in attacker.asked if "Authorization" in each.headers]
+    # An address that is given by hand gets it, and so does loopback.
+    by_hand = f"http://{ATTACKER}:{attacker.address.rpartition(':')[2]}"
+    CommandLine(misled_uri)("bookie", "state", "--bookie-url", by_hand, API_TOKEN=FRONT)
+    assert attacker.asked[-1].headers["Authorization"] == f"Bearer {FRONT}"
+    CommandLine(misled_uri)("bookie", "state", "--bookie", "near:1", API_TOKEN=UPSTREAM)
+    assert attacker.asked[-1].headers["Authorization"] == f"Bearer {UPSTREAM}"
+
+
+def test_a_drain_sends_no_token_to_an_address_that_the_metadata_store_names(
+    attacker: FakeServer, misled_uri: str
+) -> None:
+    attacker.replies[f"PUT {V1}/bookie/state/readonly"] = {"readOnly": True}
+    CommandLine(misled_uri)("bookies", "drain", "far:1", "--yes", "--timeout", "1s", API_TOKEN=FRONT)
+    assert [each.method for each in attacker.asked] == ["PUT"]
+    assert "Authorization" not in attacker.asked[0].headers
+
+
+@pytest.mark.parametrize("bookie_token", [None, UPSTREAM])
+def test_a_gateway_sends_no_token_to_an_address_that_the_metadata_store_names(
+    attacker: FakeServer, misled_uri: str, bookie_token: str | None
+) -> None:
+    upstream = PassedOn(bookie_token)
+    with serving_gateway(misled_uri, HttpSettings("127.0.0.1", 0, FRONT), upstream) as port:
+        front = {"Authorization": f"Bearer {FRONT}"}
+        assert call(port, "GET", f"{V1}/bookie/state?bookie=far:1", headers=front).json == STATE
+        assert "Authorization" not in attacker.asked[-1].headers
+        assert call(port, "GET", f"{V1}/bookie/state?bookie=near:1", headers=front).json == STATE
+        expected = None if bookie_token is None else f"Bearer {UPSTREAM}"
+        assert attacker.asked[-1].headers.get("Authorization") == expected
+    assert not [each for each in attacker.asked if FRONT in str(each.headers)]
+
+
+def test_api_serve_does_not_pass_its_own_token_on(
+    http_bookie: Callable[..., Any], gateway: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A bookie with the same token as the gateway: without --bookie-token-file it is asked without one."""
+    file = tmp_path / "token"
+    file.write_text(FRONT)
+    bookie = http_bookie(httpServerTokenFile=file)
+    bookie.start()
+    port = gateway(bookie.settings["metadataServiceUri"], "--token-file", file).http_port
+    path = f"{V1}/bookie/state?bookie={bookie.bookie_id}"
+    refused = call(port, "GET", path, headers={"Authorization": f"Bearer {FRONT}"})
+    assert refused.status == 502
+    assert "--bookie-token-file" in refused.json["hint"]
+
+
+@pytest.mark.parametrize(
+    ("url", "has_authorities", "goes"),
+    [
+        ("http://attacker.example:8080", True, False),
+        ("http://10.0.0.1:8080", True, False),
+        ("http://127.attacker.example:8080", True, False),
+        ("http://127.0.0.1.attacker.example", True, False),
+        ("http://localhost.attacker.example", True, False),
+        ("https://attacker.example", False, False),  # the system's authorities sign for anyone
+        ("https://bookie.example", True, True),
+        ("http://127.0.0.1:8080", False, True),
+        ("http://127.9.9.9:8080", False, True),
+        ("http://[::1]:8080", False, True),
+        ("http://localhost:8080", False, True),
+    ],
+)
+def test_a_token_goes_to_loopback_and_to_checked_certificates(url: str, has_authorities: bool, goes: bool) -> None:
+    assert token_for_registered(url, FRONT, has_authorities=has_authorities) == (FRONT if goes else None)
+
+
+def test_a_gateway_says_itself_what_type_an_answer_has(attacker: FakeServer, misled_uri: str) -> None:
+    script = b"<html><script>fetch('/api/v1/ledger/list')</script></html>"
+    replies = {
+        f"GET {V1}/bookie/state": Reply(script, 200, "text/html"),
+        f"GET {V1}/bookie/info": Reply(script, 500, "text/html"),
+        f"GET {V1}/bookie/is_ready": Reply(script, 200, "image/svg+xml"),
+        f"GET {V1}/bookie/gc": Reply({"is_in_force_gc": "false"}, 200, "text/html"),
+        f"GET {V1}/bookie/gc_details": Reply(b"", 302, "text/html", (("Location", "http://elsewhere.example"),)),
+    }
+    attacker.replies |= replies
+    with serving_gateway(misled_uri, HttpSettings("127.0.0.1", 0, FRONT), PassedOn()) as port:
+        for name, status, kind in (
+            ("state", 200, "text/plain; charset=utf-8"),
+            ("info", 500, "text/plain; charset=utf-8"),
+            ("is_ready", 200, "text/plain; charset=utf-8"),
+            ("gc", 200, "application/json"),
+            ("gc_details", 502, "application/json"),
+        ):
+            answer = call(port, "GET", f"{V1}/bookie/{name}?bookie=far:1", headers={"Authorization": f"Bearer {FRONT}"})
+            assert (answer.status, answer.headers["content-type"]) == (status, kind), name
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert "location" not in answer.headers
+
+
+# --- loopback --------------------------------------------------------------------------------------------------------
+
+
+def test_other_users_of_the_machine_get_probes_only(bookie: Any) -> None:
+    port = bookie.http_port
+    for path in ("/heartbeat", "/metrics", f"{V1}/bookie/state", f"{V1}/bookie/is_ready"):
+        assert call(port, "GET", path, headers=NONE).status == 200, path
+    for method, path, body in (
+        ("GET", f"{V1}/ledger/list?print_metadata=true", None),
+        ("GET", f"{V1}/ledger/metadata?ledger_id=0", None),
+        ("GET", f"{V1}/ledger/read?ledger_id=0", None),
+        ("GET", f"{V1}/config/server_config?show_secrets=true", None),
+        ("GET", f"{V1}/config/server_config", None),
+        ("GET", f"{V1}/bookie/sanity", None),
+        ("HEAD", f"{V1}/bookie/sanity", None),
+        ("GET", "/openapi.json", None),
+        ("GET", "/nothing", None),
+        ("PUT", f"{V1}/config/server_config", {"flushInterval": 1000}),
+        ("PUT", f"{V1}/bookie/state/readonly", {"readOnly": True}),
+        ("PUT", f"{V1}/bookie/gc", None),
+        ("DELETE", f"{V1}/ledger/delete?ledger_id=0", None),
+    ):
+        assert call(port, method, path, body, headers=NONE).status == 401, path
+        assert call(port, method, path, body, headers={"Authorization": "Bearer guess"}).status == 401, path
+    assert call(port, "GET", f"{V1}/config/server_config").status == 200  # with the token
+
+
+def test_a_generated_token_is_its_users_alone_and_goes_when_the_server_stops(http_bookie: Callable[..., Any]) -> None:
+    bookie = http_bookie()
+    bookie.start()
+    path = token_path("127.0.0.1", bookie.http_port)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert path.read_text().strip() not in bookie.log_tail(size_max=1 << 20)
+    # What docs say for curl.
+    assert call(
+        bookie.http_port, "GET", f"{V1}/bookie/info", headers={"Authorization": f"Bearer {path.read_text().strip()}"}
+    ).status == 200  # fmt: skip
+    os.kill(bookie.pid, signal.SIGTERM)
+    assert bookie.process.wait(60) == 0
+    assert not path.exists()
+
+
+def test_commands_find_the_token_of_a_server_by_themselves(
+    http_bookie: Callable[..., Any], gateway: Callable[..., Any]
+) -> None:
+    bookie = http_bookie()
+    bookie.start()
+    cli = CommandLine(str(bookie.settings["metadataServiceUri"]))
+    by_id, by_url = ("--bookie", bookie.bookie_id), ("--bookie-url", f"http://127.0.0.1:{bookie.http_port}")
+    for which in (by_id, by_url, ("--bookie-url", f"http://localhost:{bookie.http_port}")):
+        for command in (("info",), ("config",), ("sanity",), ("gc",), ("config", "--set", "flushInterval=2000")):
+            answer = cli("bookie", *command, *which)
+            assert (answer.code, b"" if answer.code == 0 else answer.err) == (0, b""), (command, which)
+    # One of another server in the environment does not stand in the way.
+    assert cli("bookie", "info", *by_id, API_TOKEN="of-a-gateway").code == 0
+    through = gateway(bookie.settings["metadataServiceUri"])
+    front = ("--bookie-url", f"http://127.0.0.1:{through.http_port}", "--bookie", bookie.bookie_id)
+    assert cli("bookie", "config", *front).code == 0
+
+
+def test_a_token_goes_to_no_server_that_took_the_port_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    fake = FakeServer()
+    try:
+        port = int(fake.address.rpartition(":")[2])
+        path = token_path("127.0.0.1", port)
+        path.parent.mkdir(parents=True)
+        path.write_text("stale\n")  # as a server leaves it that is killed
+        path.chmod(0o600)
+        assert find_local_token("127.0.0.1", port) is None
+        CommandLine(None)("bookie", "state", "--bookie-url", fake.url)
+        assert "Authorization" not in fake.asked[-1].headers
+        # The next server on that port makes a new one; another address has none of it.
+        token = LocalToken("127.0.0.1", port)
+        assert find_local_token("127.0.0.1", port) == token.text != "stale"
+        assert find_local_token("127.0.0.2", port) is None
+        path.chmod(0o644)
+        assert find_local_token("127.0.0.1", port) is None
+        token.close()
+        assert not path.exists()
+        # A link that somebody planted is not followed.
+        (tmp_path / "elsewhere").write_text("untouched")
+        path.symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(OSError, match="symbolic links"):
+            LocalToken("127.0.0.1", port)
+        assert (tmp_path / "elsewhere").read_text() == "untouched"
+    finally:
+        fake.close()
+
+
+def test_a_server_that_cannot_keep_its_token_answers_probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "file"))
+    with serving_gateway(f"sqlite://{tmp_path / 'nothing.db'}", HttpSettings("127.0.0.1", 0), PassedOn()) as port:
+        assert call(port, "GET", "/heartbeat").status == 200
+        assert call(port, "GET", f"{V1}/ledger/list").status == 401
+
+
+# --- web pages -------------------------------------------------------------------------------------------------------
+
+BROWSER = "Mozilla/5.0 (X11; Linux x86_64; rv:140.0) Gecko/20100101 Firefox/140.0"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "https://evil.example"},
+        {"Origin": "http://127.0.0.1:1"},
+        {"Origin": "http://localhost"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+    ],
+    ids=str,
+)
+def test_a_web_page_is_refused_even_with_the_token(bookie: Any, headers: dict[str, str]) -> None:
+    port = bookie.http_port
+    for method, path, body in (
+        ("GET", "/heartbeat", None),
+        ("POST", "/heartbeat", ""),
+        ("GET", f"{V1}/bookie/sanity", None),
+        ("GET", f"{V1}/ledger/list", None),
+        ("PUT", f"{V1}/bookie/state/readonly", {"readOnly": True}),
+        ("OPTIONS", f"{V1}/bookie/state/readonly", None),
+        ("DELETE", f"{V1}/ledger/delete?ledger_id=0", None),
+    ):
+        refused = call(port, method, path, body, headers=headers)
+        assert (refused.status, refused.error) == (403, "Requests of web pages are refused")
+    assert call(port, "GET", f"{V1}/bookie/state/readonly").json == {"readOnly": False}
+
+
+def test_the_sanity_test_is_for_commands_and_curl_and_not_for_browsers(bookie: Any) -> None:
+    port, path = bookie.http_port, f"{V1}/bookie/sanity"
+    for headers in (
+        {"User-Agent": BROWSER},  # an old one, which sends no Sec-Fetch-Site with a picture
+        {"Sec-Fetch-Site": "none"},  # a link in a mail
+        {"Sec-Fetch-Dest": "image"},
+        {"Referer": "https://evil.example/"},
+    ):
+        for method in ("GET", "HEAD"):
+            assert call(port, method, path, headers=headers).status == 403, headers
+    assert call(port, "GET", "/heartbeat", headers={"User-Agent": BROWSER}).status == 200
+    for agent in ({}, {"User-Agent": "curl/8.5.0"}, {"User-Agent": "bkctl"}):
+        assert call(port, "GET", path, headers=agent).json == {"passed": True, "readOnly": False}
+
+
+# --- the read-only token ---------------------------------------------------------------------------------------------
+
+
+def test_a_read_only_token_reads_and_gets_no_secrets(
+    http_bookie: Callable[..., Any], gateway: Callable[..., Any], tmp_path: Path
+) -> None:
+    full, reads = tmp_path / "full", tmp_path / "reads"
+    full.write_text(FRONT)
+    reads.write_text(READER)
+    bookie = http_bookie(httpServerTokenFile=full, httpServerReadOnlyTokenFile=reads)
+    bookie.start()
+    uri = str(bookie.settings["metadataServiceUri"])
+
+    async def write() -> int:
+        with open_cluster(uri) as cluster:
+            async with BookKeeper(cluster) as bookkeeper:
+                writer = await bookkeeper.create_ledger(
+                    ensemble_size=1, write_quorum_size=1, ack_quorum_size=1, password=b"hush"
+                )
+                async with writer:
+                    await writer.add(b"entry")
+                return writer.ledger_id
+
+    ledger_id = run(write())
+    through = gateway(uri, "--token-file", full, "--read-only-token-file", reads, "--bookie-token-file", full)
+
+    def asked(port: int, token: str, method: str, path: str, body: object = None) -> Answer:
+        named = f"{'&' if '?' in path else '?'}bookie={bookie.bookie_id}" if port == through.http_port else ""
+        return call(port, method, path + named, body, headers={"Authorization": f"Bearer {token}"})
+
+    metadata = f"{V1}/ledger/metadata?ledger_id={ledger_id}"
+    listed = f"{V1}/ledger/list?print_metadata=true"
+    for port in (bookie.http_port, through.http_port):
+        for path in ("/metrics", f"{V1}/bookie/info", f"{V1}/ledger/read?ledger_id={ledger_id}", metadata):
+            assert asked(port, READER, "GET", path).status == 200, path
+        for method, path, body in (
+            ("PUT", f"{V1}/bookie/state/readonly", {"readOnly": True}),
+            ("PUT", f"{V1}/bookie/gc", None),
+            ("DELETE", f"{V1}/ledger/delete?ledger_id={ledger_id}", None),
+            ("GET", f"{V1}/bookie/sanity", None),
+            ("HEAD", f"{V1}/bookie/sanity", None),
+            ("GET", f"{V1}/config/server_config?show_secrets=TRUE", None),
+        ):
+            assert asked(port, READER, method, path, body).status == 403, path
+        assert asked(port, READER, "GET", metadata).json[str(ledger_id)]["password"] == ""
+        assert asked(port, FRONT, "GET", metadata).json[str(ledger_id)]["password"] == "aHVzaA=="
+        for path in (listed, f"{listed}&decode_meta=true"):
+            said = asked(port, READER, "GET", path).body
+            assert b"hush" not in said
+            assert b"aHVzaA==" not in said
+        assert b"aHVzaA==" in asked(port, FRONT, "GET", f"{listed}&decode_meta=true").body
+    assert asked(through.http_port, FRONT, "GET", f"{V1}/bookie/sanity").json["passed"]
+
+
+@pytest.mark.parametrize("given", [{}, {"httpServerToken": READER}], ids=["alone", "the same"])
+def test_a_read_only_token_needs_a_full_one_beside_it(
+    http_bookie: Callable[..., Any], tmp_path: Path, given: dict[str, str]
+) -> None:
+    (tmp_path / "reads").write_text(READER)
+    bookie = http_bookie(httpServerReadOnlyTokenFile=tmp_path / "reads", **given)
+    answer = CommandLine(None).run("bookie", "start", "--conf", bookie.conf)
+    assert answer.code == 2
+    assert "read-only token" in answer.err
+
+
+# --- a configuration of Apache's -------------------------------------------------------------------------------------
+
+
+def test_a_configuration_without_a_host_starts_on_loopback_and_says_how_to_open_it(
+    http_bookie: Callable[..., Any],
+) -> None:
+    bookie = http_bookie(httpServerHost="", httpServerPort=free_port())
+    text = bookie.conf.read_text()
+    bookie.conf.write_text("".join(line for line in text.splitlines(True) if not line.startswith("httpServerHost")))
+    bookie.start()
+    port = bookie.http_port
+    said = [line for line in bookie.log_tail(size_max=1 << 20).splitlines() if "WARNING" in line]
+    (warning,) = [line for line in said if "httpServerHost" in line]
+    assert "listens on 127.0.0.1 only" in warning
+    assert "httpServerTokenFile" in warning
+    assert call(port, "GET", "/heartbeat").status == 200
+    cli = CommandLine(str(bookie.settings["metadataServiceUri"]))
+    shown = json.loads(cli("bookies", "show", bookie.bookie_id, "-o", "json").out)
+    (endpoint,) = [each for each in shown["endpoints"] if each["id"] == "httpserver"]
+    assert (endpoint["host"], endpoint["port"]) == ("127.0.0.1", port)
+    assert cli("bookie", "config", "--bookie", bookie.bookie_id).code == 0
+    assert CommandLine(None)("bookie", "config", "--conf", bookie.conf).code == 0
+    with pytest.raises(ConnectionRefusedError):  # no other address of this machine has it
+        socket.create_connection(("127.0.0.2", port), timeout=60).close()
+
+
+def test_a_configuration_without_a_host_listens_everywhere_where_it_asks_for_a_token() -> None:
+    from bkctl.config import BookieConfig
+
+    assert HttpSettings.of(BookieConfig(http_server_enabled=True, http_server_token=FRONT)).host == "0.0.0.0"
+    assert HttpSettings.of(BookieConfig(http_server_enabled=True)).host == "127.0.0.1"
+
+
+def test_another_machines_loopback_is_not_taken_for_ours(tmp_path: Path) -> None:
+    """A bookie that serves HTTP on its own loopback, seen from another machine: port 8080 here is somebody else's."""
+    fake = FakeServer()
+    uri = f"sqlite://{tmp_path / 'metadata.db'}"
+    try:
+        endpoints = (
+            Endpoint("bookie", 3181, "192.0.2.7", "bookie-rpc"),
+            Endpoint("httpserver", int(fake.address.rpartition(":")[2]), "127.0.0.1", "http"),
+        )
+        with open_cluster(uri, create=True) as cluster:
+            cluster.bookies.register("far:1", BookieServiceInfo(endpoints))
+            answer = CommandLine(uri)("bookie", "readonly", "on", "--bookie", "far:1", API_TOKEN=FRONT)
+        assert answer.code == 6
+        assert "open to its own machine only" in answer.problem
+        assert fake.asked == []
+    finally:
+        fake.close()
+
+
+def test_local_authorization_is_empty_without_a_server() -> None:
+    assert local_authorization(free_port()) == {}

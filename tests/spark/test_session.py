@@ -1,0 +1,64 @@
+"""The session that the pipeline makes: its processes know each other, and its data is this user's alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import source_rows  # noqa: F401 (skips where there is no PySpark)
+from servers import find_java
+
+#: Prints the settings, the directories of Spark's data below a directory, and the modes two levels above each.
+JOB = """
+import json, sys
+from pathlib import Path
+from bkctl.spark.session import spark_session
+
+with spark_session("local[1]", settings=json.loads(sys.argv[1])) as session:
+    assert session.range(1000).repartition(2).count() == 1000
+    found = Path(sys.argv[2]).rglob("blockmgr-*")
+    places = {str(path): oct(path.parent.parent.stat().st_mode & 0o777) for path in found}
+    print(json.dumps({"settings": dict(session.sparkContext.getConf().getAll()), "places": places}))
+"""
+
+
+def run_job(directory: Path, **settings: str) -> dict[str, dict[str, Any]]:
+    """What JOB prints; `directory` is where this process keeps what is temporary."""
+    find_java()
+    environment = os.environ | {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
+    environment["TMPDIR"] = str(directory)
+    environment.pop("SPARK_LOCAL_DIRS", None)
+    settings = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC", **settings}
+    done = subprocess.run(
+        [sys.executable, "-c", JOB, json.dumps(settings), directory],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.timeout(900)
+def test_spark_authenticates_and_keeps_its_data_to_this_user(tmp_path: Path) -> None:
+    found = run_job(tmp_path)
+    assert found["settings"]["spark.authenticate"] == "true"
+    ((place, mode),) = found["places"].items()
+    assert Path(place).is_relative_to(tmp_path)
+    assert Path(place).parent.name == "local"
+    assert mode == "0o700"
+    assert not Path(place).parent.parent.exists()  # nothing is left
+
+
+@pytest.mark.timeout(900)
+def test_settings_of_the_user_hold(tmp_path: Path) -> None:
+    wanted = tmp_path / "chosen"
+    wanted.mkdir()
+    found = run_job(tmp_path, **{"spark.authenticate": "false", "spark.local.dir": str(wanted)})
+    assert found["settings"]["spark.authenticate"] == "false"
+    assert found["places"]
+    assert all(Path(place).is_relative_to(wanted) for place in found["places"])
