@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from bkctl.errors import BkctlError, Corrupt
 from bkctl.protocol.messages import ReadRequest, Respond, Status, refusal
 from bkctl.storage.ledger_storage import LedgerHandle
 
 if TYPE_CHECKING:
     from bkctl.bookie.server import Bookie
-
-log: Final = logging.getLogger("bkctl.bookie")
 
 LONG_POLL_MS_MAX: Final = 3_600_000
 #: Long polls of all clients that wait at once; those beyond are answered as if their time was over.
@@ -73,29 +69,17 @@ class LongPoll:
         handle.watchers[self._woken] = None
 
     def _woken(self) -> None:
-        self._loop.call_soon(self._look)
+        # A handle without watchers may be evicted, and what comes after that does not wake us.
+        if not self._over:
+            self._handle.watchers[self._woken] = None
+            self._loop.call_soon(self._look)
 
     def _look(self) -> None:
         previous = self._request.previous_lac
         assert previous is not None
-        if self._over:
-            return
-        storage = self._bookie.storage
-        try:
-            # Between the wake and now nobody watched the handle, so it may have been evicted.
-            handle = storage.get(self._request.ledger)
-            lac = -1 if handle is None else storage.last_add_confirmed(handle)
-        except (OSError, BkctlError):
-            handle = None  # `finish` meets it again, and answers it
-        if handle is None:
-            self.finish(updated=False)
-        elif lac > previous:
-            self.finish(updated=True)
-        elif handle.fenced:
-            self.finish(updated=False)
-        else:
-            self._handle = handle
-            handle.watchers[self._woken] = None
+        handle = self._handle
+        if not self._over and (handle.lac > previous or handle.fenced or handle.deleted):
+            self.finish(updated=handle.lac > previous and not handle.deleted)
 
     def _finish_late(self) -> None:
         self.finish(updated=False)
@@ -118,12 +102,4 @@ class LongPoll:
         """Answer now."""
         if not self._end():
             return
-        request = self._request
-        try:
-            self._bookie.answer_poll(request, self._respond, updated=updated)
-        except (OSError, Corrupt) as error:
-            log.warning("Long poll: %s", error)
-            self._respond(refusal(request, Status.EIO))
-        except BkctlError as error:
-            status = Status.EIO if error.v3_code is None else Status(error.v3_code)
-            self._respond(refusal(request, status))
+        self._bookie.finish_poll(self._handle, self._request, self._respond, updated=updated)

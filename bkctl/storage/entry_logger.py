@@ -504,7 +504,10 @@ class EntryLogger:
         Raises OSError, and CorruptRecord or TruncatedRecord when no such entry stands there.
         """
         log_id, offset = formats.unpack_location(location)
-        file = self._reader(log_id)
+        opened = self._readers.get(log_id) if cached else self._reader(log_id)
+        if opened is None:
+            return None
+        file = opened
         where = f"Entry {entry_id} of ledger {ledger}: {file.path}"
         if offset < formats.HEADER_SIZE + 4:
             raise CorruptRecord("No entry can stand", offset=offset, where=where)

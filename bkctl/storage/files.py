@@ -103,6 +103,19 @@ class StorageFile:
             return None
         return buffer if count == size else memoryview(buffer)[:count]
 
+    def data(self, offset: int) -> Iterator[tuple[int, int]]:
+        """Yield where data begins and ends, from `offset` on: what is between are holes of the file, zeros."""
+        begin = skip_hole(self.fd, offset)
+        while begin is not None:
+            try:
+                end = os.lseek(self.fd, begin, os.SEEK_HOLE)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                end = self.size()
+            yield begin, end
+            begin = skip_hole(self.fd, end) if end > begin else None
+
     def sync(self) -> None:
         """Return when everything written, and the size, is on disk (fdatasync)."""
         os.fdatasync(self.fd)
@@ -140,6 +153,21 @@ class StorageFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def skip_hole(fd: int, offset: int) -> int | None:
+    """Return `offset`, or where data begins again if the file has a hole there; None when no data follows.
+
+    A file system that cannot tell holes from data has none. Raises OSError.
+    """
+    try:
+        return os.lseek(fd, offset, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            return None
+        if error.errno == errno.EINVAL:
+            return offset
+        raise
 
 
 class Files:

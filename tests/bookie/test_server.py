@@ -299,16 +299,18 @@ def test_long_poll_ends_with_an_update_a_fence_or_its_time(tmp_path: Path, clust
     on_a_bookie(tmp_path, cluster, body)
 
 
-def test_a_long_poll_goes_on_when_its_ledger_is_evicted_while_it_wakes(tmp_path: Path, cluster: Cluster) -> None:
+def test_a_ledger_stays_in_memory_while_a_long_poll_of_it_wakes(tmp_path: Path, cluster: Cluster) -> None:
     async def body(bookie: Bookie, connection: BookieConnection) -> None:
-        await statuses(connection, add(PLAIN, 0))
+        await statuses(connection, add(PLAIN, 0), add(SCOPED, 0))
         await bookie.checkpoint()
         waiting = connection.send(ReadRequest(PLAIN, LAST_ENTRY, previous_lac=0, timeout_ms=50_000))
         storage = bookie.storage
         while not (handle := storage.ledgers.handles[PLAIN]).watchers:
             await asyncio.sleep(0.001)
         storage.wake(handle)  # for no news: the poll looks, in the loop's next turn, and goes on
-        del storage.ledgers.handles[PLAIN]
+        storage.ledgers.config = storage.ledgers.config.with_changes(open_file_limit=0)
+        storage.ledgers._evict_handles()
+        assert list(storage.ledgers.handles) == [PLAIN]
         await asyncio.sleep(0.01)
         await statuses(connection, add(PLAIN, 1), add(PLAIN, 2))
         woken = await waiting
