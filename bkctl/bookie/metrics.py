@@ -146,6 +146,8 @@ class BookieMetrics:
         self.flush = Latency()
         #: From a request to its answer, by Apache's names; adds, and reads that neither fence nor wait, are above.
         self.requests = {name: Latency() for name in REQUESTS}
+        #: Exceptions that neither a disk, a format nor a request explains: faults of this program, logged each.
+        self.unexpected_errors = 0
         self.journals: list[JournalMetrics] = []
         #: Name, kind, value and labels of what auto-recovery in the bookie's process counted.
         self.auto_recovery: Callable[[], Iterable[tuple[str, str, float, Mapping[str, str]]]] = tuple

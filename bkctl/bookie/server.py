@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import functools
 import gc
 import logging
+import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeAlias
 
@@ -36,7 +37,7 @@ from bkctl.bookie.network import (
     server_limits,
     tls_context,
 )
-from bkctl.bookie.workers import JournalThread, Worker
+from bkctl.bookie.workers import JournalThread, Worker, disk_failure
 from bkctl.config import BookieConfig
 from bkctl.errors import (
     AlreadyExists,
@@ -46,6 +47,7 @@ from bkctl.errors import (
     EntryNotFound,
     LedgerNotFound,
     ReadOnlyBookie,
+    TimedOut,
     TooManyRequests,
     Unauthorized,
     UnknownLedgerState,
@@ -89,7 +91,7 @@ from bkctl.protocol.messages import (
     WriteLacResponse,
     refusal,
 )
-from bkctl.protocol.server import BookieServer
+from bkctl.protocol.server import BookieServer, status_of
 from bkctl.storage.bookie_storage import Batch, BookieStorage
 from bkctl.storage.files import NO_SPACE, DiskUsage, Files
 from bkctl.storage.journal_writer import MEBIBYTE
@@ -102,6 +104,10 @@ BATCH_READ_OVERHEAD_BYTES: Final = 36
 BATCH_READ_COUNT_MAX: Final = 10_000
 #: A stop waits so long for the answers to what was read before.
 STOP_GRACE_S: Final = 5.0
+#: A stop ends after so long, whatever hangs: a clean one, which brings all that is in memory to disk; and one that gave
+#: up, which writes nothing more.
+STOP_S: Final = 300.0
+FAILED_STOP_S: Final = 30.0
 #: Threads for reads that need the disk, and others that open ledgers: a disk of entries that hangs keeps no ledger
 #: from being opened on another one.
 READ_THREADS: Final = 4
@@ -178,6 +184,10 @@ class Bookie:
         self._is_move_unsure = False
         self._registering = asyncio.Lock()
         self._released = False
+        self._leaving: asyncio.Task[None] | None = None
+        self._stop_by_s = float("inf")
+        #: Threads that hang are left behind: the process has to end without them.
+        self.is_stuck = False
         self._handlers: dict[type, Callable[[Any, Respond], None]] = {
             AddRequest: self._add,
             ReadRequest: self._read,
@@ -198,6 +208,7 @@ class Bookie:
         address is taken). Nothing is left running or held then.
         """
         self._loop = asyncio.get_running_loop()
+        self._gave_up = self._loop.create_future()
         try:
             await self._start()
         except BaseException:
@@ -330,18 +341,71 @@ class Bookie:
     async def _move(self) -> None:
         async with self._registering:  # two moves at once, there and back, could take the bookie off both lists
             wanted = self.read_only
-            if (wanted != self._registered_read_only or self._is_move_unsure) and not self._released:
+            if (wanted != self._registered_read_only or self._is_move_unsure) and self._leaving is None:
                 assert self._cluster is not None
                 self._is_move_unsure = True  # what fails may have been done, or half of it: the next move does it all
                 await asyncio.to_thread(self._cluster.bookies.register, self.bookie_id, self.service_info, wanted)
                 self._registered_read_only = wanted
                 self._is_move_unsure = False
 
-    async def stop(self) -> None:
-        """The clean stop: answer what was read, checkpoint everything, leave the directories fit for Apache's bookie.
+    async def _leave(self) -> None:
+        """Take the bookie off the lists, after a move under way, which would register it again."""
+        async with self._registering:
+            if self._cluster is not None and (self._registered_read_only is not None or self._is_move_unsure):
+                with contextlib.suppress(BkctlError):
+                    await asyncio.to_thread(self._cluster.bookies.unregister, self.bookie_id)
+                self._registered_read_only = None
+                self._is_move_unsure = False
 
-        After a failure nothing more is written: the next start replays the journals. Source: BP-35's downgrade.
+    async def _left(self, timeout_s: float) -> None:
+        """Wait until the bookie is off the lists, or for `timeout_s`."""
+        if self._leaving is None:
+            self._leaving = self._loop.create_task(self._leave())
+            self._leaving.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.wait([self._leaving], timeout=timeout_s)
+
+    async def _in_time(self, what: str, work: Callable[[], object]) -> bool:
+        """Run `work` in a thread until the stop has to end; False, and said, where it hangs longer. Raises as it does.
+
+        The thread is left behind then: a disk that hangs keeps it, and nobody can end it.
         """
+        done: asyncio.Future[None] = self._loop.create_future()
+
+        def tell(error: BaseException | None) -> None:
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+
+        def run() -> None:
+            error: BaseException | None = None
+            try:
+                work()
+            except Exception as failure:  # noqa: BLE001 - raised where it is waited for
+                error = failure
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                self._loop.call_soon_threadsafe(tell, error)
+
+        threading.Thread(target=run, name=f"stop-{what}", daemon=True).start()
+        most_s = max(1.0, self._stop_by_s - time.monotonic())
+        await asyncio.wait([done], timeout=most_s)
+        if done.done():
+            done.result()
+            return True
+        self.is_stuck = True
+        done.add_done_callback(lambda late: late.cancelled() or late.exception())
+        log.error("Bookie %s stops without %s, which hangs", self.bookie_id, what)
+        return False
+
+    async def stop(self) -> None:
+        """The clean stop: leave the lists of bookies, answer what was read, checkpoint everything, and leave the
+        directories fit for Apache's bookie.
+
+        After a failure nothing more is written: the next start replays the journals. It ends within STOP_S and some
+        seconds, whatever failed: `failure` and `is_stuck` tell. Source: BP-35's downgrade.
+        """
+        self._stop_by_s = time.monotonic() + (STOP_S if self.failure is None else FAILED_STOP_S)
+        await self._left(STOP_GRACE_S)
         await self._stop_collecting()
         for task in self._tasks:
             task.cancel()
@@ -351,15 +415,16 @@ class Bookie:
         await self._server.close(STOP_GRACE_S if self.failure is None else 0)
         self._stopping = True
         if self._journals and self.failure is None:
-            self._flush()
-            if self._checkpoint_running is not None:
-                await asyncio.wait([self._checkpoint_running])
-            await asyncio.to_thread(self._stop_threads)
-            await asyncio.sleep(0)  # what the threads reported last
             try:
-                if self.failure is None:
-                    await asyncio.to_thread(self._close_storage)
-            except (OSError, BkctlError) as error:
+                self._flush()
+                await self._checkpoint_over(timeout_s=self._stop_by_s - time.monotonic())
+                stopped = await self._in_time("its writing threads", self._stop_threads)
+                await asyncio.sleep(0)  # what the threads reported last
+                if self.failure is None and not (stopped and await self._in_time("a checkpoint", self._close_storage)):
+                    raise TimedOut("a disk hangs")
+            except Exception as error:  # noqa: BLE001 - kept in `failure`
+                if not isinstance(error, (OSError, BkctlError)):
+                    self._note_unexpected("The clean stop", error)
                 self._fail(BkctlError(f"The clean stop of bookie {self.bookie_id} failed: {error}"))
         await self._release()
         log.info("Bookie %s stopped", self.bookie_id)
@@ -368,7 +433,7 @@ class Bookie:
     async def _stop_collecting(self) -> None:
         """Garbage collection asks the loop and the checkpoint thread, so it ends before them."""
         if self.garbage_collector is not None:
-            await asyncio.to_thread(self.garbage_collector.stop)
+            await self._in_time("its garbage collector", self.garbage_collector.stop)
 
     def _stop_threads(self) -> None:
         for journal in self._journals:
@@ -387,28 +452,27 @@ class Bookie:
             self.files.sync_directory(directory)
 
     async def _release(self) -> None:
+        if self.failure is not None or self.started_ms == 0:
+            self._stop_by_s = min(self._stop_by_s, time.monotonic() + FAILED_STOP_S)
         await self._stop_collecting()
         await self._server.close(0)
-        await asyncio.to_thread(self._stop_threads)
+        await self._in_time("its writing threads", self._stop_threads)
         for pool in (self._openers, self._readers):
             if pool is not None:
-                await asyncio.to_thread(pool.shutdown)
-        if self._storage_is_open:  # not after a clean stop: databases are held by whoever opened them
+                await self._in_time("its readers", pool.shutdown)
+        if self._storage_is_open and not self.is_stuck:  # whoever hangs may write yet
             self._storage_is_open = False
             try:
-                await asyncio.to_thread(self.storage.ledgers.close)
-            except (OSError, BkctlError) as error:
-                log.warning("Bookie %s cannot close its ledger storage: %s", self.bookie_id, error)
-        async with self._registering:  # a move under way would register again behind our back
-            self._released = True
-            if self._cluster is not None and (self._registered_read_only is not None or self._is_move_unsure):
-                with contextlib.suppress(BkctlError):
-                    await asyncio.to_thread(self._cluster.bookies.unregister, self.bookie_id)
-                self._registered_read_only = None
+                await self._in_time("its ledger storage", self.storage.ledgers.close)
+            except Exception as error:  # noqa: BLE001 - told
+                log.warning("Bookie %s cannot close its ledger storage: %r", self.bookie_id, error)
+        await self._left(max(STOP_GRACE_S, self._stop_by_s - time.monotonic()))
+        self._released = True
         if self._cluster is not None and self._owns_cluster:
-            await asyncio.to_thread(self._cluster.close)
+            await self._in_time("its metadata store", self._cluster.close)
             self._cluster = None
-        self._held.close()
+        if not self.is_stuck:
+            self._held.close()
 
     def _task_over(self, task: asyncio.Task[None]) -> None:
         """Without checkpoints journals grow for ever, and without a look at the disks they fill up: give up then."""
@@ -427,6 +491,7 @@ class Bookie:
             self.failure = failure
             self.read_only = True
             self.stopped.set()
+            self._gave_up.set_result(None)
             if self.garbage_collector is not None:
                 self.garbage_collector.cancel()
             # Behind the answers that are there, and instead of those that cannot come any more.
@@ -435,18 +500,42 @@ class Bookie:
     # --- the hot path ------------------------------------------------------------------------------------------------
 
     def handle(self, request: Request, respond: Respond) -> None:
-        """Serve one request: `respond` is called once, now or later. Raises BkctlError for a refusal."""
+        """Serve one request: `respond` is called once, now or later."""
         handler = self._handlers[type(request)]
+        if self._waiting and getattr(request, "ledger", None) in self._waiting:
+            self._serve_later(None, handler, request, respond)
+            return
         try:
             handler(request, respond)
         except NeedsDisk as need:
             self._serve_later(need, handler, request, respond)
-        except OSError as error:
-            log.warning("%s: %s", type(request).__name__, error)
-            respond(refusal(request, Status.EIO))
-        except Corrupt as error:
-            log.warning("%s: %s", type(request).__name__, error)
-            respond(refusal(request, Status.EIO))
+        except Exception as error:  # noqa: BLE001 - answered, logged and counted
+            self.refuse(request, respond, error)
+
+    def refuse(self, request: Request, respond: Respond, error: BaseException) -> None:
+        """Answer `request` with the status of `error`; log an error that is not a plain refusal."""
+        respond(refusal(request, self._status_after(type(request).__name__, error)))
+
+    def _status_after(self, what: str, error: BaseException) -> Status:
+        status = status_of(error)
+        if not isinstance(error, (OSError, BkctlError)):
+            self._note_unexpected(what, error)
+        elif status is Status.EIO:
+            log.warning("%s: %s", what, error)
+        return status
+
+    def _continue(self, request: Request, respond: Respond, then: Callable[[Any], None], found: Any) -> None:
+        """Go on with `request` after a wait: whatever is raised there is answered, and stays with this request."""
+        try:
+            then(found)
+        except NeedsDisk as need:
+            self._serve_later(need, lambda *_: then(found), request, respond)
+        except Exception as error:  # noqa: BLE001 - answered, logged and counted
+            self.refuse(request, respond, error)
+
+    def _note_unexpected(self, what: str, error: BaseException) -> None:
+        self.metrics.unexpected_errors += 1
+        log.error("%s failed with an unexpected error", what, exc_info=error)
 
     def _timed(self, name: str, handler: Callable[[Any, Respond], None], request: Request, respond: Respond) -> None:
         """Let `handler` take a request, and note how long it takes to be answered."""
@@ -457,7 +546,7 @@ class Bookie:
             handler(request, timed)
         except NeedsDisk as need:
             self._serve_later(need, handler, request, timed)
-        except (BkctlError, OSError):
+        except Exception:
             latency.observe(time.monotonic() - began_s, ok=False)
             raise
 
@@ -466,9 +555,6 @@ class Bookie:
         if self.read_only and not (high_priority and self._allows_high_priority and not self._no_space):
             raise ReadOnlyBookie(f"Bookie {self.bookie_id} is read-only")
         assert not isinstance(body, tuple)
-        if self._waiting and ledger in self._waiting:
-            self._serve_later(None, self._add, request, respond)
-            return
         if self._is_behind and not high_priority:
             self._check_pending()
         answer = functools.partial(self._answer_add, respond, ledger, entry_id)
@@ -493,9 +579,8 @@ class Bookie:
             self.storage.add_records(ledger, master_key, entry_ids, records, size, last_add_confirmed, answer)
         except NeedsDisk as need:
             self._once_read(need, functools.partial(self._add_later, adds, answer))
-        except (OSError, Corrupt) as error:
-            log.warning("%s: %s", AddRequest.__name__, error)
-            answer(Status.EIO)
+        except Exception as error:  # noqa: BLE001 - answered, logged and counted
+            answer(self._status_after(AddRequest.__name__, error))
         else:
             self._flush_soon()
 
@@ -505,15 +590,15 @@ class Bookie:
             if error is not None:
                 raise error
             self.handle_adds(adds, answer)
-        except Exception as failure:  # noqa: BLE001 - others wait behind it
-            answer(_status_of(failure, AddRequest))
+        except Exception as failure:  # noqa: BLE001 - answered, logged and counted
+            answer(self._status_after(AddRequest.__name__, failure))
 
     # --- what waits for the disk -------------------------------------------------------------------------------------
 
     def _once_read(self, need: NeedsDisk, waiter: Waiter) -> None:
         """Call `waiter` once a thread has read what `need` says, behind all that wait for the same ledger.
 
-        While a ledger is being opened everything about it waits here, so requests keep their order.
+        Everything about that ledger waits here meanwhile, so its requests keep their order.
         """
         waiting = self._waiting.get(need.ledger)
         if waiting is not None:
@@ -531,40 +616,33 @@ class Bookie:
             error = BkctlError(f"Bookie {self.bookie_id} stops")
         with contextlib.nullcontext() if error is not None else self.storage.supplied(future.result()):
             for waiter in waiting:
-                waiter(error)
+                if ledger in self._waiting:
+                    self._waiting[ledger].append(waiter)
+                else:
+                    waiter(error)
 
     def _serve_later(
-        self, need: NeedsDisk | None, handler: Callable[[Any, Respond], None], request: Request, respond: Respond
+        self, need: NeedsDisk | None, handler: Callable[[Any, Respond], None], request: Any, respond: Respond
     ) -> None:
         """Have `handler` take the request again once what it needs is in memory; None: what its ledger waits for."""
         if isinstance(request, AddRequest) and isinstance(request.body, memoryview):
             request = request._replace(body=bytes(request.body))  # it is in the connection's buffer
-        waiter = functools.partial(self._serve_again, handler, request, respond)
+
+        def serve(error: BaseException | None) -> None:
+            if error is not None:
+                self.refuse(request, respond, error)
+                return
+            try:
+                handler(request, respond)
+            except NeedsDisk as again:
+                self._serve_later(again, handler, request, respond)
+            except Exception as failure:  # noqa: BLE001 - answered, logged and counted
+                self.refuse(request, respond, failure)
+
         if need is None:
-            self._waiting[_ledger_of(request)].append(waiter)
+            self._waiting[request.ledger].append(serve)
         else:
-            self._once_read(need, waiter)
-
-    def _serve_again(
-        self,
-        handler: Callable[[Any, Respond], None],
-        request: Request,
-        respond: Respond,
-        error: BaseException | None,
-    ) -> None:
-        if error is not None:
-            respond(refusal(request, _status_of(error, type(request))))
-        else:
-            self._carry_on(request, respond, functools.partial(handler, request, respond))
-
-    def _carry_on(self, request: Request, respond: Respond, then: Callable[[], None]) -> None:
-        """Do the rest of a request, which answers it; an error is the answer too."""
-        try:
-            then()
-        except NeedsDisk as need:
-            self._once_read(need, lambda error: self._serve_again(lambda *_: then(), request, respond, error))
-        except Exception as failure:  # noqa: BLE001 - others wait behind it
-            respond(refusal(request, _status_of(failure, type(request))))
+            self._once_read(need, serve)
 
     def adds_at_once(self) -> int:
         """How many adds may come in one run: what may wait while the disks are behind."""
@@ -631,17 +709,22 @@ class Bookie:
                 self._journals[number].taken(batch)
             self.metrics.adds_settled(batch.count, batch.size, now_s - batch.put_s, ok=error is None)
             doomed = self.storage.settle(number, batch, error)
-            status = _EOK if error is None else Status.EIO
-            for answer in batch.tokens:
-                if answer is not None:
-                    answer(status)
-            for answer in doomed.tokens if doomed is not None else ():
-                if answer is not None:
-                    answer(Status.EIO)
+            self._answer_all(batch.tokens, _EOK if error is None else Status.EIO)
+            if doomed is not None:
+                self._answer_all(doomed.tokens, Status.EIO)
         if error is not None:
             self._journal_failed(number, error)
         if self._waits_for_journals:
             self._flush_soon()
+
+    def _answer_all(self, answers: Iterable[AnswerAdds | None], status: Status) -> None:
+        """Tell all who added something what became of it; the failure of one keeps nothing from the others."""
+        for answer in answers:
+            if answer is not None:
+                try:
+                    answer(status)
+                except Exception as error:  # noqa: BLE001 - logged and counted
+                    self._note_unexpected("An answer", error)
 
     def _journal_failed(self, number: int, error: OSError) -> None:
         journal = self.storage.journals[number]
@@ -655,8 +738,8 @@ class Bookie:
     def _write_entries(self) -> None:
         try:
             self.storage.write_entries()
-        except OSError as error:
-            self._loop.call_soon_threadsafe(self._storage_failed, error)
+        except Exception as error:  # noqa: BLE001 - the bookie gives up, or has no space
+            self._loop.call_soon_threadsafe(self._storage_failed, disk_failure(error))
         if self._is_held:
             self._loop.call_soon_threadsafe(self._go_on)
 
@@ -765,11 +848,11 @@ class Bookie:
             error = future.exception()
             self.metrics.read_entry.observe(time.monotonic() - began_s, ok=error is None)
             if error is None:
-                self._carry_on(request, respond, functools.partial(take, future.result()))
+                self._continue(request, respond, take, future.result())
             elif absent is not None and isinstance(error, EntryNotFound):
                 absent()
             else:
-                respond(refusal(request, _status_of(error, type(request))))
+                self.refuse(request, respond, error)
 
         def start() -> asyncio.Future[Any]:
             future = self._loop.run_in_executor(self._readers, read)
@@ -793,14 +876,8 @@ class Bookie:
         def done(error: BaseException | None) -> None:
             if error is not None:
                 respond(refusal(request, Status.EIO))
-                return
-            try:
-                then(handle)
-            except EntryNotFound:
-                respond(refusal(request, Status.ENOENTRY))
-            except (OSError, Corrupt) as failure:
-                log.warning("%s: %s", type(request).__name__, failure)
-                respond(refusal(request, Status.EIO))
+            else:
+                self._continue(request, respond, then, handle)
 
         handle = self.storage.fence(request.ledger, master_key, done)
         self._flush_soon()
@@ -849,12 +926,12 @@ class Bookie:
     def finish_poll(self, handle: LedgerHandle, request: ReadRequest, respond: Respond, *, updated: bool) -> None:
         """Answer a long poll whose wait is over, because the LAC of `handle` was `updated` or not."""
 
-        def answer() -> None:
+        def answer(handle: LedgerHandle) -> None:
             if handle.deleted:
                 raise self.storage.missing(request.ledger)
             self._answer_poll(handle, request, respond, updated=updated)
 
-        self._carry_on(request, respond, answer)
+        self._continue(request, respond, answer, handle)
 
     def _answer_poll(self, handle: LedgerHandle, request: ReadRequest, respond: Respond, *, updated: bool) -> None:
         lac = handle.lac
@@ -962,10 +1039,6 @@ class Bookie:
         )
 
     def _force(self, request: ForceLedgerRequest, respond: Respond) -> None:
-        if request.ledger in self._waiting:
-            self._serve_later(None, self._force, request, respond)
-            return
-
         def done(error: BaseException | None) -> None:
             respond(ForceLedgerResponse(_EOK if error is None else Status.EIO, request.ledger))
 
@@ -1005,16 +1078,22 @@ class Bookie:
         """Bring everything that is in the journal into ledger storage, and wait for it."""
         if self._checkpoint_running is None:
             self._begin_checkpoint()
-        if self._checkpoint_running is not None:
-            await asyncio.wait([self._checkpoint_running])
+        await self._checkpoint_over()
+
+    async def _checkpoint_over(self, timeout_s: float | None = None) -> bool:
+        """Wait until the checkpoint under way ends, the bookie gives up, or `timeout_s` are over; True if written."""
+        running = self._checkpoint_running
+        if running is None:
+            return True
+        await asyncio.wait([running, self._gave_up], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        return running.done() and running.result()
 
     async def _checkpoint_from_now(self) -> None:
         """A checkpoint of at least what is in memory now. Raises NoSpaceForCheckpoint, and what ended the bookie."""
-        if self._checkpoint_running is not None:
-            await asyncio.wait([self._checkpoint_running])
+        await self._checkpoint_over()
         if self._checkpoint_running is None:
             self._begin_checkpoint()
-        written = self._checkpoint_running is None or await self._checkpoint_running
+        written = await self._checkpoint_over()
         if self.failure is not None:
             raise self.failure
         if not written:
@@ -1023,32 +1102,39 @@ class Bookie:
     def _begin_checkpoint(self) -> None:
         if self._checkpoints is None or self.failure is not None:
             return
-        checkpoint = self.storage.begin_checkpoint()
+        try:
+            checkpoint = self.storage.begin_checkpoint()
+        except Exception as error:  # noqa: BLE001 - nobody knows what it took
+            self._storage_failed(disk_failure(error))
+            return
         if checkpoint is None:
             self._look_for_space()
             return
-        running = self._checkpoint_running = self._loop.create_future()
+        running: asyncio.Future[bool] = self._loop.create_future()
+        self._checkpoint_running = running
         began_s = time.monotonic()
 
         def over(error: OSError | None) -> None:
             self.metrics.flush.observe(time.monotonic() - began_s, ok=error is None)
-            self.storage.end_checkpoint(checkpoint, written=error is None)
             self._checkpoint_running = None
-            if error is not None:
-                self._storage_failed(error)
-            else:
-                self._look_for_space()
-            self._go_on()
-            running.set_result(error is None)
+            try:
+                self.storage.end_checkpoint(checkpoint, written=error is None)
+                if error is not None:
+                    self._storage_failed(error)
+                else:
+                    self._look_for_space()
+                self._go_on()
+            except Exception as failure:  # noqa: BLE001 - logged and counted
+                self._note_unexpected("The end of a checkpoint", failure)
+                self._fail(BkctlError(f"Bookie {self.bookie_id} cannot end a checkpoint: {failure!r}"))
+            running.set_result(error is None and self.failure is None)
 
         def task() -> None:
             error = None
             try:
                 self.storage.checkpoint(checkpoint)
-            except OSError as failure:
-                error = failure
-            except BkctlError as failure:
-                error = OSError(errno.EIO, str(failure))
+            except Exception as failure:  # noqa: BLE001 - the bookie gives up, or has no space
+                error = disk_failure(failure)
             self._loop.call_soon_threadsafe(over, error)
 
         self._checkpoints.submit(task)
@@ -1075,7 +1161,7 @@ class Bookie:
                 count += 1
             except LedgerNotFound:
                 pass
-            except OSError as error:
+            except (OSError, BkctlError) as error:
                 log.warning("Ledger %s cannot be deleted: %s", ledger, error)
             await asyncio.sleep(0)
         return count
@@ -1092,12 +1178,15 @@ class Bookie:
                 self.storage.delete_ledger(ledger, is_damaged=is_damaged)
             except NeedsDisk as need:
                 self._once_read(need, delete)
-            except Exception as failure:  # noqa: BLE001 - it goes to whoever waits for the deletion
+            except Exception as failure:  # noqa: BLE001 - raised where it is waited for
                 deleted.set_exception(failure)
             else:
                 deleted.set_result(None)
 
-        delete()
+        if ledger in self._waiting:
+            self._waiting[ledger].append(delete)
+        else:
+            delete()
         return deleted
 
     # --- disks -------------------------------------------------------------------------------------------------------
@@ -1233,22 +1322,6 @@ class Bookie:
                 log.warning("The bookie's mode cannot be kept in %s: %s", directory, error)
 
 
-def _status_of(error: BaseException, kind: type[Any]) -> Status:
-    """The status that answers a request of this kind which ended with `error`; said on the log where it is EIO."""
-    if isinstance(error, BkctlError) and error.v3_code is not None:
-        return Status(error.v3_code)
-    if isinstance(error, OSError | BkctlError):
-        log.warning("%s: %s", kind.__name__, error)
-    else:
-        log.error("%s failed: %r", kind.__name__, error, exc_info=error)
-    return Status.EIO
-
-
-def _ledger_of(request: Request) -> LedgerId:
-    assert isinstance(request, AddRequest | ForceLedgerRequest)
-    return request.ledger
-
-
 async def serve(
     config: BookieConfig,
     *,
@@ -1276,5 +1349,9 @@ async def serve(
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+    if bookie.is_stuck:
+        # Python would wait at its exit for threads that a disk holds.
+        logging.shutdown()
+        os._exit(1)
     if bookie.failure is not None:
         raise bookie.failure

@@ -8,21 +8,37 @@ from __future__ import annotations
 import asyncio
 import errno
 import functools
+import logging
 import sys
 import threading
 import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Final, Protocol
 
 from bkctl.bookie.metrics import JournalMetrics
 from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError
 from bkctl.storage.bookie_storage import Batch, BookieStorage
 
+log: Final = logging.getLogger("bkctl.bookie")
+
+
+def disk_failure(error: Exception) -> OSError:
+    """Return `error` as the OSError that a failed write is reported as; log one that neither disk nor format raises."""
+    if isinstance(error, OSError):
+        return error
+    if isinstance(error, BkctlError):
+        return OSError(errno.EIO, str(error))
+    log.error("A write failed with an unexpected error", exc_info=error)
+    return OSError(errno.EIO, repr(error))
+
 
 class Worker:
-    """One thread that runs what it is given, in order; the loop is told `died` when one of that is at fault."""
+    """One thread that runs tasks in order. The loop is told `died` of each that raises; the next ones run all the same.
+
+    Only what is no Exception ends the thread.
+    """
 
     def __init__(self, name: str, died: Callable[[BaseException], None]) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -36,12 +52,14 @@ class Worker:
         self._queue.put(task)
 
     def _run(self) -> None:
-        try:
-            while (task := self._queue.get()) is not None:
+        while (task := self._queue.get()) is not None:
+            try:
                 task()
-        except BaseException as error:
-            self._loop.call_soon_threadsafe(self._died, error)
-            raise
+            except BaseException as error:
+                self._loop.call_soon_threadsafe(self._died, error)
+                if not isinstance(error, Exception):
+                    raise
+                log.exception("A task of the thread %s failed", self._thread.name)
 
     def stop(self) -> None:
         """Return when everything submitted is done."""
@@ -137,10 +155,8 @@ class JournalThread:
         self.metrics.queue.observe(began - group[0].put_s)
         try:
             self._storage.commit(self._number, *group, written=self._written(group))
-        except OSError as failure:
-            error = failure
-        except BkctlError as failure:
-            error = OSError(errno.EIO, str(failure))
+        except Exception as failure:  # noqa: BLE001 - reported: whoever waits for the group is answered
+            error = disk_failure(failure)
         self.metrics.group_written(count, size, time.monotonic() - began, ok=error is None)
         self._loop.call_soon_threadsafe(self._listener.committed, self._number, group, error)
 

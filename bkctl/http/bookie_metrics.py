@@ -54,6 +54,7 @@ def _render(local: LocalBookie, measured: dict[str, Any]) -> str:
     text.gauge("bookie_ledgers_count", measured["ledgers"])
     text.gauge("bookie_write_cache_size", measured["unwritten"])
     text.latency("bookie_flush", metrics.flush)
+    text.counter("bkctl_unexpected_errors_total", metrics.unexpected_errors)
     _journals(text, local, measured)
     _directories(text, local, measured)
     _collector(text, measured)

@@ -100,8 +100,8 @@ class RequestHandler(typing.Protocol):
         """Take one request, and see that `respond` is called exactly once, now or later, from the loop's thread.
 
         Never given: authentication, START_TLS, and what the protocol itself refuses. A BkctlError raised here is
-        answered with its status (EIO when it has none); any other exception ends the connection and goes to the loop's
-        exception handler.
+        answered with its status (EIO when it has none); any other exception is answered EIO, ends the connection and
+        goes to the loop's exception handler. `respond` itself raises nothing.
         """
 
 
@@ -196,12 +196,15 @@ class _ServedConnection(FramedProtocol):
         size = stop - at
         self._start = stop
         self._begin(len(adds.records), size)
+        in_flight = self._in_flight
         answer = functools.partial(self._answer_adds, adds, self._is_v2, size)
         try:
             handler.handle_adds(adds, answer)
         except BkctlError as error:
-            answer(_status_of(error))
+            answer(status_of(error))
         except Exception:
+            if self._in_flight == in_flight:  # not answered yet, so it would be in flight for ever
+                answer(Status.EIO)
             self.abort()
             raise
         return stop
@@ -238,11 +241,14 @@ class _ServedConnection(FramedProtocol):
 
     def _dispatch(self, request: Request, respond: Respond, size: int) -> None:
         self._begin(1, size)
+        in_flight = self._in_flight
         try:
             self._handler.handle(request, respond)
         except BkctlError as error:
-            respond(refusal(request, _status_of(error)))
+            respond(refusal(request, status_of(error)))
         except Exception:
+            if self._in_flight == in_flight:
+                respond(refusal(request, Status.EIO))
             self.abort()
             raise
 
@@ -301,6 +307,9 @@ class _ServedConnection(FramedProtocol):
         except IllegalOperation as error:
             self._broken(error.message)
             return
+        except Exception:  # noqa: BLE001 - logged
+            self._cannot_answer(response)
+            return
         self._queued(written)
         if self._halted:
             self.unblock()
@@ -311,9 +320,20 @@ class _ServedConnection(FramedProtocol):
         if self._lost:
             self._server.count(self)
             return
-        self._queued(v3.encode_response(header, response, scope_id, self._out))
+        try:
+            written = v3.encode_response(header, response, scope_id, self._out)
+        except Exception:  # noqa: BLE001 - logged
+            self._cannot_answer(response)
+            return
+        self._queued(written)
         if self._halted:
             self.unblock()
+
+    def _cannot_answer(self, response: Response) -> None:
+        """End the connection, and none but this one, for an answer that has no form in its protocol."""
+        log.exception("An answer %s cannot be sent: its connection is closed", type(response).__name__)
+        self.abort()
+        self._server.count(self)
 
     def _answer_adds(self, adds: AddRun, is_v2: bool, size: int, status: Status) -> None:
         self._in_flight -= len(adds.records)
@@ -538,8 +558,9 @@ def _keep_alive(connected: socket.socket, limits: ServerLimits) -> None:
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _status_of(error: BkctlError) -> Status:
-    return Status.EIO if error.v3_code is None else Status(error.v3_code)
+def status_of(error: BaseException) -> Status:
+    """Return the status that tells a client of `error`; EIO for one that no status stands for."""
+    return Status.EIO if not isinstance(error, BkctlError) or error.v3_code is None else Status(error.v3_code)
 
 
 _OWN_REQUESTS: Final = frozenset({AuthMessage, StartTlsRequest})

@@ -14,12 +14,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import logging
 import random
 import struct
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,7 +42,14 @@ from bkctl.errors import (
 )
 from bkctl.formats import journal as journal_formats
 from bkctl.formats.availability import Availability
-from bkctl.formats.entry import ENTRY_FLAGS_V2, ENTRY_V1, ENTRY_V2, read_entry_header, read_lac_header
+from bkctl.formats.entry import (
+    ENTRY_FLAGS_V2,
+    ENTRY_V1,
+    ENTRY_V2,
+    MASTER_KEY_SIZE,
+    read_entry_header,
+    read_lac_header,
+)
 from bkctl.formats.journal import LAST_MARK, LogMark, file_name, last_mark_name
 from bkctl.formats.layout import Buffer
 from bkctl.formats.record import BODY_SIZE_MIN, RECORD_SIZE, Record, RecordType, record_of
@@ -59,10 +68,14 @@ from bkctl.storage.ledger_storage import (
     open_ledger_storage,
 )
 
+log: Final = logging.getLogger("bkctl.storage")
+
 LAC_PACKET_SIZE_BYTES_MAX: Final = 256
 #: A ledger that was fenced when it was deleted takes no writes until nobody tried for so long; and how many are kept.
 FENCED_AND_DELETED_MS: Final = 7 * 24 * 3_600_000
 FENCED_AND_DELETED_MAX: Final = 100_000
+#: Ledgers that the log names where the state of many cannot be read.
+SET_ASIDE_NAMED_MAX: Final = 100
 
 _unpack_v1 = ENTRY_V1.unpack_from
 _unpack_v2 = ENTRY_V2.unpack_from
@@ -98,7 +111,15 @@ class Batch:
         """Tell, once, whether the system has the batch."""
         written, self.written = self.written, []
         for done in written:
-            done(error)
+            _tell(done, error)
+
+
+def _tell(done: Done, error: BaseException | None) -> None:
+    """Call `done`; an exception of one caller is logged, so that the others of its group still hear theirs."""
+    try:
+        done(error)
+    except Exception:
+        log.exception("A caller of the journal failed when its group was settled")
 
 
 @dataclass(slots=True)
@@ -147,6 +168,10 @@ class BookieStorage:
         #: (entries, ledgers skipped for want of a key) of the replay at start.
         self.replayed = (0, 0)
         self._replays = False
+        #: Ledgers whose state cannot be read, so that `open` could not replay their records, and why.
+        self.set_aside: dict[LedgerId, BkctlError] = {}
+        #: By journal number: the place before the first record of a ledger that is set aside. The mark stays there.
+        self._pins: dict[int, LogMark] = {}
         #: Why `open` left what it replayed in memory, and perhaps a journal without a file: a disk is full.
         self.no_space: OSError | None = None
 
@@ -181,10 +206,12 @@ class BookieStorage:
         """Open the directories, made where missing: replay the journals, and begin a new file in each.
 
         Where a disk has no space for that, what was replayed stays in memory as far as that may be filled, the journals
-        stay as they are, and `no_space` says so: it takes a checkpoint later. Raises OSError; Corrupt when a journal or
-        mark contradicts itself; Unsupported for a later version; UsageError for an index of another storage class,
-        Conflict for one that is being converted; BkctlError where more than memory holds has no space on the disks.
-        Nothing is open then. Source: SyncThread.flush, which tells the same of a full disk.
+        stay as they are, and `no_space` says so: it takes a checkpoint later. A ledger whose own state cannot be read
+        is `set_aside`: its requests fail, the others are served, and the journals from its first record on stay until
+        it is mended or deleted. Raises OSError; Corrupt when a journal or mark contradicts itself; Unsupported for a
+        later version; UsageError for an index of another storage class, Conflict for one that is being converted;
+        BkctlError where more than memory holds has no space on the disks. Nothing is open then. Source:
+        SyncThread.flush, which tells the same of a full disk.
         """
         directories = (*self.journal_directories, *self.ledger_directories, *self.index_directories)
         for directory in dict.fromkeys(directories):
@@ -258,7 +285,8 @@ class BookieStorage:
         """
         self.run_checkpoint()
         for number, journal in enumerate(self.journals):
-            journal.make_downgradable(lambda mark, number=number: self._write_mark(number, mark))  # type: ignore[misc]
+            if number not in self._pins:
+                journal.make_downgradable(lambda mark, number=number: self._write_mark(number, mark))  # type: ignore[misc]
             journal.close()
         self.ledgers.close()
 
@@ -276,8 +304,8 @@ class BookieStorage:
         """Add one entry, and queue it with `token` for its journal.
 
         Raises Unauthorized (another master key), LedgerFenced (unless `recovery`, or it is deleted too), BadRequest
-        (ids or format of `body` are not the request's), UnknownLedgerState (a fence may be lost; unless `recovery`),
-        OSError or Corrupt (the ledger's index cannot be read).
+        (ids or format of `body` are not the request's, or the master key is not 20 bytes), UnknownLedgerState (a fence
+        may be lost; unless `recovery`), OSError or Corrupt (the ledger's index cannot be read).
         """
         try:
             if ledger[0]:
@@ -325,8 +353,6 @@ class BookieStorage:
             if handle.watchers:
                 self.wake(handle)
         batch = self.batches[handle.journal]
-        batch.tokens.append(token)
-        batch.count += len(records)
         if not handle.key_recorded:
             self._record_key(handle, batch)
         if self._journals_entries:
@@ -334,31 +360,44 @@ class BookieStorage:
             batch.size += size
             if ledger[0]:
                 batch.scoped = True
+        # Last: whoever is in the batch is answered with it, so nothing may raise behind this.
+        batch.tokens.append(token)
+        batch.count += len(records)
 
     def _open_to_write(self, ledger: LedgerId, master_key: Buffer) -> LedgerHandle:
         """The ledger's handle, made where it is missing: the first master key binds it.
 
-        Raises Unauthorized; LedgerNotFound for a ledger that was fenced and is deleted. Source: HandleFactoryImpl.
+        Raises Unauthorized; BadRequest for a master key that is not 20 bytes, or an id that no ledger can have;
+        LedgerNotFound for a ledger that was fenced and is deleted. Source: HandleFactoryImpl.
         """
         handle = self._look_up(ledger)
-        if ledger not in self._handles:
+        is_here = ledger in self._handles
+        if is_here and handle.master_key:
+            if handle.master_key != master_key:
+                raise Unauthorized(f"Wrong master key for ledger {ledger}")
+            return handle
+        if len(master_key) != MASTER_KEY_SIZE:
+            raise BadRequest(f"A master key for ledger {ledger} of {len(master_key)} bytes, not {MASTER_KEY_SIZE}")
+        if not is_here:
             if self._was_fenced(ledger):
                 raise LedgerNotFound(f"Ledger {ledger} was fenced, and is deleted")
             if not ledger.is_scoped and ledger.ledger_id > I64_MAX:
                 raise BadRequest(f"Ledger id {ledger.ledger_id} is 2^63 or more, which no ledger of scope 0 can have")
-            self._blanks.pop(ledger, None)
-            self.ledgers.create(handle, bytes(master_key))
-            self._assign_journal(handle)
-            if ledger.is_scoped and not self._has_scoped:
-                self._has_scoped = True
-                for journal in self.journals:
-                    journal.expect_scoped()
-        elif not handle.master_key:
+            self._create(handle, bytes(master_key))
+        else:
             handle.master_key = bytes(master_key)
             self.ledgers.change_header(handle)
-        elif handle.master_key != master_key:
-            raise Unauthorized(f"Wrong master key for ledger {ledger}")
         return handle
+
+    def _create(self, handle: LedgerHandle, master_key: bytes) -> None:
+        ledger = handle.ledger
+        self._blanks.pop(ledger, None)
+        self.ledgers.create(handle, master_key)
+        self._assign_journal(handle)
+        if ledger.is_scoped and not self._has_scoped:
+            self._has_scoped = True
+            for journal in self.journals:
+                journal.expect_scoped()
 
     def get(self, ledger: LedgerId) -> LedgerHandle | None:
         """Return the ledger's handle, None when it is not here. Raises OSError, Corrupt, Unsupported, NeedsDisk."""
@@ -418,13 +457,14 @@ class BookieStorage:
         batch.scoped = batch.scoped or ledger.is_scoped
 
     def _record_key(self, handle: LedgerHandle, batch: Batch) -> None:
-        handle.key_recorded = True
         self._record(batch, handle.ledger, journal_formats.ledger_key_record(handle.ledger, handle.master_key))
+        handle.key_recorded = True
 
     def fence(self, ledger: LedgerId, master_key: Buffer, done: Done) -> LedgerHandle:
         """Refuse all but recovery adds from now on, in a ledger made where it is missing; `done` once that is on disk.
 
-        Raises Unauthorized, LedgerNotFound (fenced and deleted), OSError, Corrupt. Source: BookieImpl.fenceLedger.
+        Raises Unauthorized, BadRequest (the master key is not 20 bytes), LedgerNotFound (fenced and deleted), OSError,
+        Corrupt. Source: BookieImpl.fenceLedger.
         """
         handle = self._open_to_write(ledger, master_key)
         batch = self.batches[handle.journal]
@@ -447,8 +487,8 @@ class BookieStorage:
     def write_lac(self, ledger: LedgerId, lac: int, master_key: Buffer, packet: Buffer, done: Done) -> None:
         """Keep an explicit LAC, in a ledger made where it is missing; `done` once it is on disk.
 
-        Raises Unauthorized, LedgerNotFound (fenced and deleted), BadRequest (the packet is not the request's), OSError,
-        Corrupt.
+        Raises Unauthorized, LedgerNotFound (fenced and deleted), BadRequest (the packet is not the request's, or the
+        master key is not 20 bytes), OSError, Corrupt.
         """
         if len(packet) > LAC_PACKET_SIZE_BYTES_MAX:
             raise BadRequest(f"A LAC packet of {len(packet)} bytes")
@@ -465,8 +505,8 @@ class BookieStorage:
         if ledger.is_scoped or self.config.journal_format_version_to_write >= journal_formats.VERSION_EXPLICIT_LAC:
             self._record_new_key(handle, batch)
             self._record(batch, ledger, journal_formats.explicit_lac_record(ledger, bytes(packet)))
-        batch.calls.append(done)
         self._set_explicit_lac(handle, lac, bytes(packet))
+        batch.calls.append(done)
 
     def _set_explicit_lac(self, handle: LedgerHandle, lac: int, packet: bytes) -> None:
         handle.explicit_lac = packet
@@ -502,6 +542,8 @@ class BookieStorage:
         if handle is None:
             raise LedgerNotFound(f"No ledger {ledger} on this bookie")
         self.ledgers.delete_ledger(handle)
+        if self.set_aside.pop(ledger, None) is not None and not self.set_aside:
+            self._pins.clear()
         if handle.fenced:
             self._fenced_and_deleted[ledger] = self._clock_ms()
             if len(self._fenced_and_deleted) > FENCED_AND_DELETED_MAX:
@@ -544,7 +586,7 @@ class BookieStorage:
             scoped = scoped or each.scoped
         try:
             self.journals[number].commit(records, size, scoped=scoped, written=written)
-        except OSError:
+        except Exception:
             self._failed_epochs[number] = last_epoch
             raise
 
@@ -565,7 +607,7 @@ class BookieStorage:
         for each in (batch,) if doomed is None else (batch, doomed):
             each.tell_written(error)
             for call in each.calls:
-                call(error)
+                _tell(call, error)
         return doomed
 
     def flush_journals(self) -> None:
@@ -666,7 +708,7 @@ class BookieStorage:
 
     def begin_checkpoint(self) -> Checkpoint | None:
         """What a checkpoint of this moment has to write; None when nothing changed. `end_checkpoint` must follow."""
-        marks = tuple(journal.mark for journal in self.journals)
+        marks = tuple(self._pins.get(number, journal.mark) for number, journal in enumerate(self.journals))
         flush = self.ledgers.begin_flush()
         if flush is None and marks == self._marks_written:
             return None
@@ -740,7 +782,17 @@ class BookieStorage:
             for journal_id in journals:
                 start = mark.offset if journal_id == mark.journal_id else 0
                 self._replay_file(directory / file_name(journal_id), start, keys)
+                if self.set_aside and number not in self._pins:
+                    self._pins[number] = mark
             yield mark
+        for ledger, error in islice(self.set_aside.items(), SET_ASIDE_NAMED_MAX):
+            log.error(
+                "Ledger %s is set aside: it has records to replay, and its own state cannot be read (%s). Its requests "
+                "fail, other ledgers are served, and the journals with its records stay until it is mended or deleted: "
+                "stop the bookie, mend the index ('bkctl bookie index'), and start it again", ledger, error,
+            )  # fmt: skip
+        if len(self.set_aside) > SET_ASIDE_NAMED_MAX:
+            log.error("%d more ledgers are set aside", len(self.set_aside) - SET_ASIDE_NAMED_MAX)
 
     def _replay_file(self, path: Path, start: int, keys: dict[LedgerId, bytes]) -> None:
         with JournalReader.open(path) as reader:
@@ -804,22 +856,35 @@ class BookieStorage:
             return  # Torn: nobody writes V2 in scope 0.
         if record.type is RecordType.LEDGER_KEY:
             master_key = record.special_payload
-            if not self._is_torn_key(reader, record, master_key):
+            if self._is_torn_key(reader, record, master_key):
+                return
+            if len(master_key) == MASTER_KEY_SIZE:
                 keys[ledger] = master_key
+            elif ledger not in keys:
+                keys[ledger] = b""
+                log.warning(
+                    "Ledger %s has a master key of %d bytes in %s, which no client makes: it keeps its entries without "
+                    "a key", ledger, len(master_key), reader.name,
+                )  # fmt: skip
             return
-        if record.type not in _REPLAYED:
+        if record.type not in _REPLAYED or ledger in self.set_aside:
             return
         try:
-            handle = self.get(ledger)
-        except CorruptRecord as error:
-            # Damage of an index file: taken for the journal's, it could pass for a torn group and end the replay.
-            raise Corrupt(error.message, hint=f"ledger {ledger} has records to replay in the journal") from error
-        if handle is None:
+            self._apply_record(record, keys)
+        except BkctlError as error:
+            # Of this ledger alone. Raised on, damage of an index file could pass for a torn group of the journal.
+            self.set_aside[ledger] = error
+
+    def _apply_record(self, record: Record, keys: dict[LedgerId, bytes]) -> None:
+        """Raises OSError; BkctlError where the ledger's own state cannot be read."""
+        ledger = record.ledger
+        handle = self._look_up(ledger)
+        if ledger not in self._handles:
             key = keys.get(ledger)
-            if key is None:
+            if key is None or (not ledger.is_scoped and ledger.ledger_id > I64_MAX):
                 self.replayed = (self.replayed[0], self.replayed[1] + 1)
                 return
-            handle = self._open_to_write(ledger, key)
+            self._create(handle, key)
         if record.type is RecordType.FENCE:
             handle.fenced = handle.fence_recorded = True
             self.ledgers.change_header(handle)

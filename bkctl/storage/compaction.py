@@ -197,7 +197,7 @@ class EntryLogCompactor:
         if target.log is not None:
             try:
                 target.log.finish()
-            except OSError:
+            except Exception:
                 target.log.abort()
                 raise
             moves = target.every_move()

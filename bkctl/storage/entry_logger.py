@@ -357,7 +357,7 @@ class EntryLogger:
         file = self._files.open(path, create=True)
         try:
             file.write(0, (formats.write_header(self.version),))
-        except OSError:
+        except Exception:
             file.close()
             with suppress(OSError):  # else every start on a full disk would leave one more
                 self._files.remove(path)
@@ -444,7 +444,7 @@ class EntryLogger:
             try:
                 file = self._make_file(path)
                 self._write_last_id()
-            except OSError:
+            except Exception:
                 with suppress(OSError):
                     self._files.remove(path)
                 raise
@@ -478,8 +478,9 @@ class EntryLogger:
                 continue  # it was completed while an earlier sync was about to take it, and so synced whole
             try:
                 file.sync()
-            except OSError as error:
-                self._failed = OSError(errno.EIO, f"cannot be synced ({error.strerror or error})", str(log.path))
+            except Exception as error:
+                reason = getattr(error, "strerror", None) or error
+                self._failed = OSError(errno.EIO, f"cannot be synced ({reason})", str(log.path))
                 raise self._failed from error
             if is_complete:
                 log.file = None

@@ -28,6 +28,8 @@ from bkctl.storage.ledger_storage import LedgerHandle
 SWAP: Final = sys.byteorder == "little"
 #: Fingerprint, version, key length, master key, state bits.
 _HEADER_SIZE_MIN: Final = 36
+#: What a header has beside master key and explicit LAC.
+_HEADER_FIXED_SIZE: Final = 20
 _HEX_DIGITS: Final = frozenset("0123456789abcdef")
 _COPIED_BYTES: Final = 1 << 20
 _RELOCATED: Final = ".rloc"
@@ -315,11 +317,16 @@ class IndexPersistenceMgr:
         return _decode(file.read(formats.HEADER_SIZE + number * self._page_size, self._page_size))
 
     def header_of(self, handle: IndexedHandle) -> bytes:
-        """The bytes of the ledger's header as it is now."""
+        """The bytes of the ledger's header as it is now; without the explicit LAC where a master key leaves it no room.
+
+        Only an index file of another bookie holds so long a key: ours binds no ledger to it.
+        """
+        lac = handle.explicit_lac
+        room = formats.HEADER_SIZE - _HEADER_FIXED_SIZE - len(handle.master_key)
         return formats.write_header(
             handle.master_key,
             fenced=handle.fenced,
-            explicit_lac=handle.explicit_lac or None,
+            explicit_lac=lac if lac and len(lac) <= room else None,
             version=self._version,
         )
 

@@ -67,7 +67,7 @@ class JournalWriter:
         self._position = 0
         self._allocated = 0
         self.mark = LogMark(0, 0)
-        self.failed: OSError | None = None
+        self.failed: Exception | None = None
 
     def open(self) -> None:
         """Begin a new journal file, durably. Raises OSError.
@@ -107,7 +107,7 @@ class JournalWriter:
             file.write(0, (header,))
             file.sync()
             self._files.sync_directory(self.directory)
-        except OSError:
+        except Exception:
             file.close()
             with suppress(OSError):  # else every try on a full disk would leave one more
                 self._files.remove(path)
@@ -157,7 +157,7 @@ class JournalWriter:
         self._allocate(self._file, end)
         try:
             self._file.write(start, records)
-        except OSError:
+        except Exception:
             self._drop_tail(self._file, start)
             raise
         self._position = end
@@ -166,7 +166,7 @@ class JournalWriter:
         if self._sync_data or self._is_sync_due():
             try:
                 self._file.sync()
-            except OSError as error:
+            except Exception as error:
                 self.failed = error
                 raise
         self.mark = LogMark(self._journal_id, end)
@@ -195,7 +195,7 @@ class JournalWriter:
         try:
             file.truncate(position)
             file.sync()
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - kept in `failed`
             self.failed = error
         else:
             self._allocated = position

@@ -10,8 +10,11 @@ import pytest
 from servers import INTERLEAVED, SORTED
 
 from bkctl.config import BookieConfig
-from bkctl.errors import Corrupt
+from bkctl.errors import BadRequest, Corrupt
+from bkctl.formats import journal as journal_formats
 from bkctl.formats.entry import DigestManager, DigestType
+from bkctl.formats.index import write_header
+from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
 from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.entry_log import EntryLogReader
@@ -186,22 +189,128 @@ def test_an_entry_log_whose_directory_fills_up_is_completed_there_and_the_next_i
     assert [stored(again, 1, entry_id) for entry_id in range(7)] == bodies
 
 
-def test_a_damaged_index_file_does_not_end_the_replay_as_a_torn_journal_does(tmp_path: Path) -> None:
+def test_replay_sets_a_ledger_with_a_damaged_index_aside_and_keeps_its_records(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Raised on, the damage could also pass for a torn group of the journal, and end the replay."""
     storage = open_storage(tmp_path)
     add(storage, 1, 0)
     storage.flush_journals()
     storage.run_checkpoint()
     storage = open_storage(tmp_path)
     add(storage, 1, 1)
+    waiting = stored(storage, 1, 1)
     body = add(storage, 2, 0)
     storage.flush_journals()
     (index,) = (tmp_path / "ledgers").rglob("1.idx")
     whole = index.read_bytes()
     index.write_bytes(whole[:8] + b"\xff\xff\xff\xff" + whole[12:])
-    with pytest.raises(Corrupt, match=r"1\.idx.*ledger 1 has records to replay"):
-        open_storage(tmp_path)
+    bodies = []
+    for round_number in range(2):
+        again = open_storage(tmp_path)
+        assert list(again.set_aside) == [LedgerId(0, 1)]
+        assert "Ledger 1 is set aside" in caplog.text
+        assert stored(again, 2, 0) == body
+        with pytest.raises(Corrupt):
+            again.get(LedgerId(0, 1))
+        bodies.append(add(again, 3, round_number))
+        again.flush_journals()
+        again.run_checkpoint()
+        if round_number:
+            again.close()
     index.write_bytes(whole)
-    assert stored(open_storage(tmp_path), 2, 0) == body
+    mended = open_storage(tmp_path)
+    assert not mended.set_aside
+    assert stored(mended, 1, 1) == waiting, "its records were still in the journal"
+    assert [stored(mended, 3, entry_id) for entry_id in range(2)] == bodies
+    mended.run_checkpoint()
+    assert open_storage(tmp_path).replayed == (0, 0)
+
+
+def test_deleting_the_ledgers_that_are_set_aside_lets_go_of_the_journals(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    add(storage, 1, 0)
+    storage.flush_journals()
+    storage.run_checkpoint()
+    add(storage, 1, 1)
+    storage.flush_journals()
+    (index,) = (tmp_path / "ledgers").rglob("1.idx")
+    index.write_bytes(b"XXXX" + index.read_bytes()[4:])
+    again = open_storage(tmp_path)
+    mark = (tmp_path / "ledgers/current/lastMark").read_bytes()
+    again.run_checkpoint()
+    assert (tmp_path / "ledgers/current/lastMark").read_bytes() == mark
+    again.delete_ledger(LedgerId(0, 1))
+    again.run_checkpoint()
+    last = open_storage(tmp_path)
+    assert (last.set_aside, last.replayed) == ({}, (0, 0))
+
+
+@pytest.mark.parametrize("key", [b"", b"k" * 3, b"k" * 21, b"k" * 1000, b"k" * 100_000], ids=len)
+def test_replay_keeps_the_entries_of_a_ledger_whose_master_key_is_not_20_bytes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, key: bytes
+) -> None:
+    """Earlier releases journaled such keys; an index file has no room for the long ones."""
+    storage = open_storage(tmp_path)
+    good = add(storage, 1, 0)
+    ledger = LedgerId(0, 2)
+    by = DigestManager(ledger, DigestType.CRC32C, b"secret")
+    body = by.seal(0, -1, 1, b"a") + b"a"
+    journal = storage.batches[0]
+    journal.records += [journal_formats.ledger_key_record(ledger, key), record_of(body)]
+    journal.records.append(journal_formats.fence_record(ledger))
+    journal.size = sum(map(len, journal.records))
+    storage.flush_journals()
+    again = open_storage(tmp_path)
+    assert f"Ledger 2 has a master key of {len(key)} bytes" in caplog.text
+    assert stored(again, 1, 0) == good
+    assert stored(again, 2, 0) == body
+    again = open_storage(tmp_path)
+    assert stored(again, 2, 0) == body
+    handle = again.get(ledger)
+    assert handle is not None
+    assert (handle.fenced, handle.master_key) == (True, b"")
+    again.add(ledger, 1, by.master_key, by.seal(1, 0, 2, b"b") + b"b", None, True)
+    assert handle.master_key == by.master_key, "the next writer's key binds it"
+
+
+@pytest.mark.parametrize("key", [b"", b"k" * 19, b"k" * 21, b"k" * 5000], ids=len)
+def test_a_master_key_that_is_not_20_bytes_is_refused_before_anything_is_kept(tmp_path: Path, key: bytes) -> None:
+    storage = open_storage(tmp_path)
+    for ledger in (LedgerId(0, 2), LedgerId(7, 2)):
+        by = DigestManager(ledger, DigestType.CRC32C, b"secret")
+        with pytest.raises(BadRequest, match="master key"):
+            storage.add(ledger, 0, key, by.seal(0, -1, 1, b"a") + b"a", None)
+        with pytest.raises(BadRequest, match="master key"):
+            storage.fence(ledger, key, lambda _: None)
+        with pytest.raises(BadRequest, match="master key"):
+            storage.write_lac(ledger, 0, key, by.seal_lac(0), lambda _: None)
+        assert storage.get(ledger) is None
+    assert storage.take_batch(0) is None
+
+
+def test_an_index_file_with_a_long_master_key_is_served_and_written(tmp_path: Path) -> None:
+    """Another bookie may have written it; the explicit LAC finds no room beside the key."""
+    storage = open_storage(tmp_path)
+    add(storage, 1, 0)
+    storage.flush_journals()
+    storage.run_checkpoint()
+    (index,) = (tmp_path / "ledgers").rglob("1.idx")
+    key = b"k" * 1000
+    index.write_bytes(write_header(key) + index.read_bytes()[1024:])
+    again = open_storage(tmp_path)
+    ledger = LedgerId(0, 1)
+    by = DigestManager(ledger, DigestType.CRC32C)
+    again.write_lac(ledger, 0, key, by.seal_lac(0), lambda _: None)
+    again.fence(ledger, key, lambda _: None)
+    body = add(again, 2, 0)
+    again.flush_journals()
+    again.run_checkpoint()
+    final = open_storage(tmp_path)
+    handle = final.get(ledger)
+    assert handle is not None
+    assert (handle.fenced, handle.master_key, handle.explicit_lac) == (True, key, b"")
+    assert stored(final, 2, 0) == body
 
 
 @pytest.mark.parametrize("before_count", range(0, 40, 3))
