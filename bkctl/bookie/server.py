@@ -50,7 +50,6 @@ from bkctl.errors import (
     TimedOut,
     TooManyRequests,
     Unauthorized,
-    UnknownLedgerState,
     Unsupported,
     UsageError,
 )
@@ -792,7 +791,7 @@ class Bookie:
         body = self.storage.read(handle, entry_id)
         try:
             return body, self.storage.read_lac(handle)
-        except (OSError, Corrupt):
+        except (OSError, BkctlError):
             return body, None
 
     def _entry_id(self, handle: LedgerHandle, entry_id: int) -> int:
@@ -985,7 +984,7 @@ class Bookie:
             while len(bodies) < most:
                 try:
                     body = storage.read(handle, first + len(bodies))
-                except (OSError, Corrupt, EntryNotFound, UnknownLedgerState):
+                except (OSError, BkctlError):
                     if not bodies:
                         raise
                     break

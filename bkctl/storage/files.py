@@ -105,16 +105,7 @@ class StorageFile:
 
     def data(self, offset: int) -> Iterator[tuple[int, int]]:
         """Yield where data begins and ends, from `offset` on: what is between are holes of the file, zeros."""
-        begin = skip_hole(self.fd, offset)
-        while begin is not None:
-            try:
-                end = os.lseek(self.fd, begin, os.SEEK_HOLE)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                end = self.size()
-            yield begin, end
-            begin = skip_hole(self.fd, end) if end > begin else None
+        return data_of(self.fd, offset)
 
     def sync(self) -> None:
         """Return when everything written, and the size, is on disk (fdatasync)."""
@@ -168,6 +159,20 @@ def skip_hole(fd: int, offset: int) -> int | None:
         if error.errno == errno.EINVAL:
             return offset
         raise
+
+
+def data_of(fd: int, offset: int) -> Iterator[tuple[int, int]]:
+    """Yield where data begins and ends in a file, from `offset` on; holes, zeros, are between. Raises OSError."""
+    begin = skip_hole(fd, offset)
+    while begin is not None:
+        try:
+            end = os.lseek(fd, begin, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            end = os.fstat(fd).st_size
+        yield begin, end
+        begin = skip_hole(fd, end) if end > begin else None
 
 
 class Files:

@@ -433,9 +433,11 @@ class IndexPersistenceMgr:
         relocated = target.with_name(f"{target.name}{_RELOCATED}")
         with self._files.open(relocated, create=True) as copy:
             copy.truncate(0)
-            end = file.size()
-            for offset in range(0, end, _COPIED_BYTES):
-                copy.write(offset, (file.read(offset, min(_COPIED_BYTES, end - offset)),))
+            # Its holes too: a high entry id makes a file that no disk could hold without them.
+            for begin, end in file.data(0):
+                for offset in range(begin, end, _COPIED_BYTES):
+                    copy.write(offset, (file.read(offset, min(_COPIED_BYTES, end - offset)),))
+            copy.truncate(file.size())
             copy.sync()
         self._files.sync_directory(target.parent)
         with self._names_lock:

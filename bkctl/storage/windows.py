@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from bkctl.errors import BkctlError, Corrupt, NotFound, UsageError
-from bkctl.storage.files import skip_hole
+from bkctl.storage.files import data_of, skip_hole
 
 WINDOW_SIZE_BYTES: Final = 1 << 20
 _WINDOW_SIZE_MIN_BYTES: Final = 512
@@ -122,6 +122,13 @@ class FileReader:
         """`at`, or where data begins again if the file has a hole at `at`; None when no data follows."""
         try:
             return skip_hole(self._fd, at)
+        except OSError as error:
+            raise _file_error(error, self.name) from error
+
+    def data(self, at: int) -> list[tuple[int, int]]:
+        """Where data begins and ends, from `at` on: what is between are holes of the file."""
+        try:
+            return list(data_of(self._fd, at))
         except OSError as error:
             raise _file_error(error, self.name) from error
 
