@@ -1,7 +1,8 @@
 """The bookie: requests from connections → ledger storage; group commit, checkpoints, fencing, read-only mode, stop.
 
 Everything that changes a ledger happens in the event loop's thread, in memory. One thread a journal writes and syncs
-what the loop gathered meanwhile (group commit), one writes entry logs, one checkpoints.
+what the loop gathered meanwhile (group commit), one writes entry logs, one checkpoints. The loop waits for no disk:
+others open ledgers and read entries, and requests about a ledger that is being opened wait in order (`NeedsDisk`).
 Source: BookieImpl, BookieRequestProcessor, Journal, SyncThread, LedgerDirsMonitor.
 """
 
