@@ -222,7 +222,7 @@ _STORAGE_NAMES: Final = {
 }
 #: Java's keys that ask for what our bookie lacks, each with the value that does not, and what holds instead.
 _WITHOUT_EFFECT: Final = {
-    "dataIntegrityCheckingEnabled": ("false", "entries that were lost are not fetched again"),
+    "dataIntegrityChecking": ("false", "entries that were lost are not fetched again"),
     "disableServerSocketBind": ("false", "the bookie listens on its port"),
     "enableLocalTransport": ("false", "the bookie is reached by TCP only"),
     "extraServerComponents": ("", "no other servers run in this bookie"),

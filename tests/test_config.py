@@ -84,10 +84,10 @@ def test_values_are_typed(tmp_path: Path) -> None:
 def test_what_a_file_asks_for_in_vain_is_told(tmp_path: Path) -> None:
     path = write(
         tmp_path / "bk.conf",
-        "dataIntegrityCheckingEnabled=True\nextraServerComponents=\nlocalScrubInterval=0\ntlsEnabledCipherSuites=A,B\n",
+        "dataIntegrityChecking=True\nextraServerComponents=\nlocalScrubInterval=0\ntlsEnabledCipherSuites=A,B\n",
     )
     assert BookieConfig.load(path).warnings == (
-        f"{path} line 1: dataIntegrityCheckingEnabled has no effect: entries that were lost are not fetched again",
+        f"{path} line 1: dataIntegrityChecking has no effect: entries that were lost are not fetched again",
         f"{path} line 4: tlsEnabledCipherSuites has no effect: the system's cipher suites are used",
     )
 

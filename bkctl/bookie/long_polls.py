@@ -69,29 +69,17 @@ class LongPoll:
         handle.watchers[self._woken] = None
 
     def _woken(self) -> None:
-        self._loop.call_soon(self._look)
+        # A handle without watchers may be evicted, and what comes after that does not wake us.
+        if not self._over:
+            self._handle.watchers[self._woken] = None
+            self._loop.call_soon(self._look)
 
     def _look(self) -> None:
         previous = self._request.previous_lac
         assert previous is not None
-        if self._over:
-            return
-        storage = self._bookie.storage
-        try:
-            # Between the wake and now nobody watched the handle, so it may have been evicted.
-            handle = storage.get(self._request.ledger)
-            lac = -1 if handle is None else storage.last_add_confirmed(handle)
-        except Exception:  # noqa: BLE001 - `finish` meets it again, and answers it
-            handle = None
-        if handle is None:
-            self.finish(updated=False)
-        elif lac > previous:
-            self.finish(updated=True)
-        elif handle.fenced:
-            self.finish(updated=False)
-        else:
-            self._handle = handle
-            handle.watchers[self._woken] = None
+        handle = self._handle
+        if not self._over and (handle.lac > previous or handle.fenced or handle.deleted):
+            self.finish(updated=handle.lac > previous and not handle.deleted)
 
     def _finish_late(self) -> None:
         self.finish(updated=False)
@@ -114,8 +102,4 @@ class LongPoll:
         """Answer now."""
         if not self._end():
             return
-        request = self._request
-        try:
-            self._bookie.answer_poll(request, self._respond, updated=updated)
-        except Exception as error:  # noqa: BLE001 - answered, logged and counted
-            self._bookie.refuse(request, self._respond, error)
+        self._bookie.finish_poll(self._handle, self._request, self._respond, updated=updated)

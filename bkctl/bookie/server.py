@@ -1,7 +1,8 @@
 """The bookie: requests from connections → ledger storage; group commit, checkpoints, fencing, read-only mode, stop.
 
 Everything that changes a ledger happens in the event loop's thread, in memory. One thread a journal writes and syncs
-what the loop gathered meanwhile (group commit), one writes entry logs, one checkpoints.
+what the loop gathered meanwhile (group commit), one writes entry logs, one checkpoints. The loop waits for no disk:
+others open ledgers and read entries, and requests about a ledger that is being opened wait in order (`NeedsDisk`).
 Source: BookieImpl, BookieRequestProcessor, Journal, SyncThread, LedgerDirsMonitor.
 """
 
@@ -19,10 +20,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from bkctl.bookie.cookies import read_directory, stamp_or_verify
-from bkctl.bookie.disk_watch import DiskWatch, total_usage
+from bkctl.bookie.disk_watch import DiskState, DiskWatch, total_usage
 from bkctl.bookie.garbage_collector import GarbageCollectorThread, NoSpaceForCheckpoint, check_compaction_settings
 from bkctl.bookie.long_polls import LongPolls
 from bkctl.bookie.metrics import BookieMetrics
@@ -50,6 +51,7 @@ from bkctl.errors import (
     TimedOut,
     TooManyRequests,
     Unauthorized,
+    Unsupported,
     UsageError,
 )
 from bkctl.formats.layout import Buffer
@@ -91,9 +93,9 @@ from bkctl.protocol.messages import (
 )
 from bkctl.protocol.server import BookieServer, status_of
 from bkctl.storage.bookie_storage import Batch, BookieStorage
-from bkctl.storage.files import NO_SPACE, Files
+from bkctl.storage.files import NO_SPACE, DiskUsage, Files
 from bkctl.storage.journal_writer import MEBIBYTE
-from bkctl.storage.ledger_storage import LedgerHandle
+from bkctl.storage.ledger_storage import LedgerHandle, NeedsDisk
 
 log: Final = logging.getLogger("bkctl.bookie")
 
@@ -108,8 +110,10 @@ STOP_S: Final = 300.0
 FAILED_STOP_S: Final = 30.0
 #: A bookie whose registration another process holds gives up after so many times zkTimeout.
 USURPED_ZK_TIMEOUTS: Final = 2
-#: Threads for reads that need the disk.
+#: Threads for reads that need the disk, and others that open ledgers: a disk of entries that hangs keeps no ledger
+#: from being opened on another one.
 READ_THREADS: Final = 4
+OPEN_THREADS: Final = 4
 #: Threads of a busy bookie take turns this often: the default of 5 ms is longer than a sync.
 SWITCH_INTERVAL_S: Final = 0.0005
 #: Python looks for cycles this seldom: entries wait in memory by the ten thousands, and are part of none.
@@ -117,6 +121,9 @@ GC_THRESHOLDS: Final = (20_000, 20, 50)
 DIRTY_FILE: Final = "DIRTY"
 
 _EOK: Final = Status.EOK
+
+#: Called with None once what it waits for is in memory, or with the error of reading that.
+Waiter: TypeAlias = Callable[[BaseException | None], None]
 
 
 class Bookie:
@@ -156,6 +163,9 @@ class Bookie:
         self._entries: Worker | None = None
         self._checkpoints: Worker | None = None
         self._readers: ThreadPoolExecutor | None = None
+        self._openers: ThreadPoolExecutor | None = None
+        #: What waits, in order, for a ledger to be opened, or for a page of its index.
+        self._waiting: dict[LedgerId, list[Waiter]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._polls = LongPolls(self)
         self._flush_due = False
@@ -238,6 +248,8 @@ class Bookie:
         self._entries = Worker("entries", self.thread_died)
         self._checkpoints = Worker("checkpoints", self.thread_died)
         self._readers = ThreadPoolExecutor(READ_THREADS, "read")
+        self._openers = ThreadPoolExecutor(OPEN_THREADS, "open")
+        storage.serve_from_memory()
         cookie = read_directory(config.ledger_directories[0])
         self.garbage_collector = GarbageCollectorThread(
             config,
@@ -254,6 +266,12 @@ class Bookie:
             log.warning(
                 "A disk is full (%s): bookie %s takes no entries until there is space, and keeps in memory what it "
                 "replayed and cannot write", storage.no_space.filename or storage.no_space, self.bookie_id,
+            )  # fmt: skip
+        if storage.ledgers.needs_integrity_check:
+            log.warning(
+                "A data integrity check of Apache's bookie is not finished, so entries and fences may be lost: bookie "
+                "%s is read-only, and answers EUNKNOWNLEDGERSTATE for what it lacks. Start Apache's bookie with "
+                "dataIntegrityChecking=true on its directories until the check is done", self.bookie_id,
             )  # fmt: skip
         self._check_disks()
         try:
@@ -443,8 +461,9 @@ class Bookie:
         await self._stop_collecting()
         await self._server.close(0)
         await self._in_time("its writing threads", self._stop_threads)
-        if self._readers is not None:
-            await self._in_time("its readers", self._readers.shutdown)
+        for pool in (self._openers, self._readers):
+            if pool is not None:
+                await self._in_time("its readers", pool.shutdown)
         if self._storage_is_open and not self.is_stuck:  # whoever hangs may write yet
             self._storage_is_open = False
             try:
@@ -486,8 +505,14 @@ class Bookie:
 
     def handle(self, request: Request, respond: Respond) -> None:
         """Serve one request: `respond` is called once, now or later."""
+        handler = self._handlers[type(request)]
+        if self._waiting and getattr(request, "ledger", None) in self._waiting:
+            self._serve_later(None, handler, request, respond)
+            return
         try:
-            self._handlers[type(request)](request, respond)
+            handler(request, respond)
+        except NeedsDisk as need:
+            self._serve_later(need, handler, request, respond)
         except Exception as error:  # noqa: BLE001 - answered, logged and counted
             self.refuse(request, respond, error)
 
@@ -507,6 +532,8 @@ class Bookie:
         """Go on with `request` after a wait: whatever is raised there is answered, and stays with this request."""
         try:
             then(found)
+        except NeedsDisk as need:
+            self._serve_later(need, lambda *_: then(found), request, respond)
         except Exception as error:  # noqa: BLE001 - answered, logged and counted
             self.refuse(request, respond, error)
 
@@ -518,8 +545,11 @@ class Bookie:
         """Let `handler` take a request, and note how long it takes to be answered."""
         latency = self.metrics.requests[name]
         began_s = time.monotonic()
+        timed = self._server.timed(respond, latency.answered)
         try:
-            handler(request, self._server.timed(respond, latency.answered))
+            handler(request, timed)
+        except NeedsDisk as need:
+            self._serve_later(need, handler, request, timed)
         except Exception:
             latency.observe(time.monotonic() - began_s, ok=False)
             raise
@@ -532,7 +562,7 @@ class Bookie:
         if self._is_behind and not high_priority:
             self._check_pending()
         answer = functools.partial(self._answer_add, respond, ledger, entry_id)
-        if deferred_sync:
+        if deferred_sync and not recovery_add:  # as Apache's recoveryAddEntry, which acknowledges nothing unsynced
             self.storage.add(ledger, entry_id, master_key, body, None, recovery_add)
             self.storage.when_written(ledger, lambda error: answer(_EOK if error is None else Status.EIO))
         else:
@@ -546,12 +576,77 @@ class Bookie:
         if self._is_behind:
             self._check_pending()
         ledger, master_key, entry_ids, records, size, last_add_confirmed, _ = adds
+        if self._waiting and ledger in self._waiting:
+            self._waiting[ledger].append(functools.partial(self._add_later, adds, answer))
+            return
         try:
             self.storage.add_records(ledger, master_key, entry_ids, records, size, last_add_confirmed, answer)
+        except NeedsDisk as need:
+            self._once_read(need, functools.partial(self._add_later, adds, answer))
         except Exception as error:  # noqa: BLE001 - answered, logged and counted
             answer(self._status_after(AddRequest.__name__, error))
         else:
             self._flush_soon()
+
+    def _add_later(self, adds: AddRun, answer: AnswerAdds, error: BaseException | None) -> None:
+        """Serve a run of adds that waited for its ledger."""
+        try:
+            if error is not None:
+                raise error
+            self.handle_adds(adds, answer)
+        except Exception as failure:  # noqa: BLE001 - answered, logged and counted
+            answer(self._status_after(AddRequest.__name__, failure))
+
+    # --- what waits for the disk -------------------------------------------------------------------------------------
+
+    def _once_read(self, need: NeedsDisk, waiter: Waiter) -> None:
+        """Call `waiter` once a thread has read what `need` says, behind all that wait for the same ledger.
+
+        Everything about that ledger waits here meanwhile, so its requests keep their order.
+        """
+        waiting = self._waiting.get(need.ledger)
+        if waiting is not None:
+            waiting.append(waiter)
+            return
+        self._waiting[need.ledger] = [waiter]
+        future = self._loop.run_in_executor(self._openers, need.read)
+        future.add_done_callback(functools.partial(self._serve_waiting, need.ledger))
+
+    def _serve_waiting(self, ledger: LedgerId, future: asyncio.Future[Any]) -> None:
+        """Serve, in order, what waited for `ledger`; one of it may wait again, and then so do those behind it."""
+        waiting = self._waiting.pop(ledger)
+        error = future.exception()
+        if self._stopping:  # storage is being closed, and these were not answered in time
+            error = BkctlError(f"Bookie {self.bookie_id} stops")
+        with contextlib.nullcontext() if error is not None else self.storage.supplied(future.result()):
+            for waiter in waiting:
+                if ledger in self._waiting:
+                    self._waiting[ledger].append(waiter)
+                else:
+                    waiter(error)
+
+    def _serve_later(
+        self, need: NeedsDisk | None, handler: Callable[[Any, Respond], None], request: Any, respond: Respond
+    ) -> None:
+        """Have `handler` take the request again once what it needs is in memory; None: what its ledger waits for."""
+        if isinstance(request, AddRequest) and isinstance(request.body, memoryview):
+            request = request._replace(body=bytes(request.body))  # it is in the connection's buffer
+
+        def serve(error: BaseException | None) -> None:
+            if error is not None:
+                self.refuse(request, respond, error)
+                return
+            try:
+                handler(request, respond)
+            except NeedsDisk as again:
+                self._serve_later(again, handler, request, respond)
+            except Exception as failure:  # noqa: BLE001 - answered, logged and counted
+                self.refuse(request, respond, failure)
+
+        if need is None:
+            self._waiting[request.ledger].append(serve)
+        else:
+            self._once_read(need, serve)
 
     def adds_at_once(self) -> int:
         """How many adds may come in one run: what may wait while the disks are behind."""
@@ -675,21 +770,43 @@ class Bookie:
         elif request.previous_lac is not None:
             self._timed("READ_ENTRY_LONG_POLL", self._read_after_wait, request, respond)
         else:
-            handle = self._handle(request.ledger)
-            max_lac = self.storage.last_add_confirmed(handle)
-            entry_id = handle.last_entry if request.entry_id == LAST_ENTRY else request.entry_id
-            self._with_entry(
-                handle,
-                entry_id,
-                request,
-                respond,
-                lambda body: respond(ReadResponse(_EOK, request.ledger, request.entry_id, body, max_lac)),
-            )
+            self._read_plain(request, respond)
+
+    def _read_plain(self, request: ReadRequest, respond: Respond) -> None:
+        handle = self._handle(request.ledger)
+        entry_id = self._entry_id(handle, request.entry_id)
+
+        def take(body: Buffer) -> None:
+            max_lac = handle.lac if handle.lac_is_known else None
+            respond(ReadResponse(_EOK, request.ledger, request.entry_id, body, max_lac))
+
+        def take_both(found: tuple[Buffer, int | None]) -> None:
+            body, lac = found
+            if lac is not None:
+                self.storage.learn_lac(handle, lac)
+            take(body)
+
+        if handle.lac_is_known or handle.unknown or not self._server.carries_lac(respond):
+            self._with_entry(handle, entry_id, request, respond, take)
+        else:
+            self._in_reader(functools.partial(self._read_with_lac, handle, entry_id), request, respond, take_both)
+
+    def _read_with_lac(self, handle: LedgerHandle, entry_id: int) -> tuple[Buffer, int | None]:
+        """An entry, and what `learn_lac` takes: None where the last entry, another one maybe, cannot be read."""
+        body = self.storage.read(handle, entry_id)
+        try:
+            return body, self.storage.read_lac(handle)
+        except (OSError, BkctlError):
+            return body, None
+
+    def _entry_id(self, handle: LedgerHandle, entry_id: int) -> int:
+        """The entry that a request means. Raises UnknownLedgerState where the last one may be lost."""
+        return self.storage.last_entry(handle) if entry_id == LAST_ENTRY else entry_id
 
     def _handle(self, ledger: Any) -> LedgerHandle:
         handle = self.storage.get(ledger)
         if handle is None:
-            raise LedgerNotFound(f"No ledger {ledger} on this bookie")
+            raise self.storage.missing(ledger)
         return handle
 
     def _with_entry(
@@ -699,19 +816,36 @@ class Bookie:
         request: Request,
         respond: Respond,
         take: Callable[[Buffer], None],
+        absent: Callable[[], None] | None = None,
     ) -> None:
-        """Give the entry to `take`, at once or once a thread has read it. Raises EntryNotFound, OSError, Corrupt."""
-        body = self.storage.find(handle, entry_id)
+        """Give the entry to `take`, at once or once a thread has read it.
+
+        Where it is not here: call `absent`, without one answer ENOENTRY or raise EntryNotFound. Raises
+        UnknownLedgerState.
+        """
+        try:
+            body = self.storage.find(handle, entry_id)
+        except EntryNotFound:
+            if absent is None:
+                raise
+            absent()
+            return
         if body is not None and not self._server.is_congested(respond):
             self.metrics.reads_from_memory += 1
             self.metrics.read_bytes += len(body)
             take(body)
         else:
-            self._in_reader(functools.partial(self.storage.read, handle, entry_id), request, respond, take)
+            self._in_reader(functools.partial(self.storage.read, handle, entry_id), request, respond, take, absent)
 
     def _in_reader(
-        self, read: Callable[[], Any], request: Request, respond: Respond, take: Callable[[Any], None]
+        self,
+        read: Callable[[], Any],
+        request: Request,
+        respond: Respond,
+        take: Callable[[Any], None],
+        absent: Callable[[], None] | None = None,
     ) -> None:
+        """Give to `take` what a thread has read; what it raises is the answer, or `absent` for EntryNotFound."""
         began_s = time.monotonic()
 
         def done(future: asyncio.Future[Any]) -> None:
@@ -719,6 +853,8 @@ class Bookie:
             self.metrics.read_entry.observe(time.monotonic() - began_s, ok=error is None)
             if error is None:
                 self._continue(request, respond, take, future.result())
+            elif absent is not None and isinstance(error, EntryNotFound):
+                absent()
             else:
                 self.refuse(request, respond, error)
 
@@ -759,10 +895,9 @@ class Bookie:
         self._fenced(request, request.master_key, functools.partial(self._read_fenced, request, respond), respond)
 
     def _read_fenced(self, request: ReadRequest, respond: Respond, handle: LedgerHandle) -> None:
-        entry_id = handle.last_entry if request.entry_id == LAST_ENTRY else request.entry_id
         self._with_entry(
             handle,
-            entry_id,
+            self._entry_id(handle, request.entry_id),
             request,
             respond,
             lambda body: respond(ReadResponse(_EOK, request.ledger, request.entry_id, body)),
@@ -773,39 +908,57 @@ class Bookie:
         if request.piggyback and request.entry_id != LAST_ENTRY:
             raise BadRequest("A long poll with piggyback reads the last entry, entry id -1")
         handle = self._handle(request.ledger)
+        self.storage.last_entry(handle)  # where it is unknown, so is the LAC
+        if handle.lac_is_known:
+            self._wait(handle, request, respond)
+            return
+
+        def take(lac: int) -> None:
+            self.storage.learn_lac(handle, lac)
+            self._read_after_wait(request, respond)
+
+        self._in_reader(functools.partial(self.storage.read_lac, handle), request, respond, take)
+
+    def _wait(self, handle: LedgerHandle, request: ReadRequest, respond: Respond) -> None:
         previous = request.previous_lac
         assert previous is not None
         waits = request.timeout_ms is not None and request.timeout_ms > 0
-        waits = waits and self.storage.last_add_confirmed(handle) <= previous and not handle.fenced
+        waits = waits and handle.lac <= previous and not handle.fenced
         if not (waits and self._polls.wait(handle, request, respond)):
-            self.answer_poll(request, respond, updated=False)
+            self._answer_poll(handle, request, respond, updated=False)
 
-    def answer_poll(self, request: ReadRequest, respond: Respond, *, updated: bool) -> None:
-        """Answer a long poll whose wait is over, because the LAC was `updated` or not. Raises as reads do."""
-        handle = self._handle(request.ledger)
-        lac = self.storage.last_add_confirmed(handle)
+    def finish_poll(self, handle: LedgerHandle, request: ReadRequest, respond: Respond, *, updated: bool) -> None:
+        """Answer a long poll whose wait is over, because the LAC of `handle` was `updated` or not."""
+
+        def answer(handle: LedgerHandle) -> None:
+            if handle.deleted:
+                raise self.storage.missing(request.ledger)
+            self._answer_poll(handle, request, respond, updated=updated)
+
+        self._continue(request, respond, answer, handle)
+
+    def _answer_poll(self, handle: LedgerHandle, request: ReadRequest, respond: Respond, *, updated: bool) -> None:
+        lac = handle.lac
         timestamp = time.time_ns() // 1_000_000 if updated else None
         previous = request.previous_lac
         assert previous is not None
-        entry_id = request.entry_id
+        echoed = request.entry_id
+        entry_id = handle.last_entry if echoed == LAST_ENTRY else echoed
+        absent: Callable[[], None] | None = None
         if request.piggyback:
+            nothing = ReadResponse(_EOK, request.ledger, LAST_ENTRY, None, lac, timestamp)
             if lac <= previous:
-                respond(ReadResponse(_EOK, request.ledger, LAST_ENTRY, None, lac, timestamp))
+                respond(nothing)
                 return
-            entry_id = previous + 1
-            if not self.storage.has(handle, entry_id):
-                respond(ReadResponse(_EOK, request.ledger, LAST_ENTRY, None, lac, timestamp))
-                return
-            echoed = entry_id
-        else:
-            echoed = entry_id
-            entry_id = handle.last_entry if entry_id == LAST_ENTRY else entry_id
+            absent = functools.partial(respond, nothing)
+            entry_id = echoed = previous + 1
         self._with_entry(
             handle,
             entry_id,
             request,
             respond,
             lambda body: respond(ReadResponse(_EOK, request.ledger, echoed, body, lac, timestamp)),
+            absent,
         )
 
     def on_lost(self, respond: Respond) -> dict[Callable[[], None], None]:
@@ -825,11 +978,9 @@ class Bookie:
         Source: BatchedReadEntryProcessor.
         """
         storage = self.storage
-        first = handle.last_entry if request.entry_id == LAST_ENTRY else request.entry_id
+        first = self._entry_id(handle, request.entry_id)
         size_max = min(request.max_size, self.config.max_batch_read_size)
         count_max = min(request.max_count, BATCH_READ_COUNT_MAX) if request.max_count > 0 else BATCH_READ_COUNT_MAX
-        if not storage.has(handle, first):
-            raise EntryNotFound(f"No entry {first} of ledger {handle.ledger} on this bookie")
 
         def gather() -> tuple[Buffer, ...]:
             bodies: list[Buffer] = []
@@ -838,7 +989,7 @@ class Bookie:
             while len(bodies) < most:
                 try:
                     body = storage.read(handle, first + len(bodies))
-                except (OSError, Corrupt, EntryNotFound):
+                except (OSError, BkctlError):
                     if not bodies:
                         raise
                     break
@@ -873,17 +1024,19 @@ class Bookie:
         self._flush_soon()
 
     def _read_lac(self, request: ReadLacRequest, respond: Respond) -> None:
-        handle = self.storage.get(request.ledger)
-        if handle is None:
-            raise EntryNotFound(f"No ledger {request.ledger} on this bookie")
+        try:
+            handle = self._handle(request.ledger)
+        except LedgerNotFound as error:
+            raise EntryNotFound(error.message) from error
         lac_body = handle.explicit_lac or None
-        if handle.last_entry < 0:
+        last_entry = self.storage.last_entry(handle)
+        if last_entry < 0:
             # Apache's answer: an explicit LAC without any entry is an I/O error that carries the LAC.
             respond(ReadLacResponse(Status.ENOENTRY if lac_body is None else Status.EIO, request.ledger, lac_body))
             return
         self._with_entry(
             handle,
-            handle.last_entry,
+            last_entry,
             request,
             respond,
             lambda body: respond(ReadLacResponse(_EOK, request.ledger, lac_body, body)),
@@ -898,7 +1051,7 @@ class Bookie:
 
     def _list_entries(self, request: ListEntriesRequest, respond: Respond) -> None:
         handle = self._handle(request.ledger)
-        availability = self.storage.availability(handle)
+        availability = self.storage.availability(handle, lambda: not self._server.is_lost(respond))
         self._in_reader(
             lambda: availability().serialize(),
             request,
@@ -907,11 +1060,16 @@ class Bookie:
         )
 
     def _info(self, request: BookieInfoRequest, respond: Respond) -> None:
-        disks = total_usage(self.files.disk_usage(each) for each in self.storage.ledger_directories)
-        wanted = request.requested
-        total = disks.total if wanted & BookieInfoFlags.TOTAL_DISK_CAPACITY else None
-        free = disks.free if wanted & BookieInfoFlags.FREE_DISK_SPACE else None
-        respond(BookieInfoResponse(_EOK, total, free))
+        def take(disks: DiskUsage) -> None:
+            wanted = request.requested
+            total = disks.total if wanted & BookieInfoFlags.TOTAL_DISK_CAPACITY else None
+            free = disks.free if wanted & BookieInfoFlags.FREE_DISK_SPACE else None
+            respond(BookieInfoResponse(_EOK, total, free))
+
+        directories = self.storage.ledger_directories
+        self._in_reader(
+            lambda: total_usage(self.files.disk_usage(each) for each in directories), request, respond, take
+        )
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -1003,7 +1161,7 @@ class Bookie:
             if self.failure is not None:
                 raise self.failure
             try:
-                self.storage.delete_ledger(ledger)
+                await self._delete(ledger)
                 count += 1
             except LedgerNotFound:
                 pass
@@ -1012,14 +1170,37 @@ class Bookie:
             await asyncio.sleep(0)
         return count
 
+    def _delete(self, ledger: LedgerId) -> asyncio.Future[None]:
+        """Delete a ledger, behind the requests that wait for it."""
+        deleted: asyncio.Future[None] = self._loop.create_future()
+
+        def delete(error: BaseException | None = None) -> None:
+            is_damaged = isinstance(error, Corrupt | Unsupported)
+            try:
+                if error is not None and not is_damaged:
+                    raise error
+                self.storage.delete_ledger(ledger, is_damaged=is_damaged)
+            except NeedsDisk as need:
+                self._once_read(need, delete)
+            except Exception as failure:  # noqa: BLE001 - raised where it is waited for
+                deleted.set_exception(failure)
+            else:
+                deleted.set_result(None)
+
+        if ledger in self._waiting:
+            self._waiting[ledger].append(delete)
+        else:
+            delete()
+        return deleted
+
     # --- disks -------------------------------------------------------------------------------------------------------
 
     async def _watch_disks(self) -> None:
         while True:
             await asyncio.sleep(self.config.disk_check_interval / 1000)
-            if self._no_space and self._journals_have_space():
+            if self._no_space and await asyncio.to_thread(self._journals_have_space):
                 await self.checkpoint()
-            self._check_disks()
+            self._take_disks(await asyncio.to_thread(self._disks.look))
             try:
                 await self._register()
             except AlreadyExists as error:
@@ -1082,7 +1263,9 @@ class Bookie:
 
     def _check_disks(self) -> None:
         """Which directories take new files, and whether the bookie takes entries."""
-        state = self._disks.look()
+        self._take_disks(self._disks.look())
+
+    def _take_disks(self, state: DiskState) -> None:
         self.storage.set_writable(state.writable)
         self.storage.set_index_writable(state.index_writable)
         self._allows_high_priority = state.allows_high_priority
@@ -1132,7 +1315,7 @@ class Bookie:
         }
 
     def _update_mode(self) -> None:
-        forced = self.config.force_read_only_bookie or self._manual
+        forced = self.config.force_read_only_bookie or self._manual or self.storage.ledgers.needs_integrity_check
         wanted = forced or self._disks_full or self._no_space or self.failure is not None
         if wanted != self.read_only:
             log.info("Bookie %s is %s now", self.bookie_id, "read-only" if wanted else "writable")

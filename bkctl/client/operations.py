@@ -12,7 +12,8 @@ import os
 import select
 import stat
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from bkctl.client.bookies import in_order
@@ -197,18 +198,32 @@ async def read_replica(
 
     Raises UsageError when it has none of them by the metadata, and what `read_from` raises.
     """
-    wanted = [entry_id for entry_id in range(first, last + 1) if bookie_id in replicas_of(handle, entry_id)]
-    if not wanted and first <= last:
+    wanted = _entries_at(handle, bookie_id, first, last)
+    head = next(wanted, None)
+    if head is None and first <= last:
         raise UsageError(
             f"Bookie {bookie_id} has no replica of the entries {first} to {last} of ledger {handle.ledger}",
             hint="its ensembles are in 'bkctl ledger show'",
         )
     entries = in_order(
-        wanted, lambda entry_id: handle.read_from(bookie_id, entry_id, verify=verify), lambda: REPLICA_WINDOW_COUNT
+        () if head is None else chain((head,), wanted),
+        lambda entry_id: handle.read_from(bookie_id, entry_id, verify=verify),
+        lambda: REPLICA_WINDOW_COUNT,
     )
     async with contextlib.aclosing(entries):
         async for _, entry in entries:
             yield entry
+
+
+def _entries_at(handle: ReadHandle, bookie_id: str, first: int, last: int) -> Iterator[int]:
+    """Yield the entries `first` to `last` whose write sets have the bookie, one by one."""
+    fragments = handle.metadata.ensembles
+    ends = [each.first_entry_id for each in fragments[1:]]
+    for fragment, end in zip(fragments, (*ends, last + 1), strict=True):
+        if bookie_id in fragment.bookies:
+            for entry_id in range(max(first, fragment.first_entry_id), min(last + 1, end)):
+                if bookie_id in replicas_of(handle, entry_id):
+                    yield entry_id
 
 
 def replicas_of(handle: ReadHandle, entry_id: int) -> tuple[str, ...]:

@@ -371,6 +371,16 @@ class _ServedConnection(FramedProtocol):
         return self._halted and not self._write_paused
 
     @property
+    def is_lost(self) -> bool:
+        """Whether the connection is closed."""
+        return self._lost
+
+    @property
+    def is_v2(self) -> bool:
+        """Whether the client speaks v2."""
+        return self._is_v2
+
+    @property
     def is_congested(self) -> bool:
         """Whether the client takes its answers slower than they come."""
         return self._write_paused
@@ -732,6 +742,14 @@ class BookieServer:
     def on_lost(self, respond: Respond) -> dict[Callable[[], None], None]:
         """What is called (the keys) once the connection is lost that `respond` answers on; put in and take out."""
         return _connection_of(respond).on_lost
+
+    def carries_lac(self, respond: Respond) -> bool:
+        """Whether answers to reads on the connection of `respond` say the bookie's LAC: those of v2 do not."""
+        return not _connection_of(respond).is_v2
+
+    def is_lost(self, respond: Respond) -> bool:
+        """Whether nobody can hear `respond` any more; any thread may ask."""
+        return _connection_of(respond).is_lost
 
     def is_congested(self, respond: Respond) -> bool:
         """Whether the client that `respond` answers takes its answers slower than they come."""

@@ -412,14 +412,18 @@ class _Judge:
         sample_count = count * self._percentage // 100
         if sample_count >= count:
             return fragment.entries_of(index)
-        chosen = {first, last}
-        if sample_count > 0:
-            bucket = count // sample_count
-            for at in range(first, last - bucket - 1, bucket):
-                picked = at + self._rng.randrange(bucket)
-                if fragment.has(picked, index):
-                    chosen.add(picked)
-        return sorted(chosen)
+        return self._sampled(fragment, index, (first, last), count // sample_count if sample_count > 0 else 0)
+
+    def _sampled(self, fragment: LedgerFragment, index: int, ends: tuple[int, int], bucket: int) -> Iterator[int]:
+        """Yield the ends and an entry of every `bucket` entries between, where the bookie should have it."""
+        first, last = ends
+        yield first
+        for at in range(first, last - bucket - 1, bucket) if bucket else ():
+            picked = at + self._rng.randrange(bucket)
+            if first < picked < last and fragment.has(picked, index):
+                yield picked
+        if last > first:
+            yield last
 
 
 class SpanBuilder:

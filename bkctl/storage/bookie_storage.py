@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import random
 import struct
@@ -36,6 +37,7 @@ from bkctl.errors import (
     LedgerNotFound,
     TruncatedRecord,
     Unauthorized,
+    UnknownLedgerState,
     Unsupported,
 )
 from bkctl.formats import journal as journal_formats
@@ -55,7 +57,16 @@ from bkctl.ids import I64_MAX, LedgerId
 from bkctl.storage.files import NO_SPACE, SECTOR_SIZE_BYTES, Files
 from bkctl.storage.journal import JournalReader, read_last_mark
 from bkctl.storage.journal_writer import MEBIBYTE, JournalWriter, journal_ids
-from bkctl.storage.ledger_storage import CHUNK_SIZE_BYTES, CURRENT, LedgerHandle, check_index, open_ledger_storage
+from bkctl.storage.ledger_storage import (
+    CHUNK_SIZE_BYTES,
+    CURRENT,
+    IsWanted,
+    LedgerHandle,
+    NeedsDisk,
+    always,
+    check_index,
+    open_ledger_storage,
+)
 
 log: Final = logging.getLogger("bkctl.storage")
 
@@ -144,6 +155,8 @@ class BookieStorage:
         self._clock_ms = clock_ms
         self.ledgers = open_ledger_storage(config, self.files, chance=chance)
         self._handles = self.ledgers.handles
+        #: Of the ledgers that `supplied` found not to be here: what `_open_to_write` makes them of.
+        self._blanks: dict[LedgerId, LedgerHandle] = {}
         self._entry_id_max = self.ledgers.entry_id_max
         self.journals: list[JournalWriter] = []
         self.batches: list[Batch] = []
@@ -292,8 +305,8 @@ class BookieStorage:
         """Add one entry, and queue it with `token` for its journal.
 
         Raises Unauthorized (another master key), LedgerFenced (unless `recovery`, or it is deleted too), BadRequest
-        (ids or format of `body` are not the request's, or the master key is not 20 bytes), OSError or Corrupt (the
-        ledger's index cannot be read).
+        (ids or format of `body` are not the request's, or the master key is not 20 bytes), UnknownLedgerState (a fence
+        may be lost; unless `recovery`), OSError or Corrupt (the ledger's index cannot be read).
         """
         try:
             if ledger[0]:
@@ -331,8 +344,10 @@ class BookieStorage:
                 handle = self._open_to_write(ledger, master_key)
             except LedgerNotFound as error:
                 raise LedgerFenced(error.message) from error
-        if handle.fenced and not recovery:
-            raise LedgerFenced(f"Ledger {ledger} is fenced")
+        if (handle.fenced or handle.unknown) and not recovery:
+            if handle.fenced:
+                raise LedgerFenced(f"Ledger {ledger} is fenced")
+            raise UnknownLedgerState(f"Ledger {ledger} is in limbo: it may have been fenced")
         self.ledgers.add(handle, entry_ids, records, size)
         if last_add_confirmed > handle.lac:
             handle.lac = last_add_confirmed
@@ -356,40 +371,83 @@ class BookieStorage:
         Raises Unauthorized; BadRequest for a master key that is not 20 bytes, or an id that no ledger can have;
         LedgerNotFound for a ledger that was fenced and is deleted. Source: HandleFactoryImpl.
         """
-        handle = self.get(ledger)
-        if handle is not None and handle.master_key:
+        handle = self._look_up(ledger)
+        is_here = ledger in self._handles
+        if is_here and handle.master_key:
             if handle.master_key != master_key:
                 raise Unauthorized(f"Wrong master key for ledger {ledger}")
             return handle
         if len(master_key) != MASTER_KEY_SIZE:
             raise BadRequest(f"A master key for ledger {ledger} of {len(master_key)} bytes, not {MASTER_KEY_SIZE}")
-        if handle is None:
+        if not is_here:
             if self._was_fenced(ledger):
                 raise LedgerNotFound(f"Ledger {ledger} was fenced, and is deleted")
             if not ledger.is_scoped and ledger.ledger_id > I64_MAX:
                 raise BadRequest(f"Ledger id {ledger.ledger_id} is 2^63 or more, which no ledger of scope 0 can have")
-            return self._create(ledger, bytes(master_key))
-        handle.master_key = bytes(master_key)
-        self.ledgers.change_header(handle)
+            self._create(handle, bytes(master_key))
+        else:
+            handle.master_key = bytes(master_key)
+            self.ledgers.change_header(handle)
         return handle
 
-    def _create(self, ledger: LedgerId, master_key: bytes) -> LedgerHandle:
-        handle: LedgerHandle = self.ledgers.create(ledger, master_key)
+    def _create(self, handle: LedgerHandle, master_key: bytes) -> None:
+        ledger = handle.ledger
+        self._blanks.pop(ledger, None)
+        self.ledgers.create(handle, master_key)
         self._assign_journal(handle)
         if ledger.is_scoped and not self._has_scoped:
             self._has_scoped = True
             for journal in self.journals:
                 journal.expect_scoped()
-        return handle
 
     def get(self, ledger: LedgerId) -> LedgerHandle | None:
-        """The ledger's handle, None when this bookie does not have it. Raises OSError, Corrupt, Unsupported."""
+        """Return the ledger's handle, None when it is not here. Raises OSError, Corrupt, Unsupported, NeedsDisk."""
         handle = self._handles.get(ledger)
         if handle is None:
-            handle = self.ledgers.get(ledger)
-            if handle is not None:
-                self._assign_journal(handle)
+            self._look_up(ledger)
+            handle = self._handles.get(ledger)
         return handle
+
+    def _look_up(self, ledger: LedgerId) -> LedgerHandle:
+        """The ledger's handle, or where it is not here one that is not among `_handles`."""
+        handle = self._handles.get(ledger) or self._blanks.get(ledger)
+        if handle is None:
+            read = functools.partial(self.ledgers.load, ledger)
+            if not self.ledgers.waits_for_disk:
+                raise NeedsDisk(ledger, read)
+            handle = self._adopt(read())
+        return handle
+
+    def _adopt(self, handle: LedgerHandle) -> LedgerHandle:
+        if handle.is_on_disk:
+            self._assign_journal(handle)
+            self._handles[handle.ledger] = handle
+        return handle
+
+    def serve_from_memory(self) -> None:
+        """Raise NeedsDisk from now on in place of waiting for the disk in the thread that takes requests."""
+        self.ledgers.waits_for_disk = False
+
+    @contextlib.contextmanager
+    def supplied(self, found: object) -> Iterator[None]:
+        """Serve within, from memory, the requests that waited for what NeedsDisk.read returned."""
+        if not isinstance(found, LedgerHandle):
+            yield
+            return
+        ledger = found.ledger
+        assert ledger not in self._handles, f"ledger {ledger} was opened twice"
+        if not self._adopt(found).is_on_disk:
+            self._blanks[ledger] = found
+        try:
+            yield
+        finally:
+            self._blanks.pop(ledger, None)
+
+    def missing(self, ledger: LedgerId) -> BkctlError:
+        """The error for a ledger that is not here: LedgerNotFound, or UnknownLedgerState where it may be lost."""
+        if self.ledgers.needs_integrity_check:
+            return UnknownLedgerState(f"No ledger {ledger} on this bookie, which may have lost it")
+        return LedgerNotFound(f"No ledger {ledger} on this bookie")
 
     def _assign_journal(self, handle: LedgerHandle) -> None:
         handle.journal = handle.ledger.value % len(self.journal_directories)
@@ -472,15 +530,16 @@ class BookieStorage:
         for watcher in watchers:
             watcher()
 
-    def delete_ledger(self, ledger: LedgerId) -> None:
+    def delete_ledger(self, ledger: LedgerId, *, is_damaged: bool = False) -> None:
         """Forget the ledger: its index goes, its entries stay in the entry logs until those are collected.
 
-        A checkpoint may be under way. The index may be damaged, since it goes. Raises LedgerNotFound, OSError.
+        A checkpoint may be under way. The index may be damaged, since it goes; `is_damaged`: the caller knows that it
+        is. Raises LedgerNotFound, OSError, NeedsDisk.
         """
         try:
-            handle = self.get(ledger)
+            handle = self.ledgers.blank(ledger) if is_damaged else self.get(ledger)
         except (Corrupt, Unsupported):
-            handle = self.ledgers.create(ledger, b"")
+            handle = self.ledgers.blank(ledger)
         if handle is None:
             raise LedgerNotFound(f"No ledger {ledger} on this bookie")
         self.ledgers.delete_ledger(handle)
@@ -584,28 +643,48 @@ class BookieStorage:
         """The whole entry; −1 reads the last one. Raises LedgerNotFound, EntryNotFound, OSError, Corrupt."""
         handle = self.get(ledger)
         if handle is None:
-            raise LedgerNotFound(f"No ledger {ledger} on this bookie")
-        entry_id = handle.last_entry if entry_id == -1 else entry_id
-        return self.read(handle, entry_id)
+            raise self.missing(ledger)
+        return self.read(handle, self.last_entry(handle) if entry_id == -1 else entry_id)
+
+    def last_entry(self, handle: LedgerHandle) -> int:
+        """The highest entry id here, −1 for none. Raises UnknownLedgerState where a higher one may be lost."""
+        if handle.unknown:
+            raise UnknownLedgerState(f"Ledger {handle.ledger} is in limbo: its last entry may be lost")
+        return handle.last_entry
 
     def last_add_confirmed(self, handle: LedgerHandle) -> int:
         """The highest LAC that any entry or explicit LAC of the ledger said here, −1 for none.
 
-        Raises OSError or Corrupt, when it has to be read from the last entry and cannot.
+        Raises as `read_lac` does.
         """
         if not handle.lac_is_known:
-            lac = handle.lac
-            if handle.explicit_lac:
-                lac = max(lac, read_lac_header(handle.explicit_lac).last_add_confirmed)
-            if handle.last_entry >= 0:
-                body = self.read(handle, handle.last_entry)
-                lac = max(lac, read_entry_header(body).last_add_confirmed)
-            handle.lac, handle.lac_is_known = lac, True
+            self.learn_lac(handle, self.read_lac(handle))
         return handle.lac
 
-    def availability(self, handle: LedgerHandle) -> Callable[[], Availability]:
-        """A function that lists the ledger's entries here; it reads the index file, so call it in any other thread."""
-        entry_ids = self.ledgers.entry_ids(handle)
+    def read_lac(self, handle: LedgerHandle) -> int:
+        """Read the LAC that the ledger's last entry and explicit LAC say, for `learn_lac`; in any thread.
+
+        Raises OSError, Corrupt (the last entry cannot be read) and UnknownLedgerState.
+        """
+        lac, last_entry = -1, self.last_entry(handle)
+        if handle.explicit_lac:
+            lac = read_lac_header(handle.explicit_lac).last_add_confirmed
+        if last_entry >= 0:
+            lac = max(lac, read_entry_header(self.read(handle, last_entry)).last_add_confirmed)
+        return lac
+
+    def learn_lac(self, handle: LedgerHandle, lac: int) -> None:
+        """Take in what `read_lac` returned; adds meanwhile may have said more."""
+        handle.lac, handle.lac_is_known = max(handle.lac, lac), True
+
+    def availability(self, handle: LedgerHandle, is_wanted: IsWanted = always) -> Callable[[], Availability]:
+        """A function that lists the ledger's entries here; it reads the index, so call it in any other thread.
+
+        It ends early, with some of them, when it is not wanted any more. Raises UnknownLedgerState where some entries
+        may be lost.
+        """
+        self.last_entry(handle)
+        entry_ids = self.ledgers.entry_ids(handle, is_wanted)
         return lambda: Availability.of(entry_ids())
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
@@ -800,13 +879,13 @@ class BookieStorage:
     def _apply_record(self, record: Record, keys: dict[LedgerId, bytes]) -> None:
         """Raises OSError; BkctlError where the ledger's own state cannot be read."""
         ledger = record.ledger
-        handle = self.get(ledger)
-        if handle is None:
+        handle = self._look_up(ledger)
+        if ledger not in self._handles:
             key = keys.get(ledger)
             if key is None or (not ledger.is_scoped and ledger.ledger_id > I64_MAX):
                 self.replayed = (self.replayed[0], self.replayed[1] + 1)
                 return
-            handle = self._create(ledger, key)
+            self._create(handle, key)
         if record.type is RecordType.FENCE:
             handle.fenced = handle.fence_recorded = True
             self.ledgers.change_header(handle)

@@ -21,6 +21,7 @@ from typing import Any, Final, Generic, TypeVar
 from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError, DirectoryInUse
 from bkctl.formats.index import (
+    NEEDS_INTEGRITY_CHECK,
     LedgerData,
     location_key,
     location_keys,
@@ -155,6 +156,12 @@ class LedgerMetadataIndex(_Index[LedgersDatabase]):
     def get(self, ledger: LedgerId) -> LedgerData | None:
         """What is known of a ledger; None where it is not here. Raises Corrupt."""
         return self._read(ledger, lambda database: database.get(ledger), None)
+
+    @property
+    def needs_integrity_check(self) -> bool:
+        """Whether Apache's bookie began a data integrity check that it did not finish. Raises Corrupt."""
+        database = self._databases.get(False)
+        return database is not None and bool((database.storage_flags() or 0) & NEEDS_INTEGRITY_CHECK)
 
     def ledger_ids(self, scope: int | None = None) -> Iterator[LedgerId]:
         """Yield the ledgers that are here, ascending: of one scope, or all. Raises Corrupt."""

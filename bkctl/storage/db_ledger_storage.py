@@ -32,13 +32,15 @@ from bkctl.ids import LedgerId
 from bkctl.storage.db_indexes import EntryLocationIndex, LedgerMetadataIndex
 from bkctl.storage.entry_logger import EntryLogger, Move
 from bkctl.storage.files import Files
-from bkctl.storage.ledger_storage import CHUNK_SIZE_BYTES, CURRENT, LedgerHandle, LedgerStorage
+from bkctl.storage.ledger_storage import CHUNK_SIZE_BYTES, CURRENT, IsWanted, LedgerHandle, LedgerStorage, always
 from bkctl.storage.read_cache import ReadCache
 from bkctl.storage.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.storage.write_cache import Cached, WriteCache
 
 #: A read that skips so few entries goes on with the one before: with several bookies a ledger each has only some.
 READ_ON_ENTRIES_MAX: Final = 16
+#: A list of entries asks at multiples of this entry id whether it is still wanted.
+_ASKED_AT_ENTRIES: Final = 1024
 
 
 class DbLedgerHandle(LedgerHandle):
@@ -93,6 +95,7 @@ class SingleDirectoryDbLedgerStorage:
         self._deleted: set[LedgerId] = set()
         #: What no flush has written yet; more than the last one when one failed.
         self._unfinished: list[_Changes] = []
+        self.needs_integrity_check = False
         self._flush_lock = threading.Lock()
 
     def open(self) -> None:
@@ -160,17 +163,21 @@ class SingleDirectoryDbLedgerStorage:
 
     # --- ledgers -----------------------------------------------------------------------------------------------------
 
-    def load(self, ledger: LedgerId) -> DbLedgerHandle | None:
-        """A handle for a ledger that is on disk; None where it is not, or is to be deleted. Raises Corrupt."""
+    def load(self, ledger: LedgerId) -> DbLedgerHandle:
+        """Return a new handle; `is_on_disk` False: the ledger is not here, or is to be deleted. Raises Corrupt."""
+        handle = DbLedgerHandle(self, ledger, b"")
+        handle.unknown = self.needs_integrity_check
         if self.is_deleted(ledger):
-            return None
+            handle.unknown = False
+            return handle
         data = self.metadata.get(ledger)
         if data is None or not data.exists:
-            return None
+            return handle
         # A key of zeros stands for none, and the next writer's takes its place. Source: LedgerMetadataIndex.
-        handle = DbLedgerHandle(self, ledger, data.master_key if any(data.master_key) else b"")
+        handle.master_key = data.master_key if any(data.master_key) else b""
         handle.is_on_disk = True
         handle.fenced, handle.limbo = data.fenced, data.limbo
+        handle.unknown = handle.unknown or bool(data.limbo)
         handle.explicit_lac = data.explicit_lac or b""
         handle.lac_is_known = False
         handle.last_entry = self.locations.last_entry_id(ledger)
@@ -257,14 +264,16 @@ class SingleDirectoryDbLedgerStorage:
         """The entry logger of scope 0, or of all others."""
         return self.scoped_logger if scoped else self.logger
 
-    def entry_ids(self, handle: DbLedgerHandle) -> Callable[[], Iterator[int]]:
-        """A function that lists the ledger's entries, ascending."""
+    def entry_ids(self, handle: DbLedgerHandle, is_wanted: IsWanted = always) -> Callable[[], Iterator[int]]:
+        """A function that lists the ledger's entries, ascending, while `is_wanted`."""
         cached = sorted(handle.entries.keys() | handle.flushing.keys())
         on_disk = handle.is_on_disk
 
         def entry_ids() -> Iterator[int]:
             last = -1
             for entry_id in heapq.merge(cached, self.locations.entry_ids(handle.ledger) if on_disk else ()):
+                if not entry_id % _ASKED_AT_ENTRIES and not is_wanted():
+                    return
                 if entry_id != last:
                     yield entry_id
                     last = entry_id
@@ -393,10 +402,14 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
             for directory in self.directories:
                 directory.open()
                 opened.append(directory)
+            # Ledgers of any directory may be lost, whichever has the flag.
+            self.needs_integrity_check = any(each.metadata.needs_integrity_check for each in self.directories)
         except BaseException:
             for directory in opened:
                 directory.close()
             raise
+        for directory in self.directories:
+            directory.needs_integrity_check = self.needs_integrity_check
         self.entry_loggers = [logger for each in self.directories for logger in (each.logger, each.scoped_logger)]
 
     def close(self) -> None:
@@ -409,19 +422,11 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
 
     # --- ledgers -----------------------------------------------------------------------------------------------------
 
-    def get(self, ledger: LedgerId) -> DbLedgerHandle | None:
-        handle = self.handles.get(ledger)
-        if handle is None:
-            handle = self._directory(ledger).load(ledger)
-            if handle is not None:
-                self.handles[ledger] = handle
-        return handle
+    def load(self, ledger: LedgerId) -> DbLedgerHandle:
+        return self._directory(ledger).load(ledger)
 
-    def create(self, ledger: LedgerId, master_key: bytes) -> DbLedgerHandle:
-        directory = self._directory(ledger)
-        handle = self.handles[ledger] = DbLedgerHandle(directory, ledger, master_key)
-        directory.change(handle)
-        return handle
+    def blank(self, ledger: LedgerId) -> DbLedgerHandle:
+        return DbLedgerHandle(self._directory(ledger), ledger, b"")
 
     def change_header(self, handle: DbLedgerHandle) -> None:
         handle.directory.change(handle)
@@ -462,8 +467,8 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
     def read(self, handle: DbLedgerHandle, entry_id: int) -> Buffer:
         return handle.directory.read(handle, entry_id)
 
-    def entry_ids(self, handle: DbLedgerHandle) -> Callable[[], Iterator[int]]:
-        return handle.directory.entry_ids(handle)
+    def entry_ids(self, handle: DbLedgerHandle, is_wanted: IsWanted = always) -> Callable[[], Iterator[int]]:
+        return handle.directory.entry_ids(handle, is_wanted)
 
     # --- flushes -----------------------------------------------------------------------------------------------------
 
@@ -550,6 +555,6 @@ def _data_of(handle: DbLedgerHandle) -> LedgerData:
 
 
 def _absent(handle: DbLedgerHandle, entry_id: int) -> BkctlError:
-    if handle.limbo:
+    if handle.unknown:
         return UnknownLedgerState(f"Ledger {handle.ledger} is in limbo: it may have had entry {entry_id}")
     return EntryNotFound(f"No entry {entry_id} of ledger {handle.ledger} on this bookie")

@@ -19,9 +19,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
-from bkctl.errors import CorruptRecord, TruncatedRecord
+from bkctl.errors import CorruptRecord, TruncatedRecord, Unsupported
 from bkctl.formats import entry_log as formats
-from bkctl.formats.entry import read_ledger
+from bkctl.formats.entry import ENTRY_FLAGS_V2, read_ledger
 from bkctl.formats.layout import Buffer
 from bkctl.formats.record import RECORD_SIZE, body_of, record_of
 from bkctl.ids import LedgerId
@@ -505,7 +505,10 @@ class EntryLogger:
         Raises OSError, and CorruptRecord or TruncatedRecord when no such entry stands there.
         """
         log_id, offset = formats.unpack_location(location)
-        file = self._reader(log_id)
+        opened = self._readers.get(log_id) if cached else self._reader(log_id)
+        if opened is None:
+            return None
+        file = opened
         where = f"Entry {entry_id} of ledger {ledger}: {file.path}"
         if offset < formats.HEADER_SIZE + 4:
             raise CorruptRecord("No entry can stand", offset=offset, where=where)
@@ -530,7 +533,10 @@ class EntryLogger:
                 raise TruncatedRecord("Entry", offset=offset, needed=size, present=len(rest), where=where)
             body = memoryview(rest)
         self._read_guess = min(max(size, 64), 1 << 16)
-        found, at = read_ledger(body, 0, where)
+        try:
+            found, at = read_ledger(body, 0, where)
+        except Unsupported as error:  # no bookie keeps such an entry in a log
+            raise CorruptRecord(error.message, offset=offset) from error
         if len(body) < at + 8:
             raise TruncatedRecord("Entry id", offset=offset + at, needed=8, present=len(body) - at, where=where)
         if found != ledger or int.from_bytes(body[at : at + 8], "big", signed=True) != entry_id:
@@ -551,7 +557,7 @@ class EntryLogger:
         while start + ENTRY_SIZE_BYTES_MIN <= len(data):
             (size,) = RECORD_SIZE.unpack_from(data, start - 4)
             body = data[start : start + size]
-            if size < ids + 8 or len(body) < size or body[at:ids] != prefix or (at == 0) != (body[0] < 0x80):
+            if size < ids + 8 or len(body) < size or body[at:ids] != prefix or (at and body[0] not in ENTRY_FLAGS_V2):
                 break
             entries.append((int.from_bytes(body[ids : ids + 8], "big", signed=True), body))
             start += size + 4

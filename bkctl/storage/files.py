@@ -106,6 +106,10 @@ class StorageFile:
             return None
         return buffer if count == size else memoryview(buffer)[:count]
 
+    def data(self, offset: int) -> Iterator[tuple[int, int]]:
+        """Yield where data begins and ends, from `offset` on: what is between are holes of the file, zeros."""
+        return data_of(self.fd, offset)
+
     def sync(self) -> None:
         """Return when everything written, and the size, is on disk (fdatasync)."""
         os.fdatasync(self.fd)
@@ -143,6 +147,35 @@ class StorageFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def skip_hole(fd: int, offset: int) -> int | None:
+    """Return `offset`, or where data begins again if the file has a hole there; None when no data follows.
+
+    A file system that cannot tell holes from data has none. Raises OSError.
+    """
+    try:
+        return os.lseek(fd, offset, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            return None
+        if error.errno == errno.EINVAL:
+            return offset
+        raise
+
+
+def data_of(fd: int, offset: int) -> Iterator[tuple[int, int]]:
+    """Yield where data begins and ends in a file, from `offset` on; holes, zeros, are between. Raises OSError."""
+    begin = skip_hole(fd, offset)
+    while begin is not None:
+        try:
+            end = os.lseek(fd, begin, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            end = os.fstat(fd).st_size
+        yield begin, end
+        begin = skip_hole(fd, end) if end > begin else None
 
 
 class Files:

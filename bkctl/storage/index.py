@@ -133,13 +133,15 @@ class LedgerIndexReader(FileReader):
     @property
     def last_entry_id(self) -> int:
         """The highest entry that is here; -1 where there is none. Source: LedgerEntryPage.getLastEntry."""
-        end = self.slot_count
-        while end > 0:
-            start = max(0, end - WINDOW_SIZE_BYTES // SLOT_SIZE)
-            filled = self.read(slot_offset(start), (end - start) * SLOT_SIZE).rstrip(b"\0")
-            if filled:
-                return start + (len(filled) - 1) // SLOT_SIZE
-            end = start
+        for begin, data_end in reversed(self.data(HEADER_SIZE)):
+            first = (begin - HEADER_SIZE) // SLOT_SIZE
+            end = min(self.slot_count, -(-(data_end - HEADER_SIZE) // SLOT_SIZE))
+            while end > first:
+                start = max(first, end - WINDOW_SIZE_BYTES // SLOT_SIZE)
+                filled = self.read(slot_offset(start), (end - start) * SLOT_SIZE).rstrip(b"\0")
+                if filled:
+                    return start + (len(filled) - 1) // SLOT_SIZE
+                end = start
         return -1
 
 

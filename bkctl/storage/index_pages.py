@@ -7,6 +7,8 @@ Source: IndexInMemPageMgr, LedgerEntryPage.
 
 from __future__ import annotations
 
+import functools
+import heapq
 import threading
 from array import array
 from collections import OrderedDict
@@ -17,6 +19,7 @@ from typing import Final
 from bkctl.ids import LedgerId
 from bkctl.storage.entry_logger import Move
 from bkctl.storage.index_persistence import SWAP, IndexedHandle, IndexPersistenceMgr
+from bkctl.storage.ledger_storage import IsWanted, NeedsDisk, always
 
 #: Pages in memory where `pageLimit` does not say.
 PAGES_MAX: Final = 65_536
@@ -98,6 +101,19 @@ class IndexInMemPageMgr:
                 start += len(run)
         if last > handle.indexed_last:
             handle.indexed_last = last
+
+    def prepare(self, handle: IndexedHandle, entry_ids: Sequence[int]) -> None:
+        """Have the pages of entries in memory, noted as changed, so that `put` waits for no disk.
+
+        Raises NeedsDisk for a page that has to be read from the ledger's file.
+        """
+        number = entry_ids[0] // self._slots
+        if len(entry_ids) > 1 and not min(entry_ids) // self._slots == number == max(entry_ids) // self._slots:
+            for each in dict.fromkeys(map(self.page_number, entry_ids)):
+                self._page_to_change(handle, each, waits=False)
+        elif number != handle.page_number:
+            handle.page = self._page_to_change(handle, number, waits=False)
+            handle.page_number = number
 
     def _put_in_page(
         self, handle: IndexedHandle, number: int, entry_ids: Sequence[int], locations: Sequence[int]
@@ -189,8 +205,11 @@ class IndexInMemPageMgr:
                     self._evict()
                     return page
 
-    def _page_to_change(self, handle: IndexedHandle, number: int) -> array[int]:
-        """The page in memory, noted as changed. What is set in it before the next flush begins goes with that."""
+    def _page_to_change(self, handle: IndexedHandle, number: int, *, waits: bool = True) -> array[int]:
+        """The page in memory, noted as changed. What is set in it before the next flush begins goes with that.
+
+        With `waits` False, raises NeedsDisk in place of reading the page from its file.
+        """
         key = handle.ledger, number
         page = array("Q") if number * self._slots > handle.indexed_last else None
         generation = self._generation
@@ -210,6 +229,8 @@ class IndexInMemPageMgr:
                     return page
                 generation = self._generation
             if page is None or len(page):
+                if not waits:
+                    raise NeedsDisk(handle.ledger, functools.partial(self._load, key))
                 page = self._persistence.read_page(*key)
 
     def _evict(self) -> None:
@@ -245,10 +266,17 @@ class IndexInMemPageMgr:
             waiting = {*self._changed, *self._flushing}
             return {key[1]: self._pages[key][:] for key in waiting if key[0] == ledger and key in self._pages}
 
-    def entry_ids(self, ledger: LedgerId, in_memory: dict[int, array[int]]) -> Iterator[int]:
-        """The entries with a location, ascending, from `in_memory` and the file. Raises OSError."""
-        count = self._persistence.page_count(ledger)
-        for number in (*range(count), *sorted(each for each in in_memory if each >= count)):
+    def entry_ids(
+        self, ledger: LedgerId, in_memory: dict[int, array[int]], is_wanted: IsWanted = always
+    ) -> Iterator[int]:
+        """Yield the entries with a location, ascending, from `in_memory` and the file; while `is_wanted`.
+
+        Raises OSError. Holes of the file cost nothing: one entry with a high id makes it as long as that id says.
+        """
+        numbers = heapq.merge(sorted(in_memory), self._persistence.pages_on_disk(ledger))
+        for number, _ in groupby(numbers):
+            if not is_wanted():
+                return
             page = in_memory.get(number)
             if page is None:
                 page = self._persistence.read_page(ledger, number)

@@ -157,8 +157,11 @@ class IndexPersistenceMgr:
         handle.last_entry = handle.indexed_last = self._last_entry(self._file_at(ledger, path, generation))
         return handle
 
-    def create(self, ledger: LedgerId, master_key: bytes) -> IndexedHandle:
-        """A handle for a ledger that has no file, or one without a header; the first `write` makes it."""
+    def create(self, ledger: LedgerId, master_key: bytes = b"") -> IndexedHandle:
+        """Return a handle for a ledger that has no file, or one without a header.
+
+        The first `write` makes the file. Raises OSError.
+        """
         if ledger in self._doomed:  # else nobody waits for the lock
             with self._names_lock:
                 changed = self._remove(ledger) if ledger in self._doomed else set()
@@ -168,9 +171,13 @@ class IndexPersistenceMgr:
         return IndexedHandle(ledger, master_key, path)
 
     def doom(self, ledger: LedgerId) -> None:
-        """Let the ledger's file count for nothing any more; `remove_doomed` deletes it."""
-        with self._names_lock:
-            self._doomed[ledger] = None
+        """Let the ledger's file count for nothing any more; `remove_doomed` deletes it.
+
+        The handles of the ledger must say that it is deleted before. Waits for no disk.
+        """
+        # Without the lock on names, which is held over operations of the disk: a file that gets its name just now is
+        # deleted too, since deletion takes that lock.
+        self._doomed[ledger] = None
         self._forget(ledger)
 
     @property
@@ -284,16 +291,37 @@ class IndexPersistenceMgr:
             self._generation += 1
 
     def _last_entry(self, file: StorageFile) -> int:
-        """The highest entry id with a location, −1 for none; sparse pages before the last ones are skipped over."""
-        count = max(0, file.size() - formats.HEADER_SIZE) // 8
-        while count > 0:
-            start = (count - 1) // self._slots * self._slots
-            page = _decode(file.read(formats.HEADER_SIZE + start * 8, (count - start) * 8))
-            for slot in range(len(page) - 1, -1, -1):
-                if page[slot]:
-                    return start + slot
-            count = start
+        """The highest entry id with a location, −1 for none."""
+        number = (file.size() - formats.HEADER_SIZE - 1) // self._page_size
+        last = self._last_in_page(file, number) if number >= 0 else -1
+        if last >= 0:
+            return last
+        # The file may end with a hole as large as an entry id says: only pages that are there are looked at.
+        for begin, end in reversed(list(file.data(formats.HEADER_SIZE))):
+            for number in reversed(self._pages_between(begin, end)):
+                last = self._last_in_page(file, number)
+                if last >= 0:
+                    return last
         return -1
+
+    def _last_in_page(self, file: StorageFile, number: int) -> int:
+        page = self._page_in(file, number)
+        slots = (slot for slot in range(len(page) - 1, -1, -1) if page[slot])
+        return next((number * self._slots + slot for slot in slots), -1)
+
+    def _pages_of(self, file: StorageFile) -> Iterator[int]:
+        """The numbers of the pages that are no holes of the file, ascending."""
+        last = -1
+        for begin, end in file.data(formats.HEADER_SIZE):
+            for number in self._pages_between(begin, end):
+                if number > last:
+                    yield number
+                    last = number
+
+    def _pages_between(self, begin: int, end: int) -> range:
+        """The numbers of the pages with bytes in `begin` … `end` of an index file."""
+        first, last = ((each - formats.HEADER_SIZE) // self._page_size for each in (begin, end - 1))
+        return range(first, last + 1)
 
     def read_page(self, ledger: LedgerId, number: int) -> array[int]:
         """One page of locations, zeros where the file ends or there is none. Raises OSError."""
@@ -302,11 +330,10 @@ class IndexPersistenceMgr:
         page.frombytes(bytes(self._page_size - len(page) * 8))
         return page
 
-    def page_count(self, ledger: LedgerId) -> int:
-        """How many pages the ledger's file has; the last one may be cut. Raises OSError."""
+    def pages_on_disk(self, ledger: LedgerId) -> Iterator[int]:
+        """Yield the numbers of the pages that the ledger's file has, ascending, without its holes. Raises OSError."""
         file = self._file_of(ledger)
-        size = 0 if file is None else max(0, file.size() - formats.HEADER_SIZE)
-        return -(-size // self._page_size)
+        return iter(()) if file is None else self._pages_of(file)
 
     def _page_in(self, file: StorageFile, number: int) -> array[int]:
         return _decode(file.read(formats.HEADER_SIZE + number * self._page_size, self._page_size))
@@ -428,9 +455,11 @@ class IndexPersistenceMgr:
         relocated = target.with_name(f"{target.name}{_RELOCATED}")
         with self._files.open(relocated, create=True) as copy:
             copy.truncate(0)
-            end = file.size()
-            for offset in range(0, end, _COPIED_BYTES):
-                copy.write(offset, (file.read(offset, min(_COPIED_BYTES, end - offset)),))
+            # Its holes too: a high entry id makes a file that no disk could hold without them.
+            for begin, end in file.data(0):
+                for offset in range(begin, end, _COPIED_BYTES):
+                    copy.write(offset, (file.read(offset, min(_COPIED_BYTES, end - offset)),))
+            copy.truncate(file.size())
             copy.sync()
         self._files.sync_directory(target.parent)
         with self._names_lock:

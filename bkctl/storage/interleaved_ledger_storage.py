@@ -15,14 +15,14 @@ from typing import Final
 from bkctl.config import BookieConfig
 from bkctl.errors import Corrupt, EntryNotFound, Unsupported
 from bkctl.formats.entry_log import SCOPED_DIRECTORY
-from bkctl.formats.index import ENTRY_ID_MAX
+from bkctl.formats.index import ENTRY_ID_MAX, index_path
 from bkctl.formats.layout import Buffer
 from bkctl.ids import LedgerId
 from bkctl.storage.entry_logger import EntryLogger, Move
 from bkctl.storage.files import Files
 from bkctl.storage.index_pages import ChangedPages, IndexInMemPageMgr
 from bkctl.storage.index_persistence import IndexedHandle, IndexPersistenceMgr
-from bkctl.storage.ledger_storage import CHUNK_SIZE_BYTES, CURRENT, LedgerStorage
+from bkctl.storage.ledger_storage import CHUNK_SIZE_BYTES, CURRENT, IsWanted, LedgerStorage, always
 
 #: Changed index pages before a flush is due whatever the flush interval.
 CHANGED_PAGES_MAX: Final = 4096
@@ -141,18 +141,11 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
 
     # --- ledgers -----------------------------------------------------------------------------------------------------
 
-    def get(self, ledger: LedgerId) -> IndexedHandle | None:
-        handle = self.handles.get(ledger)
-        if handle is None:
-            handle = self.persistence.load(ledger)
-            if handle is not None:
-                self.handles[ledger] = handle
-        return handle
+    def load(self, ledger: LedgerId) -> IndexedHandle:
+        return self.persistence.load(ledger) or self.persistence.create(ledger)
 
-    def create(self, ledger: LedgerId, master_key: bytes) -> IndexedHandle:
-        handle = self.handles[ledger] = self.persistence.create(ledger, master_key)
-        self._changed_headers[handle] = None
-        return handle
+    def blank(self, ledger: LedgerId) -> IndexedHandle:
+        return IndexedHandle(ledger, b"", self.index_directories[0] / index_path(ledger))
 
     def change_header(self, handle: IndexedHandle) -> None:
         handle.header_changed = True
@@ -163,10 +156,10 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
         handle.deleted = True
         self.handles.pop(ledger, None)
         self._changed_headers.pop(handle, None)
-        self.persistence.doom(ledger)
         borrowed = self._borrowed.pop(ledger, None)
         if borrowed is not None:
             borrowed.deleted = True
+        self.persistence.doom(ledger)
         self.pages.forget(ledger)
 
     def ledger_ids(self, scope: int | None = None) -> Iterator[LedgerId]:
@@ -198,6 +191,8 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
 
     def add(self, handle: IndexedHandle, entry_ids: Sequence[int], records: Sequence[bytes], size: int) -> None:
         logger = self._scoped_logger if handle.ledger[0] else self._logger
+        if not self.waits_for_disk:
+            self.pages.prepare(handle, entry_ids)
         self.pages.put(handle, entry_ids, logger.add(handle, records, size))
         handle.last_entry = max(handle.last_entry, max(entry_ids))
 
@@ -242,9 +237,9 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
             assert body is not None
             return body
 
-    def entry_ids(self, handle: IndexedHandle) -> Callable[[], Iterator[int]]:
+    def entry_ids(self, handle: IndexedHandle, is_wanted: IsWanted = always) -> Callable[[], Iterator[int]]:
         in_memory = self.pages.copy_of(handle.ledger)
-        return lambda: self.pages.entry_ids(handle.ledger, in_memory)
+        return lambda: self.pages.entry_ids(handle.ledger, in_memory, is_wanted)
 
     # --- garbage collection ------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from bkctl.config import BookieConfig
 from bkctl.errors import UsageError
@@ -26,6 +26,27 @@ CURRENT: Final = "current"
 CHUNK_SIZE_BYTES: Final = 1 << 20
 #: Entry bytes in memory for which the bookie holds its connections back, where the storage does not say.
 UNWRITTEN_BYTES_MAX: Final = 256 << 20
+
+
+#: Asked now and then by what takes long: False, and it ends.
+IsWanted: TypeAlias = Callable[[], bool]
+
+
+def always() -> bool:
+    """Return True: whoever asked for it waits for all of it."""
+    return True
+
+
+class NeedsDisk(Exception):
+    """A request about `ledger` cannot be served from memory, and changed nothing.
+
+    Run `read` in any thread, hand what it returns to `BookieStorage.supplied`, and serve the request again.
+    """
+
+    def __init__(self, ledger: LedgerId, read: Callable[[], Any]) -> None:
+        super().__init__(f"ledger {ledger} is not in memory")
+        self.ledger = ledger
+        self.read = read
 
 
 class LedgerHandle:
@@ -45,6 +66,7 @@ class LedgerHandle:
         "last_entry",
         "ledger",
         "master_key",
+        "unknown",
         "watchers",
     )
 
@@ -54,6 +76,8 @@ class LedgerHandle:
         #: The storage has the master key on disk, so that the journal need not say it before a fence.
         self.is_on_disk = False
         self.fenced = False
+        #: The bookie may have lost entries or the fence, so that it gives no negative answers.
+        self.unknown = False
         self.explicit_lac = b""
         self.last_entry = -1
         #: Highest LAC seen; what older entries say is added once it is asked for.
@@ -78,6 +102,10 @@ class LedgerStorage(ABC, Generic[Handle]):
     writes_ahead: bool = True
     #: Larger entry ids are refused.
     entry_id_max: int = I64_MAX
+    #: False: `add` raises NeedsDisk where it would have to wait for the disk.
+    waits_for_disk: bool = True
+    #: The bookie may have lost ledgers that it does not know, until Apache's bookie has checked its data.
+    needs_integrity_check: bool = False
     #: The handles in memory, for the hot path.
     handles: dict[LedgerId, Handle]
     #: All id spaces of entry logs.
@@ -94,12 +122,30 @@ class LedgerStorage(ABC, Generic[Handle]):
     # --- ledgers -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def get(self, ledger: LedgerId) -> Handle | None:
-        """The ledger's handle, None when it is not here (E). Raises OSError, Corrupt, Unsupported."""
+    def load(self, ledger: LedgerId) -> Handle:
+        """Return a new handle with what the disk says of a ledger without one; `is_on_disk` False: it is not here.
+
+        Any thread may call it, one at a time for each ledger. Raises OSError, Corrupt, Unsupported.
+        """
 
     @abstractmethod
-    def create(self, ledger: LedgerId, master_key: bytes) -> Handle:
-        """A handle for a ledger that is not here (E); the next flush writes it. Raises OSError."""
+    def blank(self, ledger: LedgerId) -> Handle:
+        """Return a new handle that knows nothing of the ledger, to delete one whose index is damaged."""
+
+    def get(self, ledger: LedgerId) -> Handle | None:
+        """Return the ledger's handle, None when it is not here (E). Raises OSError, Corrupt, Unsupported."""
+        handle = self.handles.get(ledger)
+        if handle is None:
+            loaded = self.load(ledger)
+            if loaded.is_on_disk:
+                handle = self.handles[ledger] = loaded
+        return handle
+
+    def create(self, handle: Handle, master_key: bytes) -> None:
+        """Take in a ledger that `load` did not find, with the handle it returned (E); the next flush writes it."""
+        handle.master_key = master_key
+        self.handles[handle.ledger] = handle
+        self.change_header(handle)
 
     @abstractmethod
     def change_header(self, handle: Handle) -> None:
@@ -127,26 +173,33 @@ class LedgerStorage(ABC, Generic[Handle]):
         """Keep entries, `size` bytes in `records` (each behind its size as an int32), readable at once, in memory (E).
 
         Raises OSError or Corrupt where the index has to be read first, and cannot; some of them may be here then.
+        Raises NeedsDisk in place of reading the index when `waits_for_disk` is False; none of them is here then.
         """
 
     @abstractmethod
     def has(self, handle: Handle, entry_id: int) -> bool:
-        """Whether the entry is here (E). Raises OSError, Corrupt."""
+        """Whether the entry is here; in any thread. Raises OSError, Corrupt."""
 
     @abstractmethod
     def find(self, handle: Handle, entry_id: int) -> Buffer | None:
         """The entry if that needs no disk, else None: then `read` it (E).
 
-        Raises EntryNotFound when it is known not to be here, and as `read` does.
+        Raises EntryNotFound or UnknownLedgerState when it is known not to be here.
         """
 
     @abstractmethod
     def read(self, handle: Handle, entry_id: int) -> Buffer:
-        """The entry; in any thread. Raises EntryNotFound, OSError, Corrupt (it does not stand where the index says)."""
+        """The entry; in any thread.
+
+        Raises EntryNotFound, UnknownLedgerState, OSError, Corrupt (it does not stand where the index says).
+        """
 
     @abstractmethod
-    def entry_ids(self, handle: Handle) -> Callable[[], Iterator[int]]:
-        """A function that lists the ids of the ledger's entries, ascending (E); any thread may call it."""
+    def entry_ids(self, handle: Handle, is_wanted: IsWanted = always) -> Callable[[], Iterator[int]]:
+        """A function that lists the ids of the ledger's entries, ascending (E); any thread may call it.
+
+        It takes memory and time for entries that are here, and ends early when it is not wanted any more.
+        """
 
     # --- flushes -----------------------------------------------------------------------------------------------------
 

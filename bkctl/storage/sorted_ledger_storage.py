@@ -23,7 +23,7 @@ from bkctl.storage.entry_mem_table import EntryMemTable, Snapshot
 from bkctl.storage.files import NO_SPACE, Files
 from bkctl.storage.index_persistence import IndexedHandle
 from bkctl.storage.interleaved_ledger_storage import IndexFlush, InterleavedLedgerStorage
-from bkctl.storage.ledger_storage import CHUNK_SIZE_BYTES, UNWRITTEN_BYTES_MAX
+from bkctl.storage.ledger_storage import CHUNK_SIZE_BYTES, UNWRITTEN_BYTES_MAX, IsWanted, always
 
 
 class SortedLedgerStorage(InterleavedLedgerStorage):
@@ -58,9 +58,9 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
         record = self.table.find(handle, entry_id)
         return super().read(handle, entry_id) if record is None else body_of(record)
 
-    def entry_ids(self, handle: IndexedHandle) -> Callable[[], Iterator[int]]:
+    def entry_ids(self, handle: IndexedHandle, is_wanted: IsWanted = always) -> Callable[[], Iterator[int]]:
         recent = self.table.entry_ids(handle)
-        indexed = super().entry_ids(handle)
+        indexed = super().entry_ids(handle, is_wanted)
         return lambda: map(itemgetter(0), groupby(heapq.merge(sorted(recent), indexed())))
 
     def _is_in_use(self, handle: IndexedHandle) -> bool:

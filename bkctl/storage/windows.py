@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from bkctl.errors import BkctlError, Corrupt, NotFound, UsageError
+from bkctl.storage.files import data_of, skip_hole
 
 WINDOW_SIZE_BYTES: Final = 1 << 20
 _WINDOW_SIZE_MIN_BYTES: Final = 512
@@ -120,12 +121,15 @@ class FileReader:
     def skip_hole(self, at: int) -> int | None:
         """`at`, or where data begins again if the file has a hole at `at`; None when no data follows."""
         try:
-            return os.lseek(self._fd, at, os.SEEK_DATA)
+            return skip_hole(self._fd, at)
         except OSError as error:
-            if error.errno == errno.ENXIO:
-                return None
-            if error.errno == errno.EINVAL:
-                return at
+            raise _file_error(error, self.name) from error
+
+    def data(self, at: int) -> list[tuple[int, int]]:
+        """Where data begins and ends, from `at` on: what is between are holes of the file."""
+        try:
+            return list(data_of(self._fd, at))
+        except OSError as error:
             raise _file_error(error, self.name) from error
 
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import struct
-from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
+from served_bookies import PLAIN, SCOPED, add, config_for, connected, digests, on_a_bookie, serving, statuses
 
 from bkctl.bookie.cookies import CookieMismatch
 from bkctl.bookie.server import Bookie
-from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError, DirectoryInUse, IllegalOperation, Unsupported, UsageError
 from bkctl.formats.availability import Availability
-from bkctl.formats.entry import DigestManager, DigestType, read_entry_header
+from bkctl.formats.entry import read_entry_header
 from bkctl.formats.journal import LogMark
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
@@ -37,79 +35,7 @@ from bkctl.protocol.messages import (
 from bkctl.storage.files import DiskUsage, Files
 from bkctl.storage.journal import JournalReader, read_last_mark
 
-PLAIN = LedgerId(0, 5)
-SCOPED = LedgerId(7, 5)
 LEDGERS = [PLAIN, SCOPED]
-PAYLOAD = b"payload"
-
-
-def config_for(root: Path, **changes: Any) -> BookieConfig:
-    return BookieConfig(
-        bookie_port=0,
-        advertised_address="127.0.0.1",
-        allow_loopback=True,
-        journal_directories=(str(root / "journal"),),
-        ledger_directories=(str(root / "ledgers"),),
-        journal_pre_alloc_size_mb=1,
-        disk_usage_threshold=1.0,
-    ).with_changes(**changes)
-
-
-@contextlib.asynccontextmanager
-async def serving(config: BookieConfig, cluster: Cluster, files: Files | None = None) -> AsyncIterator[Bookie]:
-    bookie = Bookie(config, cluster=cluster, files=files)
-    await bookie.start()
-    try:
-        yield bookie
-    finally:
-        await bookie.stop()
-
-
-@contextlib.asynccontextmanager
-async def connected(bookie: Bookie, protocol: Protocol = Protocol.V3) -> AsyncIterator[BookieConnection]:
-    connection = await BookieConnection.open(
-        *bookie.address, bookie_id=bookie.bookie_id, protocol=protocol, timeout_s=60
-    )
-    if protocol is Protocol.V3:
-        assert await connection.supports_scopes()
-    try:
-        yield connection
-    finally:
-        connection.close()
-        await connection.wait_closed()
-
-
-def on_a_bookie(
-    tmp_path: Path,
-    cluster: Cluster,
-    body: Callable[[Bookie, BookieConnection], Coroutine[Any, Any, None]],
-    protocol: Protocol = Protocol.V3,
-    files: Files | None = None,
-    **changes: Any,
-) -> None:
-    async def run() -> None:
-        async with (
-            serving(config_for(tmp_path, **changes), cluster, files) as bookie,
-            connected(bookie, protocol) as connection,
-        ):
-            await body(bookie, connection)
-
-    asyncio.run(run())
-
-
-def digests(ledger: LedgerId, password: bytes = b"secret") -> DigestManager:
-    return DigestManager(ledger, DigestType.CRC32C, password)
-
-
-def add(ledger: LedgerId, entry_id: int, lac: int | None = None, **changes: Any) -> AddRequest:
-    by = digests(ledger)
-    length = len(PAYLOAD) * (entry_id + 1)
-    body = by.seal(entry_id, entry_id - 1 if lac is None else lac, length, PAYLOAD) + PAYLOAD
-    return AddRequest(ledger, entry_id, by.master_key, body)._replace(**changes)
-
-
-async def statuses(connection: BookieConnection, *requests: Any) -> list[Status]:
-    return [response.status for response in await asyncio.gather(*map(connection.send, requests))]
 
 
 @pytest.mark.parametrize("ledger", LEDGERS, ids=str)
@@ -299,16 +225,18 @@ def test_long_poll_ends_with_an_update_a_fence_or_its_time(tmp_path: Path, clust
     on_a_bookie(tmp_path, cluster, body)
 
 
-def test_a_long_poll_goes_on_when_its_ledger_is_evicted_while_it_wakes(tmp_path: Path, cluster: Cluster) -> None:
+def test_a_ledger_stays_in_memory_while_a_long_poll_of_it_wakes(tmp_path: Path, cluster: Cluster) -> None:
     async def body(bookie: Bookie, connection: BookieConnection) -> None:
-        await statuses(connection, add(PLAIN, 0))
+        await statuses(connection, add(PLAIN, 0), add(SCOPED, 0))
         await bookie.checkpoint()
         waiting = connection.send(ReadRequest(PLAIN, LAST_ENTRY, previous_lac=0, timeout_ms=50_000))
         storage = bookie.storage
         while not (handle := storage.ledgers.handles[PLAIN]).watchers:
             await asyncio.sleep(0.001)
         storage.wake(handle)  # for no news: the poll looks, in the loop's next turn, and goes on
-        del storage.ledgers.handles[PLAIN]
+        storage.ledgers.config = storage.ledgers.config.with_changes(open_file_limit=0)
+        storage.ledgers._evict_handles()
+        assert list(storage.ledgers.handles) == [PLAIN]
         await asyncio.sleep(0.01)
         await statuses(connection, add(PLAIN, 1), add(PLAIN, 2))
         woken = await waiting

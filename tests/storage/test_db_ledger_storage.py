@@ -19,7 +19,7 @@ from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError, Corrupt, DirectoryInUse, EntryNotFound, UnknownLedgerState, UsageError
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import unpack_location
-from bkctl.formats.index import LedgerData
+from bkctl.formats.index import NEEDS_INTEGRITY_CHECK, LedgerData
 from bkctl.formats.record import record_of
 from bkctl.ids import U64_MAX, LedgerId
 from bkctl.storage.bookie_storage import BookieStorage
@@ -213,18 +213,47 @@ def test_what_apaches_integrity_check_left_is_kept(tmp_path: Path) -> None:
     with LedgersDatabase.edit(ledgers) as database:
         database.put(PLAIN, LedgerData(True, False, digests_of(PLAIN).master_key, limbo=True))
         database.put(LedgerId(0, 5), LedgerData(True, False, bytes(20)))
-        database.put_storage_flags(1)
     storage = open_storage(tmp_path)
     assert bytes(storage.read_entry(PLAIN, 0)) == body_of(PLAIN, 0)
+    for entry_id in (1, -1):
+        with pytest.raises(UnknownLedgerState):
+            storage.read_entry(PLAIN, entry_id)
     with pytest.raises(UnknownLedgerState):
-        storage.read_entry(PLAIN, 1)
+        storage.last_add_confirmed(storage.get(PLAIN))
+    with pytest.raises(UnknownLedgerState):  # its fence may be lost
+        add(storage, PLAIN, 1)
     storage.fence(PLAIN, digests_of(PLAIN).master_key, lambda error: None)
     add(storage, LedgerId(0, 5), 0)  # a key of zeros is nobody's
     storage.close()
     with LedgersDatabase.open(ledgers) as database:
         assert database.get(PLAIN) == LedgerData(True, True, digests_of(PLAIN).master_key, limbo=True)
         assert database.get(LedgerId(0, 5)) == LedgerData(True, False, digests_of(LedgerId(0, 5)).master_key)
-        assert database.storage_flags() == 1
+
+
+@pytest.mark.parametrize("directories", [1, 2])
+def test_an_unfinished_integrity_check_makes_every_negative_answer_unknown(tmp_path: Path, directories: int) -> None:
+    storage = open_storage(tmp_path, directories=directories)
+    ledgers = [PLAIN, LedgerId(0, PLAIN.ledger_id + 1), SCOPED]
+    for ledger in ledgers:
+        add(storage, ledger, 0)
+    storage.close()
+    with LedgersDatabase.edit(tmp_path / "ledgers-0" / "current" / "ledgers") as database:
+        database.put_storage_flags(NEEDS_INTEGRITY_CHECK)
+    storage = open_storage(tmp_path, directories=directories)
+    for ledger in ledgers:
+        assert bytes(storage.read_entry(ledger, 0)) == body_of(ledger, 0)
+        with pytest.raises(UnknownLedgerState):
+            storage.read_entry(ledger, 1)
+        with pytest.raises(UnknownLedgerState):
+            add(storage, ledger, 1)
+    with pytest.raises(UnknownLedgerState):
+        storage.read_entry(LedgerId(0, 999), 0)
+    with pytest.raises(UnknownLedgerState):
+        add(storage, LedgerId(0, 999), 0)
+    storage.close()
+    with LedgersDatabase.open(tmp_path / "ledgers-0" / "current" / "ledgers") as database:
+        assert database.storage_flags() == NEEDS_INTEGRITY_CHECK
+        assert {data.limbo for _, data in database.ledgers()} == {None}
 
 
 # --- deletion --------------------------------------------------------------------------------------------------------
@@ -263,7 +292,8 @@ def test_a_ledger_that_is_made_again_has_nothing_of_the_old_one(tmp_path: Path) 
     checkpoint = storage.begin_checkpoint()
     assert checkpoint is not None
     storage.ledgers.delete_ledger(storage.get(PLAIN))
-    handle = storage.ledgers.create(PLAIN, b"another key")
+    handle = storage.ledgers.load(PLAIN)
+    storage.ledgers.create(handle, b"another key")
     keep(storage, handle, 2, body_of(PLAIN, 2, 99))
     keep(storage, handle, 4, body_of(PLAIN, 4))
 

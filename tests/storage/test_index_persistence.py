@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bkctl.formats import index as formats
 from bkctl.ids import LedgerId
 from bkctl.storage.entry_logger import Move
 from bkctl.storage.files import Fault, Files, SimulatedCrash, SimulatedFiles, StorageFile
+from bkctl.storage.index import LedgerIndexReader
 from bkctl.storage.index_pages import IndexInMemPageMgr
 from bkctl.storage.index_persistence import IndexedHandle, IndexPersistenceMgr
 
@@ -139,6 +142,27 @@ def test_files_of_a_full_directory_move_and_no_crash_on_the_way_loses_one(tmp_pa
     for crash_at in range(1, total + 1):
         image = move(tmp_path / f"at-{crash_at}", crash_at).crash(tmp_path / f"image-{crash_at}")
         assert locations(image, PLAIN).items() >= {0: 1, 9: 10}.items(), crash_at
+
+
+def test_an_index_file_takes_time_and_space_for_its_entries_and_not_for_their_ids(tmp_path: Path) -> None:
+    high = formats.ENTRY_ID_MAX
+    persistence, pages = open_index(tmp_path)
+    handle = fill(persistence, pages, PLAIN, 0, 9, high)
+    flush(persistence, pages)
+    full = tmp_path / "b" / handle.index_path.relative_to(tmp_path / "a")
+    persistence._leave(handle, full)  # as for a full directory
+    assert full.stat().st_size > high * 8
+    assert full.stat().st_blocks * 512 < 1 << 20
+    assert locations(tmp_path, PLAIN) == {0: 1, 9: 10, high: high + 1}
+    # A crash may keep the size and lose the page: what is left is a hole as long as the id says.
+    size = full.stat().st_size
+    os.truncate(full, formats.HEADER_SIZE + 8 * 1024)
+    os.truncate(full, size)
+    found = open_index(tmp_path)[0].load(PLAIN)
+    assert found is not None
+    assert found.last_entry == 9
+    with LedgerIndexReader.open(full) as reader:
+        assert reader.last_entry_id == 9
 
 
 def test_a_new_file_goes_to_another_directory_where_its_own_is_full(tmp_path: Path) -> None:
