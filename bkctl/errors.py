@@ -228,6 +228,10 @@ class LedgerRecoveryFailed(Unreachable):
     client_code = -10
 
 
+class LedgerLengthUnknown(LedgerRecoveryFailed):
+    """A ledger's last entry is known, but no bookie gives it, and only that entry tells the ledger's length."""
+
+
 class Corrupt(BkctlError):
     """Bytes that no bookie writes."""
 

@@ -427,8 +427,12 @@ class Run:
 
         Raises Declined (exit 1) when the answer is no, UsageError without a terminal and without `--yes`.
         """
-        if self.yes:
-            return
+        if not self.yes:
+            self._ask(loss, typed)
+        if self._session.audit is not None:
+            self._session.audit.accepted(loss)
+
+    def _ask(self, loss: str, typed: str | None) -> None:
         if sys.stdin is None or not sys.stdin.isatty() or not sys.stderr.isatty():
             raise UsageError(f"{loss}: not asked, since this is no terminal", hint="add --yes to go ahead")
         question = "Go ahead? [y/N]" if typed is None else f"Type {typed} to go ahead:"
