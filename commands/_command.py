@@ -26,6 +26,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from bkctl.errors import BkctlError, FindingsError, UsageError
 
+from . import _interrupts
 from ._audit import Audit, audit_file, shown_uri, state_directory, without_secrets
 from ._options import (
     ANY_DIGEST,
@@ -665,7 +666,8 @@ def command(
             arguments.update({key: value for key, value in values.items() if key not in taken})
             if (arguments[changes] if isinstance(changes, str) else changes) and not arguments.get("dry_run"):
                 run.start_audit(begun=not connects)
-            function(run, **arguments)
+            with _interrupts.raised():
+                function(run, **arguments)
 
         context_parameter = inspect.Parameter("typer_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         invoke.__signature__ = inspect.Signature([context_parameter, *own, *global_options])  # type: ignore[attr-defined]
