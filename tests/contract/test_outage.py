@@ -403,9 +403,8 @@ def test_a_successor_waits_also_for_a_session_that_ends_later_than_its_own_timeo
         end.start()
         second.bookies.register("bookie-1", INFO)
         end.join()
-        found = second.bookies.get("bookie-1")
-        assert found is not None
-        assert found.info == INFO
+        # So short a session may end on a busy machine; the registration comes back.
+        eventually(lambda: (found := second.bookies.get("bookie-1")) is not None and found.info == INFO)
 
 
 def test_close_does_not_wait_for_a_server_that_is_away(zookeeper_server: Callable[[], Any]) -> None:
