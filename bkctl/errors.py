@@ -51,6 +51,17 @@ BY_V2_CODE: Final[dict[int, type[BkctlError]]] = {}
 BY_V3_CODE: Final[dict[int, type[BkctlError]]] = {}
 
 
+def is_interrupt(error: BaseException | None) -> bool:
+    """Return whether `error` is a KeyboardInterrupt, or failed while one was ending what was at work."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        seen.add(id(error))
+        error = error.__context__
+    return False
+
+
 class UsageError(BkctlError):
     """What was asked for does not make sense."""
 
@@ -226,6 +237,10 @@ class LedgerRecoveryFailed(Unreachable):
     """Too few bookies helped to decide where the ledger ends; it stays IN_RECOVERY and can be tried again."""
 
     client_code = -10
+
+
+class LedgerLengthUnknown(LedgerRecoveryFailed):
+    """A ledger's last entry is known, but no bookie gives it, and only that entry tells the ledger's length."""
 
 
 class Corrupt(BkctlError):

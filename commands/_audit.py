@@ -3,7 +3,7 @@
 One JSON object a line. A command that changes something writes `"event":"begin"` before its first change and
 `"event":"end"` with its exit code; a begin without an end is a command that was killed. The file is
 `bkctl/audit.ndjson` in the user's state directory (`$XDG_STATE_HOME`, else `~/.local/state`); BKCTL_AUDIT_LOG names
-another, or `none`.
+another, or `none`. `acceptedLoss` says what a destructive command was allowed to destroy, by --yes or on the terminal.
 Passwords on the command line are written as `***`. At 8 MiB the file becomes `audit.ndjson.1`, replacing the last one.
 """
 
@@ -96,6 +96,10 @@ class Audit:
     def undo_file(self, path: Path) -> None:
         """Note where what undoes it is kept."""
         self._entry["undoFile"] = str(path)
+
+    def accepted(self, loss: str) -> None:
+        """Note the loss that the user agreed to."""
+        self._entry["acceptedLoss"] = loss
 
     def begin(self) -> None:
         """Write the first line; a second call does nothing."""

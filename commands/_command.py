@@ -26,6 +26,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from bkctl.errors import BkctlError, FindingsError, UsageError
 
+from . import _interrupts
 from ._audit import Audit, audit_file, shown_uri, state_directory, without_secrets
 from ._options import (
     ANY_DIGEST,
@@ -439,8 +440,12 @@ class Run:
 
         Raises Declined (exit 1) when the answer is no, UsageError without a terminal and without `--yes`.
         """
-        if self.yes:
-            return
+        if not self.yes:
+            self._ask(loss, typed)
+        if self._session.audit is not None:
+            self._session.audit.accepted(loss)
+
+    def _ask(self, loss: str, typed: str | None) -> None:
         if sys.stdin is None or not sys.stdin.isatty() or not sys.stderr.isatty():
             raise UsageError(f"{loss}: not asked, since this is no terminal", hint="add --yes to go ahead")
         question = "Go ahead? [y/N]" if typed is None else f"Type {typed} to go ahead:"
@@ -673,7 +678,8 @@ def command(
             arguments.update({key: value for key, value in values.items() if key not in taken})
             if (arguments[changes] if isinstance(changes, str) else changes) and not arguments.get("dry_run"):
                 run.start_audit(begun=not connects)
-            function(run, **arguments)
+            with _interrupts.raised():
+                function(run, **arguments)
 
         context_parameter = inspect.Parameter("typer_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         invoke.__signature__ = inspect.Signature([context_parameter, *own, *global_options])  # type: ignore[attr-defined]

@@ -13,8 +13,9 @@ from typing import Annotated, Any, Final
 import typer
 
 from bkctl import __version__
-from bkctl.errors import BkctlError
+from bkctl.errors import BkctlError, is_interrupt
 
+from . import _interrupts
 from ._command import Group, Session
 from ._options import global_parameters, parameter, read_globals
 from ._output import ClosedOutput, output_error
@@ -184,16 +185,20 @@ def run(arguments: list[str]) -> int:
         # Nobody reads stdout any more; the interpreter's own flush at exit must not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
-    except (BkctlError, OSError, _ParserError) as problem:
-        error = problem
-        code = _report(error, arguments)
     except (typer.Abort, EOFError):
-        code = 130
+        code = _interrupts.EXIT_CODE
     except Exception as problem:
-        _end_audit(session, 1, problem)
-        raise
+        if is_interrupt(problem):
+            code = _interrupts.EXIT_CODE
+        elif isinstance(problem, (BkctlError, OSError, _ParserError)):
+            error = problem
+            code = _report(error, arguments)
+        else:
+            _end_audit(session, 1, problem)
+            raise
     code = code if isinstance(code, int) else 0
-    if code == 130:
+    if code == _interrupts.EXIT_CODE:
+        _interrupts.note_interrupt()
         print("bkctl: Interrupted", file=sys.stderr)
     _end_audit(session, code, error)
     return code
@@ -203,7 +208,8 @@ def _end_audit(session: Session, code: int, error: BaseException | None) -> None
     audit = session.audit
     if audit is None:
         return
-    audit.end(code, None if error is None else one_line(error_line(error)[0]))
+    with _interrupts.ignored():
+        audit.end(code, None if error is None else one_line(error_line(error)[0]))
     if audit.problem is not None and not session.quiet:
         reason = audit.problem.strerror or str(audit.problem)
         print(
@@ -253,7 +259,7 @@ def _open_closed_streams() -> None:
 
 
 def main() -> None:
-    """The entry point: run the command line of this process and exit."""
+    """Run the command line of this process and exit; `bkctl.__main__` is the entry point."""
     if "_BKCTL_COMPLETE" in os.environ:
         from ._completion import complete
 

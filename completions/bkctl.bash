@@ -117,7 +117,7 @@ _bkctl() {
         -x|--context) kind='context' ;;
         -o|--output) kind='words table json ndjson csv id' ;;
       esac
-      words='--ledger-id --ledger-scope-id --ledger-qualified-name --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
+      words='--ledger-id --ledger-scope-id --ledger-qualified-name --accept-loss --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
       argument='ledger'
       ;;
     'ledger verify')

@@ -29,7 +29,7 @@ from bkctl.client.reader import (
     read_last_confirmed,
     restate,
 )
-from bkctl.client.recovery import recover
+from bkctl.client.recovery import RecoveryLoss, find_loss, recover
 from bkctl.client.writer import THROTTLE_COUNT, AddPipeline, restated
 from bkctl.errors import (
     BkctlError,
@@ -493,10 +493,12 @@ class BookKeeper:
         ledger_scope_id: int = 0,
         password: bytes | None = b"",
         recovery: bool = False,
+        accept_loss: RecoveryLoss | None = None,
         digest_type: DigestType | None = None,
     ) -> ReadHandle:
         """Open a ledger for reading; with `recovery` fence it and close it first, if it is not closed.
 
+        `accept_loss` is what `find_recovery_loss` found and the recovery may give up.
         `password` None opens administratively, with the metadata's own password. `digest_type` None takes the
         metadata's; it counts where the metadata has none (CRC32 if that is None too).
         Raises LedgerNotFound, Unauthorized for a wrong password, DigestMismatch for another digest type than the
@@ -512,11 +514,19 @@ class BookKeeper:
             raise DigestMismatch(f"Ledger {ledger} has digest type {metadata.digest_type.name}")
         access = self.access(ledger, versioned, digest_type=digest_type, password=password)
         if recovery:
-            await recover(access)
+            await recover(access, accept_loss=accept_loss)
         if access.metadata.is_closed:
             return ReadHandle(access, access.metadata.last_entry_id, access.metadata.length)
         confirmed = await read_last_confirmed(access)
         return ReadHandle(access, confirmed.last_add_confirmed, confirmed.length)
+
+    async def find_recovery_loss(self, ledger: LedgerId) -> tuple[VersionedMetadata, RecoveryLoss | None]:
+        """Return a ledger's metadata, and what recovering it would give up: None where nothing. Changes nothing.
+
+        Raises LedgerNotFound, and as `bkctl.client.recovery.find_loss`.
+        """
+        versioned = await in_thread(self.cluster.ledgers.read, self._ledger(ledger.scope_id, ledger.ledger_id))
+        return versioned, await find_loss(self.access(ledger, versioned))
 
     def access(
         self,

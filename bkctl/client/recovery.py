@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from bkctl.client.bookies import BookieChannel, failure, in_thread
 from bkctl.client.ensemble import closed, update_metadata
@@ -22,6 +22,7 @@ from bkctl.client.writer import RecoveryPipeline
 from bkctl.errors import (
     BkctlError,
     EntryNotFound,
+    LedgerLengthUnknown,
     LedgerNotFound,
     LedgerRecoveryFailed,
     MetadataVersionConflict,
@@ -29,6 +30,7 @@ from bkctl.errors import (
     TimedOut,
     Unauthorized,
 )
+from bkctl.formats.entry import INVALID_ENTRY_ID
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.protocol.messages import ReadRequest, ReadResponse, Response
 
@@ -36,11 +38,27 @@ from bkctl.protocol.messages import ReadRequest, ReadResponse, Response
 RECOVERY_READ_AHEAD: Final = 16
 
 
-async def recover(access: LedgerAccess) -> None:
+class RecoveryLoss(NamedTuple):
+    """What closing a ledger gives up while no bookie gives its last entry, `last_entry_id`, which was acknowledged.
+
+    `readable_entry_id` is the last entry that a bookie gives, -1 if none of those asked for does. `length` is the
+    ledger's length in bytes up to it. The closed ledger keeps this length for ever, and it is too small. The entries
+    behind it are lost if their bookies never return.
+    """
+
+    last_entry_id: int
+    readable_entry_id: int
+    length: int
+
+
+async def recover(access: LedgerAccess, *, accept_loss: RecoveryLoss | None = None) -> None:
     """Recover the ledger of `access`, whose `versioned` is CLOSED afterwards (by us, or by who was faster).
 
-    Raises LedgerRecoveryFailed when the end cannot be decided or the last entries not be made safe (the ledger stays
-    IN_RECOVERY), Unauthorized, TimedOut, MetadataVersionConflict, and what the store raises.
+    With `accept_loss` (of `find_loss`) a ledger is closed although no bookie gives its last entry, unless more would be
+    given up by now. Apache's client closes such a ledger with the length 0 or that of another entry.
+    Raises LedgerLengthUnknown where only that would close the ledger, LedgerRecoveryFailed when the end cannot be
+    decided or the last entries not be made safe (the ledger stays IN_RECOVERY), Unauthorized, TimedOut,
+    MetadataVersionConflict, and what the store raises.
     """
     ledgers, ledger = access.pool.cluster.ledgers, access.ledger
 
@@ -52,7 +70,7 @@ async def recover(access: LedgerAccess) -> None:
     access.versioned = await in_thread(update_metadata, ledgers, ledger, access.versioned, begin)
     if access.metadata.is_closed:
         return
-    pipeline, length = await _make_safe(access)
+    pipeline, length = await _make_safe(access, accept_loss)
     last_entry_id = pipeline.last_add_confirmed
 
     def finish(metadata: LedgerMetadata) -> LedgerMetadata | None:
@@ -67,7 +85,50 @@ async def recover(access: LedgerAccess) -> None:
         )
 
 
-async def _make_safe(access: LedgerAccess) -> tuple[RecoveryPipeline, int]:
+async def find_loss(access: LedgerAccess) -> RecoveryLoss | None:
+    """Return what closing the ledger would give up; None where `recover` needs to give nothing up.
+
+    Nothing is changed or fenced. Raises LedgerRecoveryFailed where the end cannot be decided, which no loss helps;
+    else as `read_last_confirmed`.
+    """
+    if access.metadata.is_closed:
+        return None
+    confirmed = await read_last_confirmed(access)
+    last_entry_id = max(confirmed.last_add_confirmed, access.metadata.last_fragment.first_entry_id - 1)
+    if await _Tail(access, last_entry_id + 1, fence=False).next() is not None:
+        return None
+    try:
+        await _length_at(access, last_entry_id)
+    except LedgerLengthUnknown:
+        return await _measure_loss(access, last_entry_id)
+    return None
+
+
+async def _measure_loss(access: LedgerAccess, last_entry_id: int) -> RecoveryLoss:
+    """Find the last entry up to `last_entry_id` that a bookie gives.
+
+    Of each fragment, from the last one down, as many entries are asked for as it has bookies: their write sets are all
+    that there are.
+    """
+
+    async def length_at(entry_id: int) -> tuple[int, int] | None:
+        try:
+            return entry_id, await _length_at(access, entry_id)
+        except LedgerLengthUnknown:
+            return None
+
+    end = last_entry_id
+    for fragment in reversed(access.metadata.ensembles):
+        first = max(fragment.first_entry_id, end + 1 - len(fragment.bookies))
+        found = await asyncio.gather(*map(length_at, range(end, first - 1, -1)))
+        for readable in found:
+            if readable is not None:
+                return RecoveryLoss(last_entry_id, *readable)
+        end = min(end, fragment.first_entry_id - 1)
+    return RecoveryLoss(last_entry_id, INVALID_ENTRY_ID, 0)
+
+
+async def _make_safe(access: LedgerAccess, accept_loss: RecoveryLoss | None) -> tuple[RecoveryPipeline, int]:
     """Fence, and add again what may have been acknowledged; returns the pipeline, drained, and the ledger's length."""
     metadata = access.metadata
     try:
@@ -81,7 +142,18 @@ async def _make_safe(access: LedgerAccess) -> tuple[RecoveryPipeline, int]:
         await pipeline.flush()
         if pipeline.last_add_confirmed > start:
             return pipeline, pipeline.length
-        return pipeline, await _length_at(access, start)
+        try:
+            return pipeline, await _length_at(access, start)
+        except LedgerLengthUnknown:
+            if accept_loss is None:
+                raise
+            loss = await _measure_loss(access, start)
+            if (
+                loss.last_entry_id != accept_loss.last_entry_id
+                or loss.readable_entry_id < accept_loss.readable_entry_id
+            ):
+                raise
+            return pipeline, loss.length
     except (Unauthorized, TimedOut, LedgerRecoveryFailed):
         raise
     except BkctlError as error:
@@ -92,23 +164,37 @@ async def _make_safe(access: LedgerAccess) -> tuple[RecoveryPipeline, int]:
 
 
 async def _length_at(access: LedgerAccess, entry_id: int) -> int:
-    """The ledger's length with entry `entry_id` as its last, which only that entry tells. Raises when nobody gives it.
+    """The ledger's length with entry `entry_id` as its last, which only that entry tells.
 
-    The length told with the last add confirmed is a later entry's, or 0 when the last fragment has no entry yet. Java's
-    client takes it as it is; but a wrong length in metadata stays for ever, and readers trust it.
+    Raises LedgerLengthUnknown when no bookie gives the entry. The length told with the last add confirmed is a later
+    entry's, or 0 when the last fragment has no entry yet. Java's client takes it as it is; but a wrong length in
+    metadata stays for ever, and readers trust it.
     """
     length = 0
     if entry_id >= 0:
-        async for entry in read_entries(access, entry_id, entry_id):
-            length = entry.length
+        try:
+            async for entry in read_entries(access, entry_id, entry_id):
+                length = entry.length
+        except Unauthorized:
+            raise
+        except BkctlError as error:
+            raise LedgerLengthUnknown(
+                f"Ledger {access.ledger} ends at entry {entry_id}, but its length is not known: {error.message}",
+                hint="it stays IN_RECOVERY; start these bookies and try again. If they never return, "
+                f"'bkctl ledger recover {access.ledger} --accept-loss' closes it and says what is given up",
+            ) from error
     return length
 
 
 class _Tail:
-    """Recovery reads of one entry after the other: each asked of its whole write set, some entries ahead."""
+    """Recovery reads of one entry after the other: each asked of its whole write set, some entries ahead.
 
-    def __init__(self, access: LedgerAccess, first: int) -> None:
+    Without `fence` plain reads, of which only the first entry counts.
+    """
+
+    def __init__(self, access: LedgerAccess, first: int, *, fence: bool = True) -> None:
         self._access = access
+        self._fence = fence
         # A copy: replacements made while re-adding are not where the entries are.
         self._replicas = access.replicas(access.metadata.last_fragment.bookies)
         self._next_id = first
@@ -120,9 +206,11 @@ class _Tail:
         Raises LedgerRecoveryFailed when that cannot be decided; Unauthorized.
         """
         access = self._access
-        while len(self._window) < RECOVERY_READ_AHEAD:
+        while len(self._window) < (RECOVERY_READ_AHEAD if self._fence else 1):
             entry_id = self._next_id
-            request = ReadRequest(access.ledger, entry_id, access.digest.master_key, True, True)
+            request = ReadRequest(access.ledger, entry_id)
+            if self._fence:
+                request = ReadRequest(access.ledger, entry_id, access.digest.master_key, True, True)
             channels = self._replicas[entry_id % access.schedule.ensemble_size]
             self._window.append((entry_id, {each.send(request, access.scoped): each for each in channels}))
             self._next_id += 1

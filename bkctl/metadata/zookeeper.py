@@ -67,7 +67,7 @@ from bkctl.metadata.store import (
     Versioned,
     check_path,
 )
-from bkctl.metadata.zookeeper_reader import AGAIN, Batch, Reader, ReaderLost
+from bkctl.metadata.zookeeper_reader import AGAIN, Batch, Origin, Reader, ReaderLost
 
 if TYPE_CHECKING:
     import ssl
@@ -78,7 +78,7 @@ R = TypeVar("R")
 SESSION_TIMEOUT_S: Final = 10.0  # zkTimeout
 _BATCH_SIZE_MAX: Final = 256
 #: Operation → reads in the first batch; the sum of names or bytes below which a batch grows, above which it shrinks.
-_BATCHES: Final = {"get": (64, 1 << 18, 1 << 21), "children": (4, 4_000, 40_000), "czxid": (256, 0, 1)}
+_BATCHES: Final = {"get": (64, 1 << 18, 1 << 21), "children": (4, 4_000, 40_000), "origin": (256, 0, 1)}
 #: Fewer reads than these are not worth a connection of their own.
 _READER_COUNT_MIN: Final = 8
 #: Changes in one request; the server takes no request above 1 MiB (jute.maxbuffer).
@@ -112,12 +112,18 @@ _SLASH: Final = re.compile("/")
 
 
 class _Call:
-    """One operation, which may take several requests; `repeated`: an earlier one may have been applied."""
+    """One operation, which may take several requests; `repeated`: an earlier one may have been applied.
 
-    def __init__(self, store: ZooKeeperStore, request: Callable[[], Any], *, repeated: bool = False) -> None:
+    With `once` a request whose answer is lost is not sent again: the caller gets kazoo's error (one of _LOST).
+    """
+
+    def __init__(
+        self, store: ZooKeeperStore, request: Callable[[], Any], *, repeated: bool = False, once: bool = False
+    ) -> None:
         self.store = store
         self.request = request
         self.repeated = repeated
+        self.once = once
 
     def answer(self) -> Any:
         """What ZooKeeper answered. Raises its refusals as kazoo's errors, else as every `MetadataStore` method."""
@@ -239,6 +245,8 @@ class ZooKeeperStore(MetadataStore):
         self._lock = threading.RLock()
         self._connected = threading.Event()
         self._session_lost = False
+        #: None once a session is over, and until the next one is there.
+        self._session_id: int | None = None
         self._ephemerals: dict[str, bytes] = {}
         self._watches: dict[int, _Watch] = {}
         self._watch_id = 0
@@ -314,6 +322,7 @@ class ZooKeeperStore(MetadataStore):
     def _on_state(self, state: str) -> None:
         """Runs on kazoo's connection thread, so it only notes and wakes."""
         if state == KazooState.CONNECTED:
+            self._session_id = self._client.client_id[0]
             self._connected.set()
             if self._session_lost and self._ephemerals:
                 self._events.put(None)
@@ -322,6 +331,7 @@ class ZooKeeperStore(MetadataStore):
             self._connected.clear()
             if state == KazooState.LOST:
                 self._session_lost = True
+                self._session_id = None
 
     def _run(self, request: Callable[[], Any], timeout_s: float | None = None) -> Any:
         return self._answer(_Call(self, request), timeout_s)
@@ -333,6 +343,8 @@ class ZooKeeperStore(MetadataStore):
                 return call.request().get(timeout=max(deadline - time.monotonic(), 0.001))
             except _LOST as error:
                 call.repeated = True
+                if call.once:
+                    raise
                 time.sleep(_RETRY_PAUSE_S)
                 if not self._closed and not self._connected.wait(max(deadline - time.monotonic(), 0)):
                     raise self._timed_out() from error
@@ -509,11 +521,14 @@ class ZooKeeperStore(MetadataStore):
         result: Callable[[Any], R],
         one: Callable[[T, bool], R],
         size: Callable[[T], int] = lambda _: 0,
+        *,
+        once: bool = False,
     ) -> list[R | BkctlError]:
         """Change something for each item, in one request: all of it is done, or nothing. Then one by one.
 
         `add` adds the item to a transaction, and `result` makes of the answer what `one` returns, which does it alone;
-        its second argument says whether the transaction may have been applied.
+        its second argument says whether the transaction may have been applied. With `once` a transaction whose answer
+        is lost is not sent again.
         """
         results: list[R | BkctlError] = []
         waiting = deque(items)
@@ -532,11 +547,15 @@ class ZooKeeperStore(MetadataStore):
                         add(transaction, item)
                     return transaction.commit_async()
 
-                call = _Call(self, request)
-                answers = call.answer()
-                if not any(isinstance(each, Exception) for each in answers):
-                    results += map(result, answers)
-                    continue
+                call = _Call(self, request, once=once)
+                try:
+                    answers = call.answer()
+                except _LOST:
+                    pass
+                else:
+                    if not any(isinstance(each, Exception) for each in answers):
+                        results += map(result, answers)
+                        continue
                 repeated = call.repeated
             for item in some:
                 try:
@@ -603,7 +622,7 @@ class ZooKeeperStore(MetadataStore):
         except NoNodeError:
             return False
         if ephemeral:
-            return bool(stat.ephemeralOwner == self._client.client_id[0])
+            return bool(stat.ephemeralOwner == self._session_id)
         return bool(found == value and stat.version == 0)
 
     def _missing_parents(self, path: str) -> list[str]:
@@ -744,9 +763,10 @@ class ZooKeeperStore(MetadataStore):
         """See MetadataStore.claim."""
         full = self._create(path, value, ephemeral=True, sequence=numbered)
         stat = self._stat(full)
-        if numbered and stat is not None:
-            self._drop_twins(full, value, stat.ephemeralOwner)
-        return _ZooKeeperClaim(self, full[len(self.root) + 1 :], full, None if stat is None else stat.czxid)
+        claim = self._claim_of(full, None if stat is None else Origin(stat.czxid, stat.ephemeralOwner))
+        if numbered and claim.origin is not None:
+            self._drop_twins(full, value)
+        return claim
 
     def claim_many(self, paths: Sequence[str], value: bytes) -> list[Claim | BkctlError]:
         """See MetadataStore.claim_many."""
@@ -756,19 +776,25 @@ class ZooKeeperStore(MetadataStore):
             str,
             lambda path, repeated: self._create(path, value, ephemeral=True, repeated=repeated),
         )
-        created = [path for path, each in zip(paths, made, strict=True) if not isinstance(each, BkctlError)]
-        transactions = dict(zip(created, self._czxids(created), strict=True))
-        return [
-            each if isinstance(each, BkctlError) else _ZooKeeperClaim(self, path, each, transactions[path])
-            for path, each in zip(paths, made, strict=True)
-        ]
+        origins = self._origins(
+            [path for path, each in zip(paths, made, strict=True) if not isinstance(each, BkctlError)]
+        )
+        return [each if isinstance(each, BkctlError) else self._claim_of(each, next(origins)) for each in made]
+
+    def _claim_of(self, full: str, found: Origin | None) -> _ZooKeeperClaim:
+        """The claim on the node that we created at `full`, where `found` is now.
+
+        Between the two our session may have ended, and another may have taken the place: that node is not ours.
+        """
+        origin = found if found is not None and found.session_id == self._session_id else None
+        return _ZooKeeperClaim(self, full[len(self.root) + 1 :], full, origin)
 
     def held_many(self, claims: Sequence[Claim]) -> list[bool]:
         """See MetadataStore.held_many."""
-        found = self._czxids([claim.path for claim in claims])
+        found = self._origins([claim.path for claim in claims])
         return [
-            czxid is not None and czxid == cast(_ZooKeeperClaim, claim).czxid
-            for claim, czxid in zip(claims, found, strict=True)
+            origin is not None and origin == cast(_ZooKeeperClaim, claim).origin
+            for claim, origin in zip(claims, found, strict=True)
         ]
 
     def release_many(self, claims: Sequence[Claim]) -> None:
@@ -779,23 +805,23 @@ class ZooKeeperStore(MetadataStore):
             lambda transaction, claim: transaction.delete(self._full(claim.path)),
             lambda _: None,
             lambda claim, _: claim.release(),
+            once=True,
         )
         for error in left:
             if error is not None:
                 raise error
 
-    def _czxids(self, paths: Sequence[str]) -> list[int | None]:
-        """By path: the transaction that made the node; None where there is none."""
-        return list(self._pipeline("czxid", paths, self._czxid))
+    def _origins(self, paths: Sequence[str]) -> Iterator[Origin | None]:
+        """Yield the origin of the node at each path; None where there is no node."""
+        return self._pipeline("origin", paths, self._origin)
 
-    def _czxid(self, path: str, timeout_s: float) -> int | None:
+    def _origin(self, path: str, timeout_s: float) -> Origin | None:
         try:
-            _, stat = self._run(lambda: self._get_async(path), timeout_s)
+            return _origin_of(self._run(lambda: self._get_async(path), timeout_s))
         except NoNodeError:
             return None
-        return int(stat.czxid)
 
-    def _drop_twins(self, full: str, value: bytes, session: int) -> None:
+    def _drop_twins(self, full: str, value: bytes) -> None:
         """Delete what requests made whose answers were lost: each attempt gets a number of its own."""
         parent, _, name = full.rpartition("/")
         for other in self._run(lambda: self._client.get_children_async(parent)):
@@ -803,7 +829,7 @@ class ZooKeeperStore(MetadataStore):
                 twin = f"{parent}/{other}"
                 with contextlib.suppress(NoNodeError):
                     found, stat = self._run(partial(self._client.get_async, twin))
-                    if (stat.ephemeralOwner, found) == (session, value):
+                    if (stat.ephemeralOwner, found) == (self._session_id, value):
                         self._run(partial(self._client.delete_async, twin))
 
     def _put_ephemeral(self, path: str, value: bytes) -> bool:
@@ -813,7 +839,7 @@ class ZooKeeperStore(MetadataStore):
         except AlreadyExists:
             try:
                 found, stat = self._run(lambda: self._client.get_async(full))
-                if stat.ephemeralOwner != self._client.client_id[0]:
+                if stat.ephemeralOwner != self._session_id:
                     return False
                 if found != value:
                     self._run(lambda: self._client.set_async(full, value))
@@ -938,22 +964,27 @@ class ZooKeeperStore(MetadataStore):
 
 
 class _ZooKeeperClaim(Claim):
-    """`czxid` is the transaction that made the node; None: it was gone again at once."""
+    """`origin` is that of the node we created; None: it was gone before we could ask for it."""
 
-    def __init__(self, store: ZooKeeperStore, path: str, full: str, czxid: int | None) -> None:
+    def __init__(self, store: ZooKeeperStore, path: str, full: str, origin: Origin | None) -> None:
         self.path = path
         self._store = store
         self._full = full
-        self.czxid = czxid
+        self.origin = origin
 
     def is_held(self) -> bool:
         stat = self._store._stat(self._full)
-        return stat is not None and bool(stat.czxid == self.czxid)
+        return stat is not None and Origin(stat.czxid, stat.ephemeralOwner) == self.origin
 
     def release(self) -> None:
-        if self.is_held():
-            with contextlib.suppress(NoNodeError):
-                self._store._run(lambda: self._store._client.delete_async(self._full))
+        def delete() -> Any:
+            # Asked before each attempt: an earlier one may have been applied, and another may have the place now.
+            if not self.is_held():
+                raise NoNodeError
+            return self._store._client.delete_async(self._full)
+
+        with contextlib.suppress(NoNodeError):
+            self._store._run(delete)
 
 
 def _versioned(answer: tuple[bytes, Any]) -> Versioned[bytes]:
@@ -961,11 +992,15 @@ def _versioned(answer: tuple[bytes, Any]) -> Versioned[bytes]:
     return Versioned(value, stat.version, stat.ctime)
 
 
+def _origin_of(answer: tuple[bytes, Any]) -> Origin:
+    return Origin(answer[1].czxid, answer[1].ephemeralOwner)
+
+
 #: What `_pipeline` makes of kazoo's answers.
 _ANSWER_OF: Final[dict[str, Callable[[Any], Any]]] = {
     "get": _versioned,
     "children": sorted,
-    "czxid": lambda answer: int(answer[1].czxid),
+    "origin": _origin_of,
 }
 
 

@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from bkctl.metadata.store import Versioned
 
@@ -50,6 +50,13 @@ _CONNECT = struct.Struct(">iiqiqi16s?")  # length, version, last zxid, timeout i
 
 #: From the buffer, a place in it, and its end: an answer, and where the next one is.
 _Parse: TypeAlias = Callable[[bytearray, int, int], tuple[Any, int]]
+
+
+class Origin(NamedTuple):
+    """Which transaction created a node, and the session that an ephemeral node belongs to (0: it is not ephemeral)."""
+
+    czxid: int
+    session_id: int
 
 
 class ReaderLost(Exception):
@@ -156,9 +163,9 @@ class Reader:
         """Ask for the values of nodes: each becomes a Versioned, None where there is no such node, or AGAIN."""
         return self._ask(_GET_DATA, _value, paths)
 
-    def czxid(self, paths: Sequence[str]) -> Batch:
-        """Ask for the transactions that made nodes; else as `get`. What was acknowledged before is seen."""
-        return self._ask(_GET_DATA, _czxid, paths)
+    def origin(self, paths: Sequence[str]) -> Batch:
+        """Ask for the Origin of each node; else as `get`. What was acknowledged before is seen."""
+        return self._ask(_GET_DATA, _origin, paths)
 
     def children(self, paths: Sequence[str]) -> Batch:
         """Ask for the names of nodes' children, ascending; else as `get`. What was acknowledged before is seen."""
@@ -291,9 +298,9 @@ def _value(buffer: bytearray, start: int, end: int) -> tuple[Versioned[bytes], i
     return Versioned(bytes(buffer[start + 4 : at]), stat[4], stat[2]), at + _STAT.size
 
 
-def _czxid(buffer: bytearray, start: int, end: int) -> tuple[int, int]:
+def _origin(buffer: bytearray, start: int, end: int) -> tuple[Origin, int]:
     at, stat = _stat(buffer, start, end)
-    return stat[0], at + _STAT.size
+    return Origin(stat[0], stat[7]), at + _STAT.size
 
 
 def _stat(buffer: bytearray, start: int, end: int) -> tuple[int, tuple[int, ...]]:

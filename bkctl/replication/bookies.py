@@ -34,6 +34,7 @@ from bkctl.errors import (
     BookieUnavailable,
     Conflict,
     Corrupt,
+    LedgerLengthUnknown,
     LedgerNotFound,
     LedgerRecoveryFailed,
     MetadataVersionConflict,
@@ -563,6 +564,8 @@ class BookieMover:
             return LedgerMove(ledger, MoveOutcome.GONE)
         except NotEnoughBookies as error:
             return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=error.message)
+        except LedgerLengthUnknown as error:
+            return LedgerMove(ledger, MoveOutcome.UNRECOVERABLE, state, problem=str(error))
         except (LedgerRecoveryFailed, BookieUnavailable) as error:
             # Nobody can say where it ends.
             return LedgerMove(ledger, MoveOutcome.UNRECOVERABLE, state, problem=error.message)

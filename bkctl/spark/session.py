@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from bkctl.errors import BkctlError, NotFound, Unreachable
+from bkctl.errors import BkctlError, NotFound, Unreachable, is_interrupt
 
 if TYPE_CHECKING:
     import logging
@@ -202,6 +202,8 @@ class _Spark:
             self.session = SparkSession(context)
             started = True
         except Exception as error:
+            if is_interrupt(error):
+                raise KeyboardInterrupt from None
             is_of_spark = isinstance(error, PySparkException) or type(error).__module__.startswith("py4j")
             if is_of_spark or self._is_dead():
                 raise self._failure(error) from error
@@ -422,14 +424,21 @@ def following(session: SparkSession, report: Callable[[int, int], None]) -> Iter
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """What fails in Spark, as one BkctlError: the one that a task or a planner raised, else what Spark says."""
+    """What fails in Spark, as one BkctlError: the one that a task or a planner raised, else what Spark says.
+
+    An interrupted call ends with a last word of PySpark's to the JVM, which may fail: that is the interrupt still.
+    """
     from py4j.protocol import Py4JError
     from pyspark.errors import PySparkException
 
     try:
         yield
-    except (PySparkException, Py4JError) as error:
-        raise plain_error(error) from error
+    except Exception as error:
+        if is_interrupt(error):
+            raise KeyboardInterrupt from None
+        if isinstance(error, (PySparkException, Py4JError)):
+            raise plain_error(error) from error
+        raise
 
 
 def plain_error(error: BaseException) -> BkctlError:

@@ -10,7 +10,17 @@ from dataclasses import replace
 import pytest
 from client.fakes import FakeLedger, Fault
 
-from bkctl.errors import LedgerFenced, LedgerRecoveryFailed, NotEnoughBookies, TimedOut, Unauthorized
+from bkctl.client.ensemble import with_fragment
+from bkctl.client.recovery import RecoveryLoss
+from bkctl.errors import (
+    BkctlError,
+    LedgerFenced,
+    LedgerLengthUnknown,
+    LedgerRecoveryFailed,
+    NotEnoughBookies,
+    TimedOut,
+    Unauthorized,
+)
 from bkctl.formats.entry import read_entry_header
 from bkctl.formats.metadata import LedgerState
 from bkctl.protocol.messages import AddRequest, Protocol, ReadRequest, Status
@@ -225,8 +235,6 @@ def test_an_empty_last_fragment_ends_at_the_fragment_before_with_its_length(fake
             found = cluster.cluster.ledgers.read(writer.ledger)
             used = found.metadata.last_fragment.bookies
             spare = tuple(each.bookie_id for each in cluster.bookies if each.bookie_id not in used)
-            from bkctl.client.ensemble import with_fragment
-
             cluster.cluster.ledgers.write(writer.ledger, with_fragment(found.metadata, 2, spare), found.version)
             reader = await client.open_ledger(writer.ledger_id, recovery=True)
             assert (reader.last_add_confirmed, reader.length) == (1, 7)
@@ -243,8 +251,6 @@ def test_a_length_that_nobody_tells_is_never_guessed(fake_cluster, run):
             found = cluster.cluster.ledgers.read(writer.ledger)
             used = [each for each in cluster.bookies if each.bookie_id in found.metadata.last_fragment.bookies]
             spare = tuple(each.bookie_id for each in cluster.bookies if each not in used)
-            from bkctl.client.ensemble import with_fragment
-
             cluster.cluster.ledgers.write(writer.ledger, with_fragment(found.metadata, 2, spare), found.version)
             for bookie in used:
                 bookie.fault = lambda request: Status.EIO if isinstance(request, ReadRequest) else None
@@ -255,6 +261,101 @@ def test_a_length_that_nobody_tells_is_never_guessed(fake_cluster, run):
                 bookie.fault = lambda request: None
             reader = await client.open_ledger(writer.ledger_id, recovery=True)
             assert (reader.last_add_confirmed, reader.length) == (1, 7)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("protocol", "scope_id", "silent"),
+    [(Protocol.V2, 0, False), (Protocol.V3, 0, False), (Protocol.V3, 7, False), (Protocol.V3, 7, True)],
+)
+def test_accept_loss_closes_a_ledger_whose_last_entry_no_bookie_gives(
+    fake_cluster, run, protocol, scope_id, silent
+):
+    """Entry 1 is on bookies that are gone, entry 0 is not, and the last fragment is empty."""
+
+    async def scenario():
+        async with fake_cluster(3) as cluster, cluster.client(protocol=protocol) as client:
+            shape = {"ensemble_size": 1, "write_quorum_size": 1, "ack_quorum_size": 1, "ledger_scope_id": scope_id}
+            writer = await open_ledger_of(client, [b"abc", b"defg"], **shape)
+            ledgers, ledger = cluster.cluster.ledgers, writer.ledger
+            found = ledgers.read(ledger)
+            [first] = found.metadata.last_fragment.bookies
+            lost, empty = [each for each in cluster.bookies if each.bookie_id != first]
+            entries = cluster.bookie(first).ledgers[ledger].entries
+            lost.ledgers[ledger] = FakeLedger()
+            lost.ledgers[ledger].entries[1] = entries.pop(1)
+            changed = with_fragment(with_fragment(found.metadata, 1, (lost.bookie_id,)), 2, (empty.bookie_id,))
+            ledgers.write(ledger, changed, found.version)
+            if silent:
+                lost.fault = lambda request: Fault.SILENCE
+            else:
+                await lost.stop()
+            options = {"ledger_scope_id": scope_id, "recovery": True}
+            async with cluster.client(protocol=protocol, timeout_s=2.0 if silent else 30.0) as client:
+                versioned, loss = await client.find_recovery_loss(ledger)
+                assert versioned.metadata.state is LedgerState.OPEN
+                assert loss == RecoveryLoss(last_entry_id=1, readable_entry_id=0, length=3)
+                assert cluster.metadata(ledger).state is LedgerState.OPEN
+                assert not empty.ledgers.get(ledger), "looking fences nothing"
+                with pytest.raises(LedgerLengthUnknown, match=f"'bkctl ledger recover {ledger} --accept-loss'"):
+                    await client.open_ledger(ledger.ledger_id, **options)
+                assert cluster.metadata(ledger).state is LedgerState.IN_RECOVERY
+                for other in (loss._replace(last_entry_id=0), loss._replace(readable_entry_id=1, length=7)):
+                    with pytest.raises(LedgerLengthUnknown):  # another loss than the one that was accepted
+                        await client.open_ledger(ledger.ledger_id, accept_loss=other, **options)
+                assert (await client.find_recovery_loss(ledger))[1] == loss
+                reader = await client.open_ledger(ledger.ledger_id, accept_loss=loss, **options)
+                assert (reader.last_add_confirmed, reader.length) == (1, 3)
+                assert (await client.find_recovery_loss(ledger))[1] is None
+            metadata = cluster.metadata(ledger)
+            assert (metadata.state, metadata.last_entry_id, metadata.length) == (LedgerState.CLOSED, 1, 3)
+            # Nothing but the length is lost once the bookie is back.
+            if silent:
+                lost.fault = lambda request: None
+            else:
+                await lost.start()
+                cluster.register(lost)
+            async with cluster.client(protocol=protocol) as client:
+                reader = await client.open_ledger(ledger.ledger_id, ledger_scope_id=scope_id)
+                assert [entry.payload async for entry in reader.read(0, 1)] == [b"abc", b"defg"]
+
+    run(scenario())
+
+
+def test_a_loss_is_measured_in_each_write_set_of_each_fragment(fake_cluster, run):
+    """Of six entries on three bookies (Wq 1), two bookies are down: every third entry can be read."""
+
+    async def scenario():
+        async with fake_cluster(6) as cluster, cluster.client() as client:
+            shape = {"ensemble_size": 3, "write_quorum_size": 1, "ack_quorum_size": 1}
+            for up_index, (readable, length) in enumerate([(3, 4), (4, 5), (5, 6), (-1, 0)]):
+                writer = await open_ledger_of(client, [b"x"] * 6, **shape)
+                found = cluster.cluster.ledgers.read(writer.ledger)
+                used = found.metadata.last_fragment.bookies
+                spare = tuple(each.bookie_id for each in cluster.bookies if each.bookie_id not in used)
+                cluster.cluster.ledgers.write(writer.ledger, with_fragment(found.metadata, 6, spare), found.version)
+                for index, bookie_id in enumerate(used):
+                    if index != up_index:
+                        cluster.bookie(bookie_id).fault = lambda request: Status.EIO
+                _, loss = await client.find_recovery_loss(writer.ledger)
+                assert loss == (None if readable == 5 else RecoveryLoss(5, readable, length))
+                for bookie in cluster.bookies:
+                    bookie.fault = lambda request: None
+
+    run(scenario())
+
+
+def test_no_loss_is_offered_where_the_end_itself_is_not_known(fake_cluster, run):
+    async def scenario():
+        async with fake_cluster(3) as cluster, cluster.client() as client:
+            writer = await open_ledger_of(client, [b"0", b"1", b"2"])
+            cluster.bookies[0].fault = cluster.bookies[1].fault = lambda request: Status.EIO
+            with pytest.raises(BkctlError, match="too few of its bookies answer"):
+                await client.find_recovery_loss(writer.ledger)
+            cluster.bookies[0].fault = cluster.bookies[1].fault = lambda request: None
+            assert (await client.find_recovery_loss(writer.ledger))[1] is None
+            assert cluster.metadata(writer.ledger).state is LedgerState.OPEN
 
     run(scenario())
 

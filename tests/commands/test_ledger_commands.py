@@ -3,15 +3,21 @@ from __future__ import annotations
 import base64
 import json
 import os
+import socket
 import subprocess
 import sys
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bkctl.bookie.local import LocalCluster
+from bkctl.client.ensemble import with_fragment
+from bkctl.commands._audit import audit_file
+from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import open_cluster
 
 from .conftest import Cli
 
@@ -244,6 +250,51 @@ def test_recover_closes_what_its_writer_left(cli: Cli, cluster: LocalCluster) ->
     [row] = cli("ledger", "recover", ledger, "-o", "json").json
     assert (row["state"], row["lastEntryId"], row["length"]) == ("CLOSED", 0, 4)
     assert payloads(cli, ledger) == [b"kept"]
+
+
+def test_recover_gives_up_only_what_is_accepted(cli: Cli, cluster: LocalCluster, write: object) -> None:
+    """Entry 2 is on bookies that are gone, and the last fragment, on one of these and a live one, is empty."""
+    two = ("--ensemble-size", 2, "--write-quorum", 2, "--ack-quorum", 2)
+    ledger = write(b"ab\ncd\nef\n", *two)  # type: ignore[operator]
+    with open_cluster(cluster.metadata_uri) as opened, socket.socket() as one, socket.socket() as other:
+        gone = []
+        for each in (one, other):
+            each.bind(("127.0.0.1", 0))  # and does not listen
+            gone.append(f"127.0.0.1:{each.getsockname()[1]}")
+        ledger_id = LedgerId.parse(ledger)
+        found = opened.ledgers.read(ledger_id)
+        alive = found.metadata.last_fragment.bookies[0]
+        left = replace(found.metadata, state=LedgerState.OPEN, last_entry_id=-1, length=0)
+        left = with_fragment(with_fragment(left, 2, (gone[0], gone[1])), 3, (alive, gone[0]))
+        opened.ledgers.write(ledger_id, left, found.version)
+
+        plan = cli("ledger", "recover", ledger, "--dry-run", "-o", "json")
+        [row] = plan.json
+        assert (row["state"], row["loss"], row["lastEntryId"]) == ("OPEN", True, 2)
+        assert (row["lastReadableEntryId"], row["length"]) == (1, 4)
+        refused = cli("ledger", "recover", ledger, "--accept-loss")
+        assert (refused.code, refused.out) == (2, "")
+        assert "1 entry up to its last entry 2 cannot be read" in refused.err
+        assert "--yes" in refused.err
+        assert cli("ledger", "show", ledger, "-o", "json").json["state"] == "OPEN"
+
+        plain = cli("ledger", "recover", ledger)
+        assert plain.code == 6
+        assert f"'bkctl ledger recover {ledger} --accept-loss'" in plain.err
+        assert cli("ledger", "show", ledger, "-o", "json").json["state"] == "IN_RECOVERY"
+        moved = cli("bookies", "recover", "--ledger", ledger, gone[0], "--yes", "-o", "json")
+        assert f"'bkctl ledger recover {ledger} --accept-loss'" in moved.out + moved.err
+
+        accepted = cli("ledger", "recover", ledger, "--accept-loss", "--yes", "-o", "json")
+        assert accepted.code == 0
+        [row] = accepted.json
+        assert (row["state"], row["lastEntryId"], row["length"]) == ("CLOSED", 2, 4)
+        assert "Given up: Ledger" in accepted.err
+    lines = [json.loads(line) for line in audit_file(os.environ).read_text().splitlines()]  # type: ignore[union-attr]
+    assert "length stays 4 bytes" in lines[-1]["acceptedLoss"]
+    assert lines[-1]["exitCode"] == 0
+    again = cli("ledger", "recover", ledger, "--accept-loss")
+    assert (again.code, again.err) == (0, "")
 
 
 def test_test_leaves_nothing_behind(cli: Cli) -> None:

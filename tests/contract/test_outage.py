@@ -13,12 +13,12 @@ import pytest
 from kazoo.client import KazooClient, TransactionRequest
 from kazoo.exceptions import ConnectionLoss
 
-from bkctl.errors import AlreadyExists, LedgerExists, MetadataVersionConflict, TimedOut, Unreachable
+from bkctl.errors import AlreadyExists, BkctlError, LedgerExists, MetadataVersionConflict, TimedOut, Unreachable
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Endpoint, Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.store import NEW, MetadataStore
+from bkctl.metadata.store import NEW, Claim, MetadataStore
 from bkctl.metadata.zookeeper import ZooKeeperStore
 
 METADATA = LedgerMetadata(1, 1, 1, DigestType.CRC32C, b"", (Fragment(0, ("127.0.0.1:3181",)),))
@@ -268,6 +268,97 @@ def test_what_was_done_for_many_at_once_although_the_answer_was_lost_is_ours(
         assert lost == [None]
 
 
+@pytest.mark.parametrize("count", [1, 5, 300])
+def test_a_node_of_the_next_session_is_not_claimed_by_the_one_before(
+    zookeeper: Any, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """The session ends between the answer to the create and the question which node it was; another worker claims."""
+    uri = zookeeper.metadata_uri(zookeeper.new_root())
+    with open_cluster(uri, create=True) as owner, open_cluster(uri) as other:
+        store: Any = owner.store
+        store.claim("locks/before", b"us")  # makes the parent, so that the next create is a request of its own
+        paths = [f"locks/{number}" for number in range(count)]
+        theirs: list[Claim | BkctlError] = []
+
+        def answered_too_late(answer: Any) -> Any:
+            answer.get(timeout=60)
+            if not theirs:
+                end_session(store)
+                eventually(lambda: other.store.children("locks") == [])
+                theirs.extend(other.store.claim_many(paths, b"them"))
+            return answer
+
+        create, commit = store._client.create_async, TransactionRequest.commit_async
+        monkeypatch.setattr(store._client, "create_async", lambda *a, **k: answered_too_late(create(*a, **k)))
+
+        def commit_async(transaction: TransactionRequest) -> Any:
+            answer = commit(transaction)
+            return answered_too_late(answer) if transaction.client is store._client else answer
+
+        monkeypatch.setattr(TransactionRequest, "commit_async", commit_async)
+        ours = [store.claim(paths[0], b"us")] if count == 1 else store.claim_many(paths, b"us")
+        claims = [each for each in ours if isinstance(each, Claim)]
+        held = [each for each in theirs if isinstance(each, Claim)]
+        assert len(held) == count
+        assert claims
+        assert store.held_many(claims) == [claim.is_held() for claim in claims] == [False] * len(claims)
+        store.release_many(claims)
+        for claim in claims:
+            claim.release()
+        assert other.store.held_many(held) == [True] * count
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_release_whose_answer_was_lost_leaves_the_next_claim_alone(
+    zookeeper: Any, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    uri = zookeeper.metadata_uri(zookeeper.new_root())
+    with open_cluster(uri, create=True) as owner, open_cluster(uri) as other:
+        store: Any = owner.store
+        paths = [f"locks/{number}" for number in range(count)]
+        ours = [each for each in store.claim_many(paths, b"us") if isinstance(each, Claim)]
+        assert len(ours) == count
+        theirs: list[Claim | BkctlError] = []
+
+        def applied_but_lost(answer: Any) -> Any:
+            if theirs:
+                return answer
+            answer.get(timeout=60)
+            theirs.extend(other.store.claim_many(paths, b"them"))
+            failed = store._client.handler.async_result()
+            failed.set_exception(ConnectionLoss())
+            return failed
+
+        delete, commit = store._client.delete_async, TransactionRequest.commit_async
+        monkeypatch.setattr(store._client, "delete_async", lambda *a, **k: applied_but_lost(delete(*a, **k)))
+
+        def commit_async(transaction: TransactionRequest) -> Any:
+            answer = commit(transaction)
+            return applied_but_lost(answer) if transaction.client is store._client else answer
+
+        monkeypatch.setattr(TransactionRequest, "commit_async", commit_async)
+        if count == 1:
+            ours[0].release()
+        else:
+            store.release_many(ours)
+        held = [each for each in theirs if isinstance(each, Claim)]
+        assert len(held) == count
+        assert other.store.held_many(held) == [True] * count
+
+
+def test_a_node_found_while_the_connection_is_away_is_still_known_as_ours(
+    zookeeper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kazoo names no session while it has no connection, which may be lost after any answer."""
+    uri = zookeeper.metadata_uri(zookeeper.new_root())
+    with open_cluster(uri, create=True) as cluster:
+        store: Any = cluster.store
+        store.ephemeral("mine", b"1")
+        monkeypatch.setattr(KazooClient, "client_id", None)
+        store.ephemeral("mine", b"2")
+        assert store.get("mine").value == b"2"
+
+
 def test_watches_that_were_cancelled_do_not_pile_up(zookeeper: Any) -> None:
     uri = zookeeper.metadata_uri(zookeeper.new_root())
     told: list[int] = []
@@ -337,9 +428,8 @@ def test_a_successor_waits_also_for_a_session_that_ends_later_than_its_own_timeo
         end.start()
         second.bookies.register("bookie-1", INFO)
         end.join()
-        found = second.bookies.get("bookie-1")
-        assert found is not None
-        assert found.info == INFO
+        # So short a session may end on a busy machine; the registration comes back.
+        eventually(lambda: (found := second.bookies.get("bookie-1")) is not None and found.info == INFO)
 
 
 def test_close_does_not_wait_for_a_server_that_is_away(zookeeper_server: Callable[[], Any]) -> None:

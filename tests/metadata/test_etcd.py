@@ -453,16 +453,25 @@ def test_a_bookie_that_died_gives_way_to_its_successor_after_its_lease(etcd: Etc
     program = (
         "import sys, time\n"
         "from bkctl.metadata.etcd import EtcdStore\n"
-        "store = EtcdStore([('127.0.0.1', int(sys.argv[1]))], sys.argv[2], session_timeout_s=3)\n"
+        "store = EtcdStore([('127.0.0.1', int(sys.argv[1]))], sys.argv[2], session_timeout_s=6)\n"
         "store.ephemeral('bookies/writable/bookie-1', b'first')\n"
-        "print('registered', flush=True)\n"
+        "print(store._lease_id, flush=True)\n"
         "time.sleep(600)\n"
     )
     with open_cluster(etcd.metadata_uri(root), create=True, session_timeout_s=1) as cluster:
         with subprocess.Popen([sys.executable, "-c", program, str(etcd.port), root], stdout=subprocess.PIPE) as dead:
             assert dead.stdout is not None
-            assert dead.stdout.readline() == b"registered\n"
-            time.sleep(4.5)  # It keeps its lease alive beyond the time to live.
+            lease_id = int(dead.stdout.readline())
+            with etcd3.client(port=etcd.port) as client:  # It keeps its lease alive: the time to live grows again.
+                lowest = client.get_lease_info(lease_id).TTL
+
+                def is_refreshed() -> bool:
+                    nonlocal lowest
+                    remaining_s = client.get_lease_info(lease_id).TTL
+                    lowest, before = min(lowest, remaining_s), lowest
+                    return bool(remaining_s > before)
+
+                eventually(is_refreshed)
             with pytest.raises(AlreadyExists):
                 cluster.bookies.register("bookie-1", INFO, wait_s=0)
             dead.kill()

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 import source_rows  # noqa: F401 (skips where there is no PySpark)
+from py4j.protocol import Py4JNetworkError
 from servers import find_java, wait_for
+
+from bkctl.spark.session import plain_errors
 
 JOB = Path(__file__).parent / "interrupted_job.py"
 
@@ -25,6 +28,20 @@ def is_running(pid: int) -> bool:
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_what_fails_while_an_interrupt_ends_a_call_is_the_interrupt() -> None:
+    """As `collect`, whose context manager tells the JVM on its way out that the call is over."""
+
+    @plain_errors()
+    def interrupted() -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise Py4JNetworkError("Answer from Java side is empty")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
 
 
 @pytest.mark.timeout(900)

@@ -1,0 +1,170 @@
+"""An interrupt at any moment, in the middle of any import, ends a command with one line and code 130."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bkctl.commands._command import Run
+from bkctl.commands.main import GROUPS
+from bkctl.errors import Unreachable
+
+from .conftest import Cli
+
+#: Runs a command line once for each number, each time in a fork of an interpreter that has imported nothing of bkctl,
+#: and interrupts it at its import of that number. 0: not at all, and the number of imports is printed.
+INTERRUPTER = """
+import json, os, signal, sys
+moments, words = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+
+def interrupt_at(moment):
+    def hook(event, arguments):
+        if event == "import":
+            seen[0] += 1
+            if seen[0] == moment:
+                os.kill(os.getpid(), signal.SIGINT)
+    seen = [0]
+    from bkctl.__main__ import main
+    sys.argv = ["bkctl", *words]
+    sys.addaudithook(hook)
+    try:
+        main()
+    finally:
+        if not moment:
+            print("imports", seen[0], flush=True)
+
+for moment in moments:
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.dup2(write, 2)
+        if moment:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        interrupt_at(moment)
+    os.close(write)
+    said = b""
+    while chunk := os.read(read, 65536):
+        said += chunk
+    os.close(read)
+    _, status = os.waitpid(child, 0)
+    print(json.dumps([moment, os.waitstatus_to_exitcode(status), said.decode()]), flush=True)
+"""
+
+
+def interrupted_at(moments: list[int], *words: object) -> list[str]:
+    """The lines that INTERRUPTER prints."""
+    command = [sys.executable, "-c", INTERRUPTER, json.dumps(moments), json.dumps(list(map(str, words)))]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+
+
+def check(*words: object, count: int) -> None:
+    """Interrupt the command line at `count` of its imports, from the first to the last."""
+    [counted] = [line for line in interrupted_at([0], *words) if line.startswith("imports ")]
+    last = int(counted.split()[1])
+    assert last > count
+    moments = sorted({1 + (last - 1) * at // (count - 1) for at in range(count)})
+    found: list[Any] = [json.loads(line) for line in interrupted_at(moments, *words)]
+    assert found == [[moment, 130, "bkctl: Interrupted\n"] for moment in moments]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_start_up_of_every_group_can_be_interrupted(group: str) -> None:
+    check(group, "--help", count=8)
+
+
+def test_a_command_can_be_interrupted_from_its_first_import_to_its_last(tmp_path: Path) -> None:
+    store = f"sqlite://{tmp_path / 'metadata.db'}"
+    subprocess.run([sys.executable, "-m", "bkctl", "cluster", "init", "-u", store], check=True)
+    check("ledger", "list", "--all-scopes", "-u", store, count=40)
+    check("bookies", "list", "-u", store, count=10)
+
+
+def test_an_interrupt_that_a_finalizer_swallows_comes_again() -> None:
+    program = (
+        "import signal, sys, time\n"
+        "from bkctl.commands import _interrupts\n"
+        "_interrupts.end_at_once()\n"
+        "class Finalized:\n"
+        "    def __del__(self): signal.raise_signal(signal.SIGINT)\n"
+        "try:\n"
+        "    with _interrupts.raised():\n"
+        "        Finalized()\n"
+        "        time.sleep(60)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
+
+
+def test_an_interrupt_that_our_parent_ignores_is_ignored() -> None:
+    program = (
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "from bkctl.__main__ import main\n"
+        "import bkctl.commands.main\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.argv = ['bkctl', '--version']\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()[0], done.stderr) == (0, "bkctl", "")
+
+
+def test_an_interrupted_command_exits_with_130_whatever_python_noted() -> None:
+    """Python ends by the signal wherever a KeyboardInterrupt passed through `exec`."""
+    program = (
+        "import sys\n"
+        "from bkctl.commands import _command, _interrupts, main\n"
+        "_interrupts.end_at_once()\n"
+        "def connection(run):\n"
+        "    exec('raise KeyboardInterrupt')\n"
+        "_command.Run.connection = connection\n"
+        "sys.argv = ['bkctl', 'ledger', 'list']\n"
+        "main.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "bkctl: Interrupted\n")
+
+
+def test_what_fails_while_an_interrupt_ends_a_command_is_the_interrupt(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connection(run: Run) -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise Unreachable("the store is away")
+
+    monkeypatch.setattr(Run, "connection", connection)
+    done = cli("ledger", "list")
+    assert (done.code, done.out, done.err) == (130, "", "bkctl: Interrupted\n")
+
+
+def test_an_interrupt_at_the_end_of_a_command_leaves_its_audit_whole(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys\n"
+        "from bkctl.commands import _audit, _interrupts, main\n"
+        "_interrupts.end_at_once()\n"
+        "plain_end = _audit.Audit.end\n"
+        "def end(audit, *arguments):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    plain_end(audit, *arguments)\n"
+        "_audit.Audit.end = end\n"
+        "main.main()\n"
+    )
+    log = tmp_path / "audit"
+    store = f"sqlite://{tmp_path / 'metadata.db'}"
+    words = ["cluster", "init", "-u", store]
+    environment = {**os.environ, "BKCTL_AUDIT_LOG": str(log)}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["event"] for line in log.read_text().splitlines()] == ["begin", "end"]
