@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bkctl.commands._options import GLOBAL_PANEL
 from bkctl.commands.generate import FILES as FILE_METAVARS
-from bkctl.commands.generate import generated_files, read_pages
+from bkctl.commands.generate import GLOBAL_PANEL, generated_files, read_pages
 from bkctl.errors import EXIT_CODES
 from bkctl.ids import LedgerId
 
