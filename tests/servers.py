@@ -224,6 +224,7 @@ class Server:
 
     def wait_ready(self) -> None:
         """Wait until it serves. Raises RuntimeError with the end of its log if it ended or is not ready in time."""
+
         def ready() -> bool:
             if not self.running:
                 raise RuntimeError(f"{self.name} ended:\n{self.log_tail()}")
