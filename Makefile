@@ -7,7 +7,13 @@ EXTENSIONS := bkctl/protocol/_add_runs.c bkctl/storage/_scan.c commands/_rows.c
 # How many processes share the tests; WORKERS=0 runs them in one.
 WORKERS ?= 2
 
-.PHONY: demo test lint types servers clean
+# `make fast`: the parts of the tests that start no server of Java's, a process for each core. What needs Java is skipped.
+FAST := tests/test_*.py tests/formats tests/protocol tests/client tests/storage tests/commands
+PROTOS := $(shell find bkctl -name '*.proto')
+# Arguments of benchmarks/run.py: `make bench BENCH='--runs 3 startup ledger-read'`.
+BENCH ?=
+
+.PHONY: demo test fast lint format types generate protos picture bench servers clean
 
 demo: .venv/.bkctl
 	PATH="$(CURDIR)/$(BIN):$$PATH" demo/run.sh
@@ -16,11 +22,31 @@ test: .venv/.test
 	$(MAKE) --no-print-directory -j2 --output-sync lint types servers
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal
 
+fast: .venv/.test
+	BKCTL_TEST_WITHOUT=java $(BIN)/pytest -n $(WORKERS) --dist worksteal -m 'not java and not long' --durations=5 $(FAST)
+
 lint: .venv/.test
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: .venv/.test
+	$(BIN)/ruff check --fix --select I .
+	$(BIN)/ruff format .
 
 types: .venv/.test
 	$(BIN)/mypy bkctl
+
+generate: .venv/.test
+	$(BIN)/python -m bkctl.commands.generate
+
+protos: .venv/.test
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. $(PROTOS)
+
+picture: .venv/.bkctl
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python docs/picture.py docs/terminal.svg
+
+bench: .venv/.test
+	$(BIN)/python benchmarks/run.py $(BENCH)
 
 servers: .venv/.test
 	$(BIN)/python tests/servers.py

@@ -9,8 +9,8 @@ TOML, in bkctl/config.toml of the user's configuration directory (BKCTL_CONFIG n
     metadata-user = "admin"
     metadata-password-file = "/run/secrets/zookeeper"
 
-There are no secrets in it. It is changed as text, so that comments stay; a file that is written in a way that this does
-not understand is left alone. It is replaced in one step.
+There are no secrets in it. Changes keep comments and order, and replace the file in one step. A change that would alter
+anything else in the file is refused.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,8 +29,6 @@ CURRENT: Final = "current-context"
 _FILE_SIZE_BYTES_MAX: Final = 1 << 20
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _SECRET: Final = re.compile(r"(?:.*[-_])?(?:password|passwd|secret|token|master-key)", re.IGNORECASE)
-_HEADER: Final = re.compile(r"\s*\[")
-_BLANK: Final = re.compile(r"\s*(?:#.*)?", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,88 +129,66 @@ class Contexts:
         exists = name in self.names
         if exists and not replace:
             raise AlreadyExists(f"Context {name!r} is in {self.path}", hint="add --replace, or give another name")
-        document = {**self._document, "contexts": {**self._document.get("contexts", {}), name: settings}}
-        lines = self._lines()
-        block = [f"[contexts.{name}]\n", *(f"{key} = {_toml(value)}\n" for key, value in settings.items())]
+        document = self._editable()
+        contexts = document.setdefault("contexts", _table(is_super_table=True))
         if exists:
-            start, end = self._block(lines, name)
-            return self._write([*lines[:start], *block, *lines[end:]], document)
-        if lines and lines[-1].strip():
-            block.insert(0, "\n")
-        return self._write([*lines, *block], document)
+            table = contexts[name]
+            for key in [key for key in table if key not in settings]:
+                del table[key]
+            table.update(settings)
+        else:
+            contexts[name] = settings
+        return self._write(
+            document, {**self._document, "contexts": {**self._document.get("contexts", {}), name: settings}}
+        )
 
     def use(self, name: str) -> Contexts:
         """Make a context the current one. Raises NotFound."""
         self.get(name)
-        lines = self._lines()
-        at = self._current_line(lines)
-        line = f"{CURRENT} = {_toml(name)}\n"
-        if at is None:
-            lines[:0] = [line] if not lines or not lines[0].strip() else [line, "\n"]
-        else:
-            comment = re.search(r"(\s+#[^\"']*)$", lines[at].rstrip("\r\n"))
-            lines[at] = line.rstrip("\n") + (comment[1] if comment else "") + "\n"
-        return self._write(lines, {**self._document, CURRENT: name})
+        document = self._editable()
+        document[CURRENT] = name
+        return self._write(document, {**self._document, CURRENT: name})
 
     def delete(self, name: str) -> Contexts:
-        """Take a context out; it is the current one no more. Raises NotFound."""
+        """Remove a context, also as the current one; comments before the next table stay. Raises NotFound."""
         if name not in self.names:
             self.get(name)
-        lines = self._lines()
-        start, end = self._block(lines, name)
-        # The blank lines before it went with it.
-        while start and not lines[start - 1].strip() and (end == len(lines) or not lines[end].strip()):
-            start -= 1
-        del lines[start:end]
-        contexts = {key: value for key, value in self._document["contexts"].items() if key != name}
-        document = {**self._document, "contexts": contexts}
-        if not contexts:
-            del document["contexts"]
+        document = self._editable()
+        contexts = document["contexts"]
+        before = self.names[: self.names.index(name)]
+        body = contexts[before[-1]].value.body if before else document.body
+        at = len(body) if before else next(index for index, (key, _) in enumerate(body) if key == "contexts")
+        kept = _comments_behind(contexts[name], [item for _, item in body[:at]])
+        expected = {**self._document, "contexts": {**self._document["contexts"]}}
+        del contexts[name], expected["contexts"][name]
+        if not expected["contexts"]:
+            del document["contexts"], expected["contexts"]
         if self.current == name:
-            at = self._current_line(lines)
-            if at is not None:
-                del lines[at]
-            del document[CURRENT]
-        return self._write(lines, document)
+            del document[CURRENT], expected[CURRENT]
+        # Last: tomlkit's own index of the document does not know what is put here.
+        body[at:at] = kept
+        return self._write(document, expected)
 
-    def _lines(self) -> list[str]:
-        lines = (self._text or "").splitlines(keepends=True)
-        if lines and not lines[-1].endswith("\n"):
-            lines[-1] += "\n"
-        return lines
+    def _editable(self) -> Any:
+        """Return the file as a document of tomlkit, which keeps comments and order. Raises Conflict."""
+        import tomlkit
+        from tomlkit.exceptions import TOMLKitError
 
-    @staticmethod
-    def _current_line(lines: list[str]) -> int | None:
-        for at, line in enumerate(lines):
-            if _HEADER.match(line):
-                return None
-            if re.match(rf"\s*(?:{CURRENT}|\"{CURRENT}\")\s*=", line):
-                return at
-        return None
-
-    def _block(self, lines: list[str], name: str) -> tuple[int, int]:
-        """First line of a context's table, and the one behind its last setting: comments before the next table stay."""
-        header = re.compile(rf"\s*\[\s*contexts\s*\.\s*(?:{name}|\"{name}\"|'{name}')\s*\]\s*(?:#.*)?")
-        for start, line in enumerate(lines):
-            if header.fullmatch(line.rstrip("\r\n")):
-                end = start + 1
-                while end < len(lines) and not _HEADER.match(lines[end]):
-                    end += 1
-                while end > start + 1 and _BLANK.fullmatch(lines[end - 1]):
-                    end -= 1
-                return start, end
-        raise self._unknown_form()
+        try:
+            return tomlkit.parse(self._text or "")
+        except TOMLKitError as error:
+            raise self._unknown_form() from error
 
     def _unknown_form(self) -> Conflict:
         return Conflict(f"{self.path} is written in a way that cannot be changed here", hint="change it by hand")
 
-    def _write(self, lines: list[str], document: dict[str, Any]) -> Contexts:
-        text = "".join(lines)
+    def _write(self, document: Any, expected: dict[str, Any]) -> Contexts:
+        text = document.as_string()
         try:
-            changed = Contexts(self.path, text)
+            changed = Contexts(self.path, text if self._text else text.lstrip("\n"))
         except UsageError as error:
             raise self._unknown_form() from error
-        if changed._document != document:
+        if changed._document != expected:
             raise self._unknown_form()
         from bkctl.storage.files import create_unfinished
 
@@ -225,7 +202,7 @@ class Contexts:
         try:
             with open(file, "wb") as stream:
                 os.fchmod(file, mode)
-                stream.write(text.encode())
+                stream.write((changed._text or "").encode())
                 stream.flush()
                 os.fsync(file)
             os.replace(new, target)
@@ -233,6 +210,24 @@ class Contexts:
             new.unlink(missing_ok=True)
             raise
         return changed
+
+
+def _table(**settings: bool) -> Any:
+    import tomlkit
+
+    return tomlkit.table(**settings)
+
+
+def _comments_behind(table: Any, before: list[Any]) -> list[Any]:
+    """Return the comments and blank lines after the last setting of a context: to tomlkit they belong to its table.
+
+    A blank line is left out where the items `before` the table end with one.
+    """
+    from tomlkit.items import Whitespace
+
+    items = list(takewhile(lambda item: item[0] is None, reversed(table.value.body)))[::-1]
+    doubled = items and isinstance(items[0][1], Whitespace) and before and isinstance(before[-1], Whitespace)
+    return items[1:] if doubled else items
 
 
 def _parse(path: Path, text: str) -> dict[str, Any]:
@@ -270,10 +265,3 @@ def _context(settings: Mapping[str, Any], where: str) -> Context:
     if re.search(r"://[^/]*@", values["metadata_uri"]):
         raise UsageError(f"{where}: metadata-uri names a user", hint="use metadata-user and metadata-password-file")
     return Context(**values)
-
-
-def _toml(value: Any) -> str:
-    """A TOML value; JSON's strings, lists and booleans are."""
-    import json
-
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -33,9 +33,7 @@ if TYPE_CHECKING:
 _FORMS = (".parquet", ".csv", ".json")
 SaveRows = Annotated[
     list[str] | None,
-    typer.Option(
-        "--save", metavar="PATH", help="Also keep the rows: NAME.parquet, NAME.csv or NAME.json; repeatable."
-    ),
+    typer.Option("--save", metavar="PATH", help="Also keep the rows: NAME.parquet, NAME.csv or NAME.json; repeatable."),
 ]
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -238,13 +239,36 @@ def markdown(tree: Page) -> str:
 # --- completions ----------------------------------------------------------------------------------------------------
 
 
-def _words(page: Page) -> list[str]:
-    children = [child.path[-1] for child in page.children]
-    return children + [name for option in page.options for name in option.names if name.startswith("--")]
+class SharedOptions:
+    """All options of the commands, each once, and the lists of them that many commands end with.
+
+    `options` is in the order in which the commands first have them; `endings` are the distinct lists of connection and
+    output options.
+    """
+
+    def __init__(self, tree: Page) -> None:
+        self.options = tuple(dict.fromkeys(option for page in tree.walk() for option in page.options))
+        self.endings = tuple(dict.fromkeys(_split(page)[1] for page in tree.walk() if page.path))
+        self._numbers = {option: number for number, option in enumerate(self.options, 1)}
+
+    def numbers(self, options: Iterable[Option]) -> str:
+        """Return the positions of `options` in `self.options`, from 1, separated by spaces."""
+        return " ".join(str(self._numbers[option]) for option in options)
+
+    def of(self, page: Page) -> tuple[tuple[Option, ...], int | None]:
+        """Return the options that `page` has before its ending, and the number of the ending, from 0, if it has one."""
+        own, ending = _split(page)
+        return (own, self.endings.index(ending)) if ending in self.endings else (page.options, None)
+
+
+def _split(page: Page) -> tuple[tuple[Option, ...], tuple[Option, ...]]:
+    """Split the options of a page before its connection and output options and --help."""
+    own = tuple(option for option in page.options if option.panel != GLOBAL_PANEL and option.names != ("--help",))
+    return own, page.options[len(own) :]
 
 
 def _value_kind(option: Option) -> str:
-    """How a value is completed: `words a b`, `files`, `ledger` … or `none`."""
+    """Return how a value is completed: `words a b`, `files`, `ledger` … or `none`."""
     if option.choices:
         return "words " + " ".join(option.choices)
     if option.names and "--output" in option.names:
@@ -256,40 +280,86 @@ def _value_kind(option: Option) -> str:
     return "none"
 
 
+def _value_takers(tree: Page) -> list[str]:
+    """Return the names of the options that take a value, sorted."""
+    return sorted(
+        {name for page in tree.walk() for option in page.options if not option.is_flag for name in option.names}
+    )
+
+
 def _sh(text: str) -> str:
     return "'" + text.replace("'", "'\\''") + "'"
 
 
 def bash_completion(tree: Page) -> str:
-    """The bash script."""
+    """Return the bash script."""
+    shared = SharedOptions(tree)
+    names = tuple(dict.fromkeys(_long_names(option) for option in shared.options))
+
+    def places(options: Iterable[Option]) -> str:
+        return " ".join(str(names.index(_long_names(option))) for option in options)
+
     cases: list[str] = []
     for page in tree.walk():
-        values: dict[str, list[str]] = {}
-        for option in page.options:
-            if not option.is_flag:
-                values.setdefault(_value_kind(option), []).extend(option.names)
-        lines = [f"    {_sh(page.name)})"]
-        if values:
-            lines.append("      case $previous in")
-            for kind, names in values.items():
-                lines.append(f"        {'|'.join(names)}) kind={_sh(kind)} ;;")
-            lines.append("      esac")
-        lines.append(f"      words={_sh(' '.join(_words(page)))}")
-        if page.arguments:
-            lines.append(f"      argument={_sh(_value_kind(page.arguments[0]))}")
-        lines.append("      ;;")
-        cases.append("\n".join(lines))
-    takers = " ".join(
-        sorted({name for page in tree.walk() for option in page.options if not option.is_flag for name in option.names})
+        own, ending = shared.of(page)
+        at = " ".join(filter(None, [places(own), "" if ending is None else f"$end{ending}"]))
+        words = f" words={_sh(' '.join(child.path[-1] for child in page.children))}" if page.children else ""
+        argument = f" argument={_sh(_value_kind(page.arguments[0]))}" if page.arguments else ""
+        cases.append(f'{_sh(page.name)}) at="{at}"{words}{argument} ;;')
+    shorts = {name: option.names[-1] for option in shared.options for name in option.names if not _is_long(name)}
+    return (
+        _BASH.replace("@NAMES@", " ".join(_sh(name) if " " in name else name for name in names))
+        .replace("@ENDINGS@", " ".join(f"end{number}={_sh(places(end))}" for number, end in enumerate(shared.endings)))
+        .replace("@CASES@", "\n".join(cases))
+        .replace("@SHORTS@", " ".join(f"{short}) previous={long} ;;" for short, long in shorts.items()))
+        .replace("@KINDS@", "\n".join(_bash_kinds(tree)))
+        .replace("@TAKERS@", " ".join(_value_takers(tree)))
+        .replace("@GROUPS@", "|".join(_sh(page.name) for page in tree.walk() if page.children and page.path))
     )
-    groups = "|".join(_sh(page.name) for page in tree.walk() if page.children and page.path)
-    return _BASH.replace("@CASES@", "\n".join(cases)).replace("@TAKERS@", takers).replace("@GROUPS@", groups)
+
+
+def _long_names(option: Option) -> str:
+    return " ".join(filter(_is_long, option.names))
+
+
+def _bash_kinds(tree: Page) -> Iterator[str]:
+    """Yield the cases that choose what completes the value of an option: exceptions of commands, then the rule."""
+    kinds: dict[str, Counter[str]] = {}
+    for page in tree.walk():
+        for option in page.options:
+            for name in filter(_is_long, option.names):
+                kinds.setdefault(name, Counter())[_kind_or_flag(option)] += 1
+    rules = {name: counts.most_common(1)[0][0] for name, counts in kinds.items()}
+    exceptions: dict[str, list[str]] = {}
+    for page in tree.walk():
+        for option in page.options:
+            for name in filter(_is_long, option.names):
+                if (kind := _kind_or_flag(option)) != rules[name]:
+                    exceptions.setdefault(kind, []).append(_sh(f"{page.name}:{name}"))
+    for kind, places in exceptions.items():
+        yield f"{'|'.join(places)}) kind={_sh(kind)} ;;"
+    by_kind: dict[str, list[str]] = {}
+    for name, kind in rules.items():
+        # The script itself completes nothing behind a name that takes a value anywhere.
+        if kind != "none" and (kind or len(kinds[name]) > 1):
+            by_kind.setdefault(kind, []).append(name)
+    for kind, names in by_kind.items():
+        yield f"{'|'.join(f'*:{name}' for name in names)}) kind={_sh(kind)} ;;"
+
+
+def _is_long(name: str) -> bool:
+    return name.startswith("--")
+
+
+def _kind_or_flag(option: Option) -> str:
+    return "" if option.is_flag else _value_kind(option)
 
 
 _BASH: Final = r"""# bash completion for bkctl; generated by python -m bkctl.commands.generate
 
 _bkctl() {
   local IFS=$' \t\n' line current previous path='' words='' argument='none' kind='' word skip='' open=yes
+  local takers=' @TAKERS@ '
   local -a typed
   line=${COMP_LINE:0:COMP_POINT}
   read -r -a typed <<< "$line"
@@ -299,7 +369,7 @@ _bkctl() {
   for word in "${typed[@]:1:${#typed[@]}-2}"; do
     if [[ -n $skip ]]; then skip=''; continue; fi
     case $word in
-      -*) case " @TAKERS@ " in *" $word "*) skip=yes ;; esac ;;
+      -*) [[ $takers == *" $word "* ]] && skip=yes ;;
       *)
         if [[ $open == yes ]]; then
           path="${path:+$path }$word"
@@ -307,9 +377,19 @@ _bkctl() {
         fi ;;
     esac
   done
+  local at='' @ENDINGS@
+  local -a names=(@NAMES@)
   case $path in
 @CASES@
   esac
+  for word in $at; do words+=" ${names[word]}"; done
+  case $previous in @SHORTS@ esac
+  if [[ $previous == -* && " $words " == *" $previous "* ]]; then
+    case "$path:$previous" in
+@KINDS@
+*) [[ $takers == *" $previous "* ]] && kind='none' ;;
+    esac
+  fi
   COMPREPLY=()
   if [[ -z $kind ]]; then
     if [[ $current == -* || $argument == none ]]; then kind="words $words"; else kind=$argument; fi
@@ -333,29 +413,88 @@ complete -F _bkctl bkctl
 
 
 def zsh_completion(tree: Page) -> str:
-    """The zsh function, for a directory of fpath."""
-    functions = [_zsh_function(page) for page in tree.walk()]
+    """Return the zsh function, for a directory of fpath."""
+    shared = SharedOptions(tree)
+    arguments = tuple(dict.fromkeys(map(_zsh_argument, (each for page in tree.walk() for each in page.arguments))))
+    options = "\n".join(_zsh_option(option) for option in shared.options)
+    endings = " ".join(f"end{number}=({shared.numbers(ending)})" for number, ending in enumerate(shared.endings))
+    cases: list[str] = []
+    for page in tree.walk():
+        own, ending = shared.of(page)
+        numbers = " ".join(filter(None, [shared.numbers(own), "" if ending is None else f"$end{ending}"]))
+        places = " ".join(str(arguments.index(_zsh_argument(argument)) + 1) for argument in page.arguments)
+        cases.append(f"{_sh(page.name)}) at=({numbers})" + (f" rest=({places})" if places else "") + " ;;")
+    groups: list[str] = []
+    for page in tree.walk():
+        if page.children:
+            lines = "\n".join(f"{_sh(f'{child.path[-1]}:{_zsh_text(_summary(child))}')}" for child in page.children)
+            groups.append(f"{_sh(page.name)}) commands=(\n{lines}) ;;")
     return (
-        "#compdef bkctl\n# generated by python -m bkctl.commands.generate\n\n"
-        + _ZSH
-        + "\n".join(functions)
-        + '\n_bkctl "$@"\n'
+        _ZSH.replace("@OPTIONS@", options)
+        .replace("@ARGUMENTS@", "\n".join(_sh(argument) for argument in arguments))
+        .replace("@ENDINGS@", endings)
+        .replace("@CASES@", "\n".join(cases))
+        .replace("@GROUPS@", "\n".join(groups))
     )
 
 
-_ZSH: Final = r"""_bkctl_dynamic() {
+_ZSH: Final = r"""#compdef bkctl
+# generated by python -m bkctl.commands.generate
+
+_bkctl_dynamic() {
   local -a found
   found=(${(f)"$(_BKCTL_COMPLETE=$1 "${(Q)bkctl_words[@]}" 2>/dev/null)"})
   if (( $#found )); then compadd -- $found; elif [[ $1 != (ledger|bookie) ]]; then _files; fi
 }
 
+_bkctl_options() {
+  typeset -ga _bkctl_specs=(
+@OPTIONS@
+  ) _bkctl_arguments=(
+@ARGUMENTS@
+  )
+}
+
+# Complete the words behind the command $1: a group ("" is bkctl itself), or a command.
+_bkctl_at() {
+  local state line name=$1
+  local -a at rest commands specs @ENDINGS@
+  case $name in
+@CASES@
+  esac
+  for state in $at; do
+    for line in ${=_bkctl_specs[state]%%|*}; do specs+=("$line${_bkctl_specs[state]#*|}"); done
+  done
+  for state in $rest; do specs+=("$_bkctl_arguments[state]"); done
+  case $name in
+@GROUPS@
+    *) _arguments "$specs[@]"; return ;;
+  esac
+  _arguments -C "$specs[@]" '1: :->command' '*:: :->rest'
+  case $state in
+    command) _describe command commands ;;
+    rest) (( ${commands[(I)${(b)line[1]}:*]} )) && _bkctl_at "${name:+$name }$line[1]" ;;
+  esac
+}
+
+_bkctl() {
+  local -a bkctl_words=("${(@)words[1,CURRENT]}")
+  (( $+_bkctl_specs )) || _bkctl_options
+  _bkctl_at ''
+}
+
+_bkctl "$@"
 """
+
+
+def _summary(page: Page) -> str:
+    return page.help.split("\n")[0]
 
 
 def _zsh_text(text: str) -> str:
     for char in "\\[]:":
         text = text.replace(char, "\\" + char)
-    return text.replace("'", "'\\''")
+    return text
 
 
 def _zsh_action(option: Option) -> str:
@@ -365,50 +504,54 @@ def _zsh_action(option: Option) -> str:
     return {"files": "_files", "none": " "}.get(kind, f"{{_bkctl_dynamic {kind}}}")
 
 
-def _zsh_function(page: Page) -> str:
-    name = "_".join(["_bkctl", *page.path]).replace("-", "_")
-    specs: list[str] = []
-    for option in page.options:
-        text = _zsh_text(option.help)
-        value = "" if option.is_flag else f":{_zsh_text(option.metavar)}:{_zsh_action(option)}"
-        for each in option.names:
-            star = "*" if option.repeatable else ""
-            specs.append(f"'{star}{each}[{text}]{value}'")
-    if page.children:
-        commands = " ".join(f"'{child.path[-1]}:{_zsh_text(child.help.split(chr(10))[0])}'" for child in page.children)
-        cases = "\n".join(
-            f"        {child.path[-1]}) {'_'.join(['_bkctl', *child.path]).replace('-', '_')} ;;"
-            for child in page.children
-        )
-        start = '  local -a bkctl_words=("${(@)words[1,CURRENT]}")\n' if not page.path else ""
-        body = " \\\n    ".join(["  _arguments -C", *specs, "'1: :->command'", "'*:: :->rest'"])
-        return (
-            f"{name}() {{\n  local state line\n{start}{body}\n  case $state in\n    command)\n"
-            f"      local -a commands=({commands})\n      _describe command commands ;;\n"
-            f"    rest)\n      case $line[1] in\n{cases}\n      esac ;;\n  esac\n}}\n"
-        )
-    for argument in page.arguments:
-        star = "*" if argument.repeatable else ""
-        specs.append(f"'{star}:{_zsh_text(argument.metavar)}:{_zsh_action(argument)}'")
-    return f"{name}() {{\n" + " \\\n    ".join(["  _arguments", *specs]) + "\n}\n"
+def _zsh_option(option: Option) -> str:
+    """Return an option as one word of zsh: its names, a bar, and the rest of their specification."""
+    value = "" if option.is_flag else f":{_zsh_text(option.metavar)}:{_zsh_action(option)}"
+    star = "*" if option.repeatable else ""
+    names = " ".join(f"{star}{name}" for name in option.names)
+    return _sh(f"{names}|[{_zsh_text(option.help)}]{value}")
+
+
+def _zsh_argument(argument: Option) -> str:
+    return f"{'*' if argument.repeatable else ''}:{_zsh_text(argument.metavar)}:{_zsh_action(argument)}"
 
 
 def fish_completion(tree: Page) -> str:
-    """The fish script."""
-    lines = ["# fish completion for bkctl; generated by python -m bkctl.commands.generate", "", _FISH]
+    """Return the fish script."""
+    shared = SharedOptions(tree)
+    cases: list[str] = []
+    groups: list[str] = []
     for page in tree.walk():
-        condition = f"__bkctl_at {_sh(page.name)}"
-        for child in page.children:
-            help_text = child.help.split("\n")[0]
-            lines.append(f"complete -c bkctl -n {_sh(condition)} -f -a {_sh(child.path[-1])} -d {_sh(help_text)}")
-        for option in page.options:
-            names = " ".join(f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in option.names)
-            value = "" if option.is_flag else _fish_value(option)
-            lines.append(f"complete -c bkctl -n {_sh(condition)} {names}{value} -d {_sh(option.help)}")
-        for argument in page.arguments[:1]:
-            value = _fish_value(argument).replace(" -r -F", " -F").replace(" -x", " -f")
-            lines.append(f"complete -c bkctl -n {_sh(condition)}{value}")
-    return "\n".join(lines) + "\n"
+        own, ending = shared.of(page)
+        argument = "commands" if page.children else _fish_argument(page)
+        ids = " ".join(filter(None, [argument, shared.numbers(own), "" if ending is None else f"$end{ending}"]))
+        cases.append(f"case {_sh(page.name)}; set ids {ids}")
+        if page.children:
+            lines = " ".join(f"{child.path[-1]} {_sh(_summary(child))}" for child in page.children)
+            groups.append(f"case {_sh(page.name)}; printf '%s\\t%s\\n' {lines}")
+    options = []
+    for number, option in enumerate(shared.options, 1):
+        names = " ".join(f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in option.names)
+        options.append(f"__bkctl {number} {names}{'' if option.is_flag else _fish_value(option)} -d {_sh(option.help)}")
+    for page in {_fish_argument(page): page for page in tree.walk() if page.arguments}.values():
+        value = _fish_value(page.arguments[0]).replace(" -r -F", " -F").replace(" -x", " -f")
+        options.append(f"__bkctl {_fish_argument(page)}{value}")
+    return (
+        _FISH.replace("@TAKERS@", "|".join(_value_takers(tree)))
+        .replace("@NESTED@", " ".join(_sh(page.name) for page in tree.walk() if page.children and len(page.path) == 2))
+        .replace(
+            "@ENDINGS@",
+            "\n".join(f"    set -l end{number} {shared.numbers(end)}" for number, end in enumerate(shared.endings)),
+        )
+        .replace("@CASES@", "\n".join(cases))
+        .replace("@GROUPS@", "\n".join(groups))
+        .replace("@OPTIONS@", "\n".join(options))
+    )
+
+
+def _fish_argument(page: Page) -> str:
+    """Return the name for how the first argument of a command is completed, "" without one."""
+    return _value_kind(page.arguments[0]).replace(" ", "-") if page.arguments else ""
 
 
 def _fish_value(option: Option) -> str:
@@ -420,7 +563,9 @@ def _fish_value(option: Option) -> str:
     return " -x" if kind == "none" else f" -x -a {_sh(f'(__bkctl_dynamic {kind})')}"
 
 
-_FISH: Final = r"""function __bkctl_at
+_FISH: Final = r"""# fish completion for bkctl; generated by python -m bkctl.commands.generate
+
+function __bkctl_path
     set -l path
     set -l skip 0
     for word in (commandline -opc)[2..-1]
@@ -432,13 +577,41 @@ _FISH: Final = r"""function __bkctl_at
             set -a path $word
         end
     end
-    test "$path" = "$argv[1]"
+    echo "$path"
+end
+
+function __bkctl_has
+    set -l line (commandline -cp | string collect)
+    if test "$line" != "$__bkctl_line"
+        set -l ids
+@ENDINGS@
+        switch (__bkctl_path)
+@CASES@
+        end
+        set -g __bkctl_line $line
+        set -g __bkctl_ids $ids
+    end
+    contains -- $argv[1] $__bkctl_ids
+end
+
+function __bkctl_commands
+    switch (__bkctl_path)
+@GROUPS@
+    end
 end
 
 function __bkctl_dynamic
     set -l words (commandline -opc) (commandline -ct)
     _BKCTL_COMPLETE=$argv[1] $words[1] $words[2..-1] 2>/dev/null
 end
+
+function __bkctl
+    complete -c bkctl -n "__bkctl_has $argv[1]" $argv[2..-1]
+end
+
+complete -c bkctl -n '__bkctl_has commands' -f -a '(__bkctl_commands)'
+@OPTIONS@
+functions -e __bkctl
 """
 
 
@@ -450,15 +623,10 @@ def generated_files() -> dict[str, str]:
     from bkctl import __version__
 
     tree = read_pages()
-    takers = sorted(
-        {name for page in tree.walk() for option in page.options if not option.is_flag for name in option.names}
-    )
-    nested = " ".join(_sh(page.name) for page in tree.walk() if page.children and len(page.path) == 2)
-    fish = fish_completion(tree).replace("@TAKERS@", "|".join(takers)).replace("@NESTED@", nested)
     files = {
         "completions/bkctl.bash": bash_completion(tree),
         "completions/_bkctl": zsh_completion(tree),
-        "completions/bkctl.fish": fish,
+        "completions/bkctl.fish": fish_completion(tree),
         "docs/commands.md": markdown(tree),
         "man/bkctl.1": man_page(tree, None, __version__),
     }

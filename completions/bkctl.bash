@@ -2,6 +2,7 @@
 
 _bkctl() {
   local IFS=$' \t\n' line current previous path='' words='' argument='none' kind='' word skip='' open=yes
+  local takers=' --ack-quorum --after --archive --backup --body --bookie --bookie-address --bookie-token-file --bookie-url --bookies --by --client-ca --conf --context --count --custom-metadata --deadline --depth --digest --digest-type --dir --ensemble-size --entries --entry --file --format --from --from-file --from-pos --host --id --if-state --index-dirs --instance-id --journal-dirs --kind --last --ledger --ledger-dirs --ledger-id --ledger-qualified-name --ledger-scope-id --limit --major-threshold --master --match --max-age --max-size --metadata-password-file --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-uri --metadata-user --min-age --min-replicas --min-size --minor-threshold --missing --not-missing --older-than --output --password --password-file --port --protocol --rate --read-only-token-file --record-size --reset-clock --resume --sample --save --seed --server-cert --server-key --set --size --sort --spark-conf --state --storage --suspend --threshold --timeout --tls-ca --tls-cert --tls-key --to --to-ledger-id --to-password-file --to-pos --to-scope --to-user --token-file --top --type --undo --watch --write-quorum -c -e -f -o -t -u -x '
   local -a typed
   line=${COMP_LINE:0:COMP_POINT}
   read -r -a typed <<< "$line"
@@ -11,7 +12,7 @@ _bkctl() {
   for word in "${typed[@]:1:${#typed[@]}-2}"; do
     if [[ -n $skip ]]; then skip=''; continue; fi
     case $word in
-      -*) case " --ack-quorum --after --archive --backup --body --bookie --bookie-address --bookie-token-file --bookie-url --bookies --by --client-ca --conf --context --count --custom-metadata --deadline --depth --digest --digest-type --dir --ensemble-size --entries --entry --file --format --from --from-file --from-pos --host --id --if-state --index-dirs --instance-id --journal-dirs --kind --last --ledger --ledger-dirs --ledger-id --ledger-qualified-name --ledger-scope-id --limit --major-threshold --master --match --max-age --max-size --metadata-password-file --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-uri --metadata-user --min-age --min-replicas --min-size --minor-threshold --missing --not-missing --older-than --output --password --password-file --port --protocol --rate --read-only-token-file --record-size --reset-clock --resume --sample --save --seed --server-cert --server-key --set --size --sort --spark-conf --state --storage --suspend --threshold --timeout --tls-ca --tls-cert --tls-key --to --to-ledger-id --to-password-file --to-pos --to-scope --to-user --token-file --top --type --undo --watch --write-quorum -c -e -f -o -t -u -x " in *" $word "*) skip=yes ;; esac ;;
+      -*) [[ $takers == *" $word "* ]] && skip=yes ;;
       *)
         if [[ $open == yes ]]; then
           path="${path:+$path }$word"
@@ -19,1145 +20,167 @@ _bkctl() {
         fi ;;
     esac
   done
+  local at='' end0='23' end1='5 6 7 8 9 10 11 20 21 23' end2='5 6 7 8 9 10 11 20 21 22 23' end3='6 21 23' end4='6 21 22 23'
+  local -a names=(--verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --metadata-tls --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-user --metadata-password-file --metadata-sasl --metadata-creator-acl --timeout --output --yes --help --uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --custom-metadata --password --password-file --record-size --protocol --all-scopes --min-age --max-age --min-size --max-size --limit --watch --bookie --state --after --count --keep-going --show-secrets --entry --check --every-entry --from --to --last --recover --no-verify --body --format --from-file --rate --if-state --ignore-missing --backup --undo --dry-run --accept-loss --size --keep --to-ledger-id '--digest --digest-type' --to-user --to-password-file --to-scope --new-id --open --dir --kind --ledger --sample --seed --bookie-url --deadline --wait --major --minor --accept-scoped-deletes --suspend --resume --status --entries --set --match --raw --discard-old --delete-cookie --meta --gaps --ledgers --locations --all --sort --threshold --query --skip-open --skip-unrecoverable --keep-cookie --min-replicas --from-pos --to-pos --type --after-lastmark --top --by --no-digests --minor-threshold --major-threshold --file --all-copies --scan --depth --overwrite --live --delete --sequence --journal-dirs --ledger-dirs --index-dirs --instance-id --scopes-only --scope-0-only --id --older-than --missing --not-missing --reset-clock --no-bookies --long-long-layout --bookies --storage --http --autorecovery --master --spark-conf --archive --ship --save --no-indexes --flat --host --port --token-file --bookie-token-file --read-only-token-file --server-cert --server-key --client-ca --replace --use)
   case $path in
-    '')
-      case $previous in
-        -u|--metadata-uri|--bookie-address|--metadata-user|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key|--metadata-tls-ca|--metadata-tls-cert|--metadata-tls-key|--metadata-password-file) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='ledger bookie bookies journal entrylog metadata cookie autorecovery cluster pipeline api context --verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --metadata-tls --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-user --metadata-password-file --metadata-sasl --metadata-creator-acl --timeout --output --yes --help'
-      ;;
-    'ledger')
-      words='write list show locate read tail delete recover verify test copy --help'
-      ;;
-    'ledger write')
-      case $previous in
-        --ledger-id|--ledger-scope-id|--ledger-qualified-name|--ensemble-size|--write-quorum|--ack-quorum|--digest-type|--custom-metadata|--password|--record-size|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        --password-file|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        --protocol) kind='words v2 v3' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --custom-metadata --password --password-file --record-size --protocol --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='files'
-      ;;
-    'ledger list')
-      case $previous in
-        --ledger-scope-id|--min-age|--max-age|--min-size|--max-size|--custom-metadata|--limit|--watch|--state|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        --bookie) kind='bookie' ;;
-        --after) kind='ledger' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--ledger-scope-id --all-scopes --min-age --max-age --min-size --max-size --custom-metadata --limit --watch --bookie --state --after --count --keep-going --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'ledger show')
-      case $previous in
-        --ledger-id|--ledger-scope-id|--ledger-qualified-name|--watch|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--ledger-id --ledger-scope-id --ledger-qualified-name --watch --show-secrets --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='ledger'
-      ;;
-    'ledger locate')
-      case $previous in
-        --ledger-id|--ledger-scope-id|--ledger-qualified-name|--entry|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        --protocol) kind='words v2 v3' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--ledger-id --ledger-scope-id --ledger-qualified-name --entry --protocol --check --every-entry --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='ledger'
-      ;;
-    'ledger read')
-      case $previous in
-        --ledger-id|--ledger-scope-id|--ledger-qualified-name|--from|--to|--count|--last|--password|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        --password-file|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        --protocol) kind='words v2 v3' ;;
-        --bookie) kind='bookie' ;;
-        --format) kind='words base64 utf8 hex raw' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--ledger-id --ledger-scope-id --ledger-qualified-name --from --to --count --last --password --password-file --protocol --bookie --recover --no-verify --body --format --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='ledger'
-      ;;
-    'ledger tail')
-      case $previous in
-        --ledger-id|--ledger-scope-id|--ledger-qualified-name|--last|--password|--from|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        --password-file|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        --protocol) kind='words v2 v3' ;;
-        --format) kind='words base64 utf8 hex raw' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--ledger-id --ledger-scope-id --ledger-qualified-name --last --password --password-file --protocol --from --no-verify --body --format --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='ledger'
-      ;;
-    'ledger delete')
-      case $previous in
-        --from-file|--backup|--undo|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        --ledger-id|--ledger-scope-id|--ledger-qualified-name|--rate|--if-state|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--from-file --ledger-id --ledger-scope-id --ledger-qualified-name --rate --if-state --ignore-missing --keep-going --backup --undo --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
-      argument='ledger'
-      ;;
-    'ledger recover')
-      case $previous in
-        --ledger-id|--ledger-scope-id|--ledger-qualified-name|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--ledger-id --ledger-scope-id --ledger-qualified-name --accept-loss --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
-      argument='ledger'
-      ;;
-    'ledger verify')
-      case $previous in
-        --ledger-id|--ledger-scope-id|--ledger-qualified-name|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        --protocol) kind='words v2 v3' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--ledger-id --ledger-scope-id --ledger-qualified-name --protocol --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='ledger'
-      ;;
-    'ledger test')
-      case $previous in
-        --ledger-id|--ledger-scope-id|--ledger-qualified-name|--ensemble-size|--write-quorum|--ack-quorum|--digest-type|--count|--size|--password|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        --password-file|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        --protocol) kind='words v2 v3' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --count --size --password --password-file --protocol --keep --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'ledger copy')
-      case $previous in
-        --from-file|--to-password-file|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        --ledger-id|--ledger-scope-id|--ledger-qualified-name|--to-ledger-id|--ensemble-size|--write-quorum|--ack-quorum|--digest|--digest-type|--rate|--to-user|--to-scope|--to|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--from-file --ledger-id --ledger-scope-id --ledger-qualified-name --to-ledger-id --ensemble-size --write-quorum --ack-quorum --digest --digest-type --rate --to-user --to-password-file --to-scope --to --new-id --recover --open --keep-going --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='ledger'
-      ;;
-    'bookie')
-      words='start files check state ready info readonly gc compact-locations sanity config metrics downgrade convert format init index --help'
-      ;;
-    'bookie start')
-      case $previous in
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'bookie files')
-      case $previous in
-        --dir|-c|--conf) kind='files' ;;
-        --kind) kind='none' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--dir --kind --conf --output --help'
-      argument='files'
-      ;;
-    'bookie check')
-      case $previous in
-        --ledger) kind='ledger' ;;
-        --ledger-scope-id|--digest|--digest-type|--password|--sample|--seed|--rate|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        --password-file|--dir|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--ledger --ledger-scope-id --digest --digest-type --password --password-file --sample --seed --rate --dir --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='files'
-      ;;
-    'bookie state')
-      case $previous in
-        --bookie) kind='bookie' ;;
-        --bookie-url|--watch|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--bookie --bookie-url --watch --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'bookie ready')
-      case $previous in
-        --bookie) kind='bookie' ;;
-        --bookie-url|--deadline|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--bookie --bookie-url --deadline --wait --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'bookie info')
-      case $previous in
-        --bookie) kind='bookie' ;;
-        --bookie-url|--watch|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--bookie --bookie-url --watch --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'bookie readonly')
-      case $previous in
-        --bookie) kind='bookie' ;;
-        --bookie-url|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--bookie --bookie-url --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='words on off'
-      ;;
-    'bookie gc')
-      case $previous in
-        --bookie) kind='bookie' ;;
-        --bookie-url|--deadline|--watch|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        --suspend|--resume) kind='words major minor both' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--bookie --bookie-url --deadline --watch --major --minor --wait --accept-scoped-deletes --suspend --resume --status --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
-      ;;
-    'bookie compact-locations')
-      case $previous in
-        --bookie) kind='bookie' ;;
-        --bookie-url|--deadline|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--bookie --bookie-url --deadline --wait --status --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='none'
-      ;;
-    'bookie sanity')
-      case $previous in
-        --bookie) kind='bookie' ;;
-        --bookie-url|-e|--entries|-t|--deadline|--ledger-scope-id|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--bookie --bookie-url --entries --deadline --ledger-scope-id --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'bookie config')
-      case $previous in
-        --bookie) kind='bookie' ;;
-        --bookie-url|--set|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--bookie --bookie-url --set --show-secrets --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='none'
-      ;;
-    'bookie metrics')
-      case $previous in
-        --bookie) kind='bookie' ;;
-        --bookie-url|--watch|--match|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--bookie --bookie-url --watch --match --raw --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'bookie downgrade')
-      case $previous in
-        --dir|-c|--conf) kind='files' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--dir --dry-run --conf --output --help'
-      argument='files'
-      ;;
-    'bookie convert')
-      case $previous in
-        --to) kind='words db interleaved' ;;
-        --dir|-c|--conf) kind='files' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--to --dir --discard-old --dry-run --conf --output --yes --help'
-      argument='files'
-      ;;
-    'bookie format')
-      case $previous in
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--delete-cookie --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
-      ;;
-    'bookie init')
-      case $previous in
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--check --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'bookie index')
-      words='show check rebuild regenerate --help'
-      ;;
-    'bookie index show')
-      case $previous in
-        --ledger-id|--ledger-scope-id|--ledger-qualified-name|--entry) kind='none' ;;
-        --dir|-c|--conf) kind='files' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--ledger-id --ledger-scope-id --ledger-qualified-name --entry --dir --meta --gaps --show-secrets --conf --output --help'
-      argument='ledger'
-      ;;
-    'bookie index check')
-      case $previous in
-        --dir|-c|--conf) kind='files' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--ledgers --locations --dir --conf --output --help'
-      argument='files'
-      ;;
-    'bookie index rebuild')
-      case $previous in
-        --dir|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--ledgers --locations --dir --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='files'
-      ;;
-    'bookie index regenerate')
-      case $previous in
-        --ledger-id|--ledger-scope-id|--ledger-qualified-name|--password|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        --password-file|--dir|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--ledger-id --ledger-scope-id --ledger-qualified-name --password --password-file --dir --all --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='ledger'
-      ;;
-    'bookies')
-      words='list show usage recover decommission drain ok-to-stop --help'
-      ;;
-    'bookies list')
-      case $previous in
-        --watch|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        --state) kind='words rw ro down all' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--watch --state --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'bookies show')
-      case $previous in
-        --watch|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--watch --ledgers --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='bookie'
-      ;;
-    'bookies usage')
-      case $previous in
-        --sort) kind='words bookie used free' ;;
-        --threshold|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--sort --threshold --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'bookies recover')
-      case $previous in
-        --ledger) kind='ledger' ;;
-        --ledger-scope-id|--rate|--deadline|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        --resume|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--ledger --ledger-scope-id --rate --deadline --query --skip-open --skip-unrecoverable --delete-cookie --resume --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
-      argument='bookie'
-      ;;
-    'bookies decommission')
-      case $previous in
-        --rate|--deadline|--watch|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--rate --deadline --watch --skip-unrecoverable --keep-cookie --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
-      argument='bookie'
-      ;;
-    'bookies drain')
-      case $previous in
-        --rate|--deadline|--watch|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--rate --deadline --watch --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
-      argument='bookie'
-      ;;
-    'bookies ok-to-stop')
-      case $previous in
-        --watch|--min-replicas|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--watch --min-replicas --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='bookie'
-      ;;
-    'journal')
-      words='list read lastmark verify stats --help'
-      ;;
-    'journal list')
-      case $previous in
-        --dir|-c|--conf) kind='files' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--dir --conf --output --help'
-      argument='files'
-      ;;
-    'journal read')
-      case $previous in
-        --ledger) kind='ledger' ;;
-        --ledger-scope-id|--entry|--from-pos|--to-pos|--limit|--digest|--digest-type) kind='none' ;;
-        --type) kind='words entry ledgerKey fence forceLedger explicitLac padding ledgersMap unknown' ;;
-        --format) kind='words base64 utf8 hex raw' ;;
-        --dir|-c|--conf) kind='files' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--ledger --ledger-scope-id --all-scopes --entry --from-pos --to-pos --type --limit --body --format --digest --digest-type --dir --after-lastmark --show-secrets --conf --output --help'
-      argument='journal'
-      ;;
-    'journal lastmark')
-      case $previous in
-        --dir|-c|--conf) kind='files' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--dir --conf --output --help'
-      argument='files'
-      ;;
-    'journal verify')
-      case $previous in
-        --dir|-c|--conf) kind='files' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--dir --conf --output --help'
-      argument='journal'
-      ;;
-    'journal stats')
-      case $previous in
-        --top) kind='none' ;;
-        --dir|-c|--conf) kind='files' ;;
-        --by) kind='words file type ledger scope' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--top --dir --by --conf --output --help'
-      argument='journal'
-      ;;
-    'entrylog')
-      words='list show read verify active garbage extract --help'
-      ;;
-    'entrylog list')
-      case $previous in
-        --dir|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        --sort) kind='words id size garbage age' ;;
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--dir --sort --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='files'
-      ;;
-    'entrylog show')
-      case $previous in
-        --dir|-c|--conf) kind='files' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--dir --conf --output --help'
-      argument='entrylog'
-      ;;
-    'entrylog read')
-      case $previous in
-        --ledger) kind='ledger' ;;
-        --ledger-scope-id|--entry|--from-pos|--to-pos|--limit|--digest|--digest-type) kind='none' ;;
-        --type) kind='words entry ledgerKey fence forceLedger explicitLac padding ledgersMap unknown' ;;
-        --format) kind='words base64 utf8 hex raw' ;;
-        --dir|-c|--conf) kind='files' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--ledger --ledger-scope-id --all-scopes --entry --from-pos --to-pos --type --limit --body --format --digest --digest-type --dir --conf --output --help'
-      argument='entrylog'
-      ;;
-    'entrylog verify')
-      case $previous in
-        --digest|--digest-type|--password|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        --password-file|--dir|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--digest --digest-type --password --password-file --dir --no-digests --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='entrylog'
-      ;;
-    'entrylog active')
-      case $previous in
-        --dir|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        --state) kind='words alive dead unknown' ;;
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--dir --all --state --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='entrylog'
-      ;;
-    'entrylog garbage')
-      case $previous in
-        --minor-threshold|--major-threshold|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        --dir|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        --sort) kind='words id size garbage age' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--minor-threshold --major-threshold --dir --all --sort --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='entrylog'
-      ;;
-    'entrylog extract')
-      case $previous in
-        --from|--to|--ledger-scope-id|--digest|--digest-type) kind='none' ;;
-        --ledger) kind='ledger' ;;
-        -f|--file|--dir|-c|--conf) kind='files' ;;
-        --format) kind='words log ndjson raw' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--from --to --ledger --ledger-scope-id --digest --digest-type --file --dir --format --all-copies --scan --conf --output --yes --help'
-      argument='entrylog'
-      ;;
-    'metadata')
-      words='layout get tree undo export import diff migrate check orphans scopes idgen replace-bookie --help'
-      ;;
-    'metadata layout')
-      case $previous in
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'metadata get')
-      case $previous in
-        --format) kind='words base64 utf8 hex raw' ;;
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--format --show-secrets --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='none'
-      ;;
-    'metadata tree')
-      case $previous in
-        --depth|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--depth --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='none'
-      ;;
-    'metadata undo')
-      case $previous in
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
-      argument='files'
-      ;;
-    'metadata export')
-      case $previous in
-        --ledger-id|--ledger-scope-id|--ledger-qualified-name|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -f|--file|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--ledger-id --ledger-scope-id --ledger-qualified-name --file --overwrite --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='ledger'
-      ;;
-    'metadata import')
-      case $previous in
-        -f|--file|--undo|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--file --overwrite --undo --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
-      ;;
-    'metadata diff')
-      case $previous in
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='none'
-      ;;
-    'metadata migrate')
-      case $previous in
-        --to|--to-user|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        --to-password-file|--undo|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--to --to-user --to-password-file --overwrite --live --undo --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
-      ;;
-    'metadata check')
-      case $previous in
-        --ledger-scope-id|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--ledger-scope-id --all-scopes --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'metadata orphans')
-      case $previous in
-        --undo|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--delete --undo --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
-      ;;
-    'metadata scopes')
-      case $previous in
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'metadata idgen')
-      case $previous in
-        --count|--ledger-scope-id|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--count --ledger-scope-id --sequence --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'metadata replace-bookie')
-      case $previous in
-        --limit|--rate|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        --from|--to) kind='bookie' ;;
-        --undo|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--limit --from --to --rate --undo --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
-      ;;
-    'cookie')
-      words='list show create update delete generate expand rename verify --help'
-      ;;
-    'cookie list')
-      case $previous in
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'cookie show')
-      case $previous in
-        --dir|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        --format) kind='words base64 utf8 hex raw' ;;
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--dir --format --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='bookie'
-      ;;
-    'cookie create')
-      case $previous in
-        -f|--file|--undo|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--file --undo --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='bookie'
-      ;;
-    'cookie update')
-      case $previous in
-        -f|--file|--undo|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--file --undo --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
-      argument='bookie'
-      ;;
-    'cookie delete')
-      case $previous in
-        --dir|--undo|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--dir --undo --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
-      argument='bookie'
-      ;;
-    'cookie generate')
-      case $previous in
-        --journal-dirs|--ledger-dirs|--index-dirs|--instance-id|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -f|--file|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--journal-dirs --ledger-dirs --index-dirs --instance-id --file --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='bookie'
-      ;;
-    'cookie expand')
-      case $previous in
-        --undo|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--undo --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
-      ;;
-    'cookie rename')
-      case $previous in
-        --dir|--undo|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--dir --undo --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
-      argument='none'
-      ;;
-    'cookie verify')
-      case $previous in
-        --dir|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--dir --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='bookie'
-      ;;
-    'autorecovery')
-      words='run status enable disable list workers mark unmark auditor audit delay --help'
-      ;;
-    'autorecovery run')
-      case $previous in
-        --id|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--scopes-only --scope-0-only --id --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'autorecovery status')
-      case $previous in
-        --watch|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--watch --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'autorecovery enable')
-      case $previous in
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'autorecovery disable')
-      case $previous in
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'autorecovery list')
-      case $previous in
-        --ledger-scope-id|--watch|--older-than|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        --missing|--not-missing) kind='bookie' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--ledger-scope-id --all-scopes --watch --older-than --missing --not-missing --count --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'autorecovery workers')
-      case $previous in
-        --ledger-scope-id|--watch|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--ledger-scope-id --all-scopes --watch --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'autorecovery mark')
-      case $previous in
-        --from-file|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        --ledger-id|--ledger-scope-id|--ledger-qualified-name|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        --missing) kind='bookie' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--from-file --ledger-id --ledger-scope-id --ledger-qualified-name --missing --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='ledger'
-      ;;
-    'autorecovery unmark')
-      case $previous in
-        --from-file|--undo|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        --ledger-id|--ledger-scope-id|--ledger-qualified-name|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--from-file --ledger-id --ledger-scope-id --ledger-qualified-name --undo --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
-      argument='ledger'
-      ;;
-    'autorecovery auditor')
-      case $previous in
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--all --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'autorecovery audit')
-      case $previous in
-        --reset-clock|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--reset-clock --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'autorecovery delay')
-      case $previous in
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='none'
-      ;;
-    'cluster')
-      words='info health id init nuke up down status healthcheck --help'
-      ;;
-    'cluster info')
-      case $previous in
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'cluster health')
-      case $previous in
-        --watch|--threshold|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--watch --threshold --no-bookies --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'cluster id')
-      case $previous in
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'cluster init')
-      case $previous in
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--long-long-layout --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'cluster nuke')
-      case $previous in
-        --instance-id|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        --backup|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--instance-id --backup --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
-      ;;
-    'cluster up')
-      case $previous in
-        --dir|-c|--conf) kind='files' ;;
-        --bookies|--storage) kind='none' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--dir --bookies --storage --http --autorecovery --conf --output --help'
-      ;;
-    'cluster down')
-      case $previous in
-        --dir|-c|--conf) kind='files' ;;
-        --bookie) kind='none' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--dir --bookie --conf --output --help'
-      ;;
-    'cluster status')
-      case $previous in
-        --dir|-c|--conf) kind='files' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--dir --conf --output --help'
-      ;;
-    'cluster healthcheck')
-      words='status enable disable --help'
-      ;;
-    'cluster healthcheck status')
-      case $previous in
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'cluster healthcheck enable')
-      case $previous in
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'cluster healthcheck disable')
-      case $previous in
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'pipeline')
-      words='inventory integrity garbage journal-audit report export import migrate-scope --help'
-      ;;
-    'pipeline inventory')
-      case $previous in
-        --ledger) kind='ledger' ;;
-        --ledger-scope-id|--master|--spark-conf|--archive|--save|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        --by) kind='words bookie entrylog scope ledger application' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--ledger --ledger-scope-id --all-scopes --master --spark-conf --archive --ship --by --save --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='none'
-      ;;
-    'pipeline integrity')
-      case $previous in
-        --ledger) kind='ledger' ;;
-        --ledger-scope-id|--master|--spark-conf|--archive|--save|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--ledger --ledger-scope-id --all-scopes --master --spark-conf --archive --ship --no-indexes --save --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='none'
-      ;;
-    'pipeline garbage')
-      case $previous in
-        --minor-threshold|--major-threshold|--master|--spark-conf|--archive|--save|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        --by) kind='words entrylog bookie ledger' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--minor-threshold --major-threshold --master --spark-conf --archive --ship --by --save --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='none'
-      ;;
-    'pipeline journal-audit')
-      case $previous in
-        --ledger) kind='ledger' ;;
-        --ledger-scope-id|--master|--spark-conf|--archive|--save|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        --by) kind='words journal entry' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--ledger --ledger-scope-id --all-scopes --master --spark-conf --archive --ship --by --save --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='none'
-      ;;
-    'pipeline report')
-      case $previous in
-        --minor-threshold|--major-threshold|--master|--spark-conf|--archive|--save|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--minor-threshold --major-threshold --master --spark-conf --archive --ship --save --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='none'
-      ;;
-    'pipeline export')
-      case $previous in
-        --ledger-id|--ledger-scope-id|--ledger-qualified-name|--master|--spark-conf|--archive|--save|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--ledger-id --ledger-scope-id --ledger-qualified-name --master --spark-conf --archive --ship --overwrite --flat --save --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='none'
-      ;;
-    'pipeline import')
-      case $previous in
-        --to-scope|--ensemble-size|--write-quorum|--ack-quorum|--master|--spark-conf|--archive|--save|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        --password-file|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--to-scope --ensemble-size --write-quorum --ack-quorum --master --spark-conf --archive --ship --password-file --dry-run --save --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='none'
-      ;;
-    'pipeline migrate-scope')
-      case $previous in
-        --ledger-id|--ledger-scope-id|--ledger-qualified-name|--to-scope|--ensemble-size|--write-quorum|--ack-quorum|--master|--spark-conf|--archive|--save|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--ledger-id --ledger-scope-id --ledger-qualified-name --to-scope --ensemble-size --write-quorum --ack-quorum --master --spark-conf --archive --ship --dry-run --save --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='ledger'
-      ;;
-    'api')
-      words='serve get put delete --help'
-      ;;
-    'api serve')
-      case $previous in
-        --host|--port|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        --token-file|--bookie-token-file|--read-only-token-file|--server-cert|--server-key|--client-ca|-c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--host --port --token-file --bookie-token-file --read-only-token-file --server-cert --server-key --client-ca --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      ;;
-    'api get')
-      case $previous in
-        --bookie) kind='bookie' ;;
-        --bookie-url|--max-size|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--bookie --bookie-url --max-size --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='none'
-      ;;
-    'api put')
-      case $previous in
-        --bookie) kind='bookie' ;;
-        --bookie-url|--max-size|--body|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--bookie --bookie-url --max-size --body --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='none'
-      ;;
-    'api delete')
-      case $previous in
-        --bookie) kind='bookie' ;;
-        --bookie-url|--max-size|-u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--bookie --bookie-url --max-size --dry-run --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --yes --help'
-      argument='none'
-      ;;
-    'context')
-      words='list show add use delete --help'
-      ;;
-    'context list')
-      case $previous in
-        -c|--conf) kind='files' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--conf --output --help'
-      ;;
-    'context show')
-      case $previous in
-        -c|--conf) kind='files' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--conf --output --help'
-      argument='context'
-      ;;
-    'context add')
-      case $previous in
-        -u|--metadata-uri|--bookie-address|--timeout) kind='none' ;;
-        -c|--conf|--tls-ca|--tls-cert|--tls-key) kind='files' ;;
-        -x|--context) kind='context' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--replace --use --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --output --help'
-      argument='context'
-      ;;
-    'context use')
-      case $previous in
-        -c|--conf) kind='files' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--conf --output --help'
-      argument='context'
-      ;;
-    'context delete')
-      case $previous in
-        -c|--conf) kind='files' ;;
-        -o|--output) kind='words table json ndjson csv id' ;;
-      esac
-      words='--conf --output --yes --help'
-      argument='context'
-      ;;
+'') at="0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23" words='ledger bookie bookies journal entrylog metadata cookie autorecovery cluster pipeline api context' ;;
+'ledger') at="$end0" words='write list show locate read tail delete recover verify test copy' ;;
+'ledger write') at="24 25 26 27 28 29 30 31 32 33 34 35 36 $end1" argument='files' ;;
+'ledger list') at="26 37 38 39 40 41 32 42 43 44 45 46 47 48 $end1" ;;
+'ledger show') at="25 26 27 43 49 $end1" argument='ledger' ;;
+'ledger locate') at="25 26 27 50 36 51 52 $end1" argument='ledger' ;;
+'ledger read') at="25 26 27 53 54 47 55 33 34 36 44 56 57 58 59 $end1" argument='ledger' ;;
+'ledger tail') at="25 26 27 55 33 34 36 53 57 58 59 $end1" argument='ledger' ;;
+'ledger delete') at="60 25 26 27 61 62 63 48 64 65 66 $end2" argument='ledger' ;;
+'ledger recover') at="25 26 27 67 66 $end2" argument='ledger' ;;
+'ledger verify') at="25 26 27 36 $end1" argument='ledger' ;;
+'ledger test') at="24 25 26 27 28 29 30 31 47 68 33 34 36 69 $end1" ;;
+'ledger copy') at="60 25 26 27 70 28 29 30 71 61 72 73 74 54 75 56 76 48 $end1" argument='ledger' ;;
+'bookie') at="$end0" words='start files check state ready info readonly gc compact-locations sanity config metrics downgrade convert format init index' ;;
+'bookie start') at="$end1" ;;
+'bookie files') at="77 78 $end3" argument='files' ;;
+'bookie check') at="79 26 71 33 34 80 81 61 77 $end1" argument='files' ;;
+'bookie state') at="44 82 43 $end1" ;;
+'bookie ready') at="44 82 83 84 $end1" ;;
+'bookie info') at="44 82 43 $end1" ;;
+'bookie readonly') at="44 82 66 $end1" argument='words on off' ;;
+'bookie gc') at="44 82 83 43 85 86 84 87 88 89 90 66 $end2" ;;
+'bookie compact-locations') at="44 82 83 84 90 66 $end1" argument='none' ;;
+'bookie sanity') at="44 82 91 83 26 $end1" ;;
+'bookie config') at="44 82 92 49 66 $end1" argument='none' ;;
+'bookie metrics') at="44 82 43 93 94 $end1" ;;
+'bookie downgrade') at="77 66 $end3" argument='files' ;;
+'bookie convert') at="54 77 95 66 $end4" argument='files' ;;
+'bookie format') at="96 66 $end2" ;;
+'bookie init') at="51 66 $end1" ;;
+'bookie index') at="$end0" words='show check rebuild regenerate' ;;
+'bookie index show') at="25 26 27 50 77 97 98 49 $end3" argument='ledger' ;;
+'bookie index check') at="99 100 77 $end3" argument='files' ;;
+'bookie index rebuild') at="99 100 77 66 $end1" argument='files' ;;
+'bookie index regenerate') at="25 26 27 33 34 77 101 66 $end1" argument='ledger' ;;
+'bookies') at="$end0" words='list show usage recover decommission drain ok-to-stop' ;;
+'bookies list') at="43 45 $end1" ;;
+'bookies show') at="43 99 $end1" argument='bookie' ;;
+'bookies usage') at="102 103 $end1" ;;
+'bookies recover') at="79 26 61 83 104 105 106 96 89 66 $end2" argument='bookie' ;;
+'bookies decommission') at="61 83 43 106 107 66 $end2" argument='bookie' ;;
+'bookies drain') at="61 83 43 66 $end2" argument='bookie' ;;
+'bookies ok-to-stop') at="43 108 $end1" argument='bookie' ;;
+'journal') at="$end0" words='list read lastmark verify stats' ;;
+'journal list') at="77 $end3" argument='files' ;;
+'journal read') at="79 26 37 50 109 110 111 42 58 59 71 77 112 49 $end3" argument='journal' ;;
+'journal lastmark') at="77 $end3" argument='files' ;;
+'journal verify') at="77 $end3" argument='journal' ;;
+'journal stats') at="113 77 114 $end3" argument='journal' ;;
+'entrylog') at="$end0" words='list show read verify active garbage extract' ;;
+'entrylog list') at="77 102 $end1" argument='files' ;;
+'entrylog show') at="77 $end3" argument='entrylog' ;;
+'entrylog read') at="79 26 37 50 109 110 111 42 58 59 71 77 $end3" argument='entrylog' ;;
+'entrylog verify') at="71 33 34 77 115 $end1" argument='entrylog' ;;
+'entrylog active') at="77 101 45 $end1" argument='entrylog' ;;
+'entrylog garbage') at="116 117 77 101 102 $end1" argument='entrylog' ;;
+'entrylog extract') at="53 54 79 26 71 118 77 59 119 120 $end4" argument='entrylog' ;;
+'metadata') at="$end0" words='layout get tree undo export import diff migrate check orphans scopes idgen replace-bookie' ;;
+'metadata layout') at="$end1" ;;
+'metadata get') at="59 49 $end1" argument='none' ;;
+'metadata tree') at="121 $end1" argument='none' ;;
+'metadata undo') at="66 $end2" argument='files' ;;
+'metadata export') at="25 26 27 118 122 $end1" argument='ledger' ;;
+'metadata import') at="118 122 65 66 $end2" ;;
+'metadata diff') at="$end1" argument='none' ;;
+'metadata migrate') at="54 72 73 122 123 65 66 $end2" ;;
+'metadata check') at="26 37 $end1" ;;
+'metadata orphans') at="124 65 66 $end2" ;;
+'metadata scopes') at="$end1" ;;
+'metadata idgen') at="47 26 125 $end1" ;;
+'metadata replace-bookie') at="42 53 54 61 65 66 $end2" ;;
+'cookie') at="$end0" words='list show create update delete generate expand rename verify' ;;
+'cookie list') at="$end1" ;;
+'cookie show') at="77 59 $end1" argument='bookie' ;;
+'cookie create') at="118 65 66 $end1" argument='bookie' ;;
+'cookie update') at="118 65 66 $end2" argument='bookie' ;;
+'cookie delete') at="77 65 66 $end2" argument='bookie' ;;
+'cookie generate') at="126 127 128 129 118 $end1" argument='bookie' ;;
+'cookie expand') at="65 66 $end2" ;;
+'cookie rename') at="77 65 66 $end2" argument='none' ;;
+'cookie verify') at="77 $end1" argument='bookie' ;;
+'autorecovery') at="$end0" words='run status enable disable list workers mark unmark auditor audit delay' ;;
+'autorecovery run') at="130 131 132 $end1" ;;
+'autorecovery status') at="43 $end1" ;;
+'autorecovery enable') at="$end1" ;;
+'autorecovery disable') at="$end1" ;;
+'autorecovery list') at="26 37 43 133 134 135 47 $end1" ;;
+'autorecovery workers') at="26 37 43 $end1" ;;
+'autorecovery mark') at="60 25 26 27 134 66 $end1" argument='ledger' ;;
+'autorecovery unmark') at="60 25 26 27 65 66 $end2" argument='ledger' ;;
+'autorecovery auditor') at="101 $end1" ;;
+'autorecovery audit') at="136 66 $end1" ;;
+'autorecovery delay') at="66 $end1" argument='none' ;;
+'cluster') at="$end0" words='info health id init nuke up down status healthcheck' ;;
+'cluster info') at="$end1" ;;
+'cluster health') at="43 103 137 $end1" ;;
+'cluster id') at="$end1" ;;
+'cluster init') at="138 66 $end1" ;;
+'cluster nuke') at="129 64 66 $end2" ;;
+'cluster up') at="77 139 140 141 142 $end3" ;;
+'cluster down') at="77 44 $end3" ;;
+'cluster status') at="77 $end3" ;;
+'cluster healthcheck') at="$end0" words='status enable disable' ;;
+'cluster healthcheck status') at="$end1" ;;
+'cluster healthcheck enable') at="$end1" ;;
+'cluster healthcheck disable') at="$end1" ;;
+'pipeline') at="$end0" words='inventory integrity garbage journal-audit report export import migrate-scope' ;;
+'pipeline inventory') at="79 26 37 143 144 145 146 114 147 $end1" argument='none' ;;
+'pipeline integrity') at="79 26 37 143 144 145 146 148 147 $end1" argument='none' ;;
+'pipeline garbage') at="116 117 143 144 145 146 114 147 $end1" argument='none' ;;
+'pipeline journal-audit') at="79 26 37 143 144 145 146 114 147 $end1" argument='none' ;;
+'pipeline report') at="116 117 143 144 145 146 147 $end1" argument='none' ;;
+'pipeline export') at="25 26 27 143 144 145 146 122 149 147 $end1" argument='none' ;;
+'pipeline import') at="74 28 29 30 143 144 145 146 34 66 147 $end1" argument='none' ;;
+'pipeline migrate-scope') at="25 26 27 74 28 29 30 143 144 145 146 66 147 $end1" argument='ledger' ;;
+'api') at="$end0" words='serve get put delete' ;;
+'api serve') at="150 151 152 153 154 155 156 157 $end1" ;;
+'api get') at="44 82 41 $end1" argument='none' ;;
+'api put') at="44 82 41 58 66 $end1" argument='none' ;;
+'api delete') at="44 82 41 66 $end2" argument='none' ;;
+'context') at="$end0" words='list show add use delete' ;;
+'context list') at="$end3" ;;
+'context show') at="$end3" argument='context' ;;
+'context add') at="158 159 $end1" argument='context' ;;
+'context use') at="$end3" argument='context' ;;
+'context delete') at="$end4" argument='context' ;;
   esac
+  for word in $at; do words+=" ${names[word]}"; done
+  case $previous in -v) previous=--verbose ;; -q) previous=--quiet ;; -u) previous=--metadata-uri ;; -c) previous=--conf ;; -x) previous=--context ;; -o) previous=--output ;; -y) previous=--yes ;; -e) previous=--entries ;; -t) previous=--deadline ;; -f) previous=--file ;; esac
+  if [[ $previous == -* && " $words " == *" $previous "* ]]; then
+    case "$path:$previous" in
+'ledger list:--count'|'autorecovery list:--count') kind='' ;;
+'bookie convert:--to') kind='words db interleaved' ;;
+'bookies list:--state') kind='words rw ro down all' ;;
+'bookies usage:--sort') kind='words bookie used free' ;;
+'bookies recover:--resume') kind='files' ;;
+'entrylog active:--state') kind='words alive dead unknown' ;;
+'entrylog extract:--format') kind='words log ndjson raw' ;;
+'metadata replace-bookie:--from'|'metadata replace-bookie:--to') kind='bookie' ;;
+'cluster down:--bookie'|'api put:--body') kind='none' ;;
+'pipeline inventory:--by') kind='words bookie entrylog scope ledger application' ;;
+'pipeline garbage:--by') kind='words entrylog bookie ledger' ;;
+'pipeline journal-audit:--by') kind='words journal entry' ;;
+*:--conf|*:--tls-ca|*:--tls-cert|*:--tls-key|*:--metadata-tls-ca|*:--metadata-tls-cert|*:--metadata-tls-key|*:--metadata-password-file|*:--password-file|*:--from-file|*:--backup|*:--undo|*:--to-password-file|*:--dir|*:--file|*:--token-file|*:--bookie-token-file|*:--read-only-token-file|*:--server-cert|*:--server-key|*:--client-ca) kind='files' ;;
+*:--context) kind='context' ;;
+*:--output) kind='words table json ndjson csv id' ;;
+*:--protocol) kind='words v2 v3' ;;
+*:--bookie|*:--missing|*:--not-missing) kind='bookie' ;;
+*:--after|*:--ledger) kind='ledger' ;;
+*:--body) kind='' ;;
+*:--format) kind='words base64 utf8 hex raw' ;;
+*:--suspend|*:--resume) kind='words major minor both' ;;
+*:--sort) kind='words id size garbage age' ;;
+*:--type) kind='words entry ledgerKey fence forceLedger explicitLac padding ledgersMap unknown' ;;
+*:--by) kind='words file type ledger scope' ;;
+*) [[ $takers == *" $previous "* ]] && kind='none' ;;
+    esac
+  fi
   COMPREPLY=()
   if [[ -z $kind ]]; then
     if [[ $current == -* || $argument == none ]]; then kind="words $words"; else kind=$argument; fi

@@ -65,3 +65,49 @@ def test_scripts_are_executable_and_parse(name: str) -> None:
     assert os.access(script, os.X_OK)
     shell = script.read_text().splitlines()[0].rpartition("/")[2].removeprefix("env ")
     subprocess.run([shell, "-n", str(script)], check=True)
+
+
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md")),
+]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_of_the_documents_lead_to_files(page: str) -> None:
+    path = ROOT / page
+    links = re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", path.read_text())
+    files = [link for link in links if "://" not in link]
+    assert [link for link in files if not (path.parent / link).exists()] == []
+
+
+def test_contributing_names_targets_and_files_that_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {word for words in re.findall(r"`make ([a-z ]+)", text) for word in words.split()}
+    assert named <= targets
+    assert {"fast", "format", "lint", "types", "test", "generate", "protos", "bench", "picture"} <= named
+    paths = re.findall(r"`((?:bkctl|commands|tests|docs|benchmarks|completions|man|\.ci)/[\w./-]*)`", text)
+    assert len(paths) > 20
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_the_readme_is_short_and_names_commands_that_exist() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 120
+    reference = set(re.findall(r"^### bkctl (.+)$", (ROOT / "docs/commands.md").read_text(), re.MULTILINE))
+    groups = {name.split()[0] for name in reference}
+    named = set(re.findall(r"bkctl ((?:[a-z-]+ ){0,2}[a-z-]+)", readme))
+    commands = {name for name in named if name.split()[0] in groups and " " in name}
+    assert len(commands) > 20
+    unknown = {name for name in commands if not any(name == each or name.startswith(f"{each} ") for each in reference)}
+    assert unknown == set()
+
+
+def test_the_picture_of_the_terminal_fetches_nothing() -> None:
+    picture = (ROOT / "docs/terminal.svg").read_text()
+    assert "bkctl&#160;bookies&#160;list" in picture
+    assert "url(http" not in picture
+    assert "@import" not in picture

@@ -123,7 +123,7 @@ class LedgerData(_message.Message):
     masterKey: bytes
     explicitLac: bytes
     limbo: bool
-    def __init__(self, exists: bool = ..., fenced: bool = ..., masterKey: _Optional[bytes] = ..., explicitLac: _Optional[bytes] = ..., limbo: bool = ...) -> None: ...
+    def __init__(self, exists: _Optional[bool] = ..., fenced: _Optional[bool] = ..., masterKey: _Optional[bytes] = ..., explicitLac: _Optional[bytes] = ..., limbo: _Optional[bool] = ...) -> None: ...
 
 class LedgerRereplicationLayoutFormat(_message.Message):
     __slots__ = ("type", "version")

@@ -68,8 +68,14 @@ def test_what_is_written_is_read_back(fake_cluster, run, digest_type, protocol, 
     async def scenario():
         async with fake_cluster(4) as cluster, cluster.client(protocol=protocol) as client:
             writer = await write(
-                client, digest_type=digest_type, password=b"secret", ledger_scope_id=scope_id, ensemble_size=4,
-                write_quorum_size=3, ack_quorum_size=2, custom_metadata={"application": b"test"},
+                client,
+                digest_type=digest_type,
+                password=b"secret",
+                ledger_scope_id=scope_id,
+                ensemble_size=4,
+                write_quorum_size=3,
+                ack_quorum_size=2,
+                custom_metadata={"application": b"test"},
             )
             assert (writer.scope_id, writer.is_closed) == (scope_id, True)
             reader = await client.open_ledger(writer.ledger_id, ledger_scope_id=scope_id, password=b"secret")

@@ -126,15 +126,63 @@ def test_changes_keep_comments_and_the_rest(file: Path) -> None:
         contexts(file).delete("test")
 
 
-def test_what_cannot_be_changed_as_text_is_left_alone(file: Path) -> None:
-    inline = 'contexts = { a = { metadata-uri = "zk://a:1/x" } }\n'
-    file.write_text(inline)
-    assert contexts(file).names == ["a"]
+def test_deleting_a_context_keeps_the_comments_of_the_next(file: Path) -> None:
+    contexts(file).delete("prod")
+    assert file.read_text() == (
+        '# our clusters\n\n# the next one is slow\n[contexts.test]\nmetadata-uri = "zk://t:1/ledgers"\n'
+    )
+    contexts(file).delete("test")
+    assert file.read_text().split() == ["#", "our", "clusters", "#", "the", "next", "one", "is", "slow"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'contexts = { a = { metadata-uri = "zk://a:1/x" } }\n',
+        '[contexts]\na = { metadata-uri = "zk://a:1/x" } # inline\n',
+        'contexts.a.metadata-uri = "zk://a:1/x"\n',
+        "[contexts.\"a\"]\r\nmetadata-uri = 'zk://a:1/x'\r\n# the end\r\n",
+        'title = "x"\n[contexts.a]\nmetadata-uri = "zk://a:1/x"\n[other]\nk = [1, 2] # two\n',
+        '[contexts.a]\nmetadata-uri = "zk://a:1/x"\n[other]\nk = 1\n[contexts.z]\nmetadata-uri = "zk://z:1/x"\n',
+        '[contexts]\n[contexts.a]\nmetadata-uri = """zk://a:1/x""" # no end of line',
+    ],
+)
+def test_every_form_of_toml_is_changed_and_all_else_stays(file: Path, text: str) -> None:
+    """A refusal (Conflict) leaves the file as it is; that the file says anything else afterwards is never possible."""
+    document = tomllib.loads(text)
+    one, two = Context(metadata_uri="zk://b:1/x", metadata_tls=True), Context(metadata_uri='zk://"c\\:1/x')
+    changed = {
+        "add": document | {"contexts": document["contexts"] | {"b": one.settings()}},
+        "replace": document | {"contexts": document["contexts"] | {"a": two.settings()}},
+        "use": document | {"current-context": "a"},
+        "delete": document | {"contexts": {key: value for key, value in document["contexts"].items() if key != "a"}},
+    }
+    if not changed["delete"]["contexts"]:
+        del changed["delete"]["contexts"]
+    for change, expected in changed.items():
+        file.write_text(text, newline="")
+        before = contexts(file)
+        if change == "add":
+            before.add("b", one)
+        elif change == "replace":
+            before.add("a", two, replace=True)
+        elif change == "use":
+            before.use("a")
+        else:
+            before.delete("a")
+        assert tomllib.loads(file.read_text()) == expected, change
+        comments = [line.partition("#")[2] for line in text.splitlines() if "#" in line]
+        if change != "delete":
+            assert all(comment in file.read_text() for comment in comments)
+    assert os.listdir(file.parent) == [file.name]
+
+
+def test_what_cannot_be_changed_is_left_alone(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = contexts(file)
+    monkeypatch.setattr("tomlkit.TOMLDocument.as_string", lambda self: 'current-context = "prod"\n')
     with pytest.raises(Conflict, match="by hand"):
-        contexts(file).add("b", Context(metadata_uri="zk://b:1/x"))
-    with pytest.raises(Conflict, match="by hand"):
-        contexts(file).delete("a")
-    assert file.read_text() == inline
+        before.use("test")
+    assert file.read_text() == HAND_WRITTEN
     assert os.listdir(file.parent) == [file.name]
 
 

@@ -166,9 +166,7 @@ def test_a_silent_server_is_told_with_the_time_that_was_waited() -> None:
         assert caught.value.waited_s == 0.05
 
 
-def test_the_store_reads_on_where_the_server_cannot_read_many(
-    zookeeper: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_store_reads_on_where_the_server_cannot_read_many(zookeeper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with ZooKeepers before 3.6, whose answer is an error, or the end of the connection."""
     import bkctl.metadata.zookeeper_reader as module
 

@@ -34,7 +34,10 @@ STORMY = replace(HONEST, fault_interval_s=0.15, duration_s=6, down_max=4)
 FAILING = replace(HONEST, faults=("bad-disk", "full", "slow-disk", "kill", "crash"), fault_interval_s=0.5)
 #: What brings mistakes out soon.
 ROUGH = replace(
-    HONEST, fault_interval_s=0.25, duration_s=8, down_max=4,
+    HONEST,
+    fault_interval_s=0.25,
+    duration_s=8,
+    down_max=4,
     faults=("crash", "crash", "torn", "kill", "cut", "writer", "recoverer"),
 )
 LYING = replace(HONEST, liars=1, lies=0.5, faults=(*HONEST.faults, "crash", "torn", "crash"))
