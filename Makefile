@@ -20,7 +20,7 @@ lint: .venv/.test
 	$(BIN)/ruff check .
 
 types: .venv/.test
-	$(BIN)/mypy bkctl
+	$(BIN)/mypy
 
 servers: .venv/.test
 	$(BIN)/python tests/servers.py
