@@ -259,9 +259,6 @@ def _write_batch(writer: RowWriter, batch: RecordBatch, digest_type: DigestType 
         writer.row(batch.record)
         return
     sizes = batch.payload_sizes(digest_type)
-    if sizes is not None and None in sizes:
-        writer.rows(batch.records())
-        return
     writer.block(
         len(batch),
         {
