@@ -34,7 +34,7 @@ format: .venv/.test
 	$(BIN)/ruff format .
 
 types: .venv/.test
-	$(BIN)/mypy bkctl
+	$(BIN)/mypy
 
 generate: .venv/.test
 	$(BIN)/python -m bkctl.commands.generate

@@ -506,7 +506,7 @@ def gc(
                 "not name, however many those are"
             )
         if status:
-            shown = []
+            shown: list[GarbageCollection] = []
 
             def look() -> Iterator[CollectorRow]:
                 shown[:] = [api.garbage_collection()]

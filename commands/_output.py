@@ -1,8 +1,9 @@
 """The one output layer: columns declared once, printed as table, json, ndjson, csv or ids.
 
-A `Columns` says for each field where it is on the domain's value, its JSON name and its table title. The JSON line of
-a row is one compiled f-string, so listing the records of an entry log costs no dict and no `json.dumps` a row. Rows
-stream in every format: memory does not grow with their number. Data goes to stdout, all else to stderr.
+A `Columns` says for each field where it is on the domain's value, its JSON name and its table title. Rows are printed
+in batches: the values of a batch are turned into text column by column, then joined to lines, in every format. Rows
+that come as columns already (`RowWriter.block`) skip the first step. Memory does not grow with the number of rows. Data
+goes to stdout, all else to stderr.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from enum import Enum, StrEnum
-from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 from json.encoder import JSONEncoder
 from json.encoder import encode_basestring_ascii as quote
+from operator import attrgetter
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Protocol, TextIO
 
@@ -63,30 +64,19 @@ class Constant(NamedTuple):
     value: Any
 
 
-class Inline(NamedTuple):
-    """The source of a column as an expression of the row `r`, for rows by the hundred thousand.
-
-    `names` are what it refers to.
-    """
-
-    code: str
-    names: Mapping[str, Any] = {}
-
-
-Source = str | Constant | Inline | Callable[[Any], Any]
+Source = str | Constant | Callable[[Any], Any]
 
 
 class Column:
     """One field of a row.
 
-    `source` says where its value is: an attribute path (`header.size`), a function of the row, a Constant or an Inline.
+    `source` says where its value is: an attribute path (`header.size`), a function of the row, or a Constant.
     `title` is the table's (None: not in the table), `name` the JSON name. An `optional` field is left out of JSON (and
     of an object's table) where it is None. `flexible` cells are cut when the terminal is too narrow. `text` overrides
-    how a table shows the value; `style` gives the ANSI colour of a cell's text. `nullable` False promises that the
-    value is never None; `absent` is a value that stands for None.
+    how a table shows the value; `style` gives the ANSI colour of a cell's text.
     """
 
-    __slots__ = ("absent", "flexible", "kind", "name", "nullable", "optional", "source", "style", "text", "title")
+    __slots__ = ("flexible", "kind", "name", "optional", "source", "style", "text", "title")
 
     def __init__(
         self,
@@ -97,19 +87,28 @@ class Column:
         *,
         flexible: bool = False,
         optional: bool = False,
-        nullable: bool = True,
-        absent: Any = None,
         text: Callable[[Any], str] | None = None,
         style: Mapping[str, str] | None = None,
     ) -> None:
         self.title, self.name, self.source, self.kind = title, name, source, kind
         self.flexible, self.optional, self.text, self.style = flexible, optional, text, style
-        self.nullable, self.absent = nullable, absent
 
 
 def ledger_column(source: str = "ledger") -> Column:
     """The column of a row's LedgerId: the three id fields in JSON and csv, decimal or qualified name in a table."""
     return Column("LEDGER", "ledger", source, Kind.LEDGER)
+
+
+def payload_column(payload: Callable[[Any], bytes | None], form: str | None) -> Column:
+    """Return the column of an entry's payload as `form` writes it; None: base64, in a table text where it is text."""
+
+    def text(row: Any) -> str | None:
+        data = payload(row)
+        return None if data is None else binary_text(data, form)
+
+    if form is None:
+        return Column("PAYLOAD", "payload", payload, Kind.BINARY, flexible=True, text=readable_text)
+    return Column("PAYLOAD", "payload", text, flexible=True)
 
 
 class Columns:
@@ -119,6 +118,7 @@ class Columns:
     """
 
     def __init__(self, *columns: Column, key: str | Column | None = None) -> None:
+        assert len({column.name for column in columns}) == len(columns), "two columns of one name"
         self.columns = columns
         self.key: Column | None = None
         if isinstance(key, str):
@@ -141,7 +141,10 @@ class Columns:
 LEDGER_FIELDS: Final = ("ledgerScopeId", "ledgerId", "ledgerQualifiedName")
 NULL: Final = "-"
 SAMPLE_ROWS: Final = 100
+#: As many rows are printed together as their text is about this long, by what those before took; 512 at most.
+BATCH_CHARS: Final = 1 << 20
 BATCH_ROWS: Final = 512
+FIRST_BATCH_ROWS: Final = 16
 #: Rows that wait for a full batch or for the table's sample are printed after this long all the same.
 PATIENCE_S: Final = 0.25
 
@@ -153,7 +156,6 @@ CYAN: Final = "\x1b[36m"
 RESET: Final = "\x1b[0m"
 
 _CSV_SPECIAL: Final = re.compile(r'[,"\r\n]').search
-_TRAILING_SPACES: Final = re.compile(r"(?m) +$")
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
@@ -197,13 +199,6 @@ def binary_text(data: bytes | bytearray | memoryview, format: str | None) -> str
     return base64_text(data)
 
 
-def hex_of_base64(text: str) -> str:
-    """What a table shows of a short binary value, such as a key, that is base64 in all other output."""
-    import binascii
-
-    return binascii.a2b_base64(text).hex()
-
-
 def readable_text(data: bytes | bytearray | memoryview) -> str:
     """`data` for a table: as text where it is printable UTF-8, else base64."""
     try:
@@ -236,21 +231,7 @@ def cut(text: str, width: int) -> str:
     return text + "…"
 
 
-# --- compiling a row ------------------------------------------------------------------------------------------------
-
-
-class _Texts(dict[Any, str]):
-    """Value → its text; a scan meets the same few ledgers and words again and again."""
-
-    def __init__(self, text: Callable[[Any], str]) -> None:
-        super().__init__()
-        self._text = text
-
-    def __missing__(self, value: Any) -> str:
-        if len(self) > 10_000:
-            self.clear()
-        text = self[value] = self._text(value)
-        return text
+# --- from values to text --------------------------------------------------------------------------------------------
 
 
 def _ledger_json(ledger: LedgerId) -> str:
@@ -259,10 +240,6 @@ def _ledger_json(ledger: LedgerId) -> str:
 
 def _ledger_csv(ledger: LedgerId) -> str:
     return ",".join(ledger.to_json().values())
-
-
-def _dumps(value: Any) -> str:
-    return _ENCODER.encode(value)
 
 
 def _json_default(value: Any) -> Any:
@@ -277,291 +254,13 @@ def _json_default(value: Any) -> Any:
 _ENCODER: Final = JSONEncoder(separators=(",", ":"), default=_json_default)
 
 
-class _Form(NamedTuple):
-    """How a format writes a value, per kind: expressions of the value `{v}` and what is written for None."""
-
-    null: str
-    null_ledger: str
-    ledger: Callable[[LedgerId], str]
-    codes: Mapping[Kind, str]
-
-
-_JSON: Final = _Form(
-    "null",
-    ",".join(f'"{name}":null' for name in LEDGER_FIELDS),
-    _ledger_json,
-    {
-        Kind.INTEGER: "{v}",
-        Kind.SIZE: "{v}",
-        Kind.TEXT: "_quote({v})",
-        Kind.BOOLEAN: '"true" if {v} else "false"',
-        Kind.TIME: "_quote(_iso({v}))",
-        Kind.BINARY: "_quote(_base64({v}))",
-        Kind.NESTED: "_dumps({v})",
-    },
-)
-_CSV: Final = _Form(
-    "",
-    ",,",
-    _ledger_csv,
-    {
-        Kind.INTEGER: "{v}",
-        Kind.SIZE: "{v}",
-        Kind.TEXT: "_cell({v})",
-        Kind.BOOLEAN: '"true" if {v} else "false"',
-        Kind.TIME: "_iso({v})",
-        Kind.BINARY: "_base64({v})",
-        Kind.NESTED: "_cell({v} if isinstance({v}, str) else _dumps({v}))",
-    },
-)
-
-
-def _compile(
-    form: _Form, columns: Columns, begin: str, field: Callable[[Column, str], str], end: str
-) -> Callable[[Any], str]:
-    """The function row → its text: one f-string for the whole row.
-
-    That is an order of magnitude faster than a dict and json.dumps, or a loop over columns, for each row.
-    """
-    scope: dict[str, Any] = {
-        "_null": form.null,
-        "_null_ledger": form.null_ledger,
-        "_quote": quote,
-        "_iso": iso_time,
-        "_base64": base64_text,
-        "_dumps": _dumps,
-        "_cell": csv_cell,
-    }
-    parts: list[str] = []
-    for index, column in enumerate(columns.columns):
-        value = _value_code(column, index, scope)
-        null = "_null"
-        if column.kind is Kind.LEDGER:
-            texts = _Texts(form.ledger)
-            if column.absent is not None:
-                texts[column.absent] = form.null_ledger
-            scope[f"_ledgers{index}"] = texts
-            code, null = f"_ledgers{index}[{{v}}]", "_null_ledger"
-        else:
-            code = form.codes[column.kind]
-        if column.nullable and column.absent is None:
-            written = code.replace("{v}", f"_v{index}")
-            code = f"{null} if (_v{index} := {value}) is None else {written}"
-        else:
-            code = code.replace("{v}", value)
-        if isinstance(column.source, Constant):
-            text = str(eval(code, scope)).encode("unicode_escape").decode()
-            text = text.replace("'", "\\'").replace("{", "{{").replace("}", "}}")
-        else:
-            text = "{(" + code + ")}"
-        parts.append(field(column, text))
-    source = "lambda r: f'''" + begin + ",".join(parts) + end + "'''"
-    compiled: Callable[[Any], str] = eval(source, scope)
-    return compiled
-
-
-def _value_code(column: Column, index: int, scope: dict[str, Any]) -> str:
-    """The expression of the row `r` that is the column's value."""
-    source = column.source
-    if isinstance(source, str):
-        return f"r.{source}"
-    if isinstance(source, Constant):
-        scope[f"_c{index}"] = source.value
-        return f"_c{index}"
-    if isinstance(source, Inline):
-        scope.update(source.names)
-        return f"({source.code})"
-    scope[f"_f{index}"] = source
-    return f"_f{index}(r)"
-
-
-def compile_json(columns: Columns, *, before: str = "", after: str = "") -> Callable[[Any], str]:
-    """The function row → its JSON object on one line, with the plain text `before` and `after` it."""
-
-    optional = [
-        (getter(column), _compile(_JSON, Columns(column), ",", _json_field, ""))
-        for column in columns.columns
-        if column.optional
-    ]
-    if not optional:
-        return _compile(_JSON, columns, before + "{{", _json_field, "}}" + after)
-    always = Columns(*(column for column in columns.columns if not column.optional))
-    fields = _compile(_JSON, always, before + "{{", _json_field, "")
-    ending = "}" + after.replace("\\n", "\n")
-
-    def with_optional(row: Any) -> str:
-        return "".join([fields(row), *(text(row) for get, text in optional if get(row) is not None), ending])
-
-    return with_optional
-
-
-def _json_field(column: Column, code: str) -> str:
-    return code if column.kind is Kind.LEDGER else f'"{column.name}":{code}'
-
-
-def compile_csv(columns: Columns) -> Callable[[Any], str]:
-    """The function row → its csv line; text is quoted where RFC 4180 wants it."""
-    return _compile(_CSV, columns, "", lambda column, code: code, "\\n")
-
-
-_VALUE: Final = "\0"
-
-
-class _BlockText:
-    """Turns rows that are given as columns into text: one % operation for hundreds of them.
-
-    That is three times as fast as a function of each row.
-    """
-
-    def __init__(
-        self, form: _Form, columns: Columns, begin: str, field: Callable[[Column, str], str], end: str,
-        constants: Mapping[str, Any],
-    ) -> None:  # fmt: skip
-        self._texts: list[tuple[str, Callable[[Any], Any] | None]] = []
-        #: What stands before, between and behind the values.
-        self._pieces = [begin]
-        separator = ""
-        for column in columns.columns:
-            source = column.source
-            if not isinstance(source, Constant) and column.name in constants:
-                source = Constant(constants[column.name])
-            if isinstance(source, Constant):
-                if column.optional and source.value is None and form is _JSON:
-                    continue
-                same = Column(None, column.name, source, column.kind, absent=column.absent)
-                text = _compile(form, Columns(same), "", lambda _, code: code, "")(None)
-                self._pieces[-1] += separator + field(column, text)
-            else:
-                self._texts.append((column.name, _value_text(form, column)))
-                before, _, after = field(column, _VALUE).partition(_VALUE)
-                self._pieces[-1] += separator + before
-                self._pieces.append(after)
-            separator = ","
-        self._pieces[-1] += end
-        self._block = "%s".join(piece.replace("%", "%%") for piece in self._pieces) * BATCH_ROWS
-
-    def __call__(self, count: int, values: Mapping[str, Any]) -> str:
-        """The text of `count` rows."""
-        columns = tuple(
-            list(map(text, values[name])) if text is not None else values[name] for name, text in self._texts
-        )
-        if join_rows is not None:
-            joined = join_rows(tuple(self._pieces), columns, count)
-            if joined is not None:
-                return joined
-        width = len(columns)
-        flat: list[Any] = [None] * (count * width)
-        for index, column in enumerate(columns):
-            flat[index::width] = column
-        texts = []
-        for row in range(0, count, BATCH_ROWS):
-            rows = min(BATCH_ROWS, count - row)
-            block = self._block if rows == BATCH_ROWS else self._block[: len(self._block) // BATCH_ROWS * rows]
-            texts.append(block % tuple(flat[row * width : (row + rows) * width]))
-        return "".join(texts)
-
-
-def _value_text(form: _Form, column: Column) -> Callable[[Any], Any] | None:
-    """The function value → its text; None where what str makes of it will do."""
-    if column.kind in (Kind.INTEGER, Kind.SIZE) and column.absent is None:
-        return None
-    if column.kind is Kind.LEDGER:
-        texts = _Texts(form.ledger)
-        if column.absent is not None:
-            texts[column.absent] = form.null_ledger
-        return texts.__getitem__
-    text = _compile(form, Columns(_of_value(column)), "", lambda _, code: code, "")
-    return _Texts(text).__getitem__ if column.kind is Kind.TEXT else text
-
-
-def _of_value(column: Column) -> Column:
-    """The column of a row that is nothing but the value."""
-    return Column(
-        column.title, column.name, Inline("r"), column.kind, absent=column.absent, nullable=column.nullable,
-        text=column.text, style=column.style,
-    )  # fmt: skip
-
-
 def csv_cell(text: str) -> str:
-    """`text` as one csv cell."""
+    """Return `text` as csv.writer writes it, by RFC 4180; csv.writer itself takes ten times as long for a row."""
     return '"' + text.replace('"', '""') + '"' if _CSV_SPECIAL(text) else text
 
 
-def getter(column: Column) -> Callable[[Any], Any]:
-    """The function row → the column's value."""
-    source, absent = column.source, column.absent
-    if isinstance(source, Constant):
-        value = source.value
-        return lambda row: value
-    if isinstance(source, Inline):
-        get: Callable[[Any], Any] = eval(f"lambda r: {source.code}", dict(source.names))
-    elif isinstance(source, str):
-        from operator import attrgetter
-
-        get = attrgetter(source)
-    else:
-        get = source
-    if absent is None:
-        return get
-    return lambda row: None if (value := get(row)) == absent else value
-
-
-def cell_text(column: Column, value: Any) -> str:
-    """How a table shows `value`."""
-    if value is None:
-        return NULL
-    if column.text is not None:
-        return plain(column.text(value))
-    match column.kind:
-        case Kind.SIZE:
-            return size_text(value)
-        case Kind.BOOLEAN:
-            return "yes" if value else "no"
-        case Kind.TIME:
-            return re.sub(r"\.\d{3}Z$", "Z", iso_time(value))
-        case Kind.BINARY:
-            return base64_text(value)
-        case Kind.NESTED:
-            return _nested_text(value)
-        case Kind.TEXT:
-            return plain(str(value))
-        case _:
-            return str(value)
-
-
-def compile_cells(columns: list[Column]) -> Callable[[Any], tuple[str, ...]]:
-    """The function row → the texts of its cells in a table."""
-    scope: dict[str, Any] = {"_texts": _Texts(str), "_null": NULL}
-    cells: list[str] = []
-    for index, column in enumerate(columns):
-        value = _value_code(column, index, scope)
-        if isinstance(column.source, Constant):
-            scope[f"_t{index}"] = cell_text(column, column.source.value)
-            cells.append(f"_t{index}")
-        elif column.text is None and column.kind in (Kind.INTEGER, Kind.LEDGER) and column.absent is None:
-            text = "str" if column.kind is Kind.INTEGER else "_texts.__getitem__"
-            scope[f"_s{index}"] = eval(text, scope)
-            cells.append(f"_null if (_v{index} := {value}) is None else _s{index}(_v{index})")
-        else:
-            scope[f"_g{index}"] = _cell_function(column)
-            cells.append(f"_g{index}({value})")
-    compiled: Callable[[Any], tuple[str, ...]] = eval(f"lambda r: ({', '.join(cells)},)", scope)
-    return compiled
-
-
-def _cell_function(column: Column) -> Callable[[Any], str]:
-    """The function value → cell; a scan meets the same few texts and ledgers again and again."""
-    absent = column.absent
-    if column.kind in (Kind.LEDGER, Kind.TEXT):
-        return _Texts(lambda value: NULL if value == absent else cell_text(column, value)).__getitem__
-    return lambda value: NULL if value == absent else cell_text(column, value)
-
-
-def _value_cell(column: Column) -> Callable[[Any], str]:
-    """The function value → cell."""
-    if column.text is None and column.kind is Kind.INTEGER and column.absent is None:
-        return str
-    return _cell_function(column)
+def _truth(value: Any) -> str:
+    return "true" if value else "false"
 
 
 def _nested_text(value: Any) -> str:
@@ -574,6 +273,211 @@ def _nested_text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(_nested_text(item) for item in value) or NULL
     return NULL if value is None else str(value)
+
+
+#: A function value → text; None: the value is written as str writes it.
+_Text = Callable[[Any], str] | None
+
+_JSON_TEXTS: Final[Mapping[Kind, _Text]] = {
+    Kind.LEDGER: _ledger_json,
+    Kind.INTEGER: None,
+    Kind.SIZE: None,
+    Kind.TEXT: quote,
+    Kind.BOOLEAN: _truth,
+    Kind.TIME: lambda value: f'"{iso_time(value)}"',
+    Kind.BINARY: lambda value: f'"{base64_text(value)}"',
+    Kind.NESTED: _ENCODER.encode,
+}
+_CSV_TEXTS: Final[Mapping[Kind, _Text]] = {
+    Kind.LEDGER: _ledger_csv,
+    Kind.INTEGER: None,
+    Kind.SIZE: None,
+    Kind.TEXT: csv_cell,
+    Kind.BOOLEAN: _truth,
+    Kind.TIME: iso_time,
+    Kind.BINARY: base64_text,
+    Kind.NESTED: lambda value: csv_cell(value if isinstance(value, str) else _ENCODER.encode(value)),
+}
+_TABLE_TEXTS: Final[Mapping[Kind, Callable[[Any], str]]] = {
+    Kind.LEDGER: str,
+    Kind.INTEGER: str,
+    Kind.SIZE: size_text,
+    Kind.TEXT: lambda value: plain(str(value)),
+    Kind.BOOLEAN: lambda value: "yes" if value else "no",
+    Kind.TIME: lambda value: re.sub(r"\.\d{3}Z$", "Z", iso_time(value)),
+    Kind.BINARY: base64_text,
+    Kind.NESTED: _nested_text,
+}
+
+
+def getter(column: Column) -> Callable[[Any], Any]:
+    """Return the function row → the column's value."""
+    source = column.source
+    if isinstance(source, Constant):
+        value = source.value
+        return lambda row: value
+    return attrgetter(source) if isinstance(source, str) else source
+
+
+def cell_text(column: Column, value: Any) -> str:
+    """Return the text that a table shows for `value`."""
+    return NULL if value is None else _table_text(column)(value)
+
+
+def _table_text(column: Column) -> Callable[[Any], str]:
+    text = column.text
+    return _TABLE_TEXTS[column.kind] if text is None else lambda value: plain(text(value))
+
+
+class _Field:
+    """A column in one format: the text of its values, of None (`null`), and `before` each of them."""
+
+    __slots__ = ("before", "column", "null", "text")
+
+    def __init__(self, column: Column, text: _Text, null: str, before: str = "") -> None:
+        self.column, self.text, self.null, self.before = column, text, null, before
+
+    def constant(self, values: Mapping[str, Sequence[Any] | Constant]) -> str | None:
+        """Return the text that all rows have, None where they differ."""
+        source = self.column.source
+        if not isinstance(source, Constant):
+            given = values.get(self.column.name)
+            if not isinstance(given, Constant):
+                return None
+            source = given
+        return self.null if source.value is None else (self.text or str)(source.value)
+
+    def texts(self, values: Sequence[Any]) -> Sequence[Any]:
+        """Return the text of each value; numbers that are written as str writes them stay numbers."""
+        text, null = self.text, self.null
+        if text is None:
+            if isinstance(values, memoryview) or None not in values:
+                return values
+            return [null if value is None else value for value in values]
+        if self.column.kind is Kind.LEDGER:
+            # The rows of a scan are of few ledgers.
+            texts = {value: null if value is None else text(value) for value in set(values)}
+            return list(map(texts.__getitem__, values))
+        return [null if value is None else text(value) for value in values]
+
+
+class _Fields:
+    """The columns of one kind of row in one format."""
+
+    def __init__(self, fields: Iterable[_Field]) -> None:
+        self._fields = list(fields)
+        varying = [field.column for field in self._fields if not isinstance(field.column.source, Constant)]
+        # One attrgetter reads all attributes at once, in half the time that one for each takes.
+        varying.sort(key=lambda column: not isinstance(column.source, str))
+        paths = [column.source for column in varying if isinstance(column.source, str)]
+        self._names = [column.name for column in varying]
+        self._attributes = attrgetter(*paths) if len(paths) > 1 else None
+        self._getters = [getter(column) for column in varying[len(paths) if self._attributes else 0 :]]
+
+    def values(self, row: Any) -> tuple[Any, ...]:
+        """Return what is to be printed of `row`, which may change or go afterwards."""
+        others = [get(row) for get in self._getters]
+        return tuple(others) if self._attributes is None else (*self._attributes(row), *others)
+
+    def columns(self, rows: Iterable[tuple[Any, ...]]) -> dict[str, list[Any]]:
+        """Return column name → the values of `rows` (one at least), each as `values` returned it."""
+        return dict(zip(self._names, map(list, zip(*rows, strict=True)), strict=True))
+
+
+class Lines(_Fields):
+    """Turns rows into lines of ndjson, csv or ids, or into the items of a JSON array, each with `,\\n` before it."""
+
+    def __init__(self, columns: Columns, output: Output) -> None:
+        self._begin, self._end = _AROUND[output]
+        super().__init__(_line_fields(columns, output))
+        self._layouts: dict[tuple[tuple[str, Any], ...], tuple[tuple[str, ...], list[_Field]]] = {}
+
+    def of_rows(self, rows: Iterable[Any]) -> str:
+        """Return the text of `rows`, one at least."""
+        values = list(map(self.values, rows))
+        return self.of_columns(len(values), self.columns(values))
+
+    def of_columns(self, count: int, values: Mapping[str, Sequence[Any] | Constant]) -> str:
+        """Return the text of `count` rows given as columns."""
+        pieces, fields = self._layout(values)
+        columns = tuple(field.texts(values[field.column.name]) for field in fields)
+        if join_rows is not None:
+            joined = join_rows(pieces, columns, count)
+            if joined is not None:
+                return joined
+        template = "%s".join(piece.replace("%", "%%") for piece in pieces)
+        rows = zip(*columns, strict=True) if columns else repeat((), count)
+        return "".join([template % row for row in rows])
+
+    def _layout(self, values: Mapping[str, Sequence[Any] | Constant]) -> tuple[tuple[str, ...], list[_Field]]:
+        """Return the text before, between and behind the values that differ, and the fields of these."""
+        key = tuple((name, value.value) for name, value in values.items() if isinstance(value, Constant))
+        layout = self._layouts.get(key)
+        if layout is None:
+            pieces, varying = [""], []
+            for field in self._fields:
+                text = field.constant(values)
+                pieces[-1] += field.before + (text or "")
+                if text is None:
+                    varying.append(field)
+                    pieces.append("")
+            pieces[0] = self._begin + pieces[0].removeprefix(",")
+            pieces[-1] += self._end
+            layout = self._layouts[key] = tuple(pieces), varying
+        return layout
+
+
+_AROUND: Final = {
+    Output.NDJSON: ("{", "}\n"),
+    Output.JSON: (",\n{", "}"),
+    Output.CSV: ("", "\n"),
+    Output.ID: ("", "\n"),
+}
+
+
+def _line_fields(columns: Columns, output: Output) -> Iterator[_Field]:
+    if output is Output.ID:
+        if columns.key is None:
+            raise UsageError("-o id: this command prints nothing that has an id", hint="use -o ndjson or -o csv")
+        yield _Field(columns.key, _TABLE_TEXTS[columns.key.kind], NULL)
+    elif output is Output.CSV:
+        for column in columns.columns:
+            yield _Field(column, _CSV_TEXTS[column.kind], ",," if column.kind is Kind.LEDGER else "", ",")
+    else:
+        for column in sorted(columns.columns, key=lambda column: column.optional):
+            yield _json_field(column)
+
+
+def _json_field(column: Column) -> _Field:
+    text = _JSON_TEXTS[column.kind]
+    before, null = f',"{column.name}":', "null"
+    if column.kind is Kind.LEDGER:
+        before, null = ",", ",".join(f'"{name}":null' for name in LEDGER_FIELDS)
+    if column.optional:
+        return _Field(column, lambda value: before + (text or str)(value), "")
+    return _Field(column, text, null, before)
+
+
+class Cells(_Fields):
+    """Turns rows into the cells of a table, of those columns that have a title."""
+
+    def __init__(self, columns: Columns) -> None:
+        super().__init__(
+            _Field(column, _table_text(column), NULL) for column in columns.columns if column.title is not None
+        )
+
+    def of_rows(self, rows: Iterable[Any]) -> Iterator[tuple[str, ...]]:
+        """Yield the cells of each of `rows`, one at least."""
+        values = list(map(self.values, rows))
+        return self.of_columns(len(values), self.columns(values))
+
+    def of_columns(self, count: int, values: Mapping[str, Sequence[Any] | Constant]) -> Iterator[tuple[str, ...]]:
+        """Yield the cells of `count` rows given as columns."""
+        texts: list[Sequence[str]] = []
+        for field in self._fields:
+            text = field.constant(values)
+            texts.append(field.texts(values[field.column.name]) if text is None else [text] * count)
+        return zip(*texts, strict=True)
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
@@ -632,44 +536,26 @@ class RowWriter:
         before_write: Callable[[], None] = lambda: None,
     ) -> None:
         """`live` prints every row at once; `before_write` is called before anything is."""
-        self._columns, self._output = columns, output
+        self._output = output
         self._stream: Terminal = stream or sys.stdout
         self._tty = self._stream.isatty()
-        self._color = color
         self._live = live or (self._tty and output is not Output.TABLE)
         self._before_write = before_write
-        self._batch: list[str] = []
+        self._names = columns.names()
+        #: The values of rows that are not printed yet.
+        self._rows: list[tuple[Any, ...]] = []
+        self._first = True
+        self._batch_rows = FIRST_BATCH_ROWS
         self._pushed = time.monotonic()
-        self._table: _Table | None = None
-        self._line: Callable[[Any], str]
-        if output is Output.ID and columns.key is None:
-            raise UsageError("-o id: this command prints nothing that has an id", hint="use -o ndjson or -o csv")
-        if output is Output.TABLE:
-            self._table = _Table(columns, self._stream, color)
+        self._table = _Table(columns, self._stream, color) if output is Output.TABLE else None
         self.use(columns)
 
     def use(self, columns: Columns) -> None:
         """Take the values of later rows from `columns`: the same fields, from other sources."""
-        self._columns = columns
-        self._block_texts: dict[tuple[tuple[str, Any], ...], _BlockText] = {}
-        if self._table is not None:
-            self._table.use(columns)
-        elif self._output is Output.ID:
-            key = columns.key
-            assert key is not None
-            value = getter(key)
-            self._line = lambda row: f"{_id_text(key, value(row))}\n"
-        elif self._output is Output.NDJSON:
-            self._line = compile_json(columns, after="\\n")
-        elif self._output is Output.JSON:
-            self._line = compile_json(columns, before=",\\n")
-        else:
-            self._line = compile_csv(columns)
+        self._flush()
+        self._fields = Lines(columns, self._output) if self._table is None else Cells(columns)
 
     def __enter__(self) -> RowWriter:
-        if self._output is Output.CSV:
-            self._batch.append(",".join(self._columns.names()) + "\n")
-        self._first = True
         return self
 
     def __exit__(
@@ -678,112 +564,95 @@ class RowWriter:
         if kind is not None and (issubclass(kind, ClosedOutput) or self._is_empty()):
             # What failed before its first row prints nothing but the error.
             return
+        self._flush()
         if self._table is not None:
-            self._batch.extend(self._table.finish())
-        if self._output is Output.JSON:
-            self._flush_json()
-            self._before_write()
-            emit("[]\n" if self._first else "\n]\n", self._stream)
-        else:
-            self._flush()
+            self._write("".join(self._table.finish()))
+        elif self._output is Output.JSON:
+            self._write("[]\n" if self._first else "\n]\n")
+        elif self._output is Output.CSV and self._first:
+            self._write(self._header())
         self._push()
 
     def _is_empty(self) -> bool:
-        """Whether there was no row yet."""
-        if self._table is not None:
-            return self._table.is_empty
-        return self._first and len(self._batch) == (self._output is Output.CSV)
+        """Return True where there was no row yet."""
+        return not self._rows and (self._first if self._table is None else self._table.is_empty)
 
     def row(self, row: Any) -> None:
         """Print one row, with others or at once."""
-        batch = self._batch
-        if self._table is not None:
-            batch.extend(self._table.add(row, now=self._live))
-        else:
-            batch.append(self._line(row))
-        if self._live or len(batch) >= BATCH_ROWS or (self._tty and batch):
-            self._flush_batch()
+        self._rows.append(self._fields.values(row))
+        if self._live or self._tty or self._is_sampling() or len(self._rows) >= self._batch_rows:
+            self._flush()
         elif time.monotonic() - self._pushed > PATIENCE_S:
-            self._flush_batch()
+            self._flush()
             self._push()
 
     def rows(self, rows: Iterable[Any]) -> None:
         """Print rows as they come: in growing batches while they come fast, one by one when they come slowly."""
-        if self._table is not None or self._live:
+        if self._tty or self._live:
             for row in rows:
                 self.row(row)
             return
         iterator = iter(rows)
         size = 1
         while True:
-            before = len(self._batch)
-            # What an exception leaves in the batch is printed by __exit__.
-            self._batch.extend(map(self._line, islice(iterator, size)))
-            if len(self._batch) - before < size:
+            before = len(self._rows)
+            # What an exception leaves here is printed by __exit__.
+            self._rows.extend(map(self._fields.values, islice(iterator, size)))
+            if len(self._rows) - before < size:
                 return
             now = time.monotonic()
             slow = now - self._pushed > PATIENCE_S
-            size = max(size // 2, 1) if slow else min(size * 2, BATCH_ROWS)
-            if slow or len(self._batch) >= BATCH_ROWS:
-                self._flush_batch()
+            size = max(size // 2, 1) if slow else min(size * 2, self._batch_rows)
+            if slow or self._is_sampling() or len(self._rows) >= self._batch_rows:
+                self._flush()
             if slow:
                 self._push()
 
     def block(self, count: int, values: Mapping[str, Sequence[Any] | Constant]) -> None:
         """Print `count` rows given as columns: JSON name → the value of each row, or one Constant for all.
 
-        None stands in Constants only. Columns with a Constant for their source need not be there. Three times as fast
-        as row by row.
+        A sequence is a list, or a memoryview of int64. Columns with a Constant for their source need not be there.
         """
-        if count == 0:
-            return
-        if self._table is not None:
-            self._batch.extend(self._table.add_block(count, values, now=self._live))
-        elif self._output is Output.ID:
-            key = self._columns.key
-            assert key is not None
-            text = str if key.kind is Kind.INTEGER else partial(_id_text, key)
-            self._batch.append("\n".join(map(text, values[key.name])) + "\n")
-        else:
-            self._batch.append(self._block_text(values)(count, values))
-        self._flush_batch()
+        self._flush()
+        if count:
+            self._print(count, values)
         if time.monotonic() - self._pushed > PATIENCE_S:
             self._push()
 
-    def _block_text(self, values: Mapping[str, Sequence[Any] | Constant]) -> _BlockText:
-        constants = {name: value.value for name, value in values.items() if isinstance(value, Constant)}
-        shape = tuple(constants.items())
-        known = self._block_texts.get(shape)
-        if known is None:
-            columns = self._columns
-            if self._output is Output.CSV:
-                known = _BlockText(_CSV, columns, "", lambda column, code: code, "\n", constants)
-            else:
-                begin, end = (",\n{", "}") if self._output is Output.JSON else ("{", "}\n")
-                known = _BlockText(_JSON, columns, begin, _json_field, end, constants)
-            self._block_texts[shape] = known
-        return known
+    def _is_sampling(self) -> bool:
+        """Return True while the table waits for more rows to choose its widths."""
+        return self._table is not None and self._table.is_sampling
 
-    def _flush_batch(self) -> None:
-        if self._output is Output.JSON:
-            self._flush_json()
+    def _flush(self) -> None:
+        if self._rows:
+            rows, self._rows = self._rows, []
+            self._print(len(rows), self._fields.columns(rows))
+
+    def _print(self, count: int, values: Mapping[str, Sequence[Any] | Constant]) -> None:
+        if isinstance(self._fields, Lines):
+            text = self._fields.of_columns(count, values)
+            if self._first and self._output is Output.JSON:
+                text = "[\n" + text.removeprefix(",\n")
+            elif self._first and self._output is Output.CSV:
+                text = self._header() + text
         else:
-            self._flush()
+            assert self._table is not None
+            cells = self._fields.of_columns(count, values)
+            text = "".join(self._table.add(cells, now=self._live))
+        self._first = False
+        if text:
+            self._batch_rows = min(max(BATCH_CHARS * count // len(text), 1), BATCH_ROWS)
+        self._write(text)
         if self._live:
             self._push()
 
-    def _flush(self) -> None:
-        if self._batch:
-            self._first = False
-            self._before_write()
-            emit("".join(self._batch), self._stream)
-            self._batch.clear()
+    def _header(self) -> str:
+        return ",".join(self._names) + "\n"
 
-    def _flush_json(self) -> None:
-        if self._batch and self._first:
-            self._batch[0] = "[\n" + self._batch[0][2:]
-            self._first = False
-        self._flush()
+    def _write(self, text: str) -> None:
+        if text:
+            self._before_write()
+            emit(text, self._stream)
 
     def _push(self) -> None:
         self._pushed = time.monotonic()
@@ -797,7 +666,7 @@ class _Table:
     """A table whose widths come from its first rows; later rows stream into them."""
 
     def __init__(self, columns: Columns, stream: Terminal, color: bool) -> None:
-        self.use(columns)
+        self._columns = [column for column in columns.columns if column.title is not None]
         self._right = [column.kind in (Kind.INTEGER, Kind.SIZE) for column in self._columns]
         self._sample: list[tuple[str, ...]] | None = []
         self._sample_started = 0.0
@@ -807,52 +676,25 @@ class _Table:
         #: Plain rows are laid out by one % operation; colours, wide characters and cutting take the slower way.
         self._template: str | None = None
 
-    def use(self, columns: Columns) -> None:
-        """Take the cells of later rows from `columns`."""
-        self._columns = [column for column in columns.columns if column.title is not None]
-        self._cells = compile_cells(self._columns)
-        self._texts = [_value_cell(column) for column in self._columns]
-
-    def add(self, row: Any, *, now: bool) -> list[str]:
-        """The lines that can be printed once `row` is there."""
-        return self._add_cells(self._cells(row), now=now)
-
-    def add_block(self, count: int, values: Mapping[str, Sequence[Any] | Constant], *, now: bool) -> list[str]:
-        """The lines that can be printed once `count` rows, given as columns, are there."""
-        texts: list[Sequence[str]] = []
-        for column, text in zip(self._columns, self._texts, strict=True):
-            source = column.source if isinstance(column.source, Constant) else values[column.name]
-            if isinstance(source, Constant):
-                texts.append([NULL if source.value is None else text(source.value)] * count)
-            else:
-                texts.append(list(map(text, source)))
+    def add(self, rows: Iterable[tuple[str, ...]], *, now: bool) -> list[str]:
+        """Return the lines that can be printed once `rows` are there."""
         lines: list[str] = []
-        rows = zip(*texts, strict=True)
-        done = 0
-        while self._sample is not None and done < count:
-            lines += self._add_cells(next(rows), now=now)
-            done += 1
-        if done < count and self._template is not None:
-            flat: list[str] = [""] * ((count - done) * len(texts))
-            for index, column_texts in enumerate(texts):
-                flat[index :: len(texts)] = column_texts[done:]
-            block = (self._template + "\n") * (count - done) % tuple(flat)
-            if block.isascii():
-                lines.append(_TRAILING_SPACES.sub("", block) if " \n" in block else block)
-                return lines
-        lines.extend(self._format(cells) for cells in rows)
+        for cells in rows:
+            if self._sample is None:
+                line = self._template % cells if self._template else ""
+                lines.append(line.rstrip() + "\n" if line.isascii() and line else self._format(cells))
+                continue
+            self._sample.append(cells)
+            moment = time.monotonic()
+            self._sample_started = self._sample_started or moment
+            if now or len(self._sample) >= SAMPLE_ROWS or moment - self._sample_started > PATIENCE_S:
+                lines += self._settle(live=now)
         return lines
 
-    def _add_cells(self, cells: tuple[str, ...], *, now: bool) -> list[str]:
-        if self._sample is None:
-            line = self._template % cells if self._template else ""
-            return [line.rstrip() + "\n"] if line.isascii() and line else [self._format(cells)]
-        self._sample.append(cells)
-        moment = time.monotonic()
-        self._sample_started = self._sample_started or moment
-        if now or len(self._sample) >= SAMPLE_ROWS or moment - self._sample_started > PATIENCE_S:
-            return self._settle(live=now)
-        return []
+    @property
+    def is_sampling(self) -> bool:
+        """Return True while the widths wait for more rows."""
+        return self._sample is not None
 
     @property
     def is_empty(self) -> bool:
@@ -914,11 +756,6 @@ class _Table:
         return "  ".join(parts).rstrip() + "\n"
 
 
-def _id_text(column: Column, value: Any) -> str:
-    # Control characters are escaped, so that one row stays one line.
-    return cell_text(Column("", column.name, column.source, column.kind), value)
-
-
 def show(value: Any, columns: Columns, output: Output, *, stream: Terminal | None = None, color: bool = False) -> None:
     """Print one object: name and value a line as a table, one indented document as json."""
     target: Terminal = stream or sys.stdout
@@ -933,7 +770,7 @@ def show(value: Any, columns: Columns, output: Output, *, stream: Terminal | Non
     elif output is Output.JSON:
         import json
 
-        document = json.loads(compile_json(columns)(value))
+        document = json.loads(Lines(columns, Output.NDJSON).of_rows([value]))
         emit(json.dumps(document, indent=2) + "\n", target)
     else:
         with RowWriter(columns, output, stream=target) as writer:

@@ -15,7 +15,7 @@ from bkctl.ids import LedgerId
 
 from ._command import Run
 from ._options import SCAN_LEDGERS, Composite, ScanFilter, parameter
-from ._output import Columns, compile_csv, compile_json
+from ._output import Columns, Lines, Output
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -259,10 +259,10 @@ class _RowFile:
             self._schema = to_arrow_schema(self._frame.schema)
             self._writer = pyarrow.parquet.ParquetWriter(self._file, self._schema)
         elif self._form == ".csv":
-            self._line = compile_csv(self._columns)
+            self._lines = Lines(self._columns, Output.CSV)
             self._file.write((",".join(self._columns.names()) + "\n").encode())
         else:
-            self._line = compile_json(self._columns, before=",\\n")
+            self._lines = Lines(self._columns, Output.JSON)
         return self
 
     def add(self, row: Any) -> None:
@@ -300,7 +300,7 @@ class _RowFile:
                 pyarrow.Table.from_pylist([row.asDict(recursive=True) for row in rows], self._schema)
             )
         else:
-            text = "".join(map(self._line, rows))
+            text = self._lines.of_rows(rows)
             if self._form == ".json" and not self._count:
                 text = "[\n" + text[2:]
             self._file.write(text.encode("utf-8", "backslashreplace"))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bkctl import __version__
 from bkctl.errors import AlreadyExists
 
-from ._output import Columns, Kind, compile_cells, size_text
+from ._output import Cells, Columns, Kind, size_text
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -118,7 +118,7 @@ def _top(frame: DataFrame) -> list[Any]:
 
 
 def _ledger_text(row: Any) -> str:
-    return row.ledgerId if row.ledgerScopeId == "0" else row.ledgerQualifiedName
+    return str(row.ledgerId if row.ledgerScopeId == "0" else row.ledgerQualifiedName)
 
 
 def _log_text(row: Any) -> str:
@@ -131,7 +131,6 @@ def _log_text(row: Any) -> str:
 def _table(frame: DataFrame, columns: Columns) -> str:
     """The first rows of `frame` as a table with the cells of the terminal's."""
     shown = [column for column in columns.columns if column.title is not None]
-    cells = compile_cells(shown)
     rows = frame.limit(TABLE_ROWS_MAX + 1).collect()
     right = [' class="number"' if column.kind in (Kind.INTEGER, Kind.SIZE) else "" for column in shown]
     head = "".join(f"<th{place}>{escape(str(column.title))}</th>" for column, place in zip(shown, right, strict=True))
@@ -139,9 +138,9 @@ def _table(frame: DataFrame, columns: Columns) -> str:
         return '<p class="none">None.</p>'
     body = "".join(
         "<tr>"
-        + "".join(f"<td{place}>{escape(cell)}</td>" for cell, place in zip(cells(row), right, strict=True))
+        + "".join(f"<td{place}>{escape(cell)}</td>" for cell, place in zip(cells, right, strict=True))
         + "</tr>"
-        for row in rows[:TABLE_ROWS_MAX]
+        for cells in Cells(columns).of_rows(rows[:TABLE_ROWS_MAX])
     )
     more = ""
     if len(rows) > TABLE_ROWS_MAX:

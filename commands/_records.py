@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
@@ -29,14 +29,10 @@ from ._output import (
     Column,
     Columns,
     Constant,
-    Inline,
     Kind,
     Output,
     RowWriter,
-    base64_text,
-    binary_text,
-    hex_of_base64,
-    readable_text,
+    payload_column,
 )
 
 if TYPE_CHECKING:
@@ -157,60 +153,49 @@ ShowSecretsOption = Annotated[bool, typer.Option("--show-secrets", help="Also th
 
 
 def record_columns(
-    path: Path, file_id: int | None, id_name: str, options: RecordOptions, output: Output, *, secrets: bool = False
+    path: Path, file_id: int | None, id_name: str, options: RecordOptions, *, secrets: bool = False
 ) -> Columns:
     """The columns of the records of the file `path`; `id_name` is `journalId` or `logId`."""
     from bkctl.formats.record import NO_LEDGER, RecordType
 
     digest_type = options.digest_type
-    names = {
-        "explicit_lac": _explicit_lac,
-        "EXPLICIT_LAC": RecordType.EXPLICIT_LAC,
-        "LEDGER_KEY": RecordType.LEDGER_KEY,
-        "digest_type": digest_type,
-        "base64_text": base64_text,
-    }
-    size = (
-        "None if r.format_version == 1 else r.payload_size()" if digest_type is None else "r.payload_size(digest_type)"
-    )
-    lac = "explicit_lac(r) if r.type is EXPLICIT_LAC else r.last_add_confirmed"
+    explicit_lac, ledger_key = RecordType.EXPLICIT_LAC, RecordType.LEDGER_KEY
+
+    def ledger(record: Record) -> LedgerId | None:
+        return None if record.ledger == NO_LEDGER else record.ledger
+
+    def last_add_confirmed(record: Record) -> int | None:
+        return _explicit_lac(record) if record.type is explicit_lac else record.last_add_confirmed
+
+    def size(record: Record) -> int | None:
+        return None if digest_type is None and record.format_version == 1 else record.payload_size(digest_type)
+
+    def master_key(record: Record) -> bytes | None:
+        return record.special_payload if record.type is ledger_key else None
+
     columns = [
-        Column("LEDGER", "ledger", "ledger", Kind.LEDGER, absent=NO_LEDGER),
-        Column("ENTRY", "entryId", "entry_id", Kind.INTEGER, nullable=False, text=_entry_text),
-        Column("LAC", "lastAddConfirmed", Inline(lac, names), Kind.INTEGER),
+        Column("LEDGER", "ledger", ledger, Kind.LEDGER),
+        Column("ENTRY", "entryId", "entry_id", Kind.INTEGER, text=_entry_text),
+        Column("LAC", "lastAddConfirmed", last_add_confirmed, Kind.INTEGER),
         Column("LENGTH", "length", "length", Kind.INTEGER),
-        Column("SIZE", "size", Inline(size, names), Kind.INTEGER),
-        Column(None, "formatVersion", "format_version", Kind.INTEGER, nullable=False),
+        Column("SIZE", "size", size, Kind.INTEGER),
+        Column(None, "formatVersion", "format_version", Kind.INTEGER),
         Column(None, id_name, Constant(file_id), Kind.INTEGER),
         Column(None, f"{id_name}Hex", Constant(None if file_id is None else f"{file_id:x}")),
-        Column("OFFSET", "offset", "offset", Kind.INTEGER, nullable=False),
-        Column("RECORD SIZE", "recordSize", "record_size", Kind.INTEGER, nullable=False),
-        Column("TYPE", "type", "type", nullable=False),
+        Column("OFFSET", "offset", "offset", Kind.INTEGER),
+        Column("RECORD SIZE", "recordSize", "record_size", Kind.INTEGER),
+        Column("TYPE", "type", "type"),
         Column("FILE", "file", Constant(str(path)), flexible=True, text=lambda path: Path(path).name),
     ]
     if secrets:
-        key = "base64_text(r.special_payload) if r.type is LEDGER_KEY else None"
-        columns.append(Column("MASTER KEY", "masterKey", Inline(key, names), optional=True, text=hex_of_base64))
+        columns.append(Column("MASTER KEY", "masterKey", master_key, Kind.BINARY, optional=True, text=bytes.hex))
     if options.body:
-        columns.append(Column("PAYLOAD", "payload", _payload_function(options, output), flexible=True))
+        columns.append(payload_column(lambda record: record.payload(digest_type), options.format))
     return Columns(*columns, key="offset")
 
 
 def _entry_text(entry_id: int) -> str:
     return NULL if entry_id < 0 else str(entry_id)
-
-
-def _payload_function(options: RecordOptions, output: Output) -> Callable[[Record], str | None]:
-    digest_type, form = options.digest_type, options.format
-    in_table = form is None and output is Output.TABLE
-
-    def payload(record: Record) -> str | None:
-        data = record.payload(digest_type)
-        if data is None:
-            return None
-        return readable_text(data) if in_table else binary_text(data, form)
-
-    return payload
 
 
 def _explicit_lac(record: Record) -> int | None:
@@ -248,7 +233,7 @@ def print_records(
                     for record in tally.watch(cast("Iterator[Record]", records)):
                         run.raw(record.payload(options.digest_type) or b"")
                 else:
-                    columns = record_columns(path, file_id, id_name, options, run.output, secrets=secrets)
+                    columns = record_columns(path, file_id, id_name, options, secrets=secrets)
                     writer = writer or stack.enter_context(run.rows(columns))
                     writer.use(columns)
                     if batches:
@@ -261,7 +246,7 @@ def print_records(
             if tally.left == 0:
                 break
         if writer is None and options.format is not BinaryFormat.RAW:
-            stack.enter_context(run.rows(record_columns(Path(), None, id_name, options, run.output, secrets=secrets)))
+            stack.enter_context(run.rows(record_columns(Path(), None, id_name, options, secrets=secrets)))
     if tally.unknown:
         run.note(
             f"bkctl: {tally.unknown:,} entries of scope 0 do not say where their payload begins; add --digest-type"
@@ -274,9 +259,6 @@ def _write_batch(writer: RowWriter, batch: RecordBatch, digest_type: DigestType 
         writer.row(batch.record)
         return
     sizes = batch.payload_sizes(digest_type)
-    if sizes is not None and None in sizes:
-        writer.rows(batch.records())
-        return
     writer.block(
         len(batch),
         {

@@ -1,5 +1,6 @@
+from collections.abc import Sequence
 from typing import Any
 
 API: int
 
-def join_rows(pieces: tuple[str, ...], columns: tuple[list[Any] | memoryview, ...], count: int, /) -> str | None: ...
+def join_rows(pieces: tuple[str, ...], columns: tuple[Sequence[Any], ...], count: int, /) -> str | None: ...

@@ -14,10 +14,9 @@ from ._output import (
     BOLD,
     RESET,
     Columns,
+    Lines,
     Output,
     RowWriter,
-    compile_csv,
-    compile_json,
     emit,
     getter,
     iso_time,
@@ -118,23 +117,15 @@ class _Rows:
     """ndjson, csv and ids: the rows that are new or changed, and in ndjson those that went."""
 
     def __init__(self, columns: Columns, output: Output) -> None:
-        key = columns.key or columns.columns[0]
-        if output is Output.ID and columns.key is None:
-            raise UsageError("-o id: this command prints nothing that has an id", hint="use -o ndjson or -o csv")
-        self._key, self._output = getter(key), output
-        if output is Output.ID:
-            self._line: Callable[[Any], str] = lambda row: f"{self._key(row)}\n"
-        elif output is Output.CSV:
-            self._line = compile_csv(columns)
-        else:
-            self._line = compile_json(columns, after="\\n")
+        self._lines = Lines(columns, output)
+        self._key, self._output = getter(columns.key or columns.columns[0]), output
         self._header = ",".join(columns.names()) + "\n" if output is Output.CSV else ""
         self._last: dict[Any, str] = {}
 
     def print(self, rows: Iterable[Any]) -> None:
         last, now = self._last, {}
         for row in rows:
-            key, line = self._key(row), self._line(row)
+            key, line = self._key(row), self._lines.of_rows([row])
             now[key] = line
             if last.get(key) != line:
                 emit(self._header + line)

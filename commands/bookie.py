@@ -13,7 +13,7 @@ from bkctl.ids import LedgerId, parse_scope_id
 
 from ._command import Run, command, group
 from ._options import MANY_LEDGERS, Composite, number_option
-from ._output import Column, Columns, Kind, Output, base64_text, hex_of_base64, iso_time
+from ._output import Column, Columns, Kind, Output, iso_time
 from ._records import DirOption, PlacesArgument, ShowSecretsOption, raise_first
 
 if TYPE_CHECKING:
@@ -174,7 +174,10 @@ def _file_row(file: BookieFile, errors: list[BkctlError]) -> FileRow:
         return FileRow(file, None)
     if detail is None:
         return FileRow(file, None)
-    return FileRow(file, {name: iso_time(value) if name == "updated" else value for name, value in detail.items()})
+    shown = dict(detail)
+    if isinstance(updated := shown.get("updated"), int):
+        shown["updated"] = iso_time(updated)
+    return FileRow(file, shown)
 
 
 def _kinds(texts: list[str]) -> frozenset[Any]:
@@ -246,7 +249,7 @@ META_COLUMNS = Columns(
     Column("FILE", "file", lambda row: str(row.source.path), flexible=True),
     key="ledger",
 )
-MASTER_KEY = Column("MASTER KEY", "masterKey", lambda row: base64_text(row.source.master_key), text=hex_of_base64)
+MASTER_KEY = Column("MASTER KEY", "masterKey", "source.master_key", Kind.BINARY, text=bytes.hex)
 
 
 class LedgersOrAll(NamedTuple):

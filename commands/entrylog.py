@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import StrEnum
 from inspect import Parameter
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -25,7 +26,7 @@ from ._options import (
     digest_type_option,
     parameter,
 )
-from ._output import GREEN, RED, YELLOW, Column, Columns, Kind, Output, base64_text, compile_json, size_text
+from ._output import GREEN, RED, YELLOW, Column, Columns, Kind, Lines, Output, size_text
 from ._records import DirOption, Records, print_records, raise_first
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from bkctl.ids import LedgerId
     from bkctl.metadata.liveness import Liveness
     from bkctl.storage.directories import BookieDirectories
-    from bkctl.storage.extraction import Extracted, LedgerExtraction
+    from bkctl.storage.extraction import LedgerExtraction
     from bkctl.storage.garbage import LedgerUse, LogUse, Thresholds
     from bkctl.storage.listing import EntryLogSummary, LogContents, RecordFilter
     from bkctl.storage.log_check import LogCheck
@@ -703,6 +704,8 @@ class ExtractReport(NamedTuple):
 
 
 GAPS_SHOWN_MAX = 1000
+#: Entries that are turned into text at once: entries may have megabytes.
+EXTRACT_BATCH_ROWS = 16
 
 
 def _gap_text(gaps: list[tuple[int, int]]) -> str:
@@ -795,9 +798,10 @@ def extract(
             if form is ExtractFormat.LOG:
                 left = extraction.write_log(target)
             elif form is ExtractFormat.NDJSON:
-                line = compile_json(_extracted_columns(digest_type), after="\\n")
-                for each in extraction.entries():
-                    target(line(each).encode())
+                lines = Lines(_extracted_columns(digest_type), Output.NDJSON)
+                found = extraction.entries()
+                while rows := list(islice(found, EXTRACT_BATCH_ROWS)):
+                    target(lines.of_rows(rows).encode())
             else:
                 for each in extraction.entries():
                     target(each.record.payload(digest_type) or b"")
@@ -844,10 +848,6 @@ def _digest_of(extraction: LedgerExtraction, given: DigestType | None, form: Ext
 
 
 def _extracted_columns(digest_type: DigestType | None) -> Columns:
-    def payload(row: Extracted) -> str | None:
-        data = row.record.payload(digest_type)
-        return None if data is None else base64_text(data)
-
     return Columns(
         Column("LEDGER", "ledger", "record.ledger", Kind.LEDGER),
         Column("ENTRY", "entryId", "record.entry_id", Kind.INTEGER),
@@ -861,7 +861,7 @@ def _extracted_columns(digest_type: DigestType | None) -> Columns:
         Column("RECORD SIZE", "recordSize", "record.record_size", Kind.INTEGER),
         Column("TYPE", "type", "record.type"),
         Column("FILE", "file", lambda row: str(row.path)),
-        Column("PAYLOAD", "payload", payload),
+        Column("PAYLOAD", "payload", lambda row: row.record.payload(digest_type), Kind.BINARY),
     )
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
+from operator import attrgetter
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -40,7 +41,7 @@ from ._options import (
     number_option,
     size_option,
 )
-from ._output import GREEN, RED, YELLOW, Column, Columns, Kind, Output, RowWriter, binary_text, readable_text
+from ._output import GREEN, RED, YELLOW, Column, Columns, Kind, Output, RowWriter, payload_column, readable_text
 
 if TYPE_CHECKING:
     from bkctl.client.ensemble import ReplicaPlace
@@ -143,7 +144,7 @@ def _list_columns(run: Run) -> Columns:
 # --- entries --------------------------------------------------------------------------------------------------------
 
 
-def _entry_columns(ledger: LedgerId, body: bool, format: BinaryFormat | None, output: Output) -> Columns:
+def _entry_columns(ledger: LedgerId, body: bool, format: BinaryFormat | None) -> Columns:
     columns = [
         Column("LEDGER", "ledger", lambda _: ledger, Kind.LEDGER),
         Column("ENTRY", "entryId", "entry_id", Kind.INTEGER),
@@ -153,14 +154,7 @@ def _entry_columns(ledger: LedgerId, body: bool, format: BinaryFormat | None, ou
         Column(None, "formatVersion", "format_version", Kind.INTEGER),
     ]
     if body:
-        if format is None and output is Output.TABLE:
-            columns.append(Column("PAYLOAD", "payload", lambda entry: readable_text(entry.payload), flexible=True))
-        elif format is None or format is BinaryFormat.BASE64:
-            columns.append(Column("PAYLOAD", "payload", "payload", Kind.BINARY, flexible=True))
-        else:
-            columns.append(
-                Column("PAYLOAD", "payload", lambda entry: binary_text(entry.payload, format), flexible=True)
-            )
+        columns.append(payload_column(attrgetter("payload"), format))
     return Columns(*columns, key="entryId")
 
 
@@ -566,7 +560,7 @@ def read(
         raise UsageError("--last goes neither with --from nor with --count")
     if entries.last is not None and count is not None:
         raise UsageError("--to and --count are given", hint="give one of them")
-    columns = _entry_columns(ledger, body or format is not None, format, run.output)
+    columns = _entry_columns(ledger, body or format is not None, format)
 
     async def work() -> None:
         from bkctl.client.operations import read_replica
@@ -638,7 +632,7 @@ def tail(
         raise UsageError("--from and --last are given", hint="give one of them")
     if start is not None and start < 0:
         raise UsageError(f"--from {start}: entry ids are 0 or more")
-    columns = _entry_columns(ledger, body or format is not None, format, run.output)
+    columns = _entry_columns(ledger, body or format is not None, format)
 
     async def work() -> None:
         from bkctl.client.operations import tail as follow

@@ -8,6 +8,7 @@ import os
 import sys
 from importlib import import_module
 from inspect import Parameter, Signature
+from io import TextIOWrapper
 from typing import Annotated, Any, Final
 
 import typer
@@ -267,7 +268,8 @@ def main() -> None:
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         # File names may hold bytes that no encoding has; a listing must not fail on them.
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     if "--debug" not in sys.argv:
         sys.excepthook = _unexpected
     sys.exit(run(sys.argv[1:]))

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import csv
 import io
 import json
 import sys
 import time
 from array import array
+from enum import StrEnum
 from importlib.util import module_from_spec, spec_from_file_location
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import golden
 import pytest
 
 import bkctl.commands
@@ -19,7 +22,6 @@ from bkctl.commands._output import (
     Column,
     Columns,
     Constant,
-    Inline,
     Kind,
     Output,
     RowWriter,
@@ -34,6 +36,8 @@ from bkctl.commands._output import (
 )
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
+
+from .conftest import Cli
 
 
 class Row(NamedTuple):
@@ -62,6 +66,38 @@ ROWS = [
     Row(None, None, None, None, None, None, None),
     Row(LedgerId(0, 12)),
 ]
+
+
+class Word(StrEnum):
+    """A value of a StrEnum, as the types of records are."""
+
+    QUOTED = 'a,"b"'
+
+
+ODD_COLUMNS = Columns(
+    *COLUMNS.columns,
+    Column("SIZE", "size", "number", Kind.SIZE),
+    Column("FIXED", "100 % of", Constant("it's {a} 100 %\\ \n")),
+    Column("NOTHING", "nothing", Constant(None), Kind.LEDGER),
+    Column("SHOWN", "shown", "number", Kind.INTEGER, text=lambda number: f"<{number}>\x07", flexible=True),
+    Column("MAYBE", "maybe", "text", optional=True),
+    Column("OFTEN", "often", "number", Kind.INTEGER, optional=True),
+    Column("LAST", "last", lambda row: row.text, flexible=True, style={"a": "\x1b[32m"}),
+    key="text",
+)
+ODD_ROWS = [
+    Row(None, None, None, None, None, None, None),
+    Row(LedgerId(0, 0), 0, "", False, 0, b"", {}),
+    Row(LedgerId(2**64 - 1, 2**64 - 1), 2**63 - 1, "ends in spaces   ", True, -1, bytes(range(30)), []),
+    Row(LedgerId(1, 2**64 - 1), -(2**63), 'a,"b"', True, 1755770000123, bytearray(b"ab"), "text"),
+    Row(LedgerId(0, 2**63 - 1), 10**30, "two\r\nlines", False, 1 << 70, memoryview(b"xyz"), {"a": [1, {"b": None}]}),
+    Row(LedgerId(0, 5), True, "\x00\x1b[31m\x7f\x85\t", True, -(10**14), b"\xff", [True, None, 1.5, b"\x00", (1, "x")]),
+    Row(LedgerId(0, 5), -(10**25), "日本 äöü 😀 \udc80", False, 999, b"hi", {"ä\n": "\x1b", "": {"k": []}}),
+    Row(LedgerId(7, 5), 1e16, "%s %(a)s {b} \\ '", True, 10**12, b"hi", float("nan")),
+    Row(LedgerId(7, 5), 10240, Word.QUOTED, False, 10**12, b"hi", 10**40),
+    Row(None, 0.1, "\r", True, 10**12 + 7, b"hi", "a,b\n"),
+    *(Row(LedgerId(each % 2, each), each, "a" * (each % 9), at=None) for each in range(94)),
+]  # fmt: skip
 
 
 class Terminal(io.StringIO):
@@ -96,14 +132,53 @@ def test_ndjson_is_an_object_a_line() -> None:
     assert list(json.loads(lines[2])) == list(FIRST)
 
 
+RECORDED = json.loads((golden.DATA / "rows.json").read_text())
+RECORDED_COMMANDS = [
+    ("entrylog", "show", "ledgers"),
+    ("entrylog", "read", "ledgers", "--limit", "5"),
+    ("entrylog", "read", "ledgers", "--limit", "5", "--body"),
+    ("entrylog", "read", "ledgers", "--limit", "5", "--digest-type", "CRC32C", "--body"),
+    ("entrylog", "read", "ledgers", "--type", "ledgersMap", "--type", "padding", "--limit", "5"),
+    ("entrylog", "extract", "ledgers", "--ledger", "3", "--format", "ndjson", "--file", "-", "--to", "5"),
+    ("journal", "read", "journal", "--show-secrets", "--limit", "12"),
+    ("journal", "stats", "journal", "--by", "type"),
+]
+
+
+def odd_rows(output: Output, stream: io.StringIO, *, color: bool = False) -> str:
+    with RowWriter(ODD_COLUMNS, output, stream=stream, color=color) as writer:
+        writer.rows(ODD_ROWS[:60])
+        for row in ODD_ROWS[60:]:
+            writer.row(row)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("output", list(Output))
+def test_odd_values_keep_their_recorded_text(output: Output, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "150")
+    if not compiled:
+        monkeypatch.setattr(_output, "join_rows", None)
+    assert odd_rows(output, io.StringIO()) == RECORDED[f"odd {output}"]
+    on_terminal = RECORDED["odd table on a terminal"] if output is Output.TABLE else RECORDED[f"odd {output}"]
+    assert odd_rows(output, Terminal(), color=True) == on_terminal
+
+
+@pytest.mark.parametrize("output", list(Output))
+@pytest.mark.parametrize("arguments", RECORDED_COMMANDS, ids=" ".join)
+def test_records_keep_their_recorded_text(
+    cli: Cli, arguments: tuple[str, ...], output: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(golden.DATA / "4.18.0" / "interleaved")
+    assert cli(*arguments, "-o", output).out == RECORDED[f"{' '.join(arguments)} -o {output}"]
+
+
 def test_json_is_one_array_of_the_same_objects() -> None:
     assert json.loads(written(Output.JSON)) == [json.loads(line) for line in written(Output.NDJSON).splitlines()]
     assert json.loads(written(Output.JSON, [])) == []
 
 
 def test_csv_has_a_header_and_quotes() -> None:
-    import csv
-
     rows = list(csv.reader(io.StringIO(written(Output.CSV))))
     assert rows[0] == list(FIRST)
     assert rows[1] == [
@@ -152,6 +227,55 @@ def test_a_table_is_printed_before_the_error_that_follows() -> None:
             assert len(json.loads(stream.getvalue())) == 1
 
 
+def test_rows_before_one_that_cannot_be_read_are_printed() -> None:
+    def text(row: Row) -> str:
+        if row.number == 3:
+            raise ValueError
+        return "here"
+
+    columns = Columns(Column("N", "n", "number", Kind.INTEGER), Column("T", "t", text), key="t")
+    for output in Output:
+        stream = io.StringIO()
+        with pytest.raises(ValueError), RowWriter(columns, output, stream=stream) as writer:  # noqa: PT011
+            writer.rows(Row(None, number) for number in range(10))
+        assert stream.getvalue().count("here") == 3
+
+
+def test_rows_are_printed_as_they_were_when_they_were_given() -> None:
+    row = {"at": 0}
+
+    def rows() -> Any:
+        for row["at"] in range(600):
+            yield row
+
+    columns = Columns(Column("AT", "at", lambda row: row["at"], Kind.INTEGER), key="at")
+    assert written(Output.ID, rows(), columns).split() == [str(number) for number in range(600)]
+
+
+def test_large_rows_are_printed_few_at_a_time() -> None:
+    sizes: list[int] = []
+
+    class Sizes(io.StringIO):
+        def write(self, text: str) -> int:
+            sizes.append(len(text))
+            return len(text)
+
+    rows = [Row(None, data=bytes(1 << 18))] * 100
+    for give in (lambda writer: writer.rows(rows), lambda writer: [writer.row(row) for row in rows]):
+        with RowWriter(COLUMNS, Output.NDJSON, stream=Sizes()) as writer:
+            give(writer)
+    assert sum(sizes) > 60 << 20
+    assert max(sizes) < 12 << 20
+
+
+@pytest.mark.parametrize("text", ["", "a", " a ", 'a"b', "a,b", "a\nb", "a\r", "\r\n", "\0", "ä", "'", ";", "\t", '"'])
+def test_csv_cells_are_those_of_the_csv_module(text: str) -> None:
+    rows = io.StringIO()
+    csv.writer(rows, lineterminator="\r\n").writerow([1, text])
+    columns = Columns(Column("N", "n", "number", Kind.INTEGER), Column("T", "t", "text"))
+    assert written(Output.CSV, [Row(None, 1, text)], columns) == "n,t\n" + rows.getvalue().removesuffix("\r\n") + "\n"
+
+
 def test_what_fails_before_its_first_row_prints_nothing() -> None:
     for output in Output:
         stream = io.StringIO()
@@ -177,12 +301,12 @@ def test_slow_rows_do_not_wait_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> N
     assert seen[-1] >= 1
 
 
-def test_sources_may_be_constants_and_expressions() -> None:
+def test_sources_may_be_constants_and_functions() -> None:
     columns = Columns(
         Column("C", "c", Constant("it's {a}\\ \n")),
         Column("N", "n", Constant(None), Kind.INTEGER),
-        Column("E", "e", Inline("r.number + plus", {"plus": 2}), Kind.INTEGER),
-        Column("L", "l", "ledger", Kind.LEDGER, absent=LedgerId(0, 12)),
+        Column("E", "e", lambda row: row.number + 2, Kind.INTEGER),
+        Column("L", "l", lambda row: row.ledger if row.ledger.ledger_id == 13 else None, Kind.LEDGER),
         Column("O", "o", "text", optional=True),
     )
     rows = [Row(LedgerId(0, 12), 1, None), Row(LedgerId(0, 13), 2, "t")]
@@ -237,8 +361,8 @@ def test_rows_given_as_columns_are_printed_as_rows_are(
                 Row(
                     LedgerId(each % 3, each),
                     NUMBERS.get(each, each),
-                    f"{umlaut}," * (each % 5),
-                    each % 2 == 0,
+                    None if each % 11 == 3 else f"{umlaut}," * (each % 5),
+                    None if each % 7 == 3 else each % 2 == 0,
                     None,
                     bytes(each % 7),
                     [each, {}],
