@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-EXTENSIONS := bkctl/protocol/_add_runs.c bkctl/storage/_scan.c commands/_rows.c
+EXTENSIONS := bkctl/protocol/_add_runs.c bkctl/files/_scan.c commands/kit/_rows.c
 # How many processes share the tests; WORKERS=0 runs them in one.
 WORKERS ?= 2
 
@@ -49,7 +49,7 @@ bench: .venv/.test
 	$(BIN)/python benchmarks/run.py $(BENCH)
 
 servers: .venv/.test
-	$(BIN)/python tests/servers.py
+	$(BIN)/python tests/support/servers.py
 
 clean:
 	rm -rf .venv .cache build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import servers
+from support import servers
 
 from bkctl.formats.entry import DigestManager, DigestType, master_key
 from bkctl.formats.entry_log import HEADER_SIZE, write_ledgers_map
@@ -204,9 +204,9 @@ def compare(
 
 def library_rates(directory: Path) -> Iterator[str]:
     """Yield the rates of the library's scans, a second of processor time: 64 MiB of 1 KiB entries, 2.4 M small ones."""
-    from bkctl.storage import scan
-    from bkctl.storage.digests import DigestChecker
-    from bkctl.storage.entry_log import EntryLogReader
+    from bkctl.checks.digests import DigestChecker
+    from bkctl.files import scan
+    from bkctl.files.entry_log import EntryLogReader
 
     def structure(reader: EntryLogReader) -> None:
         for _ in reader.batches():

@@ -27,8 +27,8 @@ from run import BKCTL, full_speed_java, servers
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
+from bkctl.metadata.backends.zookeeper.store import ZooKeeperStore
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.zookeeper import ZooKeeperStore
 
 CREATES_AT_ONCE = 250
 #: So many ledgers are made one by one, as a client makes them; the rest in transactions, to spare the time.

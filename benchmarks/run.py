@@ -31,9 +31,9 @@ from typing import Any, NamedTuple
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT / "tests"))
 
-import servers  # noqa: E402
 from files import compare as compare_files  # noqa: E402
-from own_cluster import OwnCluster, start_all, stop_all  # noqa: E402
+from support import servers  # noqa: E402
+from support.own_cluster import OwnCluster, start_all, stop_all  # noqa: E402
 
 BKCTL = [str(Path(sys.executable).with_name("bkctl"))]
 ENTRY_SIZE_BYTES = 1024

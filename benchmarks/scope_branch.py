@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-import servers
+from support import servers
 
 from bkctl.config import BookieConfig
 from bkctl.formats.entry import DigestManager, DigestType

@@ -26,11 +26,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bkctl.files.entry_log import EntryLogReader
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import HEADER_SIZE, write_header, write_ledgers_map
 from bkctl.formats.record import RECORD_SIZE
 from bkctl.ids import LedgerId
-from bkctl.storage.entry_log import EntryLogReader
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -113,8 +113,8 @@ def scan(spark: SparkSession, kind: str, path: str) -> int | None:
 
 def inventory(spark: SparkSession, directory: str) -> int:
     """The job over one bookie; returns the number of entries that it counts."""
-    from bkctl.spark.bookies import BookieFiles
-    from bkctl.spark.inventory import By, shares, totals
+    from bkctl.spark.jobs.bookies import BookieFiles
+    from bkctl.spark.jobs.inventory import By, shares, totals
 
     bookies = [BookieFiles("bookie", (), (f"{directory}/current",), ())]
     rows = totals(spark, bookies, shares(spark, bookies), By.LEDGER).collect()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bkctl.commands._interrupts import end_at_once
+from bkctl.commands.kit.interrupts import end_at_once
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from bkctl.errors import NotFound, Unsupported, UsageError
 
+MEBIBYTE: Final = 1 << 20
 CONF_SIZE_BYTES_MAX: Final = 4 * 1024 * 1024
 INCLUDE_DEPTH_MAX: Final = 16
 _INTERPOLATION_DEPTH_MAX: Final = 16

@@ -12,14 +12,22 @@ import typer
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, Corrupt, NotFound, UsageError
 from bkctl.ids import LedgerId
 
-from ._command import Run, command, group
-from ._options import DryRun, LedgersOrFile, ScopeOfAny, UndoOption, WatchOption, duration_option, parse_duration
-from ._output import GREEN, RED, YELLOW, Column, Columns, Kind
+from .kit.command import Run, command, group
+from .kit.options import (
+    DryRun,
+    LedgersOrFile,
+    ScopeOfAny,
+    UndoOption,
+    WatchOption,
+    duration_option,
+    parse_duration,
+)
+from .kit.output import GREEN, RED, YELLOW, Column, Columns, Kind
 
 if TYPE_CHECKING:
     from bkctl.config import BookieConfig
     from bkctl.metadata.cluster import Cluster
-    from bkctl.metadata.replication import LedgerUnderreplicationManager, UnderreplicatedLedger
+    from bkctl.metadata.underreplication import LedgerUnderreplicationManager, UnderreplicatedLedger
 
 app = group()
 
@@ -27,7 +35,7 @@ _SPAN_OF_NO_CHECK_MS = 21 * 24 * 3600 * 1000
 
 
 def _manager(cluster: Cluster) -> LedgerUnderreplicationManager:
-    from bkctl.metadata.replication import LedgerUnderreplicationManager
+    from bkctl.metadata.underreplication import LedgerUnderreplicationManager
 
     cluster.layout()  # Without a cluster all would look well.
     return LedgerUnderreplicationManager(cluster.store)
@@ -140,7 +148,7 @@ STATUS_COLUMNS = Columns(
 @command(app, "status", connects=True)
 def status(run: Run, watch: WatchOption) -> None:
     """Show auto-recovery: on or off, the auditors, the delay, marked and locked ledgers, when checks ran last."""
-    from bkctl.metadata.replication import AuditorCheck
+    from bkctl.metadata.underreplication import AuditorCheck
 
     def look() -> Iterator[StatusRow]:
         yield StatusRow(
@@ -369,7 +377,7 @@ def mark(
 @command(app, "unmark", connects=True, changes=True, asks=True)
 def unmark(run: Run, ledgers: LedgersOrFile, undo: UndoOption = None, dry_run: DryRun = False) -> None:
     """Take the under-replicated mark off ledgers, so that no worker looks after them."""
-    from bkctl.metadata.replication import mark_path, parse_mark
+    from bkctl.metadata.underreplication import mark_path, parse_mark
 
     with run.cluster() as cluster:
         manager = _manager(cluster)
@@ -493,7 +501,7 @@ def audit(
     dry_run: DryRun = False,
 ) -> None:
     """Have the auditor look for lost bookies now, or make its periodic checks due."""
-    from bkctl.metadata.replication import AuditorCheck
+    from bkctl.metadata.underreplication import AuditorCheck
 
     checks = {
         Clock.ALL_LEDGERS: AuditorCheck.ALL_LEDGERS,

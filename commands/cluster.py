@@ -9,9 +9,9 @@ import typer
 
 from bkctl.errors import AlreadyExists, Conflict, NotFound, UsageError
 
-from ._command import Run, command, group
-from ._options import DryRun, WatchOption
-from ._output import GREEN, RED, YELLOW, Column, Columns, Kind
+from .kit.command import Run, command, group
+from .kit.options import DryRun, WatchOption
+from .kit.output import GREEN, RED, YELLOW, Column, Columns, Kind
 
 if TYPE_CHECKING:
     from bkctl.bookie.local import LocalCluster
@@ -60,7 +60,7 @@ INFO_COLUMNS = Columns(
 @command(app, "info", connects=True)
 def info(run: Run) -> None:
     """Show the cluster: instance id, layout, bookies counted by state, auditor, replication."""
-    from bkctl.metadata.overview import cluster_info
+    from bkctl.metadata.admin.overview import cluster_info
 
     with run.cluster() as cluster:
         run.show(cluster_info(cluster), INFO_COLUMNS)
@@ -95,7 +95,7 @@ def health(
     Bookies that are down, read-only, full or silent, cookies, under-replicated ledgers by scope and age, auto-recovery,
     scopes.
     """
-    from bkctl.metadata.health import HealthFinding, health_findings
+    from bkctl.metadata.admin.health import HealthFinding, health_findings
 
     if not 0 <= threshold <= 100:
         raise UsageError(f"--threshold {threshold:g}: percent are 0 to 100")
@@ -142,7 +142,7 @@ CHECK_COLUMNS = Columns(
 @command(healthcheck_app, "status", connects=True)
 def healthcheck_status(run: Run) -> None:
     """Show whether clients may take bookies that fail them into quarantine."""
-    from bkctl.metadata.health import HealthCheckSwitch
+    from bkctl.metadata.admin.health import HealthCheckSwitch
 
     with run.cluster() as cluster:
         run.show(Check(HealthCheckSwitch(cluster).is_enabled()), CHECK_COLUMNS)
@@ -161,7 +161,7 @@ def healthcheck_disable(run: Run) -> None:
 
 
 def _switch_healthcheck(run: Run, enabled: bool) -> None:
-    from bkctl.metadata.health import HealthCheckSwitch
+    from bkctl.metadata.admin.health import HealthCheckSwitch
 
     with run.cluster() as cluster:
         run.show(Check(enabled, HealthCheckSwitch(cluster).set(enabled)), CHECK_COLUMNS)
@@ -263,9 +263,9 @@ def nuke(
     The bookies' own files stay as they are, but no bookie starts on them again. With --backup, 'metadata import' brings
     the metadata back.
     """
-    from bkctl.metadata.dump import ClusterSource, export_to_file
-    from bkctl.metadata.nuke import nuke as remove
-    from bkctl.metadata.nuke import plan_nuke
+    from bkctl.metadata.admin.dump import ClusterSource, export_to_file
+    from bkctl.metadata.admin.nuke import nuke as remove
+    from bkctl.metadata.admin.nuke import plan_nuke
 
     if instance_id is None:
         raise UsageError("--instance-id is needed", hint="'bkctl cluster id' shows it")

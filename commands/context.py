@@ -10,9 +10,9 @@ import typer
 
 from bkctl.errors import UsageError
 
-from ._command import Run, command, group
-from ._contexts import Context, Contexts
-from ._output import GREEN, Column, Columns, Kind
+from .kit.command import Run, command, group
+from .kit.contexts import Context, Contexts
+from .kit.output import GREEN, Column, Columns, Kind
 
 app = group()
 

@@ -10,10 +10,10 @@ import typer
 
 from bkctl.errors import BkctlError, NotFound, Unreachable, UsageError
 
-from ._command import Run, command, group
-from ._options import BinaryFormat, BinaryFormatOption, DryRun, UndoOption
-from ._output import RED, Column, Columns, Kind
-from ._records import DirOption
+from .kit.command import Run, command, group
+from .kit.options import BinaryFormat, BinaryFormatOption, DryRun, UndoOption
+from .kit.output import RED, Column, Columns, Kind
+from .kit.records import DirOption
 
 if TYPE_CHECKING:
     from bkctl.formats.metadata import Cookie
@@ -144,11 +144,12 @@ def show(
 
 
 def _version_file(directory: Path) -> Path:
-    from bkctl.bookie.cookies import VERSION_FILE, version_file
+    from bkctl.bookie.cookies import version_file
+    from bkctl.formats.names import COOKIE_NAME
 
-    if directory.name == VERSION_FILE or directory.is_file():
+    if directory.name == COOKIE_NAME or directory.is_file():
         return directory
-    return directory / VERSION_FILE if directory.name == "current" else version_file(str(directory))
+    return directory / COOKIE_NAME if directory.name == "current" else version_file(str(directory))
 
 
 def _read(path: Path) -> bytes:
@@ -257,7 +258,7 @@ def delete(
     """
     from bkctl.bookie.cookies import check_not_registered, cookie_path
     from bkctl.formats.metadata import Cookie
-    from bkctl.storage.holding import hold
+    from bkctl.repair.holding import hold
 
     rows: list[CookieRow] = []
     with run.cluster() as cluster:
@@ -380,8 +381,8 @@ def expand(run: Run, undo: UndoOption = None, dry_run: DryRun = False) -> None:
     """
     from bkctl.bookie.cookies import bookie_id_of, configured_directories
     from bkctl.bookie.cookies import expand as take_in
-    from bkctl.storage.files import Files
-    from bkctl.storage.holding import hold
+    from bkctl.disk import Files
+    from bkctl.repair.holding import hold
 
     config = run.config()
     bookie_id = bookie_id_of(config)
@@ -429,9 +430,9 @@ def rename(
     """
     from bkctl.bookie.cookies import STORE, configured_directories
     from bkctl.bookie.cookies import rename as change
+    from bkctl.disk import Files
     from bkctl.ids import check_bookie_id
-    from bkctl.storage.files import Files
-    from bkctl.storage.holding import hold
+    from bkctl.repair.holding import hold
 
     if check_bookie_id(old) == check_bookie_id(new):
         raise UsageError(f"{old} and {new} are the same id")

@@ -15,8 +15,8 @@ import typer
 
 from bkctl.errors import BkctlError, NotFound, UsageError
 
-from ._command import Run, command, group
-from ._options import (
+from .kit.command import Run, command, group
+from .kit.options import (
     LEDGER_FORMS,
     Composite,
     DigestToCheck,
@@ -26,18 +26,18 @@ from ._options import (
     digest_type_option,
     parameter,
 )
-from ._output import GREEN, RED, YELLOW, Column, Columns, Kind, Lines, Output, size_text
-from ._records import DirOption, Records, print_records, raise_first
+from .kit.output import GREEN, RED, YELLOW, Column, Columns, Kind, Lines, Output, size_text
+from .kit.records import DirOption, Records, print_records, raise_first
 
 if TYPE_CHECKING:
+    from bkctl.checks.garbage import LedgerUse, LogUse, Thresholds
+    from bkctl.checks.log_check import LogCheck
+    from bkctl.files.directories import BookieDirectories
+    from bkctl.files.listing import EntryLogSummary, LogContents, RecordFilter
     from bkctl.formats.entry import DigestType
     from bkctl.ids import LedgerId
     from bkctl.metadata.liveness import Liveness
-    from bkctl.storage.directories import BookieDirectories
-    from bkctl.storage.extraction import LedgerExtraction
-    from bkctl.storage.garbage import LedgerUse, LogUse, Thresholds
-    from bkctl.storage.listing import EntryLogSummary, LogContents, RecordFilter
-    from bkctl.storage.log_check import LogCheck
+    from bkctl.repair.extraction import LedgerExtraction
 
 app = group()
 
@@ -145,7 +145,7 @@ def list_logs(
     What a compaction left unfinished is listed too (state compacting or compacted). With --sort garbage the cluster is
     asked which ledgers are alive, and what remains of each log is shown; else this needs no cluster.
     """
-    from bkctl.storage.listing import entry_log_summaries
+    from bkctl.files.listing import entry_log_summaries
 
     given = run.directories([*(places or ()), *(directories or ())])
     errors: list[BkctlError] = []
@@ -157,7 +157,7 @@ def list_logs(
             yield summary
 
     if sort is Sort.GARBAGE:
-        from bkctl.storage.garbage import log_uses
+        from bkctl.checks.garbage import log_uses
 
         found = {summary.file.path: summary for summary in summaries()}
         good = [path for path, summary in found.items() if summary.error is None]
@@ -206,9 +206,9 @@ def show(run: Run, names: LogNames = None, directories: DirOption = None) -> Non
     A damaged ledgers map is counted again by a scan, and reported (exit code 7). Where the records are damaged, those
     before are counted, and the rows are not complete.
     """
+    from bkctl.files.entry_log import EntryLogReader
+    from bkctl.files.listing import log_contents
     from bkctl.formats.entry_log import content_id_of
-    from bkctl.storage.entry_log import EntryLogReader
-    from bkctl.storage.listing import log_contents
 
     errors: list[BkctlError] = []
 
@@ -253,7 +253,7 @@ def _logs(run: Run, names: list[str] | None, directories: list[Path] | None) -> 
 
 
 def _logs_named(given: BookieDirectories, name: str) -> list[Path]:
-    from bkctl.storage.directories import BookieDirectories
+    from bkctl.files.directories import BookieDirectories
 
     if name and Path(name).is_dir():
         return [file.path for file in BookieDirectories.at(name).entry_logs()]
@@ -270,7 +270,7 @@ def _files(
 
 
 def _records(path: Path, chosen: RecordFilter, *, batches: bool) -> Iterator[Any]:
-    from bkctl.storage.entry_log import EntryLogReader
+    from bkctl.files.entry_log import EntryLogReader
 
     try:
         reader = EntryLogReader.open(path)
@@ -345,7 +345,7 @@ def verify(
     """
     from contextlib import nullcontext
 
-    from bkctl.storage.log_check import check_entry_logs
+    from bkctl.checks.log_check import check_entry_logs
 
     if no_digests and digest.wanted:
         raise UsageError("--no-digests and --digest are given", hint="give one of them")
@@ -438,7 +438,7 @@ def active(
     A ledger is dead when the metadata store says that it is not there; unknown when the store could not say it (exit
     code 6, or that of the error), or has no scopes tree of this cluster.
     """
-    from bkctl.storage.garbage import log_uses
+    from bkctl.checks.garbage import log_uses
 
     paths = _all_logs(run, names, directories, every)
     wanted = set(states or StateName)
@@ -548,7 +548,7 @@ def garbage(
     Garbage are the bytes of ledgers that the metadata store says are not there; ledgers of unknown state remain.
     COMPACTION: delete (nothing is alive), minor, major, or nothing. Sums follow on stderr.
     """
-    from bkctl.storage.garbage import log_uses
+    from bkctl.checks.garbage import log_uses
 
     paths = _all_logs(run, names, directories, every)
     limits = thresholds_of(run, thresholds)
@@ -581,7 +581,7 @@ _USE_KEYS: dict[Sort, Callable[[UseRow], float]] = {
 
 def thresholds_of(run: Run, given: tuple[float | None, float | None]) -> Thresholds:
     """What ThresholdOptions say, where they say nothing --conf, else the usual."""
-    from bkctl.storage.garbage import Thresholds
+    from bkctl.checks.garbage import Thresholds
 
     minor, major = given
     usual = Thresholds()
@@ -777,7 +777,7 @@ def extract(
     Damaged logs are taken up to the damage, which is reported (exit code 7) when the file is written. Without any entry
     nothing is written (exit code 4).
     """
-    from bkctl.storage.extraction import LedgerExtraction
+    from bkctl.repair.extraction import LedgerExtraction
 
     paths = _logs(run, names, directories)
     with (
@@ -877,7 +877,7 @@ def _target(run: Run, file: Path) -> Iterator[Callable[[bytes], object]]:
         if not file.is_file():
             raise UsageError(f"{file} is no file, and would be replaced by one", hint="write to -, and redirect that")
         run.confirm(f"{file} exists and would be replaced")
-    from bkctl.storage.files import create_unfinished
+    from bkctl.disk import create_unfinished
 
     try:
         partial, descriptor = create_unfinished(file, mode=0o666)  # as the umask says, like any file of the user

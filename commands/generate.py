@@ -14,8 +14,8 @@ from typing import Any, Final, NamedTuple
 
 from bkctl.errors import EXIT_CODES
 
-from ._command import Group
-from ._options import GLOBAL_PANEL
+from .kit.command import Group
+from .kit.options import GLOBAL_PANEL
 from .main import GROUPS, RootGroup, root
 
 #: What a value is completed with: by the metavar of its option or argument.

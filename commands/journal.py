@@ -12,15 +12,15 @@ import typer
 
 from bkctl.errors import BkctlError, NotFound, UsageError
 
-from ._command import Run, command, group
-from ._options import count_option
-from ._output import GREEN, NULL, RED, YELLOW, Column, Columns, Kind, ledger_column
-from ._records import DirOption, Records, ShowSecretsOption, print_records, raise_first
+from .kit.command import Run, command, group
+from .kit.options import count_option
+from .kit.output import GREEN, NULL, RED, YELLOW, Column, Columns, Kind, ledger_column
+from .kit.records import DirOption, Records, ShowSecretsOption, print_records, raise_first
 
 if TYPE_CHECKING:
-    from bkctl.storage.directories import BookieDirectories, BookieFile
-    from bkctl.storage.journals import JournalCheck, JournalStatistics, JournalSummary
-    from bkctl.storage.listing import RecordFilter
+    from bkctl.files.directories import BookieDirectories, BookieFile
+    from bkctl.files.journals import JournalCheck, JournalStatistics, JournalSummary
+    from bkctl.files.listing import RecordFilter
 
 app = group()
 
@@ -61,7 +61,7 @@ def list_journals(
     directories: DirOption = None,
 ) -> None:
     """List the journal files: id, version, size, time of the last write."""
-    from bkctl.storage.journals import journal_summaries
+    from bkctl.files.journals import journal_summaries
 
     errors: list[BkctlError] = []
 
@@ -117,7 +117,7 @@ def _all_journals(run: Run, names: list[str] | None, directories: list[Path] | N
 
 
 def _journals_named(given: BookieDirectories, name: str) -> list[Path]:
-    from bkctl.storage.directories import BookieDirectories
+    from bkctl.files.directories import BookieDirectories
 
     if Path(name).is_dir():
         return [file.path for file in BookieDirectories.at(name).journals()]
@@ -126,7 +126,7 @@ def _journals_named(given: BookieDirectories, name: str) -> list[Path]:
 
 def _starts(given: BookieDirectories, files: list[Path]) -> dict[Path, int]:
     """The files from the marked one on, and where to begin in each."""
-    from bkctl.storage.journals import files_after_marks
+    from bkctl.files.journals import files_after_marks
 
     if not given.ledger_dirs:
         raise UsageError("--after-lastmark needs the ledger directories", hint="add --conf, or --dir for each")
@@ -143,7 +143,7 @@ def _files(
 
 
 def _records(path: Path, start: int, chosen: RecordFilter, *, batches: bool) -> Iterator[Any]:
-    from bkctl.storage.journal import JournalReader
+    from bkctl.files.journal import JournalReader
 
     try:
         reader = JournalReader.open(path)
@@ -178,7 +178,7 @@ def lastmark(
 
     It is the highest that the ledger directories keep; files of it that are damaged are reported (exit code 7).
     """
-    from bkctl.storage.journals import latest_marks
+    from bkctl.files.journals import latest_marks
 
     latest = latest_marks(run.directories([*(places or ()), *(directories or ())]))
     run.render(latest.marks, MARK_COLUMNS)
@@ -228,7 +228,7 @@ def verify(run: Run, names: JournalNames = None, directories: DirOption = None) 
     damage; 3 for a journal that a last mark names, or that its neighbours enclose, and that is not there, and for a
     mark inside a record.
     """
-    from bkctl.storage.journals import check_journals
+    from bkctl.files.journals import check_journals
 
     given, files = _journals(run, names, directories)
     if files is None:
@@ -359,7 +359,7 @@ def stats(
 
 
 def _statistics(files: list[Path], errors: list[BkctlError]) -> Iterator[JournalStatistics]:
-    from bkctl.storage.journals import journal_statistics
+    from bkctl.files.journals import journal_statistics
 
     for path in files:
         found = journal_statistics(path)

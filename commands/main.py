@@ -16,10 +16,10 @@ import typer
 from bkctl import __version__
 from bkctl.errors import BkctlError, is_interrupt
 
-from . import _interrupts
-from ._command import Group, Session
-from ._options import global_parameters, parameter, read_globals
-from ._output import ClosedOutput, output_error
+from .kit import interrupts as _interrupts
+from .kit.command import Group, Session
+from .kit.options import global_parameters, parameter, read_globals
+from .kit.output import ClosedOutput, output_error
 
 #: Group → its help; the module of the same name (with `app`) is imported when the group is used.
 GROUPS: Final[dict[str, str]] = {
@@ -167,7 +167,7 @@ def _parser_error_line(error: Any) -> str:
 
 def one_line(text: str) -> str:
     """`text` without line breaks and control characters."""
-    from ._output import plain
+    from .kit.output import plain
 
     return plain(" ".join(text.split()))
 
@@ -262,7 +262,7 @@ def _open_closed_streams() -> None:
 def main() -> None:
     """Run the command line of this process and exit; `bkctl.__main__` is the entry point."""
     if "_BKCTL_COMPLETE" in os.environ:
-        from ._completion import complete
+        from .kit.completion import complete
 
         complete(os.environ["_BKCTL_COMPLETE"], sys.argv[1:])
     _open_closed_streams()

@@ -14,8 +14,8 @@ import typer
 from bkctl.errors import Conflict, NotFound, UsageError
 from bkctl.ids import LedgerId
 
-from ._command import Run, command, group
-from ._options import (
+from .kit.command import Run, command, group
+from .kit.options import (
     BinaryFormat,
     BinaryFormatOption,
     DryRun,
@@ -25,11 +25,11 @@ from ._options import (
     UndoOption,
     count_option,
 )
-from ._output import GREEN, RED, YELLOW, Column, Columns, Kind, Output, binary_text, readable_text
+from .kit.output import GREEN, RED, YELLOW, Column, Columns, Kind, Output, binary_text, readable_text
 
 if TYPE_CHECKING:
+    from bkctl.metadata.admin.dump import ClusterSource, Exported, Imported, MetadataSource
     from bkctl.metadata.cluster import Cluster
-    from bkctl.metadata.dump import ClusterSource, Exported, Imported, MetadataSource
 
 app = group()
 
@@ -143,7 +143,7 @@ def tree(
     path: Annotated[str, typer.Argument(help="Where to start (default: the root).", metavar="PATH")] = "",
 ) -> None:
     """List the nodes of the metadata store below a path."""
-    from bkctl.metadata.overview import walk
+    from bkctl.metadata.admin.overview import walk
 
     columns = TREE_TABLE_COLUMNS if run.output is Output.TABLE else TREE_COLUMNS
     with run.cluster() as cluster, run.working("Reading the tree"):
@@ -168,7 +168,7 @@ def undo(
 
     A node that somebody changed since is left alone, and the exit code is 3 then.
     """
-    from bkctl.metadata.undo import undo as put_back
+    from bkctl.metadata.admin.undo import undo as put_back
 
     with run.cluster() as cluster:
         if not dry_run:
@@ -218,7 +218,7 @@ def export(
     """
     import sys
 
-    from bkctl.metadata.dump import ClusterSource, export_to_file, write_export
+    from bkctl.metadata.admin.dump import ClusterSource, export_to_file, write_export
 
     if file is None:
         raise UsageError("No file is named", hint="add -f FILE, or -f - for stdout")
@@ -301,7 +301,7 @@ def import_(
     The file's hash is checked first. What is there with the same value is passed over, so that a second run finishes
     what was stopped. Exit code 5 where something is there with another value, which --overwrite replaces.
     """
-    from bkctl.metadata.dump import ExportFile, import_records, prepare_target
+    from bkctl.metadata.admin.dump import ExportFile, import_records, prepare_target
     from bkctl.metadata.uri import parse_uri
 
     if file is None:
@@ -381,7 +381,7 @@ def diff(
     The login in --metadata-… options is that of the connection's servers, and goes to no others: name a store that
     wants another login as context:NAME.
     """
-    from bkctl.metadata.dump import ClusterSource, compare, compare_headers, open_source
+    from bkctl.metadata.admin.dump import ClusterSource, compare, compare_headers, open_source
 
     found: Counter[str] = Counter()
     with ExitStack() as stack:
@@ -428,7 +428,7 @@ def migrate(
     A second run finishes what was stopped. Refused while bookies are registered on either side, since their clients
     would go on to change the first store. Exit code 3 when the two differ in the end.
     """
-    from bkctl.metadata.dump import ClusterSource, compare, import_records, prepare_target
+    from bkctl.metadata.admin.dump import ClusterSource, compare, import_records, prepare_target
 
     if to is None:
         raise UsageError("No target is named", hint="add --to URI")
@@ -510,7 +510,7 @@ def check(run: Run, scope: ScopeOfAny) -> None:
 
     Ledgers with damaged or impossible metadata, or on bookies that nobody knows; cookies, marks, layout, scopes.
     """
-    from bkctl.metadata.check import check_metadata
+    from bkctl.metadata.admin.check import check_metadata
 
     count = 0
     with (
@@ -550,8 +550,8 @@ def orphans(
 
     Exit code 3 when there are any.
     """
-    from bkctl.metadata.check import orphans as find
-    from bkctl.metadata.check import remove_orphan
+    from bkctl.metadata.admin.check import orphans as find
+    from bkctl.metadata.admin.check import remove_orphan
 
     with run.cluster() as cluster:
         with run.working("Looking for orphans"):
@@ -688,7 +688,7 @@ def replace_bookie(
     nobody knows the new one. Exit code 3 when ledgers are left.
     """
     from bkctl.ids import check_bookie_id
-    from bkctl.metadata.check import replace_bookie as replace
+    from bkctl.metadata.admin.check import replace_bookie as replace
 
     if old is None or new is None:
         raise UsageError("--from BOOKIE and --to BOOKIE are needed")

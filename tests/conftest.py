@@ -11,8 +11,8 @@ from typing import Any
 
 import hypothesis
 import pytest
-import servers
-from servers import ApacheBookie, ApacheCluster, EtcdServer, Java, JavaOnEtcd, ZooKeeperServer
+from support import servers
+from support.servers import ApacheBookie, ApacheCluster, EtcdServer, Java, JavaOnEtcd, ZooKeeperServer
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A run in the background of a script inherits that, and so would the programs that tests interrupt.

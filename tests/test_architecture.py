@@ -16,12 +16,16 @@ MAP = ROOT / "docs" / "architecture.md"
 
 #: From left to right; parts that share a place do not import each other.
 DIRECTION = [
-    {"errors"},
-    {"ids", "redaction"},
+    {"errors", "redaction"},
+    {"ids"},
     {"config"},
     {"formats"},
-    {"storage", "protocol"},
-    {"metadata"},
+    {"disk"},
+    {"model"},
+    {"files", "protocol", "metadata"},
+    {"storage"},
+    {"checks"},
+    {"repair"},
     {"client"},
     {"replication"},
     {"bookie"},
@@ -88,6 +92,36 @@ def test_imports_point_left_only(path: Path) -> None:
         target = rest.partition(".")[0]
         if top == "bkctl" and target in PLACE and target != part:
             assert PLACE[target] < PLACE[part], f"{path}:{line}: {part} imports {name}"
+
+
+def module_name(path: Path) -> str:
+    """The dotted name that `path` is imported by."""
+    parts = [*path.relative_to(ROOT).with_suffix("").parts]
+    if parts[0] == "commands":
+        parts.insert(0, "bkctl")
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def type_only(tree: ast.Module) -> set[int]:
+    """The lines of imports below `if TYPE_CHECKING:`."""
+    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    return {each.lineno for block in blocks for each in ast.walk(block) if hasattr(each, "lineno")}
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    paths = {module_name(path): path for path in modules()}
+    graph: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        ignored = type_only(ast.parse(path.read_text()))
+        names = {name for line, name in imports(path) if line not in ignored}
+        found = {name if name in paths else name.rpartition(".")[0] for name in names}
+        graph[module] = (found & paths.keys()) - {module}
+    while leaves := {module for module, needed in graph.items() if not needed}:
+        graph = {module: needed - leaves for module, needed in graph.items() if module not in leaves}
+    # What is left imports a circle or is part of one; drop what nothing in it imports.
+    while roots := graph.keys() - set().union(*graph.values()):
+        graph = {module: needed for module, needed in graph.items() if module not in roots}
+    assert not graph, f"import circles among {sorted(graph)}"
 
 
 @pytest.mark.parametrize(

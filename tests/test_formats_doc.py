@@ -18,8 +18,8 @@ from bkctl.errors import UsageError
 from bkctl.formats.entry import DigestManager, DigestType, LacHeader, read_lac_header
 from bkctl.formats.layout import Layout
 from bkctl.ids import LedgerId
+from bkctl.metadata.backends.sqlite import SqliteStore
 from bkctl.metadata.cluster import open_cluster
-from bkctl.metadata.sqlite import SqliteStore
 from bkctl.protocol.messages import Status
 
 TEXT = (Path(__file__).parents[1] / "docs/formats.md").read_text()

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from servers import Server, ports, require, wait_for
+from support.servers import Server, ports, require, wait_for
 
 PROGRAM = """
 import os, sys, time
 from pathlib import Path
-from servers import Server
+from support.servers import Server
 sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 server = Server("sleeper", Path(sys.argv[1]), lambda: sleep, lambda: True)
 server.start()

@@ -12,18 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.config import BookieConfig
+from bkctl.disk import Files
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, NotFound, Unreachable
 from bkctl.formats.metadata import Cookie
+from bkctl.formats.names import COOKIE_NAME, CURRENT
 from bkctl.ids import check_bookie_id
 from bkctl.metadata.cluster import COOKIES, Cluster
 from bkctl.metadata.store import NEW
-from bkctl.storage.files import Files
 
 if TYPE_CHECKING:
-    from bkctl.metadata.undo import UndoFile
+    from bkctl.metadata.admin.undo import UndoFile
 
-VERSION_FILE: Final = "VERSION"
-CURRENT: Final = "current"
 _HINT: Final = "a bookie's id, cluster and directories stay as they were when it first started"
 
 
@@ -78,7 +77,7 @@ def _compare(cookie: Cookie, other: Cookie, what: str, allow_expansion: bool) ->
 
 def version_file(directory: str) -> Path:
     """Where a directory's cookie is."""
-    return Path(directory) / CURRENT / VERSION_FILE
+    return Path(directory) / CURRENT / COOKIE_NAME
 
 
 def read_directory(directory: str) -> Cookie | None:
@@ -93,14 +92,14 @@ def read_directory(directory: str) -> Cookie | None:
 
 def _is_empty(directory: str) -> bool:
     current = Path(directory) / CURRENT
-    return not current.is_dir() or all(entry.name == VERSION_FILE for entry in current.iterdir())
+    return not current.is_dir() or all(entry.name == COOKIE_NAME for entry in current.iterdir())
 
 
 def _write(cookie: Cookie, directories: list[str], files: Files) -> None:
     for each in directories:
         current = Path(each) / CURRENT
         files.make_directory(current)
-        files.replace(current / VERSION_FILE, cookie.serialize())
+        files.replace(current / COOKIE_NAME, cookie.serialize())
 
 
 # --- what operators do with cookies ---------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from bkctl.config import BookieConfig
+from bkctl.disk import DiskUsage, Files
 from bkctl.errors import UsageError
-from bkctl.storage.files import DiskUsage, Files
 
 log: Final = logging.getLogger("bkctl.bookie")
 

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from bkctl.bookie.cookies import (
-    CURRENT,
-    VERSION_FILE,
     CookieMismatch,
     bookie_id_of,
     configured_cookie,
@@ -22,11 +20,12 @@ from bkctl.bookie.cookies import (
     stamp_or_verify,
 )
 from bkctl.config import BookieConfig, read_properties
+from bkctl.disk import Files
 from bkctl.errors import BkctlError, Conflict, Corrupt, UsageError
+from bkctl.files.directories import BookieDirectories
+from bkctl.files.index import BookieIndexes
+from bkctl.formats.names import COOKIE_NAME, CURRENT
 from bkctl.metadata.cluster import Cluster
-from bkctl.storage.directories import BookieDirectories
-from bkctl.storage.files import Files
-from bkctl.storage.index import BookieIndexes
 
 #: What a file system has at its root, and no bookie.
 _NOT_OURS: Final = frozenset({"lost+found"})
@@ -123,7 +122,7 @@ def wipe(config: BookieConfig, files: Files) -> None:
     """
     directories = [path for path in roles_of(config) if path.is_dir()]
     for path in directories:
-        cookie = path / CURRENT / VERSION_FILE
+        cookie = path / CURRENT / COOKIE_NAME
         if cookie.exists():
             files.remove(cookie)
             files.sync_directory(cookie.parent)
@@ -171,7 +170,7 @@ def problems_of_init(config: BookieConfig, bookie_id: str, cluster: Cluster) -> 
             found.append(InitProblem(each, str(error)))
             continue
         names = [entry.name for entry in _entries(path) if entry.name != CURRENT]
-        names += [f"{CURRENT}/{entry.name}" for entry in _entries(path / CURRENT) if entry.name != VERSION_FILE]
+        names += [f"{CURRENT}/{entry.name}" for entry in _entries(path / CURRENT) if entry.name != COOKIE_NAME]
         if names:
             found.append(InitProblem(each, f"is not empty: {_some(sorted(names))}"))
         elif there is not None and there != cookie:

@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from bkctl.config import BookieConfig
+from bkctl.disk import Files
 from bkctl.errors import BkctlError, Conflict, Corrupt, LedgerNotFound, ReadOnlyBookie, Unsupported, UsageError
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.formats.metadata import LedgerState as MetadataState
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.liveness import Liveness
-from bkctl.metadata.replication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.model import LedgerLiveness
 from bkctl.storage.compaction import CompactionStopped, EntryLogCompactor, Throttler, TransactionalEntryLogCompactor
 from bkctl.storage.entry_log_metadata import EntryLogMetadata, EntryLogMetadataMap
-from bkctl.storage.files import Files
-from bkctl.storage.garbage import LedgerState
-from bkctl.storage.ledger_storage import LedgerStorage
+from bkctl.storage.ledger.ledger_storage import LedgerStorage
 
 log: Final = logging.getLogger("bkctl.bookie")
 
@@ -235,7 +235,7 @@ class ScanAndCompareGarbageCollector:
             states = liveness.states(some)
             for problem in liveness.problems:
                 log.warning("Garbage collection leaves ledgers alone: %s", problem)
-            dead = [ledger for ledger in some if states[ledger] is LedgerState.DEAD]
+            dead = [ledger for ledger in some if states[ledger] is LedgerLiveness.DEAD]
             if dead:
                 self._check_cluster()
                 self._delete_now(dead)
@@ -279,11 +279,11 @@ class ScanAndCompareGarbageCollector:
         for problem in liveness.problems:
             log.warning("Entry logs of ledgers that are not in the index stay: %s", problem)
         for ledger, state in states.items():
-            if state is LedgerState.DEAD or (not ledger.is_scoped and ledger.ledger_id > I64_MAX):
+            if state is LedgerLiveness.DEAD or (not ledger.is_scoped and ledger.ledger_id > I64_MAX):
                 self._garbage.add(ledger)
             else:
                 self._spared[ledger] = False
-        alive = [ledger for ledger in ledgers if states[ledger] is LedgerState.ALIVE]
+        alive = [ledger for ledger in ledgers if states[ledger] is LedgerLiveness.ALIVE]
         for ledger, found in self._cluster.ledgers.read_many(alive):
             if isinstance(found, LedgerNotFound):
                 self._garbage.add(ledger)

@@ -273,7 +273,7 @@ class LocalCluster:
                     ports.append(_free_port())
                 self._write_conf(index, ports[index], storage or "interleaved", http, auto_recovery)
         target = self.directory / "cluster.json"
-        from bkctl.storage.files import Files
+        from bkctl.disk import Files
 
         description = json.dumps({"metadataUri": self.metadata_uri, "ports": ports}, indent=2) + "\n"
         Files().replace(target, description.encode())
@@ -307,7 +307,7 @@ class LocalCluster:
             + ("autoRecoveryDaemonEnabled=true\n" if auto_recovery else "")
             + (f"httpServerEnabled=true\nhttpServerHost=127.0.0.1\nhttpServerPort={_free_port()}\n" if http else "")
         )
-        from bkctl.storage.files import Files
+        from bkctl.disk import Files
 
         Files().replace(directory / "bk_server.conf", text.encode())
 
@@ -365,7 +365,7 @@ class LocalCluster:
 
 
 def _open_private(path: str, flags: int) -> int:
-    from bkctl.storage.files import FILE_MODE
+    from bkctl.disk import FILE_MODE
 
     return os.open(path, flags, FILE_MODE)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from bkctl.protocol.messages import ReadRequest, Respond, Status, refusal
-from bkctl.storage.ledger_storage import LedgerHandle
+from bkctl.storage.ledger.ledger_storage import LedgerHandle
 
 if TYPE_CHECKING:
     from bkctl.bookie.server import Bookie

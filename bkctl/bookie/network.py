@@ -14,13 +14,12 @@ import ssl
 from pathlib import Path
 from typing import Final
 
-from bkctl.config import BookieConfig
+from bkctl.config import MEBIBYTE, BookieConfig
 from bkctl.errors import Unsupported, UsageError
 from bkctl.formats.metadata import Cookie
+from bkctl.formats.names import CURRENT
 from bkctl.metadata.store import load_certificate
 from bkctl.protocol.server import ServerLimits
-from bkctl.storage.journal_writer import MEBIBYTE
-from bkctl.storage.ledger_storage import CURRENT
 
 #: Requests that are not answered yet, of all clients, unless journalMaxMemorySizeMb says otherwise.
 IN_FLIGHT_BYTES_MAX: Final = 256 << 20

@@ -39,7 +39,8 @@ from bkctl.bookie.network import (
     tls_context,
 )
 from bkctl.bookie.workers import JournalThread, Worker, disk_failure
-from bkctl.config import BookieConfig
+from bkctl.config import MEBIBYTE, BookieConfig
+from bkctl.disk import NO_SPACE, DiskUsage, Files
 from bkctl.errors import (
     AlreadyExists,
     BadRequest,
@@ -56,7 +57,8 @@ from bkctl.errors import (
 )
 from bkctl.formats.layout import Buffer
 from bkctl.formats.metadata import BookieServiceInfo, Endpoint
-from bkctl.formats.status import STATUS_NAME, BookieMode, BookieStatus
+from bkctl.formats.names import DIRTY_NAME, STATUS_NAME
+from bkctl.formats.status import BookieMode, BookieStatus
 from bkctl.ids import LedgerId, check_bookie_id
 from bkctl.metadata.cluster import (
     BOOKIE_RPC_PROTOCOL,
@@ -93,9 +95,7 @@ from bkctl.protocol.messages import (
 )
 from bkctl.protocol.server import BookieServer, status_of
 from bkctl.storage.bookie_storage import Batch, BookieStorage
-from bkctl.storage.files import NO_SPACE, DiskUsage, Files
-from bkctl.storage.journal_writer import MEBIBYTE
-from bkctl.storage.ledger_storage import LedgerHandle, NeedsDisk
+from bkctl.storage.ledger.ledger_storage import LedgerHandle, NeedsDisk
 
 log: Final = logging.getLogger("bkctl.bookie")
 
@@ -118,7 +118,6 @@ OPEN_THREADS: Final = 4
 SWITCH_INTERVAL_S: Final = 0.0005
 #: Python looks for cycles this seldom: entries wait in memory by the ten thousands, and are part of none.
 GC_THRESHOLDS: Final = (20_000, 20, 50)
-DIRTY_FILE: Final = "DIRTY"
 
 _EOK: Final = Status.EOK
 
@@ -301,15 +300,15 @@ class Bookie:
             self.files.make_directory(directory)
         self._held.enter_context(self.files.lock(sorted(directories)))
         is_new = stamp_or_verify(self.config, self.bookie_id, cluster, self.files)
-        was_dirty = any((each / DIRTY_FILE).exists() for each in storage.ledger_directories)
+        was_dirty = any((each / DIRTY_NAME).exists() for each in storage.ledger_directories)
         for directory in storage.ledger_directories:
             try:
-                self.files.open(directory / DIRTY_FILE, create=True).close()
+                self.files.open(directory / DIRTY_NAME, create=True).close()
                 self.files.sync_directory(directory)
             except OSError as error:
                 if error.errno not in NO_SPACE:
                     raise
-                log.warning("%s has no space for %s: its next start takes this one for clean", directory, DIRTY_FILE)
+                log.warning("%s has no space for %s: its next start takes this one for clean", directory, DIRTY_NAME)
         if config.persist_bookie_status_enabled and not config.force_read_only_bookie:
             self._status = self._read_status()
             self._manual = self._status.mode is BookieMode.READ_ONLY and self._status.manual is not False
@@ -452,7 +451,7 @@ class Bookie:
         self.storage.close()
         self._storage_is_open = False
         for directory in self.storage.ledger_directories:
-            self.files.remove(directory / DIRTY_FILE)
+            self.files.remove(directory / DIRTY_NAME)
             self.files.sync_directory(directory)
 
     async def _release(self) -> None:

@@ -32,8 +32,8 @@ from bkctl.protocol.messages import (
 from bkctl.protocol.messages import Protocol as WireProtocol
 
 if TYPE_CHECKING:
+    from bkctl.metadata.admin.health import HealthFinding
     from bkctl.metadata.cluster import RegisteredBookie
-    from bkctl.metadata.health import HealthFinding
 
 CHUNK_SIZE_BYTES: Final = 1 << 15
 #: Reads of one replica in flight.
@@ -347,7 +347,7 @@ async def disk_findings(
     bookkeeper: BookKeeper, bookies: Iterable[RegisteredBookie], percent_max: float
 ) -> list[HealthFinding]:
     """What is wrong with bookies that are asked for their disk space: they are silent, or fuller than `percent_max`."""
-    from bkctl.metadata.health import HealthFinding, Severity
+    from bkctl.metadata.admin.health import HealthFinding, Severity
 
     findings = []
     async for space in disk_space(bookkeeper, bookies):

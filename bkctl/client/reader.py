@@ -112,9 +112,7 @@ class LedgerAccess:
                 f"{self.ledger} was asked for"
             )
         payload_bytes = bytes(memoryview(body)[self.digest.overhead_size :])
-        return LedgerEntry(
-            entry_id, header.last_add_confirmed, header.length, payload_bytes, header.format_version
-        )
+        return LedgerEntry(entry_id, header.last_add_confirmed, header.length, payload_bytes, header.format_version)
 
 
 def graver(first: BkctlError | None, later: BkctlError) -> BkctlError:

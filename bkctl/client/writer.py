@@ -130,9 +130,7 @@ class AddPipeline:
         access = self.access
         digest, ledger = access.digest, access.ledger
         sealed = digest.seal(entry_id, self.last_add_confirmed, self.length, data)
-        request = AddRequest(
-            ledger, entry_id, digest.master_key, (sealed, data), self._recovery, self._recovery
-        )
+        request = AddRequest(ledger, entry_id, digest.master_key, (sealed, data), self._recovery, self._recovery)
         future: asyncio.Future[int] = self._loop.create_future()
         add = _PendingAdd(entry_id, request, size, future)
         self._pending[entry_id] = add
@@ -151,9 +149,7 @@ class AddPipeline:
             partial(self._answered, add, index, channel), context=self._context
         )
 
-    def _answered(
-        self, add: _PendingAdd, index: int, channel: BookieChannel, future: asyncio.Future[Response]
-    ) -> None:
+    def _answered(self, add: _PendingAdd, index: int, channel: BookieChannel, future: asyncio.Future[Response]) -> None:
         if self._channels[index] is not channel or self.error is not None:
             return  # the ensemble changed: what this bookie says is immaterial
         try:
@@ -362,4 +358,3 @@ def restated(error: BkctlError) -> BkctlError:
         again.__cause__ = error.__cause__
         return again
     return error
-

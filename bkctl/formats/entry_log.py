@@ -37,9 +37,6 @@ LEDGERS_MAP_HEADER_SIZE: Final = 20
 #: What the direct I/O logger aligns to, and the byte it fills with (read as a size it is negative).
 DIRECT_ALIGNMENT: Final = 4096
 DIRECT_PADDING_BYTE: Final = 0xF0
-#: Subdirectory of `current` that holds the logs of scoped ledgers.
-SCOPED_DIRECTORY: Final = "scoped"
-LAST_ID_NAME: Final = "lastId"
 
 _FILE_NAME = re.compile(r"([0-9a-fA-F]{1,8})\.log", re.ASCII)
 _COMPACTION_NAME = re.compile(r"([0-9a-fA-F]{1,8})\.log\.(?:compacting|([0-9a-fA-F]{1,8})\.compacted)", re.ASCII)

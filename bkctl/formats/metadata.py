@@ -269,9 +269,7 @@ def _parse_v3(body: bytes, at: str) -> LedgerMetadataFormat:
             break
     if size > len(body) - index:
         raise Corrupt(f"{at}Ledger metadata (version 3) needs {size} bytes of message, {len(body) - index} are there")
-    return parse_message(
-        LedgerMetadataFormat, body[index : index + size], f"{at}Ledger metadata", texts_are_read=True
-    )
+    return parse_message(LedgerMetadataFormat, body[index : index + size], f"{at}Ledger metadata", texts_are_read=True)
 
 
 def _check_no_unknown_digest_type(message: LedgerMetadataFormat, at: str) -> None:

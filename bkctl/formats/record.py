@@ -41,7 +41,6 @@ EXPLICIT_LAC_ENTRY_ID: Final = -0x8000
 LEDGERS_MAP_ENTRY_ID: Final = -2
 
 
-
 def record_of(body: Buffer) -> bytes:
     """The record of an entry: its size, then `body`."""
     return b"".join((RECORD_SIZE.pack(len(body)), body))

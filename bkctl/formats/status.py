@@ -13,7 +13,6 @@ from typing import Final, NamedTuple
 
 from bkctl.errors import CorruptRecord, Unsupported
 
-STATUS_NAME: Final = "BOOKIE_STATUS"
 LAYOUT_VERSION: Final = 1
 _TIME_MS_MAX: Final = (1 << 63) - 1
 

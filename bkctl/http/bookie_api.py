@@ -15,7 +15,11 @@ from bkctl.bookie.cookies import stamp_or_verify
 from bkctl.bookie.metrics import CONTENT_TYPE
 from bkctl.client.operations import sanity_test
 from bkctl.config import BookieConfig, read_properties
+from bkctl.disk import Files
 from bkctl.errors import BkctlError, Conflict, NotFound, UsageError
+from bkctl.files.directories import BookieDirectories
+from bkctl.files.journals import latest_marks
+from bkctl.formats.names import CURRENT, SCOPED_DIRECTORY
 from bkctl.http.bookie_metrics import metrics_text
 from bkctl.http.endpoints import (
     BOOLEAN,
@@ -36,11 +40,6 @@ from bkctl.http.endpoints import (
     text_answer,
 )
 from bkctl.redaction import is_secret_name, without_user_info
-from bkctl.storage.directories import BookieDirectories
-from bkctl.storage.files import Files
-from bkctl.storage.journal_writer import SCOPED_DIRECTORY
-from bkctl.storage.journals import latest_marks
-from bkctl.storage.ledger_storage import CURRENT
 
 if TYPE_CHECKING:
     from bkctl.bookie.garbage_collector import GarbageCollectorThread

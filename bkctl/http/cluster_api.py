@@ -41,10 +41,10 @@ from bkctl.http.endpoints import (
 )
 from bkctl.http.service import next_of
 from bkctl.ids import LedgerId, check_bookie_id, parse_scope_id, resolve_ledger, to_signed
+from bkctl.metadata.admin.overview import cluster_info
 from bkctl.metadata.cluster import Cluster, RegisteredBookie
 from bkctl.metadata.ledgers import VersionedMetadata
-from bkctl.metadata.overview import cluster_info
-from bkctl.metadata.replication import LedgerUnderreplicationManager, UnderreplicatedLedger
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager, UnderreplicatedLedger
 
 CLUSTER: Final = Endpoints(of_bookie=False)
 

@@ -92,5 +92,3 @@ def _responses(endpoint: Endpoint, gateway: bool) -> dict[str, Any]:
             "content": {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}},
         }
     return responses
-
-

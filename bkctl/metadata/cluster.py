@@ -283,7 +283,7 @@ class Cluster:
         if self.location.driver == "sqlite" and layout.factory_class == _SQLITE_CLASS:
             return QualifiedNameLedgerManager(self.store)
         if layout == _ETCD_LAYOUT and self.location.driver == "etcd":
-            from bkctl.metadata.etcd import EtcdLedgerManager
+            from bkctl.metadata.backends.etcd.store import EtcdLedgerManager
 
             return EtcdLedgerManager(self.store)
         known = _ZOOKEEPER_LAYOUTS.get(name) if self.location.driver == "zk" else None
@@ -440,11 +440,11 @@ def _open_store(
     location: MetadataUri, timeout_s: float, create: bool, session_timeout_s: float, security: StoreSecurity
 ) -> MetadataStore:
     if location.driver == "sqlite":
-        from bkctl.metadata.sqlite import SqliteStore
+        from bkctl.metadata.backends.sqlite import SqliteStore
 
         return SqliteStore(location.path, timeout_s=timeout_s, create=create)
     if location.driver == "zk":
-        from bkctl.metadata.zookeeper import ZooKeeperStore
+        from bkctl.metadata.backends.zookeeper.store import ZooKeeperStore
 
         # Pulsar takes PATH for a chroot and puts its root at `ledgers` in it; operators also write the root itself.
         root = f"{location.path.rstrip('/')}/ledgers" if location.pulsar else location.path
@@ -454,7 +454,7 @@ def _open_store(
         if location.pulsar and location.path != "/" and store.get(INSTANCE_ID) is None:
             store.change_root(location.path)
         return store
-    from bkctl.metadata.etcd import EtcdStore
+    from bkctl.metadata.backends.etcd.store import EtcdStore
 
     return EtcdStore(
         location.hosts, location.path, timeout_s=timeout_s, session_timeout_s=session_timeout_s, security=security

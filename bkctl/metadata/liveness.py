@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Final
 
 from bkctl.errors import BkctlError, Conflict, LedgerNotFound, Unreachable
-from bkctl.formats.entry_log import SCOPED_DIRECTORY
 from bkctl.formats.metadata import Cookie
+from bkctl.formats.names import COOKIE_NAME, SCOPED_DIRECTORY
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledgers import LedgerManager
-from bkctl.storage.directories import COOKIE_NAME
-from bkctl.storage.garbage import LedgerState
+from bkctl.model import LedgerLiveness
 
 #: States kept so that a ledger in many logs is asked for once.
 _KNOWN_MAX: Final = 1_000_000
@@ -30,7 +29,7 @@ class Liveness:
 
     def __init__(self, manager: LedgerManager) -> None:
         self._manager = manager
-        self._known: dict[LedgerId, LedgerState] = {}
+        self._known: dict[LedgerId, LedgerLiveness] = {}
         self._problems: dict[str, BkctlError] = {}
         self._unreachable = False
 
@@ -39,7 +38,7 @@ class Liveness:
         """Why some states are unknown, in the order in which it was found out."""
         return list(self._problems.values())
 
-    def states(self, ledgers: Collection[LedgerId]) -> dict[LedgerId, LedgerState]:
+    def states(self, ledgers: Collection[LedgerId]) -> dict[LedgerId, LedgerLiveness]:
         """The state of each ledger. Alive is what has metadata that can be read, dead what the store says is not there.
 
         Unknown: metadata that is damaged or of an unknown version; a store that cannot be reached; an id that no ledger
@@ -55,31 +54,31 @@ class Liveness:
             except Unreachable as error:
                 self._unreachable = True
                 self._note(error)
-        return {ledger: self._known.get(ledger, LedgerState.UNKNOWN) for ledger in ledgers}
+        return {ledger: self._known.get(ledger, LedgerLiveness.UNKNOWN) for ledger in ledgers}
 
     def _ask(self, ledgers: list[LedgerId]) -> None:
         # A server that lags behind catches up first, else a young ledger would look dead.
         self._manager.store.children("cookies", limit=1)
-        found: dict[LedgerId, LedgerState] = {}
+        found: dict[LedgerId, LedgerLiveness] = {}
         default = [ledger for ledger in ledgers if not ledger.is_scoped]
         scoped = [ledger for ledger in ledgers if ledger.is_scoped]
         self._read(default, found)
         if scoped and self._scopes_are_ours():
             self._read(scoped, found)
             if not self._scopes_are_ours():
-                found.update(dict.fromkeys(scoped, LedgerState.UNKNOWN))
+                found.update(dict.fromkeys(scoped, LedgerLiveness.UNKNOWN))
         self._known.update(found)
 
-    def _read(self, ledgers: Iterable[LedgerId], found: dict[LedgerId, LedgerState]) -> None:
+    def _read(self, ledgers: Iterable[LedgerId], found: dict[LedgerId, LedgerLiveness]) -> None:
         for ledger, answer in self._manager.read_many(ledgers):
             if isinstance(answer, LedgerNotFound):
                 possible = ledger.is_scoped or ledger.ledger_id <= I64_MAX
-                found[ledger] = LedgerState.DEAD if possible else LedgerState.UNKNOWN
+                found[ledger] = LedgerLiveness.DEAD if possible else LedgerLiveness.UNKNOWN
             elif isinstance(answer, BkctlError):
-                found[ledger] = LedgerState.UNKNOWN
+                found[ledger] = LedgerLiveness.UNKNOWN
                 self._note(answer)
             else:
-                found[ledger] = LedgerState.ALIVE
+                found[ledger] = LedgerLiveness.ALIVE
 
     def _scopes_are_ours(self) -> bool:
         state = self._manager.scopes_state()

@@ -11,8 +11,7 @@ from bkctl.formats.metadata import LedgerState as MetadataState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.liveness import Liveness, check_instance
-from bkctl.storage.garbage import LedgerState
-from bkctl.storage.repair import Known
+from bkctl.model import LedgerFacts, LedgerLiveness
 
 
 class StoredDigests:
@@ -63,18 +62,18 @@ class StoredLedgers:
         """Why of some ledgers it is not known whether they are alive."""
         return self._liveness.problems
 
-    def __call__(self, ledgers: Collection[LedgerId]) -> Mapping[LedgerId, Known]:
+    def __call__(self, ledgers: Collection[LedgerId]) -> Mapping[LedgerId, LedgerFacts]:
         """What is known of each ledger. Raises Unreachable where the store does not answer."""
-        found = {ledger: Known(state) for ledger, state in self._liveness.states(ledgers).items()}
+        found = {ledger: LedgerFacts(state) for ledger, state in self._liveness.states(ledgers).items()}
         for problem in self.problems:
             if isinstance(problem, Unreachable):
                 raise problem
-        alive = sorted(ledger for ledger, known in found.items() if known.state is LedgerState.ALIVE)
+        alive = sorted(ledger for ledger, known in found.items() if known.liveness is LedgerLiveness.ALIVE)
         for ledger, answer in self._cluster.ledgers.read_many(alive):
             if isinstance(answer, BkctlError):
-                found[ledger] = Known(LedgerState.UNKNOWN)
+                found[ledger] = LedgerFacts(LedgerLiveness.UNKNOWN)
                 continue
             metadata = answer.metadata
             key = None if metadata.password is None else master_key(metadata.password)
-            found[ledger] = Known(LedgerState.ALIVE, key, metadata.state is not MetadataState.OPEN)
+            found[ledger] = LedgerFacts(LedgerLiveness.ALIVE, key, metadata.state is not MetadataState.OPEN)
         return found

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.errors import BkctlError, Corrupt, LedgerNotFound, Unreachable, UsageError
 from bkctl.ids import U64_MAX, LedgerId, check_bookie_id
-from bkctl.metadata.replication import AuditorCheck, LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import AuditorCheck, LedgerUnderreplicationManager
 from bkctl.replication.checker import LedgerChecker
 from bkctl.replication.signals import Signal, ended, finished, watching
 

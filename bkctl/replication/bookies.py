@@ -45,7 +45,7 @@ from bkctl.errors import (
 )
 from bkctl.formats.metadata import LedgerState
 from bkctl.metadata.cluster import COOKIES
-from bkctl.metadata.replication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager
 from bkctl.replication.checker import EntrySpan, LedgerChecker, LedgerFragment
 from bkctl.replication.holdings import HeldFragment, HeldLedger, Replacements, ledgers_on
 from bkctl.replication.replicator import UNREADABLE_NAMED_MAX, LedgerFragmentReplicator, Outcome, Throttle

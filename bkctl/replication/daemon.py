@@ -18,8 +18,8 @@ from bkctl.client.ledger import TIMEOUT_S, BookKeeper
 from bkctl.errors import BkctlError
 from bkctl.ids import check_bookie_id
 from bkctl.metadata.cluster import open_cluster
-from bkctl.metadata.replication import LedgerUnderreplicationManager
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager
 from bkctl.replication.auditor import Auditor, AuditorElector, AuditorStats
 from bkctl.replication.placement import Topology
 from bkctl.replication.signals import Signal, ended

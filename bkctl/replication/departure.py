@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from bkctl.client.bookies import in_thread
 from bkctl.client.operations import disk_space
 from bkctl.errors import BkctlError, Conflict, NotFound, TimedOut
-from bkctl.metadata.replication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager
 from bkctl.replication.auditor import mark_ledgers
 from bkctl.replication.bookies import BookieMover, LedgerMove, MoveOutcome, MovePlan, check_scopes_known, spans_text
 from bkctl.replication.checker import EntrySpan

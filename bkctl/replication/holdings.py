@@ -16,7 +16,7 @@ from bkctl.errors import BkctlError, UsageError
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId, check_bookie_id
 from bkctl.metadata.ledgers import VersionedMetadata
-from bkctl.metadata.replication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster, RegisteredBookie

@@ -31,7 +31,7 @@ from bkctl.errors import (
     NotFound,
     Unreachable,
 )
-from bkctl.metadata.replication import LedgerUnderreplicationManager, UnderreplicatedLedger
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager, UnderreplicatedLedger
 from bkctl.replication.checker import LedgerCheck, LedgerChecker, LedgerFragment
 from bkctl.replication.replicator import FragmentReplication, LedgerFragmentReplicator, LockLost, Throttle, lock_lost
 from bkctl.replication.signals import Signal, ended, finished, watching

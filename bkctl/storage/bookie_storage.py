@@ -27,7 +27,8 @@ from typing import Any, Final
 
 from google_crc32c import value as _crc32c
 
-from bkctl.config import BookieConfig
+from bkctl.config import MEBIBYTE, BookieConfig
+from bkctl.disk import NO_SPACE, SECTOR_SIZE_BYTES, Files
 from bkctl.errors import (
     BadRequest,
     BkctlError,
@@ -40,6 +41,7 @@ from bkctl.errors import (
     UnknownLedgerState,
     Unsupported,
 )
+from bkctl.files.journal import JournalReader, read_last_mark
 from bkctl.formats import journal as journal_formats
 from bkctl.formats.availability import Availability
 from bkctl.formats.entry import (
@@ -52,21 +54,12 @@ from bkctl.formats.entry import (
 )
 from bkctl.formats.journal import LAST_MARK, LogMark, file_name, last_mark_name
 from bkctl.formats.layout import Buffer
+from bkctl.formats.names import CURRENT
 from bkctl.formats.record import BODY_SIZE_MIN, RECORD_SIZE, Record, RecordType, record_of
 from bkctl.ids import I64_MAX, LedgerId
-from bkctl.storage.files import NO_SPACE, SECTOR_SIZE_BYTES, Files
-from bkctl.storage.journal import JournalReader, read_last_mark
-from bkctl.storage.journal_writer import MEBIBYTE, JournalWriter, journal_ids
-from bkctl.storage.ledger_storage import (
-    CHUNK_SIZE_BYTES,
-    CURRENT,
-    IsWanted,
-    LedgerHandle,
-    NeedsDisk,
-    always,
-    check_index,
-    open_ledger_storage,
-)
+from bkctl.storage.journal_writer import JournalWriter, journal_ids
+from bkctl.storage.ledger.factory import check_index, open_ledger_storage
+from bkctl.storage.ledger.ledger_storage import CHUNK_SIZE_BYTES, IsWanted, LedgerHandle, NeedsDisk, always
 
 log: Final = logging.getLogger("bkctl.storage")
 

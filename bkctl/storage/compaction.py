@@ -20,15 +20,15 @@ from itertools import compress, islice
 from typing import Any, Final
 
 from bkctl.config import BookieConfig
+from bkctl.disk import Files
 from bkctl.errors import BkctlError, ReadOnlyBookie
+from bkctl.files.entry_log import EntryLogReader
+from bkctl.files.scan import RecordBatch
 from bkctl.formats.entry_log import HEADER_SIZE, pack_location
 from bkctl.ids import LedgerId
-from bkctl.storage.entry_log import EntryLogReader
 from bkctl.storage.entry_log_metadata import EntryLogMetadata
 from bkctl.storage.entry_logger import CompactionLog, EntryLogger, Move
-from bkctl.storage.files import Files
-from bkctl.storage.ledger_storage import LedgerStorage
-from bkctl.storage.scan import RecordBatch
+from bkctl.storage.ledger.ledger_storage import LedgerStorage
 
 #: Moves of entries that are remembered at once, 40 bytes each; then the log that they went to is finished.
 MOVES_MAX: Final = 1 << 20

@@ -9,10 +9,10 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 
 from bkctl.errors import BkctlError, NotFound
+from bkctl.files.entry_log import EntryLogReader
+from bkctl.files.listing import log_contents
 from bkctl.ids import LedgerId
-from bkctl.storage.entry_log import EntryLogReader
 from bkctl.storage.entry_logger import EntryLogger
-from bkctl.storage.listing import log_contents
 
 
 class EntryLogMetadata:

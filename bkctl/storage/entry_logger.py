@@ -19,13 +19,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
+from bkctl.disk import NO_SPACE, Files, StorageFile
 from bkctl.errors import CorruptRecord, TruncatedRecord, Unsupported
 from bkctl.formats import entry_log as formats
 from bkctl.formats.entry import ENTRY_FLAGS_V2, read_ledger
 from bkctl.formats.layout import Buffer
+from bkctl.formats.names import LAST_ID_NAME
 from bkctl.formats.record import RECORD_SIZE, body_of, record_of
 from bkctl.ids import LedgerId
-from bkctl.storage.files import NO_SPACE, Files, StorageFile
 
 #: Entry logs that are kept open to read.
 OPEN_LOGS_MAX: Final = 128
@@ -368,7 +369,7 @@ class EntryLogger:
         for directory in self.directories:
             if directory.is_dir():
                 try:
-                    self._files.replace(directory / formats.LAST_ID_NAME, formats.write_last_id(self._last_id))
+                    self._files.replace(directory / LAST_ID_NAME, formats.write_last_id(self._last_id))
                 except OSError as error:
                     # It is a hint, and another directory than the log's may be full. Source: setLastLogId.
                     if error.errno not in NO_SPACE:
@@ -645,7 +646,7 @@ def _logs_in(directory: Path) -> list[tuple[int, Path]]:
 def _read_last_id(directory: Path) -> int:
     """The id in `lastId`; -1 when it is absent or unparsable, as Apache takes it."""
     try:
-        found = formats.read_last_id((directory / formats.LAST_ID_NAME).read_bytes())
+        found = formats.read_last_id((directory / LAST_ID_NAME).read_bytes())
     except OSError:
         return -1
     return -1 if found is None else found

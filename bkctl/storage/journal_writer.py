@@ -13,16 +13,12 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
 
+from bkctl.disk import NO_SPACE, Files, StorageFile
 from bkctl.errors import BookieIOError
 from bkctl.formats import journal as formats
 from bkctl.formats.journal import LogMark
-from bkctl.storage.files import NO_SPACE, Files, StorageFile
-
-MEBIBYTE: Final = 1 << 20
-#: Below `current` of a journal directory: the version-7 files that a clean stop put out of Apache's way.
-SCOPED_DIRECTORY: Final = "scoped"
+from bkctl.formats.names import SCOPED_DIRECTORY
 
 
 class JournalWriter:

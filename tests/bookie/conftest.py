@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_bookies import OwnBookie
-from servers import Java, ZooKeeperServer, format_cluster
+from support.own_bookies import OwnBookie
+from support.servers import Java, ZooKeeperServer, format_cluster
 
 from bkctl.metadata.cluster import Cluster, open_cluster
 

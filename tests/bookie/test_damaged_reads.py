@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served_bookies import PLAIN, SCOPED, add, config_for, connected, digests, on_a_bookie, serving, statuses
-from servers import DB, INTERLEAVED, SORTED
+from support.served_bookies import PLAIN, SCOPED, add, config_for, connected, digests, on_a_bookie, serving, statuses
+from support.servers import DB, INTERLEAVED, SORTED
 
 from bkctl.bookie.server import Bookie
+from bkctl.disk import Files, StorageFile
+from bkctl.files.rocksdb import LedgersDatabase
 from bkctl.formats.availability import Availability
 from bkctl.formats.index import ENTRY_ID_MAX, NEEDS_INTEGRITY_CHECK
 from bkctl.ids import LedgerId
@@ -29,9 +31,7 @@ from bkctl.protocol.messages import (
     ReadRequest,
     Status,
 )
-from bkctl.storage.files import Files, StorageFile
-from bkctl.storage.index_persistence import IndexPersistenceMgr
-from bkctl.storage.rocksdb import LedgersDatabase
+from bkctl.storage.ledger.index_persistence import IndexPersistenceMgr
 
 
 @pytest.fixture(params=[SORTED, INTERLEAVED, DB], ids=["sorted", "interleaved", "db"])

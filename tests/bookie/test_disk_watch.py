@@ -9,8 +9,8 @@ import pytest
 
 from bkctl.bookie.disk_watch import DiskState, DiskWatch
 from bkctl.config import BookieConfig
+from bkctl.disk import DiskUsage, Files
 from bkctl.errors import UsageError
-from bkctl.storage.files import DiskUsage, Files
 
 SIZE = 1 << 40
 A, B, INDEX = Path("/a"), Path("/b"), Path("/index")

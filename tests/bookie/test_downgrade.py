@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import CommandLine
-from own_bookies import OwnBookie
-from servers import DB, INTERLEAVED, SORTED, ApacheBookie, Java, read_ledgers, wait_for, write_ledgers
+from support.command_line import CommandLine
+from support.own_bookies import OwnBookie
+from support.servers import DB, INTERLEAVED, SORTED, ApacheBookie, Java, read_ledgers, wait_for, write_ledgers
 
+from bkctl.files.directories import BookieDirectories
+from bkctl.files.journal import JournalReader
 from bkctl.formats.journal import VERSION_SCOPED
 from bkctl.metadata.cluster import open_cluster
-from bkctl.storage.directories import BookieDirectories
-from bkctl.storage.journal import JournalReader
 
 LINES = [f"line {number}".encode() for number in range(40)]
 PLACEMENT = ("--ensemble-size", 3, "--write-quorum", 2, "--ack-quorum", 2)

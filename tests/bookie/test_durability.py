@@ -9,8 +9,8 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from own_bookies import OwnBookie
-from servers import require
+from support.own_bookies import OwnBookie
+from support.servers import require
 
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.ids import LedgerId

@@ -23,10 +23,11 @@ from typing import Any, NamedTuple
 
 import pytest
 from bookie.test_server import add, config_for, connected, digests
-from servers import DB, INTERLEAVED, SORTED
+from support.servers import DB, INTERLEAVED, SORTED
 
 from bkctl.bookie.server import Bookie
 from bkctl.config import BookieConfig
+from bkctl.disk import DiskUsage, Files, StorageFile
 from bkctl.errors import BkctlError, BookieUnavailable, TimedOut
 from bkctl.formats.entry import DigestType
 from bkctl.formats.layout import Buffer
@@ -45,7 +46,6 @@ from bkctl.protocol.messages import (
     Status,
     WriteLacRequest,
 )
-from bkctl.storage.files import DiskUsage, Files, StorageFile
 
 IS_LONG = bool(os.environ.get("BKCTL_TEST_LONG"))
 #: Faults of one kind of error with one storage class, where not all of them are asked for.

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from own_bookies import OwnBookie
-from servers import DB, INTERLEAVED, SORTED
+from support.own_bookies import OwnBookie
+from support.servers import DB, INTERLEAVED, SORTED
 
 from bkctl.bookie.local import LocalCluster
 from bkctl.client.ledger import BookKeeper

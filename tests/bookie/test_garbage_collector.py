@@ -19,10 +19,10 @@ from bkctl.errors import BkctlError, Unreachable, UsageError
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
+from bkctl.metadata.backends.sqlite import SqliteStore
 from bkctl.metadata.cluster import Cluster, init_cluster, open_cluster
 from bkctl.metadata.ledgers import LedgerManager
-from bkctl.metadata.replication import LedgerUnderreplicationManager
-from bkctl.metadata.sqlite import SqliteStore
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager
 from bkctl.metadata.uri import parse_uri
 from bkctl.storage.bookie_storage import Checkpoint
 from bkctl.storage.entry_logger import EntryLogger

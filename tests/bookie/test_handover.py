@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from own_bookies import OwnBookie
-from own_cluster import STORAGES
-from servers import ApacheBookie, Java, read_ledgers, wait_for, write_ledgers
+from support.own_bookies import OwnBookie
+from support.own_cluster import STORAGES
+from support.servers import ApacheBookie, Java, read_ledgers, wait_for, write_ledgers
 
 from bkctl.metadata.cluster import open_cluster
 

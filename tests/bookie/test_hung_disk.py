@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served_bookies import add, config_for, connected, digests, serving, statuses
-from servers import DB, INTERLEAVED, SORTED
+from support.served_bookies import add, config_for, connected, digests, serving, statuses
+from support.servers import DB, INTERLEAVED, SORTED
 
 from bkctl.bookie.server import OPEN_THREADS, READ_THREADS
+from bkctl.disk import Files, StorageFile
 from bkctl.formats.availability import Availability
 from bkctl.formats.layout import Buffer
 from bkctl.ids import LedgerId
@@ -30,9 +31,8 @@ from bkctl.protocol.messages import (
     Status,
     WriteLacRequest,
 )
-from bkctl.storage.db_indexes import EntryLocationIndex, LedgerMetadataIndex
-from bkctl.storage.files import Files, StorageFile
-from bkctl.storage.index_persistence import IndexPersistenceMgr
+from bkctl.storage.ledger.db_indexes import EntryLocationIndex, LedgerMetadataIndex
+from bkctl.storage.ledger.index_persistence import IndexPersistenceMgr
 
 #: A disk that hangs in the event loop's thread comes back after so long, so that the test fails and does not hang.
 GIVE_UP_S = 30

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 from bookie.test_server import add, config_for, connected, digests, on_a_bookie, serving, statuses
-from servers import DB, INTERLEAVED, SORTED
+from support.servers import DB, INTERLEAVED, SORTED
 
 from bkctl.bookie import server
 from bkctl.bookie.server import Bookie
+from bkctl.disk import Files, StorageFile
 from bkctl.errors import AlreadyExists, BadRequest, BkctlError, Corrupt, UnknownLedgerState, Unsupported
 from bkctl.ids import LedgerId
+from bkctl.metadata.backends.sqlite import SqliteStore, _end_session
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.sqlite import SqliteStore, _end_session
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.messages import Protocol, ReadRequest, Status, WriteLacRequest
-from bkctl.storage.files import Files, StorageFile
 
 PLAIN, OTHER, SCOPED = LedgerId(0, 5), LedgerId(0, 6), LedgerId(7, 5)
 STORAGES = pytest.mark.parametrize("storage", [SORTED, INTERLEAVED, DB], ids=["sorted", "interleaved", "db"])

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from command_line import CommandLine
-from own_bookies import OwnBookie
-from servers import DB, INTERLEAVED, SORTED, wait_for, write_conf
+from support.command_line import CommandLine
+from support.own_bookies import OwnBookie
+from support.servers import DB, INTERLEAVED, SORTED, wait_for, write_conf
 
 from bkctl.errors import BkctlError, Unreachable
 from bkctl.formats.availability import Availability

@@ -15,7 +15,7 @@ import pytest
 from bkctl.bookie.local import LocalCluster, active_cluster
 from bkctl.errors import BkctlError, DirectoryInUse, NotFound, UsageError
 from bkctl.metadata.cluster import open_cluster
-from bkctl.metadata.replication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager
 
 
 @pytest.fixture

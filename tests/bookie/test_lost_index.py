@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import CommandLine
-from servers import DB, INTERLEAVED, SORTED, apache_settings, free_port, write_conf
+from support.command_line import CommandLine
+from support.servers import DB, INTERLEAVED, SORTED, apache_settings, free_port, write_conf
 
 from bkctl.bookie.server import Bookie
 from bkctl.client.ledger import BookKeeper
 from bkctl.config import BookieConfig
 from bkctl.errors import Unreachable
+from bkctl.files.entry_log import EntryLogReader
+from bkctl.files.listing import log_contents
 from bkctl.formats.metadata import Fragment, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.ledgers import LedgerManager
-from bkctl.storage.entry_log import EntryLogReader
-from bkctl.storage.listing import log_contents
 
 KEPT = [LedgerId(0, 1), LedgerId(7, 1)]
 DELETED, ELSEWHERE = LedgerId(0, 2), LedgerId(0, 3)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_bookies import OwnBookie
-from servers import DB, SORTED
+from support.own_bookies import OwnBookie
+from support.servers import DB, SORTED
 
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.ids import LedgerId
@@ -40,7 +40,7 @@ WRITTEN_BYTES_MAX = (2 * 16 + 2 * 8 + 2 * CLIENTS + 40) * MEBIBYTE
 READ_BYTES_MAX = WRITTEN_BYTES_MAX + 64 * MEBIBYTE
 SLOW_BOOKIE = """
 import sys, time
-from bkctl.storage.files import StorageFile
+from bkctl.disk import StorageFile
 sync = StorageFile.sync
 def slow_sync(self):
     time.sleep(0.15)

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import DB, INTERLEAVED, SORTED
+from support.servers import DB, INTERLEAVED, SORTED
 
 from bkctl.bookie.server import Bookie
 from bkctl.config import BookieConfig
+from bkctl.disk import DiskUsage, Files, StorageFile
 from bkctl.errors import BkctlError, UsageError
+from bkctl.files.journal import read_last_mark
+from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.layout import Buffer
 from bkctl.formats.status import BookieMode, BookieStatus
@@ -33,10 +36,7 @@ from bkctl.protocol.messages import (
     Status,
     WriteLacRequest,
 )
-from bkctl.storage.files import DiskUsage, Files, StorageFile
-from bkctl.storage.journal import read_last_mark
-from bkctl.storage.ledger_storage import open_ledger_storage
-from bkctl.storage.rocksdb import LedgersDatabase, LocationsDatabase
+from bkctl.storage.ledger.factory import open_ledger_storage
 
 PLAIN, SCOPED, NEW = LedgerId(0, 5), LedgerId(7, 5), LedgerId(0, 6)
 

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import DB, INTERLEAVED, SORTED
+from support.servers import DB, INTERLEAVED, SORTED
 
 from bkctl.bookie import long_polls, server
 from bkctl.bookie.server import Bookie
 from bkctl.client.ledger import BookKeeper
 from bkctl.config import BookieConfig
+from bkctl.disk import DiskUsage, Files, StorageFile
 from bkctl.errors import BookieUnavailable
 from bkctl.formats.entry import ENTRY_V1
 from bkctl.formats.layout import Buffer
@@ -28,8 +29,7 @@ from bkctl.protocol import connection, v2
 from bkctl.protocol import server as protocol_server
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.messages import LAST_ENTRY, AddRequest, ForceLedgerRequest, ReadRequest, Status
-from bkctl.storage.files import DiskUsage, Files, StorageFile
-from bkctl.storage.interleaved_ledger_storage import InterleavedLedgerStorage
+from bkctl.storage.ledger.interleaved_ledger_storage import InterleavedLedgerStorage
 
 HOUR_MS = 3_600_000
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import CommandLine
-from own_bookies import OwnBookie
+from support.command_line import CommandLine
+from support.own_bookies import OwnBookie
 
 from bkctl.client.ledger import BookKeeper
 from bkctl.formats.metadata import LedgerState

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served_bookies import PLAIN, SCOPED, add, config_for, connected, digests, on_a_bookie, serving, statuses
+from support.served_bookies import PLAIN, SCOPED, add, config_for, connected, digests, on_a_bookie, serving, statuses
 
 from bkctl.bookie.cookies import CookieMismatch
 from bkctl.bookie.server import Bookie
+from bkctl.disk import DiskUsage, Files
 from bkctl.errors import BkctlError, DirectoryInUse, IllegalOperation, Unsupported, UsageError
+from bkctl.files.journal import JournalReader, read_last_mark
 from bkctl.formats.availability import Availability
 from bkctl.formats.entry import read_entry_header
 from bkctl.formats.journal import LogMark
@@ -32,8 +34,6 @@ from bkctl.protocol.messages import (
     Status,
     WriteLacRequest,
 )
-from bkctl.storage.files import DiskUsage, Files
-from bkctl.storage.journal import JournalReader, read_last_mark
 
 LEDGERS = [PLAIN, SCOPED]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from bkctl.commands import _audit
-from bkctl.commands._audit import Audit, audit_file, without_secrets
+from bkctl.commands.kit import audit as _audit
+from bkctl.commands.kit.audit import Audit, audit_file, without_secrets
 from bkctl.formats.metadata import Cookie
 from bkctl.metadata.cluster import open_cluster
 

@@ -11,7 +11,7 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.replication import LedgerUnderreplicationManager, mark_path
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager, mark_path
 
 from .conftest import Cli
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import CommandLine
-from fake_http import HEAD, FakeServer, Reply, Turns, drips, is_silent, misbehaving, sends, sends_for_ever
+from support.command_line import CommandLine
+from support.fake_http import HEAD, FakeServer, Reply, Turns, drips, is_silent, misbehaving, sends, sends_for_ever
 
 from bkctl.bookie.local import LocalCluster
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, Endpoint

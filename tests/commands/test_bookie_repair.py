@@ -11,9 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import golden
 import pytest
-from command_line import CommandLine, environment
+from support import golden
+from support.command_line import CommandLine, environment
 
 from bkctl.bookie.local import LocalCluster
 from bkctl.metadata.cluster import open_cluster

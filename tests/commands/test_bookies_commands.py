@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from servers import free_port
+from support.servers import free_port
 
 from bkctl.bookie.local import LocalCluster
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, Endpoint

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from bkctl.bookie.local import LocalCluster
-from bkctl.commands._bookies_recovery import _move_columns
-from bkctl.commands._output import SAMPLE_ROWS, Output, RowWriter
+from bkctl.commands.bookies.recovery import _move_columns
+from bkctl.commands.kit.output import SAMPLE_ROWS, Output, RowWriter
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, Endpoint, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.replication import LedgerUnderreplicationManager
 from bkctl.metadata.store import NEW
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager
 from bkctl.replication.bookies import LedgerMove, MoveOutcome, MovePlan
 
 from .conftest import Cli

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bkctl.commands._contexts import Context, Contexts
-from bkctl.commands._options import Globals, connect_to, environment_globals, store_security
+from bkctl.commands.kit.contexts import Context, Contexts
+from bkctl.commands.kit.options import Globals, connect_to, environment_globals, store_security
 from bkctl.errors import AlreadyExists, Conflict, NotFound, UsageError
 from bkctl.metadata.cluster import open_cluster
 

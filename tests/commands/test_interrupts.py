@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bkctl.commands._command import Run
+from bkctl.commands.kit.command import Run
 from bkctl.commands.main import GROUPS
 from bkctl.errors import Unreachable
 

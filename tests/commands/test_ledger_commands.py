@@ -14,7 +14,7 @@ import pytest
 
 from bkctl.bookie.local import LocalCluster
 from bkctl.client.ensemble import with_fragment
-from bkctl.commands._audit import audit_file
+from bkctl.commands.kit.audit import audit_file
 from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
@@ -465,7 +465,7 @@ def test_a_file_of_ledgers_is_read_with_care(cli: Cli, tmp_path: Path, content: 
 
 
 def test_a_backup_is_an_export_that_import_takes(cli: Cli, three: list[str], tmp_path: Path) -> None:
-    from bkctl.metadata.dump import ExportFile
+    from bkctl.metadata.admin.dump import ExportFile
 
     (tmp_path / "backups").mkdir()
     for target in (tmp_path / "backup", tmp_path / "backups"):

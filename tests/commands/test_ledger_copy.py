@@ -156,7 +156,7 @@ def test_locate_asks_the_bookies(cli: Cli, written: str, cluster: LocalCluster) 
 
 
 def test_missing_entries_read_as_spans() -> None:
-    from bkctl.commands.ledger import _spans_text
+    from bkctl.commands.ledger.entries import _spans_text
 
     def span(first: int, last: int, count: int) -> dict[str, int]:
         return {"firstEntryId": first, "lastEntryId": last, "entryCount": count}

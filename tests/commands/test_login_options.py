@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import CommandLine
-from own_bookies import OwnBookie
-from servers import EtcdServer, ZooKeeperServer
+from support.command_line import CommandLine
+from support.own_bookies import OwnBookie
+from support.servers import EtcdServer, ZooKeeperServer
 
 from bkctl.formats.metadata import Cookie
 from bkctl.metadata.cluster import open_cluster

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bkctl.commands._options import Globals, connect_to, parse_bookie_addresses, parse_duration, parse_size
+from bkctl.commands.kit.options import Globals, connect_to, parse_bookie_addresses, parse_duration, parse_size
 from bkctl.commands.main import error_line, os_error_exit_code
 from bkctl.errors import EXIT_CODES, Corrupt, NotFound, UsageError
 

@@ -10,8 +10,8 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from command_line import CommandLine
-from servers import EtcdServer
+from support.command_line import CommandLine
+from support.servers import EtcdServer
 
 SECRET = "the operator's secret"
 

@@ -11,12 +11,12 @@ from importlib.util import module_from_spec, spec_from_file_location
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import golden
 import pytest
+from support import golden
 
 import bkctl.commands
-from bkctl.commands import _output
-from bkctl.commands._output import (
+from bkctl.commands.kit import output as _output
+from bkctl.commands.kit.output import (
     Activity,
     ClosedOutput,
     Column,
@@ -473,12 +473,12 @@ def test_activity_is_drawn_on_a_terminal_and_taken_away(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("api", [None, _output.COMPILED_API, _output.COMPILED_API + 1])
 def test_compiled_rows_of_other_sources_are_not_used(api: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    stale = ModuleType("bkctl.commands._rows")
+    stale = ModuleType("bkctl.commands.kit._rows")
     stale.join_rows = print  # type: ignore[attr-defined]
     if api is not None:
         stale.API = api  # type: ignore[attr-defined]
     monkeypatch.setattr(bkctl.commands, "_rows", stale, raising=False)
-    monkeypatch.setitem(sys.modules, "bkctl.commands._rows", stale)
+    monkeypatch.setitem(sys.modules, "bkctl.commands.kit._rows", stale)
     spec = spec_from_file_location("bkctl.commands._output_anew", _output.__file__)
     assert spec is not None
     assert spec.loader is not None

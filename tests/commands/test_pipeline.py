@@ -9,11 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import golden
 import pytest
-import source_rows  # noqa: F401 (skips where there is no PySpark)
-from command_line import CommandLine
-from servers import find_java, wait_for
+from support import (
+    golden,
+    source_rows,  # noqa: F401 (skips where there is no PySpark)
+)
+from support.command_line import CommandLine
+from support.servers import find_java, wait_for
 
 GOLDEN = golden.GoldenBookie("4.18.0", "sorted")
 PLACE = f"bookie:3181={GOLDEN.ledger_dir}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from own_bookies import OwnBookie
+from support.own_bookies import OwnBookie
 
 from bkctl.metadata.cluster import open_cluster
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from command_line import CommandLine
+from support.command_line import CommandLine
 
 from bkctl.formats.metadata import Cookie
 from bkctl.metadata.cluster import open_cluster

@@ -32,18 +32,18 @@ class Backend:
 @pytest.fixture(params=["sqlite", "zookeeper", "etcd"])
 def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
     if request.param == "sqlite":
-        from bkctl.metadata.sqlite import SqliteStore
+        from bkctl.metadata.backends.sqlite import SqliteStore
 
         made = Backend(lambda: SqliteStore(str(tmp_path / "metadata.db"), timeout_s=20, create=True))
     elif request.param == "etcd":
-        from bkctl.metadata.etcd import EtcdStore
+        from bkctl.metadata.backends.etcd.store import EtcdStore
 
         etcd = request.getfixturevalue("etcd")
         hosts, root = [("127.0.0.1", etcd.port)], etcd.new_root()
         made = Backend(lambda: EtcdStore(hosts, root, timeout_s=20, session_timeout_s=20))
         made.open().put_all([("", b"")])
     else:
-        from bkctl.metadata.zookeeper import ZooKeeperStore
+        from bkctl.metadata.backends.zookeeper.store import ZooKeeperStore
 
         zookeeper = request.getfixturevalue("zookeeper")
         root = zookeeper.new_root()

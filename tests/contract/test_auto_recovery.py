@@ -18,7 +18,7 @@ from contract.test_outage import end_session
 from replication.recovering import CONFIG, bookies_of, eventually, lose, running, write
 
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.replication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager
 from bkctl.protocol.messages import AddRequest
 from bkctl.replication.checker import LedgerChecker
 from bkctl.replication.daemon import AutoRecovery, AutoRecoveryThread

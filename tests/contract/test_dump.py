@@ -15,8 +15,7 @@ from bkctl.errors import AlreadyExists, Conflict, Corrupt, NotFound, Unsupported
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
-from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.dump import (
+from bkctl.metadata.admin.dump import (
     ClusterSource,
     Difference,
     DumpRecord,
@@ -27,10 +26,11 @@ from bkctl.metadata.dump import (
     prepare_target,
     write_export,
 )
-from bkctl.metadata.etcd import EtcdLedgerManager
-from bkctl.metadata.nuke import nuke, plan_nuke
-from bkctl.metadata.replication import LedgerUnderreplicationManager
+from bkctl.metadata.admin.nuke import nuke, plan_nuke
+from bkctl.metadata.backends.etcd.store import EtcdLedgerManager
+from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager
 
 BOOKIES = ("b0:3181", "b1:3181", "b2:3181")
 SHORT_IDS = [0, 5, 2**31 - 2]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import servers
+from support import servers
 
 from bkctl.errors import BkctlError, Conflict, Corrupt, LedgerNotFound, TimedOut, Unreachable
 from bkctl.formats.entry import DigestType

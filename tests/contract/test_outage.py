@@ -17,9 +17,9 @@ from bkctl.errors import AlreadyExists, BkctlError, LedgerExists, MetadataVersio
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Endpoint, Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
+from bkctl.metadata.backends.zookeeper.store import ZooKeeperStore
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW, Claim, MetadataStore
-from bkctl.metadata.zookeeper import ZooKeeperStore
 
 METADATA = LedgerMetadata(1, 1, 1, DigestType.CRC32C, b"", (Fragment(0, ("127.0.0.1:3181",)),))
 INFO = BookieServiceInfo((Endpoint("bookie", 3181, "127.0.0.1", "bookie-rpc"),), {"ledgerScopes": "1"})
@@ -400,7 +400,7 @@ def test_a_bookie_that_died_gives_way_to_its_successor_after_the_session_timeout
         "from bkctl.formats.metadata import BookieServiceInfo\n"
         "from bkctl.metadata.cluster import Registration\n"
         "from bkctl.metadata.uri import parse_uri\n"
-        "from bkctl.metadata.zookeeper import ZooKeeperStore\n"
+        "from bkctl.metadata.backends.zookeeper.store import ZooKeeperStore\n"
         "uri = parse_uri(sys.argv[1])\n"
         "store = ZooKeeperStore(uri.connect_string, uri.path, session_timeout_s=4)\n"
         "Registration(store).register('bookie-1', BookieServiceInfo())\n"

@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from command_line import CommandLine
-from servers import wait_for
+from support.command_line import CommandLine
+from support.servers import wait_for
 
 from bkctl.errors import NotFound
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Cookie, Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
+from bkctl.metadata.backends.etcd.store import EtcdStore
+from bkctl.metadata.backends.zookeeper.store import ZooKeeperStore
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.etcd import EtcdStore
 from bkctl.metadata.store import NEW
-from bkctl.metadata.zookeeper import ZooKeeperStore
 
 METADATA = LedgerMetadata(1, 1, 1, DigestType.CRC32C, b"", (Fragment(0, ("b0:1",)),))
 LEDGERS = [LedgerId(scope, number * 5_000) for scope in (0, 7) for number in range(300)]

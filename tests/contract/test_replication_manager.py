@@ -10,8 +10,8 @@ import pytest
 
 from bkctl.errors import AlreadyExists, Conflict, Corrupt, MetadataVersionConflict, NotFound, Unsupported, UsageError
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
-from bkctl.metadata.replication import AuditorCheck, LedgerUnderreplicationManager, UnderreplicatedLedger
 from bkctl.metadata.store import MetadataStore
+from bkctl.metadata.underreplication import AuditorCheck, LedgerUnderreplicationManager, UnderreplicatedLedger
 
 IDS = [
     LedgerId(0, 0), LedgerId(0, 65_535), LedgerId(0, 65_536), LedgerId(0, I64_MAX), LedgerId(1, 0), LedgerId(7, 1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command_line import CommandLine
+from support.command_line import CommandLine
 
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Cookie, Fragment, LedgerMetadata, LedgerState

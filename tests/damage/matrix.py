@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from command_line import Answer
+from support.command_line import Answer
 
 #: Exit codes with which a reader may end on damaged bytes: nothing wrong seen, findings, corrupt, unsupported version.
 CODES: Final = frozenset({0, 3, 7, 8})

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import golden
 import pytest
-from command_line import CommandLine
 from damage import matrix
+from support import golden
+from support.command_line import CommandLine
 
 from bkctl.formats import entry_log
 from bkctl.formats.entry import DigestManager, DigestType

@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import Answer, CommandLine
 from damage import matrix
-from golden import DATA
+from support.command_line import Answer, CommandLine
+from support.golden import DATA
 
 from bkctl.formats.index import index_path
 from bkctl.ids import LedgerId
@@ -115,7 +115,7 @@ def test_the_file_of_a_database_is_named(database: Path, name: str) -> None:
 
 
 def test_a_damaged_write_ahead_log_is_told_by_index_check(database: Path) -> None:
-    from bkctl.storage.rocksdb import LocationsDatabase
+    from bkctl.files.rocksdb import LocationsDatabase
 
     directory = database / "current" / "locations"
     killed = database.parent / "killed"

@@ -6,16 +6,16 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import golden
 import pytest
-from command_line import CommandLine
 from damage import matrix
+from support import golden
+from support.command_line import CommandLine
 
+from bkctl.files.journals import JournalState, check_journal, journal_statistics
 from bkctl.formats import journal
 from bkctl.formats.entry import DigestManager, DigestType, master_key
 from bkctl.formats.journal import write_padding, write_record
 from bkctl.ids import LedgerId
-from bkctl.storage.journals import JournalState, check_journal, journal_statistics
 
 SIZE_MAX = 10_000
 

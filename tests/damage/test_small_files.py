@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import golden
 import pytest
-from command_line import CommandLine
 from damage import matrix
 from hypothesis import given
 from hypothesis import strategies as st
+from support import golden
+from support.command_line import CommandLine
 
 from bkctl.errors import Corrupt, Unsupported
 from bkctl.formats.journal import LogMark

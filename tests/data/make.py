@@ -20,9 +20,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-import apache_shell  # noqa: E402
 from kazoo.client import KazooClient  # noqa: E402
-from servers import (  # noqa: E402
+from support import apache_shell  # noqa: E402
+from support.servers import (  # noqa: E402
     DB,
     INTERLEAVED,
     SORTED,

@@ -29,10 +29,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-import apache_shell  # noqa: E402
-import servers  # noqa: E402
 from make import compact, cut_zeros, lines  # noqa: E402
-from servers import (  # noqa: E402
+from support import apache_shell, servers  # noqa: E402
+from support.servers import (  # noqa: E402
     BOOKIE_OPTIONS,
     INTERLEAVED,
     ApacheBookie,

@@ -11,10 +11,10 @@ import sys
 import tomllib
 from pathlib import Path
 
-import golden
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import golden
 
 from bkctl.errors import BkctlError, Corrupt, Unsupported, UsageError
 from bkctl.formats import data_formats_pb2, metadata

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_bookies import OwnBookie
-from raw_http import http_port
-from servers import INTERLEAVED, Server
+from support.own_bookies import OwnBookie
+from support.raw_http import http_port
+from support.servers import INTERLEAVED, Server
 
 from bkctl.metadata.cluster import open_cluster
 

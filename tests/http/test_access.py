@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import CommandLine
-from fake_http import FakeServer, Reply
-from raw_http import Answer, call, local_authorization
-from servers import free_port
+from support.command_line import CommandLine
+from support.fake_http import FakeServer, Reply
+from support.raw_http import Answer, call, local_authorization
+from support.servers import free_port
 
 from bkctl.client.ledger import BookKeeper
 from bkctl.formats.metadata import BookieServiceInfo, Endpoint

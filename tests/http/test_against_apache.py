@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from own_bookies import OwnBookie
-from raw_http import Answer, call, http_port
-from servers import INTERLEAVED, ApacheBookie, Java, ZooKeeperServer, format_cluster, free_port
+from support.own_bookies import OwnBookie
+from support.raw_http import Answer, call, http_port
+from support.servers import INTERLEAVED, ApacheBookie, Java, ZooKeeperServer, format_cluster, free_port
 
 from bkctl.client.ledger import BookKeeper
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.replication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager
 
 V1 = "/api/v1"
 PAYLOADS = [b'he"llo\xc3\xa9\x00\n%d<>/' % number for number in range(3)]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 
 import pytest
-from fake_http import HEAD, FakeServer, Reply, drips, is_silent, misbehaving, sends, sends_for_ever
+from support.fake_http import HEAD, FakeServer, Reply, drips, is_silent, misbehaving, sends, sends_for_ever
 
 from bkctl.errors import (
     BadRequest,

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from raw_http import call, exchange, local_authorization
-from servers import DB, free_port
+from support.raw_http import call, exchange, local_authorization
+from support.servers import DB, free_port
 
 from bkctl.client.ledger import BookKeeper
 from bkctl.metadata.cluster import open_cluster
@@ -132,7 +132,7 @@ def peak_memory(pid: int) -> int:
 
 
 def test_a_gateway_open_to_everybody_does_not_start(bookie: Any, tmp_path: Path) -> None:
-    from command_line import CommandLine
+    from support.command_line import CommandLine
 
     answer = CommandLine(uri_of(bookie))("api", "serve", "--host", "0.0.0.0", "--port", "0")
     assert answer.code == 2

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import CommandLine
-from raw_http import call
+from support.command_line import CommandLine
+from support.raw_http import call
 
 from bkctl.bookie.local import LocalCluster
 

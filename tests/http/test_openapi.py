@@ -7,7 +7,6 @@ from typing import Any
 
 import hypothesis
 import schemathesis
-from raw_http import call, local_authorization
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -15,7 +14,8 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from servers import REPOSITORY
+from support.raw_http import call, local_authorization
+from support.servers import REPOSITORY
 
 from bkctl.http.app import OPENAPI_PATH
 from bkctl.http.bookie_api import BOOKIE, CHANGEABLE

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_line import CommandLine
-from raw_http import call
-from servers import wait_for
+from support.command_line import CommandLine
+from support.raw_http import call
+from support.servers import wait_for
 
 from bkctl.bookie.local import LocalCluster
 from bkctl.metadata.cluster import Cluster, open_cluster

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import CommandLine
-from raw_http import Answer, call, exchange, local_authorization
-from servers import free_port, wait_for
+from support.command_line import CommandLine
+from support.raw_http import Answer, call, exchange, local_authorization
+from support.servers import free_port, wait_for
 
 from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError, UsageError

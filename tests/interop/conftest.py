@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from own_cluster import OwnCluster
-from servers import Java, ZooKeeperServer, format_cluster
+from support.own_cluster import OwnCluster
+from support.servers import Java, ZooKeeperServer, format_cluster
 
 
 @pytest.fixture

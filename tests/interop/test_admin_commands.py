@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import CommandLine
-from servers import ApacheBookie, ApacheCluster, Java, ZooKeeperServer, format_cluster, free_port
+from support.command_line import CommandLine
+from support.servers import ApacheBookie, ApacheCluster, Java, ZooKeeperServer, format_cluster, free_port
 
 Ledgers = list[dict[str, Any]]
 

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import servers
-from own_bookies import OwnBookie
-from own_cluster import start_all
-from own_recovery import ApacheAutoRecovery, OwnAutoRecovery, start_auto_recovery
+from support import servers
+from support.own_bookies import OwnBookie
+from support.own_cluster import start_all
+from support.own_recovery import ApacheAutoRecovery, OwnAutoRecovery, start_auto_recovery
 
 from bkctl.client.ledger import BookKeeper
 from bkctl.client.verify import verify_entries
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.replication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager
 
 PASSWORD = b"secret"
 #: Runs of workers against each other; more on request.

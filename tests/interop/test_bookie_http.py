@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Answer, CommandLine
-from own_bookies import OwnBookie
-from servers import DB, ApacheBookie, format_cluster, free_port, wait_for
+from support.command_line import Answer, CommandLine
+from support.own_bookies import OwnBookie
+from support.servers import DB, ApacheBookie, format_cluster, free_port, wait_for
 
 from bkctl.metadata.cluster import open_cluster
 

@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import pytest
-from servers import ApacheCluster, Java, ZooKeeperServer, read_ledgers, wait_for, write_ledgers
+from support.servers import ApacheCluster, Java, ZooKeeperServer, read_ledgers, wait_for, write_ledgers
 
 from bkctl.client.ledger import BookKeeper, ReadHandle, WriteHandle
 from bkctl.client.verify import ReplicaState, verify_entries

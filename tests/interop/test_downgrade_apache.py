@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_bookies import OwnBookie
-from own_cluster import STORAGES, OwnCluster, start_all, stop_all
-from servers import ApacheBookie, Java, free_port, read_ledgers, wait_for
+from support.own_bookies import OwnBookie
+from support.own_cluster import STORAGES, OwnCluster, start_all, stop_all
+from support.servers import ApacheBookie, Java, free_port, read_ledgers, wait_for
 
 from bkctl.client.ledger import BookKeeper
 from bkctl.client.verify import verify_entries
+from bkctl.files.directories import BookieDirectories
+from bkctl.files.journal import JournalReader
 from bkctl.formats.entry import DigestType
 from bkctl.formats.journal import VERSION_SCOPED
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
-from bkctl.storage.directories import BookieDirectories
-from bkctl.storage.journal import JournalReader
 
 COUNT = 50
 SIZE_BYTES = 1500

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_line import Answer, CommandLine
-from servers import ApacheCluster, free_port
+from support.command_line import Answer, CommandLine
+from support.servers import ApacheCluster, free_port
 
 UNKNOWN = (1 << 62) + 4242
 

@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import apache_shell
-import golden
 import pytest
-from golden import GoldenBookie
-from servers import DB, ApacheBookie, ApacheCluster, Java, offline_conf
+from support import apache_shell, golden
+from support.golden import GoldenBookie
+from support.servers import DB, ApacheBookie, ApacheCluster, Java, offline_conf
 
 Rows = list[dict[str, Any]]
 

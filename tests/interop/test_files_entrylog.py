@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import apache_shell
 import pytest
-from command_line import CommandLine
-from servers import (
+from support import apache_shell
+from support.command_line import CommandLine
+from support.servers import (
     DB,
     INTERLEAVED,
     SORTED,

@@ -8,18 +8,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import golden
 import pytest
-from golden import GoldenBookie
+from support import golden
+from support.golden import GoldenBookie
 
+from bkctl.files.entry_log import EntryLogReader
+from bkctl.files.index import LedgerIndexReader
+from bkctl.files.journal import JournalReader, read_last_mark
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import unpack_location
 from bkctl.formats.index import index_path
 from bkctl.formats.record import Record, RecordType
 from bkctl.ids import LedgerId
-from bkctl.storage.entry_log import EntryLogReader
-from bkctl.storage.index import LedgerIndexReader
-from bkctl.storage.journal import JournalReader, read_last_mark
 
 BOOKIES = golden.bookies()
 

@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import apache_shell
-import golden
 import pytest
-from command_line import Answer, CommandLine
-from own_bookies import OwnBookie
-from servers import (
+from support import apache_shell, golden
+from support.command_line import Answer, CommandLine
+from support.own_bookies import OwnBookie
+from support.servers import (
     DB,
     INTERLEAVED,
     SORTED,
@@ -33,11 +32,11 @@ from servers import (
     wait_for,
 )
 
+from bkctl.files.directories import BookieDirectories
+from bkctl.files.index import BookieIndexes
+from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.formats.entry_log import unpack_location
 from bkctl.ids import LedgerId
-from bkctl.storage.directories import BookieDirectories
-from bkctl.storage.index import BookieIndexes
-from bkctl.storage.rocksdb import LedgersDatabase, LocationsDatabase
 
 #: Logs of a few ledgers each, and a collection and a compaction every second.
 COLLECTING: Final[dict[str, object]] = {
@@ -108,7 +107,7 @@ def writing(uri: str, said: Path) -> Iterator[Callable[[], int]]:
     program = f"""
 import itertools, os, sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-from command_line import CommandLine
+from support.command_line import CommandLine
 line = CommandLine({uri!r})
 for number in itertools.count():
     data = os.urandom(40_000)

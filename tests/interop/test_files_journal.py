@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import apache_shell
-import golden
 import pytest
-from command_line import CommandLine
-from golden import GoldenJournals
-from servers import (
+from support import apache_shell, golden
+from support.command_line import CommandLine
+from support.golden import GoldenJournals
+from support.servers import (
     DB,
     INTERLEAVED,
     SORTED,
@@ -33,8 +32,8 @@ from servers import (
     write_ledgers,
 )
 
-from bkctl.storage.directories import BookieDirectories, BookieFile, FileKind
-from bkctl.storage.status import read_detail
+from bkctl.files.directories import BookieDirectories, BookieFile, FileKind
+from bkctl.files.status import read_detail
 
 Rows = list[dict[str, Any]]
 

@@ -6,8 +6,8 @@ import base64
 import re
 from typing import Any
 
-import golden
 import pytest
+from support import golden
 
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, LedgerLayout, LedgerMetadata

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import CommandLine
-from own_bookies import OwnBookie
-from own_cluster import STORAGES, OwnCluster, stop_all
-from servers import Java, read_ledgers, wait_for, write_ledgers
+from support.command_line import CommandLine
+from support.own_bookies import OwnBookie
+from support.own_cluster import STORAGES, OwnCluster, stop_all
+from support.servers import Java, read_ledgers, wait_for, write_ledgers
 
 from bkctl.client.ledger import BookKeeper
 from bkctl.client.verify import verify_entries
 from bkctl.errors import NotFound
+from bkctl.files.entry_log import EntryLogReader
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
-from bkctl.storage.entry_log import EntryLogReader
 
 COLLECTING: dict[str, object] = {
     "logSizeLimit": 128 * 1024,

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from servers import ApacheCluster, Java, read_ledgers
+from support.servers import ApacheCluster, Java, read_ledgers
 
 
 def test_three_storage_classes_serve_one_cluster_and_come_back_after_a_kill(

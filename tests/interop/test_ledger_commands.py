@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import CommandLine
-from servers import INTERLEAVED, SORTED, ApacheBookie, ApacheCluster, Java, read_ledgers, wait_for
+from support.command_line import CommandLine
+from support.servers import INTERLEAVED, SORTED, ApacheBookie, ApacheCluster, Java, read_ledgers, wait_for
 
 Ledgers = list[dict[str, Any]]
 

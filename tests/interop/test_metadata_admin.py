@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import CommandLine
-from servers import ApacheBookie, Java, ZooKeeperServer, conversation, read_ledgers, wait_for, write_conf
+from support.command_line import CommandLine
+from support.servers import ApacheBookie, Java, ZooKeeperServer, conversation, read_ledgers, wait_for, write_conf
 
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster

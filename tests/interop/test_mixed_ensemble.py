@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import CommandLine
-from own_cluster import OwnCluster, WireTap, start_all, tree
-from servers import SORTED, ApacheBookie, Java, ZooKeeperServer, format_cluster, read_ledgers, wait_for
+from support.command_line import CommandLine
+from support.own_cluster import OwnCluster, WireTap, start_all, tree
+from support.servers import SORTED, ApacheBookie, Java, ZooKeeperServer, format_cluster, read_ledgers, wait_for
 
 from bkctl.client.ledger import BookKeeper, ReadHandle, WriteHandle
 from bkctl.client.verify import ReplicaState, verify_entries

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import apache_shell
 import pytest
-from command_line import CommandLine
-from own_bookies import OwnBookie
-from own_cluster import STORAGES, OwnCluster, journal_version, start_all, stop_all
-from servers import (
+from support import apache_shell
+from support.command_line import CommandLine
+from support.own_bookies import OwnBookie
+from support.own_cluster import STORAGES, OwnCluster, journal_version, start_all, stop_all
+from support.servers import (
     DB,
     INTERLEAVED,
     SORTED,

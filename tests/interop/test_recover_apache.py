@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import servers
-from command_line import CommandLine
-from own_cluster import OwnCluster
-from servers import DB, INTERLEAVED, SORTED, ApacheCluster, Java, ZooKeeperServer
+from support import servers
+from support.command_line import CommandLine
+from support.own_cluster import OwnCluster
+from support.servers import DB, INTERLEAVED, SORTED, ApacheCluster, Java, ZooKeeperServer
 
 from bkctl.client.ledger import BookKeeper
 from bkctl.formats.metadata import LedgerMetadata

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import golden
 import pytest
-import servers
-from servers import (
+from support import golden, servers
+from support.servers import (
     BOOKKEEPER_VERSION,
     DB,
     INTERLEAVED,

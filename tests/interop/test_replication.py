@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import servers
+from support import servers
 
 from bkctl.errors import AlreadyExists, Conflict
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.replication import AuditorCheck, LedgerUnderreplicationManager, UnderreplicatedLedger
+from bkctl.metadata.underreplication import AuditorCheck, LedgerUnderreplicationManager, UnderreplicatedLedger
 
 IDS = [0, 5, 9_999_999_999, 0x7AFEBEEF0000FEED, I64_MAX]
 SCOPED = [LedgerId(7, 5), LedgerId(U64 := (1 << 64) - 1, U64)]

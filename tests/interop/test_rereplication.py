@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from command_line import CommandLine
-from own_bookies import OwnBookie
-from own_cluster import OwnCluster, start_all
-from servers import (
+from support.command_line import CommandLine
+from support.own_bookies import OwnBookie
+from support.own_cluster import OwnCluster, start_all
+from support.servers import (
     DB,
     INTERLEAVED,
     SORTED,

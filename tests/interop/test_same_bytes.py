@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import BOOKKEEPER_VERSION, INTERLEAVED, SORTED, ApacheBookie, Java, ZooKeeperServer, format_cluster
+from support.servers import BOOKKEEPER_VERSION, INTERLEAVED, SORTED, ApacheBookie, Java, ZooKeeperServer, format_cluster
 
 from bkctl.bookie.server import Bookie
 from bkctl.config import BookieConfig
+from bkctl.files.journal import JournalReader
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import HEADER_SIZE
 from bkctl.ids import LedgerId
@@ -33,7 +34,6 @@ from bkctl.protocol.messages import (
     StartTlsRequest,
     WriteLacRequest,
 )
-from bkctl.storage.journal import JournalReader
 
 pytestmark = [pytest.mark.java, pytest.mark.releases]
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import servers
-from command_line import Answer, CommandLine
-from own_bookies import OwnBookie
-from own_cluster import OwnCluster, entry_log_bodies, journal_bodies, journal_version, start_all, stop_all
-from servers import SORTED, Java, format_cluster, read_ledgers, wait_for, write_ledgers
+from support import servers
+from support.command_line import Answer, CommandLine
+from support.own_bookies import OwnBookie
+from support.own_cluster import OwnCluster, entry_log_bodies, journal_bodies, journal_version, start_all, stop_all
+from support.servers import SORTED, Java, format_cluster, read_ledgers, wait_for, write_ledgers
 
 from bkctl.ids import LedgerId
 

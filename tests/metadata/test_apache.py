@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import servers
+from support import servers
 
 from bkctl.errors import LedgerExists, LedgerNotFound, MetadataVersionConflict
 from bkctl.formats.entry import DigestType

@@ -14,6 +14,7 @@ from bkctl.errors import IllegalOperation, UsageError
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
+from bkctl.metadata.backends.sqlite import SqliteStore
 from bkctl.metadata.ledgers import (
     SHORT_ID_END,
     FlatLedgerManager,
@@ -26,7 +27,6 @@ from bkctl.metadata.ledgers import (
     _leaf_numbers,
     ledger_object,
 )
-from bkctl.metadata.sqlite import SqliteStore
 from bkctl.metadata.store import NEW
 
 MANAGERS = [

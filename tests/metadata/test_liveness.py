@@ -11,13 +11,13 @@ from bkctl.errors import Conflict, Corrupt, TimedOut, Unreachable
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Cookie, Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
+from bkctl.metadata.backends.sqlite import SqliteStore
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.ledgers import HierarchicalLedgerManager, LedgerManager, QualifiedNameLedgerManager
 from bkctl.metadata.liveness import Liveness, check_instance
-from bkctl.metadata.sqlite import SqliteStore
-from bkctl.storage.garbage import LedgerState
+from bkctl.model import LedgerLiveness
 
-ALIVE, DEAD, UNKNOWN = LedgerState.ALIVE, LedgerState.DEAD, LedgerState.UNKNOWN
+ALIVE, DEAD, UNKNOWN = LedgerLiveness.ALIVE, LedgerLiveness.DEAD, LedgerLiveness.UNKNOWN
 METADATA = LedgerMetadata(1, 1, 1, DigestType.CRC32, b"pw", (Fragment(0, ("bookie-1",)),))
 SCOPED = LedgerId(7, 1)
 

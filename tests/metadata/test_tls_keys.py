@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import CommandLine
 from cryptography.hazmat.primitives import serialization
+from support.command_line import CommandLine
 
 from bkctl.bookie.network import tls_context as bookie_tls_context
 from bkctl.config import BookieConfig

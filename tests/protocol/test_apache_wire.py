@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from servers import DB, INTERLEAVED, SORTED, ApacheBookie, ApacheCluster, ZooKeeperServer, format_cluster
+from support.servers import DB, INTERLEAVED, SORTED, ApacheBookie, ApacheCluster, ZooKeeperServer, format_cluster
 
 from bkctl.errors import BookieUnavailable, TimedOut
 from bkctl.formats.entry import DigestManager, DigestType

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from servers import Java, ZooKeeperServer, format_cluster
+from support.servers import Java, ZooKeeperServer, format_cluster
 
 from bkctl.errors import BkctlError, EntryNotFound, LedgerFenced, LedgerNotFound, Unauthorized
 from bkctl.formats.entry import read_entry_header, read_lac_header

@@ -11,8 +11,8 @@ from replication.recovering import CONFIG, bookies_of, come_back, eventually, lo
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
-from bkctl.metadata.replication import AuditorCheck, LedgerUnderreplicationManager, mark_path
 from bkctl.metadata.store import NEW
+from bkctl.metadata.underreplication import AuditorCheck, LedgerUnderreplicationManager, mark_path
 from bkctl.replication.auditor import (
     Auditor,
     AuditorElector,

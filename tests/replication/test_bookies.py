@@ -12,8 +12,8 @@ from bkctl.errors import Conflict, LedgerNotFound
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
-from bkctl.metadata.replication import LedgerUnderreplicationManager
 from bkctl.metadata.store import NEW
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager
 from bkctl.protocol.messages import AddRequest
 from bkctl.replication import bookies as module
 from bkctl.replication.bookies import BookieMover, LedgerMove, MoveOutcome, PlannedFragment, plan_move, spans_text

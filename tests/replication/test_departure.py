@@ -6,8 +6,8 @@ import pytest
 
 from bkctl.errors import Conflict, NotFound
 from bkctl.formats.metadata import Cookie, LedgerState
-from bkctl.metadata.replication import LedgerUnderreplicationManager
 from bkctl.metadata.store import NEW
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager
 from bkctl.replication.bookies import plan_move
 from bkctl.replication.checker import LedgerChecker
 from bkctl.replication.departure import STANDING_AGAINST, Decommission, Drain, StepKind, StepResult

@@ -12,8 +12,8 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.replication import LedgerUnderreplicationManager
 from bkctl.metadata.store import NEW
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager
 from bkctl.replication.holdings import HeldLedger, Replacements, Risk, StopProblem, ledgers_on, ok_to_stop
 
 SCOPES = BookieServiceInfo((), {"ledgerScopes": "1"})

@@ -11,7 +11,7 @@ from bkctl.errors import Conflict, LedgerFenced
 from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
-from bkctl.metadata.replication import LedgerUnderreplicationManager, mark_path
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager, mark_path
 from bkctl.protocol.messages import AddRequest, ReadRequest, Status
 from bkctl.replication.checker import LedgerChecker
 from bkctl.replication.worker import LedgerOutcome, ReplicationWorker, retry_delay_ms

@@ -18,6 +18,7 @@ from simulation.disk import WorldFiles
 from simulation.network import Network
 from simulation.runtime import Process, World
 from simulation.store import Session, Tree
+from support.simulated_disk import Fault
 
 from bkctl.bookie.server import Bookie
 from bkctl.client.ledger import BookKeeper, LedgerEntry, ReadHandle
@@ -38,7 +39,6 @@ from bkctl.metadata.cluster import Cluster, init_cluster
 from bkctl.metadata.uri import parse_uri
 from bkctl.protocol.add_runs import AddRun, AnswerAdds
 from bkctl.protocol.messages import AddRequest, AddResponse, Protocol, Status
-from bkctl.storage.files import Fault
 
 URI = "zk+longlonghierarchical://store/ledgers"
 PORT = 3181

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from simulation.runtime import Killed, Process
+from support.simulated_disk import SimulatedFile, SimulatedFiles
 
+from bkctl.disk import StorageFile
 from bkctl.formats.layout import Buffer
-from bkctl.storage.files import SimulatedFiles, StorageFile, _SimulatedFile
 
 
 class WorldFiles(SimulatedFiles):
@@ -75,7 +76,7 @@ class WorldFiles(SimulatedFiles):
             super().sync_directory(path)
 
 
-class _WorldFile(_SimulatedFile):
+class _WorldFile(SimulatedFile):
     __slots__ = ()
 
     def sync(self) -> None:

@@ -774,7 +774,7 @@ def _stands(world: World) -> dict[int, Any]:
 @contextlib.contextmanager
 def _databases_die_with_their_process(world: World) -> Iterator[None]:
     """RocksDB has threads and open files of its own: close it when its process is killed, wherever it is."""
-    from bkctl.storage.rocksdb import _Database
+    from bkctl.files.rocksdb import _Database
 
     real = _Database._open_to_write.__func__  # type: ignore[attr-defined]
 
@@ -813,7 +813,16 @@ def _numbered_hash(each: Any) -> int:
     return world_now().hash_of(each)
 
 
-_PACKAGES = ("bkctl.bookie", "bkctl.storage", "bkctl.client", "bkctl.protocol", "bkctl.metadata")
+_PACKAGES = (
+    "bkctl.bookie",
+    "bkctl.storage",
+    "bkctl.storage.ledger",
+    "bkctl.files",
+    "bkctl.checks",
+    "bkctl.client",
+    "bkctl.protocol",
+    "bkctl.metadata",
+)
 
 
 @functools.cache
@@ -822,7 +831,7 @@ def _modules() -> list[types.ModuleType]:
     for package in _PACKAGES[:-1]:
         for found in pkgutil.iter_modules(importlib.import_module(package).__path__, package + "."):
             importlib.import_module(found.name)
-    names = sorted(name for name in sys.modules if name.startswith((*_PACKAGES, "bkctl.ids")))
+    names = sorted(name for name in sys.modules if name.startswith((*_PACKAGES, "bkctl.ids", "bkctl.disk")))
     return [sys.modules[name] for name in names]
 
 

@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import INTERLEAVED, SORTED
+from support.servers import INTERLEAVED, SORTED
+from support.simulated_disk import Fault, SimulatedCrash, SimulatedFiles
 
 from bkctl.config import BookieConfig
+from bkctl.disk import Files
 from bkctl.errors import LedgerFenced
 from bkctl.formats.entry import DigestManager, DigestType, read_lac_header
 from bkctl.ids import LedgerId
 from bkctl.storage.bookie_storage import BookieStorage, Checkpoint
-from bkctl.storage.files import Fault, Files, SimulatedCrash, SimulatedFiles
 
 SEEDS = [int(each) for each in os.environ.get("BKCTL_TEST_SEEDS", "1,2,3,4,5,6").split(",")]
 #: The same ledger id in three scopes, and neighbours.

@@ -11,11 +11,11 @@ import random
 from pathlib import Path
 
 import pytest
-from servers import DB
 from simulation import test_crash as crash
+from support.servers import DB
+from support.simulated_disk import SimulatedFiles
 
 from bkctl.errors import BkctlError
-from bkctl.storage.files import SimulatedFiles
 
 #: Databases take long to open: fewer seeds than for index files.
 SEEDS = [int(each) for each in os.environ.get("BKCTL_TEST_SEEDS", "1,2").split(",")]

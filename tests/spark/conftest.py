@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import servers
+from support import servers
 
 from bkctl.bookie.local import LocalCluster
 
 if TYPE_CHECKING:
-    from live_ledgers import Live
     from pyspark.sql import SparkSession
+    from support.live_ledgers import Live
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +58,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
 @pytest.fixture(scope="session")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """Three bookies of our own over SQLite, and ledgers to be written there; tests keep to scopes of their own."""
-    from live_ledgers import Live
+    from support.live_ledgers import Live
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))

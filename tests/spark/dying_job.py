@@ -15,11 +15,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import bkctl.spark.ledgers as source
 from bkctl.metadata.cluster import open_cluster
-from bkctl.spark.archive import export_ledgers
-from bkctl.spark.ledger_sink import write_ledgers
+from bkctl.spark.jobs.archive import export_ledgers
 from bkctl.spark.session import spark_session
+from bkctl.spark.sources.ledger_sink import write_ledgers
+from bkctl.spark.sources.ledger_source import LedgerSource
+from bkctl.spark.sources.ledgers import LedgerReader
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -43,15 +44,15 @@ def die(directory: str, name: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def dying_source(directory: str) -> type[source.LedgerSource]:
+def dying_source(directory: str) -> type[LedgerSource]:
     """The source, whose first task to have read something dies before it is through."""
 
-    class Reader(source.LedgerReader):
+    class Reader(LedgerReader):
         def read(self, partition: Any) -> Iterator[pa.RecordBatch]:
             yield from super().read(partition)
             die(directory, "died reading")
 
-    class Source(source.LedgerSource):
+    class Source(LedgerSource):
         def reader(self, schema: Any) -> Reader:
             return Reader(self._settings, schema)
 

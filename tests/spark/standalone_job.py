@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bkctl.spark.bookies import find_bookies
-from bkctl.spark.inventory import NAME, log_records
+from bkctl.spark.jobs.bookies import find_bookies
+from bkctl.spark.jobs.inventory import NAME, log_records
 from bkctl.spark.session import spark_session
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import pytest
 from bkctl.ids import LedgerId
 
 if TYPE_CHECKING:
-    from live_ledgers import Live
+    from support.live_ledgers import Live
 
 JOB = Path(__file__).parent / "dying_job.py"
 READ_SCOPE, WRITE_SCOPE = 0xD1E, 0xD1F

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import source_rows  # noqa: F401 (skips where there is no PySpark)
 from py4j.protocol import Py4JNetworkError
-from servers import find_java, wait_for
+from support import source_rows  # noqa: F401 (skips where there is no PySpark)
+from support.servers import find_java, wait_for
 
 from bkctl.spark.session import plain_errors
 

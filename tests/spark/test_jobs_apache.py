@@ -8,16 +8,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import apache_shell
 import pytest
-import source_rows  # noqa: F401 (skips where there is no PySpark)
-from command_line import CommandLine
-from servers import INTERLEAVED, SORTED, ApacheCluster, Java, offline_conf
+from support import (
+    apache_shell,
+    source_rows,  # noqa: F401 (skips where there is no PySpark)
+)
+from support.command_line import CommandLine
+from support.servers import INTERLEAVED, SORTED, ApacheCluster, Java, offline_conf
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
+from bkctl.files.entry_log import EntryLogReader
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
-from bkctl.storage.entry_log import EntryLogReader
 
 pytestmark = [pytest.mark.usefixtures("spark"), pytest.mark.java, pytest.mark.long, pytest.mark.timeout(900)]
 

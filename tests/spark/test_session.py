@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import source_rows  # noqa: F401 (skips where there is no PySpark)
-from servers import find_java
+from support import source_rows  # noqa: F401 (skips where there is no PySpark)
+from support.servers import find_java
 
 #: Prints the settings, the directories of Spark's data below a directory, and the modes two levels above each.
 JOB = """

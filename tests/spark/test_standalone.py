@@ -12,11 +12,13 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import bookie_files
 import pytest
-import source_rows  # noqa: F401 (skips where there is no PySpark)
-from command_line import CommandLine
-from servers import Server, find_java, free_port
+from support import (
+    bookie_files,
+    source_rows,  # noqa: F401 (skips where there is no PySpark)
+)
+from support.command_line import CommandLine
+from support.servers import Server, find_java, free_port
 
 JOB = Path(__file__).parent / "standalone_job.py"
 

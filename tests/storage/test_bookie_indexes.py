@@ -6,13 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from golden import DATA
+from support.golden import DATA
 
 from bkctl.errors import Corrupt, LedgerNotFound, UsageError
+from bkctl.files.directories import BookieDirectories
+from bkctl.files.index import BookieIndexes
 from bkctl.formats.index import index_path, write_header, write_location
 from bkctl.ids import LedgerId
-from bkctl.storage.directories import BookieDirectories
-from bkctl.storage.index import BookieIndexes
 
 
 def files(directory: Path) -> dict[str, int]:

@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import DB, INTERLEAVED, SORTED
+from support.servers import DB, INTERLEAVED, SORTED
 
 from bkctl.config import BookieConfig
+from bkctl.disk import Files
 from bkctl.errors import Conflict, Corrupt, EntryNotFound, LedgerFenced, LedgerNotFound, UsageError
+from bkctl.files.entry_log import EntryLogReader
+from bkctl.files.index import LedgerIndexReader
+from bkctl.files.journal import JournalReader
 from bkctl.formats.entry import DigestManager, DigestType
+from bkctl.formats.names import CONVERSION_NAME
 from bkctl.formats.record import RecordType, record_of
 from bkctl.ids import LedgerId
 from bkctl.storage.bookie_storage import BookieStorage
-from bkctl.storage.directories import CONVERSION_NAME
-from bkctl.storage.entry_log import EntryLogReader
-from bkctl.storage.files import Files
-from bkctl.storage.index import LedgerIndexReader
-from bkctl.storage.journal import JournalReader
 
 PLAIN, SCOPED = LedgerId(0, 0x1234), LedgerId(7, 0x1234)
 SETTINGS: dict[str, Any] = {}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 from bkctl.ids import LedgerId
-from bkctl.storage.read_cache import ReadCache
-from bkctl.storage.write_cache import ENTRY_OVERHEAD_BYTES, WriteCache
+from bkctl.storage.ledger.read_cache import ReadCache
+from bkctl.storage.ledger.write_cache import ENTRY_OVERHEAD_BYTES, WriteCache
 
 
 class Ledger:

@@ -7,19 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import INTERLEAVED, SORTED
+from support.servers import INTERLEAVED, SORTED
+from support.simulated_disk import Fault, SimulatedFiles
 
 from bkctl.config import BookieConfig
+from bkctl.disk import Files, StorageFile
 from bkctl.errors import BadRequest, Corrupt
+from bkctl.files.entry_log import EntryLogReader
 from bkctl.formats import journal as journal_formats
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.index import write_header
 from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
 from bkctl.storage.bookie_storage import BookieStorage
-from bkctl.storage.entry_log import EntryLogReader
 from bkctl.storage.entry_logger import Move
-from bkctl.storage.files import Fault, Files, SimulatedFiles, StorageFile
 
 SETTINGS: dict[str, Any] = {}
 

@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.simulated_disk import Fault, SimulatedCrash, SimulatedFiles
 
 from bkctl.config import BookieConfig
+from bkctl.disk import DiskUsage, Files
 from bkctl.errors import BkctlError, EntryNotFound, LedgerNotFound, ReadOnlyBookie
+from bkctl.files.entry_log import EntryLogReader
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import compaction_of, file_name
 from bkctl.formats.index import index_path
@@ -27,11 +30,9 @@ from bkctl.storage.compaction import (
     Throttler,
     TransactionalEntryLogCompactor,
 )
-from bkctl.storage.entry_log import EntryLogReader
 from bkctl.storage.entry_log_metadata import EntryLogMetadata, EntryLogMetadataMap
 from bkctl.storage.entry_logger import EntryLogger, Move
-from bkctl.storage.files import DiskUsage, Fault, Files, SimulatedCrash, SimulatedFiles
-from bkctl.storage.interleaved_ledger_storage import InterleavedLedgerStorage
+from bkctl.storage.ledger.interleaved_ledger_storage import InterleavedLedgerStorage
 
 STORAGE_CLASSES = {
     "interleaved": "org.apache.bookkeeper.bookie.InterleavedLedgerStorage",

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.simulated_disk import Fault, SimulatedFiles
 
+from bkctl.disk import Files, StorageFile
+from bkctl.files.entry_log import EntryLogReader
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import file_name
 from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
-from bkctl.storage.entry_log import EntryLogReader
 from bkctl.storage.entry_logger import EntryLogger, Move, OpenLog
-from bkctl.storage.files import Fault, Files, SimulatedFiles, StorageFile
 
 LEDGER, OTHER = LedgerId(0, 5), LedgerId(0, 6)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from bkctl.config import BookieConfig
+from bkctl.disk import Files, StorageFile
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.layout import Buffer
 from bkctl.ids import LedgerId
 from bkctl.storage.bookie_storage import BookieStorage
-from bkctl.storage.files import Files, StorageFile
 from bkctl.storage.journal_writer import JournalWriter
 
 LEDGER = LedgerId(0, 5)

@@ -1,0 +1,1 @@
+"""Checks of a bookie's files: entry logs, indexes, digests, garbage."""

@@ -1,0 +1,130 @@
+"""How much of each entry log is still of use: its ledgers' bytes against which of them are alive.
+
+Whether a ledger is alive is the metadata store's to say (`bkctl.metadata.liveness`); here it is one function.
+Source: GarbageCollectorThread, EntryLogMetadata, ListActiveLedgersCommand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported
+from bkctl.files.entry_log import EntryLogReader
+from bkctl.files.listing import log_contents
+from bkctl.formats.entry_log import content_id_of
+from bkctl.ids import LedgerId
+from bkctl.model import LedgerLiveness, LivenessLookup
+
+#: A log whose usage is below is compacted every hour, every day. Source: ServerConfiguration.
+MINOR_COMPACTION_THRESHOLD: Final = 0.2
+MAJOR_COMPACTION_THRESHOLD: Final = 0.8
+
+
+class Compaction(StrEnum):
+    """What a bookie does about a log's garbage; the values are the words of every output."""
+
+    #: No ledger is alive: garbage collection deletes the log.
+    DELETE = "delete"
+    #: Minor compaction rewrites what is alive, and so does major.
+    MINOR = "minor"
+    MAJOR = "major"
+
+
+class Thresholds(NamedTuple):
+    """Below which usage a log is compacted; 0 or less: never."""
+
+    minor: float = MINOR_COMPACTION_THRESHOLD
+    major: float = MAJOR_COMPACTION_THRESHOLD
+
+
+class LedgerUse(NamedTuple):
+    """A ledger's bytes in one log, and whether it is alive."""
+
+    ledger: LedgerId
+    size_bytes: int
+    state: LedgerLiveness
+
+
+class LogUse(NamedTuple):
+    """The ledgers of one log, in order. `log_id` is what the file's name says (None for another name).
+
+    `error` says what is wrong with the log: if not `complete`, only the records before that are counted.
+    """
+
+    path: Path
+    log_id: int | None
+    ledgers: list[LedgerUse]
+    from_map: bool
+    complete: bool
+    error: BkctlError | None
+
+    def size_of(self, *states: LedgerLiveness) -> int:
+        """The bytes of the ledgers in these states."""
+        return sum(each.size_bytes for each in self.ledgers if each.state in states)
+
+    def count_of(self, state: LedgerLiveness) -> int:
+        """How many ledgers are in this state."""
+        return sum(each.state is state for each in self.ledgers)
+
+    @property
+    def total_size_bytes(self) -> int:
+        """The bytes of all entries and their size fields, as a bookie counts them (no header, no ledgers map)."""
+        return sum(each.size_bytes for each in self.ledgers)
+
+    @property
+    def remaining_size_bytes(self) -> int:
+        """What is not garbage: a bookie keeps the ledgers that are alive, and those that it cannot ask about."""
+        return self.size_of(LedgerLiveness.ALIVE, LedgerLiveness.UNKNOWN)
+
+    @property
+    def garbage_size_bytes(self) -> int:
+        """The bytes of dead ledgers."""
+        return self.size_of(LedgerLiveness.DEAD)
+
+    @property
+    def usage(self) -> float | None:
+        """Remaining bytes by total bytes; None for a log without entries. Source: EntryLogMetadata.getUsage."""
+        total = self.total_size_bytes
+        return self.remaining_size_bytes / total if total else None
+
+    def compaction(self, thresholds: Thresholds) -> Compaction | None:
+        """What garbage collection will do about the log; None: nothing, or what is in it is not known for sure.
+
+        A log that a bookie writes at present is spared until it is finished. Source: GarbageCollectorThread.
+        """
+        usage = self.usage
+        if usage is None or not self.complete or not self.garbage_size_bytes:
+            return None
+        if self.remaining_size_bytes == 0:
+            return Compaction.DELETE
+        if usage < thresholds.minor:
+            return Compaction.MINOR
+        return Compaction.MAJOR if usage < thresholds.major else None
+
+    def reclaimable_size_bytes(self, thresholds: Thresholds) -> int:
+        """The bytes that this frees."""
+        return self.garbage_size_bytes if self.compaction(thresholds) else 0
+
+
+def log_uses(paths: Iterable[Path], states: LivenessLookup) -> Iterator[LogUse]:
+    """Yield the use of each log in the order given. Each log is read before its ledgers are asked for.
+
+    Logs are read one by one, so memory does not grow with their number. One that is gone is left out, since a running
+    bookie deletes logs; one that cannot be read is yielded with its error.
+    """
+    for path in paths:
+        log_id = content_id_of(path.name)
+        try:
+            with EntryLogReader.open(path) as reader:
+                contents = log_contents(reader)
+        except (Corrupt, Unsupported) as error:
+            yield LogUse(path, log_id, [], from_map=False, complete=False, error=error)
+            continue
+        except NotFound:
+            continue
+        found = states(contents.sizes.keys())
+        ledgers = [LedgerUse(ledger, size, found[ledger]) for ledger, size in contents.sizes.items()]
+        yield LogUse(path, log_id, ledgers, contents.from_map, contents.complete, contents.error)

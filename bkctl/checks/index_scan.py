@@ -1,0 +1,205 @@
+"""A check of a bookie's indexes on their own: does each key, value, header and slot say something that a bookie writes.
+
+Source: LedgersIndexCheckOp (which reads the ledgers database alone).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from bkctl.checks.findings import Counts, Finding, FindingKind
+from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported
+from bkctl.files.directories import BookieDirectories, FileKind
+from bkctl.files.index import BookieIndexes, IndexDatabases, LedgerIndexReader
+from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase, check_write_ahead_logs
+from bkctl.formats.entry import read_lac_header
+from bkctl.formats.entry_log import HEADER_SIZE as LOG_HEADER_SIZE
+from bkctl.formats.index import (
+    NEEDS_INTEGRITY_CHECK,
+    STORAGE_FLAGS_KEY,
+    LedgerData,
+    read_ledger_key,
+    read_location,
+    read_location_key,
+    read_storage_flags,
+)
+from bkctl.ids import U64_MAX, LedgerId
+
+#: No entry begins before this byte of a log.
+FIRST_OFFSET: Final = LOG_HEADER_SIZE + 4
+
+
+class IndexScan:
+    """Reads every key, value, header and slot of a bookie's indexes; `counts` tells what was seen.
+
+    RocksDB verifies the checksum of each block that is read. `ledgers` and `locations` say which halves to read.
+    """
+
+    def __init__(self, directories: BookieDirectories, *, ledgers: bool = True, locations: bool = True) -> None:
+        self.counts = Counts()
+        self._directories = directories
+        self._ledgers, self._locations = ledgers, locations
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield what no bookie writes, index by index; an index that cannot be read is in `counts.errors`. Once.
+
+        Raises NotFound for a missing directory.
+        """
+        return self.counts.watch(self._findings())
+
+    def _findings(self) -> Iterator[Finding]:
+        with BookieIndexes(self._directories) as indexes:
+            yield from self._scan_files(indexes)
+            pairs = indexes.databases()
+            for error in indexes.problems:
+                self.counts.note_error(error)
+            for pair in pairs:
+                yield from self._scan_pair(pair)
+
+    # --- index files --------------------------------------------------------------------------------------------
+
+    def _scan_files(self, indexes: BookieIndexes) -> Iterator[Finding]:
+        seen: dict[LedgerId, Path] = {}
+        for file in indexes.files():
+            ledger = file.id
+            if not isinstance(ledger, LedgerId):
+                continue
+            if file.kind is FileKind.RELOCATION:
+                reason = "a relocation was not finished; a bookie's start renames the file"
+                yield Finding(FindingKind.RELOCATION, ledger, None, None, file.path, reason)
+            other = seen.setdefault(ledger, file.path)
+            if other is not file.path:
+                yield Finding(FindingKind.TWICE, ledger, None, None, file.path, f"the ledger's index is {other} too")
+            try:
+                yield from self._scan_file(ledger, file.path)
+            except NotFound:
+                continue
+            except BkctlError as error:
+                self.counts.note_error(error)
+
+    def _scan_file(self, ledger: LedgerId, path: Path) -> Iterator[Finding]:
+        with LedgerIndexReader.open(path) as reader:
+            self.counts.ledgers += 1
+            header = reader.header
+            self.counts.fenced_ledgers += header.fenced
+            if self._ledgers:
+                yield from _about_ledger(ledger, path, header.master_key, header.explicit_lac)
+            if not self._locations:
+                return
+            entries = 0
+            for first, page in reader.pages():
+                entries += len(page) - page.count(0)
+                for entry_id, location in enumerate(page, first):
+                    if location and (location < 0 or location & 0xFFFFFFFF < FIRST_OFFSET):
+                        yield _bad_location(ledger, entry_id, location, path)
+            self.counts.entries += entries
+            self.counts.empty_ledgers += not entries
+
+    # --- databases ----------------------------------------------------------------------------------------------
+
+    def _scan_pair(self, pair: IndexDatabases) -> Iterator[Finding]:
+        known: set[LedgerId] = set()
+        complete = False
+        if self._ledgers:
+            try:
+                yield from self._scan_ledgers(pair.ledgers, known)
+                complete = True
+            except BkctlError as error:
+                self.counts.note_error(error)
+            yield from self._scan_files_of(pair.ledgers)
+        if self._locations:
+            try:
+                yield from self._scan_locations(pair.locations, known if complete else None)
+            except BkctlError as error:
+                self.counts.note_error(error)
+            yield from self._scan_files_of(pair.locations)
+
+    def _scan_files_of(self, database: LedgersDatabase | LocationsDatabase) -> Iterator[Finding]:
+        for error in check_write_ahead_logs(database.path):
+            self.counts.note_error(error)
+        for path in database.stray_tables():
+            reason = "a table that the MANIFEST does not name: a running bookie deletes it, or the MANIFEST lost it"
+            yield Finding(FindingKind.STRAY_TABLE, None, None, None, path, reason)
+
+    def _scan_ledgers(self, database: LedgersDatabase, known: set[LedgerId]) -> Iterator[Finding]:
+        path, name = database.path, str(database.path)
+        last: LedgerId | None = None
+        for key, value in database.items():
+            try:
+                ledger = read_ledger_key(key, name, scoped=database.scoped)
+                data = None if ledger is None else LedgerData.parse(value, f"ledger {ledger} in {path}")
+                if key == STORAGE_FLAGS_KEY and read_storage_flags(value, name) & NEEDS_INTEGRITY_CHECK:
+                    reason = "the bookie must check its integrity before it says that it lacks something"
+                    yield Finding(FindingKind.NEEDS_CHECK, None, None, None, path, reason)
+            except Corrupt as error:
+                yield Finding(FindingKind.BAD_ITEM, None, None, None, path, str(error))
+                continue
+            if ledger is None or data is None:
+                if key != STORAGE_FLAGS_KEY:
+                    reason = f"a key that is no ledger's: {key.hex()}"
+                    yield Finding(FindingKind.BAD_ITEM, None, None, None, path, reason)
+                continue
+            if ledger == last:
+                reason = "the ledger has a key of 8 and one of 16 bytes; a bookie takes the second"
+                yield Finding(FindingKind.TWICE, ledger, None, None, path, reason)
+            else:
+                self.counts.ledgers += 1
+                self.counts.fenced_ledgers += data.fenced
+            last = ledger
+            known.add(ledger)
+            yield from _about_ledger(ledger, path, data.master_key, data.explicit_lac)
+
+    def _scan_locations(self, database: LocationsDatabase, known: set[LedgerId] | None) -> Iterator[Finding]:
+        path, name = database.path, str(database.path)
+        last: LedgerId | None = None
+        with_entries = 0
+        for key, value in database.items():
+            try:
+                ledger, entry_id = read_location_key(key, name, scoped=database.scoped)
+                location = read_location(value, name)
+            except Corrupt as error:
+                yield Finding(FindingKind.BAD_ITEM, None, None, None, path, str(error))
+                continue
+            self.counts.entries += 1
+            if location <= 0 or location & 0xFFFFFFFF < FIRST_OFFSET:
+                yield _bad_location(ledger, entry_id, location, path)
+            if ledger != last:
+                last = ledger
+                if known is None or ledger in known:
+                    with_entries += 1
+                else:
+                    yield from self._without_ledger(ledger, path)
+        if known is not None:
+            self.counts.empty_ledgers += len(known) - with_entries
+
+    def _without_ledger(self, ledger: LedgerId, path: Path) -> Iterator[Finding]:
+        with BookieIndexes(self._directories) as now:
+            for pair in now.databases():
+                if pair.locations.path == path and (
+                    pair.ledgers.get(ledger) is not None or pair.locations.last_entry_id(ledger) < 0
+                ):
+                    return
+        reason = "locations of a ledger that the ledgers database does not have: deleted, most likely"
+        yield Finding(FindingKind.NO_LEDGER, ledger, None, None, path, reason)
+
+
+def _about_ledger(ledger: LedgerId, path: Path, master_key: bytes, explicit_lac: bytes | None) -> Iterator[Finding]:
+    if not master_key.strip(b"\0"):
+        reason = "the ledger has no master key: the bookie takes that of the next writer"
+        yield Finding(FindingKind.NO_MASTER_KEY, ledger, None, None, path, reason)
+    if explicit_lac is not None:
+        try:
+            header = read_lac_header(explicit_lac)
+        except (Corrupt, Unsupported) as error:
+            yield Finding(FindingKind.BAD_ITEM, ledger, None, None, path, f"explicit LAC: {error}")
+        else:
+            if header.ledger != ledger:
+                reason = f"the explicit LAC is that of ledger {header.ledger}"
+                yield Finding(FindingKind.BAD_ITEM, ledger, None, None, path, reason)
+
+
+def _bad_location(ledger: LedgerId, entry_id: int, location: int, path: Path) -> Finding:
+    reason = f"no entry can be at location {location:#x}"
+    return Finding(FindingKind.BAD_ITEM, ledger, entry_id, location & U64_MAX, path, reason)

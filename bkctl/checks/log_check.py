@@ -1,0 +1,272 @@
+"""What is good in an entry log, where that ends and why, and what can be saved behind it.
+
+A log is sound where its records follow each other to its end, the ledgers map at the end says what the records say, and
+each entry matches its digest. Apache's readers do not ask: they slide on byte by byte behind damage. Source:
+DefaultEntryLogger.scanEntryLog, extractEntryLogMetadataFromIndex.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from bkctl.checks.digests import DigestChecker, DigestCounts, DigestMismatchAt
+from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported
+from bkctl.files.entry_log import EntryLogReader
+from bkctl.formats.entry_log import content_id_of, log_id_of
+from bkctl.formats.names import SCOPED_DIRECTORY
+from bkctl.formats.record import NO_LEDGER, RecordType
+from bkctl.ids import LedgerId
+
+#: Mismatches of one log that are kept one by one; all are counted.
+MISMATCHES_MAX: Final = 1000
+#: How often over the rest of a log is read at most to find what is good in it.
+_READS_MAX: Final = 4
+_READS_MIN_BYTES: Final = 256 << 20
+
+
+class LogState(StrEnum):
+    """What `verify` says of an entry log; the values are the words of every output. Four are those of LogEnd."""
+
+    END_OF_FILE = "endOfFile"
+    ZEROS = "zeros"
+    TORN = "torn"
+    DAMAGED = "damaged"
+    #: Allocated and not yet written to.
+    EMPTY = "empty"
+    #: It has no header that a reader knows, or that the disk gives.
+    UNREADABLE = "unreadable"
+
+
+class Salvage(NamedTuple):
+    """What lies behind the place where a log's records end.
+
+    `size_bytes` to the end of the file; at least `entry_count` entries in it can be saved, `entries_size_bytes` with
+    their size fields, the first at byte `resumes_at` (None: none). A payload that holds entries counts as such.
+    """
+
+    size_bytes: int = 0
+    entry_count: int = 0
+    entries_size_bytes: int = 0
+    resumes_at: int | None = None
+
+
+@dataclass
+class LogCheck:
+    """What is known of one entry log.
+
+    Its `entry_count` entries are good up to byte `good_end`, where they end because of `state`. `problem` says in words
+    why a damaged log ends there, and `error` is that damage. `contradictions` are what else does not fit: the ledgers
+    map, a tail that is cut where no bookie writes any more. `mismatches` has the first MISMATCHES_MAX entries that do
+    not match their digests (`digests` counts all); those of other logs too, whose ledger's digest type came out here.
+    """
+
+    path: Path
+    log_id: int | None
+    scoped: bool = False
+    version: int | None = None
+    size_bytes: int | None = None
+    state: LogState = LogState.UNREADABLE
+    good_end: int | None = None
+    entry_count: int = 0
+    behind: Salvage = field(default_factory=Salvage)
+    digests: DigestCounts | None = None
+    mismatches: list[DigestMismatchAt] = field(default_factory=list)
+    contradictions: list[str] = field(default_factory=list)
+    error: BkctlError | None = None
+
+    @property
+    def problem(self) -> str | None:
+        """The damage, in words; else the first contradiction."""
+        if self.error is not None:
+            return self.error.message.removeprefix(f"{self.path}: ")
+        return self.contradictions[0] if self.contradictions else None
+
+    @property
+    def finding_count(self) -> int:
+        """Digests that do not match, and contradictions; damage is none of them."""
+        mismatched = max(len(self.mismatches), 0 if self.digests is None else self.digests.mismatched)
+        return mismatched + len(self.contradictions)
+
+
+def check_entry_logs(paths: Iterable[Path], checker: DigestChecker | None = None) -> Iterator[LogCheck]:
+    """Yield what is known of each log, in the order of `paths`; `checker` None: digests are not looked at.
+
+    Logs that a running bookie deletes meanwhile are left out.
+    """
+    newest: dict[Path, int] = {}
+    for path in paths:
+        if path.parent not in newest:
+            newest[path.parent] = _newest_log_id(path.parent)
+        log_id = log_id_of(path.name)
+        check = check_entry_log(path, checker, is_newest=log_id is None or log_id >= newest[path.parent])
+        if check is not None:
+            yield check
+
+
+def _newest_log_id(directory: Path) -> int:
+    """The highest id of a log of this directory that something was written to; -1 where there is none."""
+    found = -1
+    for path in directory.iterdir():
+        log_id = log_id_of(path.name)
+        if log_id is not None and log_id > found:
+            try:
+                size = path.stat().st_size
+            except OSError:
+                continue
+            if size > 0:
+                found = log_id
+    return found
+
+
+def check_entry_log(path: Path, checker: DigestChecker | None = None, *, is_newest: bool = True) -> LogCheck | None:
+    """What is known of one entry log; None where it went away meanwhile.
+
+    `is_newest` says that a bookie may still write to it, so that its tail may be cut.
+    """
+    check = LogCheck(path, content_id_of(path.name), scoped=path.parent.name == SCOPED_DIRECTORY)
+    before = None if checker is None else checker.counts()
+    try:
+        with EntryLogReader.open(path) as reader:
+            check.size_bytes = reader.size()
+            if reader.header is None:
+                check.state, check.good_end = LogState.EMPTY, 0
+                return check
+            check.version = reader.header.version
+            _check_records(reader, check, checker)
+            _check_end(reader, check, is_newest=is_newest)
+    except NotFound:
+        return None
+    except BkctlError as error:
+        check.state, check.error = LogState.UNREADABLE, error
+    if checker is not None and before is not None:
+        for each in checker.late_findings():
+            _keep(check, each)
+        after = checker.counts()
+        matched = {each: count - before.matched.get(each, 0) for each, count in after.matched.items()}
+        check.digests = DigestCounts(
+            {each: count for each, count in matched.items() if count},
+            after.mismatched - before.mismatched,
+            after.unprotected - before.unprotected,
+            max(0, after.unknown - before.unknown),
+            after.without_password - before.without_password,
+        )
+    return check
+
+
+def _keep(check: LogCheck, mismatch: DigestMismatchAt) -> None:
+    if len(check.mismatches) < MISMATCHES_MAX:
+        check.mismatches.append(mismatch)
+
+
+def _check_records(reader: EntryLogReader, check: LogCheck, checker: DigestChecker | None) -> None:
+    """Read the log to its end: count, check digests, compare with the ledgers map, look behind damage."""
+    sums: dict[tuple[int, int], int] = {}
+    map_at: int | None = None
+    behind_map = 0
+    try:
+        for batch in reader.batches(special=True):
+            if batch.record is not None and batch.record.ledger is NO_LEDGER:
+                if batch.record.type is RecordType.LEDGERS_MAP and map_at is None:
+                    map_at = batch.record.offset
+                continue
+            check.entry_count += len(batch)
+            behind_map += len(batch) if map_at is not None else 0
+            for key, size in batch.sizes_by_ledger().items():
+                sums[key] = sums.get(key, 0) + size
+            if checker is not None:
+                for each in checker.check_batch(batch, reader.name):
+                    _keep(check, each)
+    except (Corrupt, Unsupported) as error:
+        check.error = error
+    check.good_end, check.state = reader.position, LogState(reader.end.value)
+    if check.error is not None:
+        check.behind = look_behind(reader, reader.position)
+        return
+    if behind_map:
+        check.contradictions.append(f"{behind_map:,} entries follow the ledgers map at byte {map_at}")
+    try:
+        said = reader.ledgers_map()
+    except Corrupt as error:
+        check.error = error
+        return
+    header = reader.header
+    assert header is not None
+    if said is None:
+        if map_at is not None and header.ledgers_map_offset == 0:
+            check.contradictions.append(f"The header does not know of the ledgers map at byte {map_at}")
+        return
+    if said and map_at != header.ledgers_map_offset:
+        check.contradictions.append(
+            f"The header says the ledgers map is at byte {header.ledgers_map_offset}, the first one is at {map_at}"
+        )
+    check.contradictions += _compare(said, {LedgerId(*key): size for key, size in sums.items()})
+
+
+def _compare(said: dict[LedgerId, int], counted: dict[LedgerId, int]) -> list[str]:
+    """What the ledgers map says otherwise than the records."""
+    problems: list[str] = []
+    for ledger in sorted(said.keys() | counted.keys()):
+        expected, found = said.get(ledger), counted.get(ledger)
+        if expected is None:
+            problems.append(f"The ledgers map lacks ledger {ledger}, which has {found:,} bytes")
+        elif found is None:
+            problems.append(f"The ledgers map gives {expected:,} bytes to ledger {ledger}, which has no entries")
+        elif expected != found:
+            problems.append(f"The ledgers map gives {expected:,} bytes to ledger {ledger}, which has {found:,}")
+    return problems
+
+
+def _check_end(reader: EntryLogReader, check: LogCheck, *, is_newest: bool) -> None:
+    """Say where a tail is cut that nobody goes on with."""
+    if check.state is not LogState.TORN:
+        return
+    size_bytes = max(0, reader.size() - reader.position)
+    check.behind = Salvage(size_bytes)
+    if not is_newest:
+        check.contradictions.append(
+            f"The last record is cut at byte {reader.position}, {size_bytes:,} bytes of it are here, and newer logs "
+            "follow: a crash left it so, or bytes were lost"
+        )
+
+
+def look_behind(reader: EntryLogReader, start: int) -> Salvage:
+    """What can be saved from byte `start` on, where a log's records ended.
+
+    Entries count where two or more follow each other, or one that the end of the file, zeros, padding or a ledgers map
+    follows. What the disk does not give is jumped over. Reads a few times the rest of the log at most, whatever is in
+    it.
+    """
+    end = reader.size()
+    budget = max(_READS_MIN_BYTES, _READS_MAX * (end - start))
+    entries = entries_size = 0
+    resumes_at: int | None = None
+    at = start + 1
+    while budget > 0:
+        found, budget = reader.next_entry(at, end, budget)
+        if found is None:
+            break
+        count, size, stop = _count_on(reader, found)
+        budget -= stop - found
+        if resumes_at is None:
+            resumes_at = found
+        entries, entries_size = entries + count, entries_size + size
+        at = max(stop, found + 1)
+    return Salvage(max(0, end - start), entries, entries_size, resumes_at)
+
+
+def _count_on(reader: EntryLogReader, at: int) -> tuple[int, int, int]:
+    """The entries that follow each other from byte `at`: how many, their bytes, and where they end."""
+    count = size = 0
+    stop = at
+    try:
+        for batch in reader.batches(at, complete=False):
+            count += len(batch)
+            size += sum(batch.sizes) + 4 * len(batch)
+    except (Corrupt, Unsupported):
+        pass
+    stop = reader.position
+    return count, size, stop

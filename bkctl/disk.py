@@ -1,0 +1,312 @@
+"""The disk seam: everything a bookie does to files and directories goes through `Files`.
+
+`Files` is the real thing. `SimulatedFiles` works on a real directory too, but keeps apart what was synced from what was
+only written, fails on request, and can lay out what a crash would have left: without anything that was not synced, or
+with an arbitrary part of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from bkctl.errors import DirectoryInUse
+from bkctl.formats.layout import Buffer
+
+#: Buffers that one pwritev takes.
+IOV_MAX: Final = min(os.sysconf("SC_IOV_MAX"), 1024) if hasattr(os, "sysconf") else 16
+SECTOR_SIZE_BYTES: Final = 512
+#: Of what a bookie creates, less what the umask takes: entries and metadata are not for every local user.
+FILE_MODE: Final = 0o640
+DIRECTORY_MODE: Final = 0o750
+NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_RWF_NOWAIT: Final = getattr(os, "RWF_NOWAIT", 0)
+_AT_FDCWD: Final = -100
+_RENAME_EXCHANGE: Final = 2
+
+
+class DiskUsage(NamedTuple):
+    """Sizes of the file system below a directory in bytes, and its device number."""
+
+    total: int
+    free: int
+    device: int
+
+    @property
+    def ratio(self) -> float:
+        """The used part, 0.0 to 1.0. Source: DiskChecker.checkDiskFull (usable space counts, not free blocks)."""
+        return 1.0 - self.free / self.total if self.total else 0.0
+
+
+class StorageFile:
+    """One open file; every method raises OSError as the system does. It closes itself when nobody holds it."""
+
+    __slots__ = ("_can_read_cached", "fd", "path")
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self.fd = fd
+        self._can_read_cached = bool(_RWF_NOWAIT)
+
+    def size(self) -> int:
+        """Bytes in the file."""
+        return os.fstat(self.fd).st_size
+
+    def write(self, offset: int, buffers: Sequence[Buffer]) -> int:
+        """Write `buffers` one after the other at byte `offset`, all of them; the bytes written. Nothing is synced."""
+        at = offset
+        for start in range(0, len(buffers), IOV_MAX):
+            group = buffers[start : start + IOV_MAX]
+            expected = sum(map(len, group))
+            written = self._write_some(at, group)
+            if written < expected:
+                rest = memoryview(b"".join(group))
+                while written < expected:
+                    count = self._write_some(at + written, (rest[written:],))
+                    if count == 0:
+                        raise OSError(errno.EIO, "The system writes nothing", str(self.path))
+                    written += count
+            at += expected
+        return at - offset
+
+    def _write_some(self, offset: int, buffers: Sequence[Buffer]) -> int:
+        return os.pwritev(self.fd, buffers, offset)
+
+    def read(self, offset: int, size: int) -> Buffer:
+        """At most `size` bytes from byte `offset`; fewer only at the end of the file."""
+        data = os.pread(self.fd, size, offset)
+        while len(data) < size:
+            more = os.pread(self.fd, size - len(data), offset + len(data))
+            if not more:
+                break
+            data += more
+        return data
+
+    def read_cached(self, offset: int, size: int) -> Buffer | None:
+        """Up to `size` bytes at `offset`, as many as need no disk; None when none, or where the system cannot tell."""
+        if not self._can_read_cached:
+            return None
+        buffer = bytearray(size)
+        try:
+            count = os.preadv(self.fd, (buffer,), offset, _RWF_NOWAIT)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
+                raise
+            self._can_read_cached = False
+            return None
+        return buffer if count == size else memoryview(buffer)[:count]
+
+    def data(self, offset: int) -> Iterator[tuple[int, int]]:
+        """Yield where data begins and ends, from `offset` on: what is between are holes of the file, zeros."""
+        return data_of(self.fd, offset)
+
+    def sync(self) -> None:
+        """Return when everything written, and the size, is on disk (fdatasync)."""
+        os.fdatasync(self.fd)
+
+    def allocate(self, end: int) -> None:
+        """Reserve space up to byte `end`: writes below it cannot fail for want of space; the new bytes are 0."""
+        start = self.size()
+        if end <= start:
+            return
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self.fd, start, end - start)
+        else:
+            os.ftruncate(self.fd, end)
+
+    def forget_cache(self, end: int) -> None:
+        """Tell the system that nobody will read the bytes below `end` soon."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.fd, 0, end, os.POSIX_FADV_DONTNEED)
+
+    def truncate(self, size: int) -> None:
+        """Cut or extend the file to `size` bytes."""
+        os.ftruncate(self.fd, size)
+
+    def close(self) -> None:
+        """Close the file, without a sync; harmless when it is closed."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __enter__(self) -> StorageFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def skip_hole(fd: int, offset: int) -> int | None:
+    """Return `offset`, or where data begins again if the file has a hole there; None when no data follows.
+
+    A file system that cannot tell holes from data has none. Raises OSError.
+    """
+    try:
+        return os.lseek(fd, offset, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            return None
+        if error.errno == errno.EINVAL:
+            return offset
+        raise
+
+
+def data_of(fd: int, offset: int) -> Iterator[tuple[int, int]]:
+    """Yield where data begins and ends in a file, from `offset` on; holes, zeros, are between. Raises OSError."""
+    begin = skip_hole(fd, offset)
+    while begin is not None:
+        try:
+            end = os.lseek(fd, begin, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            end = os.fstat(fd).st_size
+        yield begin, end
+        begin = skip_hole(fd, end) if end > begin else None
+
+
+class Files:
+    """Real files. Paths are absolute or relative to the working directory; errors are OSError."""
+
+    def open(self, path: Path, *, create: bool = False) -> StorageFile:
+        """Open `path` for reading and writing; `create` makes a missing file (its name needs a directory sync)."""
+        return StorageFile(path, os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), FILE_MODE))
+
+    def open_to_read(self, path: Path) -> StorageFile:
+        """Open `path` for reading."""
+        return StorageFile(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+
+    def make_directory(self, path: Path, *, unsynced: dict[Path, None] | None = None) -> None:
+        """Make `path` and what is missing above it, each name durable in its parent when this returns.
+
+        With `unsynced`, those parents are put there instead: the caller syncs them, each once.
+        """
+        missing = []
+        while not path.is_dir():
+            missing.append(path)
+            path = path.parent
+        for directory in reversed(missing):
+            self._mkdir(directory)
+            if unsynced is None:
+                self.sync_directory(directory.parent)
+            else:
+                unsynced[directory.parent] = None
+
+    def _mkdir(self, path: Path) -> None:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, DIRECTORY_MODE)
+
+    def sync_directory(self, path: Path) -> None:
+        """Make the names in `path` durable: created, renamed and removed ones."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def sync_file_system(self, path: Path) -> None:
+        """Make everything durable that anybody wrote to the file system below `path` before: contents and names."""
+        import ctypes
+
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            try:
+                sync = ctypes.CDLL(None, use_errno=True).syncfs
+            except AttributeError:
+                os.sync()  # no Linux: all file systems
+                return
+            if sync(fd):
+                code = ctypes.get_errno()
+                raise OSError(code, os.strerror(code), str(path))
+        finally:
+            os.close(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Rename a file over `target`, in one step; both directories need a sync."""
+        os.rename(source, target)
+
+    def exchange(self, one: Path, other: Path) -> None:
+        """Let two names change places in one step, directories too; their directories need a sync.
+
+        Raises OSError, with EINVAL or ENOSYS where the system or the file system cannot.
+        """
+        import ctypes
+
+        try:
+            rename = ctypes.CDLL(None, use_errno=True).renameat2
+        except AttributeError:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(one)) from None
+        if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), str(one), None, str(other))
+
+    def remove(self, path: Path) -> None:
+        """Remove a file; nothing happens when it is gone."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+    def replace(self, path: Path, data: bytes) -> None:
+        """Give `path` the content `data` in one durable step: after a crash it is the old or the new one."""
+        beside = path.with_name(path.name + ".new")
+        try:
+            with self.open(beside, create=True) as file:
+                file.truncate(0)
+                file.write(0, (data,))
+                file.sync()
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.remove(beside)
+            raise
+        self.rename(beside, path)
+        self.sync_directory(path.parent)
+
+    def note_written(self, directory: Path) -> None:
+        """A library has written files in `directory` by itself, and synced them. Nothing to do on a real disk."""
+
+    def disk_usage(self, path: Path) -> DiskUsage:
+        """How full the file system below `path` is."""
+        found = os.statvfs(path)
+        return DiskUsage(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize, os.stat(path).st_dev)
+
+    @contextlib.contextmanager
+    def lock(self, paths: Sequence[Path]) -> Iterator[None]:
+        """Hold the directories `paths` for one process. Raises DirectoryInUse when another has one of them."""
+        with contextlib.ExitStack() as held:
+            for path in paths:
+                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                held.callback(os.close, fd)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise DirectoryInUse(
+                        f"Another bookie uses {path}", hint="stop it, or give this one directories of its own"
+                    ) from None
+            yield
+
+
+def restrict_new_files() -> None:
+    """Have what libraries create in this process (RocksDB) have FILE_MODE and DIRECTORY_MODE at most."""
+    os.umask(os.umask(0o077) | (0o777 & ~DIRECTORY_MODE))
+
+
+def create_unfinished(path: Path, *, mode: int = 0o600) -> tuple[Path, int]:
+    """Create a file beside `path` for content that takes that name once it is whole; return its path and descriptor.
+
+    Its name cannot be guessed and nothing stood there before, neither a file nor a link. The caller renames or removes
+    it. Raises OSError.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.urandom(8).hex()}.partial")
+    return unfinished, os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+
+
+# --- the simulation ------------------------------------------------------------------------------------------------

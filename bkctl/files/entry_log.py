@@ -1,0 +1,410 @@
+"""Entry log files, read offline. Source: DefaultEntryLogger.scanEntryLog, extractEntryLogMetadataFromIndex."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+
+from bkctl.errors import BkctlError, Corrupt, CorruptRecord, EntryNotFound, Unsupported
+from bkctl.files.scan import ROW_SIZE_MAX, RecordBatch, take_entries, take_frames
+from bkctl.files.windows import FileReader
+from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, OVERHEAD_SIZE_MAX, DigestType
+from bkctl.formats.entry_log import (
+    DIRECT_ALIGNMENT,
+    DIRECT_PADDING_BYTE,
+    HEADER_SIZE,
+    LEDGERS_MAP_ITEMS_MAX,
+    VERSION_SCOPED,
+    VERSION_WITHOUT_MAP,
+    EntryLogHeader,
+    log_id_of,
+    read_header,
+    read_ledgers_map,
+)
+from bkctl.formats.record import (
+    BODY_SIZE_MIN,
+    NO_LEDGER,
+    RECORD_SIZE,
+    RECORD_SIZE_BYTES_MAX,
+    Record,
+    RecordType,
+    contradicts_size,
+    read_record,
+)
+from bkctl.ids import LedgerId
+
+_LEDGERS_MAP_SIZE_MAX: Final = 20 + 24 * LEDGERS_MAP_ITEMS_MAX
+_HINT: Final = "what stands before it is undamaged"
+#: How far behind a record that the end of the file cuts short others are looked for, and what each costs that is none.
+_PROOF_SIZE_BYTES_MAX: Final = 64 << 20
+_CANDIDATE_COST_BYTES: Final = 4096
+
+_HEAD_SIZE: Final = 45
+#: What an entry begins with, as far as all have it in common: a size from 16 bytes to 256 MiB, ids, LAC and length
+#: below what they could be at most.
+_HEAD: Final = re.compile(
+    rb"(?!\x00{3}[\x00-\x0f])[\x00-\x0f].{3}(?:[\x00-\x7f].{7}|[\xa0-\xa4].{16})"
+    rb"(?P<numbers>\x00\x00.{6}(?:\x00\x00.{6}|\xff{8})\x00\x00.{6})",
+    re.DOTALL,
+)
+
+_Take = Callable[[bytes, int], tuple[Sequence[int], int]]
+
+
+class LogEnd(StrEnum):
+    """Why the records of an entry log end where they do; the values are the words of every output."""
+
+    #: The file ends behind a whole record.
+    END_OF_FILE = "endOfFile"
+    #: Only zeros follow: space that was allocated ahead.
+    ZEROS = "zeros"
+    #: The last record is cut: the bookie stopped while it wrote, or still writes.
+    TORN = "torn"
+    #: What follows is no record.
+    DAMAGED = "damaged"
+
+
+class EntryLogReader(FileReader):
+    """One entry log file, written by the default or the direct I/O logger, header version 0 to 2.
+
+    `header` is None for an empty file, which is what a log is that was allocated and not yet written to; `log_id` is
+    what the file's name says (None for another name). `position` is the offset behind the last record that a scan came
+    to, and `end` why it ended there.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        super().__init__(path)
+        self.position = HEADER_SIZE
+        self.end = LogEnd.END_OF_FILE
+        try:
+            start = self.read(0, HEADER_SIZE)
+            self.header: EntryLogHeader | None = read_header(start, self.name) if start else None
+        except BkctlError:
+            self.close()
+            raise
+        self.log_id = log_id_of(self.path.name)
+
+    @classmethod
+    def open(cls, path: Path | str) -> EntryLogReader:
+        """Open an entry log file.
+
+        Raises NotFound, UsageError (a directory), CorruptRecord (no entry log), TruncatedRecord (part of a header),
+        Unsupported (an unknown version).
+        """
+        return cls(path)
+
+    def records(self, start: int = 0, end: int | None = None, *, special: bool = False) -> Iterator[Record]:
+        """Yield the entries in file order whose size field is at byte `start` or later (0: all) and before `end`.
+
+        `start` must be where a record begins. With `special` also the ledgers map and the direct I/O logger's padding
+        records. Zeros to the end of the file end the scan quietly, and so does a record that the end of a log without
+        ledgers map cuts short: the bookie stopped, or still writes, there. Raises CorruptRecord elsewhere, where
+        others follow behind such a record too, for its size is what is wrong then; and Unsupported at an entry of an
+        unknown format version.
+        """
+        name = self.name
+        for window, at, begins, _ in self._runs(start, take_frames, end):
+            for begin in begins:
+                offset = at + begin
+                if end is not None and offset >= end:
+                    return
+                (size,) = RECORD_SIZE.unpack_from(window, begin)
+                record = read_record(window, begin + 4, size, offset, name)
+                if special or record[3] is not NO_LEDGER:
+                    yield record
+
+    def batches(
+        self, start: int = 0, end: int | None = None, *, special: bool = False, complete: bool = True
+    ) -> Iterator[RecordBatch]:
+        """Yield what `records` yields, and raise what it raises, as columns: several times as fast.
+
+        All records before damage are in the batches before the error. Without `complete` a log may end before the
+        ledgers map that its header promises.
+        """
+        version = 2 if self.header is not None and self.header.version == VERSION_SCOPED else 1
+        flat: Sequence[int] = ()
+
+        def take(window: bytes, begin: int) -> tuple[Sequence[int], int]:
+            nonlocal flat
+            begins, flat, stop = take_entries(window, begin, version)
+            return begins, stop
+
+        for window, at, begins, alone in self._runs(start, take, end, complete=complete):
+            if not alone:
+                batch = RecordBatch(window, at, begins, flat, version)
+            else:
+                begin = begins[0]
+                (size,) = RECORD_SIZE.unpack_from(window, begin)
+                if end is None or at + begin < end:
+                    record = read_record(window, begin + 4, size, at + begin, self.name)
+                    if not special and record.ledger is NO_LEDGER:
+                        continue
+                    batch = RecordBatch.of_record(record, window, begin)
+            if end is not None and at + begins[-1] >= end:
+                if at + begins[0] < end:
+                    yield from batch.before(end).parts()
+                return
+            yield from batch.parts()
+
+    def entry_at(self, offset: int) -> Record:
+        """The record of the entry at byte `offset`, the offset part of its location.
+
+        Raises EntryNotFound when that is behind the end, CorruptRecord when no entry begins there.
+        """
+        if offset < HEADER_SIZE + 4:
+            raise CorruptRecord("An entry cannot begin in the header", offset=offset, where=self.name)
+        window = self.read(offset - 4, 4)
+        if len(window) < 4:
+            raise EntryNotFound(f"{self.name} has no entry at byte {offset}: it ends before")
+        (size,) = RECORD_SIZE.unpack_from(window)
+        if not BODY_SIZE_MIN <= size <= min(RECORD_SIZE_BYTES_MAX, self.size() - offset):
+            raise CorruptRecord(f"No entry begins here: its length would be {size}", offset=offset, where=self.name)
+        return read_record(self.read(offset, size), 0, size, offset - 4, self.name)
+
+    def ledgers_map(self) -> dict[LedgerId, int] | None:
+        """Each ledger's bytes in this log, as the ledgers map at its end says; None for a log without one.
+
+        A log that was closed before any entry came (Apache's SortedLedgerStorage may) has no ledgers and no map.
+        Raises CorruptRecord when the map contradicts itself or the header.
+        """
+        header = self.header
+        if header is None or header.version == VERSION_WITHOUT_MAP or header.ledgers_map_offset == 0:
+            return None
+        at = header.ledgers_map_offset
+        file_size = self.size()
+        if self._is_closed_empty(header) and file_size == HEADER_SIZE:
+            return {}
+        if not HEADER_SIZE <= at < file_size:
+            raise CorruptRecord(f"Ledgers map is said to be at byte {at} of {file_size}", offset=8, where=self.name)
+        sizes: dict[LedgerId, int] = {}
+        while at + 4 <= file_size:
+            (size,) = RECORD_SIZE.unpack(self.read(at, 4).ljust(4, b"\0"))
+            if size <= 0:
+                break
+            if size > min(_LEDGERS_MAP_SIZE_MAX, file_size - at - 4):
+                raise CorruptRecord(f"Ledgers map has length {size}", offset=at, where=self.name)
+            for ledger, ledger_size in read_ledgers_map(self.read(at + 4, size), header.version, at, self.name):
+                if ledger in sizes or ledger_size <= 0:
+                    # Zeros, where a crash came before the map was synced: the log may have other ledgers.
+                    raise CorruptRecord(f"Ledgers map says {ledger_size} bytes of {ledger}", offset=at, where=self.name)
+                sizes[ledger] = ledger_size
+            at += 4 + size
+        if not sizes or len(sizes) != header.ledgers_count:
+            raise CorruptRecord(
+                f"Ledgers map names {len(sizes)} ledgers, the header says {header.ledgers_count}",
+                offset=at,
+                where=self.name,
+            )
+        return sizes
+
+    def _is_closed_empty(self, header: EntryLogHeader) -> bool:
+        return header.ledgers_map_offset == HEADER_SIZE and header.ledgers_count == 0
+
+    def scan_ledgers(self, *, complete: bool = True) -> dict[LedgerId, int]:
+        """Each ledger's bytes in this log (entries and their size fields), counted from the records themselves.
+
+        Raises as `records` does; without `complete` not for a log that ends before its ledgers map.
+        """
+        sums: dict[tuple[int, int], int] = {}
+        for batch in self.batches(complete=complete):
+            for key, size in batch.sizes_by_ledger().items():
+                sums[key] = sums.get(key, 0) + size
+        return {LedgerId(*key): size for key, size in sums.items()}
+
+    def ledgers(self) -> dict[LedgerId, int]:
+        """Each ledger's bytes in this log: from a good ledgers map, else by a scan, as Apache does."""
+        try:
+            sizes = self.ledgers_map()
+        except CorruptRecord:
+            return self.scan_ledgers(complete=False)
+        return self.scan_ledgers() if sizes is None else sizes
+
+    def _runs(
+        self, start: int, take: _Take, end: int | None = None, *, complete: bool = True
+    ) -> Iterator[tuple[bytes, int, Sequence[int], bool]]:
+        """Yield (window, its file offset, where records begin in it, alone) over the whole log from byte `start` on.
+
+        `take` says which records of a window belong together, and where the first stands that does not: that one
+        comes alone, and need not be what `take` wants. What begins at byte `end` is not looked at. With `complete` a
+        log whose header says where its ledgers map is must reach so far.
+        """
+        if self.header is None:
+            return
+        has_map = complete and self.header.version > VERSION_WITHOUT_MAP and not self._is_closed_empty(self.header)
+        map_offset = self.header.ledgers_map_offset if has_map else 0
+        at, begin = max(start, HEADER_SIZE), 0
+        window = self.window(at)
+        limit = len(window)
+        self.end = LogEnd.DAMAGED
+        while True:
+            self.position = at + begin
+            begins, begin = take(window, begin)
+            if begins:
+                self.position = at + begin
+                yield window, at, begins, False
+            if end is not None and at + begin >= end:
+                return
+            if begin + 4 > limit:
+                if begin == 0:
+                    break
+                at, begin = at + begin, 0
+                window = self.window(at)
+                limit = len(window)
+                continue
+            (size,) = RECORD_SIZE.unpack_from(window, begin)
+            stop = begin + 4 + size
+            if size > 0 and stop <= limit and (begin == 0 or begin + ROW_SIZE_MAX <= limit):
+                yield window, at, (begin,), True
+                begin = stop
+                self.position = at + begin
+            elif size > 0:
+                # It goes on behind the window, or is too near to its end to be taken with others.
+                at, begin, crosses = at + begin, 0, stop > limit
+                if crosses:
+                    self._check_size(at, size)
+                window = self.window(at, 4 + size)
+                limit = len(window)
+                if limit < 4 + size:
+                    break
+            elif size == 0:
+                at += begin
+                limit = 0
+                data = self.next_data(at)
+                if data is None:
+                    break
+                raise CorruptRecord(
+                    f"Zeros, and then data again at byte {data}: a hole", offset=at, where=self.name, hint=_HINT
+                )
+            else:
+                offset = at + begin
+                begin += self._skip_direct_padding(offset, size) - offset
+                if begin > limit:
+                    at, begin = at + begin, 0
+                    window = self.window(at)
+                    limit = len(window)
+        if map_offset and (limit or at <= map_offset):
+            raise CorruptRecord(
+                f"Entry log was closed with a ledgers map at byte {map_offset}, but ends",
+                offset=at,
+                where=self.name,
+                hint=_HINT,
+            )
+        self.end = LogEnd.TORN if limit else LogEnd.END_OF_FILE if at >= self.size() else LogEnd.ZEROS
+
+    def _skip_direct_padding(self, at: int, size: int) -> int:
+        gap = -at % DIRECT_ALIGNMENT
+        filler = self.read(at, gap)
+        if gap == 0 or filler.strip(bytes((DIRECT_PADDING_BYTE,))):
+            raise CorruptRecord(f"Record has length {size}", offset=at, where=self.name, hint=_HINT)
+        return at + gap
+
+    def next_entry(self, at: int, end: int, budget: int) -> tuple[int | None, int]:
+        """Where from byte `at` on and before `end` a plausible entry begins, with something plausible behind it.
+
+        None where there is none, or where to look for it costs more than `budget` bytes, of which the second value
+        is what is left. Bytes that the disk does not give are jumped over.
+        """
+        window, begin = b"", 0
+        while budget > 0:
+            if begin + _HEAD_SIZE > len(window):
+                at, window = self.next_window(at + begin)
+                begin = 0
+                budget -= len(window)
+                if not window:
+                    break
+            match = _HEAD.search(window, begin)
+            if match is None:
+                if at + len(window) >= end:
+                    break
+                begin = max(begin + 1, len(window) - _HEAD_SIZE + 1)
+                continue
+            begin = match.start()
+            if at + begin >= end:
+                break
+            if self._is_entry(at + begin):
+                return at + begin, budget
+            budget -= _CANDIDATE_COST_BYTES
+            begin += 1
+        return None, budget
+
+    def _is_entry(self, at: int) -> bool:
+        """Whether a plausible entry begins at byte `at`, with something plausible behind it."""
+        try:
+            head = self.read(at, _HEAD_SIZE)
+            match = _HEAD.match(head)
+            if match is None:
+                return False
+            (size,) = RECORD_SIZE.unpack_from(head)
+            next_at = at + 4 + size
+            length = int.from_bytes(match["numbers"][-8:], "big")
+            if not BODY_SIZE_MIN <= size <= RECORD_SIZE_BYTES_MAX or next_at > self.size():
+                return False
+            if size - OVERHEAD_SIZE_MAX > length:
+                return False
+            behind = self.read(next_at, _HEAD_SIZE)
+        except Corrupt:  # The disk failed.
+            return False
+        if not behind.strip(b"\0") or behind[0] == DIRECT_PADDING_BYTE or behind[4:12] == b"\xff" * 8:
+            return True
+        return _HEAD.match(behind) is not None
+
+    def _check_size(self, at: int, size: int) -> None:
+        rest = self.size() - at - 4
+        head = self.read(at, 4 + OVERHEAD_SIZE_MAX)
+        is_wrong = size > RECORD_SIZE_BYTES_MAX
+        if not is_wrong and contradicts_size(head[4:], size):
+            # Or whoever sent the entry said a wrong length of its ledger: where the record ends something else begins.
+            is_wrong = rest < size or not self._is_boundary(at + 4 + size)
+        elif not is_wrong and rest < size:
+            is_cut = len(head) < 4 + OVERHEAD_SIZE_MAX or self._begins_record(head, at)
+            is_wrong = not is_cut or (self._holds_records(at, rest) and not self._fits_its_ledger(at, size))
+        if is_wrong:
+            raise CorruptRecord(
+                f"Record has length {size}, {rest} bytes follow", offset=at, where=self.name, hint=_HINT
+            )
+
+    def _holds_records(self, at: int, size: int) -> bool:
+        """Whether others begin in the `size` bytes behind the size field at byte `at`; what comes later is not asked:
+        a bookie may have written on."""
+        found, _ = self.next_entry(at + 4 + BODY_SIZE_MIN, at + 4 + size, _PROOF_SIZE_BYTES_MAX)
+        return found is not None
+
+    def _fits_its_ledger(self, at: int, size: int) -> bool:
+        """Whether the record at byte `at` has just the bytes by which it makes its ledger longer.
+
+        Then it is cut indeed, and what looks like entries is its payload. Reads the log up to there.
+        """
+        try:
+            record = read_record(self.read(at + 4, OVERHEAD_SIZE_MAX), 0, OVERHEAD_SIZE_MAX, at, self.name)
+        except (CorruptRecord, Unsupported):
+            return False
+        if record.length is None:
+            return False
+        before = 0 if record.entry_id == 0 else None
+        with EntryLogReader.open(self.path) as reader:
+            for batch in reader.batches(end=at):
+                for found in batch.select(record.ledger, entry_id=record.entry_id - 1).lengths:
+                    before = found
+        digest_types = [*DigestType] if record.digest_type is None else [record.digest_type]
+        header = HEADER_SIZE_V1 if record.format_version == 1 else HEADER_SIZE_V2
+        overheads = [header + each.code_length for each in digest_types]
+        return before is not None and size - (record.length - before) in overheads
+
+    def _is_boundary(self, at: int) -> bool:
+        """Whether a record may end before byte `at`: another begins there, or the ledgers map, or the log ends."""
+        head = self.read(at, 4 + OVERHEAD_SIZE_MAX)
+        size = RECORD_SIZE.unpack_from(head)[0] if len(head) >= 4 else 0
+        if size == 0:
+            return not any(head) and self.next_data(at) is None and (not head or self.read(at - 1, 1) != b"\0")
+        return BODY_SIZE_MIN <= size <= self.size() - at - 4 and self._begins_record(head, at)
+
+    def _begins_record(self, head: bytes, at: int) -> bool:
+        """Whether `head` at byte `at` may be the size field and the ids of an entry or a ledgers map."""
+        try:
+            record = read_record(head, 4, len(head) - 4, at, self.name)
+        except (CorruptRecord, Unsupported):
+            return False
+        return record.type is RecordType.LEDGERS_MAP or 0 <= record.entry_id < 1 << 48

@@ -1,0 +1,381 @@
+"""A bookie's ledger indexes, read offline or beside the bookie: one ledger's, or all, whatever the storage class.
+
+The index of a ledger is a file of its own (Interleaved, Sorted), or in the RocksDBs of DbLedgerStorage.
+
+Source: FileInfo, LedgerEntryPage, IndexPersistenceMgr, LedgerCommand.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from struct import Struct
+from typing import Final, NamedTuple, Self
+
+from bkctl.errors import BkctlError, Corrupt, LedgerNotFound, NotFound, UsageError
+from bkctl.files.directories import BookieDirectories, BookieFile, FileKind, current_of
+from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
+from bkctl.files.windows import WINDOW_SIZE_BYTES, FileReader
+from bkctl.formats.entry import read_lac_header
+from bkctl.formats.entry_log import unpack_location
+from bkctl.formats.index import (
+    HEADER_SIZE,
+    SLOT_SIZE,
+    LedgerData,
+    index_path,
+    ledger_of_index_path,
+    read_header,
+    slot_offset,
+)
+from bkctl.ids import LedgerId
+
+#: What a relocation leaves behind: the index itself, where no index file of the ledger is anywhere.
+RELOCATION_SUFFIX: Final = ".rloc"
+
+_SLOTS_PER_READ: Final = 1024
+_SLOT: Final = Struct(">q")
+
+
+class LedgerIndexReader(FileReader):
+    """One ledger's index file: `header` (master key, fenced, explicit LAC packet) and where its entries are.
+
+    `ledger` is what the file's place below `current` says; None elsewhere.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        super().__init__(path)
+        try:
+            self.header = read_header(self.read(0, HEADER_SIZE), self.name)
+        except BkctlError:
+            self.close()
+            raise
+        self.ledger = ledger_of_index_path(str(self.path.absolute()).removesuffix(RELOCATION_SUFFIX))
+
+    @classmethod
+    def open(cls, path: Path | str) -> LedgerIndexReader:
+        """Open an index file.
+
+        Raises NotFound, UsageError (a directory), CorruptRecord and TruncatedRecord (the header), Unsupported.
+        """
+        return cls(path)
+
+    @property
+    def slot_count(self) -> int:
+        """Entries that the file has a slot for; a part of a slot at the end does not count."""
+        return max(0, self.size() - HEADER_SIZE) // SLOT_SIZE
+
+    def locations(
+        self, first: int = 0, last: int | None = None, *, skip_absent: bool = False
+    ) -> Iterator[tuple[int, int]]:
+        """Yield (entry id, location) in order for the entries `first` to `last` (None: to the file's end).
+
+        A location is the log id and the offset of the entry (`entry_log.unpack_location`); 0: the entry is not here,
+        and is left out with `skip_absent`.
+        """
+        end = self.slot_count if last is None else min(self.slot_count, last + 1)
+        entry_id = max(first, 0)
+        while entry_id < end:
+            at = slot_offset(entry_id)
+            if skip_absent:
+                data = self.skip_hole(at)
+                if data is None:
+                    return
+                entry_id = max(entry_id, (data - HEADER_SIZE) // SLOT_SIZE)
+                at = slot_offset(entry_id)
+            window = self.window(at)
+            count = min(len(window) // SLOT_SIZE, end - entry_id)
+            if count == 0:
+                return
+            for base in range(0, count, _SLOTS_PER_READ):
+                slots = min(_SLOTS_PER_READ, count - base)
+                begin = base * SLOT_SIZE
+                page = window[begin : begin + slots * SLOT_SIZE]
+                if skip_absent and not page.strip(b"\0"):
+                    continue
+                for number, (location,) in enumerate(_SLOT.iter_unpack(page), entry_id + base):
+                    if location or not skip_absent:
+                        yield number, location
+            entry_id += count
+
+    def pages(self, first: int = 0, end: int | None = None) -> Iterator[tuple[int, array[int]]]:
+        """Yield (first entry id, locations) in order, windows of slots at once; holes of the file are left out.
+
+        From entry `first` on, and before entry `end` (None: to the file's end).
+        """
+        entry_id = first
+        while end is None or entry_id < end:
+            data = self.skip_hole(slot_offset(entry_id))
+            if data is None:
+                return
+            entry_id = max(entry_id, (data - HEADER_SIZE) // SLOT_SIZE)
+            window = self.window(slot_offset(entry_id))
+            count = len(window) // SLOT_SIZE
+            if end is not None:
+                count = min(count, end - entry_id)
+            if count <= 0:
+                return
+            slots = array("q", window[: count * SLOT_SIZE])
+            if sys.byteorder == "little":
+                slots.byteswap()
+            yield entry_id, slots
+            entry_id += count
+
+    def location_of(self, entry_id: int) -> int:
+        """The location of an entry; 0 where it is not here."""
+        if not 0 <= entry_id < self.slot_count:
+            return 0
+        data = self.read(slot_offset(entry_id), SLOT_SIZE)
+        return int(_SLOT.unpack(data)[0]) if len(data) == SLOT_SIZE else 0
+
+    @property
+    def last_entry_id(self) -> int:
+        """The highest entry that is here; -1 where there is none. Source: LedgerEntryPage.getLastEntry."""
+        for begin, data_end in reversed(self.data(HEADER_SIZE)):
+            first = (begin - HEADER_SIZE) // SLOT_SIZE
+            end = min(self.slot_count, -(-(data_end - HEADER_SIZE) // SLOT_SIZE))
+            while end > first:
+                start = max(first, end - WINDOW_SIZE_BYTES // SLOT_SIZE)
+                filled = self.read(slot_offset(start), (end - start) * SLOT_SIZE).rstrip(b"\0")
+                if filled:
+                    return start + (len(filled) - 1) // SLOT_SIZE
+                end = start
+        return -1
+
+
+class EntryLocation(NamedTuple):
+    """Where an entry is: in log `log_id`, its record at byte `offset` (of the size field); `location` as stored."""
+
+    entry_id: int
+    location: int
+
+    @property
+    def log_id(self) -> int:
+        """The entry log's id."""
+        return unpack_location(self.location)[0]
+
+    @property
+    def offset(self) -> int:
+        """The byte offset of the record in the log: 4 before the entry that the location points at."""
+        return unpack_location(self.location)[1] - 4
+
+
+class Gap(NamedTuple):
+    """Entries `first_entry_id` to `last_entry_id`, both included, that are not here although later ones are."""
+
+    first_entry_id: int
+    last_entry_id: int
+
+
+class LedgerIndex:
+    """What a bookie's index says about one ledger. A context manager; made by `BookieIndexes`."""
+
+    ledger: LedgerId
+    #: The index file, or the directory of the locations database.
+    path: Path
+    fenced: bool
+    master_key: bytes
+    _explicit_lac_packet: bytes | None
+
+    def locations(self) -> Iterator[EntryLocation]:
+        """Yield the entries that are here, in order. Raises Corrupt."""
+        raise AssertionError
+
+    def location_of(self, entry_id: int) -> int:
+        """The location of an entry; 0 where it is not here. Raises Corrupt."""
+        raise AssertionError
+
+    def gaps(self) -> Iterator[Gap]:
+        """Yield the runs of entries before the last that are not here, in order."""
+        expected = 0
+        for entry_id, _ in self.locations():
+            if entry_id > expected:
+                yield Gap(expected, entry_id - 1)
+            expected = entry_id + 1
+
+    def extent(self) -> tuple[int, int]:
+        """How many entries are here, and the last one's id (-1: none)."""
+        count, last = 0, -1
+        for entry_id, _ in self.locations():
+            count, last = count + 1, entry_id
+        return count, last
+
+    def explicit_lac(self) -> int | None:
+        """The last add confirmed that the writer told by itself; None when it told none. Raises Corrupt."""
+        packet = self._explicit_lac_packet
+        return None if packet is None else read_lac_header(packet).last_add_confirmed
+
+    def close(self) -> None:
+        """Close the files."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _FileIndex(LedgerIndex):
+    def __init__(self, ledger: LedgerId, path: Path) -> None:
+        self._reader = LedgerIndexReader.open(path)
+        self.ledger, self.path = ledger, path
+        header = self._reader.header
+        self.fenced, self.master_key, self._explicit_lac_packet = header.fenced, header.master_key, header.explicit_lac
+
+    def locations(self) -> Iterator[EntryLocation]:
+        for entry_id, location in self._reader.locations(skip_absent=True):
+            yield EntryLocation(entry_id, location)
+
+    def location_of(self, entry_id: int) -> int:
+        return self._reader.location_of(entry_id)
+
+    def extent(self) -> tuple[int, int]:
+        absent = slots = 0
+        for _, page in self._reader.pages():
+            slots += len(page)
+            absent += page.count(0)
+        return slots - absent, self._reader.last_entry_id
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+class _DatabaseIndex(LedgerIndex):
+    def __init__(self, ledger: LedgerId, data: LedgerData, locations: LocationsDatabase) -> None:
+        self.ledger, self.path, self._locations = ledger, locations.path, locations
+        self.fenced, self.master_key, self._explicit_lac_packet = data.fenced, data.master_key, data.explicit_lac
+
+    def locations(self) -> Iterator[EntryLocation]:
+        for _, entry_id, location in self._locations.locations(self.ledger):
+            yield EntryLocation(entry_id, location)
+
+    def location_of(self, entry_id: int) -> int:
+        return self._locations.get(self.ledger, entry_id)
+
+
+class IndexDatabases(NamedTuple):
+    """The two databases of one directory, for ledgers of scope 0 or for scoped ones, as they were when opened."""
+
+    ledgers: LedgersDatabase
+    locations: LocationsDatabase
+
+    @property
+    def scoped(self) -> bool:
+        """Whether they are those of scoped ledgers."""
+        return self.ledgers.scoped
+
+
+class BookieIndexes:
+    """All ledger indexes in a bookie's index directories, as they are now. A context manager.
+
+    Databases are opened when first asked for, and show what was in them then.
+    """
+
+    def __init__(self, directories: BookieDirectories) -> None:
+        self._directories = directories
+        self._stack = ExitStack()
+        self._databases: list[IndexDatabases] | None = None
+        #: Why databases could not be opened, once `databases` was asked for.
+        self.problems: list[BkctlError] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the databases."""
+        self._databases = None
+        self._stack.close()
+
+    def files(self) -> Iterator[BookieFile]:
+        """Yield the ledger index files, directory by directory. Raises NotFound for a missing directory.
+
+        `.idx.rloc`, which a relocation leaves behind, counts where the ledger has no index file of another name: a
+        bookie's start renames it to that.
+        """
+        for each in self._directories.indexes():
+            if each.kind is FileKind.INDEX:
+                yield each
+                continue
+            ledger = ledger_of_index_path(str(each.path).removesuffix(RELOCATION_SUFFIX))
+            if ledger is not None and not self._paths(ledger):
+                yield each._replace(id=ledger)
+
+    def databases(self) -> list[IndexDatabases]:
+        """The pairs of databases that can be opened; `problems` says why others cannot. Raises NotFound (directory)."""
+        if self._databases is None:
+            self._databases, self.problems = [], []
+            for file in self._directories.rocksdbs():
+                prefix = "scoped-" if file.scoped else ""
+                if file.path.name == f"{prefix}ledgers":
+                    try:
+                        ledgers = self._stack.enter_context(LedgersDatabase.open(file.path))
+                        path = file.path.with_name(f"{prefix}locations")
+                        locations = self._stack.enter_context(LocationsDatabase.open(path))
+                    except BkctlError as error:
+                        self.problems.append(error)
+                    else:
+                        self._databases.append(IndexDatabases(ledgers, locations))
+        return self._databases
+
+    def open(self, ledger: LedgerId) -> LedgerIndex:
+        """The index of `ledger`, wherever the directories keep it; valid until these are closed.
+
+        Raises LedgerNotFound; UsageError where several directories have one; what reading its header raises.
+        """
+        found = self.find(ledger)
+        if found is None:
+            where = ", ".join(str(each) for each in self._directories.index_dirs)
+            raise LedgerNotFound(
+                f"There is no index of ledger {ledger} in {where}", hint=f"looked for {index_path(ledger)}"
+            )
+        return found
+
+    def find(self, ledger: LedgerId, *, first: bool = False) -> LedgerIndex | None:
+        """The index of `ledger`; None where the bookie has none. Raises as `open` does.
+
+        Of several the `first` on request, which is the one that a bookie takes.
+        """
+        paths = self._paths(ledger) or self._paths(ledger, RELOCATION_SUFFIX)[:1]
+        if len(paths) > 1 and not first:
+            listed = ", ".join(map(str, paths))
+            raise UsageError(f"{len(paths)} index files are ledger {ledger}'s: {listed}", hint="give one directory")
+        if paths:
+            try:
+                return _FileIndex(ledger, paths[0])
+            except NotFound:  # The bookie deleted the ledger just now.
+                return None
+            except UsageError as error:  # A directory or a pipe, which nobody asked for by its name.
+                raise Corrupt(error.message) from error
+        found: list[LedgerIndex] = []
+        for pair in self.databases():
+            data = pair.ledgers.get(ledger)
+            if data is not None:
+                found.append(_DatabaseIndex(ledger, data, pair.locations))
+        if not found and self.problems:
+            raise self.problems[0]
+        if len(found) > 1 and not first:
+            listed = ", ".join(str(each.path) for each in found)
+            raise UsageError(f"{len(found)} databases have ledger {ledger}: {listed}", hint="give one directory")
+        return found[0] if found else None
+
+    def ledgers(self, scope_id: int | None = None) -> list[LedgerId]:
+        """The ledgers that the bookie has, in order; with `scope_id` those of one scope.
+
+        Raises NotFound for a missing directory, Corrupt.
+        """
+        found = {each.id for each in self.files() if isinstance(each.id, LedgerId)}
+        for pair in self.databases():
+            found.update(ledger for ledger, _ in pair.ledgers.ledgers())
+        if self.problems:
+            raise self.problems[0]
+        return sorted(ledger for ledger in found if scope_id is None or ledger.scope_id == scope_id)
+
+    def _paths(self, ledger: LedgerId, suffix: str = "") -> list[Path]:
+        name = index_path(ledger) + suffix
+        currents = dict.fromkeys(map(current_of, self._directories.index_dirs))
+        return [path for each in currents if (path := each / name).exists()]

@@ -1,0 +1,206 @@
+"""What the listing commands show of a bookie's files: entry logs at a glance, some records.
+
+Source: ReadJournalCommand, ReadLogCommand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from contextlib import suppress
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+from bkctl.errors import BkctlError, Corrupt, CorruptRecord, NotFound, Unsupported
+from bkctl.files.directories import BookieDirectories, BookieFile
+from bkctl.files.entry_log import EntryLogReader
+from bkctl.files.journal import JournalReader
+from bkctl.files.scan import RecordBatch
+from bkctl.formats.entry_log import HEADER_SIZE, VERSION_WITHOUT_MAP, compaction_of
+from bkctl.formats.record import Record, RecordType
+from bkctl.ids import LedgerId
+
+#: Records that belong to no ledger are left out unless asked for by type, as Apache's tools leave them out.
+FILLER_TYPES: Final = frozenset((RecordType.PADDING, RecordType.LEDGERS_MAP))
+
+
+class LogState(StrEnum):
+    """How far a log has come; the values are the words of every output."""
+
+    #: Allocated, and not yet written to.
+    EMPTY = "empty"
+    #: Without a ledgers map: being written, left so when the bookie stopped, or of header version 0.
+    OPEN = "open"
+    #: Finished with a ledgers map.
+    CLOSED = "closed"
+    #: `<id>.log.compacting`: a compaction writes it, or did not live to finish it; a bookie's start deletes it.
+    COMPACTING = "compacting"
+    #: `<id>.log.<source>.compacted`: complete, while the index may still point at the source; a start goes on there.
+    COMPACTED = "compacted"
+
+
+class EntryLogSummary(NamedTuple):
+    """An entry log and what its header says; `ledgers_count` is None where the log has no ledgers map.
+
+    `version` is None for an empty file and where `error` says why it is not known; then `state` is None too.
+    """
+
+    file: BookieFile
+    version: int | None
+    state: LogState | None
+    ledgers_map_offset: int | None
+    ledgers_count: int | None
+    error: BkctlError | None = None
+
+    @property
+    def source_id(self) -> int | None:
+        """The log that was compacted into this one, as the name of a compaction's file says."""
+        compaction = compaction_of(self.file.path.name)
+        return None if compaction is None else compaction.source_id
+
+
+def entry_log_summaries(directories: BookieDirectories) -> Iterator[EntryLogSummary]:
+    """Yield the entry logs in order, scoped ones last in each directory, then what compactions left unfinished.
+
+    A log that a running bookie deletes meanwhile is left out. Raises NotFound for a missing directory.
+    """
+    for file in [*directories.entry_logs(), *directories.compaction_logs()]:
+        try:
+            with EntryLogReader.open(file.path) as reader:
+                header = reader.header
+        except NotFound:
+            continue
+        except BkctlError as error:
+            yield EntryLogSummary(file, None, None, None, None, error)
+            continue
+        compaction = compaction_of(file.path.name)
+        if compaction is not None:
+            state = LogState.COMPACTING if compaction.source_id is None else LogState.COMPACTED
+        elif header is None:
+            state = LogState.EMPTY
+        else:
+            closed = header.ledgers_map_offset and header.version != VERSION_WITHOUT_MAP
+            state = LogState.CLOSED if closed else LogState.OPEN
+        if header is not None and header.ledgers_map_offset and header.version != VERSION_WITHOUT_MAP:
+            counts: tuple[int | None, int | None] = header.ledgers_map_offset, header.ledgers_count
+        else:
+            counts = None, None
+        yield EntryLogSummary(file, None if header is None else header.version, state, *counts)
+
+
+class LogContents(NamedTuple):
+    """The ledgers of a log, in order, with their bytes (entries and their size fields).
+
+    `from_map` False: counted by a scan. `error` says what is wrong: with the ledgers map, then `complete` is True and
+    the scan told all there is; or with the records, then `sizes` counts those that stand before.
+    """
+
+    sizes: dict[LedgerId, int]
+    from_map: bool
+    complete: bool = True
+    error: BkctlError | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all ledgers."""
+        return sum(self.sizes.values())
+
+
+def log_contents(reader: EntryLogReader) -> LogContents:
+    """What a log holds: its ledgers map says, or a scan where it has none or a damaged one.
+
+    Source: DefaultEntryLogger.getEntryLogMetadata.
+    """
+    damage: BkctlError | None = None
+    try:
+        sizes = reader.ledgers_map()
+    except Corrupt as error:
+        sizes, damage = None, error
+    if sizes is not None:
+        return LogContents({ledger: sizes[ledger] for ledger in sorted(sizes)}, from_map=True)
+    try:
+        sizes = reader.scan_ledgers(complete=damage is None)
+    except (Corrupt, Unsupported) as error:
+        return LogContents(_sizes_before_damage(reader), from_map=False, complete=False, error=error)
+    return LogContents({ledger: sizes[ledger] for ledger in sorted(sizes)}, from_map=False, error=damage)
+
+
+def _sizes_before_damage(reader: EntryLogReader) -> dict[LedgerId, int]:
+    sizes: dict[LedgerId, int] = {}
+    with suppress(Corrupt, Unsupported):
+        for record in reader.records():
+            sizes[record.ledger] = sizes.get(record.ledger, 0) + record.record_size + 4
+    return {ledger: sizes[ledger] for ledger in sorted(sizes)}
+
+
+class RecordFilter(NamedTuple):
+    """Which records to show; None asks for nothing. `types` None: all but padding and ledgers maps.
+
+    `position_first` is where the first one begins (0: behind the header), `position_last` the last offset at which a
+    shown one may begin. All methods raise CorruptRecord for a first position within the header.
+    """
+
+    ledger: LedgerId | None = None
+    scope_id: int | None = None
+    entry_id: int | None = None
+    types: Container[RecordType] | None = None
+    position_first: int = 0
+    position_last: int | None = None
+
+    def of_journal(self, reader: JournalReader, start: int = 0) -> Iterator[Record]:
+        """The chosen records of a journal, from byte `start` on."""
+        padding = self.types is not None and RecordType.PADDING in self.types
+        first = max(start, self._first(reader.header_size, reader.name))
+        return self._choose(reader.records(first, padding=padding))
+
+    def batches_of_journal(self, reader: JournalReader, start: int = 0) -> Iterator[RecordBatch]:
+        """The same as `of_journal`, as columns."""
+        types, last = self.types, self.position_last
+        padding = types is not None and RecordType.PADDING in types
+        first = max(start, self._first(reader.header_size, reader.name))
+        return self._choose_batches(reader.batches(first, None if last is None else last + 1, padding=padding))
+
+    def of_entry_log(self, reader: EntryLogReader) -> Iterator[Record]:
+        """The chosen records of an entry log."""
+        special = self.types is not None and any(each in self.types for each in FILLER_TYPES)
+        end = None if self.position_last is None else self.position_last + 1
+        return self._choose(reader.records(self._first(HEADER_SIZE, reader.name), end, special=special))
+
+    def batches_of_entry_log(self, reader: EntryLogReader) -> Iterator[RecordBatch]:
+        """The same as `of_entry_log`, as columns."""
+        types, last = self.types, self.position_last
+        special = types is not None and any(each in types for each in FILLER_TYPES)
+        end = None if last is None else last + 1
+        return self._choose_batches(reader.batches(self._first(HEADER_SIZE, reader.name), end, special=special))
+
+    def _first(self, header_size: int, name: str) -> int:
+        if 0 < self.position_first < header_size:
+            hint = f"the header goes to byte {header_size}; 0 is the whole file"
+            raise CorruptRecord("No record begins in the header", offset=self.position_first, where=name, hint=hint)
+        return self.position_first
+
+    def _choose_batches(self, batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
+        ledger, scope_id, entry_id, types, _, _ = self
+        plain = types is None or RecordType.ENTRY in types
+        for batch in batches:
+            if plain if batch.record is None else types is None or batch.record.type in types:
+                chosen = batch.select(ledger, scope_id, entry_id)
+                if len(chosen):
+                    yield chosen
+
+    def _choose(self, records: Iterator[Record]) -> Iterator[Record]:
+        if self._replace(position_first=0) == RecordFilter():
+            return records
+        return self._filter(records)
+
+    def _filter(self, records: Iterator[Record]) -> Iterator[Record]:
+        ledger, scope_id, entry_id, types, _, last = self
+        for record in records:
+            if last is not None and record.offset > last:
+                return
+            if (
+                (ledger is None or record.ledger == ledger)
+                and (scope_id is None or record.ledger.scope_id == scope_id)
+                and (entry_id is None or record.entry_id == entry_id)
+                and (types is None or record.type in types)
+            ):
+                yield record

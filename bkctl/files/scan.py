@@ -1,0 +1,418 @@
+"""Where the records of an entry log are, as columns: the inner loop of everything that looks at whole logs.
+
+`take_entries` walks the records of a window from one size field to the next and stops at the first that is no plain
+entry; what that means (the window's end, padding, a ledgers map, damage) is for its caller. Source:
+DefaultEntryLogger.scanEntryLog.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from struct import Struct
+from typing import Final, cast
+
+from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, DigestType, digest_of_flags
+from bkctl.formats.journal import PADDING_HEADER_SIZE, PADDING_MASK
+from bkctl.formats.record import RECORD_SIZE, Record, RecordType, read_record
+from bkctl.ids import I64_MAX, U64_MAX, LedgerId
+
+#: Rows in one batch at most: what bounds the memory of those who turn columns into lists.
+BATCH_ROWS_MAX: Final = 16_384
+
+_ROW_V1: Final = Struct(">iQqqq")
+_ROW_V2: Final = Struct(">iBQQqqq")
+#: Bytes that the fields of a record take at most, its size field included.
+ROW_SIZE_MAX: Final = _ROW_V2.size
+#: What `_scan` must say of itself: one that was built from other sources, or none at all, is not used.
+COMPILED_API: Final = 2
+try:
+    from bkctl.files import _scan as compiled
+except ImportError:  # installed without a compiler
+    compiled = None  # type: ignore[assignment]
+else:
+    if getattr(compiled, "API", None) != COMPILED_API:
+        compiled = None  # type: ignore[assignment]
+
+#: Where the fields of a row are that every version has; negative: from its end.
+_PLACES: Final = {"sizes": 0, "entry_ids": -3, "last_add_confirmed": -2, "lengths": -1}
+
+_new_ledger = LedgerId._make
+
+
+class RecordBatch:
+    """Records of one entry log in file order, as columns: lists of one length, made when first asked for.
+
+    Nearly every batch holds plain entries only (`types` is None). Any other record (a ledgers map, padding, an entry
+    too short for its header) comes in a batch of its own, with `last_add_confirmed` and `lengths` None where it has
+    none, as in the Record of `EntryLogReader.records`.
+
+    `offsets` are those of the size fields in the file (an entry's location is that + 4), `sizes` the size fields,
+    `format_version` 1 or 2 for all of them. `scope_ids` and `ledger_ids` are unsigned, `ledgers` the same as LedgerId.
+    """
+
+    __slots__ = ("_at", "_begins", "_columns", "_flat", "_ledgers", "_record", "_width", "_window", "format_version")
+
+    def __init__(
+        self, window: bytes, at: int, begins: Sequence[int], flat: Sequence[int], format_version: int,
+        record: Record | None = None,
+    ) -> None:  # fmt: skip
+        self._window, self._at, self._begins, self._flat = window, at, begins, flat
+        self._width = 5 if format_version == 1 else 7
+        self._record = record
+        self._columns: dict[str, list[int]] = {}
+        self._ledgers: list[LedgerId] | None = None
+        self.format_version = format_version
+
+    @classmethod
+    def of_record(cls, record: Record, window: bytes, begin: int) -> RecordBatch:
+        """The batch that holds `record` alone, whose size field is at byte `begin` of `window`."""
+        return cls(window, record.offset - begin, [begin], (), record.format_version, record)
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    @property
+    def window(self) -> bytes:
+        """The part of the file that holds these records."""
+        return self._window
+
+    @property
+    def window_offset(self) -> int:
+        """Where `window` is in the file."""
+        return self._at
+
+    @property
+    def begins(self) -> Sequence[int]:
+        """Where in `window` their size fields are."""
+        return self._begins
+
+    @property
+    def fields(self) -> Sequence[int]:
+        """The fields of all records, one after the other, as `take_entries` gives them; empty where `record` is there.
+
+        A memoryview of int64 where the compiled loop made it.
+        """
+        return self._flat
+
+    @property
+    def record(self) -> Record | None:
+        """The one record of a batch that holds no plain entries; None where all are."""
+        return self._record
+
+    @property
+    def types(self) -> list[RecordType] | None:
+        """The records' types; None where all are entries with a whole header."""
+        return None if self._record is None else [self._record.type]
+
+    @property
+    def offsets(self) -> list[int]:
+        """Byte offsets of the size fields in the file."""
+        at = self._at
+        return self._column("offsets", lambda: [at + begin for begin in self._begins])
+
+    @property
+    def sizes(self) -> list[int]:
+        """The size fields: bytes of each record behind its size field."""
+        return self._field("sizes", 0, lambda record: record.record_size)
+
+    @property
+    def scope_ids(self) -> list[int]:
+        """Scope ids, unsigned; all 0 in format version 1."""
+        if self.format_version == 1:
+            return self._column("scopes", lambda: [0] * len(self))
+        return self._field("scopes", 2, lambda record: record.ledger.scope_id)
+
+    @property
+    def ledger_ids(self) -> list[int]:
+        """Ledger ids, unsigned; 2^64−1 where a record belongs to no ledger."""
+        return self._field("ledgers", self._width - 4, lambda record: record.ledger.ledger_id)
+
+    @property
+    def ledgers(self) -> list[LedgerId]:
+        """The ledger of each record, NO_LEDGER where it belongs to none."""
+        if self._ledgers is None:
+            ids = self.ledger_ids
+            if self.format_version == 1 and self._record is None:
+                by_id = {ledger_id: _new_ledger((0, ledger_id)) for ledger_id in set(ids)}
+                self._ledgers = list(map(by_id.__getitem__, ids))
+            else:
+                pairs = list(zip(self.scope_ids, ids, strict=True))
+                made = {pair: _new_ledger(pair) for pair in set(pairs)}
+                self._ledgers = list(map(made.__getitem__, pairs))
+        return self._ledgers
+
+    @property
+    def entry_ids(self) -> list[int]:
+        """Entry ids; negative where the record is no entry."""
+        return self._field("entries", self._width - 3, lambda record: record.entry_id)
+
+    @property
+    def last_add_confirmed(self) -> list[int] | list[None]:
+        """Each entry's last add confirmed; None in a record that has none."""
+        if self._record is not None and self._record.last_add_confirmed is None:
+            return [None]
+        return self._field("lacs", self._width - 2, lambda record: record.last_add_confirmed or 0)
+
+    @property
+    def lengths(self) -> list[int] | list[None]:
+        """The ledger's payload bytes up to and with each entry, as the entry says; None in a record without."""
+        if self._record is not None and self._record.length is None:
+            return [None]
+        return self._field("lengths", self._width - 1, lambda record: record.length or 0)
+
+    def numbers(self, name: str) -> Sequence[int]:
+        """The column `sizes`, `entry_ids`, `last_add_confirmed` or `lengths` of plain entries, as it is at hand.
+
+        A memoryview of int64 where that costs less than a list.
+        """
+        flat = self._flat
+        if self._record is not None or not isinstance(flat, memoryview):
+            return cast("Sequence[int]", getattr(self, name))
+        return flat[_PLACES[name] % self._width :: self._width]
+
+    @property
+    def digest_types(self) -> list[DigestType | None]:
+        """What each record itself says: None for all in format version 1."""
+        if self._record is not None:
+            return [self._record.digest_type]
+        if self.format_version == 1:
+            return [None] * len(self)
+        window = self._window
+        return [digest_of_flags(window[begin + 4]) for begin in self._begins]
+
+    def payload_sizes(self, digest_type: DigestType | None = None) -> list[int | None] | None:
+        """What Record.payload_size says of each; None where it is None for all."""
+        if self._record is not None:
+            return [self._record.payload_size(digest_type)]
+        if self.format_version == 1:
+            if digest_type is None:
+                return None
+            overhead = HEADER_SIZE_V1 + digest_type.code_length
+            return [size - overhead if size >= overhead else None for size in self.sizes]
+        overheads = {0xA0: HEADER_SIZE_V2, **{0xA0 | each: HEADER_SIZE_V2 + each.code_length for each in DigestType}}
+        needed = map(overheads.__getitem__, self._flat[1 :: self._width])
+        return [size - over if size >= over else None for size, over in zip(self.sizes, needed, strict=True)]
+
+    def records(self) -> Iterator[Record]:
+        """The same as values of their own."""
+        if self._record is not None:
+            yield self._record
+            return
+        window, at = self._window, self._at
+        for begin, size in zip(self._begins, self.sizes, strict=True):
+            yield read_record(window, begin + 4, size, at + begin)
+
+    def select(
+        self, ledger: LedgerId | None = None, scope_id: int | None = None, entry_id: int | None = None
+    ) -> RecordBatch:
+        """The records of this ledger, this scope and with this entry id; None asks for nothing."""
+        chosen: Iterable[int] = range(len(self))
+        if ledger is not None:
+            scope_id = ledger.scope_id
+            ids, wanted = self.ledger_ids, ledger.ledger_id
+            chosen = [index for index in chosen if ids[index] == wanted]
+        if scope_id is not None and (self.format_version == 2 or scope_id != 0 or self._record is not None):
+            scopes = self.scope_ids
+            chosen = [index for index in chosen if scopes[index] == scope_id]
+        if entry_id is not None:
+            entries = self.entry_ids
+            chosen = [index for index in chosen if entries[index] == entry_id]
+        chosen = list(chosen)
+        if len(chosen) == len(self):
+            return self
+        begins, flat, width = self._begins, self._flat, self._width
+        rows = [value for index in chosen for value in flat[index * width : (index + 1) * width]]
+        return RecordBatch(
+            self._window, self._at, [begins[index] for index in chosen], rows, self.format_version, self._record
+        )
+
+    def body(self, index: int) -> bytes:
+        """The record `index` behind its size field."""
+        begin = self._begins[index] + 4
+        return self._window[begin : begin + self.sizes[index]]
+
+    def bodies(self) -> list[bytes]:
+        """All records behind their size fields."""
+        window = self._window
+        return [window[at + 4 : at + 4 + size] for at, size in zip(self._begins, self.sizes, strict=True)]
+
+    def sizes_by_ledger(self) -> dict[tuple[int, int], int]:
+        """(scope id, ledger id) → bytes of its records here, size fields included."""
+        if compiled is not None and isinstance(self._flat, memoryview) and self._record is None:
+            return compiled.sizes_by_ledger(self._flat, self.format_version)
+        sums: dict[tuple[int, int], int] = {}
+        if self.format_version == 1:
+            by_id: dict[int, int] = {}
+            for ledger_id, size in zip(self.ledger_ids, self.sizes, strict=True):
+                by_id[ledger_id] = by_id.get(ledger_id, 0) + size + 4
+            return {(0, ledger_id): size for ledger_id, size in by_id.items()}
+        for scope_id, ledger_id, size in zip(self.scope_ids, self.ledger_ids, self.sizes, strict=True):
+            key = scope_id, ledger_id
+            sums[key] = sums.get(key, 0) + size + 4
+        return sums
+
+    def before(self, end: int) -> RecordBatch:
+        """Those records that begin before file offset `end`."""
+        from bisect import bisect_left
+
+        return self.first(bisect_left(self._begins, end - self._at))
+
+    def first(self, count: int) -> RecordBatch:
+        """The first `count` of these records."""
+        return self if count >= len(self) else self.part(0, count)
+
+    def parts(self) -> list[RecordBatch]:
+        """These records as batches of at most BATCH_ROWS_MAX."""
+        count = len(self)
+        if count <= BATCH_ROWS_MAX:
+            return [self]
+        return [self.part(first, first + BATCH_ROWS_MAX) for first in range(0, count, BATCH_ROWS_MAX)]
+
+    def part(self, first: int, last: int) -> RecordBatch:
+        """The records from index `first` on and before `last`."""
+        flat = self._flat[first * self._width : last * self._width]
+        return RecordBatch(self._window, self._at, self._begins[first:last], flat, self.format_version, self._record)
+
+    def _field(self, name: str, place: int, of_record: Callable[[Record], int]) -> list[int]:
+        record = self._record
+        if record is not None:
+            return [of_record(record)]
+        return self._column(name, lambda: self._values(place))
+
+    def _values(self, place: int) -> list[int]:
+        flat = self._flat
+        values = (
+            flat[place :: self._width].tolist() if isinstance(flat, memoryview) else list(flat[place :: self._width])
+        )
+        # Ids are unsigned; scope and ledger of version 2 are the only ones that may be 2^63 or more.
+        if self.format_version == 2 and place in (2, 3) and values and min(values) < 0:
+            return [value & U64_MAX for value in values]
+        return values
+
+    def _column(self, name: str, make: Callable[[], list[int]]) -> list[int]:
+        column = self._columns.get(name)
+        if column is None:
+            column = self._columns[name] = make()
+        return column
+
+
+def take_frames(window: bytes, begin: int) -> tuple[list[int], int]:
+    """Where records begin in `window` from byte `begin`, and where the first stands that is not whole or has no size.
+
+    A size is anything above 0.
+    """
+    begins: list[int] = []
+    add = begins.append
+    read_size = RECORD_SIZE.unpack_from
+    limit = len(window)
+    last = limit - 4
+    while begin <= last:
+        (size,) = read_size(window, begin)
+        end = begin + 4 + size
+        if size <= 0 or end > limit:
+            break
+        add(begin)
+        begin = end
+    return begins, begin
+
+
+def take_entries(window: bytes, begin: int, format_version: int) -> tuple[Sequence[int], Sequence[int], int]:
+    """The plain entries of `format_version` in `window` from byte `begin` on.
+
+    Returns where they begin; their fields, record after record (size, ledger, entry, LAC, length; in version 2 size,
+    flags, scope, ledger, entry, LAC, length); and the byte where the first record stands that is none: it is not
+    whole, its size is absurd, its header is cut short, its flags byte or its entry id are others. Ids above 2^63 may
+    be negative here; RecordBatch says them unsigned.
+    """
+    if compiled is None:
+        return take_entries_plainly(window, begin, format_version)
+    begins, flat, stop = compiled.take_entries(window, begin, format_version)
+    return memoryview(begins).cast("q"), memoryview(flat).cast("q"), stop
+
+
+def take_journal_entries(
+    window: bytes, begin: int, format_version: int, *, skips_padding: bool
+) -> tuple[Sequence[int], Sequence[int], int]:
+    """What `take_entries` returns, of a journal: with `skips_padding` over padding, too.
+
+    An entry of zeros is left to be looked at: only its size may have reached the disk.
+    """
+    if compiled is None:
+        return take_journal_entries_plainly(window, begin, format_version, skips_padding=skips_padding)
+    begins, flat, stop = compiled.take_entries(window, begin, format_version, 2 if skips_padding else 1)
+    return memoryview(begins).cast("q"), memoryview(flat).cast("q"), stop
+
+
+def take_entries_plainly(window: bytes, begin: int, format_version: int) -> tuple[list[int], list[int], int]:
+    """What `take_entries` returns, in Python."""
+    begins: list[int] = []
+    flat: list[int] = []
+    layout, size_min = (_ROW_V1, HEADER_SIZE_V1) if format_version == 1 else (_ROW_V2, HEADER_SIZE_V2)
+    add, extend, unpack = begins.append, flat.extend, layout.unpack_from
+    limit = len(window)
+    last = limit - layout.size
+    while begin <= last:
+        row = unpack(window, begin)
+        size = row[0]
+        end = begin + 4 + size
+        if size < size_min or end > limit:
+            break
+        add(begin)
+        extend(row)
+        begin = end
+    if begins:
+        count = _plain_count(flat, format_version, len(begins))
+        if count < len(begins):
+            begin = begins[count]
+            del begins[count:], flat[count * (5 if format_version == 1 else 7) :]
+    return begins, flat, begin
+
+
+def _plain_count(flat: list[int], format_version: int, count: int) -> int:
+    """How many rows pass before the first that is no plain entry."""
+    if format_version == 1:
+        ledgers, entries = flat[1::5], flat[2::5]
+        if max(ledgers) <= I64_MAX and min(entries) >= 0:
+            return count
+        return next(at for at in range(count) if ledgers[at] > I64_MAX or entries[at] < 0)
+    flags, entries = flat[1::7], flat[4::7]
+    if min(flags) >= 0xA0 and max(flags) <= 0xA4 and min(entries) >= 0:
+        return count
+    return next(at for at in range(count) if not 0xA0 <= flags[at] <= 0xA4 or entries[at] < 0)
+
+
+def take_journal_entries_plainly(
+    window: bytes, begin: int, format_version: int, *, skips_padding: bool
+) -> tuple[list[int], list[int], int]:
+    """What `take_journal_entries` returns, in Python."""
+    begins: list[int] = []
+    flat: list[int] = []
+    plain = format_version == 1
+    layout, size_min = (_ROW_V1, HEADER_SIZE_V1) if plain else (_ROW_V2, HEADER_SIZE_V2)
+    add, extend, unpack = begins.append, flat.extend, layout.unpack_from
+    limit = len(window)
+    last = limit - layout.size
+    while begin <= last:
+        row = unpack(window, begin)
+        size = row[0]
+        if size < size_min:
+            if size != PADDING_MASK or not skips_padding:
+                break
+            end = begin + PADDING_HEADER_SIZE + RECORD_SIZE.unpack_from(window, begin + 4)[0]
+            if not begin < end <= limit:
+                break
+            begin = end
+            continue
+        end = begin + 4 + size
+        if end > limit:
+            break
+        if plain:
+            entry_id = row[2]
+            if entry_id < 0 or row[1] > I64_MAX or not (entry_id or any(row[1:])):
+                break
+        elif row[4] < 0 or not 0xA0 <= row[1] <= 0xA4:
+            break
+        add(begin)
+        extend(row)
+        begin = end
+    return begins, flat, begin

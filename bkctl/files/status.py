@@ -1,0 +1,128 @@
+"""The small files of a bookie, and the first bytes of its large ones: what each says, in a few words.
+
+A file that says nothing a bookie would write gives one error. Source: Cookie, LastLogMark, BookieStatus,
+EntryLoggerAllocator, TransactionalEntryLogCompactor, JournalChannel.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final, TypeVar
+
+from bkctl.errors import Corrupt, CorruptRecord
+from bkctl.files.directories import BookieFile, FileKind
+from bkctl.files.windows import FileReader
+from bkctl.formats import entry_log
+from bkctl.formats.status import BookieStatus
+
+#: What a file says: JSON name → value.
+Detail = Mapping[str, str | int | bool | list[str] | None]
+T = TypeVar("T")
+_ATTEMPTS_MAX: Final = 5
+_PAUSE_S: Final = 0.01
+#: Far more than any of these files has.
+_SIZE_BYTES_MAX: Final = 1 << 20
+
+
+def read_detail(file: BookieFile) -> Detail | None:
+    """What `file` says; None for kinds that say nothing for themselves (indexes, databases).
+
+    Cookie: layoutVersion, bookieId, journalDirs, ledgerDirs, indexDirs, instanceId. Last mark: journalId, journalIdHex,
+    offset. Last id: logId, logIdHex. Status: mode, updated (ms), manual. Journal and entry log: version. Compaction:
+    logId, and sourceLogId once it is known.
+    Raises Corrupt or Unsupported, naming file and byte; NotFound where it went away; BkctlError where it is unreadable.
+    """
+    reader = _READERS.get(file.kind)
+    return None if reader is None else reader(file)
+
+
+def read_small(path: Path, parse: Callable[[bytes, str], T]) -> T:
+    """What `parse` (given the bytes and the file's name) makes of a small file.
+
+    A bookie that runs empties such a file and writes it anew, so damage is looked at again before it is believed.
+    Raises what `parse` does; NotFound; BkctlError where the file is unreadable.
+    """
+    for attempt in range(_ATTEMPTS_MAX):
+        with FileReader(path) as reader:
+            try:
+                return parse(reader.read(0, _SIZE_BYTES_MAX), reader.name)
+            except Corrupt:
+                if attempt == _ATTEMPTS_MAX - 1:
+                    raise
+        time.sleep(_PAUSE_S)
+    raise AssertionError
+
+
+def _cookie(file: BookieFile) -> Detail:
+    from bkctl.formats.metadata import Cookie
+
+    cookie = read_small(file.path, Cookie.parse)
+    return {
+        "layoutVersion": cookie.layout_version,
+        "bookieId": cookie.bookie_id,
+        "journalDirs": list(cookie.journal_dirs),
+        "ledgerDirs": list(cookie.ledger_dirs),
+        "indexDirs": None if cookie.index_dirs is None else list(cookie.index_dirs),
+        "instanceId": cookie.instance_id,
+    }
+
+
+def _last_mark(file: BookieFile) -> Detail:
+    from bkctl.formats.journal import LogMark
+
+    mark = read_small(file.path, LogMark.parse)
+    return {"journalId": mark.journal_id, "journalIdHex": f"{mark.journal_id:x}", "offset": mark.offset}
+
+
+def _last_id(file: BookieFile) -> Detail:
+    log_id = read_small(file.path, _parse_last_id)
+    return {"logId": log_id, "logIdHex": f"{log_id:x}"}
+
+
+def _parse_last_id(data: bytes, where: str) -> int:
+    log_id = entry_log.read_last_id(data)
+    if log_id is None and data.strip().strip(b"0") == b"" != data.strip():
+        log_id = 0
+    if log_id is None:
+        # A bookie looks at its logs then.
+        shown = repr(data[:40].decode("ascii", "backslashreplace"))
+        raise CorruptRecord(f"Last log id is {shown}, not a hexadecimal number", offset=0, where=where)
+    return log_id
+
+
+def _status(file: BookieFile) -> Detail:
+    status = read_small(file.path, BookieStatus.parse)
+    return {"mode": status.mode.value, "updated": status.updated_ms, "manual": status.manual}
+
+
+def _journal(file: BookieFile) -> Detail:
+    from bkctl.files.journal import JournalReader
+
+    with JournalReader.open(file.path) as reader:
+        return {"version": reader.version}
+
+
+def _entry_log(file: BookieFile) -> Detail:
+    from bkctl.files.entry_log import EntryLogReader
+
+    with EntryLogReader.open(file.path) as reader:
+        return {"version": None if reader.header is None else reader.header.version}
+
+
+def _compaction(file: BookieFile) -> Detail:
+    name = entry_log.compaction_of(file.path.name)
+    assert name is not None
+    return {"logId": name.log_id, "sourceLogId": name.source_id}
+
+
+_READERS: Final[Mapping[FileKind, Callable[[BookieFile], Detail]]] = {
+    FileKind.COOKIE: _cookie,
+    FileKind.LAST_MARK: _last_mark,
+    FileKind.LAST_ID: _last_id,
+    FileKind.STATUS: _status,
+    FileKind.JOURNAL: _journal,
+    FileKind.ENTRY_LOG: _entry_log,
+    FileKind.COMPACTION: _compaction,
+}

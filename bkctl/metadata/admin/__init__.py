@@ -1,0 +1,1 @@
+"""Administration of a cluster's metadata: check, dump, health, undo, removal."""

@@ -1,0 +1,248 @@
+"""What is wrong with a cluster, as its metadata store shows it: findings with a code, and what to do about each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping
+from enum import StrEnum
+from typing import Any, Final, NamedTuple
+
+from bkctl.errors import AlreadyExists, BkctlError, Corrupt, NotFound, Unreachable
+from bkctl.metadata.cluster import Cluster, RegisteredBookie
+from bkctl.metadata.store import NEW
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+
+#: While it is there, clients take no bookie into quarantine. Source: ZKMetadataDriverBase.disableHealthCheck.
+DISABLE_HEALTH_CHECK: Final = "disableHealthCheck"
+UNDERREPLICATED_AGE_S_MAX: Final = 3600
+#: Ages that under-replicated ledgers are counted by, in seconds.
+AGES_S: Final = {"10m": 600, "1h": 3600, "1d": 86400}
+
+
+class Severity(StrEnum):
+    """How bad a finding is: data is at risk or out of reach; or somebody should look at it."""
+
+    ERROR = "error"
+    WARNING = "warning"
+
+
+class HealthFinding(NamedTuple):
+    """One thing that is wrong. `code` is for scripts and stays the same, `subject` the bookie or scope it is about."""
+
+    code: str
+    severity: Severity
+    subject: str
+    message: str
+    advice: str
+    #: Numbers behind the message, under the names that JSON has them by; None where there are none.
+    details: Mapping[str, Any] | None = None
+
+
+def health_findings(cluster: Cluster) -> Iterator[HealthFinding]:
+    """Yield what the metadata store shows to be wrong: bookies, cookies, scopes, under-replication, auto-recovery.
+
+    Raises NotFound when there is no cluster, Unreachable when the store is away.
+    """
+    cluster.layout()
+    instance_id = cluster.instance_id()
+    if not instance_id:
+        yield HealthFinding(
+            "no-instance-id", Severity.ERROR, "", "The cluster has no instance id",
+            "bookies will not start; restore it from a cookie or a backup of the metadata",
+        )  # fmt: skip
+    bookies = cluster.bookies.list()
+    yield from _of_bookies(bookies)
+    yield from _of_cookies(cluster, bookies, instance_id)
+    yield from _of_scopes(cluster, bookies)
+    yield from _of_replication(cluster)
+
+
+def _of_bookies(bookies: list[RegisteredBookie]) -> Iterator[HealthFinding]:
+    if not any(bookie.state == "rw" for bookie in bookies):
+        yield HealthFinding(
+            "no-writable-bookie", Severity.ERROR, "", f"None of {len(bookies):,} bookies is writable",
+            "start bookies, or free their disks: nothing can be written",
+        )  # fmt: skip
+    for bookie in bookies:
+        if bookie.state == "down":
+            yield HealthFinding(
+                "bookie-down", Severity.ERROR, bookie.bookie_id, "It has a cookie, but is not registered",
+                f"start it; 'bkctl bookies decommission {bookie.bookie_id}' if it is gone for good",
+            )  # fmt: skip
+        elif bookie.state == "ro":
+            yield HealthFinding(
+                "bookie-read-only", Severity.WARNING, bookie.bookie_id, "It is read-only",
+                "look at its disks ('bkctl bookies usage') and its log",
+            )  # fmt: skip
+        if bookie.state != "down" and bookie.address is None:
+            yield HealthFinding(
+                "bookie-without-address", Severity.ERROR, bookie.bookie_id,
+                "Its registration names no bookie-rpc address",
+                "clients cannot reach it: check its advertised address",
+            )  # fmt: skip
+
+
+def _of_cookies(cluster: Cluster, bookies: list[RegisteredBookie], instance_id: str) -> Iterator[HealthFinding]:
+    with_cookie = set(cluster.cookies.list())
+    for bookie in bookies:
+        if bookie.bookie_id not in with_cookie:
+            yield HealthFinding(
+                "bookie-without-cookie", Severity.WARNING, bookie.bookie_id, "It is registered, but has no cookie",
+                "another bookie could take its place with empty disks: 'bkctl cookie verify'",
+            )  # fmt: skip
+            continue
+        try:
+            found = cluster.cookies.read(bookie.bookie_id)
+        except Unreachable:
+            raise
+        except BkctlError as error:
+            yield HealthFinding(
+                "cookie-damaged", Severity.ERROR, bookie.bookie_id, str(error),
+                "it cannot start again: write its cookie anew with 'bkctl cookie update'",
+            )  # fmt: skip
+            continue
+        if found is not None and found.value.instance_id and found.value.instance_id != instance_id:
+            yield HealthFinding(
+                "cookie-of-another-cluster", Severity.ERROR, bookie.bookie_id,
+                f"Its cookie names the instance id {found.value.instance_id}, the cluster is {instance_id}",
+                "see 'bkctl cookie verify' before it is started again",
+            )  # fmt: skip
+
+
+def _of_scopes(cluster: Cluster, bookies: list[RegisteredBookie]) -> Iterator[HealthFinding]:
+    state = cluster.ledgers.scopes_state()
+    if state == "foreign":
+        yield HealthFinding(
+            "scopes-orphaned", Severity.ERROR, "", "The scoped ledgers belong to a cluster that was formatted away",
+            "'bkctl metadata orphans' shows them",
+        )  # fmt: skip
+    if state == "ours" and next((scope for scope in cluster.ledgers.scopes() if scope), None) is not None:
+        knowing = [bookie for bookie in bookies if bookie.state == "rw" and bookie.ledger_scopes]
+        if not knowing:
+            yield HealthFinding(
+                "no-bookie-for-scopes", Severity.ERROR, "",
+                "There are scoped ledgers, and no writable bookie that knows ledger scopes",
+                "start bookies that do: scoped ledgers cannot be written",
+            )  # fmt: skip
+
+
+class _Marks:
+    """The marked ledgers of one scope, counted by age."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.oldest_s = 0
+        self.older = dict.fromkeys(AGES_S, 0)
+
+    def add(self, age_s: int) -> None:
+        self.count += 1
+        self.oldest_s = max(self.oldest_s, age_s)
+        for name, limit_s in AGES_S.items():
+            self.older[name] += age_s >= limit_s
+
+    def text(self) -> str:
+        several = self.count != 1
+        text = f"{self.count:,} {'ledgers are' if several else 'ledger is'} under-replicated"
+        text += f", the oldest for {age_text(self.oldest_s)}" if several else f", for {age_text(self.oldest_s)}"
+        older = [f"{count:,} for {name} or more" for name, count in self.older.items() if count]
+        return f"{text} ({', '.join(older)})" if several and older else text
+
+
+def age_text(age_s: int) -> str:
+    """Seconds for people: `40 s`, `12 min`, `3 h 20 min`, `2 d 4 h`."""
+    minutes, hours, days = age_s // 60, age_s // 3600, age_s // 86400
+    if days:
+        return f"{days:,} d {hours % 24} h"
+    if hours:
+        return f"{hours} h {minutes % 60} min"
+    return f"{minutes} min" if minutes else f"{age_s} s"
+
+
+def _of_replication(cluster: Cluster) -> Iterator[HealthFinding]:
+    manager = LedgerUnderreplicationManager(cluster.store)
+    now_ms = time.time_ns() // 1_000_000
+    marks: dict[int, _Marks] = {}
+    for ledger, found in manager.list(None):
+        if isinstance(found, BkctlError):
+            yield HealthFinding(
+                "mark-damaged", Severity.WARNING, str(ledger), str(found), "'bkctl autorecovery unmark' removes it"
+            )
+            age_s = 0
+        else:
+            age_s = 0 if found.ctime_ms is None else max(0, now_ms - found.ctime_ms) // 1000
+        marks.setdefault(ledger.scope_id, _Marks()).add(age_s)
+    enabled = manager.is_enabled()
+    for scope_id in sorted(marks):
+        found_there = marks[scope_id]
+        late = found_there.oldest_s > UNDERREPLICATED_AGE_S_MAX
+        yield HealthFinding(
+            "underreplicated", Severity.ERROR if late else Severity.WARNING, f"scope {scope_id}", found_there.text(),
+            "'bkctl autorecovery list' shows them"
+            + ("; nobody replicates them while auto-recovery is disabled" if not enabled else ""),
+            {
+                "ledgerScopeId": str(scope_id),
+                "ledgerCount": found_there.count,
+                "oldestSeconds": found_there.oldest_s,
+                "olderThan": found_there.older,
+            },
+        )  # fmt: skip
+    if not enabled:
+        yield HealthFinding(
+            "autorecovery-disabled", Severity.WARNING, "", "Auto-recovery is disabled",
+            "'bkctl autorecovery enable' when the maintenance is over",
+        )  # fmt: skip
+    elif marks or manager.was_elected() or cluster.location.driver != "sqlite":
+        # A local cluster is well without auto-recovery, as long as it neither has had it nor needs it.
+        yield from _of_auditors(cluster, manager, {scope_id for scope_id in marks if scope_id})
+
+
+def _of_auditors(
+    cluster: Cluster, manager: LedgerUnderreplicationManager, marked_scopes: Collection[int]
+) -> Iterator[HealthFinding]:
+    for scoped in (False, True):
+        if scoped and not marked_scopes and next((scope for scope in cluster.ledgers.scopes() if scope), None) is None:
+            continue
+        try:
+            auditor_id = manager.auditor(scoped=scoped)
+        except Corrupt as error:
+            yield HealthFinding(
+                "vote-damaged", Severity.ERROR, "", str(error), "restart auto-recovery on the bookie that cast it"
+            )
+            continue
+        if auditor_id is None and scoped:
+            yield HealthFinding(
+                "no-auditor-of-scopes", Severity.WARNING, "",
+                "No auditor is elected for scopes other than 0: lost bookies go unnoticed there",
+                "'bkctl autorecovery run' on some hosts: Apache's auto-recovery sees scope 0 only",
+            )  # fmt: skip
+        elif auditor_id is None:
+            yield HealthFinding(
+                "no-auditor", Severity.WARNING, "", "No auditor is elected: lost bookies go unnoticed",
+                "start auto-recovery on some bookie",
+            )  # fmt: skip
+
+
+class HealthCheckSwitch:
+    """Whether clients may take bookies that fail them into quarantine, for the whole cluster.
+
+    Source: ZKMetadataDriverBase, SwitchOfHealthCheckCommand.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._store = cluster.store
+        cluster.layout()
+
+    def is_enabled(self) -> bool:
+        """Whether it is on."""
+        return self._store.get(DISABLE_HEALTH_CHECK) is None
+
+    def set(self, enabled: bool) -> bool:
+        """Switch it; returns whether that changed anything."""
+        try:
+            if enabled:
+                self._store.delete(DISABLE_HEALTH_CHECK)
+            else:
+                self._store.put(DISABLE_HEALTH_CHECK, b"", NEW)
+        except (AlreadyExists, NotFound):
+            return False
+        return True

@@ -1,0 +1,186 @@
+"""A cluster at a glance: its bookies counted, its auditor, the tree of its nodes, the ledgers that fit a question.
+
+Source: ClusterInfoService.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from typing import Final, NamedTuple
+
+from bkctl.errors import BkctlError, Corrupt, LedgerNotFound, NotFound
+from bkctl.formats.metadata import LedgerState
+from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import Cluster
+from bkctl.metadata.ledgers import VersionedMetadata
+from bkctl.metadata.store import MetadataStore, Versioned
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+
+TREE_DEPTH_MAX: Final = 64
+
+
+class ClusterInfo(NamedTuple):
+    """The state of a cluster. `auditor_id` is None where no auditor is elected; bookie counts are by registration."""
+
+    metadata_uri: str
+    instance_id: str
+    factory_class: str
+    bookie_count: int
+    writable_count: int
+    read_only_count: int
+    down_count: int
+    scopes_count: int
+    auditor_id: str | None
+    underreplicated: bool
+    replication_enabled: bool
+
+    @property
+    def auditor_elected(self) -> bool:
+        """Whether an auditor is elected."""
+        return self.auditor_id is not None
+
+
+def cluster_info(cluster: Cluster) -> ClusterInfo:
+    """What the metadata store says of the cluster now. Raises NotFound when there is no cluster."""
+    replication = LedgerUnderreplicationManager(cluster.store)
+    layout = cluster.layout()
+    bookies = cluster.bookies.list()
+    states = Counter(bookie.state for bookie in bookies)
+    return ClusterInfo(
+        metadata_uri=cluster.uri,
+        instance_id=cluster.instance_id(),
+        factory_class=layout.factory_class,
+        bookie_count=len(bookies),
+        writable_count=states["rw"],
+        read_only_count=states["ro"],
+        down_count=states["down"],
+        scopes_count=sum(bookie.ledger_scopes for bookie in bookies),
+        auditor_id=_auditor(replication),
+        underreplicated=replication.any(),
+        replication_enabled=replication.is_enabled(),
+    )
+
+
+def _auditor(replication: LedgerUnderreplicationManager) -> str | None:
+    try:
+        return replication.auditor()
+    except Corrupt:
+        return None
+
+
+class Node(NamedTuple):
+    """One node of the tree below a path. `lasts` says, for the node and each ancestor below the start, whether it is
+    the last of its siblings; empty for the start itself. `found` is None where the node went away meanwhile."""
+
+    path: str
+    lasts: tuple[bool, ...]
+    found: Versioned[bytes] | None
+
+    @property
+    def name(self) -> str:
+        """The last part of the path; "" for the root."""
+        return self.path.rpartition("/")[2]
+
+
+def walk(store: MetadataStore, path: str = "", *, depth: int | None = None) -> Iterator[Node]:
+    """The node at `path` and all below it, parents first, siblings in ascending order; `depth` limits the levels.
+
+    Raises NotFound when there is no node at `path`.
+    """
+    found = store.get(path)
+    if found is None:
+        raise NotFound(f"No node {path!r} in {store.name}", hint="'bkctl metadata tree' lists the nodes")
+    yield Node(path, (), found)
+    yield from _walk_below(store, path, (), TREE_DEPTH_MAX if depth is None else depth)
+
+
+def _walk_below(store: MetadataStore, path: str, lasts: tuple[bool, ...], depth: int) -> Iterator[Node]:
+    if depth < 1:
+        return
+    names = store.children(path) or []
+    paths = [f"{path}/{name}" if path else name for name in names]
+    for index, (below, found) in enumerate(zip(paths, store.get_many(paths), strict=True)):
+        node = Node(below, (*lasts, index == len(paths) - 1), found)
+        yield node
+        yield from _walk_below(store, below, node.lasts, depth - 1)
+
+
+class LedgerQuery(NamedTuple):
+    """Which ledgers to list; None asks for nothing. Ages are in seconds, of the creation time where it is known."""
+
+    bookie_id: str | None = None
+    states: frozenset[str] = frozenset()
+    age_s_min: float | None = None
+    age_s_max: float | None = None
+    size_bytes_min: int | None = None
+    size_bytes_max: int | None = None
+    custom_metadata: tuple[tuple[str, bytes], ...] = ()
+
+    @property
+    def needs_metadata(self) -> bool:
+        """Whether ids alone do not answer it."""
+        return self != LedgerQuery()
+
+    def matches(self, found: VersionedMetadata, now_ms: int) -> bool:
+        """Whether the ledger is asked for. A ledger of unknown age matches no limit on the age."""
+        metadata = found.metadata
+        age_s = None if found.ctime_ms is None else (now_ms - found.ctime_ms) / 1000
+        return (
+            (not self.states or metadata.state.name in self.states)
+            and (self.age_s_min is None or (age_s is not None and age_s >= self.age_s_min))
+            and (self.age_s_max is None or (age_s is not None and age_s <= self.age_s_max))
+            and (self.size_bytes_min is None or metadata.length >= self.size_bytes_min)
+            and (self.size_bytes_max is None or metadata.length <= self.size_bytes_max)
+            and all(metadata.custom_metadata.get(key) == value for key, value in self.custom_metadata)
+            and (self.bookie_id is None or any(self.bookie_id in each.bookies for each in metadata.ensembles))
+        )
+
+
+NO_QUERY: Final = LedgerQuery()
+
+
+def list_ledgers(
+    cluster: Cluster,
+    scope_id: int | None = 0,
+    *,
+    after: LedgerId | None = None,
+    query: LedgerQuery = NO_QUERY,
+    unreadable: Callable[[LedgerId, BkctlError], None] | None = None,
+) -> Iterator[tuple[LedgerId, VersionedMetadata]]:
+    """Yield the ledgers of a scope (None: all) in order, with their metadata; those deleted meanwhile are left out.
+
+    Metadata that cannot be read is told to `unreadable`, or raised where there is none.
+    """
+    now_ms = time.time_ns() // 1_000_000
+    for ledger, found in cluster.ledgers.read_many(cluster.ledgers.ledgers(scope_id, after)):
+        if isinstance(found, LedgerNotFound):
+            continue
+        if isinstance(found, BkctlError):
+            if unreadable is None:
+                raise found
+            unreadable(ledger, found)
+        elif query.matches(found, now_ms):
+            yield ledger, found
+
+
+class BookieLedgers(NamedTuple):
+    """How many ledgers have a bookie in an ensemble, and how many unclosed ones have it in their last."""
+
+    ledger_count: int
+    open_count: int
+
+
+def ledgers_of_bookies(cluster: Cluster, bookie_ids: Collection[str]) -> dict[str, BookieLedgers]:
+    """Count the ledgers of every scope on each of `bookie_ids`, in one pass over all metadata.
+
+    Raises what is wrong with metadata that cannot be read.
+    """
+    ledgers, growing = Counter[str](), Counter[str]()
+    for _, found in list_ledgers(cluster, None):
+        metadata = found.metadata
+        ledgers.update({each for fragment in metadata.ensembles for each in fragment.bookies})
+        if metadata.state is not LedgerState.CLOSED:
+            growing.update(set(metadata.last_fragment.bookies))
+    return {each: BookieLedgers(ledgers[each], growing[each]) for each in bookie_ids}

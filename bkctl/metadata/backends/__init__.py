@@ -1,0 +1,1 @@
+"""The metadata stores: ZooKeeper, etcd, SQLite."""

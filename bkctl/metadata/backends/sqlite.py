@@ -1,0 +1,612 @@
+"""The metadata store in one SQLite file, for the local cluster: several processes on one machine at once.
+
+    node(parent, name, value, version, ctime_ms, changed, children_changed, owner)   the tree; owner: of an ephemeral
+    session(id, …, beat_ms, wall_ms)                                                 owners, with their last heartbeat
+    counter(name, value)                                                             `change`, and one a sequence
+
+Every change is one transaction (write-ahead log, synced) that moves the `change` counter, which watches poll. A session
+ends when its heartbeat stops, or at once when its process is gone on this boot of this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+from bkctl.disk import FILE_MODE
+from bkctl.errors import (
+    AlreadyExists,
+    BkctlError,
+    Conflict,
+    Corrupt,
+    MetadataVersionConflict,
+    NotFound,
+    TimedOut,
+    Unreachable,
+    Unsupported,
+    UsageError,
+)
+from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, Claim, MetadataStore, Versioned, check_path
+
+HEARTBEAT_MS: Final = 2_000
+SESSION_EXPIRY_MS: Final = 6_000
+WATCH_POLL_MS: Final = 200
+_APPLICATION_ID: Final = 0x424B6374  # "BKct", so that no other program's database is taken for ours
+_SCHEMA_VERSION: Final = 1
+_SCHEMA: Final = (
+    """CREATE TABLE node(
+        parent TEXT NOT NULL, name TEXT NOT NULL, value BLOB NOT NULL, version INTEGER NOT NULL,
+        ctime_ms INTEGER NOT NULL, changed INTEGER NOT NULL, children_changed INTEGER NOT NULL, owner INTEGER,
+        PRIMARY KEY(parent, name)
+    ) WITHOUT ROWID""",
+    "CREATE INDEX node_by_owner ON node(owner) WHERE owner IS NOT NULL",
+    """CREATE TABLE session(
+        id INTEGER PRIMARY KEY AUTOINCREMENT, pid INTEGER NOT NULL, pid_start TEXT NOT NULL,
+        pid_namespace TEXT NOT NULL, boot_id TEXT NOT NULL, beat_ms INTEGER NOT NULL, wall_ms INTEGER NOT NULL
+    )""",
+    "CREATE TABLE counter(name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
+    "INSERT INTO counter VALUES('change', 0)",
+    "INSERT INTO node VALUES('', '', x'', 0, 0, 0, 0, NULL)",
+)
+
+
+class _Watch(NamedTuple):
+    path: str
+    children: bool
+    callback: Callable[[], None]
+
+
+class SqliteStore(MetadataStore):
+    """`MetadataStore` on the SQLite file `file`.
+
+    With `create`, the file and its tables are made where they are missing. Raises NotFound when there is no such file
+    (or, with `create`, no such directory), Corrupt when it is another kind of file, Unsupported when a later release
+    wrote it.
+    """
+
+    def __init__(self, file: str, *, timeout_s: float = 30.0, create: bool = False) -> None:
+        self.file = file
+        self.name = f"metadata store {file}"
+        self.timeout_s = timeout_s
+        self._lock = threading.RLock()
+        self._closed = False
+        self._session: int | None = None
+        self._ephemerals: dict[str, bytes] = {}
+        #: Some of them are to be held again.
+        self._has_lost = False
+        self._watches: dict[int, tuple[_Watch, int | None]] = {}
+        self._watch_id = 0
+        self._sessions_checked_at = float("-inf")
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+        if create:
+            directory = os.path.dirname(file)
+            if not os.path.isdir(directory):
+                raise NotFound(f"No directory {directory} for the metadata store")
+        elif not os.path.isfile(file):
+            raise NotFound(f"No metadata store at {file}", hint="start a local cluster with 'bkctl cluster up'")
+        self._connection = self._connect(create)
+        try:
+            with self._errors():
+                self._open_schema(create)
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def _connect(self, create: bool) -> sqlite3.Connection:
+        from urllib.parse import quote
+
+        if create:
+            # SQLite would leave it to the umask; its files beside this one get the mode of this one.
+            with contextlib.suppress(OSError):  # what is wrong SQLite says below
+                os.close(os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
+        with self._errors():
+            connection = sqlite3.connect(
+                f"file:{quote(self.file)}?mode=rw",
+                uri=True,
+                timeout=self.timeout_s,
+                isolation_level=None,
+                check_same_thread=False,
+            )
+            connection.execute("PRAGMA synchronous = FULL")
+        return connection
+
+    def _open_schema(self, create: bool) -> None:
+        if self._pragma("application_id") == 0 and self._pragma("user_version") == 0:
+            with self._transaction():
+                empty = not self._connection.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone()
+                if empty and create:
+                    for statement in _SCHEMA:
+                        self._connection.execute(statement)
+                    self._connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+                    self._connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+                elif empty:
+                    raise NotFound(
+                        f"{self.file} is empty, no metadata store", hint="start a local cluster with 'bkctl cluster up'"
+                    )
+        if self._pragma("application_id") != _APPLICATION_ID:
+            raise Corrupt(f"{self.file} is a database of another program, no metadata store")
+        if (version := self._pragma("user_version")) != _SCHEMA_VERSION:
+            raise Unsupported(
+                f"{self.file} has store version {version}; this release knows {_SCHEMA_VERSION}", hint="update bkctl"
+            )
+        deadline = time.monotonic() + self.timeout_s
+        while self._connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+            try:  # The switch is refused at once, without waiting, while another process is at it.
+                self._connection.execute("PRAGMA journal_mode = WAL")
+            except sqlite3.OperationalError as error:
+                if not _is_busy(error) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+
+    def _pragma(self, name: str) -> int:
+        return int(self._connection.execute(f"PRAGMA {name}").fetchone()[0])
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise self._translate(error) from error
+
+    def _translate(self, error: sqlite3.Error) -> BkctlError:
+        code = getattr(error, "sqlite_errorname", "")
+        if _is_busy(error):
+            return TimedOut(f"{self.file} is locked by another process for more than {self.timeout_s:g} s")
+        if code.startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT", "SQLITE_FORMAT")):
+            return Corrupt(f"{self.file} is damaged, or no metadata store: {error}")
+        if code.startswith("SQLITE_CANTOPEN") or isinstance(error, sqlite3.ProgrammingError):
+            return Unreachable(f"{self.file} cannot be opened: {error}")
+        return BkctlError(f"{self.file}: {error}")
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._lock, self._errors():
+            if self._closed:
+                raise Unreachable(f"{self.name} is closed")
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(sqlite3.Error):
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    def _rows(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
+        with self._lock, self._errors():
+            if self._closed:
+                raise Unreachable(f"{self.name} is closed")
+            return self._connection.execute(query, values).fetchall()
+
+    # values
+
+    def get(self, path: str) -> Versioned[bytes] | None:
+        """See MetadataStore.get."""
+        parent, name = _split(path)
+        self._end_dead_sessions()
+        rows = self._rows("SELECT value, version, ctime_ms FROM node WHERE parent = ? AND name = ?", (parent, name))
+        return Versioned(bytes(rows[0][0]), rows[0][1], rows[0][2]) if rows else None
+
+    def put(self, path: str, value: bytes, expected: int | None) -> int:
+        """See MetadataStore.put."""
+        parent, name = _split(path)
+        _check_size(path, value)
+        self._end_dead_sessions()
+        with self._transaction() as connection:
+            row = connection.execute(
+                "SELECT version FROM node WHERE parent = ? AND name = ?", (parent, name)
+            ).fetchone()
+            if row is None and expected not in (NEW, None):
+                raise NotFound(f"No {path} in {self.name}")
+            if row is not None and expected == NEW:
+                raise AlreadyExists(f"{path} exists in {self.name}")
+            if row is not None and expected not in (None, row[0]):
+                raise MetadataVersionConflict(f"{path} changed meanwhile: version {row[0]}, expected {expected}")
+            change = _next_change(connection)
+            if row is None:
+                _insert(connection, parent, name, value, None, change)
+                return 0
+            connection.execute(
+                "UPDATE node SET value = ?, version = version + 1, changed = ? WHERE parent = ? AND name = ?",
+                (value, change, parent, name),
+            )
+            return int(row[0]) + 1
+
+    def put_all(self, nodes: Sequence[tuple[str, bytes]]) -> None:
+        """See MetadataStore.put_all."""
+        with self._transaction() as connection:
+            change = _next_change(connection)
+            for path, value in nodes:
+                parent, name = _split(path)
+                _check_size(path, value)
+                if _exists(connection, parent, name):
+                    raise AlreadyExists(f"{path or 'The root'} exists in {self.name}")
+                _insert(connection, parent, name, value, None, change)
+
+    def delete(self, path: str, expected: int | None = None, *, prune: int = 0) -> None:
+        """See MetadataStore.delete."""
+        parent, name = _split(path)
+        if not path:
+            raise UsageError("The root of the metadata store cannot be deleted")
+        with self._transaction() as connection:
+            self._ephemerals.pop(path, None)
+            row = connection.execute(
+                "SELECT version FROM node WHERE parent = ? AND name = ?", (parent, name)
+            ).fetchone()
+            if row is None:
+                raise NotFound(f"No {path} in {self.name}")
+            if expected is not None and row[0] != expected:
+                raise MetadataVersionConflict(f"{path} changed meanwhile: version {row[0]}, expected {expected}")
+            if _has_children(connection, path):
+                raise Conflict(f"{path} has children in {self.name}")
+            change = _next_change(connection)
+            _remove(connection, parent, name, change)
+            for _ in range(prune):
+                path = parent
+                if not path or _has_children(connection, path):
+                    break
+                parent, name = _split(path)
+                _remove(connection, parent, name, change)
+
+    def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
+        """See MetadataStore.children."""
+        parent, name = _split(path)
+        self._end_dead_sessions()
+        rows = self._rows(
+            "SELECT name FROM node WHERE parent = ? AND name > ? ORDER BY name LIMIT ?",
+            (path, after, -1 if limit is None else limit),
+        )
+        if not rows and not self._rows("SELECT 1 FROM node WHERE parent = ? AND name = ?", (parent, name)):
+            return None
+        return [row[0] for row in rows]
+
+    def sequence(self, path: str) -> int:
+        """See MetadataStore.sequence."""
+        with self._transaction() as connection:
+            return _next_number(connection, path)
+
+    def sequence_position(self, path: str) -> int:
+        """See MetadataStore.sequence_position."""
+        rows = self._rows("SELECT value FROM counter WHERE name = ?", (f"sequence {check_path(path)}",))
+        return int(rows[0][0]) + 1 if rows else 0
+
+    def advance_sequence(self, path: str, position: int) -> bool:
+        """See MetadataStore.advance_sequence."""
+        if position > 0:
+            with self._transaction() as connection:
+                connection.execute(
+                    "INSERT INTO counter VALUES(?, ?) "
+                    "ON CONFLICT(name) DO UPDATE SET value = max(value, excluded.value)",
+                    (f"sequence {check_path(path)}", position - 1),
+                )
+        return True
+
+    # sessions and ephemerals
+
+    def ephemeral(self, path: str, value: bytes, *, wait_s: float | None = None) -> None:
+        """See MetadataStore.ephemeral."""
+        _check_size(path, value)
+        deadline = time.monotonic() + (SESSION_EXPIRY_MS / 1000 if wait_s is None else wait_s)
+        while not self._put_ephemeral(path, value):
+            if time.monotonic() >= deadline:
+                raise AlreadyExists(f"{path} is held by another process in {self.name}")
+            time.sleep(WATCH_POLL_MS / 4000)
+        self._start_thread()
+
+    def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:
+        """See MetadataStore.claim."""
+        _check_size(path, value)
+        self._end_dead_sessions(at_once=True)
+        with self._transaction() as connection:
+            self._make_session(connection)
+            if numbered:
+                path += f"{_next_number(connection, path):010d}"
+            parent, name = _split(path)
+            if _exists(connection, parent, name):
+                raise AlreadyExists(f"{path} exists in {self.name}")
+            change = _next_change(connection)
+            _insert(connection, parent, name, value, self._session, change)
+        self._start_thread()
+        return _SqliteClaim(self, path, change)
+
+    def _make_session(self, connection: sqlite3.Connection) -> None:
+        if (
+            self._session is None
+            or not connection.execute("SELECT 1 FROM session WHERE id = ?", (self._session,)).fetchone()
+        ):
+            identity = (*_process_identity(), _monotonic_ms(), _wall_ms())
+            self._session = connection.execute("INSERT INTO session VALUES(NULL, ?, ?, ?, ?, ?, ?)", identity).lastrowid
+
+    def _put_ephemeral(self, path: str, value: bytes) -> bool:
+        parent, name = _split(path)
+        self._end_dead_sessions(at_once=True)
+        with self._transaction() as connection:
+            self._make_session(connection)
+            row = connection.execute(
+                "SELECT owner, value FROM node WHERE parent = ? AND name = ?", (parent, name)
+            ).fetchone()
+            if row is not None and row[0] != self._session:
+                return False
+            if row is None:
+                _insert(connection, parent, name, value, self._session, _next_change(connection))
+            elif bytes(row[1]) != value:
+                connection.execute(
+                    "UPDATE node SET value = ?, version = version + 1, changed = ? WHERE parent = ? AND name = ?",
+                    (value, _next_change(connection), parent, name),
+                )
+            self._ephemerals[path] = value
+            return True
+
+    def _beat(self) -> None:
+        """Tell the others that this session lives; after it expired, start a new one and hold its nodes again."""
+        with self._transaction() as connection:
+            alive = connection.execute(
+                "UPDATE session SET beat_ms = ?, wall_ms = ? WHERE id = ?", (_monotonic_ms(), _wall_ms(), self._session)
+            ).rowcount
+        if alive and not self._has_lost:
+            return
+        self._has_lost = True
+        all_ours = True
+        for path in list(self._ephemerals):
+            with self._lock:  # A node deleted meanwhile must not come back.
+                if path in self._ephemerals:
+                    is_ours = self._put_ephemeral(path, self._ephemerals[path])
+                    self._note_owner(path, is_ours=is_ours)
+                    all_ours = all_ours and is_ours
+        self._has_lost = not all_ours
+
+    def _end_dead_sessions(self, *, at_once: bool = False) -> None:
+        """Drop the ephemerals of sessions that ended; looks at most every poll interval."""
+        now = time.monotonic()
+        if not at_once and now - self._sessions_checked_at < WATCH_POLL_MS / 1000:
+            return
+        self._sessions_checked_at = now
+        dead = [row for row in self._rows("SELECT * FROM session") if row[0] != self._session and _is_dead(row)]
+        if not dead:
+            return
+        with self._transaction() as connection:
+            for session_id, *_ in dead:
+                row = connection.execute("SELECT * FROM session WHERE id = ?", (session_id,)).fetchone()
+                if row is not None and _is_dead(row):
+                    _end_session(connection, session_id)
+
+    # watches
+
+    def watch(self, path: str, callback: Callable[[], None], *, children: bool = False) -> Callable[[], None]:
+        """See MetadataStore.watch."""
+        watch = _Watch(check_path(path), children, callback)
+        seen = self._state(watch)
+        with self._lock:
+            self._watch_id += 1
+            watch_id = self._watch_id
+            self._watches[watch_id] = (watch, seen)
+        self._start_thread()
+
+        def cancel() -> None:
+            with self._lock:
+                self._watches.pop(watch_id, None)
+
+        return cancel
+
+    def _state(self, watch: _Watch) -> int | None:
+        column = "children_changed" if watch.children else "changed"
+        rows = self._rows(f"SELECT {column} FROM node WHERE parent = ? AND name = ?", _split(watch.path))
+        return rows[0][0] if rows else None
+
+    def _start_thread(self) -> None:
+        with self._lock:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._run, name="metadata-store", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        beat_at = time.monotonic() + HEARTBEAT_MS / 1000
+        last_change = -1
+        while not self._wake.wait(WATCH_POLL_MS / 1000):
+            # The file may be locked, or away for a moment: the next round tries again.
+            with contextlib.suppress(BkctlError):
+                if self._session is not None and time.monotonic() >= beat_at:
+                    self._beat()
+                    beat_at = time.monotonic() + HEARTBEAT_MS / 1000
+                if self._watches:
+                    self._end_dead_sessions()
+                    change = self._rows("SELECT value FROM counter WHERE name = 'change'")[0][0]
+                    if change != last_change and self._tell_watches():
+                        last_change = change
+
+    def _tell_watches(self) -> bool:
+        """Call back what changed; False when a callback failed, and is to be called again."""
+        done = True
+        for watch_id, (watch, seen) in list(self._watches.items()):
+            state = self._state(watch)
+            if state == seen or watch_id not in self._watches:
+                continue
+            try:
+                watch.callback()
+            except BkctlError:
+                done = False
+                continue
+            with self._lock:
+                if watch_id in self._watches:
+                    self._watches[watch_id] = (watch, state)
+        return done
+
+    def close(self) -> None:
+        """See MetadataStore.close."""
+        with self._lock:
+            if self._closed:
+                return
+            self._watches.clear()
+            self._wake.set()
+            if self._session is not None:
+                with contextlib.suppress(BkctlError), self._transaction() as connection:
+                    _end_session(connection, self._session)
+            self._closed = True
+            self._connection.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=1)
+
+
+class _SqliteClaim(Claim):
+    """`change` is the one that made the node: no other node has it."""
+
+    def __init__(self, store: SqliteStore, path: str, change: int) -> None:
+        self.path = path
+        self._store = store
+        self._change = change
+
+    def is_held(self) -> bool:
+        return bool(
+            self._store._rows(
+                "SELECT 1 FROM node WHERE parent = ? AND name = ? AND changed = ?", (*_split(self.path), self._change)
+            )
+        )
+
+    def release(self) -> None:
+        with self._store._transaction() as connection:
+            parent, name = _split(self.path)
+            row = connection.execute(
+                "SELECT 1 FROM node WHERE parent = ? AND name = ? AND changed = ?", (parent, name, self._change)
+            ).fetchone()
+            if row is not None:
+                _remove(connection, parent, name, _next_change(connection))
+
+
+def _split(path: str) -> tuple[str, str]:
+    parent, _, name = check_path(path).rpartition("/")
+    return parent, name
+
+
+def _check_size(path: str, value: bytes) -> None:
+    if len(value) > VALUE_SIZE_BYTES_MAX:
+        raise UsageError(f"{path}: a value of {len(value)} bytes is above the store's {VALUE_SIZE_BYTES_MAX}")
+
+
+def _is_busy(error: sqlite3.Error) -> bool:
+    return getattr(error, "sqlite_errorname", "").startswith(("SQLITE_BUSY", "SQLITE_LOCKED"))
+
+
+def _next_change(connection: sqlite3.Connection) -> int:
+    rows = connection.execute("UPDATE counter SET value = value + 1 WHERE name = 'change' RETURNING value").fetchall()
+    return int(rows[0][0])
+
+
+def _next_number(connection: sqlite3.Connection, path: str) -> int:
+    rows = connection.execute(
+        "INSERT INTO counter VALUES(?, 0) ON CONFLICT(name) DO UPDATE SET value = value + 1 RETURNING value",
+        (f"sequence {check_path(path)}",),
+    ).fetchall()
+    return int(rows[0][0])
+
+
+def _exists(connection: sqlite3.Connection, parent: str, name: str) -> bool:
+    row = connection.execute("SELECT 1 FROM node WHERE parent = ? AND name = ?", (parent, name)).fetchone()
+    return row is not None
+
+
+def _has_children(connection: sqlite3.Connection, path: str) -> bool:
+    row = connection.execute("SELECT 1 FROM node WHERE parent = ? AND name > '' LIMIT 1", (path,)).fetchone()
+    return row is not None
+
+
+def _insert(
+    connection: sqlite3.Connection,
+    parent: str,
+    name: str,
+    value: bytes,
+    owner: int | None,
+    change: int,
+    ctime_ms: int | None = None,
+) -> None:
+    ctime_ms = _wall_ms() if ctime_ms is None else ctime_ms  # Parents that come with it are as old.
+    if parent:
+        grand_parent, parent_name = _split(parent)
+        row = connection.execute(
+            "SELECT owner FROM node WHERE parent = ? AND name = ?", (grand_parent, parent_name)
+        ).fetchone()
+        if row is None:
+            _insert(connection, grand_parent, parent_name, b"", None, change, ctime_ms)
+        elif row[0] is not None:
+            raise Conflict(f"{parent} is ephemeral and cannot have children")
+    connection.execute(
+        "INSERT INTO node VALUES(?, ?, ?, 0, ?, ?, ?, ?)", (parent, name, value, ctime_ms, change, change, owner)
+    )
+    _mark_children_changed(connection, parent, change)
+
+
+def _remove(connection: sqlite3.Connection, parent: str, name: str, change: int) -> None:
+    connection.execute("DELETE FROM node WHERE parent = ? AND name = ?", (parent, name))
+    _mark_children_changed(connection, parent, change)
+
+
+def _mark_children_changed(connection: sqlite3.Connection, path: str, change: int) -> None:
+    connection.execute("UPDATE node SET children_changed = ? WHERE parent = ? AND name = ?", (change, *_split(path)))
+
+
+def _end_session(connection: sqlite3.Connection, session_id: int) -> None:
+    owned = connection.execute("SELECT parent, name FROM node WHERE owner = ?", (session_id,)).fetchall()
+    change = _next_change(connection)
+    for parent, name in owned:
+        _remove(connection, parent, name, change)
+    connection.execute("DELETE FROM session WHERE id = ?", (session_id,))
+
+
+def _is_dead(session: Sequence[Any]) -> bool:
+    _, pid, pid_start, pid_namespace, boot_id, beat_ms, wall_ms = session
+    _, _, our_namespace, our_boot_id = _process_identity()
+    if not boot_id or boot_id != our_boot_id:
+        return abs(_wall_ms() - int(wall_ms)) > SESSION_EXPIRY_MS
+    if pid_namespace and pid_namespace == our_namespace:
+        start = _process_start(pid)
+        if start != pid_start and not (start is None and _may_live(pid)):
+            return True
+    return _monotonic_ms() - int(beat_ms) > SESSION_EXPIRY_MS
+
+
+def _process_identity() -> tuple[int, str, str, str]:
+    """This process: id, start time, id namespace, and the boot it belongs to; "" where the system does not tell."""
+    pid = os.getpid()
+    namespace = boot_id = ""
+    with contextlib.suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot_id = file.read().strip()
+    return pid, _process_start(pid) or "", namespace, boot_id
+
+
+def _process_start(pid: int) -> str | None:
+    """When process `pid` started, in ticks since boot; "" when it ended, None when the system does not tell.
+
+    Source: proc(5), stat.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return "" if fields[0] in (b"Z", b"X") else fields[19].decode("ascii")
+
+
+def _may_live(pid: int) -> bool:
+    """Whether there is a process `pid`, for all we may know: `hidepid` hides those of other users from /proc."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _monotonic_ms() -> int:
+    return time.monotonic_ns() // 1_000_000
+
+
+def _wall_ms() -> int:
+    return time.time_ns() // 1_000_000

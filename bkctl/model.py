@@ -1,0 +1,37 @@
+"""Facts about ledgers that storage tools ask the metadata store for: liveness, master key, fence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from enum import StrEnum
+from typing import NamedTuple
+
+from bkctl.ids import LedgerId
+
+
+class LedgerLiveness(StrEnum):
+    """Whether a ledger exists in the metadata store. The values are the words of every output."""
+
+    ALIVE = "alive"
+    DEAD = "dead"
+    #: The metadata store did not answer, or is not entitled to: never treat such a ledger as dead.
+    UNKNOWN = "unknown"
+
+
+#: Looks up the liveness of each ledger it is given.
+LivenessLookup = Callable[[Collection[LedgerId]], Mapping[LedgerId, LedgerLiveness]]
+
+
+class LedgerFacts(NamedTuple):
+    """Facts about a ledger in the metadata store; `master_key` and `fenced` are None where the store lacks them.
+
+    `fenced`: the ledger is closed or in recovery, so its bookies must refuse ordinary adds.
+    """
+
+    liveness: LedgerLiveness
+    master_key: bytes | None = None
+    fenced: bool | None = None
+
+
+#: Looks up the facts about each ledger it is given.
+LedgerFactsLookup = Callable[[Collection[LedgerId]], Mapping[LedgerId, LedgerFacts]]

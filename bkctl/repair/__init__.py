@@ -1,0 +1,1 @@
+"""Repairs of a bookie's files: rebuilt indexes, conversions, downgrades, extraction."""

@@ -1,0 +1,151 @@
+"""The clean stop of our bookie, made offline: afterwards Apache's bookie starts on the directories and loses nothing.
+
+Everything behind the last marks goes into ledger storage, an empty version-6 journal begins, LastLogMark points behind
+its header, and the version-7 journals, which Apache's refuses, move to `current/scoped`. Source: BP-35's downgrade.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from bkctl.config import BookieConfig
+from bkctl.disk import Files
+from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
+from bkctl.files.directories import BookieDirectories, FileKind
+from bkctl.files.journal import JournalReader, read_last_mark
+from bkctl.files.journals import files_after_marks
+from bkctl.formats.journal import VERSION_SCOPED, LogMark
+from bkctl.formats.names import COOKIE_NAME, CURRENT
+from bkctl.repair.holding import hold
+from bkctl.storage.bookie_storage import BookieStorage
+
+_DIRTY = "DIRTY"
+_DB_CLASS: Final = "org.apache.bookkeeper.bookie.storage.ldb.DbLedgerStorage"
+
+
+@dataclass(slots=True)
+class Downgraded:
+    """One journal directory (`path` is its `current`): what there was to do, and what was done.
+
+    `journal_ids` are the version-7 files that were moved, or would be; `record_count` the records behind the last mark.
+    `mark` is the last mark now; None where nothing was done. `error` is the damage that stands behind the mark.
+    """
+
+    path: Path
+    journal_ids: list[int]
+    record_count: int
+    mark: LogMark | None = None
+    error: BkctlError | None = None
+
+
+def config_of(directories: BookieDirectories) -> BookieConfig:
+    """The settings of a bookie of which only the directories are known: Java's defaults for all others.
+
+    Databases in them say that its storage class is DbLedgerStorage.
+
+    Raises UsageError where their order cannot be told, NotFound for a missing one.
+    """
+    from bkctl.repair.parts import layout_of
+
+    layout = layout_of(directories)
+
+    def configured(currents: tuple[Path, ...]) -> tuple[str, ...]:
+        for each in currents:
+            if each.name != CURRENT:
+                raise UsageError(f"{each} is no directory of a bookie: it has no {CURRENT}")
+        return tuple(str(each.parent) for each in currents)
+
+    index_dirs = configured(layout.index_dirs)
+    ledger_dirs = configured(layout.ledger_dirs)
+    config = BookieConfig(
+        journal_directories=configured(layout.journal_dirs),
+        ledger_directories=ledger_dirs,
+        index_directories=() if index_dirs == ledger_dirs else index_dirs,
+    )
+    return config.with_changes(ledger_storage_class=_DB_CLASS) if _databases(directories) else config
+
+
+def downgrade(config: BookieConfig, *, dry_run: bool = False) -> list[Downgraded]:
+    """Make the clean stop in the directories of `config`; a row for each of its journal directories.
+
+    Where none has a journal of version 7 nothing is done: Apache's bookie replays what is there. Nothing is lost
+    wherever it is interrupted, and it can be made again. Raises NotFound for a directory that is missing or has no
+    cookie, DirectoryInUse, Corrupt (what a start of the bookie would refuse), UsageError (another storage class).
+    """
+    directories = _checked(config)
+    if dry_run:
+        return list(_plan(directories))
+    with hold([*directories.journal_dirs, *directories.ledger_dirs, *directories.index_dirs]):
+        rows = list(_plan(directories))
+        if any(row.journal_ids for row in rows):
+            try:
+                _stop_cleanly(config, rows)
+            except OSError as error:
+                raise BkctlError(
+                    f"The clean stop failed, nothing is lost: {error}", hint="make room, try again"
+                ) from error
+        return rows
+
+
+def _checked(config: BookieConfig) -> BookieDirectories:
+    directories = BookieDirectories(config.journal_directories, config.ledger_directories, config.index_directories)
+    for each in (*directories.journal_dirs, *directories.ledger_dirs, *directories.index_dirs):
+        if not (each / CURRENT / COOKIE_NAME).is_file():
+            raise NotFound(f"{each / CURRENT / COOKIE_NAME} does not exist", hint="are all of its disks mounted?")
+    databases = _databases(directories)
+    if databases and config.ledger_storage != "db":
+        raise UsageError(
+            f"{databases[0]} is DbLedgerStorage's, and ledgerStorageClass is {config.ledger_storage_class}",
+            hint="is it the bookie's configuration?",
+        )
+    return directories
+
+
+def _databases(directories: BookieDirectories) -> list[Path]:
+    return [file.path for file in directories.rocksdbs() if file.path.name != "metadata-cache"]
+
+
+def _plan(directories: BookieDirectories) -> Iterator[Downgraded]:
+    journals = [file for file in directories.journals() if not file.scoped]
+    starts = {file.path: 0 for file in journals}
+    with suppress(NotFound):
+        starts = files_after_marks(directories, list(starts))
+    for each in directories.journal_dirs:
+        row = Downgraded(each / CURRENT, [], 0)
+        for file in journals:
+            if file.path.parent != row.path or file.kind is not FileKind.JOURNAL:
+                continue
+            with JournalReader.open(file.path) as reader:
+                if reader.version == VERSION_SCOPED:
+                    assert isinstance(file.id, int)
+                    row.journal_ids.append(file.id)
+                if file.path in starts:
+                    try:
+                        row.record_count += sum(map(len, reader.batches(starts[file.path])))
+                    except (Corrupt, Unsupported) as error:
+                        row.error = row.error or error
+        yield row
+
+
+def _stop_cleanly(config: BookieConfig, rows: list[Downgraded]) -> None:
+    files = Files()
+    # Nothing but one empty file a directory is written; it needs no space ahead.
+    storage = BookieStorage(config.with_changes(journal_pre_alloc_size_mb=0), files=files)
+    storage.open()
+    for ledger, error in storage.set_aside.items():
+        storage.ledgers.close()
+        raise Corrupt(
+            f"Ledger {ledger} has records to replay, and its own state cannot be read: {error.message}",
+            hint="mend its index with 'bkctl bookie index', or delete the ledger",
+        )
+    storage.close()
+    for directory in storage.ledger_directories:
+        files.remove(directory / _DIRTY)
+        files.sync_directory(directory)
+    count = len(rows)
+    for index, row in enumerate(rows):
+        row.mark = read_last_mark(config.ledger_directories, index, count)

@@ -1,0 +1,268 @@
+"""The entries of one ledger, gathered from all entry logs of a bookie.
+
+An entry may stand in several logs: compaction copies it, and so does a bookie that replays its journal. The last copy,
+by log id and offset, is the one that a bookie's index points at. Source: EntryLogCompactor.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Final, NamedTuple, Self
+
+from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported
+from bkctl.files.entry_log import EntryLogReader
+from bkctl.files.index import Gap
+from bkctl.files.scan import RecordBatch
+from bkctl.formats import entry_log
+from bkctl.formats.entry import DigestManager, DigestType
+from bkctl.formats.record import RECORD_SIZE, Record, RecordType
+from bkctl.ids import I64_MAX, LedgerId
+
+#: Locations are 31 bits wide in Apache's logs. Source: DefaultEntryLogger (logSizeLimit's hard limit).
+LOG_SIZE_BYTES_MAX: Final = (1 << 31) - 1
+_OPEN_FILES_MAX: Final = 128
+#: Entries that may be damaged before the digest type of a ledger counts as unknown.
+_DIGESTS_TRIED: Final = 5
+
+
+class Extracted(NamedTuple):
+    """One copy of an entry, and the log that it stands in (its id None where the file's name says none)."""
+
+    path: Path
+    log_id: int | None
+    record: Record
+
+
+class LedgerExtraction:
+    """The entries `first` to `last` (None: all there are) of `ledger` in the logs given, in order of their ids.
+
+    Of several copies of an entry the last is taken, with `all_copies` each of them, oldest first. The logs are scanned
+    once when this is made, but for those whose ledgers map does not name the ledger (`trust_maps` False: those too, as
+    a map has no checksum); what is kept of each copy are 28 bytes. A context manager: it holds files open, so that a
+    running bookie may delete them meanwhile.
+
+    `problems` are the errors of damaged logs: what stands before the damage is taken. A log that is gone is left out.
+    """
+
+    def __init__(
+        self,
+        paths: Iterable[Path],
+        ledger: LedgerId,
+        first: int = 0,
+        last: int | None = None,
+        *,
+        all_copies: bool = False,
+        trust_maps: bool = True,
+    ) -> None:
+        self.ledger, self.first, self.last = ledger, first, last
+        self.problems: list[BkctlError] = []
+        self.logs_scanned = 0
+        self.logs_skipped = 0
+        self._trust_maps = trust_maps
+        self._paths: list[Path] = []
+        self._readers: OrderedDict[int, EntryLogReader] = OrderedDict()
+        #: Of each copy: entry id, index in `_paths`, offset of the size field, size.
+        self._entry_ids, self._logs, self._offsets, self._sizes = array("q"), array("q"), array("q"), array("i")
+        try:
+            for path in sorted(paths, key=_age):
+                self._scan(path)
+        except BaseException:
+            self.close()
+            raise
+        self.copies_count = len(self._entry_ids)
+        self._order = self._sorted(all_copies=all_copies)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._readers:
+            self._readers.popitem()[1].close()
+
+    def __len__(self) -> int:
+        """How many copies are taken."""
+        return len(self._order)
+
+    @property
+    def entry_ids(self) -> Iterator[int]:
+        """The id of each copy that is taken, ascending; an id comes again for each further copy."""
+        return (self._entry_ids[index] for index in self._order)
+
+    @property
+    def entries_count(self) -> int:
+        """How many different entries there are."""
+        if not self._order:
+            return 0
+        return 1 + sum(one != other for one, other in pairwise(self.entry_ids))
+
+    @property
+    def last_entry_id(self) -> int:
+        """The last entry there is; -1 without any."""
+        return self._entry_ids[self._order[-1]] if self._order else -1
+
+    @property
+    def log_paths(self) -> list[Path]:
+        """The logs that have entries of the ledger, oldest first."""
+        return list(self._paths)
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of what is taken: records with their size fields."""
+        return sum(4 + self._sizes[index] for index in self._order)
+
+    def gaps(self) -> Iterator[Gap]:
+        """Yield what is missing from `first` on: up to `last` if that was given, else before the last entry."""
+        expected = self.first
+        for entry_id in self.entry_ids:
+            if entry_id > expected:
+                yield Gap(expected, entry_id - 1)
+            expected = max(expected, entry_id + 1)
+        if self.last is not None and expected <= self.last:
+            yield Gap(expected, self.last)
+
+    def entries(self) -> Iterator[Extracted]:
+        """Yield what is taken, in order of entry ids.
+
+        Raises Corrupt, or NotFound, where a log changed since it was scanned.
+        """
+        ids = [entry_log.content_id_of(path.name) for path in self._paths]
+        for index in self._order:
+            log = self._logs[index]
+            reader = self._reader(log)
+            record = reader.entry_at(self._offsets[index] + RECORD_SIZE.size)
+            if (record.ledger, record.entry_id, record.record_size) != (
+                self.ledger, self._entry_ids[index], self._sizes[index],
+            ):  # fmt: skip
+                raise Corrupt(f"{self._paths[log]}: Entry log changed while it was read, at byte {record.offset}")
+            yield Extracted(self._paths[log], ids[log], record)
+
+    def find_digest_type(self) -> DigestType | None:
+        """The digest type without a secret key (CRC32C, CRC32) that fits the first entries; None where neither does."""
+        for digest_type in (DigestType.CRC32C, DigestType.CRC32):
+            manager = DigestManager(self.ledger, digest_type)
+            for _, _, record in islice(self.entries(), _DIGESTS_TRIED):
+                try:
+                    manager.open(record.body, record.entry_id)
+                except Corrupt:
+                    continue
+                return digest_type
+        return None
+
+    def write_log(self, write: Callable[[bytes], object]) -> int | None:
+        """Write an entry log that Apache's tools and bookies read (header, records, ledgers map), in one pass.
+
+        Scoped ledgers make one of version 2. Returns the first entry id that found no room below 2 GiB, else None.
+        Raises as `entries`.
+        """
+        version = entry_log.VERSION_SCOPED if self.ledger.is_scoped else entry_log.VERSION_CURRENT
+        room = LOG_SIZE_BYTES_MAX - entry_log.HEADER_SIZE - 64
+        count = size = 0
+        left: int | None = None
+        for index in self._order:
+            if size + 4 + self._sizes[index] > room:
+                left = self._entry_ids[index]
+                break
+            size += 4 + self._sizes[index]
+            count += 1
+        write(entry_log.write_header(version, entry_log.HEADER_SIZE + size, 1))
+        for number, (_, _, record) in enumerate(self.entries()):
+            if number == count:
+                break
+            write(RECORD_SIZE.pack(record.record_size) + record.body)
+        for record_bytes in entry_log.write_ledgers_map({self.ledger: size}, version):
+            write(record_bytes)
+        return left
+
+    def _scan(self, path: Path) -> None:
+        with ExitStack() as stack:
+            try:
+                reader = stack.enter_context(EntryLogReader.open(path))
+            except NotFound:
+                return
+            except (Corrupt, Unsupported) as error:
+                self.problems.append(error)
+                return
+            try:
+                sizes = reader.ledgers_map()
+            except Corrupt as error:
+                sizes = None
+                self.problems.append(error)
+            if sizes is not None and self.ledger not in sizes and self._trust_maps:
+                self.logs_skipped += 1
+                return
+            self.logs_scanned += 1
+            before = len(self._entry_ids)
+            self._paths.append(path)
+            log = len(self._paths) - 1
+            try:
+                for batch in reader.batches():
+                    self._take(batch, log)
+            except (Corrupt, Unsupported) as error:
+                self.problems.append(error)
+            if len(self._entry_ids) == before:
+                self._paths.pop()
+            else:
+                stack.pop_all()
+                self._keep(log, reader)
+
+    def _take(self, batch: RecordBatch, log: int) -> None:
+        scope_id, ledger_id = self.ledger
+        if ledger_id not in batch.ledger_ids or (batch.types or [RecordType.ENTRY])[0] is not RecordType.ENTRY:
+            return
+        first, last = self.first, I64_MAX if self.last is None else self.last
+        for scope, ledger, entry_id, offset, size in zip(
+            batch.scope_ids, batch.ledger_ids, batch.entry_ids, batch.offsets, batch.sizes, strict=True
+        ):
+            if ledger == ledger_id and scope == scope_id and first <= entry_id <= last:
+                self._entry_ids.append(entry_id)
+                self._logs.append(log)
+                self._offsets.append(offset)
+                self._sizes.append(size)
+
+    def _sorted(self, *, all_copies: bool) -> array[int] | range:
+        ids = self._entry_ids
+        if all(one < other for one, other in pairwise(ids)):
+            return range(len(ids))
+        # Stable: copies of one entry stay in the order of the logs.
+        order = array("q", sorted(range(len(ids)), key=ids.__getitem__))
+        if all_copies:
+            return order
+        last = len(order) - 1
+        return array(
+            "q",
+            (index for place, index in enumerate(order) if place == last or ids[order[place + 1]] != ids[index]),
+        )
+
+    def _reader(self, log: int) -> EntryLogReader:
+        reader = self._readers.get(log)
+        if reader is None:
+            try:
+                reader = EntryLogReader.open(self._paths[log])
+            except NotFound as error:
+                raise NotFound(
+                    f"{self._paths[log]} went away while it was read", hint="the bookie runs: try again"
+                ) from error
+            self._keep(log, reader)
+        else:
+            self._readers.move_to_end(log)
+        return reader
+
+    def _keep(self, log: int, reader: EntryLogReader) -> None:
+        self._readers[log] = reader
+        if len(self._readers) > _OPEN_FILES_MAX:
+            self._readers.popitem(last=False)[1].close()
+
+
+def _age(path: Path) -> tuple[bool, int, bool, str]:
+    """Sorts logs by their ids, a compaction's file before the log that it becomes, other names first."""
+    log_id = entry_log.content_id_of(path.name)
+    return log_id is not None, log_id or 0, entry_log.log_id_of(path.name) is not None, str(path)

@@ -1,0 +1,276 @@
+"""Who holds a bookie's directories: any process that has a file open there, or a lock on a database or directory.
+
+Apache's bookie locks nothing but its RocksDBs, so what it has open is what tells; it always has a journal open. Ours
+also locks its directories. Source: JournalChannel, KeyValueStorageRocksDB; `Files.lock`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from bkctl.disk import Files
+from bkctl.errors import BkctlError, DirectoryInUse, NotFound, UsageError
+from bkctl.files.directories import current_of
+from bkctl.formats.names import COOKIE_NAME, ROCKSDB_NAMES
+
+LOCK_NAME: Final = "LOCK"
+_PROC: Final = Path("/proc")
+_COMMAND_SIZE_MAX: Final = 80
+#: struct flock: type, whence, start, length, pid.
+_FLOCK: Final = struct.Struct("hhqqi4x")
+_DELETED: Final = " (deleted)"
+_HINT: Final = "stop it first, then try again"
+
+
+class Holder(NamedTuple):
+    """A process that uses a directory: `path` is what it has open or locked.
+
+    `pid` is None for a process that cannot be seen from here (another container's, or another user's).
+    """
+
+    pid: int | None
+    command: str
+    path: Path
+
+    def __str__(self) -> str:
+        return self.command if self.pid is None else f"process {self.pid} ({self.command})"
+
+
+def holders(directories: Iterable[Path]) -> list[Holder]:
+    """The processes, this one excepted, that hold any of `directories`, each once, by process id.
+
+    A directory is a bookie's, or any below it: all that is open in it counts, read or written. The processes of other
+    users are seen by root only; their locks are seen by all. Directories that do not exist are held by nobody.
+    """
+    roots = [each.resolve() for each in directories if each.is_dir()]
+    found: dict[int | None, Holder] = {}
+    for holder in _by_locks(roots):
+        found.setdefault(holder.pid, holder)
+    if roots:
+        for holder in _by_open_files(roots):
+            found.setdefault(holder.pid, holder)
+    return sorted(found.values(), key=lambda holder: (holder.pid is None, holder.pid or 0))
+
+
+@contextlib.contextmanager
+def hold(directories: Iterable[Path], files: Files | None = None) -> Iterator[None]:
+    """Keep `directories` (each with or without `current`) for this process while it changes them.
+
+    Nobody else may hold them, or the directories that belong to the same bookie (as their cookies say). Our own bookie
+    and other commands cannot start on them meanwhile, nor can Apache's with DbLedgerStorage.
+    Raises DirectoryInUse, naming the process; NotFound for a directory that does not exist.
+    """
+    given = list(dict.fromkeys(current_of(each) for each in directories))
+    watched = [*given, *_siblings(given)]
+    _refuse(watched)
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context((files or Files()).lock(sorted(given)))
+            _refuse(watched)
+            # Last: looking who has such a lock, as `_refuse` does, would give up ours.
+            for current in given:
+                for name in ROCKSDB_NAMES:
+                    _lock_database(current / name, held)
+        except (DirectoryInUse, BlockingIOError) as error:
+            _refuse(watched)
+            raise DirectoryInUse(f"Another process holds {', '.join(map(str, given))}", hint=_HINT) from error
+        yield
+
+
+def check_not_held(directories: Iterable[Path]) -> None:
+    """Raises DirectoryInUse, naming the process, when somebody holds `directories` or others of the same bookie."""
+    given = list(dict.fromkeys(current_of(each) for each in directories))
+    _refuse([*given, *_siblings(given)])
+
+
+def _refuse(directories: Sequence[Path]) -> None:
+    found = holders(directories)
+    if found:
+        first = found[0]
+        others = f" and {len(found) - 1} others" if len(found) > 1 else ""
+        where = first.path
+        raise DirectoryInUse(f"{where} is in use by {first}{others}", hint=_HINT)
+
+
+def _siblings(currents: Sequence[Path]) -> list[Path]:
+    """The other directories of the bookies whose directories are given, as the cookies in them say.
+
+    A copy of a bookie's directories has the cookie too, but is none of the directories that it names.
+    """
+    from bkctl.formats.metadata import Cookie
+
+    found: dict[Path, None] = {}
+    for current in currents:
+        try:
+            cookie = Cookie.parse((current / COOKIE_NAME).read_bytes())
+        except (OSError, BkctlError):
+            continue
+        named = []
+        for each in (*cookie.journal_dirs, *cookie.ledger_dirs, *(cookie.index_dirs or ())):
+            with contextlib.suppress(NotFound, UsageError):
+                named.append(current_of(Path(each)))
+        if any(_is_same(current, each) for each in named):
+            found.update(dict.fromkeys(each for each in named if each not in currents))
+    return list(found)
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False
+
+
+# --- locks ----------------------------------------------------------------------------------------------------------
+
+
+def _lock_database(database: Path, held: contextlib.ExitStack) -> None:
+    """Take RocksDB's own lock of a database, so that nobody opens it to write."""
+    if not (database / LOCK_NAME).is_file():
+        return
+    fd = os.open(database / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
+    held.callback(os.close, fd)
+    fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _by_locks(roots: Sequence[Path]) -> Iterator[Holder]:
+    for root in roots:
+        databases = [root / name for name in ROCKSDB_NAMES]
+        for database in [*databases, *(root / "current" / name for name in ROCKSDB_NAMES), root]:
+            lock = database / LOCK_NAME
+            pid = _lock_owner(lock)
+            if pid is not None and pid != os.getpid():
+                yield _holder(pid, lock)
+    for path, pid in _flocks(roots):
+        if pid != os.getpid():
+            yield _holder(pid, path)
+
+
+def _lock_owner(path: Path) -> int | None:
+    """The process that has a POSIX lock on a file (0: one that is not visible here); None when none has."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        answer = fcntl.fcntl(fd, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    kind, _, _, _, pid = _FLOCK.unpack(answer)
+    return None if kind == fcntl.F_UNLCK else max(pid, 0)
+
+
+def _flocks(roots: Sequence[Path]) -> Iterator[tuple[Path, int]]:
+    """(directory, process id) of those of `roots`, or their `current`, that have a lock of a bookie of ours."""
+    places = {}
+    for path in [*roots, *(root / "current" for root in roots)]:
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            places[f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"] = path
+    try:
+        lines = (_PROC / "locks").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        words = line.split()
+        if len(words) >= 6 and words[1] == "FLOCK" and words[5] in places and words[4].lstrip("-").isdecimal():
+            yield places[words[5]], max(int(words[4]), 0)
+
+
+# --- open files -----------------------------------------------------------------------------------------------------
+
+
+def _by_open_files(roots: Sequence[Path]) -> Iterator[Holder]:
+    prefixes = tuple(str(root) for root in roots)
+    inodes: frozenset[tuple[int, int]] | None = None
+    namespace = _link(_PROC / "self/ns/mnt")
+    for process in _names(_PROC):
+        if not process.isdecimal() or int(process) == os.getpid():
+            continue
+        directory = _PROC / process / "fd"
+        # In another mount namespace (a container) the same file has another path.
+        is_elsewhere = _link(_PROC / process / "ns/mnt") not in (None, namespace)
+        for name in _names(directory):
+            target = _link(directory / name)
+            if target is None or not target.startswith("/"):
+                continue
+            target = target.removesuffix(_DELETED)
+            if target.startswith(prefixes) and _is_below(target, prefixes):
+                yield _holder(int(process), Path(target))
+                break
+            if is_elsewhere:
+                if inodes is None:
+                    inodes = frozenset(_inodes(roots))
+                try:
+                    status = os.stat(directory / name)
+                except OSError:
+                    continue
+                if (status.st_dev, status.st_ino) in inodes:
+                    yield _holder(int(process), Path(target))
+                    break
+
+
+def _is_below(path: str, roots: Sequence[str]) -> bool:
+    return any(path == root or path.startswith(f"{root}/") for root in roots)
+
+
+def _inodes(roots: Sequence[Path]) -> Iterator[tuple[int, int]]:
+    for root in roots:
+        for directory, _, names in os.walk(root):
+            for path in [directory, *(os.path.join(directory, name) for name in names)]:
+                with contextlib.suppress(OSError):
+                    status = os.stat(path)
+                    yield status.st_dev, status.st_ino
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except OSError:
+        return []
+
+
+def _link(path: Path) -> str | None:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return None
+
+
+def _holder(pid: int, path: Path) -> Holder:
+    if pid == 0:
+        return Holder(None, "a process that cannot be seen from here", path)
+    return Holder(pid, _command_of(pid), path)
+
+
+def _command_of(pid: int) -> str:
+    """The command line in short; of Java the main class."""
+    try:
+        words = (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        words = []
+    words = [word for word in words if word]
+    if not words:
+        return "unknown command"
+    name = os.path.basename(words[0])
+    if name == "java":
+        words = _without_jvm_options(words)
+    return " ".join([name, *words[1:]])[:_COMMAND_SIZE_MAX]
+
+
+def _without_jvm_options(words: list[str]) -> list[str]:
+    rest = iter(words[1:])
+    for word in rest:
+        if word in ("-cp", "-classpath", "--class-path", "-p", "--module-path"):
+            next(rest, None)
+        elif not word.startswith("-"):
+            return [words[0], word, *rest]
+    return words

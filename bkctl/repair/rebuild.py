@@ -1,0 +1,370 @@
+"""New databases for DbLedgerStorage, from its entry logs and journals: `locations` and `ledgers`, scoped ones too.
+
+Apache's rebuild leaves every ledger fenced and without its master key; this one keeps what the old database, the
+journals or the metadata store know. Everything is built first, in all directories, then everything is swapped.
+Source: LocationsIndexRebuildOp, LedgersIndexRebuildOp; BP-35.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TypeVar
+
+from bkctl.disk import Files
+from bkctl.errors import Corrupt, NotFound, UsageError
+from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
+from bkctl.formats.index import LedgerData
+from bkctl.ids import LedgerId
+from bkctl.model import LedgerFacts, LedgerFactsLookup, LedgerLiveness
+from bkctl.repair.parts import (
+    BookieLayout,
+    DamagedLogs,
+    Findings,
+    JournalFacts,
+    Progress,
+    Storage,
+    decide,
+    entries_of,
+    is_ledger,
+    ledgers_of,
+    read_journals,
+    swap,
+    time_stamp,
+    unfinished,
+)
+
+LEDGERS: Final = "ledgers"
+LOCATIONS: Final = "locations"
+SCOPED_PREFIX: Final = "scoped-"
+_SCOPES: Final = ((False, ""), (True, SCOPED_PREFIX))
+#: Ledgers that the metadata store is asked for at once.
+_ASK_MAX: Final = 1000
+_D = TypeVar("_D", LedgersDatabase, LocationsDatabase)
+
+
+@dataclass(slots=True)
+class RebuiltDatabase:
+    """One database: `path`, what is in the new one, and where the old one is kept (None: there was none, or not yet).
+
+    `ledgers_before` and `entries_before` are of the old one, None where it cannot be read to its end or was not there.
+    `entries_saved` of the entries stand behind damage in a log, and are known from the old database alone.
+    `guessed_fences` counts ledgers that are fenced only since nothing says that they are not, `without_key` those
+    whose master key nothing says. `left_out` counts ledgers of logs or journals that are not in the new database. In a
+    dry run each copy of an entry counts as one.
+    """
+
+    path: Path
+    logs: int = 0
+    ledgers: int = 0
+    entries: int | None = None
+    ledgers_before: int | None = None
+    entries_before: int | None = None
+    left_out: int = 0
+    entries_saved: int = 0
+    guessed_fences: int = 0
+    without_key: int = 0
+    backup: Path | None = None
+
+
+@dataclass(slots=True)
+class Rebuild:
+    """What was rebuilt, and what was found out on the way; `swapped` is False after a dry run."""
+
+    databases: list[RebuiltDatabase] = field(default_factory=list)
+    findings: Findings = field(default_factory=Findings)
+    swapped: bool = False
+
+
+def rebuild(
+    layout: BookieLayout,
+    *,
+    ledgers: bool,
+    locations: bool,
+    metadata: LedgerFactsLookup | None = None,
+    dry_run: bool = False,
+    files: Files | None = None,
+    progress: Progress = lambda _: None,
+) -> Rebuild:
+    """Rebuild the databases chosen, in every directory; the caller holds the directories.
+
+    Of ledgers that the metadata store says are dead nothing is kept. Without it, `locations` are kept of the ledgers
+    that the `ledgers` database has (as Apache does), and every ledger found in a log or journal is in `ledgers`.
+    Raises UsageError for directories of another storage class, OSError and BkctlError: then nothing has changed.
+    """
+    storages = layout.storages()
+    if not any((each.index_dir / name).is_dir() for each in storages for name in (LEDGERS, LOCATIONS)):
+        _check_storage_class(layout)
+    work = _Work(storages, files or Files(), metadata, progress, dry_run)
+    try:
+        if ledgers:
+            work.build_ledgers(layout.journal_dirs)
+        if locations:
+            work.build_locations()
+        if not dry_run:
+            work.swap()
+    finally:
+        work.clean_up()
+    return work.result
+
+
+def size_to_read(layout: BookieLayout, *, ledgers: bool, locations: bool) -> int:
+    """About how many bytes `rebuild` reads, for its progress."""
+    logs = [path for scoped in (False, True) for each in layout.storages() for path in each.logs(scoped=scoped)]
+    size = sum(path.stat().st_size for path in logs) * (ledgers + locations)
+    if ledgers:
+        size += sum(path.stat().st_size for each in layout.journal_dirs for path in each.glob("**/*.txn"))
+    return size
+
+
+def _check_storage_class(layout: BookieLayout) -> None:
+    from bkctl.files.directories import BookieDirectories
+
+    if next(BookieDirectories(index_dirs=layout.index_dirs).indexes(), None) is not None:
+        raise UsageError(
+            f"{layout.index_dirs[0]} has index files, and no database: its bookie has no DbLedgerStorage",
+            hint="'bkctl bookie index regenerate' makes index files anew",
+        )
+
+
+class _Work:
+    """One rebuild: the databases that are built so far, and what they were built from."""
+
+    def __init__(
+        self,
+        storages: list[Storage],
+        files: Files,
+        metadata: LedgerFactsLookup | None,
+        progress: Progress,
+        dry_run: bool,
+    ) -> None:
+        self.result = Rebuild()
+        self._storages, self._files, self._metadata = storages, files, metadata
+        self._progress, self._dry_run = progress, dry_run
+        self._known: dict[LedgerId, LedgerFacts] = {}
+        #: The ledgers of the databases that were rebuilt, by path.
+        self._ledgers: dict[Path, set[LedgerId]] = {}
+        self._built: list[tuple[RebuiltDatabase, Path]] = []
+
+    # --- ledgers ----------------------------------------------------------------------------------------------------
+
+    def build_ledgers(self, journal_dirs: Iterable[Path]) -> None:
+        findings = self.result.findings
+        facts = read_journals(journal_dirs, findings, self._progress)
+        if not journal_dirs:
+            findings.notes.append("No journal is among the directories: what only journals know is missing")
+        for storage in self._storages:
+            for scoped, prefix in _SCOPES:
+                target = storage.index_dir / f"{prefix}{LEDGERS}"
+                logs = storage.logs(scoped=scoped)
+                of_journals = {
+                    ledger
+                    for ledger in facts
+                    if ledger.is_scoped == scoped and ledger.value % len(self._storages) == storage.number
+                }
+                if scoped and not (target.is_dir() or logs or of_journals):
+                    continue
+                row = RebuiltDatabase(target, logs=len(logs))
+                found = set(of_journals)
+                for log in logs:
+                    found |= ledgers_of(log, findings)
+                    self._progress(_size(log))
+                self._build_ledgers(row, found, facts, scoped)
+
+    def _build_ledgers(
+        self, row: RebuiltDatabase, found: set[LedgerId], facts: dict[LedgerId, JournalFacts], scoped: bool
+    ) -> None:
+        old, is_complete, flags = self._old_ledgers(row)
+        found |= old.keys()
+        kept: set[LedgerId] = set()
+        with self._create(LedgersDatabase, row, scoped) as database:
+            for ledger in sorted(found):
+                known = self._ask(ledger, found)
+                if known is not None and known.liveness is LedgerLiveness.DEAD:
+                    row.left_out += 1
+                    continue
+                data, guessed = decide(old.get(ledger), facts.get(ledger), known, old_is_complete=is_complete)
+                row.ledgers += 1
+                row.guessed_fences += guessed
+                row.without_key += not data.master_key
+                kept.add(ledger)
+                if database is not None:
+                    database.put(ledger, data)
+            if flags is not None and database is not None:
+                database.put_storage_flags(flags)
+        self._ledgers[row.path] = kept
+
+    def _old_ledgers(self, row: RebuiltDatabase) -> tuple[dict[LedgerId, LedgerData], bool, int | None]:
+        """What the old database says, whether that is all of it, and the storage flags."""
+        old: dict[LedgerId, LedgerData] = {}
+        flags: int | None = None
+        try:
+            with LedgersDatabase.open(row.path) as database:
+                old.update(database.ledgers())
+                flags = database.storage_flags()
+        except NotFound:
+            return old, False, None
+        except Corrupt as error:
+            self.result.findings.notes.append(f"{error}; of it {len(old)} ledgers are known")
+            return old, False, flags
+        row.ledgers_before = len(old)
+        return old, True, flags
+
+    # --- locations --------------------------------------------------------------------------------------------------
+
+    def build_locations(self) -> None:
+        for storage in self._storages:
+            for scoped, prefix in _SCOPES:
+                target = storage.index_dir / f"{prefix}{LOCATIONS}"
+                logs = storage.logs(scoped=scoped)
+                if scoped and not (target.is_dir() or logs):
+                    continue
+                self._build_locations(RebuiltDatabase(target, logs=len(logs)), logs, scoped)
+
+    def _build_locations(self, row: RebuiltDatabase, logs: list[Path], scoped: bool) -> None:
+        findings = self.result.findings
+        chosen = _Choice(self._ledgers_to_index(row.path, scoped), self._ask, scoped=scoped)
+        damaged_before = len(findings.damage)
+        entries = 0
+        with self._create(LocationsDatabase, row, scoped) as database:
+            for log in logs:
+                if self._metadata is not None:
+                    self._ask_many(ledgers_of(log, Findings()))
+                for batch in entries_of(log, findings):
+                    wanted = chosen.of_batch(batch)
+                    entries += sum(1 for _ in wanted) if database is None else database.put_all(wanted)
+                self._progress(_size(log))
+            with DamagedLogs(findings.damage[damaged_before:]) as damaged:
+                for ledger, entry_id, place in self._old_locations(row, damaged):
+                    if not chosen.takes(ledger):
+                        continue
+                    if database is None or not database.get(ledger, entry_id):
+                        row.entries_saved += 1
+                        if database is not None:
+                            database.put(ledger, entry_id, place)
+            # Copies of an entry in several logs are one entry.
+            row.entries = entries + row.entries_saved if database is None else sum(map(len, database.batches()))
+        row.ledgers, row.left_out = len(chosen.taken), len(chosen.refused)
+        if chosen.unlisted:
+            findings.notes.append(
+                f"{len(chosen.unlisted)} ledgers that exist are in logs of {row.path.parent} and not in its ledgers "
+                "database: rebuild that too (--ledgers)"
+            )
+
+    def _ledgers_to_index(self, path: Path, scoped: bool) -> set[LedgerId] | None:
+        """The ledgers of the new or old database beside `path`; None where there is none that can be read."""
+        beside = path.with_name(f"{SCOPED_PREFIX if scoped else ''}{LEDGERS}")
+        if beside in self._ledgers:
+            return self._ledgers[beside]
+        try:
+            with LedgersDatabase.open(beside) as database:
+                return {ledger for ledger, _ in database.ledgers()}
+        except (NotFound, Corrupt) as error:
+            self.result.findings.notes.append(
+                f"{error}: the entries of every ledger in the logs are indexed, deleted ones too"
+            )
+            return None
+
+    def _old_locations(self, row: RebuiltDatabase, damaged: DamagedLogs) -> Iterator[tuple[LedgerId, int, int]]:
+        """Those entries of the old database that stand in damaged logs; counts all of them."""
+        count = 0
+        try:
+            with LocationsDatabase.open(row.path) as database:
+                if not damaged:
+                    for batch in database.batches():
+                        count += len(batch)
+                else:
+                    for each in database.locations():
+                        count += 1
+                        if damaged.has(*each):
+                            yield each
+        except NotFound:
+            return
+        except Corrupt as error:
+            self.result.findings.notes.append(str(error))
+            return
+        row.entries_before = count
+
+    # --- the metadata store -----------------------------------------------------------------------------------------
+
+    def _ask(self, ledger: LedgerId, others: Iterable[LedgerId] = ()) -> LedgerFacts | None:
+        if self._metadata is None:
+            return None
+        if ledger not in self._known:
+            self._ask_many([ledger, *(each for each in others if each not in self._known)])
+        return self._known[ledger]
+
+    def _ask_many(self, ledgers: Iterable[LedgerId]) -> None:
+        assert self._metadata is not None
+        missing = sorted({each for each in ledgers if each not in self._known})
+        for start in range(0, len(missing), _ASK_MAX):
+            self._known.update(self._metadata(missing[start : start + _ASK_MAX]))
+
+    # --- building and swapping --------------------------------------------------------------------------------------
+
+    def _create(self, kind: type[_D], row: RebuiltDatabase, scoped: bool) -> AbstractContextManager[_D | None]:
+        """The new database, to be filled; None in a dry run."""
+        self.result.databases.append(row)
+        if self._dry_run:
+            return nullcontext()
+        building = unfinished(row.path)
+        self._built.append((row, building))
+        return kind.create(building, scoped=scoped)
+
+    def swap(self) -> None:
+        stamp = time_stamp()
+        while self._built:
+            row, _ = self._built[0]
+            row.backup = swap(self._files, row.path, stamp)
+            del self._built[0]
+        self.result.swapped = True
+
+    def clean_up(self) -> None:
+        for _, building in self._built:
+            shutil.rmtree(building, ignore_errors=True)
+
+
+class _Choice:
+    """Which ledgers' entries are indexed: those that are `listed` (None: all) and not dead; asked for once each."""
+
+    def __init__(
+        self, listed: set[LedgerId] | None, ask: Callable[[LedgerId], LedgerFacts | None], *, scoped: bool
+    ) -> None:
+        self._listed, self._ask, self._scoped = listed, ask, scoped
+        self.taken: set[LedgerId] = set()
+        self.refused: set[LedgerId] = set()
+        #: Of the refused ones those that exist all the same.
+        self.unlisted: set[LedgerId] = set()
+
+    def takes(self, ledger: LedgerId) -> bool:
+        """Whether the ledger's entries are indexed."""
+        if ledger in self.taken:
+            return True
+        if ledger in self.refused or ledger.is_scoped != self._scoped or not is_ledger(ledger):
+            return False
+        known = self._ask(ledger)
+        is_listed = self._listed is None or ledger in self._listed
+        if is_listed and (known is None or known.liveness is not LedgerLiveness.DEAD):
+            self.taken.add(ledger)
+            return True
+        self.refused.add(ledger)
+        if not is_listed and known is not None and known.liveness is LedgerLiveness.ALIVE:
+            self.unlisted.add(ledger)
+        return False
+
+    def of_batch(self, batch: tuple[list[LedgerId], list[int], list[int]]) -> Iterable[tuple[LedgerId, int, int]]:
+        """Those of a log's entries that are indexed."""
+        ledgers = set(batch[0])
+        wanted = {ledger for ledger in ledgers if self.takes(ledger)}
+        rows = zip(*batch, strict=True)
+        return rows if len(wanted) == len(ledgers) else (row for row in rows if row[0] in wanted)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

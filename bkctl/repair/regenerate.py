@@ -1,0 +1,417 @@
+"""New index files for Interleaved and SortedLedgerStorage, from their entry logs.
+
+Apache's command fences every ledger and needs the password of all of them; this one keeps master key, fence and
+explicit LAC that the old index file, the journals or the metadata store know. Built beside, then swapped ledger by
+ledger: each has its old or its new index at any time. Source: InterleavedStorageRegenerateIndexOp; BP-35.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+from bkctl.disk import DIRECTORY_MODE, FILE_MODE, Files, StorageFile
+from bkctl.errors import Corrupt, NotFound, TruncatedRecord, Unsupported, UsageError
+from bkctl.files.directories import BookieDirectories
+from bkctl.files.index import RELOCATION_SUFFIX, BookieIndexes, LedgerIndexReader
+from bkctl.formats.index import ENTRY_ID_MAX, PAGE_SIZE_DEFAULT, VERSION_CURRENT, LedgerData, index_path
+from bkctl.formats.names import UNFINISHED_SUFFIX
+from bkctl.ids import LedgerId
+from bkctl.model import LedgerFacts, LedgerFactsLookup, LedgerLiveness
+from bkctl.repair.parts import (
+    BookieLayout,
+    DamagedLogs,
+    Findings,
+    Progress,
+    backup_name,
+    decide,
+    entries_of,
+    is_ledger,
+    ledgers_of,
+    put_in_place,
+    read_journals,
+    sync_tree,
+    time_stamp,
+)
+from bkctl.storage.ledger.index_pages import IndexInMemPageMgr
+from bkctl.storage.ledger.index_persistence import IndexedHandle, IndexPersistenceMgr
+
+#: Below `current`: what is being built, and (with a time) where old index files are kept.
+INDEX: Final = "index"
+_ASK_MAX: Final = 1000
+#: Ledgers, and changed pages (8 KiB each as a rule), that are kept in memory while files are built.
+_HANDLES_MAX: Final = 20_000
+_CHANGED_PAGES_MAX: Final = 4096
+_PLACES_AT_ONCE: Final = 256
+
+
+@dataclass(slots=True)
+class RegeneratedIndex:
+    """One ledger's index file: `path`, what is in the new one, and where the old one is kept (None: there was none).
+
+    `entries_before` is None where there was none that can be read. `entries_saved` of the entries stand behind damage
+    in a log, and are known from the old index alone. `fence_guessed`: it is fenced only since nothing says it is not.
+    """
+
+    ledger: LedgerId
+    path: Path
+    entries: int = 0
+    last_entry_id: int = -1
+    fenced: bool = False
+    fence_guessed: bool = False
+    entries_before: int | None = None
+    entries_saved: int = 0
+    backup: Path | None = None
+
+
+@dataclass(slots=True)
+class Regeneration:
+    """What was regenerated; `without_key` are ledgers left as they are since nothing says their master key.
+
+    `dead` are those that the metadata store does not have any more. `swapped` is False after a dry run.
+    """
+
+    indexes: list[RegeneratedIndex] = field(default_factory=list)
+    without_key: list[LedgerId] = field(default_factory=list)
+    dead: list[LedgerId] = field(default_factory=list)
+    findings: Findings = field(default_factory=Findings)
+    swapped: bool = False
+
+
+def regenerate(
+    layout: BookieLayout,
+    ledgers: Collection[LedgerId] | None = None,
+    *,
+    scope_id: int | None = None,
+    master_key: bytes | None = None,
+    metadata: LedgerFactsLookup | None = None,
+    page_size: int = PAGE_SIZE_DEFAULT,
+    version: int = VERSION_CURRENT,
+    dry_run: bool = False,
+    files: Files | None = None,
+    progress: Progress = lambda _: None,
+) -> Regeneration:
+    """Make the index files of `ledgers` anew (None: of all that have one, or entries in a log, in `scope_id` if given).
+
+    `master_key` is that of all of them; None: it is looked for, ledger by ledger. The caller holds the directories.
+    Raises NotFound for a ledger that is nowhere, UsageError where `ledgers` has one whose key is not known, OSError and
+    BkctlError: before the swap nothing has changed, in it each ledger has its old or its new index file.
+    """
+    _check_storage_class(layout)
+    work = _Work(layout, files or Files(), metadata, progress)
+    try:
+        work.choose(ledgers, scope_id, master_key)
+        work.build(page_size, version, dry_run=dry_run)
+        if not dry_run:
+            work.swap()
+    finally:
+        work.clean_up()
+    return work.result
+
+
+def size_to_read(layout: BookieLayout) -> int:
+    """About how many bytes `regenerate` reads, for its progress."""
+    logs = [*layout.logs(scoped=False), *layout.logs(scoped=True)]
+    journals = [path for each in layout.journal_dirs for path in each.glob("**/*.txn")]
+    return sum(path.stat().st_size for path in (*logs, *journals))
+
+
+def _check_storage_class(layout: BookieLayout) -> None:
+    for current in layout.index_dirs:
+        if (current / "ledgers").is_dir() and (current / "locations").is_dir():
+            raise UsageError(
+                f"{current} has the databases of DbLedgerStorage, which keeps no index files",
+                hint="'bkctl bookie index rebuild' makes them anew",
+            )
+
+
+class _Work:
+    """One regeneration: which ledgers, what is known of them, and what is built."""
+
+    def __init__(
+        self, layout: BookieLayout, files: Files, metadata: LedgerFactsLookup | None, progress: Progress
+    ) -> None:
+        self.result = Regeneration()
+        self._layout, self._files, self._metadata, self._progress = layout, files, metadata, progress
+        self._rows: dict[LedgerId, RegeneratedIndex] = {}
+        self._data: dict[LedgerId, LedgerData] = {}
+        self._builder: IndexFileBuilder | None = None
+        #: Where the old index is, of those that can be read; else than `path` where a relocation was cut short.
+        self._old: dict[LedgerId, Path] = {}
+
+    # --- which ledgers ----------------------------------------------------------------------------------------------
+
+    def choose(self, ledgers: Collection[LedgerId] | None, scope_id: int | None, master_key: bytes | None) -> None:
+        """Decide which ledgers get a new index, and its header."""
+        result = self.result
+        facts = read_journals(self._layout.journal_dirs, result.findings, self._progress)
+        paths = self._index_files()
+        in_logs = self._ledgers_in_logs() if ledgers is None or self._any_is_new(ledgers, paths) else set()
+        if scope_id is not None:
+            paths = {ledger: path for ledger, path in paths.items() if ledger.scope_id == scope_id}
+            in_logs = {ledger for ledger in in_logs if ledger.scope_id == scope_id}
+        chosen = sorted(paths.keys() | in_logs if ledgers is None else set(ledgers))
+        if ledgers is None and self._metadata is None and (unlisted := in_logs - paths.keys()):
+            result.findings.notes.append(
+                f"{len(unlisted)} ledgers are in the logs and have no index file: deleted ones may be among them "
+                "(--metadata-uri leaves those out)"
+            )
+        known = self._ask(chosen)
+        for ledger in chosen:
+            if ledger not in paths and ledger not in in_logs and ledger not in facts:
+                raise NotFound(f"Ledger {ledger} has neither an index file nor entries here")
+            told = known.get(ledger)
+            if told is not None and told.liveness is LedgerLiveness.DEAD:
+                result.dead.append(ledger)
+                continue
+            path = paths.get(ledger) or self._new_path(ledger)
+            row = RegeneratedIndex(ledger, path.with_name(path.name.removesuffix(RELOCATION_SUFFIX)))
+            old = self._old_header(row, path) if ledger in paths else None
+            data, guessed = decide(old, facts.get(ledger), told, old_is_complete=False)
+            key = master_key if master_key is not None else data.master_key
+            if not key:
+                result.without_key.append(ledger)
+                continue
+            row.fenced, row.fence_guessed = data.fenced, guessed
+            self._data[ledger] = LedgerData(True, data.fenced, key, data.explicit_lac)
+            self._rows[ledger] = row
+            result.indexes.append(row)
+        if ledgers is not None and result.without_key:
+            named = ", ".join(map(str, result.without_key))
+            raise UsageError(
+                f"Nothing here says the master key of ledger {named}",
+                hint="give its password with --password-file, or --metadata-uri",
+            )
+
+    def _index_files(self) -> dict[LedgerId, Path]:
+        found: dict[LedgerId, Path] = {}
+        with BookieIndexes(BookieDirectories(index_dirs=self._layout.index_dirs)) as indexes:
+            for file in indexes.files():
+                if isinstance(file.id, LedgerId):
+                    found.setdefault(file.id, file.path)
+        return found
+
+    def _any_is_new(self, ledgers: Iterable[LedgerId], paths: dict[LedgerId, Path]) -> bool:
+        return any(ledger not in paths for ledger in ledgers)
+
+    def _ledgers_in_logs(self) -> set[LedgerId]:
+        found: set[LedgerId] = set()
+        for scoped in (False, True):
+            for log in self._layout.logs(scoped=scoped):
+                found |= ledgers_of(log, Findings())
+        return {ledger for ledger in found if is_ledger(ledger)}
+
+    def _new_path(self, ledger: LedgerId) -> Path:
+        directories = self._layout.index_dirs
+        return directories[ledger.value % len(directories)] / index_path(ledger)
+
+    def _ask(self, ledgers: list[LedgerId]) -> dict[LedgerId, LedgerFacts]:
+        known: dict[LedgerId, LedgerFacts] = {}
+        if self._metadata is not None:
+            for start in range(0, len(ledgers), _ASK_MAX):
+                known.update(self._metadata(ledgers[start : start + _ASK_MAX]))
+        return known
+
+    def _old_header(self, row: RegeneratedIndex, path: Path) -> LedgerData | None:
+        try:
+            with LedgerIndexReader.open(path) as reader:
+                header = reader.header
+                row.entries_before = sum(1 for _ in reader.locations(skip_absent=True))
+        except (Corrupt, TruncatedRecord, Unsupported) as error:
+            self.result.findings.notes.append(str(error))
+            return None
+        self._old[row.ledger] = path
+        return LedgerData(True, header.fenced, header.master_key, header.explicit_lac)
+
+    # --- building ---------------------------------------------------------------------------------------------------
+
+    def build(self, page_size: int, version: int, *, dry_run: bool) -> None:
+        """Read the logs, and build the index files beside the old ones; in a dry run only count."""
+        findings = self.result.findings
+        self.clean_up()
+        if not dry_run:
+            places = [self._building(current) for current in self._layout.index_dirs]
+            for place in places:
+                place.mkdir(DIRECTORY_MODE)
+            self._builder = IndexFileBuilder(places, page_size, version)
+            for ledger, data in self._data.items():
+                self._builder.add(ledger, data, self._number_of(self._rows[ledger].path))
+        for scoped in (False, True):
+            wanted = {ledger for ledger in self._rows if ledger.is_scoped == scoped}
+            damaged_before = len(findings.damage)
+            for log in self._layout.logs(scoped=scoped):
+                for ledgers, entry_ids, locations in entries_of(log, findings) if wanted else ():
+                    chosen = wanted.intersection(ledgers)
+                    for ledger in chosen:
+                        places_of = _of_ledger(ledger, ledgers, entry_ids, locations, alone=len(set(ledgers)) == 1)
+                        self._put(self._rows[ledger], places_of)
+                self._progress(log.stat().st_size if log.exists() else 0)
+            with DamagedLogs(findings.damage[damaged_before:]) as damaged:
+                for ledger in sorted(wanted & self._old.keys()) if damaged else ():
+                    self._save(self._rows[ledger], damaged)
+        if self._builder is not None:
+            self._builder.flush()
+            for row in self._rows.values():
+                self._count(row)
+            if self._builder.refused:
+                findings.notes.append(
+                    f"{self._builder.refused} entries have ids above {ENTRY_ID_MAX}: no index file has room for them"
+                )
+
+    def _put(self, row: RegeneratedIndex, places: list[tuple[int, int]]) -> None:
+        if self._builder is not None:
+            self._builder.put(row.ledger, places)
+        else:
+            row.entries += len(places)
+            row.last_entry_id = max(row.last_entry_id, *(entry_id for entry_id, _ in places))
+
+    def _count(self, row: RegeneratedIndex) -> None:
+        current = self._layout.index_dirs[self._number_of(row.path)]
+        with LedgerIndexReader.open(self._building(current) / index_path(row.ledger)) as reader:
+            row.entries = sum(1 for _ in reader.locations(skip_absent=True))
+            row.last_entry_id = reader.last_entry_id
+
+    def _save(self, row: RegeneratedIndex, damaged: DamagedLogs) -> None:
+        """Take over from the old index what stands behind damage."""
+        with LedgerIndexReader.open(self._old[row.ledger]) as old:
+            for entry_id, location in old.locations(skip_absent=True):
+                is_there = self._builder is not None and self._builder.location(row.ledger, entry_id)
+                if not is_there and damaged.has(row.ledger, entry_id, location):
+                    self._put(row, [(entry_id, location)])
+                    row.entries_saved += 1
+
+    def _number_of(self, path: Path) -> int:
+        return next(number for number, each in enumerate(self._layout.index_dirs) if each in path.parents)
+
+    def _building(self, current: Path) -> Path:
+        return current / f"{INDEX}{UNFINISHED_SUFFIX}"
+
+    # --- swapping ---------------------------------------------------------------------------------------------------
+
+    def swap(self) -> None:
+        """Put the new index files in the place of the old ones."""
+        stamp = time_stamp()
+        backups = {current: backup_name(current / INDEX, stamp) for current in self._layout.index_dirs}
+        for current in self._layout.index_dirs:
+            building = self._building(current)
+            if building.is_dir():
+                sync_tree(building, self._files)
+        changed: dict[Path, None] = {}
+        for row in self._rows.values():
+            current = self._layout.index_dirs[self._number_of(row.path)]
+            new = self._building(current) / index_path(row.ledger)
+            self._files.make_directory(row.path.parent)
+            if row.path.exists():
+                backup = backups[current] / row.path.relative_to(current)
+                self._files.make_directory(backup.parent)
+                put_in_place(self._files, new, row.path, backup)
+                row.backup = backup
+                changed[backup.parent] = None
+            else:
+                self._files.rename(new, row.path)
+            changed[row.path.parent] = None
+        for directory in changed:
+            self._files.sync_directory(directory)
+        self.result.swapped = True
+
+    def clean_up(self) -> None:
+        """Remove what is left of the building."""
+        for current in self._layout.index_dirs:
+            shutil.rmtree(self._building(current), ignore_errors=True)
+
+
+def _of_ledger(
+    ledger: LedgerId, ledgers: list[LedgerId], entry_ids: list[int], locations: list[int], *, alone: bool
+) -> list[tuple[int, int]]:
+    pairs = zip(entry_ids, locations, strict=True)
+    if alone:
+        return list(pairs)
+    return [pair for owner, pair in zip(ledgers, pairs, strict=True) if owner == ledger]
+
+
+# --- index files, built ---------------------------------------------------------------------------------------------
+
+
+class _UnsyncedFile(StorageFile):
+    __slots__ = ()
+
+    def sync(self) -> None:
+        """Nothing: all is synced at the end."""
+
+
+class _UnsyncedFiles(Files):
+    def open(self, path: Path, *, create: bool = False) -> StorageFile:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), FILE_MODE)
+        return _UnsyncedFile(path, fd)
+
+    def sync_directory(self, path: Path) -> None:
+        """Nothing: all is synced at the end."""
+
+
+class IndexFileBuilder:
+    """Index files that are built below `directories`, with as much memory as a bookie has for changed pages.
+
+    Nothing is on disk before the caller syncs the directories. `refused` counts entries of ids too high for a file.
+    """
+
+    def __init__(self, directories: list[Path], page_size: int, version: int) -> None:
+        self.refused = 0
+        self._directory = 0
+        self._files = IndexPersistenceMgr(
+            directories,
+            _UnsyncedFiles(),
+            page_size=page_size,
+            open_file_limit=_HANDLES_MAX,
+            version=version,
+            pick_directory=lambda: self._directory,
+        )
+        self._pages = IndexInMemPageMgr(self._files, page_size=page_size, page_limit=-1)
+        self._handles: dict[LedgerId, IndexedHandle] = {}
+
+    def add(self, ledger: LedgerId, data: LedgerData, directory: int) -> None:
+        """Begin a ledger's file in the directory of that number."""
+        self._directory = directory
+        handle = self._files.create(ledger, data.master_key)
+        handle.fenced, handle.explicit_lac = data.fenced, data.explicit_lac or b""
+        self._handles[ledger] = handle
+        if len(self._handles) >= _HANDLES_MAX:
+            self.flush()
+
+    def put(self, ledger: LedgerId, places: Iterable[tuple[int, int]]) -> None:
+        """Say where entries of a ledger that was added are: (entry id, location); a later place replaces one."""
+        handle = self._handles.get(ledger)
+        if handle is None:
+            handle = self._files.load(ledger)
+            assert handle is not None, f"ledger {ledger} was not added"
+            self._handles[ledger] = handle
+        waiting = iter(places)
+        while some := list(islice(waiting, _PLACES_AT_ONCE)):
+            fitting = [place for place in some if place[0] <= ENTRY_ID_MAX]
+            self.refused += len(some) - len(fitting)
+            if fitting:
+                self._pages.put(handle, *map(list, zip(*fitting, strict=True)))
+            if self._pages.changed_count >= _CHANGED_PAGES_MAX:
+                self.flush()
+
+    def location(self, ledger: LedgerId, entry_id: int) -> int:
+        """Where an entry is said to be so far; 0 where it is not."""
+        return self._pages.location(ledger, entry_id)
+
+    def flush(self) -> None:
+        """Write what is in memory. Raises OSError."""
+        pages = self._pages.take_changes()
+        written = False
+        try:
+            for handle in {**dict.fromkeys(self._handles.values()), **pages}:
+                if handle in pages or not handle.is_on_disk:
+                    self._files.write(handle, None, pages.get(handle, {}))
+            written = True
+        finally:
+            self._pages.finish(written=written)
+        if len(self._handles) >= _HANDLES_MAX:
+            self._handles.clear()

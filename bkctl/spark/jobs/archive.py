@@ -1,0 +1,271 @@
+"""The jobs `export` and `import`: the payloads of ledgers as Parquet, and ledgers made of them again.
+
+An export is a directory, on any file system that Spark writes to:
+
+    entries/ledgerScopeId=S/*.parquet     ledgerId, ledgerQualifiedName, entryId, size, payload
+    ledgers/*.parquet                     each ledger's metadata, without its password and its bookies
+    counts/*.parquet                      entryCount and size that each ledger has in `entries`; written last
+
+Where there are more scopes than SCOPES_MAX (one for each ledger, maybe), or where nobody wants it, `entries` is one
+directory, and `ledgerScopeId` a column of its files.
+
+A ledger that is not closed is exported as far as it is confirmed. Without `counts/_SUCCESS` an export is not whole.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Final
+
+from bkctl.errors import AlreadyExists, BkctlError, Corrupt, NotFound, Unreachable
+from bkctl.formats.entry import DigestType
+from bkctl.ids import LedgerId
+from bkctl.spark.jobs.copying import (
+    FAILED,
+    PLANNED,
+    RESULT_SCHEMA,
+    SHAPE_OPTIONS,
+    Copied,
+    LedgerCopy,
+    Shape,
+    result_batch,
+)
+from bkctl.spark.sources import ledgers as ledger_source
+from bkctl.spark.sources import metadata as metadata_source
+from bkctl.spark.sources.columns import ddl
+from bkctl.spark.sources.connection import CONNECTION_OPTIONS, Client, ClusterOptions
+from bkctl.spark.sources.filters import LEDGER_COLUMNS
+from bkctl.spark.sources.options import SourceOptions
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import DataFrame, SparkSession
+
+NAME: Final = "ledgerQualifiedName"
+ENTRY_COLUMNS: Final = (*LEDGER_COLUMNS, "entryId", "size", "payload")
+METADATA_COLUMNS: Final = (
+    *LEDGER_COLUMNS, "metadataFormatVersion", "state", "ensembleSize", "writeQuorumSize", "ackQuorumSize", "digestType",
+    "length", "lastEntryId", "ctime", "customMetadata",
+)  # fmt: skip
+#: Scopes that get a directory each; beyond them so many small ones would serve nobody.
+SCOPES_MAX: Final = 1000
+#: The row that goes before a ledger's entries and tells what it is.
+_HEAD: Final = -1
+_HEAD_FIELDS: Final = (*SHAPE_OPTIONS, "digestType", "customMetadata", "entryCount")
+
+
+# --- export ---------------------------------------------------------------------------------------------------------
+
+
+def export_ledgers(
+    spark: SparkSession, path: str, options: Mapping[str, str], *, overwrite: bool = False, by_scope: bool = True
+) -> DataFrame:
+    """Export ledgers to the directory `path`; one row a ledger: its ids, state, lastEntryId, entryCount, size.
+
+    `options` are those of the connection, and `ledger` or `ledgerScopeId` (default: all). With `by_scope` the entries
+    of each scope get a directory, unless there are more than SCOPES_MAX.
+    Raises AlreadyExists for a directory that is there, unless `overwrite`; what keeps an entry from being read; Corrupt
+    where the entries are not as many and as long as a closed ledger's metadata says.
+    """
+    from pyspark.sql import functions as F
+
+    if not overwrite and "://" not in path and Path(path).exists():
+        raise AlreadyExists(f"{path} exists", hint="name a new directory, or add --overwrite")
+    mode = "overwrite" if overwrite else "errorifexists"
+    connection = {name: value for name, value in options.items() if name not in ("ledger", "ledgerScopeId")}
+    metadata = spark.read.format(metadata_source.NAME).options(**options, columns=",".join(METADATA_COLUMNS)).load()
+    if overwrite:
+        # What was whole is not any more.
+        spark.createDataFrame([], "entryCount bigint").write.mode(mode).parquet(f"{path}/counts")
+    metadata.write.mode(mode).parquet(f"{path}/ledgers")
+    # What is in the files does not change while the entries are read.
+    known = spark.read.schema(ddl(METADATA_COLUMNS)).parquet(f"{path}/ledgers")
+    filled = known.filter((F.col("state") != "CLOSED") | (F.col("lastEntryId") >= 0)).select(NAME)
+    with TemporaryDirectory(prefix="bkctl-") as directory:
+        names = Path(directory, "ledgers")
+        scope_count, scope = 0, ""
+        with names.open("w") as file:
+            for (name,) in filled.sort(NAME).toLocalIterator():
+                file.write(f"{name}\n")
+                if name[:16] != scope:
+                    scope_count, scope = scope_count + 1, name[:16]
+        entries = (
+            spark.read.format(ledger_source.NAME)
+            .options(**connection, ledgersFile=str(names), columns=",".join(ENTRY_COLUMNS))
+            .load()
+        )
+        writer = entries.write.mode(mode)
+        if by_scope and scope_count <= SCOPES_MAX:
+            writer = writer.partitionBy("ledgerScopeId")
+        writer.parquet(f"{path}/entries")
+    written = _entries(spark, path).groupBy(NAME)
+    counted = written.agg(F.count("*").alias("entryCount"), F.sum("size").alias("size"), F.max("entryId").alias("last"))
+    counts = known.select(*LEDGER_COLUMNS, "state", "lastEntryId", "length").join(counted, NAME, "left")
+    counts = counts.withColumns(
+        {"entryCount": F.coalesce("entryCount", F.lit(0)), "size": F.coalesce("size", F.lit(0)),
+         "last": F.coalesce("last", F.lit(-1))}
+    )  # fmt: skip
+    closed = F.col("state") == "CLOSED"
+    wrong = (F.col("entryCount") != F.col("last") + 1) | (
+        closed & ((F.col("last") != F.col("lastEntryId")) | (F.col("size") != F.col("length")))
+    )
+    first = counts.filter(wrong).sort(NAME).head()
+    if first is not None:
+        raise Corrupt(
+            f"Ledger {LedgerId.parse(first[NAME])} was exported with {first['entryCount']} entries "
+            f"({first['size']} bytes); its metadata says {first['lastEntryId'] + 1} ({first['length']} bytes)"
+        )
+    result = counts.select(*LEDGER_COLUMNS, "state", F.col("last").alias("lastEntryId"), "entryCount", "size")
+    result.write.mode("overwrite").parquet(f"{path}/counts")
+    return _counts(spark, path).sort(NAME)
+
+
+def _entries(spark: SparkSession, path: str) -> DataFrame:
+    return spark.read.schema(ddl(ENTRY_COLUMNS)).parquet(f"{path}/entries")
+
+
+def _counts(spark: SparkSession, path: str) -> DataFrame:
+    columns = (*LEDGER_COLUMNS, "state", "lastEntryId", "entryCount", "size")
+    return spark.read.schema(ddl(columns)).parquet(f"{path}/counts")
+
+
+# --- import ---------------------------------------------------------------------------------------------------------
+
+
+def import_ledgers(
+    spark: SparkSession,
+    path: str,
+    options: Mapping[str, str],
+    *,
+    to_scope_id: int | None = None,
+    dry_run: bool = False,
+    task_count: int | None = None,
+) -> DataFrame:
+    """Make ledgers of the export at `path`, under their own ids, or in the scope `to_scope_id`; one row a ledger.
+
+    `options` are those of the connection, SHAPE_OPTIONS, and `ledgerPasswordFile` or `ledgerPasswordEnv` for the new
+    ledgers, since an export has no passwords. What a run before finished is passed over, what it left half way is
+    finished. Where a ledger fails (`failed`, with a `message`), the others are made still. Columns:
+    copying.RESULT_COLUMNS.
+    Raises NotFound where there is no whole export.
+    """
+    from pyspark.errors import AnalysisException
+    from pyspark.sql import functions as F
+
+    checked = SourceOptions(
+        "import", options, (*CONNECTION_OPTIONS, *SHAPE_OPTIONS, "ledgerPasswordFile", "ledgerPasswordEnv")
+    )
+    ClusterOptions(checked)
+    try:
+        known = spark.read.schema(ddl(METADATA_COLUMNS)).parquet(f"{path}/ledgers")
+        counts = _counts(spark, path)
+        entries = _entries(spark, path)
+    except AnalysisException as error:
+        raise NotFound(f"There is no whole export at {path}", hint="'bkctl pipeline export' makes one") from error
+    # An export that was stopped while it replaced another one left the list of counts empty.
+    if known.count() != counts.count():
+        raise NotFound(f"The export at {path} is not whole", hint="export again")
+    ledgers = known.join(counts.select(NAME, "entryCount", "size"), NAME)
+    if dry_run:
+        planned = [
+            Copied(source, _target(source, to_scope_id), PLANNED, row["entryCount"], row["size"]).row()
+            for row in ledgers.sort(NAME).select(NAME, "entryCount", "size").toLocalIterator()
+            for source in [LedgerId.parse(row[NAME])]
+        ]
+        return spark.createDataFrame(planned, RESULT_SCHEMA)
+    heads = ledgers.select(
+        NAME,
+        F.lit(_HEAD).cast("bigint").alias("entryId"),
+        F.to_json(F.struct(*_HEAD_FIELDS)).cast("binary").alias("payload"),
+    )
+    count = task_count or int(spark.conf.get("spark.sql.shuffle.partitions") or 0) or 1
+    rows = heads.unionByName(entries.select(NAME, "entryId", "payload"))
+    rows = rows.repartition(count, NAME).sortWithinPartitions(NAME, "entryId")
+    made = rows.mapInArrow(partial(_import_rows, checked, to_scope_id), RESULT_SCHEMA)
+    results = sorted(tuple(row) for row in made.collect())
+    return spark.createDataFrame(results, RESULT_SCHEMA)
+
+
+def _target(source: LedgerId, to_scope_id: int | None) -> LedgerId:
+    return source if to_scope_id is None else LedgerId(to_scope_id, source.ledger_id)
+
+
+def _import_rows(
+    options: SourceOptions, to_scope_id: int | None, batches: Iterable[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    """Ledgers of rows in order: of each its head, then its entries."""
+    with Client(ClusterOptions(options)) as client:
+        current: _Import | None = None
+        for name, first, payloads in _runs(batches):
+            if first == _HEAD:
+                if current is not None:
+                    yield result_batch([current.finish()])
+                source = LedgerId.parse(name)
+                current = _Import(client, source, _target(source, to_scope_id), payloads.pop(0), options)
+                first += 1
+            assert current is not None
+            current.add(first, payloads)
+        if current is not None:
+            yield result_batch([current.finish()])
+
+
+def _runs(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[str, int, list[bytes]]]:
+    """Rows of one ledger that stand in one batch: its name, the first one's entry id, all payloads."""
+    for batch in batches:
+        names, entry_ids, payloads = (batch.column(at).to_pylist() for at in range(3))
+        start = 0
+        for at in range(1, len(names) + 1):
+            if at == len(names) or names[at] != names[start]:
+                yield names[start], entry_ids[start], payloads[start:at]
+                start = at
+
+
+class _Import:
+    """One ledger on its way in. What is wrong with it alone is kept for its row; an unreachable cluster is raised."""
+
+    def __init__(self, client: Client, source: LedgerId, target: LedgerId, head: bytes, options: SourceOptions) -> None:
+        fields = json.loads(head)
+        shape = Shape(
+            fields["ensembleSize"], fields["writeQuorumSize"], fields["ackQuorumSize"],
+            DigestType[fields.get("digestType") or "CRC32"],
+            {key: b64decode(value) for key, value in fields["customMetadata"].items()},
+        )  # fmt: skip
+        password = options.secret("ledgerPassword") or b""
+        self._client, self._entry_count = client, int(fields["entryCount"])
+        self._copy = LedgerCopy(client, source, target, shape.over(options), password)
+        self._error: BkctlError | None = None
+        self._run(self._copy.begin())
+
+    def add(self, first: int, payloads: list[bytes]) -> None:
+        if first != self._copy.hash.entry_count and payloads and self._error is None:
+            self._error = Corrupt(f"Entry {self._copy.hash.entry_count} of ledger {self._copy.source} is not there")
+        self._run(self._copy.add(payloads))
+
+    def finish(self) -> Copied:
+        if self._copy.hash.entry_count != self._entry_count and self._error is None:
+            self._error = Corrupt(
+                f"Ledger {self._copy.source} has {self._copy.hash.entry_count} entries in the export, not "
+                f"{self._entry_count}"
+            )
+        result = self._run(self._copy.finish())
+        if self._error is not None:
+            return Copied(self._copy.source, self._copy.target, FAILED, message=str(self._error))
+        assert isinstance(result, Copied)
+        return result
+
+    def _run(self, work: Any) -> Any:
+        if self._error is not None:
+            work.close()
+            return None
+        try:
+            return self._client.run(work)
+        except Unreachable:
+            raise  # Spark tries the task again.
+        except BkctlError as error:
+            self._error = error
+            return None

@@ -1,0 +1,227 @@
+"""What Spark pushes down to a source, as plain values: which ledgers, entries and other columns are wanted.
+
+A filter that is taken is applied exactly, so that Spark need not look again. The words of a condition are the values
+that the columns have: ids in decimal without leading zeros, qualified names in 32 lower-case hex digits. A condition
+that no value can meet matches no row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from bkctl.ids import I64_MAX, U64_MAX, LedgerId
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from pyspark.sql.datasource import Filter
+
+    from bkctl.spark.sources.options import SourceOptions
+
+LEDGER_COLUMNS: Final = ("ledgerScopeId", "ledgerId", "ledgerQualifiedName")
+
+_DECIMAL: Final = re.compile(r"0|[1-9][0-9]{0,19}", re.ASCII)
+_NAME: Final = re.compile(r"[0-9a-f]{32}", re.ASCII)
+
+
+@dataclass
+class Conditions:
+    """What rows must have, all at once; nothing at first. Plain values, to be pickled.
+
+    `values`: column → the values that it may have. `first` and `last`: integer column → its bounds, both included.
+    `ledgers`: None, or ledgers of which one is wanted (the option `ledger`, beside what was pushed down).
+    """
+
+    values: dict[str, frozenset[Any]] = field(default_factory=dict)
+    first: dict[str, int] = field(default_factory=dict)
+    last: dict[str, int] = field(default_factory=dict)
+    ledgers: frozenset[LedgerId] | None = None
+
+    @classmethod
+    def of(cls, options: SourceOptions) -> Conditions:
+        """Those of the options `ledger` and `ledgerScopeId`; the former counts where both are given."""
+        made = cls()
+        if options.text("ledger") is not None:
+            made.ledgers = frozenset(options.ledgers())
+        elif (scope_id := options.scope_id()) is not None:
+            made.values["ledgerScopeId"] = frozenset((str(scope_id),))
+        return made
+
+    def push(
+        self, filters: Sequence[Filter], texts: Collection[str] = (), integers: Collection[str] = (),
+        never_null: Collection[str] = (), *, permissive: bool = False,
+    ) -> list[Filter]:  # fmt: skip
+        """Take those of Spark's filters that say what strings and integers of these columns must be; return the others.
+
+        `IS NOT NULL` is taken for the columns that are `never_null`. In mode `permissive` all are returned: rows of
+        damage are null where nothing is known, and that no filter wants those is for Spark to say.
+        """
+        from pyspark.sql.datasource import (
+            EqualNullSafe,
+            EqualTo,
+            GreaterThan,
+            GreaterThanOrEqual,
+            In,
+            IsNotNull,
+            LessThan,
+            LessThanOrEqual,
+        )
+
+        left: list[Filter] = []
+        for each in filters:
+            path: tuple[str, ...] = getattr(each, "attribute", ())
+            name = path[0] if len(path) == 1 else ""
+            kind = str if name in texts else int if name in integers else None
+            if isinstance(each, IsNotNull) and name in never_null:
+                continue
+            if kind is not None and isinstance(each, EqualTo | EqualNullSafe) and _is(each.value, kind):
+                self._among(name, (each.value,))
+            elif kind is not None and isinstance(each, In) and all(_is(value, kind) for value in each.value):
+                self._among(name, each.value)
+            elif kind is int and isinstance(each, GreaterThan | GreaterThanOrEqual) and _is(each.value, int):
+                low = each.value + isinstance(each, GreaterThan)
+                self.first[name] = max(low, self.first.get(name, low))
+            elif kind is int and isinstance(each, LessThan | LessThanOrEqual) and _is(each.value, int):
+                high = each.value - isinstance(each, LessThan)
+                self.last[name] = min(high, self.last.get(name, high))
+            else:
+                left.append(each)
+        return list(filters) if permissive else left
+
+    def _among(self, name: str, values: Iterable[Any]) -> None:
+        allowed = frozenset(values)
+        self.values[name] = allowed & self.values.get(name, allowed)
+
+    def accepts(self, name: str, value: Any) -> bool:
+        """Whether a row whose column `name` has this value may be wanted; None meets no condition."""
+        if name in self.values and value not in self.values[name]:
+            return False
+        if name in self.first and (value is None or value < self.first[name]):
+            return False
+        return not (name in self.last and (value is None or value > self.last[name]))
+
+    def accepts_ledger(self, ledger: LedgerId) -> bool:
+        """Whether rows of this ledger may be wanted."""
+        return (
+            (self.ledgers is None or ledger in self.ledgers)
+            and self.accepts("ledgerScopeId", str(ledger.scope_id))
+            and self.accepts("ledgerId", str(ledger.ledger_id))
+            and self.accepts("ledgerQualifiedName", ledger.qualified_name)
+        )
+
+    @property
+    def about_ledgers(self) -> bool:
+        """Whether some ledgers are wanted, and not all."""
+        return self.ledgers is not None or any(name in self.values for name in LEDGER_COLUMNS)
+
+    def scope_ids(self) -> frozenset[int] | None:
+        """The scopes that rows may be of; None: any."""
+        return self._halves(lambda ledger: ledger.scope_id, _numbers(self.values.get("ledgerScopeId")))
+
+    def ledger_ids(self) -> frozenset[int] | None:
+        """The ledger ids that rows may have, whatever their scope; None: any."""
+        return self._halves(lambda ledger: ledger.ledger_id, _numbers(self.values.get("ledgerId")))
+
+    def wanted_ledgers(self) -> list[LedgerId] | None:
+        """The ledgers that rows may be of, in order, where they can be counted; None where they cannot."""
+        named = self._named()
+        if named is None:
+            scopes, ids = _numbers(self.values.get("ledgerScopeId")), _numbers(self.values.get("ledgerId"))
+            if scopes is None or ids is None:
+                return None
+            named = frozenset(LedgerId(scope_id, ledger_id) for scope_id in scopes for ledger_id in ids)
+        return sorted(filter(self.accepts_ledger, named))
+
+    def entry_range(self) -> tuple[int, int]:
+        """The first and the last entry id that rows may have, both included; first > last: no row is wanted."""
+        first, last = self.first.get("entryId", 0), self.last.get("entryId", I64_MAX)
+        ids = self.values.get("entryId")
+        if ids is not None:
+            first, last = max(first, min(ids, default=1)), min(last, max(ids, default=0))
+        return first, last
+
+    def ledger_mask(
+        self, scope_ids: npt.NDArray[np.uint64] | None, ledger_ids: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.bool_] | None:
+        """Which of these rows are of a wanted ledger (`scope_ids` None: all in scope 0); None: all are."""
+        import numpy as np
+
+        if not self.about_ledgers:
+            return None
+        wanted = self.wanted_ledgers()
+        if wanted is not None:
+            mask = np.zeros(len(ledger_ids), np.bool_)
+            by_scope: dict[int, list[int]] = {}
+            for ledger in wanted:
+                by_scope.setdefault(ledger.scope_id, []).append(ledger.ledger_id)
+            for scope_id, numbers in by_scope.items():
+                if scope_ids is None and scope_id:
+                    continue
+                of_scope = _isin(ledger_ids, numbers)
+                mask |= of_scope if scope_ids is None else of_scope & (scope_ids == np.uint64(scope_id))
+            return mask
+        mask = np.ones(len(ledger_ids), np.bool_)
+        scopes, ids = _numbers(self.values.get("ledgerScopeId")), _numbers(self.values.get("ledgerId"))
+        if scopes is not None:
+            mask &= (0 in scopes) if scope_ids is None else _isin(scope_ids, sorted(scopes))
+        if ids is not None:
+            mask &= _isin(ledger_ids, sorted(ids))
+        return mask
+
+    def number_mask(self, name: str, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
+        """Which of the values of the integer column `name` are wanted; None: all are."""
+        import numpy as np
+
+        masks = []
+        if name in self.values:
+            masks.append(np.isin(numbers, [each for each in self.values[name] if -I64_MAX <= each <= I64_MAX]))
+        if name in self.first:
+            masks.append(_at_least(numbers, self.first[name]))
+        if name in self.last:
+            masks.append(~_at_least(numbers, self.last[name] + 1))
+        found: npt.NDArray[np.bool_] | None = np.logical_and.reduce(masks) if masks else None
+        return found
+
+    def _named(self) -> frozenset[LedgerId] | None:
+        names = self.values.get("ledgerQualifiedName")
+        if names is None:
+            return self.ledgers
+        found = frozenset(LedgerId.from_value(int(name, 16)) for name in names if _NAME.fullmatch(name))
+        return found if self.ledgers is None else found & self.ledgers
+
+    def _halves(self, half: Any, numbers: frozenset[int] | None) -> frozenset[int] | None:
+        named = self._named()
+        if named is None:
+            return numbers
+        found = frozenset(map(half, named))
+        return found if numbers is None else found & numbers
+
+
+def _is(value: object, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _numbers(texts: frozenset[str] | None) -> frozenset[int] | None:
+    if texts is None:
+        return None
+    return frozenset(number for text in texts if _DECIMAL.fullmatch(text) and (number := int(text)) <= U64_MAX)
+
+
+def _isin(numbers: npt.NDArray[np.uint64], wanted: Sequence[int]) -> npt.NDArray[np.bool_]:
+    import numpy as np
+
+    if len(wanted) == 1:
+        equal: npt.NDArray[np.bool_] = numbers == np.uint64(wanted[0])
+        return equal
+    return np.isin(numbers, np.array(wanted, np.uint64))
+
+
+def _at_least(numbers: npt.NDArray[np.int64], low: int) -> npt.NDArray[np.bool_]:
+    import numpy as np
+
+    if low > I64_MAX:
+        return np.zeros(len(numbers), np.bool_)
+    return numbers >= np.int64(max(low, -I64_MAX - 1))

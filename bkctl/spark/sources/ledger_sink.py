@@ -1,0 +1,211 @@
+"""The sink of `bookkeeper.ledger`: writes a DataFrame into new ledgers, one a partition, and says which they are.
+
+    rows.write.format("bookkeeper.ledger").mode("append").options(metadataUri=…, names="names.txt").save()
+
+The column `payload` (binary or string) becomes the entries, in the order of the partition's rows; other columns are
+left aside, and a partition without rows gets no ledger. A task that is run again writes another ledger: at the end only
+those of the attempts that Spark counts are named, and all others of the same write are deleted. What finds them again
+is a mark in their custom metadata, and ids that lie side by side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import tempfile
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
+
+from bkctl.client.ensemble import check_quorums
+from bkctl.client.ledger import WriteHandle
+from bkctl.errors import AlreadyExists, BkctlError, LedgerExists, LedgerNotFound, UsageError
+from bkctl.formats.entry import DigestType
+from bkctl.ids import U64_MAX, LedgerId
+from bkctl.spark.sources.connection import Client
+from bkctl.spark.sources.ledgers import NAME, LedgerQuerySettings
+from bkctl.spark.sources.options import SourceOptions
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import DataFrame
+    from pyspark.sql.types import StructType
+
+PAYLOAD: Final = "payload"
+#: Custom metadata of every ledger of one write.
+JOB_KEY: Final = "bkctl-write"
+_LOW_BITS: Final = 32
+_ID_ATTEMPTS_MAX: Final = 20
+
+
+class LedgerWritten(WriterCommitMessage):
+    """What a task wrote: its ledger as an unsigned 128-bit number, None where there were no rows."""
+
+    def __init__(self, partition: int, ledger: int | None) -> None:
+        self.partition, self.ledger = partition, ledger
+
+
+class LedgerWriter(DataSourceArrowWriter):
+    """One write. Made on the driver, where `commit` and `abort` run; `write` runs in the tasks, on a copy.
+
+    Options: the connection's; `ledgerScopeId` (default: one of its own), in which ids are made as of a random UUID, in
+    scope 0 by the metadata store; `names`, a file on the driver; `ensembleSize` (3), `writeQuorumSize` (2),
+    `ackQuorumSize` (2), `digestType` (CRC32C), `customMetadata` (KEY=VALUE); the ledgers' password from
+    `ledgerPasswordFile` or `ledgerPasswordEnv`.
+    """
+
+    def __init__(
+        self, options: SourceOptions, settings: LedgerQuerySettings, schema: StructType, overwrite: bool
+    ) -> None:
+        self._options, self._settings = options, settings
+        self._job = uuid.uuid4()
+        high, low = LedgerId.from_value(self._job.int)
+        self._scope_id = high if settings.scope_id is None else settings.scope_id
+        #: The first of the ids that are this write's, in scopes other than 0.
+        self._first_id = low >> _LOW_BITS << _LOW_BITS
+        self._column = _payload_column(schema)
+        self._shape = (
+            options.integer("ensembleSize", 3, 1),
+            options.integer("writeQuorumSize", 2, 1),
+            options.integer("ackQuorumSize", 2, 1),
+        )
+        check_quorums(*self._shape)
+        self._digest_type = options.digest_type() or DigestType.CRC32C
+        self._names = None if options.text("names") is None else Path(options.needed("names")).absolute()
+        if self._names is not None:
+            if self._names.exists() and not overwrite:
+                raise AlreadyExists(f"{self._names} exists", hint="name a new file, or write with mode overwrite")
+            if not self._names.parent.is_dir():
+                raise UsageError(f"names {self._names}: there is no such directory")
+        with settings.cluster.open() as cluster:
+            # Where the store makes the ids, those of this write come behind what there is now.
+            self._position = (cluster.ledgers.id_position() or 0) if self._scope_id == 0 else 0
+
+    # --- in the tasks -------------------------------------------------------------------------------------------
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> LedgerWritten:
+        """Write the rows of one partition into a new ledger and close it. What fails half way is deleted again."""
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        partition = 0 if context is None else context.partitionId()
+        filled = (batch for batch in iterator if batch.num_rows)
+        first = next(filled, None)
+        if first is None:
+            return LedgerWritten(partition, None)
+        with Client(self._settings.cluster) as client:
+            handle = client.run(self._create(client))
+            try:
+                for batch in (batch for batches in ((first,), filled) for batch in batches):
+                    client.run(_add(handle, self._payloads(batch)))
+                client.run(handle.close())
+            except BaseException:
+                with contextlib.suppress(BkctlError):  # What went wrong first counts; `abort` deletes it too.
+                    client.cluster.ledgers.remove(handle.ledger)
+                raise
+            return LedgerWritten(partition, handle.ledger.value)
+
+    async def _create(self, client: Client) -> WriteHandle:
+        settings: dict[str, Any] = {
+            **dict(zip(("ensemble_size", "write_quorum_size", "ack_quorum_size"), self._shape, strict=True)),
+            "digest_type": self._digest_type,
+            "password": self._options.secret("ledgerPassword") or b"",
+            "custom_metadata": {**self._settings.custom_metadata, JOB_KEY: self._job.hex.encode()},
+        }
+        if self._scope_id == 0:
+            return await client.bookkeeper.create_ledger(**settings)
+        for _ in range(_ID_ATTEMPTS_MAX):
+            ledger_id = self._first_id | secrets.randbits(_LOW_BITS)
+            with contextlib.suppress(LedgerExists):
+                return await client.bookkeeper.create_ledger_adv(ledger_id, ledger_scope_id=self._scope_id, **settings)
+        raise LedgerExists(f"{_ID_ATTEMPTS_MAX} generated ledger ids exist already in scope {self._scope_id}")
+
+    def _payloads(self, batch: pa.RecordBatch) -> list[bytes]:
+        import pyarrow as pa
+
+        column = batch.column(self._column)
+        if column.null_count:
+            raise UsageError(f"{NAME}: {column.null_count} rows have no {PAYLOAD}; an entry may be empty, but not null")
+        payloads: list[bytes] = column.cast(pa.large_binary()).to_pylist()
+        return payloads
+
+    # --- on the driver ------------------------------------------------------------------------------------------
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        """Delete what attempts that do not count left, then write the names. Raises what keeps it from that."""
+        written = [each for each in messages if isinstance(each, LedgerWritten) and each.ledger is not None]
+        written.sort(key=lambda each: each.partition)
+        ledgers = [LedgerId.from_value(each.ledger) for each in written if each.ledger is not None]
+        self._delete(keep=frozenset(ledgers))
+        if self._names is not None:
+            _write_lines(self._names, map(str, ledgers))
+
+    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
+        """Delete every ledger of this write. Raises, saying how to find what is left, what keeps it from that."""
+        try:
+            self._delete(keep=frozenset())
+        except BkctlError as error:
+            raise BkctlError(
+                f"Ledgers of a write that failed may be left: {error.message}",
+                hint="'bkctl ledger list --all-scopes --custom-metadata "
+                f"{JOB_KEY}={self._job.hex}' shows them, and 'bkctl ledger delete' deletes them",
+            ) from error
+
+    def _delete(self, keep: frozenset[LedgerId]) -> None:
+        with self._settings.cluster.open() as cluster:
+            listed = cluster.ledgers.ledgers(self._scope_id, self._before_first())
+            end = LedgerId(self._scope_id, U64_MAX if self._scope_id == 0 else self._first_id | (1 << _LOW_BITS) - 1)
+            others = (each for each in takewhile(lambda each: each <= end, listed) if each not in keep)
+            mark = self._job.hex.encode()
+            for ledger, found in cluster.ledgers.read_many(others):
+                if not isinstance(found, BkctlError) and found.metadata.custom_metadata.get(JOB_KEY) == mark:
+                    with contextlib.suppress(LedgerNotFound):
+                        cluster.ledgers.remove(ledger)
+
+    def _before_first(self) -> LedgerId | None:
+        first = LedgerId(self._scope_id, self._position if self._scope_id == 0 else self._first_id)
+        return LedgerId.from_value(first.value - 1) if first.value else None
+
+
+async def _add(handle: WriteHandle, payloads: Iterable[bytes]) -> None:
+    for payload in payloads:
+        await handle.ready()
+        handle.add(payload)
+    await handle.flush()  # Nothing moves until the next batch is there.
+
+
+def _payload_column(schema: StructType) -> int:
+    for at, field in enumerate(schema.fields):
+        if field.name == PAYLOAD:
+            if field.dataType.typeName() not in ("binary", "string"):
+                raise UsageError(f"{NAME}: column {PAYLOAD} is {field.dataType.simpleString()}, not binary or string")
+            return at
+    raise UsageError(f"{NAME}: the rows have no column {PAYLOAD}", hint=f"rename the one to write to {PAYLOAD}")
+
+
+def _write_lines(path: Path, lines: Iterable[str]) -> None:
+    """Write a file that is there only once it is whole."""
+    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(descriptor, "w", encoding="ascii") as file:
+            file.writelines(f"{line}\n" for line in lines)
+        os.replace(partial, path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
+
+
+def write_ledgers(rows: DataFrame, options: Mapping[str, str]) -> list[LedgerId]:
+    """Write the column `payload` of `rows` into new ledgers, one a partition; returns them in the partitions' order.
+
+    `options` are those of the sink, without `names`. Raises what the write raises; then no ledger of it is left.
+    """
+    with tempfile.TemporaryDirectory(prefix="bkctl-") as directory:
+        names = Path(directory, "names")
+        rows.write.format(NAME).mode("append").options(**options, names=str(names)).save()
+        return [LedgerId.parse(line) for line in names.read_text().split()]

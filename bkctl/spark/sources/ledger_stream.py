@@ -1,0 +1,300 @@
+"""The stream of `bookkeeper.ledger`: follows ledgers as they grow, and takes in the new ones of its scope or query.
+
+    spark.readStream.format("bookkeeper.ledger").options(metadataUri="zk://host:2181/ledgers", ledgerScopeId="7").load()
+
+An offset is a position in the data: for each ledger the entry that comes next, apart for those that are closed and read
+to the end. What lies between two offsets is confirmed, and so the same whenever it is read: a query that starts again
+from its checkpoint neither loses an entry nor repeats one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxBytes,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
+
+from bkctl.errors import BkctlError, LedgerNotFound, UsageError
+from bkctl.ids import LedgerId
+from bkctl.metadata.ledgers import VersionedMetadata
+from bkctl.spark.sources.connection import Client
+from bkctl.spark.sources.ledgers import (
+    NAME,
+    EntryRange,
+    EntryReader,
+    Extent,
+    LedgerEntries,
+    LedgerQuerySettings,
+    cut,
+    extents,
+)
+from bkctl.spark.sources.options import SourceOptions
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql.types import StructType
+
+#: Ledgers in an offset, which Spark writes down at each batch.
+LEDGERS_MAX: Final = 100_000
+EARLIEST: Final = "earliest"
+_ASKED_AT_ONCE: Final = 64
+
+
+class Offset(NamedTuple):
+    """For each ledger, by its qualified name, the entry that comes next; in `closed` where there will be no other."""
+
+    open: dict[str, int]
+    closed: dict[str, int]
+
+    @classmethod
+    def read(cls, value: Mapping[str, Any]) -> Offset:
+        """The offset that Spark wrote down. Raises UsageError for what is none."""
+        parts = []
+        for key in ("open", "closed"):
+            part = value.get(key, {})
+            if not isinstance(part, dict) or not all(_is_position(*each) for each in part.items()):
+                raise UsageError(f"{NAME}: not an offset: {json.dumps(value)[:200]}")
+            parts.append(part)
+        if value.keys() - {"open", "closed"}:
+            raise UsageError(f"{NAME}: not an offset: {json.dumps(value)[:200]}")
+        return cls(*parts)
+
+    def to_json(self) -> dict[str, dict[str, int]]:
+        """What Spark writes down."""
+        return {"open": dict(sorted(self.open.items())), "closed": dict(sorted(self.closed.items()))}
+
+    @property
+    def next_entry_ids(self) -> dict[str, int]:
+        """Of all ledgers."""
+        return {**self.open, **self.closed}
+
+
+def _is_position(name: str, entry_id: object) -> bool:
+    return len(name) == 32 and not name.strip("0123456789abcdef") and type(entry_id) is int and 0 <= entry_id <= 1 << 63
+
+
+def latest_offsets(options: Mapping[str, str]) -> str:
+    """Where the ledgers that the source's `options` name end now: for the option `startingOffsets` of a new stream."""
+    checked = SourceOptions(NAME, options, tuple(options))
+    settings = LedgerQuerySettings(checked)
+    with Client(settings.cluster) as client:
+        seen = _Look(settings).look(client, {})
+    ends = {name: each.next_entry_id for name, each in seen.items()}
+    closed = {name for name, each in seen.items() if each.closed}
+    offset = Offset({name: ends[name] for name in ends.keys() - closed}, {name: ends[name] for name in closed})
+    return json.dumps(offset.to_json())
+
+
+class _Look:
+    """Looks how far the ledgers of a query go."""
+
+    def __init__(self, settings: LedgerQuerySettings, *, needed: bool = True) -> None:
+        self._settings = settings
+        #: Whether ledgers that are named must be there.
+        self._needed = needed and settings.are_named
+        #: Ledgers that the query does not want, or that will never have an entry.
+        self._passed_over: set[LedgerId] = set()
+
+    def look(self, client: Client, finished: Mapping[str, int]) -> dict[str, Extent]:
+        """The extents of all ledgers of the query by name, those `finished` (name → end) without asking again.
+
+        Ledgers without any entry are left out. Raises what keeps one from being read.
+        """
+        found: dict[str, Extent] = {}
+        held: list[tuple[LedgerId, VersionedMetadata]] = []
+
+        def asked() -> Iterator[LedgerId]:
+            for ledger in self._settings.listed(client, self._settings.conditions()):
+                end = finished.get(ledger.qualified_name)
+                if end is not None:
+                    found[ledger.qualified_name] = Extent(end, True, 0)
+                elif ledger not in self._passed_over:
+                    yield ledger
+
+        def ask() -> None:
+            for (ledger, _), extent in zip(held, client.run(extents(client, held)), strict=True):
+                if isinstance(extent, BkctlError):
+                    raise extent
+                if extent.next_entry_id:
+                    found[ledger.qualified_name] = extent
+                elif extent.closed:
+                    self._passed_over.add(ledger)
+            held.clear()
+
+        for ledger, versioned in client.cluster.ledgers.read_many(asked()):
+            if isinstance(versioned, LedgerNotFound) and not self._needed:
+                continue  # It was deleted since it was listed.
+            if isinstance(versioned, BkctlError):
+                raise versioned
+            if not self._settings.query.matches(versioned, 0):
+                self._passed_over.add(ledger)
+                continue
+            held.append((ledger, versioned))
+            if len(held) >= _ASKED_AT_ONCE:
+                ask()
+        ask()
+        return found
+
+
+class LedgerStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Plans and reads batches of a stream; no method needs Spark.
+
+    Options beside the table's: `startingOffsets` (`earliest`, or what `latest_offsets` returns), `maxEntriesPerTrigger`
+    and `maxBytesPerTrigger` (about), `failOnDataLoss` (true: a ledger that is deleted before it was read to its end
+    fails the query; else it is passed over).
+    """
+
+    def __init__(self, options: SourceOptions, settings: LedgerQuerySettings, schema: StructType) -> None:
+        self._settings = settings
+        self._fail_on_data_loss = options.flag("failOnDataLoss", True)
+        self._entries = EntryReader(settings, schema, skip_deleted=not self._fail_on_data_loss)
+        self._entries_max = options.integer("maxEntriesPerTrigger", 0, 1) or None
+        given = options.text("maxBytesPerTrigger")
+        self._bytes_max = None if given is None else options.size_bytes("maxBytesPerTrigger", 1)
+        self._start = _starting_offset(options.text("startingOffsets") or EARLIEST)
+        self._look = _Look(settings, needed=self._fail_on_data_loss)
+        self._client: Client | None = None
+        self._target: dict[str, Extent] | None = None
+        self._seen: Offset | None = None
+
+    def initialOffset(self) -> dict[str, Any]:
+        """Where a new query starts. The same each time, since Spark may ask again before it has written it down."""
+        return self._start.to_json()
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        """What the options say of one batch."""
+        if self._entries_max is not None:
+            return ReadMaxRows(self._entries_max)
+        return ReadAllAvailable() if self._bytes_max is None else ReadMaxBytes(self._bytes_max)
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        """Go no further than what is there now."""
+        self._target = self._look.look(self._connected(), {})
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
+        """How far the next batch goes; `start` itself where there is nothing new.
+
+        Raises LedgerNotFound for a ledger that is gone before it was read to its end, unless `failOnDataLoss` is false.
+        """
+        known = Offset.read(start)
+        extents = self._target if self._target is not None else self._look.look(self._connected(), known.closed)
+        self._check_deleted(known, extents)
+        at = known.next_entry_ids
+        waiting = {name: each.next_entry_id - at.get(name, 0) for name, each in extents.items()}
+        sizes = {name: each.entry_size for name, each in extents.items()}
+        taken = allot({name: count for name, count in waiting.items() if count > 0}, sizes, *self._limits(limit))
+        new = Offset({}, {})
+        for name, extent in extents.items():
+            next_id = at.get(name, 0) + taken.get(name, 0)
+            done = name in known.closed or (extent.closed and next_id >= extent.next_entry_id)
+            if next_id:
+                (new.closed if done else new.open)[name] = next_id
+        self._seen = Offset({name: each.next_entry_id for name, each in extents.items()}, {})
+        kept = {name: next_id for name, next_id in known.closed.items() if name in extents}
+        if new.open == {name: each for name, each in known.open.items() if name in extents} and new.closed == kept:
+            return start
+        if len(new.open) + len(new.closed) > LEDGERS_MAX:
+            raise UsageError(
+                f"{NAME}: a stream follows at most {LEDGERS_MAX:,} ledgers",
+                hint="narrow it with ledger, ledgerScopeId or customMetadata",
+            )
+        return new.to_json()
+
+    def reportLatestOffset(self) -> dict[str, Any] | None:
+        """How far the ledgers went when they were last looked at."""
+        return None if self._seen is None else self._seen.to_json()
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
+        """The entries between two offsets, cut by `entriesPerPartition`."""
+        at = Offset.read(start).next_entry_ids
+        spans = (
+            (EntryRange(int(name, 16), at.get(name, 0), next_id - 1), 0)
+            for name, next_id in sorted(Offset.read(end).next_entry_ids.items())
+        )
+        return [LedgerEntries(each) for each in cut(spans, 1 << 62, self._settings.entries_per_partition)]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """The rows of a partition, exactly those that were planned. Raises what keeps one from being read."""
+        assert isinstance(partition, LedgerEntries)
+        return self._entries.read(partition)
+
+    def stop(self) -> None:
+        """Close the connections."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _connected(self) -> Client:
+        if self._client is None:
+            self._client = Client(self._settings.cluster)
+        return self._client
+
+    def _check_deleted(self, known: Offset, extents: Mapping[str, Extent]) -> None:
+        gone = sorted(known.open.keys() - extents.keys())
+        if gone and self._fail_on_data_loss:
+            ledger = LedgerId.from_value(int(gone[0], 16))
+            more = f", and {len(gone) - 1} more ledgers," if len(gone) > 1 else ""
+            raise LedgerNotFound(
+                f"Ledger {ledger}{more} was deleted before it was read to its end; the next entry was "
+                f"{known.open[gone[0]]}",
+                hint="set failOnDataLoss to false to go on without",
+            )
+
+    def _limits(self, limit: ReadLimit) -> tuple[int | None, int | None]:
+        """Entries and bytes that a batch may have."""
+        if isinstance(limit, ReadAllAvailable):
+            return None, None
+        return (
+            limit.max_rows if isinstance(limit, ReadMaxRows) else self._entries_max,
+            limit.max_bytes if isinstance(limit, ReadMaxBytes) else self._bytes_max,
+        )
+
+
+def allot(
+    waiting: Mapping[str, int], sizes: Mapping[str, int], count_max: int | None, size_max: int | None
+) -> dict[str, int]:
+    """How many of its `waiting` entries each ledger may give: fair shares, and what one leaves goes to the others.
+
+    `sizes`: an entry's bytes on average. Where there is not one for each, those with most waiting come first. At least
+    one entry is given, whatever its size.
+    """
+    taken: dict[str, int] = {}
+    count_left, size_left = count_max, size_max
+    names = sorted(waiting, key=lambda name: (waiting[name], name))
+    for at, name in enumerate(names):
+        count, left = waiting[name], len(names) - at
+        if count_left is not None:
+            count = min(count, count_left // left)
+        if size_left is not None:
+            count = min(count, size_left // left // max(sizes[name], 1))
+        if count_left is not None:
+            count_left -= count
+        if size_left is not None:
+            size_left -= count * sizes[name]
+        taken[name] = count
+    if names and not any(taken.values()):
+        taken[names[-1]] = 1
+    return taken
+
+
+def _starting_offset(text: str) -> Offset:
+    if text.lower() == EARLIEST:
+        return Offset({}, {})
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise UsageError(
+            f"{NAME}: option startingOffsets {text[:80]!r}: neither earliest nor an offset",
+            hint="for new entries only, pass the result of bkctl.spark.sources.ledger_stream.latest_offsets(options)",
+        )
+    return Offset.read(value)

@@ -1,0 +1,369 @@
+"""Read the entries of ledgers from their bookies for `bookkeeper.ledger`: partitions, ranges, checked batches.
+
+Nothing is fenced, recovered or closed. A ledger that is closed is read to its end, another one up to the last add
+confirmed that its bookies tell when the query is planned. Passwords are the metadata's own, in the task, and nowhere
+else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import aclosing
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from pyspark.sql.datasource import DataSourceReader, InputPartition
+
+from bkctl.client.reader import LedgerAccess, LedgerEntry, read_entries, read_last_confirmed
+from bkctl.errors import BkctlError, LedgerNotFound, UsageError
+from bkctl.ids import LedgerId
+from bkctl.metadata.admin.overview import LedgerQuery
+from bkctl.metadata.ledgers import VersionedMetadata
+from bkctl.spark.sources.columns import DAMAGE, constant
+from bkctl.spark.sources.connection import Client, ClusterOptions
+from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
+from bkctl.spark.sources.options import Mode, SourceOptions
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql.datasource import Filter
+    from pyspark.sql.types import StructType
+
+
+NAME: Final = "bookkeeper.ledger"
+COLUMNS: Final = (*LEDGER_COLUMNS, "entryId", "lastAddConfirmed", "length", "size", "formatVersion", "payload")
+PARTITION_SIZE_BYTES_DEFAULT: Final = 64 << 20
+PARTITION_ENTRIES_DEFAULT: Final = 100_000
+#: What is handed to Spark at once, about.
+BATCH_ROWS: Final = 8192
+BATCH_SIZE_BYTES: Final = 8 << 20
+#: Ledgers whose last add confirmed is asked for at once.
+_ASKED_AT_ONCE: Final = 64
+#: What an entry costs beside its payload, for cutting ledgers into partitions.
+_ENTRY_OVERHEAD_BYTES: Final = 64
+
+
+class EntryRange(NamedTuple):
+    """Entries `first` to `last`, both included, of the ledger with this unsigned 128-bit number."""
+
+    ledger: int
+    first: int
+    last: int
+
+
+class LedgerEntries(InputPartition):
+    """Ranges of entries that one task reads, all of which are there; and ledgers that cannot be read, with why."""
+
+    def __init__(self, ranges: Sequence[EntryRange], problems: Sequence[tuple[int, str]] = ()) -> None:
+        super().__init__(None)
+        self.ranges, self.problems = tuple(ranges), tuple(problems)
+
+
+class LedgerQuerySettings:
+    """Which ledgers of which cluster are asked for, and how; plain values, for driver and tasks."""
+
+    def __init__(self, options: SourceOptions) -> None:
+        self.cluster = ClusterOptions(options)
+        self.mode = options.mode()
+        self.named = options.ledgers()
+        self._file = options.text("ledgersFile")
+        self.scope_id = options.scope_id()
+        self.custom_metadata = _key_values(options.words("customMetadata"))
+        self.query = LedgerQuery(custom_metadata=tuple(self.custom_metadata.items()))
+        self.entries_per_partition = options.integer("entriesPerPartition", PARTITION_ENTRIES_DEFAULT, 1)
+        self.partition_size = options.size_bytes("maxPartitionBytes", PARTITION_SIZE_BYTES_DEFAULT)
+
+    def conditions(self) -> Conditions:
+        """What the options alone ask for."""
+        conditions = Conditions(ledgers=frozenset(self.named) if self.named else None)
+        if self.scope_id is not None:
+            conditions.values["ledgerScopeId"] = frozenset([str(self.scope_id)])
+        return conditions
+
+    @property
+    def are_named(self) -> bool:
+        """Whether ledgers are named by the options, and must be there."""
+        return bool(self.named) or self._file is not None
+
+    def listed(self, client: Client, conditions: Conditions) -> Iterable[LedgerId]:
+        """The ledgers that meet the conditions, those that were named also where they are not there."""
+        if self._file is not None:
+            # Read where the query is planned; there may be too many to send to every task.
+            lines = Path(self._file).read_text("ascii", "replace").split()
+            return filter(conditions.accepts_ledger, sorted({LedgerId.parse(line, self.scope_id) for line in lines}))
+        wanted = conditions.wanted_ledgers()
+        if wanted is not None:
+            return wanted
+        scopes = conditions.scope_ids()
+        found = chain.from_iterable(
+            client.cluster.ledgers.ledgers(each) for each in ([None] if scopes is None else sorted(scopes))
+        )
+        return filter(conditions.accepts_ledger, found)
+
+
+class Extent(NamedTuple):
+    """How far a ledger goes: its next entry id, whether it is closed there, and its entries' size on average."""
+
+    next_entry_id: int
+    closed: bool
+    entry_size: int
+
+
+async def extents(client: Client, found: Sequence[tuple[LedgerId, VersionedMetadata]]) -> list[Extent | BkctlError]:
+    """How far these ledgers go, each as its metadata says, or its bookies where it is not closed.
+
+    What keeps the bookies from saying so comes in the ledger's place.
+    """
+
+    async def extent(ledger: LedgerId, versioned: VersionedMetadata) -> Extent | BkctlError:
+        metadata = versioned.metadata
+        if metadata.is_closed:
+            last, length = metadata.last_entry_id, metadata.length
+        else:
+            try:
+                last, length = await read_last_confirmed(client.bookkeeper.access(ledger, versioned))
+            except BkctlError as error:
+                return error
+        return Extent(last + 1, metadata.is_closed, length // (last + 1) if last >= 0 else 0)
+
+    return list(await asyncio.gather(*(extent(*each) for each in found)))
+
+
+def cut(spans: Iterable[tuple[EntryRange, int]], size_max: int, count_max: int) -> Iterator[list[EntryRange]]:
+    """Partitions of about `size_max` bytes and at most `count_max` entries, of ranges and their entries' average size.
+
+    Together they hold each entry once, in the order given.
+    """
+    held: list[EntryRange] = []
+    size = count = 0
+    for (ledger, first, last), entry_size in spans:
+        weight = entry_size + _ENTRY_OVERHEAD_BYTES
+        while first <= last:
+            room = min((size_max - size) // weight, count_max - count)
+            if room < 1 and held:
+                yield held
+                held, size, count = [], 0, 0
+                continue
+            taken = min(last - first + 1, max(room, 1))
+            held.append(EntryRange(ledger, first, first + taken - 1))
+            first, size, count = first + taken, size + taken * weight, count + taken
+    if held:
+        yield held
+
+
+class LedgerReader(DataSourceReader):
+    """Plans and reads a table of entries; `partitions` and `read` need no Spark."""
+
+    def __init__(self, settings: LedgerQuerySettings, schema: StructType) -> None:
+        self._settings = settings
+        self._entries = EntryReader(settings, schema)
+        self._conditions = settings.conditions()
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
+        """Take what names scopes, ledgers and entries; return what is left to Spark."""
+        permissive = self._settings.mode is Mode.PERMISSIVE
+        return self._conditions.push(filters, LEDGER_COLUMNS, ("entryId",), COLUMNS, permissive=permissive)
+
+    def partitions(self) -> list[InputPartition]:
+        """Ranges of entries. Raises what reading the metadata, and last adds confirmed, raises."""
+        problems: list[tuple[int, str]] = []
+        with Client(self._settings.cluster) as client:
+            spans = self._spans(client, problems)
+            found: list[InputPartition] = [
+                LedgerEntries(ranges)
+                for ranges in cut(spans, self._settings.partition_size, self._settings.entries_per_partition)
+            ]
+        if problems:
+            found.append(LedgerEntries((), problems))
+        # Where there is none, Spark would make one up.
+        return found or [LedgerEntries(())]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """The rows of a partition, exactly those that were planned. Raises what keeps one from being read."""
+        assert isinstance(partition, LedgerEntries)
+        return self._entries.read(partition)
+
+    def _spans(self, client: Client, problems: list[tuple[int, str]]) -> Iterator[tuple[EntryRange, int]]:
+        held: list[tuple[LedgerId, VersionedMetadata]] = []
+        named = self._settings.are_named
+        for ledger, found in client.cluster.ledgers.read_many(self._settings.listed(client, self._conditions)):
+            if isinstance(found, LedgerNotFound) and not named:
+                continue  # It was deleted since it was listed, or is only asked about.
+            if isinstance(found, BkctlError):
+                self._failed(ledger, found, problems)
+            elif self._settings.query.matches(found, 0):
+                held.append((ledger, found))
+            if len(held) >= _ASKED_AT_ONCE:
+                yield from self._spans_of(client, held, problems)
+                held = []
+        yield from self._spans_of(client, held, problems)
+
+    def _spans_of(
+        self, client: Client, found: list[tuple[LedgerId, VersionedMetadata]], problems: list[tuple[int, str]]
+    ) -> Iterator[tuple[EntryRange, int]]:
+        for (ledger, _), extent in zip(found, client.run(extents(client, found)), strict=True):
+            if isinstance(extent, BkctlError):
+                self._failed(ledger, extent, problems)
+                continue
+            for first, last in self._wanted(extent.next_entry_id - 1):
+                yield EntryRange(ledger.value, first, last), extent.entry_size
+
+    def _wanted(self, end: int) -> Iterator[tuple[int, int]]:
+        """The ranges of entry ids up to `end` that are asked for."""
+        first, last = self._conditions.entry_range()
+        last = min(last, end)
+        ids = self._conditions.values.get("entryId")
+        if ids is None:
+            if first <= last:
+                yield first, last
+            return
+        run: list[int] = []
+        for entry_id in sorted(ids):
+            if first <= entry_id <= last:
+                if run and entry_id != run[1] + 1:
+                    yield run[0], run[1]
+                    run = []
+                run = [run[0] if run else entry_id, entry_id]
+        if run:
+            yield run[0], run[1]
+
+    def _failed(self, ledger: LedgerId, error: BkctlError, problems: list[tuple[int, str]]) -> None:
+        if self._settings.mode is Mode.FAILFAST:
+            raise error
+        problems.append((ledger.value, str(error)))
+
+
+class EntryReader:
+    """Reads the entries of partitions in a task. With `skip_deleted`, ledgers that are gone have no rows."""
+
+    def __init__(self, settings: LedgerQuerySettings, schema: StructType, *, skip_deleted: bool = False) -> None:
+        from pyspark.sql.pandas.types import to_arrow_schema
+
+        self._cluster = settings.cluster
+        self._permissive = settings.mode is Mode.PERMISSIVE
+        self._schema: pa.Schema = to_arrow_schema(schema, timezone="UTC")
+        self._skip_deleted = skip_deleted
+
+    def read(self, partition: LedgerEntries) -> Iterator[pa.RecordBatch]:
+        """The rows of a partition. Raises what keeps an entry from being read; in `mode` permissive that is a row."""
+        for value, reason in partition.problems:
+            yield self._damage(LedgerId.from_value(value), None, reason)
+        if not partition.ranges:
+            return
+        with Client(self._cluster) as client:
+            batch = _Batch(self._schema)
+            ids = (LedgerId.from_value(each.ledger) for each in partition.ranges)
+            for each, (ledger, found) in zip(partition.ranges, client.cluster.ledgers.read_many(ids), strict=True):
+                if isinstance(found, BkctlError):
+                    if isinstance(found, LedgerNotFound) and self._skip_deleted:
+                        continue
+                    if not self._permissive:
+                        raise found
+                    yield self._damage(ledger, None, f"{found}; entries {each.first} to {each.last} are not here")
+                    continue
+                access = client.bookkeeper.access(ledger, found)
+                next_id = each.first
+                while next_id <= each.last:
+                    entries, error = client.run(_take(access, next_id, each.last, batch))
+                    batch.add(ledger, entries)
+                    next_id += len(entries)
+                    if error is not None:
+                        if not self._permissive:
+                            raise error
+                        yield from batch.finish()
+                        yield self._damage(ledger, next_id, str(error))
+                        next_id += 1
+                    elif batch.is_full:
+                        yield from batch.finish()
+            yield from batch.finish()
+
+    def _damage(self, ledger: LedgerId, entry_id: int | None, reason: str) -> pa.RecordBatch:
+        import pyarrow as pa
+
+        values = {**ledger.to_json(), "entryId": entry_id, DAMAGE: {"file": None, "offset": None, "reason": reason}}
+        arrays = [pa.array([values.get(field.name)], field.type) for field in self._schema]
+        return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+
+
+async def _take(
+    access: LedgerAccess, first: int, last: int, batch: _Batch
+) -> tuple[list[LedgerEntry], BkctlError | None]:
+    """The entries from `first` on that `batch` has room for, in order; and why there are no more, where one fails."""
+    count, size = batch.room(access)
+    taken: list[LedgerEntry] = []
+    reading: Any = read_entries(access, first, min(last, first + count - 1))
+    try:
+        async with aclosing(reading):
+            async for entry in reading:
+                taken.append(entry)
+                size -= len(entry.payload)
+                if size <= 0:
+                    break
+    except BkctlError as error:
+        return taken, error
+    return taken, None
+
+
+class _Batch:
+    """Entries of one ledger after another, until they are enough to hand over."""
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self._schema = schema
+        self._entries: list[LedgerEntry] = []
+        self._runs: list[tuple[LedgerId, int]] = []
+        self._size = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is no room for another entry."""
+        return len(self._entries) >= BATCH_ROWS or self._size >= BATCH_SIZE_BYTES
+
+    def room(self, access: LedgerAccess) -> tuple[int, int]:
+        """How many entries of this ledger, and how many bytes, may be added."""
+        metadata = access.metadata
+        size = BATCH_SIZE_BYTES - self._size
+        count = BATCH_ROWS - len(self._entries)
+        if metadata.is_closed and metadata.length:
+            # No more than are likely to be used are asked for.
+            count = min(count, size * (metadata.last_entry_id + 1) // metadata.length + 1)
+        return count, size
+
+    def add(self, ledger: LedgerId, entries: list[LedgerEntry]) -> None:
+        """Put entries of `ledger` behind the others."""
+        if entries:
+            self._runs.append((ledger, len(entries)))
+            self._entries += entries
+            self._size += sum(len(entry.payload) for entry in entries)
+
+    def finish(self) -> Iterator[pa.RecordBatch]:
+        """What was added, if anything was; nothing is held afterwards."""
+        import pyarrow as pa
+
+        if self._entries:
+            arrays = [self._column(field.name, field.type) for field in self._schema]
+            self._entries, self._runs, self._size = [], [], 0
+            yield pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+
+    def _column(self, name: str, kind: pa.DataType) -> pa.Array:
+        import pyarrow as pa
+
+        if name == DAMAGE:
+            return pa.nulls(len(self._entries), kind)
+        if name in LEDGER_COLUMNS:
+            return pa.concat_arrays([constant(ledger.to_json()[name], count, kind) for ledger, count in self._runs])
+        at = ("entryId", "lastAddConfirmed", "length", "payload", "formatVersion").index(name) if name != "size" else -1
+        values = [len(entry.payload) for entry in self._entries] if at < 0 else [entry[at] for entry in self._entries]
+        return pa.array(values, kind)
+
+
+def _key_values(texts: Iterable[str]) -> dict[str, bytes]:
+    """`KEY=VALUE` each. Raises UsageError."""
+    found = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not (key and equals):
+            raise UsageError(f"{NAME}: option customMetadata {text!r}: not KEY=VALUE")
+        found[key] = value.encode()
+    return found

@@ -1,0 +1,273 @@
+"""`bookkeeper.metadata`: the ledgers of a cluster with their metadata, a row each, as `bkctl ledger show` prints them.
+
+    spark.read.format("bookkeeper.metadata").option("metadataUri", "zk://host:2181/ledgers").load()
+    spark.read.format("bookkeeper.metadata").load("metadata.ndjson")       what `bkctl metadata export` wrote
+
+A live store is cut into ranges of ledger ids that touch and never overlap, so that a ledger that is there all the time
+is there once; one that is created or deleted meanwhile may be. Passwords of ledgers are in no column.
+
+In `mode` permissive what cannot be read is a row with `damage`. Whose a broken line of an export is nobody knows: such
+a row has no ledger, and comes with the options `ledger` and `ledgerScopeId`, but a filter drops it, as it drops nulls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+
+from bkctl.errors import BkctlError, LedgerNotFound, UsageError
+from bkctl.formats.metadata import LedgerMetadata
+from bkctl.ids import LedgerId
+from bkctl.metadata.admin.dump import ExportFile, ExportSection
+from bkctl.metadata.cluster import Cluster
+from bkctl.metadata.ledgers import RANGE_SIZE, VersionedMetadata, pulsar_object
+from bkctl.spark.sources.columns import DAMAGE, ddl, where_and_why
+from bkctl.spark.sources.connection import CONNECTION_OPTIONS, ClusterOptions
+from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
+from bkctl.spark.sources.options import Mode, SourceOptions
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql.datasource import Filter
+    from pyspark.sql.types import StructType
+
+NAME: Final = "bookkeeper.metadata"
+SECTION_SIZE_BYTES_DEFAULT: Final = 32 << 20
+BATCH_ROWS: Final = 2048
+#: Beyond them Spark's timestamps end; such a time is nobody's.
+_TIME_MS_MAX: Final = 253_402_300_799_999
+
+#: Each column of a ledger, of what is made: its id and its metadata.
+COLUMNS: Final[dict[str, Callable[[LedgerId, VersionedMetadata], Any]]] = {
+    "ledgerScopeId": lambda ledger, _: str(ledger.scope_id),
+    "ledgerId": lambda ledger, _: str(ledger.ledger_id),
+    "ledgerQualifiedName": lambda ledger, _: ledger.qualified_name,
+    "metadataFormatVersion": lambda _, found: found.metadata.format_version,
+    "state": lambda _, found: found.metadata.state.name,
+    "ensembleSize": lambda _, found: found.metadata.ensemble_size,
+    "writeQuorumSize": lambda _, found: found.metadata.write_quorum_size,
+    "ackQuorumSize": lambda _, found: found.metadata.ack_quorum_size,
+    "digestType": lambda _, found: None if found.metadata.digest_type is None else found.metadata.digest_type.name,
+    "length": lambda _, found: found.metadata.length,
+    "lastEntryId": lambda _, found: found.metadata.last_entry_id,
+    "ctime": lambda _, found: _microseconds(found.ctime_ms),
+    "customMetadata": lambda _, found: sorted(found.metadata.custom_metadata.items()),
+    "ensembles": lambda _, found: [
+        {"firstEntryId": each.first_entry_id, "bookies": each.bookies} for each in found.metadata.ensembles
+    ],
+    "pulsar": lambda _, found: list(pulsar_object(found.metadata).items()) or None,
+}
+_OPTIONS: Final = (
+    *CONNECTION_OPTIONS, "mode", "columns", "ledger", "ledgerScopeId", "ledgersPerPartition", "maxPartitionBytes",
+)  # fmt: skip
+
+
+class LedgerIds(InputPartition):
+    """All ledgers there are from `first` to `last`, both included, as unsigned 128-bit numbers."""
+
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__(None)
+        self.first, self.last = first, last
+
+
+class NamedLedgers(InputPartition):
+    """Ledgers by their 128-bit numbers; with `needed` they must be there."""
+
+    def __init__(self, ledgers: Sequence[int], needed: bool) -> None:
+        super().__init__(None)
+        self.ledgers, self.needed = tuple(ledgers), needed
+
+
+class ExportLines(InputPartition):
+    """Lines of an export."""
+
+    def __init__(self, section: ExportSection) -> None:
+        super().__init__(None)
+        self.section = section
+
+
+class ExportDamage(InputPartition):
+    """What is wrong with an export as a whole; a row of `mode` permissive."""
+
+    def __init__(self, offset: int, reason: str) -> None:
+        super().__init__(None)
+        self.offset, self.reason = offset, reason
+
+
+class MetadataSource(DataSource):
+    """The data source; see the module. Options: `mode`, `columns`, `ledger`, `ledgerScopeId` (default: every scope);
+    of a live store the connection's (see ClusterOptions) and `ledgersPerPartition`, of an export `maxPartitionBytes`.
+    """
+
+    def __init__(self, options: dict[str, str]) -> None:
+        super().__init__(options)
+        self._checked = SourceOptions(NAME, options, _OPTIONS)
+        if (self._checked.text("metadataUri") is None) == (self._checked.text("path") is None):
+            raise UsageError(f"{NAME} needs the option metadataUri, or the path of an export, and one of them alone")
+
+    @classmethod
+    def name(cls) -> str:
+        """The name for `format()`."""
+        return NAME
+
+    def schema(self) -> str:
+        """The columns asked for, and `damage` in `mode` permissive."""
+        permissive = self._checked.mode() is Mode.PERMISSIVE
+        return ddl([*self._checked.columns(list(COLUMNS)), *([DAMAGE] if permissive else [])])
+
+    def reader(self, schema: StructType) -> MetadataReader:
+        """The reader of one query."""
+        return MetadataReader(self._checked, schema)
+
+
+class MetadataReader(DataSourceReader):
+    """Plans and reads; `partitions` and `read` need no Spark."""
+
+    def __init__(self, options: SourceOptions, schema: StructType) -> None:
+        from pyspark.sql.pandas.types import to_arrow_schema
+
+        self._schema: pa.Schema = to_arrow_schema(schema, timezone="UTC")
+        self._mode = options.mode()
+        self._export = options.text("path")
+        self._cluster = None if self._export is not None else ClusterOptions(options)
+        self._range_size = options.integer("ledgersPerPartition", RANGE_SIZE, 1)
+        self._section_size = options.size_bytes("maxPartitionBytes", SECTION_SIZE_BYTES_DEFAULT)
+        named = options.ledgers()
+        self._conditions = Conditions(ledgers=frozenset(named) if named else None)
+        self._named = bool(named)
+        scope_id = options.scope_id()
+        if scope_id is not None:
+            self._conditions.values["ledgerScopeId"] = frozenset([str(scope_id)])
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
+        """Take what names scopes and ledgers; return what is left to Spark."""
+        permissive = self._mode is Mode.PERMISSIVE
+        return self._conditions.push(filters, LEDGER_COLUMNS, never_null=LEDGER_COLUMNS, permissive=permissive)
+
+    # --- planning -----------------------------------------------------------------------------------------------
+
+    def partitions(self) -> list[InputPartition]:
+        """Ranges of a live store's ledgers, or sections of an export. Raises what reading it raises."""
+        if self._cluster is None:
+            return self._sections()
+        with self._cluster.open() as cluster:
+            # Where there is none, Spark would make one up.
+            return list(self._ranges(cluster)) or [NamedLedgers((), False)]
+
+    def _ranges(self, cluster: Cluster) -> Iterator[InputPartition]:
+        wanted = self._conditions.wanted_ledgers()
+        if wanted is not None:
+            for at in range(0, len(wanted), self._range_size):
+                yield NamedLedgers([each.value for each in wanted[at : at + self._range_size]], self._named)
+            return
+        scopes = self._conditions.scope_ids()
+        for scope_id in [None] if scopes is None else sorted(scopes):
+            for each in cluster.ledgers.ranges(scope_id, size=self._range_size):
+                if each.ledgers:
+                    yield LedgerIds(each.first.value, each.last.value)
+
+    def _sections(self) -> list[InputPartition]:
+        assert self._export is not None
+        with closing(ExportFile(Path(self._export))) as file:
+            sections, problem = file.sections(self._section_size)
+        found: list[InputPartition] = [ExportLines(section) for section in sections]
+        if problem is not None:
+            if self._mode is Mode.FAILFAST:
+                raise problem
+            found.append(ExportDamage(problem.offset, str(problem)))
+        return found or [NamedLedgers((), False)]
+
+    # --- reading ------------------------------------------------------------------------------------------------
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """The rows of a partition. Raises what is wrong with the store, and in `mode` failfast with a ledger."""
+        rows = self._rows(partition)
+        while batch := list(islice(rows, BATCH_ROWS)):
+            yield self._batch(batch)
+
+    def _rows(self, partition: InputPartition) -> Iterator[tuple[LedgerId | None, VersionedMetadata | _Damage]]:
+        if isinstance(partition, ExportDamage):
+            yield None, _Damage(self._export, partition.offset, partition.reason)
+        elif isinstance(partition, ExportLines):
+            yield from self._rows_of_export(partition.section)
+        elif not isinstance(partition, NamedLedgers) or partition.ledgers:
+            assert self._cluster is not None
+            with self._cluster.open() as cluster:
+                needed = isinstance(partition, NamedLedgers) and partition.needed
+                for ledger, found in cluster.ledgers.read_many(self._ids(cluster, partition)):
+                    if isinstance(found, LedgerNotFound) and not needed:
+                        continue  # It was deleted since it was listed, or is only asked about.
+                    if isinstance(found, BkctlError):
+                        yield ledger, self._damage(found)
+                    else:
+                        yield ledger, found
+
+    def _ids(self, cluster: Cluster, partition: InputPartition) -> Iterator[LedgerId]:
+        if isinstance(partition, NamedLedgers):
+            return map(LedgerId.from_value, partition.ledgers)
+        assert isinstance(partition, LedgerIds)
+        first, last = LedgerId.from_value(partition.first), LedgerId.from_value(partition.last)
+        scope_id = first.scope_id if first.scope_id == last.scope_id else None
+        after = LedgerId.from_value(first.value - 1) if first.value else None
+        listed = takewhile(lambda ledger: ledger <= last, cluster.ledgers.ledgers(scope_id, after))
+        return filter(self._conditions.accepts_ledger, listed)
+
+    def _rows_of_export(self, section: ExportSection) -> Iterator[tuple[LedgerId | None, VersionedMetadata | _Damage]]:
+        assert self._export is not None
+        with closing(ExportFile(Path(self._export))) as file:
+            for at, record in file.section(section):
+                if isinstance(record, BkctlError):
+                    yield None, self._damage(record)
+                    continue
+                if record.kind != "ledger":
+                    continue
+                ledger = LedgerId.from_value(int(record.key, 16))
+                if not self._conditions.accepts_ledger(ledger):
+                    continue
+                try:
+                    metadata = LedgerMetadata.parse(record.value, f"{self._export}: ledger {ledger} at byte {at}")
+                except BkctlError as error:
+                    yield ledger, self._damage(error, at)
+                else:
+                    ctime_ms = record.ctime_ms if metadata.ctime_ms is None else metadata.ctime_ms
+                    yield ledger, VersionedMetadata(metadata, 0, ctime_ms)
+
+    def _damage(self, error: BkctlError, offset: int | None = None) -> _Damage:
+        if self._mode is Mode.FAILFAST:
+            raise error
+        if self._export is None:
+            return _Damage(None, None, str(error))
+        return _Damage(self._export, *where_and_why(error, offset))
+
+    def _batch(self, rows: list[tuple[LedgerId | None, VersionedMetadata | _Damage]]) -> pa.RecordBatch:
+        import pyarrow as pa
+
+        arrays = [pa.array([_value(field.name, *row) for row in rows], field.type) for field in self._schema]
+        return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+
+
+class _Damage:
+    """What is wrong, and where."""
+
+    def __init__(self, file: str | None, offset: int | None, reason: str) -> None:
+        self.value = {"file": file, "offset": offset, "reason": reason}
+
+
+def _value(column: str, ledger: LedgerId | None, found: VersionedMetadata | _Damage) -> Any:
+    if column == DAMAGE:
+        return found.value if isinstance(found, _Damage) else None
+    if not isinstance(found, _Damage):
+        assert ledger is not None
+        return COLUMNS[column](ledger, found)
+    if ledger is None or column not in LEDGER_COLUMNS:
+        return None
+    return ledger.to_json()[column]
+
+
+def _microseconds(time_ms: int | None) -> int | None:
+    return None if time_ms is None or not 0 <= time_ms <= _TIME_MS_MAX else time_ms * 1000

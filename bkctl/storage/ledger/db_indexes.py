@@ -1,0 +1,295 @@
+"""LedgerMetadataIndex and EntryLocationIndex: the indexes of one ledger directory of DbLedgerStorage, in RocksDBs.
+
+`ledgers` and `locations` hold those of scope 0 and are what Apache's bookie has; `scoped-ledgers` and
+`scoped-locations` are made with the first scoped ledger. Every change is one synced batch.
+Source: LedgerMetadataIndex, EntryLocationIndex; BP-35.
+"""
+
+from __future__ import annotations
+
+import errno
+import heapq
+import os
+import threading
+from array import array
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final, Generic, TypeVar
+
+from bkctl.config import BookieConfig
+from bkctl.disk import NO_SPACE, Files
+from bkctl.errors import BkctlError, DirectoryInUse
+from bkctl.files.rocksdb import BATCH_OPERATIONS, LedgersDatabase, LocationsDatabase
+from bkctl.formats.index import (
+    NEEDS_INTEGRITY_CHECK,
+    LedgerData,
+    location_key,
+    location_keys,
+    location_values,
+    read_location,
+    write_location,
+)
+from bkctl.ids import U64_MAX, LedgerId
+from bkctl.storage.entry_logger import Move
+
+Database = TypeVar("Database", LedgersDatabase, LocationsDatabase)
+Result = TypeVar("Result")
+#: Free space, besides that for its logs, with which a database that had none is opened again.
+_REOPEN_BYTES: Final = 8 << 20
+
+_NO_SPACE: Final = {os.strerror(code): code for code in NO_SPACE}
+
+
+class _Index(Generic[Database]):
+    """The database of scope 0, and the one of all other scopes once it is there."""
+
+    def __init__(self, kind: type[Database], name: str, directory: Path, config: BookieConfig, files: Files) -> None:
+        self.directory = directory
+        self._kind: type[Database] = kind
+        self._name, self._config, self._files = name, config, files
+        self._databases: dict[bool, Database] = {}
+        #: Those that refused a write, and refuse all others until they are opened again.
+        self._failed: set[bool] = set()
+        self._reopening = threading.Lock()
+
+    def open(self) -> None:
+        """Open what is there; that of scope 0 is made. A full disk lets them be read. Raises OSError, DirectoryInUse,
+        Corrupt.
+        """
+        self._files.make_directory(self.directory)
+        self._open(scoped=False)
+        if (self._path(scoped=True) / "CURRENT").exists():
+            self._open(scoped=True)
+
+    def close(self) -> None:
+        """Close the databases; what they hold is in tables then, and no log is left to replay. Raises OSError."""
+        databases, self._databases = self._databases, {}
+        with ExitStack() as closing:  # one that fails leaves none of the others open
+            for database in databases.values():
+                closing.callback(self._close, database)
+
+    def _close(self, database: Database) -> None:
+        with _as_os_errors():
+            database.close()
+        self._files.note_written(database.path)
+
+    @property
+    def has_scoped(self) -> bool:
+        """Whether there is a database for scoped ledgers."""
+        return True in self._databases
+
+    def _path(self, *, scoped: bool) -> Path:
+        return self.directory / (f"scoped-{self._name}" if scoped else self._name)
+
+    def _open(self, *, scoped: bool) -> None:
+        path = self._path(scoped=scoped)
+        self._files.make_directory(path)
+        try:
+            with _as_os_errors(also_damage=False):
+                database: Database = self._kind.serve(path, self._config)
+        except OSError as error:
+            if error.errno not in NO_SPACE or not (path / "CURRENT").exists():
+                raise
+            # To be served, and written once there is space.
+            database = self._kind.open(path)
+            self._failed.add(scoped)
+        self._databases[scoped] = database
+        self._files.note_written(path)
+
+    def _read(self, ledger: LedgerId, read: Callable[[Database], Result], absent: Result) -> Result:
+        """What `read` finds in the ledger's database; `absent` where there is none. Any thread may call it."""
+        database = self._databases.get(ledger.is_scoped)
+        if database is None:
+            return absent
+        try:
+            return read(database)
+        except BkctlError:
+            with self._reopening:
+                if self._databases[ledger.is_scoped] is database:
+                    raise
+                return read(self._databases[ledger.is_scoped])
+
+    def open_scoped(self) -> None:
+        """Make the database for scoped ledgers, where it is missing. Raises OSError."""
+        if not self.has_scoped:
+            with _as_os_errors():
+                self._open(scoped=True)
+
+    def _write(self, scoped: bool, batch: Any) -> None:
+        if scoped in self._failed:
+            self._reopen(scoped=scoped)
+        database = self._databases[scoped]
+        try:
+            with _as_os_errors():
+                database.write(batch)
+        except OSError:
+            self._failed.add(scoped)
+            raise
+        self._files.note_written(database.path)
+
+    def _reopen(self, *, scoped: bool) -> None:
+        """Open a database again that had no space: RocksDB takes no write after that. Raises OSError."""
+        database = self._databases[scoped]
+        # What is in its logs becomes a table. Without the space for that it would not open, and nobody could read it.
+        needed = _REOPEN_BYTES + sum(path.stat().st_size for path in database.path.glob("*.log"))
+        if self._files.disk_usage(database.path).free < needed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(database.path))
+        with self._reopening:
+            database.abandon()
+            try:
+                with _as_os_errors(also_damage=False):
+                    self._databases[scoped] = self._kind.serve(database.path, self._config)
+            except DirectoryInUse as error:
+                # Somebody goes through it still, and it stays open until then: the next flush tries again.
+                raise OSError(errno.ENOSPC, error.message) from error
+            self._failed.discard(scoped)
+
+
+class LedgerMetadataIndex(_Index[LedgersDatabase]):
+    """Which ledgers are here, and their master keys, fences and explicit LACs."""
+
+    def __init__(self, directory: Path, config: BookieConfig, files: Files) -> None:
+        super().__init__(LedgersDatabase, "ledgers", directory, config, files)
+
+    def get(self, ledger: LedgerId) -> LedgerData | None:
+        """What is known of a ledger; None where it is not here. Raises Corrupt."""
+        return self._read(ledger, lambda database: database.get(ledger), None)
+
+    @property
+    def needs_integrity_check(self) -> bool:
+        """Whether Apache's bookie began a data integrity check that it did not finish. Raises Corrupt."""
+        database = self._databases.get(False)
+        return database is not None and bool((database.storage_flags() or 0) & NEEDS_INTEGRITY_CHECK)
+
+    def ledger_ids(self, scope: int | None = None) -> Iterator[LedgerId]:
+        """Yield the ledgers that are here, ascending: of one scope, or all. Raises Corrupt."""
+        plain, scoped = self._databases.get(False), self._databases.get(True)
+        if plain is not None and not scope:
+            yield from plain.ledger_ids()
+        if scoped is not None and scope != 0:
+            if scope is None:
+                yield from scoped.ledger_ids()
+            else:
+                end = None if scope == U64_MAX else LedgerId(scope + 1, 0)
+                yield from scoped.ledger_ids(LedgerId(scope, 0), end)
+
+    def write(self, changes: Mapping[LedgerId, LedgerData], deleted: Collection[LedgerId]) -> None:
+        """Forget the ledgers in `deleted`, then take in `changes`; on disk on return. Raises OSError."""
+        for scoped in (False, True):
+            gone = [ledger for ledger in deleted if ledger.is_scoped == scoped]
+            put = {ledger: data for ledger, data in changes.items() if ledger.is_scoped == scoped}
+            if put or (gone and scoped in self._databases):
+                self._write(scoped, LedgersDatabase.batch_of(put, gone))
+
+
+class EntryLocationIndex(_Index[LocationsDatabase]):
+    """Where the entries are."""
+
+    def __init__(self, directory: Path, config: BookieConfig, files: Files) -> None:
+        super().__init__(LocationsDatabase, "locations", directory, config, files)
+        # What a flush writes must not come between the two halves of a compare-and-set.
+        self._lock = threading.Lock()
+        self._compacting: set[str] = set()
+
+    def location(self, ledger: LedgerId, entry_id: int) -> int:
+        """The location of an entry, 0 where it is not here. Raises Corrupt."""
+        return self._read(ledger, lambda database: database.get(ledger, entry_id), 0)
+
+    def locations(self, entries: Sequence[tuple[LedgerId, int]]) -> list[int]:
+        """The locations of many entries, in their order; 0 for one that is not here. Raises Corrupt."""
+        found = [0] * len(entries)
+        for scoped, database in tuple(self._databases.items()):
+            numbers = [number for number, (ledger, _) in enumerate(entries) if ledger.is_scoped == scoped]
+            keys = [location_key(*entries[number]) for number in numbers]
+            for number, value in zip(numbers, database.values_of(keys), strict=True):
+                found[number] = 0 if value is None else read_location(value, str(database.path))
+        return found
+
+    def last_entry_id(self, ledger: LedgerId) -> int:
+        """The highest entry id that is here, -1 for none. Raises Corrupt."""
+        return self._read(ledger, lambda database: database.last_entry_id(ledger), -1)
+
+    def entry_ids(self, ledger: LedgerId) -> Iterator[int]:
+        """Yield the ids of the ledger's entries, ascending. Raises Corrupt."""
+        database = self._databases.get(ledger.is_scoped)
+        if database is not None:
+            for _, entry_id, _ in database.locations(ledger):
+                yield entry_id
+
+    def ledger_ids(self) -> Iterator[LedgerId]:
+        """Yield the ledgers that have entries here, ascending. Raises Corrupt."""
+        return heapq.merge(*(database.ledger_ids() for database in self._databases.values()))
+
+    def write(
+        self,
+        runs: Sequence[tuple[LedgerId, int]],
+        entry_ids: array[int],
+        locations: array[int],
+        deleted: Collection[LedgerId],
+        *,
+        scoped: bool,
+    ) -> None:
+        """Forget the ledgers in `deleted`, then take in where entries are; on disk on return. Raises OSError.
+
+        `runs` says how many of `entry_ids` and `locations` each ledger has, one ledger after the other.
+        """
+        if not runs and not (deleted and scoped in self._databases):
+            return
+        batch = LocationsDatabase.batch_without(deleted)
+        keys = location_keys(runs, entry_ids, scoped=scoped)
+        deque(map(batch.put, keys, location_values(locations)), maxlen=0)
+        with self._lock:
+            self._write(scoped, batch)
+
+    def move(self, moves: Iterable[Move]) -> None:
+        """Let the index say `new` where it still says `old`; on disk on return. Raises OSError, Corrupt."""
+        from rocksdict import WriteBatch
+
+        pending: dict[bool, list[Move]] = {False: [], True: []}
+        for move in moves:
+            pending[move.ledger.is_scoped].append(move)
+        for scoped, group in pending.items():
+            database = self._databases.get(scoped)
+            for start in range(0, len(group) if database is not None else 0, BATCH_OPERATIONS):
+                assert database is not None
+                some = group[start : start + BATCH_OPERATIONS]
+                keys = [location_key(each.ledger, each.entry_id) for each in some]
+                with self._lock:
+                    batch = WriteBatch(raw_mode=True)
+                    for key, value, each in zip(keys, database.values_of(keys), some, strict=True):
+                        if value is not None and read_location(value) == each.old:
+                            batch.put(key, write_location(each.new))
+                    if len(batch):
+                        self._write(scoped, batch)
+
+    def compact(self, paths: Collection[str] = ()) -> None:
+        """Compact the databases at `paths`, all of them where none is named; not one that is at it. Raises OSError."""
+        for database in tuple(self._databases.values()):
+            path = str(database.path)
+            if (not paths or path in paths) and path not in self._compacting:
+                self._compacting.add(path)
+                try:
+                    with _as_os_errors():
+                        database.compact()
+                finally:
+                    self._compacting.discard(path)
+
+    def compactions(self) -> list[tuple[str, bool]]:
+        """The databases by path, and whether each is being compacted."""
+        return [(str(each.path), str(each.path) in self._compacting) for each in tuple(self._databases.values())]
+
+
+@contextmanager
+def _as_os_errors(*, also_damage: bool = True) -> Iterator[None]:
+    """RocksDB's failures as those of a disk; with `also_damage` all of them."""
+    try:
+        yield
+    except BkctlError as error:
+        for text, code in _NO_SPACE.items():
+            if text in error.message:
+                raise OSError(code, error.message) from error
+        if also_damage:
+            raise OSError(errno.EIO, error.message) from error
+        raise

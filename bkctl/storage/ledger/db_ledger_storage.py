@@ -1,0 +1,560 @@
+"""DbLedgerStorage: entries in entry logs, ledger by ledger; where they are, in RocksDBs; each directory for itself.
+
+    add      to the write cache, readable at once
+    flush    write cache → entry log, synced → locations, one synced batch → ledgers, one synced batch
+    read     write cache → read-ahead cache → locations → entry log, and ahead of a reader who reads on
+
+What the databases say was in an entry log before, so that a crash costs nothing which the journals do not bring back.
+A ledger is in the directory of its 128-bit number modulo their count. Deleted ledgers leave both databases with the
+next flush; what a deletion of Apache's bookie left behind goes at the next start.
+Source: DbLedgerStorage, SingleDirectoryDbLedgerStorage; BP-35.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import heapq
+import threading
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from bkctl.config import BookieConfig
+from bkctl.disk import Files
+from bkctl.errors import BkctlError, Corrupt, EntryNotFound, UnknownLedgerState, UsageError
+from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
+from bkctl.formats.index import LedgerData
+from bkctl.formats.layout import Buffer
+from bkctl.formats.names import CURRENT, SCOPED_DIRECTORY
+from bkctl.formats.record import body_of
+from bkctl.ids import LedgerId
+from bkctl.storage.entry_logger import EntryLogger, Move
+from bkctl.storage.ledger.db_indexes import EntryLocationIndex, LedgerMetadataIndex
+from bkctl.storage.ledger.ledger_storage import CHUNK_SIZE_BYTES, IsWanted, LedgerHandle, LedgerStorage, always
+from bkctl.storage.ledger.read_cache import ReadCache
+from bkctl.storage.ledger.write_cache import Cached, WriteCache
+
+#: A read that skips so few entries goes on with the one before: with several bookies a ledger each has only some.
+READ_ON_ENTRIES_MAX: Final = 16
+#: A list of entries asks at multiples of this entry id whether it is still wanted.
+_ASKED_AT_ENTRIES: Final = 1024
+
+
+class DbLedgerHandle(LedgerHandle):
+    """A ledger in use, with those of its entries that the write cache holds."""
+
+    __slots__ = ("directory", "entries", "flushing", "limbo", "read_to")
+
+    def __init__(self, directory: SingleDirectoryDbLedgerStorage, ledger: LedgerId, master_key: bytes) -> None:
+        super().__init__(ledger, master_key)
+        self.directory = directory
+        self.entries: dict[int, bytes] = {}
+        self.flushing: dict[int, bytes] = {}
+        #: The bookie may lack what it had, until a check has restored it: LedgerData.limbo, as Apache's left it.
+        self.limbo: bool | None = None
+        #: The last entry that was read, or read ahead, from the entry log.
+        self.read_to = -1
+
+
+@dataclass(slots=True)
+class _Locations:
+    """Where the entries of one flush are: `runs` counts them by ledger."""
+
+    runs: list[tuple[LedgerId, int]] = field(default_factory=list)
+    entry_ids: array[int] = field(default_factory=lambda: array("q"))
+    locations: array[int] = field(default_factory=lambda: array("q"))
+
+
+@dataclass(slots=True)
+class _Changes:
+    """What a flush takes from one directory. `located` once its entries are in the entry loggers."""
+
+    cached: list[Cached[DbLedgerHandle]]
+    headers: dict[LedgerId, tuple[DbLedgerHandle, LedgerData]]
+    deleted: set[LedgerId]
+    located: dict[bool, _Locations] | None = None
+    is_written: bool = False
+
+
+class SingleDirectoryDbLedgerStorage:
+    """The ledgers of one ledger directory; `index_directory` holds its databases, both with `current`."""
+
+    def __init__(self, ledger_directory: Path, index_directory: Path, config: BookieConfig, files: Files) -> None:
+        self.config = config
+        self.files = files
+        self.ledger_directory, self.index_directory = ledger_directory, index_directory
+        self.metadata = LedgerMetadataIndex(index_directory, config, files)
+        self.locations = EntryLocationIndex(index_directory, config, files)
+        self.cache: WriteCache[DbLedgerHandle] = WriteCache()
+        count = len(config.ledger_directories)
+        self.read_cache = ReadCache((config.db_storage_read_ahead_cache_max_size_mb << 20) // count)
+        self._changed: dict[LedgerId, DbLedgerHandle] = {}
+        self._deleted: set[LedgerId] = set()
+        #: What no flush has written yet; more than the last one when one failed.
+        self._unfinished: list[_Changes] = []
+        self.needs_integrity_check = False
+        self._flush_lock = threading.Lock()
+
+    def open(self) -> None:
+        """Open logs and databases. Raises OSError, DirectoryInUse, Corrupt."""
+        for directory in (self.ledger_directory, self.index_directory):
+            self.files.make_directory(directory)
+        self.logger = self._open_logger(self.ledger_directory, scoped=False)
+        self.scoped_logger = self._open_logger(self.ledger_directory / SCOPED_DIRECTORY, scoped=True)
+        try:
+            for prefix in ("", "scoped-"):
+                self._check_pair(self.index_directory / f"{prefix}ledgers", self.index_directory / f"{prefix}locations")
+            self.metadata.open()
+            self.locations.open()
+            self._forget_leftovers()
+        except BkctlError as error:
+            self.close()
+            if isinstance(error, Corrupt) and error.hint is None:
+                raise Corrupt(error.message, hint=_REBUILD_HINT) from error
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_logger(self, directory: Path, *, scoped: bool) -> EntryLogger:
+        return EntryLogger(
+            [directory],
+            self.files,
+            scoped=scoped,
+            size_limit=self.config.log_size_limit,
+            pick_directory=lambda: 0,
+            preallocates=self.config.entry_log_file_preallocation_enabled,
+        )
+
+    def _check_pair(self, ledgers: Path, locations: Path) -> None:
+        """Raise Corrupt where one of the two databases is missing, and the other was in use: both are made first."""
+        has_ledgers, has_locations = ((each / "CURRENT").exists() for each in (ledgers, locations))
+        if has_ledgers != has_locations:
+            missing, kind = (locations, LedgersDatabase) if has_ledgers else (ledgers, LocationsDatabase)
+            with kind.open(ledgers if has_ledgers else locations) as database:
+                if next(database.ledger_ids(), None) is not None:
+                    raise Corrupt(f"The database {missing} is missing, and {database.path.name} beside it is in use")
+
+    def _forget_leftovers(self) -> None:
+        """Let the first flush forget entries of ledgers that are not here: Apache's bookie leaves them, where it stops
+        after a deletion.
+
+        A crash between the two batches of a flush leaves such entries too; the journals bring them back.
+        """
+        known = self.metadata.ledger_ids()
+        known_ledger = next(known, None)
+        if known_ledger is None:
+            return
+        for ledger in self.locations.ledger_ids():
+            while known_ledger is not None and known_ledger < ledger:
+                known_ledger = next(known, None)
+            if ledger != known_ledger:
+                self._deleted.add(ledger)
+
+    def close(self) -> None:
+        """Close the databases. Raises OSError."""
+        try:
+            self.locations.close()
+        finally:
+            self.metadata.close()
+
+    # --- ledgers -----------------------------------------------------------------------------------------------------
+
+    def load(self, ledger: LedgerId) -> DbLedgerHandle:
+        """Return a new handle; `is_on_disk` False: the ledger is not here, or is to be deleted. Raises Corrupt."""
+        handle = DbLedgerHandle(self, ledger, b"")
+        handle.unknown = self.needs_integrity_check
+        if self.is_deleted(ledger):
+            handle.unknown = False
+            return handle
+        data = self.metadata.get(ledger)
+        if data is None or not data.exists:
+            return handle
+        # A key of zeros stands for none, and the next writer's takes its place. Source: LedgerMetadataIndex.
+        handle.master_key = data.master_key if any(data.master_key) else b""
+        handle.is_on_disk = True
+        handle.fenced, handle.limbo = data.fenced, data.limbo
+        handle.unknown = handle.unknown or bool(data.limbo)
+        handle.explicit_lac = data.explicit_lac or b""
+        handle.lac_is_known = False
+        handle.last_entry = self.locations.last_entry_id(ledger)
+        return handle
+
+    def is_deleted(self, ledger: LedgerId) -> bool:
+        """Whether the next flush deletes the ledger, or one under way does; a new one of that id may be here again."""
+        return ledger in self._deleted or any(ledger in each.deleted for each in self._unfinished)
+
+    def change(self, handle: DbLedgerHandle) -> None:
+        """Let the next flush write what the databases say of the ledger."""
+        self._changed[handle.ledger] = handle
+
+    def delete(self, handle: DbLedgerHandle) -> None:
+        """Let the next flush delete the ledger, which is gone at once."""
+        handle.deleted = True
+        self.cache.remove(handle)
+        self._changed.pop(handle.ledger, None)
+        self._deleted.add(handle.ledger)
+        self.read_cache.discard(handle.ledger)
+
+    def is_busy(self, handle: DbLedgerHandle) -> bool:
+        """Whether the handle knows what the disk does not."""
+        return bool(handle.entries or handle.flushing or not handle.is_on_disk or handle.ledger in self._changed)
+
+    # --- entries -----------------------------------------------------------------------------------------------------
+
+    def location(self, handle: DbLedgerHandle, entry_id: int) -> int:
+        """Where an entry is that the write cache does not have; 0 where it is not here. Raises Corrupt."""
+        # A ledger that was deleted and made again may have entries of the old one on disk until it is there itself.
+        return self.locations.location(handle.ledger, entry_id) if handle.is_on_disk else 0
+
+    def find(self, handle: DbLedgerHandle, entry_id: int) -> Buffer | None:
+        """The entry if it is in memory. Raises EntryNotFound where it is behind the last."""
+        record = WriteCache.find(handle, entry_id)
+        if record is not None:
+            return body_of(record)
+        if not 0 <= entry_id <= handle.last_entry:
+            raise _absent(handle, entry_id)
+        return self.read_cache.get(handle.ledger, entry_id)
+
+    def read(self, handle: DbLedgerHandle, entry_id: int) -> Buffer:
+        """The entry; any thread may call it. Raises EntryNotFound, OSError, Corrupt."""
+        body = self.find(handle, entry_id)
+        if body is not None:
+            return body
+        location = self.location(handle, entry_id)
+        while location:
+            try:
+                return self._read_at(handle, entry_id, location)
+            except (FileNotFoundError, Corrupt):
+                # Compaction may have moved the entry just now, and removed the log.
+                before, location = location, self.location(handle, entry_id)
+                if location == before:
+                    raise
+        # A flush that failed meanwhile gives its entries back.
+        record = WriteCache.find(handle, entry_id)
+        if record is None:
+            raise _absent(handle, entry_id)
+        return body_of(record)
+
+    def _read_at(self, handle: DbLedgerHandle, entry_id: int, location: int) -> Buffer:
+        ledger = handle.ledger
+        logger = self.logger_of(scoped=ledger.is_scoped)
+        body = logger.read(location, ledger, entry_id)
+        assert body is not None
+        reads_on = 0 <= entry_id - handle.read_to <= READ_ON_ENTRIES_MAX
+        handle.read_to = entry_id
+        if reads_on:
+            count, limit = self.config.db_storage_read_ahead_cache_batch_size, self.read_cache.capacity // 2
+            if self.config.db_storage_read_ahead_cache_batch_bytes_size > 0:
+                limit = min(limit, self.config.db_storage_read_ahead_cache_batch_bytes_size)
+            size = len(body) + 4
+            with contextlib.suppress(OSError, Corrupt):
+                ahead = logger.read_following(location + size, ledger, size_max=min(limit, count * size))
+                self.read_cache.put(ledger, ahead)
+                if ahead:
+                    handle.read_to = ahead[-1][0]
+            if handle.deleted:
+                self.read_cache.discard(ledger)
+        return body
+
+    def logger_of(self, *, scoped: bool) -> EntryLogger:
+        """The entry logger of scope 0, or of all others."""
+        return self.scoped_logger if scoped else self.logger
+
+    def entry_ids(self, handle: DbLedgerHandle, is_wanted: IsWanted = always) -> Callable[[], Iterator[int]]:
+        """A function that lists the ledger's entries, ascending, while `is_wanted`."""
+        cached = sorted(handle.entries.keys() | handle.flushing.keys())
+        on_disk = handle.is_on_disk
+
+        def entry_ids() -> Iterator[int]:
+            last = -1
+            for entry_id in heapq.merge(cached, self.locations.entry_ids(handle.ledger) if on_disk else ()):
+                if not entry_id % _ASKED_AT_ENTRIES and not is_wanted():
+                    return
+                if entry_id != last:
+                    yield entry_id
+                    last = entry_id
+
+        return entry_ids
+
+    def live(self, entries: Sequence[tuple[LedgerId, int, int]]) -> list[bool]:
+        """Whether the index says that (ledger, entry id) is at (location), of each. Raises OSError, Corrupt.
+
+        A flush writes entry logs before it writes the index: so what seems dead is looked at again after it.
+        """
+        wanted = [location for _, _, location in entries]
+        keys = [(ledger, entry_id) for ledger, entry_id, _ in entries]
+        found = self.locations.locations(keys)
+        if found != wanted:
+            with self._flush_lock:
+                if any(each.located is not None and not each.is_written for each in self._unfinished):
+                    raise OSError(errno.EBUSY, "A flush failed, so entries in the logs are not in the index yet")
+                found = self.locations.locations(keys)
+        return [location == expected for location, expected in zip(found, wanted, strict=True)]
+
+    # --- flushes -----------------------------------------------------------------------------------------------------
+
+    def begin_flush(self) -> bool:
+        """Take what there is to write; whether there is anything."""
+        if self.cache.size or self._changed or self._deleted:
+            headers = {ledger: (handle, _data_of(handle)) for ledger, handle in self._changed.items()}
+            self._unfinished.append(_Changes(self.cache.swap(), headers, self._deleted))
+            self._changed, self._deleted = {}, set()
+        return bool(self._unfinished)
+
+    def flush(self) -> None:
+        """Write what was taken, in the order that a crash anywhere in between needs. Raises OSError."""
+        with self._flush_lock:
+            self._flush()
+
+    def _flush(self) -> None:
+        for changes in self._unfinished:
+            if changes.located is None:
+                changes.located = self._append(changes)
+        for logger in (self.logger, self.scoped_logger):
+            logger.seal()
+            logger.write()
+            logger.sync()
+        for changes in self._unfinished:
+            if not changes.is_written:
+                self._write_indexes(changes)
+                changes.is_written = True
+
+    def _append(self, changes: _Changes) -> dict[bool, _Locations]:
+        """Add the entries to the entry loggers, ledger by ledger, and write most of them while caches have them."""
+        located = {False: _Locations(), True: _Locations()}
+        writes = True
+        for handle, entries in changes.cached:
+            if handle.deleted:
+                continue
+            ledger = handle.ledger
+            logger, into = self.logger_of(scoped=ledger.is_scoped), located[ledger.is_scoped]
+            entry_ids = sorted(entries)
+            into.locations.extend(logger.add_all(ledger, list(map(entries.__getitem__, entry_ids))))
+            into.entry_ids.extend(entry_ids)
+            into.runs.append((ledger, len(entry_ids)))
+            if logger.buffered_bytes >= CHUNK_SIZE_BYTES:
+                logger.seal()
+                if writes:
+                    try:
+                        logger.write()
+                    except OSError:
+                        writes = False  # all are placed first: the caller's `write` fails too, or goes on
+        return located
+
+    def _write_indexes(self, changes: _Changes) -> None:
+        assert changes.located is not None
+        if changes.located[True].runs or any(ledger.is_scoped for ledger in changes.headers):
+            # Both are there before one of them is used; see _check_pair.
+            self.metadata.open_scoped()
+            self.locations.open_scoped()
+        for scoped, each in changes.located.items():
+            deleted = [ledger for ledger in changes.deleted if ledger.is_scoped == scoped]
+            self.locations.write(each.runs, each.entry_ids, each.locations, deleted, scoped=scoped)
+            for ledger, _ in each.runs:
+                self.read_cache.discard(ledger)
+        headers = {ledger: data for ledger, (handle, data) in changes.headers.items() if not handle.deleted}
+        self.metadata.write(headers, changes.deleted)
+
+    def end_flush(self, *, written: bool) -> None:
+        """What was taken is on disk; or it is not, and the next flush goes on where this one failed."""
+        if written:
+            for changes in self._unfinished:
+                for handle, _ in changes.headers.values():
+                    handle.is_on_disk = True
+            self.cache.finish(*(changes.cached for changes in self._unfinished))
+            self._unfinished = []
+
+
+class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
+    """The ledgers in the ledger and index directories of `config`."""
+
+    writes_ahead = False
+
+    def __init__(self, config: BookieConfig, files: Files) -> None:
+        self.config = config
+        indexes = config.index_directories or config.ledger_directories
+        if len(indexes) != len(config.ledger_directories):
+            raise UsageError(
+                f"DbLedgerStorage needs an index directory for each of {len(config.ledger_directories)} ledger"
+                f" directories, not {len(indexes)}"
+            )
+        self.directories = [
+            SingleDirectoryDbLedgerStorage(Path(ledgers) / CURRENT, Path(index) / CURRENT, config, files)
+            for ledgers, index in zip(config.ledger_directories, indexes, strict=True)
+        ]
+        self._count = len(self.directories)
+        self.handles = {}
+        self._cache_size_max = config.db_storage_write_cache_max_size_mb << 20
+        self._flush_size = self._cache_size_max // (2 * self._count)
+
+    @property
+    def unwritten_bytes_max(self) -> int:
+        """dbStorage_writeCacheMaxSizeMb: what fills, and what is being flushed."""
+        return self._cache_size_max
+
+    def open(self) -> None:
+        opened: list[SingleDirectoryDbLedgerStorage] = []
+        try:
+            for directory in self.directories:
+                directory.open()
+                opened.append(directory)
+            # Ledgers of any directory may be lost, whichever has the flag.
+            self.needs_integrity_check = any(each.metadata.needs_integrity_check for each in self.directories)
+        except BaseException:
+            for directory in opened:
+                directory.close()
+            raise
+        for directory in self.directories:
+            directory.needs_integrity_check = self.needs_integrity_check
+        self.entry_loggers = [logger for each in self.directories for logger in (each.logger, each.scoped_logger)]
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for directory in self.directories:
+                stack.callback(directory.close)
+
+    def _directory(self, ledger: LedgerId) -> SingleDirectoryDbLedgerStorage:
+        return self.directories[ledger.value % self._count]
+
+    # --- ledgers -----------------------------------------------------------------------------------------------------
+
+    def load(self, ledger: LedgerId) -> DbLedgerHandle:
+        return self._directory(ledger).load(ledger)
+
+    def blank(self, ledger: LedgerId) -> DbLedgerHandle:
+        return DbLedgerHandle(self._directory(ledger), ledger, b"")
+
+    def change_header(self, handle: DbLedgerHandle) -> None:
+        handle.directory.change(handle)
+
+    def delete_ledger(self, handle: DbLedgerHandle) -> None:
+        self.handles.pop(handle.ledger, None)
+        handle.directory.delete(handle)
+
+    def ledger_ids(self, scope: int | None = None) -> Iterator[LedgerId]:
+        new = sorted(
+            ledger
+            for ledger, handle in tuple(self.handles.items())
+            if not handle.is_on_disk and (scope is None or ledger.scope_id == scope)
+        )
+        last = None
+        for ledger in heapq.merge(new, *(each.metadata.ledger_ids(scope) for each in self.directories)):
+            if ledger != last and (ledger in self.handles or not self._directory(ledger).is_deleted(ledger)):
+                yield ledger
+            last = ledger
+
+    def has_scoped_ledgers(self) -> bool:
+        return any(each.metadata.has_scoped or each.scoped_logger.log_ids for each in self.directories)
+
+    # --- entries -----------------------------------------------------------------------------------------------------
+
+    def add(self, handle: DbLedgerHandle, entry_ids: Sequence[int], records: Sequence[bytes], size: int) -> None:
+        handle.directory.cache.add(handle, entry_ids, records, size)
+        handle.last_entry = max(handle.last_entry, max(entry_ids))
+
+    def has(self, handle: DbLedgerHandle, entry_id: int) -> bool:
+        if not 0 <= entry_id <= handle.last_entry:
+            return False
+        return WriteCache.find(handle, entry_id) is not None or handle.directory.location(handle, entry_id) != 0
+
+    def find(self, handle: DbLedgerHandle, entry_id: int) -> Buffer | None:
+        return handle.directory.find(handle, entry_id)
+
+    def read(self, handle: DbLedgerHandle, entry_id: int) -> Buffer:
+        return handle.directory.read(handle, entry_id)
+
+    def entry_ids(self, handle: DbLedgerHandle, is_wanted: IsWanted = always) -> Callable[[], Iterator[int]]:
+        return handle.directory.entry_ids(handle, is_wanted)
+
+    # --- flushes -----------------------------------------------------------------------------------------------------
+
+    @property
+    def unwritten_bytes(self) -> int:
+        return sum(each.cache.size + each.cache.flushing_size for each in self.directories)
+
+    @property
+    def is_flush_due(self) -> bool:
+        return any(each.cache.size >= self._flush_size for each in self.directories)
+
+    def begin_flush(self) -> list[SingleDirectoryDbLedgerStorage] | None:
+        return [directory for directory in self.directories if directory.begin_flush()] or None
+
+    def flush(self, flush: list[SingleDirectoryDbLedgerStorage]) -> None:
+        for directory in flush:
+            directory.flush()
+
+    def end_flush(self, flush: list[SingleDirectoryDbLedgerStorage], *, written: bool) -> None:
+        for directory in flush:
+            directory.end_flush(written=written)
+        if written:
+            self._evict_handles()
+
+    def _evict_handles(self) -> None:
+        surplus = len(self.handles) - self.config.open_file_limit
+        if surplus <= 0:
+            return
+        for handle in list(self.handles.values()):
+            if not handle.watchers and not handle.directory.is_busy(handle):
+                del self.handles[handle.ledger]
+                surplus -= 1
+                if surplus == 0:
+                    break
+
+    # --- garbage collection ------------------------------------------------------------------------------------------
+
+    def set_writable(self, numbers: list[int]) -> None:
+        """A ledger stays in its directory, so there is no other one to go to. Source: DbLedgerStorage."""
+
+    def update_locations(self, moves: Iterable[Move]) -> None:
+        by_directory: dict[int, list[Move]] = {}
+        for move in moves:
+            by_directory.setdefault(move.ledger.value % self._count, []).append(move)
+        for number, some in by_directory.items():
+            self.directories[number].locations.move(some)
+            for ledger in {move.ledger for move in some}:
+                self.directories[number].read_cache.discard(ledger)
+
+    def has_entry_at(self, ledger: LedgerId, entry_id: int, location: int) -> bool:
+        return self.live([(ledger, entry_id, location)])[0]
+
+    def live(self, entries: Sequence[tuple[LedgerId, int, int]]) -> list[bool]:
+        if self._count == 1:
+            return self.directories[0].live(entries)
+        found = [False] * len(entries)
+        for rest, directory in enumerate(self.directories):
+            numbers = [number for number, each in enumerate(entries) if each[0].value % self._count == rest]
+            if numbers:
+                some = directory.live([entries[number] for number in numbers])
+                for number, is_live in zip(numbers, some, strict=True):
+                    found[number] = is_live
+        return found
+
+    def compact_locations(self, paths: Collection[str] = ()) -> None:
+        for directory in self.directories:
+            directory.locations.compact(paths)
+
+    def location_compactions(self) -> dict[str, bool]:
+        return {path: is_running for each in self.directories for path, is_running in each.locations.compactions()}
+
+
+_REBUILD_HINT: Final = "'bkctl bookie index rebuild' makes the databases anew from the entry logs"
+
+
+def _data_of(handle: DbLedgerHandle) -> LedgerData:
+    return LedgerData(
+        exists=True,
+        fenced=handle.fenced,
+        master_key=handle.master_key,
+        explicit_lac=handle.explicit_lac or None,
+        limbo=handle.limbo,
+    )
+
+
+def _absent(handle: DbLedgerHandle, entry_id: int) -> BkctlError:
+    if handle.unknown:
+        return UnknownLedgerState(f"Ledger {handle.ledger} is in limbo: it may have had entry {entry_id}")
+    return EntryNotFound(f"No entry {entry_id} of ledger {handle.ledger} on this bookie")

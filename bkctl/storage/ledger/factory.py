@@ -1,0 +1,75 @@
+"""Choose the storage class that a configuration names, and check that the index on disk belongs to it.
+
+Source: LedgerStorageFactory.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from bkctl.config import BookieConfig
+from bkctl.disk import Files
+from bkctl.errors import UsageError
+from bkctl.formats.names import CONVERSION_NAME, CURRENT
+from bkctl.storage.ledger.ledger_storage import LedgerStorage
+
+
+def open_ledger_storage(
+    config: BookieConfig, files: Files, *, chance: random.Random | None = None
+) -> LedgerStorage[Any]:
+    """The storage that `ledgerStorageClass` names, in the directories of `config`; to be opened.
+
+    `chance` picks directories. Raises Unsupported for a class that is not known.
+    """
+    if config.ledger_storage == "db":
+        from bkctl.storage.ledger.db_ledger_storage import DbLedgerStorage
+
+        return DbLedgerStorage(config, files)
+    from bkctl.storage.ledger.interleaved_ledger_storage import InterleavedLedgerStorage
+    from bkctl.storage.ledger.sorted_ledger_storage import SortedLedgerStorage
+
+    storage = SortedLedgerStorage if config.ledger_storage == "sorted" else InterleavedLedgerStorage
+    return storage(config, files, chance=chance)
+
+
+def check_index(config: BookieConfig) -> None:
+    """Make sure that the index is one of the configured storage class, or none: else a bookie would find no ledger, and
+    garbage collection would take every entry log for garbage.
+
+    Raises UsageError; Conflict where a conversion stopped in its last step; Corrupt.
+    """
+    from bkctl.files.directories import BookieDirectories
+
+    directories = [Path(each) / CURRENT for each in config.index_directories or config.ledger_directories]
+    if (directories[0] / CONVERSION_NAME).exists():
+        from bkctl.files.conversion import check_conversion
+
+        check_conversion(directories[0])
+    found: Path | None = None
+    if config.ledger_storage == "db":
+        file = next(BookieDirectories(index_dirs=directories).indexes(), None)
+        if file is not None and _database_in_use(directories) is None:
+            found = file.path
+    else:
+        found = _database_in_use(directories)
+    if found is not None:
+        to = "db" if config.ledger_storage == "db" else "interleaved"
+        raise UsageError(
+            f"{found} is another storage class's than {config.ledger_storage_class.rpartition('.')[2]}",
+            hint=f"set ledgerStorageClass as it was, or convert the index: 'bkctl bookie convert --to {to}'",
+        )
+
+
+def _database_in_use(directories: Iterable[Path]) -> Path | None:
+    """A database that has ledgers."""
+    for path in (each / name for each in directories for name in ("ledgers", "scoped-ledgers")):
+        if (path / "CURRENT").exists():
+            from bkctl.files.rocksdb import LedgersDatabase
+
+            with LedgersDatabase.open(path) as database:
+                if next(database.ledger_ids(), None) is not None:
+                    return path
+    return None

@@ -1,0 +1,322 @@
+"""IndexInMemPageMgr: pages of index files in memory, the locations of consecutive entries of one ledger each.
+
+Pages that changed stay until a flush has written them, others are a cache; together they are `pageLimit` at most, as
+far as flushes keep up. A page takes memory up to its last location: many ledgers may have few entries each.
+Source: IndexInMemPageMgr, LedgerEntryPage.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Final
+
+from bkctl.ids import LedgerId
+from bkctl.storage.entry_logger import Move
+from bkctl.storage.ledger.index_persistence import SWAP, IndexedHandle, IndexPersistenceMgr
+from bkctl.storage.ledger.ledger_storage import IsWanted, NeedsDisk, always
+
+#: Pages in memory where `pageLimit` does not say.
+PAGES_MAX: Final = 65_536
+#: Of them those that are a cache, since they did not change.
+UNCHANGED_PAGES_MAX: Final = 8192
+
+PageKey = tuple[LedgerId, int]
+#: Copies of changed pages, as they go to a ledger's file, without zeros at their ends: by number.
+ChangedPages = dict[IndexedHandle, dict[int, bytes]]
+
+
+class IndexInMemPageMgr:
+    """The pages of all ledgers of one bookie.
+
+    Every method may be called from any thread, but no two flushes (`take_changes` to `finish`) may overlap.
+    """
+
+    def __init__(self, persistence: IndexPersistenceMgr, *, page_size: int, page_limit: int) -> None:
+        self._persistence = persistence
+        self._page_size = page_size
+        self._slots = page_size // 8
+        self.limit = page_limit if page_limit > 0 else PAGES_MAX
+        self._pages: OrderedDict[PageKey, array[int]] = OrderedDict()
+        self._changed: dict[PageKey, IndexedHandle] = {}
+        self._flushing: dict[PageKey, IndexedHandle] = {}
+        #: Pages that changed, or that a flush is writing, or both.
+        self._waiting = 0
+        #: What was read from a file before this grew may be out of date.
+        self._generation = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    @property
+    def changed_count(self) -> int:
+        """Pages that the next flush has to write."""
+        return len(self._changed)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether all changes are in files."""
+        with self._lock:
+            return not self._changed and not self._flushing
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a flush has to come before more pages change: three quarters of the limit wait for one."""
+        return self._waiting >= max(1, self.limit * 3 // 4)
+
+    @property
+    def is_flush_due(self) -> bool:
+        """Whether a flush should begin, so that it is done before they are full."""
+        return len(self._changed) >= max(1, self.limit // 4)
+
+    @property
+    def surplus_bytes(self) -> int:
+        """Bytes of the pages that wait for a flush, above the limit."""
+        return max(0, self._waiting - self.limit) * self._page_size
+
+    # --- locations ---------------------------------------------------------------------------------------------------
+
+    def put(self, handle: IndexedHandle, entry_ids: Sequence[int], locations: Sequence[int]) -> None:
+        """Set the locations of entries (0 … ENTRY_ID_MAX, in any order). Of one ledger, by one thread at a time.
+
+        Raises OSError; then those before are set.
+        """
+        first = last = entry_ids[0]
+        if len(entry_ids) > 1:
+            first, last = min(entry_ids), max(entry_ids)
+        number = first // self._slots
+        if last < (number + 1) * self._slots:
+            self._put_in_page(handle, number, entry_ids, locations)
+        else:
+            start = 0
+            for number, some in groupby(entry_ids, self.page_number):
+                run = list(some)
+                self._put_in_page(handle, number, run, locations[start : start + len(run)])
+                start += len(run)
+        if last > handle.indexed_last:
+            handle.indexed_last = last
+
+    def prepare(self, handle: IndexedHandle, entry_ids: Sequence[int]) -> None:
+        """Have the pages of entries in memory, noted as changed, so that `put` waits for no disk.
+
+        Raises NeedsDisk for a page that has to be read from the ledger's file.
+        """
+        number = entry_ids[0] // self._slots
+        if len(entry_ids) > 1 and not min(entry_ids) // self._slots == number == max(entry_ids) // self._slots:
+            for each in dict.fromkeys(map(self.page_number, entry_ids)):
+                self._page_to_change(handle, each, waits=False)
+        elif number != handle.page_number:
+            handle.page = self._page_to_change(handle, number, waits=False)
+            handle.page_number = number
+
+    def _put_in_page(
+        self, handle: IndexedHandle, number: int, entry_ids: Sequence[int], locations: Sequence[int]
+    ) -> None:
+        if number != handle.page_number:
+            handle.page = self._page_to_change(handle, number)
+            handle.page_number = number
+        page = handle.page
+        start = number * self._slots
+        first, count = entry_ids[0], len(entry_ids)
+        with self._lock:
+            if first - start == len(page) and (count == 1 or entry_ids == [*range(first, first + count)]):
+                page.extend(locations)
+                return
+            missing = max(entry_ids) - start + 1 - len(page)
+            if missing > 0:
+                page.frombytes(bytes(missing * 8))
+            for entry_id, location in zip(entry_ids, locations, strict=True):
+                page[entry_id - start] = location
+
+    def page_number(self, entry_id: int) -> int:
+        """The page that the entry's location is in."""
+        return entry_id // self._slots
+
+    def end_of_page(self, number: int) -> int:
+        """The first entry id that is not in page `number`, nor before it."""
+        return (number + 1) * self._slots
+
+    def location(self, ledger: LedgerId, entry_id: int) -> int:
+        """The entry's location, 0 where there is none. Raises OSError."""
+        number, slot = divmod(entry_id, self._slots)
+        return _location(self._load((ledger, number)), slot)
+
+    def cached_location(self, ledger: LedgerId, entry_id: int) -> int | None:
+        """The entry's location, 0 where there is none; None when that needs the disk."""
+        number, slot = divmod(entry_id, self._slots)
+        page = self._pages.get((ledger, number))
+        return None if page is None else _location(page, slot)
+
+    def live(self, entries: Sequence[tuple[LedgerId, int, int]]) -> list[bool]:
+        """Whether each (ledger, entry id, location) is what the index says. Raises OSError."""
+        found = []
+        last_key: PageKey | None = None
+        page = array("Q")
+        for ledger, entry_id, location in entries:
+            number, slot = divmod(entry_id, self._slots)
+            key = (ledger, number)
+            if key != last_key:
+                page, last_key = self._load(key), key
+            found.append(_location(page, slot) == location)
+        return found
+
+    def move(self, handle: IndexedHandle, moves: Iterable[Move]) -> None:
+        """Set the new locations of entries of one ledger whose location is the old one. Raises OSError.
+
+        `handle` need not be the one that others put locations with: it only says which file the page goes to.
+        """
+        for move in moves:
+            number, slot = divmod(move.entry_id, self._slots)
+            key = handle.ledger, number
+            is_current = False
+            while not is_current:
+                page = self._load(key)
+                with self._lock:
+                    is_current = self._pages.get(key) is page
+                    if is_current and _location(page, slot) == move.old:
+                        page[slot] = move.new
+                        # Who put a location in it has to hear of the next flush.
+                        self._note_changed(key, self._changed.get(key, handle))
+
+    def _note_changed(self, key: PageKey, handle: IndexedHandle) -> None:
+        if key not in self._changed and key not in self._flushing:
+            self._waiting += 1
+        self._changed[key] = handle
+
+    def _load(self, key: PageKey) -> array[int]:
+        """The page, from memory or its file, which is read without the lock."""
+        while True:
+            with self._lock:
+                page = self._pages.get(key)
+                if page is not None:
+                    self._pages.move_to_end(key)
+                    return page
+                generation = self._generation
+            page = self._persistence.read_page(*key)
+            with self._lock:
+                if generation == self._generation:
+                    page = self._pages.setdefault(key, page)
+                    self._evict()
+                    return page
+
+    def _page_to_change(self, handle: IndexedHandle, number: int, *, waits: bool = True) -> array[int]:
+        """The page in memory, noted as changed. What is set in it before the next flush begins goes with that.
+
+        With `waits` False, raises NeedsDisk in place of reading the page from its file.
+        """
+        key = handle.ledger, number
+        page = array("Q") if number * self._slots > handle.indexed_last else None
+        generation = self._generation
+        while True:
+            with self._lock:
+                found = self._pages.get(key)
+                if found is not None:
+                    if not handle.deleted:
+                        self._note_changed(key, handle)
+                    return found
+                if page is not None and handle.deleted:
+                    return page
+                if page is not None and generation == self._generation:
+                    self._pages[key] = page
+                    self._note_changed(key, handle)
+                    self._evict()
+                    return page
+                generation = self._generation
+            if page is None or len(page):
+                if not waits:
+                    raise NeedsDisk(handle.ledger, functools.partial(self._load, key))
+                page = self._persistence.read_page(*key)
+
+    def _evict(self) -> None:
+        """Forget the oldest of the pages that did not change, when there are too many."""
+        allowed = max(min(self.limit, UNCHANGED_PAGES_MAX), self._waiting + max(self.limit // 4, 1))
+        if len(self._pages) <= allowed:
+            return
+        surplus = len(self._pages) - allowed + min(self.limit, UNCHANGED_PAGES_MAX) // 8
+        # The one just read stays for whoever asked for it.
+        candidates = [key for key in self._pages if key not in self._changed and key not in self._flushing][:-1]
+        for key in candidates[:surplus]:
+            del self._pages[key]
+
+    # --- a ledger's pages --------------------------------------------------------------------------------------------
+
+    def forget(self, ledger: LedgerId) -> None:
+        """Drop the pages of a ledger that is deleted."""
+        with self._lock:
+            for key in [key for key in self._pages if key[0] == ledger]:
+                del self._pages[key]
+                if self._changed.pop(key, None) is not None and key not in self._flushing:
+                    self._waiting -= 1
+            self._generation += 1
+
+    def changed_ledgers(self) -> set[LedgerId]:
+        """The ledgers with pages that no file has yet."""
+        with self._lock:
+            return {ledger for ledger, _ in (*self._changed, *self._flushing)}
+
+    def copy_of(self, ledger: LedgerId) -> dict[int, array[int]]:
+        """Copies of the ledger's pages that no file has yet, by page number."""
+        with self._lock:
+            waiting = {*self._changed, *self._flushing}
+            return {key[1]: self._pages[key][:] for key in waiting if key[0] == ledger and key in self._pages}
+
+    def entry_ids(
+        self, ledger: LedgerId, in_memory: dict[int, array[int]], is_wanted: IsWanted = always
+    ) -> Iterator[int]:
+        """Yield the entries with a location, ascending, from `in_memory` and the file; while `is_wanted`.
+
+        Raises OSError. Holes of the file cost nothing: one entry with a high id makes it as long as that id says.
+        """
+        numbers = heapq.merge(sorted(in_memory), self._persistence.pages_on_disk(ledger))
+        for number, _ in groupby(numbers):
+            if not is_wanted():
+                return
+            page = in_memory.get(number)
+            if page is None:
+                page = self._persistence.read_page(ledger, number)
+            first = number * self._slots
+            if 0 not in page:
+                yield from range(first, first + len(page))
+            else:
+                yield from (first + slot for slot, location in enumerate(page) if location)
+
+    # --- flushes -----------------------------------------------------------------------------------------------------
+
+    def take_changes(self) -> ChangedPages:
+        """Copy the pages that changed since the last call, for `write`; then `finish` must be called."""
+        taken: ChangedPages = {}
+        with self._lock:
+            assert not self._flushing, "one flush at a time"
+            for (ledger, number), handle in self._changed.items():
+                copy = self._pages[ledger, number][:]
+                if SWAP:
+                    copy.byteswap()
+                taken.setdefault(handle, {})[number] = copy.tobytes()
+                handle.page_number = -1
+            self._flushing, self._changed = self._changed, {}
+            self._waiting = len(self._flushing)
+        return taken
+
+    def finish(self, *, written: bool) -> None:
+        """Take note that the files have what was taken, or that they may not: then it counts as changed again."""
+        with self._lock:
+            flushing, self._flushing = self._flushing, {}
+            self._generation += 1
+            if not written:
+                for key, handle in flushing.items():
+                    if key in self._pages:
+                        self._changed.setdefault(key, handle)
+            self._waiting = len(self._changed)
+            if written:
+                self._evict()
+
+
+def _location(page: array[int], slot: int) -> int:
+    """What the page says of a slot, which may be behind its last location."""
+    return page[slot] if slot < len(page) else 0

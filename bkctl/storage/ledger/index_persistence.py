@@ -1,0 +1,504 @@
+"""IndexPersistenceMgr: the index files of Interleaved and SortedLedgerStorage, one a ledger.
+
+A file has the ledger's master key, fence and explicit LAC in its header, and behind that 8 bytes an entry: where it is.
+Scope 0 has files two levels deep below `current`, other scopes four. Which locations go into the files, and when, is
+for others to say. Source: IndexPersistenceMgr, FileInfo, FileInfoBackingCache; BP-35.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import sys
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from bkctl.disk import NO_SPACE, Files, StorageFile
+from bkctl.errors import Corrupt
+from bkctl.formats import index as formats
+from bkctl.formats.layout import Buffer
+from bkctl.ids import LedgerId
+from bkctl.storage.entry_logger import OpenLog
+from bkctl.storage.ledger.ledger_storage import LedgerHandle
+
+SWAP: Final = sys.byteorder == "little"
+#: Fingerprint, version, key length, master key, state bits.
+_HEADER_SIZE_MIN: Final = 36
+#: What a header has beside master key and explicit LAC.
+_HEADER_FIXED_SIZE: Final = 20
+_HEX_DIGITS: Final = frozenset("0123456789abcdef")
+_COPIED_BYTES: Final = 1 << 20
+_RELOCATED: Final = ".rloc"
+
+
+class IndexedHandle(LedgerHandle):
+    """A ledger with an index file at `index_path`, or one to be. `indexed_last` is the highest entry id in its pages.
+
+    `page` is the one that the last entry went to, `page_number` its number, −1 when it may have left memory.
+    `entries` are the ledger's in the memtable `table`, `log_bytes` those in the open entry log `log`.
+    """
+
+    __slots__ = (
+        "entries",
+        "header_changed",
+        "index_path",
+        "indexed_last",
+        "log",
+        "log_bytes",
+        "page",
+        "page_number",
+        "table",
+    )
+
+    def __init__(self, ledger: LedgerId, master_key: bytes, index_path: Path) -> None:
+        super().__init__(ledger, master_key)
+        self.index_path = index_path
+        self.header_changed = True
+        self.indexed_last = -1
+        self.page: array[int] = array("Q")
+        self.page_number = -1
+        self.table: object = None
+        self.entries: dict[int, bytes] = {}
+        self.log: OpenLog | None = None
+        self.log_bytes = 0
+
+
+class IndexPersistenceMgr:
+    """The index files in `directories`, at most `open_file_limit` of them open. Every method may be called from any
+    thread, but no two `write` the same ledger at once.
+
+    `pick_directory` says where new files go, `is_writable` which of the directories take them.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        files: Files,
+        *,
+        page_size: int,
+        open_file_limit: int,
+        version: int,
+        pick_directory: Callable[[], int],
+        is_writable: Callable[[int], bool] = lambda number: True,
+    ) -> None:
+        self.directories = tuple(directories)
+        # Many small ledgers make paths costly: most are looked for as text.
+        self._prefixes = [f"{directory}/" for directory in self.directories]
+        self._files = files
+        self._page_size = page_size
+        self._padding = memoryview(bytes(page_size))
+        self._slots = page_size // 8
+        # Entry logs, journals and connections need descriptors too.
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+        self._open_file_limit = min(open_file_limit, allowed) if allowed > 0 else open_file_limit
+        self._version = version
+        self._pick_directory = pick_directory
+        self._is_writable = is_writable
+        self._lock = threading.Lock()
+        self._names_lock = threading.RLock()
+        self._open: OrderedDict[LedgerId, StorageFile] = OrderedDict()
+        #: A file that was opened before this grew may be none of its ledger's any more.
+        self._generation = 0
+        self._doomed: dict[LedgerId, None] = {}
+        #: Directories with new names in them.
+        self._unsynced: dict[Path, None] = {}
+
+    @property
+    def open_files(self) -> int:
+        """Index files that are open."""
+        return len(self._open)
+
+    # --- ledgers -----------------------------------------------------------------------------------------------------
+
+    def load(self, ledger: LedgerId) -> IndexedHandle | None:
+        """What the ledger's file says, None when there is none. Raises OSError, Corrupt, Unsupported."""
+        generation = self._generation
+        path = self._find(ledger)
+        if path is None:
+            return None
+        file = self._file_at(ledger, path, generation)
+        try:
+            data = file.read(0, formats.HEADER_SIZE)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise Corrupt(f"{path}: the disk fails at byte 0: {error.strerror}") from error
+        if len(data) < _HEADER_SIZE_MIN or data[:4] == bytes(4):
+            self._forget(ledger)
+            return None  # a crash came before the first header was on disk: whoever has the key writes it again
+        header = formats.read_header(data, where=str(path))
+        handle = IndexedHandle(ledger, header.master_key, path)
+        handle.is_on_disk = True
+        handle.header_changed = False
+        handle.fenced = header.fenced
+        handle.explicit_lac = header.explicit_lac or b""
+        handle.lac_is_known = False
+        handle.last_entry = handle.indexed_last = self._last_entry(file)
+        return handle
+
+    def load_pages(self, ledger: LedgerId) -> IndexedHandle | None:
+        """A handle to move entries of a ledger whose header may be damaged, None where it has no file. Raises OSError.
+
+        Only its pages may be written: the header stays as it is.
+        """
+        generation = self._generation
+        path = self._find(ledger)
+        if path is None:
+            return None
+        handle = IndexedHandle(ledger, b"", path)
+        handle.is_on_disk = True
+        handle.header_changed = False
+        handle.last_entry = handle.indexed_last = self._last_entry(self._file_at(ledger, path, generation))
+        return handle
+
+    def create(self, ledger: LedgerId, master_key: bytes = b"") -> IndexedHandle:
+        """Return a handle for a ledger that has no file, or one without a header.
+
+        The first `write` makes the file. Raises OSError.
+        """
+        if ledger in self._doomed:  # else nobody waits for the lock
+            with self._names_lock:
+                changed = self._remove(ledger) if ledger in self._doomed else set()
+            for directory in changed:
+                self._files.sync_directory(directory)
+        path = self._find(ledger) or Path(self._prefixes[self._pick_directory()] + formats.index_path(ledger))
+        return IndexedHandle(ledger, master_key, path)
+
+    def doom(self, ledger: LedgerId) -> None:
+        """Let the ledger's file count for nothing any more; `remove_doomed` deletes it.
+
+        The handles of the ledger must say that it is deleted before. Waits for no disk.
+        """
+        # Without the lock on names, which is held over operations of the disk: a file that gets its name just now is
+        # deleted too, since deletion takes that lock.
+        self._doomed[ledger] = None
+        self._forget(ledger)
+
+    @property
+    def has_doomed(self) -> bool:
+        """Whether `remove_doomed` has anything to do."""
+        return bool(self._doomed)
+
+    def remove_doomed(self) -> None:
+        """Delete the files of doomed ledgers, durably. Raises OSError; the next call goes on."""
+        changed: set[Path] = set()
+        for ledger in list(self._doomed):
+            with self._names_lock:
+                if ledger in self._doomed:
+                    changed |= self._remove(ledger)
+        for directory in changed:
+            with suppress(FileNotFoundError):
+                self._files.sync_directory(directory)
+
+    def _remove(self, ledger: LedgerId) -> set[Path]:
+        self._forget(ledger)
+        changed = set()
+        for directory in self.directories:
+            path = directory / formats.index_path(ledger)
+            for each in (path, path.with_name(f"{path.name}{_RELOCATED}")):
+                if each.exists():
+                    self._files.remove(each)
+                    changed.add(each.parent)
+        del self._doomed[ledger]
+        return changed
+
+    def ledgers(self) -> set[LedgerId]:
+        """Every ledger with a file; reads the index directories.
+
+        Raises OSError, also where one of the directories is gone: the ledgers in it are not.
+        """
+        found: set[LedgerId] = set()
+        for directory in self.directories:
+            found.update(_ledgers_in(directory, depth=0))
+        return found.difference(list(self._doomed))
+
+    def has_scoped_ledgers(self) -> bool:
+        """Whether any ledger of a scope other than 0 has an index file."""
+        return any(
+            next(_ledgers_in(Path(entry.path), depth=1), None) is not None
+            for directory in self.directories
+            if directory.is_dir()
+            for entry in os.scandir(directory)
+            if len(entry.name) == 8 and _HEX_DIGITS.issuperset(entry.name) and entry.is_dir()
+        )
+
+    def _find(self, ledger: LedgerId) -> Path | None:
+        """The ledger's file, None where there is none. Raises OSError, also where a directory is gone."""
+        if ledger in self._doomed:
+            return None
+        path = self._look_for(ledger)
+        if path is None:
+            with self._names_lock:  # it may just have moved to a directory that was passed
+                path = self._look_for(ledger)
+        if path is None:
+            for prefix in self._prefixes:
+                os.stat(prefix)
+        return path
+
+    def _look_for(self, ledger: LedgerId) -> Path | None:
+        paths = [prefix + formats.index_path(ledger) for prefix in self._prefixes]
+        for path in paths:
+            if _exists(path):
+                return Path(path)
+        for path in paths:
+            # A file is moved to another directory by way of this name; a crash may have left it.
+            if _exists(path + _RELOCATED):
+                relocated, target = Path(path + _RELOCATED), Path(path)
+                with self._names_lock, suppress(FileNotFoundError):
+                    self._files.rename(relocated, target)
+                    self._files.sync_directory(relocated.parent)
+                return target
+        return None
+
+    # --- files -------------------------------------------------------------------------------------------------------
+
+    def _file_of(self, ledger: LedgerId) -> StorageFile | None:
+        with self._lock:
+            file = self._open.get(ledger)
+            if file is not None:
+                self._open.move_to_end(ledger)
+                return file
+            generation = self._generation
+        path = self._find(ledger)
+        return None if path is None else self._file_at(ledger, path, generation)
+
+    def _file_at(self, ledger: LedgerId, path: Path, generation: int) -> StorageFile:
+        """The file at `path`, which was found when that was the generation."""
+        with self._lock:
+            file = self._open.get(ledger)
+        if file is None or file.path != path:
+            file = self._keep(ledger, self._files.open(path), generation)
+        return file
+
+    def _keep(self, ledger: LedgerId, file: StorageFile, generation: int) -> StorageFile:
+        with self._lock:
+            if generation == self._generation and ledger not in self._doomed:
+                self._open[ledger] = file
+                self._open.move_to_end(ledger)
+                if len(self._open) > self._open_file_limit:
+                    self._open.popitem(last=False)
+        return file
+
+    def _forget(self, ledger: LedgerId) -> None:
+        with self._lock:
+            self._open.pop(ledger, None)
+            self._generation += 1
+
+    def _last_entry(self, file: StorageFile) -> int:
+        """The highest entry id with a location, −1 for none."""
+        number = (file.size() - formats.HEADER_SIZE - 1) // self._page_size
+        last = self._last_in_page(file, number) if number >= 0 else -1
+        if last >= 0:
+            return last
+        # The file may end with a hole as large as an entry id says: only pages that are there are looked at.
+        for begin, end in reversed(list(file.data(formats.HEADER_SIZE))):
+            for number in reversed(self._pages_between(begin, end)):
+                last = self._last_in_page(file, number)
+                if last >= 0:
+                    return last
+        return -1
+
+    def _last_in_page(self, file: StorageFile, number: int) -> int:
+        page = self._page_in(file, number)
+        slots = (slot for slot in range(len(page) - 1, -1, -1) if page[slot])
+        return next((number * self._slots + slot for slot in slots), -1)
+
+    def _pages_of(self, file: StorageFile) -> Iterator[int]:
+        """The numbers of the pages that are no holes of the file, ascending."""
+        last = -1
+        for begin, end in file.data(formats.HEADER_SIZE):
+            for number in self._pages_between(begin, end):
+                if number > last:
+                    yield number
+                    last = number
+
+    def _pages_between(self, begin: int, end: int) -> range:
+        """The numbers of the pages with bytes in `begin` … `end` of an index file."""
+        first, last = ((each - formats.HEADER_SIZE) // self._page_size for each in (begin, end - 1))
+        return range(first, last + 1)
+
+    def read_page(self, ledger: LedgerId, number: int) -> array[int]:
+        """One page of locations, zeros where the file ends or there is none. Raises OSError."""
+        file = self._file_of(ledger)
+        page = array("Q") if file is None else self._page_in(file, number)
+        page.frombytes(bytes(self._page_size - len(page) * 8))
+        return page
+
+    def pages_on_disk(self, ledger: LedgerId) -> Iterator[int]:
+        """Yield the numbers of the pages that the ledger's file has, ascending, without its holes. Raises OSError."""
+        file = self._file_of(ledger)
+        return iter(()) if file is None else self._pages_of(file)
+
+    def _page_in(self, file: StorageFile, number: int) -> array[int]:
+        return _decode(file.read(formats.HEADER_SIZE + number * self._page_size, self._page_size))
+
+    def header_of(self, handle: IndexedHandle) -> bytes:
+        """The bytes of the ledger's header as it is now; without the explicit LAC where a master key leaves it no room.
+
+        Only an index file of another bookie holds so long a key: ours binds no ledger to it.
+        """
+        lac = handle.explicit_lac
+        room = formats.HEADER_SIZE - _HEADER_FIXED_SIZE - len(handle.master_key)
+        return formats.write_header(
+            handle.master_key,
+            fenced=handle.fenced,
+            explicit_lac=lac if lac and len(lac) <= room else None,
+            version=self._version,
+        )
+
+    def make_directories(self, handles: Iterable[IndexedHandle]) -> None:
+        """Make the directories that new files of these ledgers go to, durably; together it costs less.
+
+        Raises OSError.
+        """
+        for handle in handles:
+            if not handle.is_on_disk and not handle.deleted:
+                with suppress(OSError):  # `write` meets it again
+                    self._check_directory(handle)
+                    self._files.make_directory(handle.index_path.parent, unsynced=self._unsynced)
+        for directory in list(self._unsynced):
+            self._files.sync_directory(directory)
+            del self._unsynced[directory]
+
+    def _check_directory(self, handle: IndexedHandle) -> None:
+        """A disk that is gone must not be taken for an empty one. Raises OSError."""
+        path = str(handle.index_path)
+        os.stat(next(prefix for prefix in self._prefixes if path.startswith(prefix)))
+
+    def write(self, handle: IndexedHandle, header: bytes | None, pages: Mapping[int, bytes]) -> None:
+        """Write a header and pages by number, durably; the file is made where it is missing, with its header.
+
+        Pages may lack zeros at their ends. A file in a full directory moves to another one. Nothing is written of a
+        deleted ledger. Raises OSError.
+        """
+        try:
+            self._write(handle, header, pages)
+        except OSError as error:
+            target = self._elsewhere(handle.index_path) if error.errno in NO_SPACE else None
+            if target is None:
+                raise
+            self._leave(handle, target)
+            self._write(handle, header, pages)
+
+    def _write(self, handle: IndexedHandle, header: bytes | None, pages: Mapping[int, bytes]) -> None:
+        ledger = handle.ledger
+        self._check_directory(handle)
+        # Without the lock, which the event loop may want: each directory that is made is synced.
+        self._files.make_directory(handle.index_path.parent)
+        with self._names_lock:
+            if handle.deleted or ledger in self._doomed:
+                return
+            generation = self._generation
+            known = self._file_of(ledger)
+            if known is not None:
+                file, path = known, known.path
+                handle.index_path = path
+            else:
+                # Only a whole file gets the name.
+                path = handle.index_path
+                file = self._files.open(_new_name(path), create=True)
+                file.truncate(0)
+        if not handle.is_on_disk:
+            header = header or self.header_of(handle)
+        self._write_to(file, header, pages)
+        if known is None:
+            with self._names_lock:
+                if handle.deleted or ledger in self._doomed:
+                    self._files.remove(file.path)
+                    return
+                self._files.rename(file.path, path)
+            self._files.sync_directory(path.parent)
+            file.path = path
+            self._keep(ledger, file, generation)
+        handle.is_on_disk = True
+
+    def _write_to(self, file: StorageFile, header: bytes | None, pages: Mapping[int, bytes]) -> None:
+        if header is not None:
+            file.write(0, (header,))
+        numbers = sorted(pages)
+        start = 0
+        for end in range(1, len(numbers) + 1):
+            if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:
+                run: list[Buffer] = []
+                for number in numbers[start:end]:
+                    page = pages[number]
+                    run.append(page)
+                    if len(page) < self._page_size:
+                        run.append(self._padding[len(page) :])
+                file.write(formats.HEADER_SIZE + numbers[start] * self._page_size, run)
+                start = end
+        file.sync()
+
+    def _elsewhere(self, path: Path) -> Path | None:
+        for number, directory in enumerate(self.directories):
+            if directory not in path.parents and self._is_writable(number):
+                return directory / path.relative_to(next(each for each in self.directories if each in path.parents))
+        return None
+
+    def _leave(self, handle: IndexedHandle, target: Path) -> None:
+        """Move a ledger's file to another directory; a crash leaves the old one or `.rloc`, whole.
+
+        Source: IndexPersistenceMgr.moveLedgerIndexFile, FileInfo.moveToNewLocation.
+        """
+        file = self._file_of(handle.ledger)
+        if file is None:
+            self._files.remove(_new_name(handle.index_path))
+            handle.index_path = target
+            return
+        self._files.make_directory(target.parent)
+        relocated = target.with_name(f"{target.name}{_RELOCATED}")
+        with self._files.open(relocated, create=True) as copy:
+            copy.truncate(0)
+            # Its holes too: a high entry id makes a file that no disk could hold without them.
+            for begin, end in file.data(0):
+                for offset in range(begin, end, _COPIED_BYTES):
+                    copy.write(offset, (file.read(offset, min(_COPIED_BYTES, end - offset)),))
+            copy.truncate(file.size())
+            copy.sync()
+        self._files.sync_directory(target.parent)
+        with self._names_lock:
+            if handle.deleted or handle.ledger in self._doomed:
+                self._files.remove(relocated)
+                return
+            self._forget(handle.ledger)
+            self._files.remove(handle.index_path)
+            self._files.sync_directory(handle.index_path.parent)
+            self._files.rename(relocated, target)
+            self._files.sync_directory(target.parent)
+            handle.index_path = target
+
+
+def _new_name(path: Path) -> Path:
+    return Path(f"{path}.new")
+
+
+def _exists(path: str) -> bool:
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _decode(data: Any) -> array[int]:
+    page = array("Q")
+    page.frombytes(data[: len(data) // 8 * 8])
+    if SWAP:
+        page.byteswap()
+    return page
+
+
+def _ledgers_in(directory: Path, depth: int) -> Iterator[LedgerId]:
+    """The ledgers of the index files below one `current/` directory (depth 0) or a directory in it."""
+    for entry in os.scandir(directory):
+        if entry.is_dir():
+            if len(entry.name) <= 8 and _HEX_DIGITS.issuperset(entry.name) and depth < 4:
+                yield from _ledgers_in(Path(entry.path), depth + 1)
+        elif (ledger := formats.ledger_of_index_path(entry.path.removesuffix(_RELOCATED))) is not None:
+            yield ledger

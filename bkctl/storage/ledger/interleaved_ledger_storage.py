@@ -1,0 +1,338 @@
+"""InterleavedLedgerStorage: entries of all ledgers in the order they came in one entry log, and an index file a ledger.
+
+Nothing in an index file ever points at what is not in a synced entry log. Entries of scoped ledgers have entry logs of
+their own, below `current/scoped`. Source: InterleavedLedgerStorage, LedgerCacheImpl; BP-35.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from bkctl.config import BookieConfig
+from bkctl.disk import Files
+from bkctl.errors import Corrupt, EntryNotFound, Unsupported
+from bkctl.formats.index import ENTRY_ID_MAX, index_path
+from bkctl.formats.layout import Buffer
+from bkctl.formats.names import CURRENT, SCOPED_DIRECTORY
+from bkctl.ids import LedgerId
+from bkctl.storage.entry_logger import EntryLogger, Move
+from bkctl.storage.ledger.index_pages import ChangedPages, IndexInMemPageMgr
+from bkctl.storage.ledger.index_persistence import IndexedHandle, IndexPersistenceMgr
+from bkctl.storage.ledger.ledger_storage import CHUNK_SIZE_BYTES, IsWanted, LedgerStorage, always
+
+#: Changed index pages before a flush is due whatever the flush interval.
+CHANGED_PAGES_MAX: Final = 4096
+
+
+@dataclass(slots=True)
+class IndexFlush:
+    """Copies of what changed in the index, as a flush writes it."""
+
+    headers: dict[IndexedHandle, bytes]
+    pages: ChangedPages
+
+
+class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
+    """The ledgers in the ledger and index directories of `config`; `chance` picks directories."""
+
+    entry_id_max = ENTRY_ID_MAX
+
+    def __init__(self, config: BookieConfig, files: Files, *, chance: random.Random | None = None) -> None:
+        if config.entry_log_per_ledger_enabled:
+            raise Unsupported(
+                "An entry log for each ledger", hint="entryLogPerLedgerEnabled=false: all ledgers share entry logs"
+            )
+        self.config = config
+        self.files = files
+        self.ledger_directories = [Path(each) / CURRENT for each in config.ledger_directories]
+        index_directories = config.index_directories or config.ledger_directories
+        self.index_directories = [Path(each) / CURRENT for each in index_directories]
+        self._writable = list(range(len(self.ledger_directories)))
+        self._index_writable = list(range(len(self.index_directories)))
+        #: Ledger directories that refused something, whatever they say of their free space.
+        self._refused: set[int] = set()
+        self._chance = chance or random.Random()
+        self.persistence = IndexPersistenceMgr(
+            self.index_directories,
+            self.files,
+            page_size=config.page_size,
+            open_file_limit=config.open_file_limit,
+            version=config.file_info_format_version_to_write,
+            pick_directory=self._pick_index_directory,
+            is_writable=lambda number: number in self._index_writable,
+        )
+        self.pages = IndexInMemPageMgr(self.persistence, page_size=config.page_size, page_limit=config.page_limit)
+        self.handles = {}
+        self.entry_loggers = ()
+        self._changed_headers: dict[IndexedHandle, None] = {}
+        #: Handles that the garbage collector's thread made for ledgers that nobody else uses.
+        self._borrowed: dict[LedgerId, IndexedHandle] = {}
+        self._is_flushing = False
+        self._must_leave = self._has_left = False
+
+    def _pick_index_directory(self) -> int:
+        return self._chance.choice(self._index_writable or range(len(self.index_directories)))
+
+    def _pick_ledger_directory(self) -> int:
+        writable = self._writable or range(len(self.ledger_directories))
+        return self._chance.choice([each for each in writable if each not in self._refused] or writable)
+
+    def set_writable(self, numbers: list[int]) -> None:
+        """Let only these ledger directories take new files; an entry log in another one is completed as it is.
+
+        While there are none, everything stays where it is. Source: EntryLogManagerForSingleEntryLog.
+        """
+        self._writable = numbers
+        self._refused.clear()
+        if numbers:
+            self._stay_in(numbers)
+
+    def _stay_in(self, numbers: list[int]) -> None:
+        for logger in self.entry_loggers:
+            logger.stay_in(numbers)
+
+    def set_index_writable(self, numbers: list[int]) -> None:
+        self._index_writable = numbers
+
+    def leave_full_disk(self) -> bool:
+        if self._is_flushing:
+            # Its copy of the index says the old locations, so it has to end first.
+            self._must_leave = True
+            return True
+        left, self._has_left = self._has_left, False
+        return self._relocate() or left
+
+    def _relocate(self) -> bool:
+        """Give what a full disk refused to logs in other directories; whether there was such, and a directory."""
+        relocated = False
+        for logger in self.entry_loggers:
+            full = logger.full_directory
+            if full is not None:
+                self._refused.add(logger.directories.index(full))
+                if not self._refused.issuperset(self._writable):
+                    relocated = logger.relocate(self.update_locations) or relocated
+        return relocated
+
+    def open(self) -> None:
+        for directory in (*self.ledger_directories, *self.index_directories):
+            self.files.make_directory(directory)
+        self._logger = self._open_logger(self.ledger_directories, scoped=False)
+        scoped_directories = [each / SCOPED_DIRECTORY for each in self.ledger_directories]
+        self._scoped_logger = self._open_logger(scoped_directories, scoped=True)
+        self.entry_loggers = (self._logger, self._scoped_logger)
+
+    def _open_logger(self, directories: list[Path], *, scoped: bool) -> EntryLogger:
+        return EntryLogger(
+            directories,
+            self.files,
+            scoped=scoped,
+            size_limit=self.config.log_size_limit,
+            pick_directory=self._pick_ledger_directory,
+            preallocates=self.config.entry_log_file_preallocation_enabled,
+        )
+
+    def close(self) -> None:
+        for logger in self.entry_loggers:
+            logger.close()
+
+    # --- ledgers -----------------------------------------------------------------------------------------------------
+
+    def load(self, ledger: LedgerId) -> IndexedHandle:
+        return self.persistence.load(ledger) or self.persistence.create(ledger)
+
+    def blank(self, ledger: LedgerId) -> IndexedHandle:
+        return IndexedHandle(ledger, b"", self.index_directories[0] / index_path(ledger))
+
+    def change_header(self, handle: IndexedHandle) -> None:
+        handle.header_changed = True
+        self._changed_headers[handle] = None
+
+    def delete_ledger(self, handle: IndexedHandle) -> None:
+        ledger = handle.ledger
+        handle.deleted = True
+        self.handles.pop(ledger, None)
+        self._changed_headers.pop(handle, None)
+        borrowed = self._borrowed.pop(ledger, None)
+        if borrowed is not None:
+            borrowed.deleted = True
+        self.persistence.doom(ledger)
+        self.pages.forget(ledger)
+
+    def ledger_ids(self, scope: int | None = None) -> Iterator[LedgerId]:
+        # In this order: what leaves memory meanwhile has its file by then.
+        found = {ledger for ledger, handle in list(self.handles.items()) if not handle.deleted}
+        found |= self.persistence.ledgers()
+        return iter(sorted(each for each in found if scope is None or each.scope_id == scope))
+
+    def has_scoped_ledgers(self) -> bool:
+        return bool(self._scoped_logger.log_ids) or self.persistence.has_scoped_ledgers()
+
+    def _evict_handles(self) -> None:
+        surplus = len(self.handles) - self.config.open_file_limit
+        unused: list[LedgerId] = []
+        if surplus > 0:
+            unused = [ledger for ledger, handle in self.handles.items() if not self._is_in_use(handle)]
+        # In this order: what leaves the memtable meanwhile is in changed pages before.
+        changed = self.pages.changed_ledgers()
+        for ledger in [each for each in unused if each not in changed][: max(surplus, 0)]:
+            del self.handles[ledger]
+        for ledger in list(self._borrowed):
+            if ledger not in changed:
+                self._borrowed.pop(ledger, None)
+
+    def _is_in_use(self, handle: IndexedHandle) -> bool:
+        return handle.header_changed or not handle.is_on_disk or bool(handle.watchers)
+
+    # --- entries -----------------------------------------------------------------------------------------------------
+
+    def add(self, handle: IndexedHandle, entry_ids: Sequence[int], records: Sequence[bytes], size: int) -> None:
+        logger = self._scoped_logger if handle.ledger[0] else self._logger
+        if not self.waits_for_disk:
+            self.pages.prepare(handle, entry_ids)
+        self.pages.put(handle, entry_ids, logger.add(handle, records, size))
+        handle.last_entry = max(handle.last_entry, max(entry_ids))
+
+    def has(self, handle: IndexedHandle, entry_id: int) -> bool:
+        return 0 <= entry_id <= handle.last_entry and self.pages.location(handle.ledger, entry_id) != 0
+
+    def find(self, handle: IndexedHandle, entry_id: int) -> Buffer | None:
+        ledger = handle.ledger
+        location = 0
+        if 0 <= entry_id <= handle.last_entry:
+            cached = self.pages.cached_location(ledger, entry_id)
+            if cached is None:
+                return None
+            location = cached
+        if location == 0:
+            raise _not_found(handle, entry_id)
+        logger = self._scoped_logger if ledger[0] else self._logger
+        body = logger.find(location)
+        if body is None:
+            try:
+                body = logger.read(location, ledger, entry_id, cached=True)
+            except (OSError, Corrupt):
+                return None  # `read` meets it again, or the entry elsewhere
+        return body
+
+    def read(self, handle: IndexedHandle, entry_id: int) -> Buffer:
+        ledger = handle.ledger
+        logger = self._scoped_logger if ledger[0] else self._logger
+        while True:
+            location = self.pages.location(ledger, entry_id) if 0 <= entry_id <= handle.last_entry else 0
+            if location == 0:
+                raise _not_found(handle, entry_id)
+            body: Buffer | None = logger.find(location)
+            try:
+                if body is None:
+                    body = logger.read(location, ledger, entry_id)
+            except (OSError, Corrupt):
+                # Compaction, or a full disk, may just have moved it.
+                if self.pages.location(ledger, entry_id) == location:
+                    raise
+                continue
+            assert body is not None
+            return body
+
+    def entry_ids(self, handle: IndexedHandle, is_wanted: IsWanted = always) -> Callable[[], Iterator[int]]:
+        in_memory = self.pages.copy_of(handle.ledger)
+        return lambda: self.pages.entry_ids(handle.ledger, in_memory, is_wanted)
+
+    # --- garbage collection ------------------------------------------------------------------------------------------
+
+    def update_locations(self, moves: Iterable[Move]) -> None:
+        by_ledger: dict[LedgerId, list[Move]] = {}
+        for move in moves:
+            by_ledger.setdefault(move.ledger, []).append(move)
+        for ledger, theirs in by_ledger.items():
+            handle = self.handles.get(ledger) or self._borrowed.get(ledger)
+            if handle is None:
+                try:
+                    handle = self.persistence.load(ledger)
+                except (Corrupt, Unsupported):  # the other ledgers of the log are compacted all the same
+                    handle = self.persistence.load_pages(ledger)
+                if handle is None:
+                    continue
+                self._borrowed[ledger] = handle
+            self.pages.move(handle, theirs)
+
+    def has_entry_at(self, ledger: LedgerId, entry_id: int, location: int) -> bool:
+        return self.pages.location(ledger, entry_id) == location
+
+    def live(self, entries: Sequence[tuple[LedgerId, int, int]]) -> list[bool]:
+        return self.pages.live(entries)
+
+    # --- flushes -----------------------------------------------------------------------------------------------------
+
+    @property
+    def unwritten_bytes(self) -> int:
+        return self._logger.unwritten_bytes + self._scoped_logger.unwritten_bytes + self.pages.surplus_bytes
+
+    @property
+    def is_flush_due(self) -> bool:
+        return self.pages.changed_count >= CHANGED_PAGES_MAX or self.pages.is_full
+
+    def seal_entries(self, least: int = CHUNK_SIZE_BYTES) -> bool:
+        sealed = False
+        for logger in self.entry_loggers:
+            if logger.buffered_bytes >= least:
+                logger.seal()
+                sealed = True
+        return sealed
+
+    def write_entries(self) -> None:
+        for logger in self.entry_loggers:
+            logger.write()
+
+    def begin_flush(self) -> IndexFlush | None:
+        self.seal_entries(1)
+        if not self._changed_headers and not self.pages.changed_count and not self.persistence.has_doomed:
+            return None
+        self._is_flushing = True
+        return IndexFlush(self._take_headers(), self.pages.take_changes())
+
+    def _take_headers(self) -> dict[IndexedHandle, bytes]:
+        taken = {handle: self.persistence.header_of(handle) for handle in self._changed_headers}
+        for handle in taken:
+            handle.header_changed = False
+        self._changed_headers = {}
+        return taken
+
+    def flush(self, flush: IndexFlush) -> None:
+        self.write_entries()
+        self._sync_logs()
+        self._write_index(flush.headers, flush.pages)
+
+    def _sync_logs(self) -> None:
+        for logger in self.entry_loggers:
+            logger.sync()
+
+    def _write_index(self, headers: dict[IndexedHandle, bytes], pages: ChangedPages) -> None:
+        handles = {**headers, **pages}
+        self.persistence.make_directories(handles)
+        for handle in handles:
+            self.persistence.write(handle, headers.get(handle), pages.get(handle, {}))
+        self.persistence.remove_doomed()
+
+    def end_flush(self, flush: IndexFlush, *, written: bool) -> None:
+        self._is_flushing = False
+        self.pages.finish(written=written)
+        self._finish_headers(flush, written=written)
+        if self._must_leave:
+            self._must_leave = False
+            self._has_left = self._relocate()
+
+    def _finish_headers(self, flush: IndexFlush, *, written: bool) -> None:
+        if written:
+            self._evict_handles()
+            return
+        for handle in flush.headers:
+            if not handle.deleted:
+                self.change_header(handle)
+
+
+def _not_found(handle: IndexedHandle, entry_id: int) -> EntryNotFound:
+    return EntryNotFound(f"No entry {entry_id} of ledger {handle.ledger} on this bookie")

@@ -1,0 +1,200 @@
+"""SortedLedgerStorage: entries wait in a memtable, and go to the entry logs by ledger and entry; Java's default.
+
+A reader of one ledger then finds its entries side by side. The memtable is written, unsynced, when it is
+`skipListSizeLimit` large, and with each flush. Entry logs, the index of pages and files, and what a flush guarantees
+are InterleavedLedgerStorage's. Source: SortedLedgerStorage, EntryMemTable; BP-35.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
+
+from bkctl.config import BookieConfig
+from bkctl.disk import NO_SPACE, Files
+from bkctl.formats.layout import Buffer
+from bkctl.formats.record import body_of
+from bkctl.storage.entry_logger import EntryLogger, Move
+from bkctl.storage.ledger.entry_mem_table import EntryMemTable, Snapshot
+from bkctl.storage.ledger.index_persistence import IndexedHandle
+from bkctl.storage.ledger.interleaved_ledger_storage import IndexFlush, InterleavedLedgerStorage
+from bkctl.storage.ledger.ledger_storage import CHUNK_SIZE_BYTES, UNWRITTEN_BYTES_MAX, IsWanted, always
+
+
+class SortedLedgerStorage(InterleavedLedgerStorage):
+    """The ledgers in the ledger and index directories of `config`; `chance` picks directories.
+
+    The entry loggers and the changes of pages belong to whoever holds `_place_lock`, the files of the index to whoever
+    holds `_index_lock`; both together are taken in this order.
+    """
+
+    def __init__(self, config: BookieConfig, files: Files, *, chance: random.Random | None = None) -> None:
+        super().__init__(config, files, chance=chance)
+        self.table = EntryMemTable()
+        self._size_limit = config.skip_list_size_limit
+        self._place_lock = threading.Lock()
+        self._index_lock = threading.Lock()
+        self._directories_to_stay_in: list[int] = []
+
+    # --- entries -----------------------------------------------------------------------------------------------------
+
+    def add(self, handle: IndexedHandle, entry_ids: Sequence[int], records: Sequence[bytes], size: int) -> None:
+        self.table.add(handle, entry_ids, records, size)
+        handle.last_entry = max(handle.last_entry, max(entry_ids))
+
+    def has(self, handle: IndexedHandle, entry_id: int) -> bool:
+        return self.table.find(handle, entry_id) is not None or super().has(handle, entry_id)
+
+    def find(self, handle: IndexedHandle, entry_id: int) -> Buffer | None:
+        record = self.table.find(handle, entry_id)
+        return super().find(handle, entry_id) if record is None else body_of(record)
+
+    def read(self, handle: IndexedHandle, entry_id: int) -> Buffer:
+        record = self.table.find(handle, entry_id)
+        return super().read(handle, entry_id) if record is None else body_of(record)
+
+    def entry_ids(self, handle: IndexedHandle, is_wanted: IsWanted = always) -> Callable[[], Iterator[int]]:
+        recent = self.table.entry_ids(handle)
+        indexed = super().entry_ids(handle, is_wanted)
+        return lambda: map(itemgetter(0), groupby(heapq.merge(sorted(recent), indexed())))
+
+    def _is_in_use(self, handle: IndexedHandle) -> bool:
+        return super()._is_in_use(handle) or self.table.holds(handle)
+
+    # --- from memory to the logs -------------------------------------------------------------------------------------
+
+    @property
+    def unwritten_bytes(self) -> int:
+        return self.table.size + self.pages.surplus_bytes
+
+    @property
+    def unwritten_bytes_max(self) -> int:
+        return max(UNWRITTEN_BYTES_MAX, 2 * self._size_limit)
+
+    def seal_entries(self, least: int = CHUNK_SIZE_BYTES) -> bool:
+        enough = self._size_limit if least >= CHUNK_SIZE_BYTES else least
+        return self.table.current.size >= enough and self.table.snapshot()
+
+    def write_entries(self) -> None:
+        with self._place_lock:
+            self._write_snapshots()
+
+    def _write_snapshots(self) -> None:
+        if self._directories_to_stay_in:
+            super()._stay_in(self._directories_to_stay_in)
+            self._directories_to_stay_in = []
+        for snapshot in self.table.snapshots:
+            if not snapshot.is_sorted:
+                snapshot.todo = list(self._runs(snapshot))
+                snapshot.todo.reverse()
+                snapshot.is_sorted = True
+            while snapshot.todo:
+                handle, entry_ids = snapshot.todo[-1]
+                logger = self._scoped_logger if handle.ledger[0] else self._logger
+                if not handle.deleted:
+                    self._place_run(logger, handle, entry_ids, snapshot.ledgers[handle])
+                snapshot.placed.append(snapshot.todo.pop())
+                if logger.buffered_bytes >= CHUNK_SIZE_BYTES:
+                    self._write_logs()
+                    self.table.forget_placed(snapshot)
+            self._write_logs()
+            self.table.forget_placed(snapshot)
+            self.table.drop(snapshot)
+        self._write_logs()
+
+    def _runs(self, snapshot: Snapshot) -> Iterator[tuple[IndexedHandle, list[int]]]:
+        """The snapshot's entries in order, by ledger and page of the index."""
+        pages = self.pages
+        for handle in sorted(snapshot.ledgers, key=lambda handle: handle.ledger):
+            entry_ids = sorted(snapshot.ledgers[handle])
+            start = 0
+            while start < len(entry_ids):
+                end = bisect_left(entry_ids, pages.end_of_page(pages.page_number(entry_ids[start])), start)
+                yield handle, entry_ids[start:end]
+                start = end
+
+    def _place_run(
+        self, logger: EntryLogger, handle: IndexedHandle, entry_ids: list[int], entries: dict[int, bytes]
+    ) -> None:
+        if self.pages.is_full:
+            self._write_logs()
+            self._sync_logs()
+            self._write_pages()
+        records = list(map(entries.__getitem__, entry_ids))
+        self.pages.put(handle, entry_ids, logger.add_all(handle.ledger, records))
+
+    def _write_logs(self) -> None:
+        for logger in self.entry_loggers:
+            logger.seal()
+            self._write_log(logger)
+
+    def _write_log(self, logger: EntryLogger) -> None:
+        while True:
+            try:
+                logger.write()
+            except OSError as error:
+                if error.errno not in NO_SPACE or not self._relocate():
+                    raise
+            else:
+                return
+
+    def _write_pages(self) -> None:
+        """Write the index pages, of which all entries are in synced logs."""
+        with self._index_lock:
+            written = False
+            try:
+                self._write_index({}, self.pages.take_changes())
+                written = True
+            finally:
+                self.pages.finish(written=written)
+
+    def _stay_in(self, numbers: list[int]) -> None:
+        self._directories_to_stay_in = numbers
+
+    def leave_full_disk(self) -> bool:
+        return False  # it did, where it could
+
+    def update_locations(self, moves: Iterable[Move]) -> None:
+        super().update_locations(moves)
+        if self.pages.is_full and self._place_lock.acquire(blocking=False):
+            try:
+                self._write_logs()
+                self._sync_logs()
+                self._write_pages()
+            finally:
+                self._place_lock.release()
+
+    # --- flushes -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_flush_due(self) -> bool:
+        return self.pages.is_flush_due
+
+    def begin_flush(self) -> IndexFlush | None:
+        self.table.snapshot()
+        is_clean = not self.table.snapshots and not self._changed_headers and self.pages.is_clean
+        if is_clean and not self.persistence.has_doomed:
+            return None
+        return IndexFlush(self._take_headers(), {})
+
+    def flush(self, flush: IndexFlush) -> None:
+        with self._place_lock:
+            self._write_snapshots()
+            self._index_lock.acquire()
+            pages = self.pages.take_changes()
+        written = False
+        try:
+            self._sync_logs()
+            self._write_index(flush.headers, pages)
+            written = True
+        finally:
+            self.pages.finish(written=written)
+            self._index_lock.release()
+
+    def end_flush(self, flush: IndexFlush, *, written: bool) -> None:
+        self._finish_headers(flush, written=written)

@@ -1,0 +1,143 @@
+"""`bkctl api get|put|delete`: one call of a REST API as it is; `api` has the app and imports this."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Any, Final
+
+import typer
+
+from bkctl.errors import UsageError
+
+from ..bookie.running import BookieServerOption, server
+from ..kit.command import Run, command, group
+from ..kit.options import DryRun, size_option
+from ..kit.output import plain
+
+app = group()
+
+#: What a request may carry: settings, or the bytes of some metadata.
+BODY_SIZE_BYTES_MAX: Final = 16 << 20
+
+PathArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="PATH", help="From the slash on: /api/v1/bookie/state?a=b; without one, below /api/v1: bookie/state."
+    ),
+]
+MaxSize = Annotated[
+    int, size_option("--max-size", "Give up on an answer that is larger (exit code 7).", default="64MiB")
+]
+
+
+@command(app, "get", connects=True)
+def get(run: Run, path: PathArgument, which: BookieServerOption, size_max: MaxSize) -> None:
+    """Get a path of a bookie's HTTP server, or of a gateway to bookies, and print the answer as it is.
+
+    An answer with another status than 2xx is an error, with what the server said.
+    """
+    _call(run, which, "GET", path, None, size_max)
+
+
+@command(app, "put", connects=True)
+def put(
+    run: Run,
+    path: PathArgument,
+    which: BookieServerOption,
+    size_max: MaxSize,
+    body: Annotated[
+        str | None,
+        typer.Option("--body", metavar="JSON|@FILE", help="What to send: JSON, or a file of it (@-: stdin)."),
+    ] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Put something to a path, which may change the bookie or the cluster, and print the answer as it is.
+
+    What a path takes is in the server's OpenAPI document, and in Apache BookKeeper's documentation of its HTTP API.
+    """
+    data = None if body is None else _body(body)
+    if dry_run:
+        _say(run, which, "PUT", path, data)
+        return
+    _call(run, which, "PUT", path, data, size_max, changes=True)
+
+
+@command(app, "delete", connects=True, asks=True)
+def delete(run: Run, path: PathArgument, which: BookieServerOption, size_max: MaxSize, dry_run: DryRun = False) -> None:
+    """Delete what a path names, such as /api/v1/ledger/delete?ledger_id=5, and print the answer as it is. Asks."""
+    if dry_run:
+        _say(run, which, "DELETE", path, None)
+        return
+    _call(run, which, "DELETE", path, None, size_max, changes=True)
+
+
+def _full(path: str) -> str:
+    from bkctl.http.client import API_PREFIX
+
+    return path if path.startswith("/") else f"{API_PREFIX}/{path}"
+
+
+def _call(
+    run: Run, which: Any, method: str, path: str, body: bytes | None, size_max: int, *, changes: bool = False
+) -> None:
+    path = _full(path)
+    with server(run, which, changes=changes) as found:
+        client = found.api.client
+        client.target(path)  # What is no path is told before anybody is asked.
+        if method == "DELETE":
+            run.confirm(f"{client.url}{path} would be deleted, and what it stands for")
+        with client.exchange(method, path, found.api.query, body, streams=True) as answer:
+            run.detail(f"{answer.status} {answer.content_type or 'without a content type'}")
+            if not 200 <= answer.status < 300:
+                raise client.error_of(answer, method, path)
+            chunks = answer.chunks(size_max)
+            if sys.stdout.isatty():
+                for text in _readable(chunks):
+                    run.text(text)
+            else:
+                for chunk in chunks:
+                    run.raw(chunk)
+
+
+def _readable(chunks: Iterator[bytes]) -> Iterator[str]:
+    """The answer for a terminal: nothing that steers it, and a line end at the end."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    last = "\n"
+    for chunk in chunks:
+        text = decoder.decode(chunk).replace("\r\n", "\n")
+        if text:
+            yield "\n".join("\t".join(map(plain, line.split("\t"))) for line in text.split("\n"))
+            last = text[-1]
+    if last != "\n":
+        yield "\n"
+
+
+def _say(run: Run, which: Any, method: str, path: str, body: bytes | None) -> None:
+    with server(run, which) as found:
+        target = found.api.client.target(_full(path), found.api.query)
+        size = "" if body is None else f" with a body of {len(body):,} bytes"
+        run.note(f"bkctl: Dry run: {method} {target}{size} would go to {found.url}")
+
+
+def _body(text: str) -> bytes:
+    """The bytes to send. Raises UsageError for what is no JSON, or too large."""
+    data = _file(text[1:]) if text.startswith("@") else text.encode("utf-8", "surrogateescape")
+    if len(data) > BODY_SIZE_BYTES_MAX:
+        raise UsageError(f"--body: larger than {BODY_SIZE_BYTES_MAX:,} bytes")
+    try:
+        json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise UsageError("--body: not JSON", hint="quote it for the shell, or give it as @FILE") from error
+    return data
+
+
+def _file(name: str) -> bytes:
+    if name != "-":
+        with open(name, "rb") as stream:
+            return stream.read(BODY_SIZE_BYTES_MAX + 1)
+    if sys.stdin is None:
+        raise UsageError("stdin is closed, so it holds no body")
+    return sys.stdin.buffer.read(BODY_SIZE_BYTES_MAX + 1)

@@ -1,0 +1,143 @@
+"""`bkctl api`: the REST API, called and served."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from bkctl.errors import UsageError
+
+from ..kit.command import Run, command, group
+from ..kit.options import parse_number
+from ..kit.output import Column, Columns, Kind
+
+if TYPE_CHECKING:
+    from bkctl.http.server import HttpSettings
+
+app = group()
+
+
+class Gateway(NamedTuple):
+    """A gateway that serves."""
+
+    url: str
+    metadata_uri: str
+    authentication: str
+
+
+GATEWAY_COLUMNS = Columns(
+    Column("URL", "url", "url"),
+    Column("METADATA URI", "metadataUri", "metadata_uri"),
+    Column("AUTHENTICATION", "authentication", "authentication"),
+    Column("PID", "pid", lambda _: os.getpid(), Kind.INTEGER),
+    key="url",
+)
+
+
+@command(app, "serve", connects=True)
+def serve(
+    run: Run,
+    host: Annotated[str, typer.Option("--host", metavar="HOST", help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[str, typer.Option("--port", metavar="PORT", help="The port to listen on; 0: any.")] = "8080",
+    token_file: Annotated[
+        Path | None,
+        typer.Option("--token-file", metavar="FILE", help="Clients must send this token (else BKCTL_API_TOKEN)."),
+    ] = None,
+    bookie_token_file: Annotated[
+        Path | None,
+        typer.Option("--bookie-token-file", metavar="FILE", help="The token of the bookies' servers (else none)."),
+    ] = None,
+    read_only_token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--read-only-token-file", metavar="FILE", help="Clients that send this token may read, without secrets."
+        ),
+    ] = None,
+    server_certificate: Annotated[
+        Path | None, typer.Option("--server-cert", metavar="FILE", help="Serve https with this PEM certificate.")
+    ] = None,
+    server_key: Annotated[
+        Path | None, typer.Option("--server-key", metavar="FILE", help="Its private key, if not in the same file.")
+    ] = None,
+    client_ca: Annotated[
+        Path | None,
+        typer.Option("--client-ca", metavar="FILE", help="Let in clients whose certificate is signed by these."),
+    ] = None,
+) -> None:
+    """Serve the REST API of a cluster, in the foreground; SIGTERM or Ctrl-C stops it.
+
+    What is about one bookie goes on to that bookie's own HTTP server, with ?bookie=ID. Beyond loopback it needs a token
+    or client certificates; on loopback it makes a token that your commands find. Its own token never goes to a bookie,
+    and that of --bookie-token-file to loopback or over https with --tls-ca only. /openapi.json describes it all.
+    --tls-ca, --tls-cert and --tls-key are for its way to the bookies.
+    """
+    import signal
+    import threading
+
+    from bkctl.http import load_server
+
+    http = load_server()
+    settings = _settings(host, port, token_file, read_only_token_file, server_certificate, server_key, client_ca)
+    connection = run.connection()
+    security = run.security(connection)
+    bookie_token = None if bookie_token_file is None else http.read_token(bookie_token_file)
+    tls, addresses = run.bookie_tls(), run.bookie_addresses()
+    upstream = http.PassedOn(bookie_token, tls, run.timeout_s)
+    run.log()
+    server = http.HttpServer(settings)
+    port_number = server.bind()
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    server.start(
+        lambda: http.Service(connection.uri, security=security, timeout_s=run.timeout_s, tls=tls, addresses=addresses),
+        upstream=upstream,
+    )
+    try:
+        url = f"{settings.protocol}://{f'[{host}]' if ':' in host else host}:{port_number}"
+        run.show(Gateway(url, connection.uri, _authentication(settings, server.token_file)), GATEWAY_COLUMNS)
+        stopped.wait()
+    finally:
+        server.stop()
+
+
+def _settings(
+    host: str,
+    port: str,
+    token_file: Path | None,
+    read_only_token_file: Path | None,
+    certificate: Path | None,
+    key: Path | None,
+    client_ca: Path | None,
+) -> HttpSettings:
+    from bkctl.http.server import HttpSettings, read_token, tls_context
+
+    number = parse_number(port, "--port")
+    if not 0 <= number <= 65535:
+        raise UsageError(f"--port {port}: ports are 0 to 65535")
+    if certificate is None and (key or client_ca):
+        raise UsageError("--server-key and --client-ca go with --server-cert", hint="add the server's certificate")
+    token = read_token(token_file) if token_file is not None else os.environ.get("BKCTL_API_TOKEN") or None
+    tls = None
+    if certificate is not None:
+        tls = tls_context(
+            str(certificate), None, None if client_ca is None else str(client_ca), None if key is None else str(key)
+        )
+    read_only_token = None if read_only_token_file is None else read_token(read_only_token_file)
+    return HttpSettings(host, number, token, tls, read_only_token).checked(
+        "give --token-file, or --server-cert with --client-ca, or --host 127.0.0.1"
+    )
+
+
+def _authentication(settings: HttpSettings, token_file: Path | None) -> str:
+    import ssl
+
+    ways = ["token"] if settings.token is not None else []
+    if token_file is not None:
+        ways.append(f"token in {token_file}")
+    if settings.tls is not None and settings.tls.verify_mode is ssl.CERT_REQUIRED:
+        ways.append("certificate")
+    return " and ".join(ways) or "none"

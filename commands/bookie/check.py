@@ -1,0 +1,261 @@
+"""The commands of `bkctl bookie` and `bkctl bookie index` that check; `bookie` has the apps and imports this."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from bkctl.errors import UsageError
+from bkctl.ids import LedgerId, parse_scope_id
+
+from ..kit.command import Run, command, group
+from ..kit.options import (
+    SOME_LEDGERS,
+    Composite,
+    DigestToCheck,
+    LedgerPassword,
+    number_option,
+    parameter,
+    parse_size,
+)
+from ..kit.output import Column, Columns, Kind, size_text
+from ..kit.records import DirOption, PlacesArgument, raise_first
+from .files import index_app
+
+if TYPE_CHECKING:
+    from bkctl.checks.digests import DigestChecker
+    from bkctl.checks.findings import Counts
+
+app = group()
+
+# --- check ----------------------------------------------------------------------------------------------------------
+
+FINDING_COLUMNS = Columns(
+    Column("KIND", "kind", lambda row: row.kind.value),
+    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+    Column("ENTRY", "entryId", "entry_id", Kind.INTEGER),
+    Column("LOG", "logId", "log_id", Kind.INTEGER),
+    Column("HEX", "logIdHex", lambda row: None if row.log_id is None else f"{row.log_id:x}"),
+    Column("OFFSET", "offset", "offset", Kind.INTEGER),
+    Column(None, "location", "location", Kind.INTEGER),
+    Column("REASON", "reason", "reason", flexible=True),
+    Column("FILE", "file", lambda row: str(row.path), flexible=True),
+    Column(None, "finding", "is_problem", Kind.BOOLEAN),
+    key="ledger",
+)
+
+
+class LedgerFilter(NamedTuple):
+    """The ledgers to look at (None: all), in one scope or (None) in every one."""
+
+    ledgers: list[LedgerId] | None
+    scope_id: int | None
+
+
+def _ledger_filter(values: Mapping[str, Any]) -> LedgerFilter:
+    scope = values["ledger_scope_id"]
+    scope_id = None if scope is None else parse_scope_id(scope)
+    texts = values["some_ledgers"]
+    return LedgerFilter([LedgerId.parse(text, scope_id) for text in texts] if texts else None, scope_id)
+
+
+LedgersToCheck = Annotated[
+    LedgerFilter,
+    Composite(
+        (
+            SOME_LEDGERS,
+            parameter(
+                "ledger_scope_id",
+                Annotated[
+                    str,
+                    typer.Option(
+                        "--ledger-scope-id", metavar="SCOPE", help="Only ledgers of this scope; the scope of bare ids."
+                    ),
+                ],
+            ),
+        ),
+        _ledger_filter,
+    ),
+]
+
+
+def _share(values: Mapping[str, Any]) -> float | None:
+    text = values["sample_share"]
+    if text is None:
+        return None
+    match = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,9})?)%|(0?\.[0-9]{1,9}|1)", text, re.ASCII)
+    share = 0.0 if match is None else float(match[1]) / 100 if match[1] else float(match[2])
+    if not 0 < share <= 1:
+        raise UsageError(f"--sample {text!r}: not a share", hint="give 1%, 0.5% or 0.01")
+    return share
+
+
+Sample = Annotated[
+    float | None,
+    Composite(
+        (
+            parameter(
+                "sample_share",
+                Annotated[
+                    str,
+                    typer.Option(
+                        "--sample",
+                        metavar="SHARE",
+                        help="Look at this share of the index's entries only (1%, 0.01), and do not search the logs.",
+                    ),
+                ],
+            ),
+        ),
+        _share,
+    ),
+]
+
+
+def _rate(values: Mapping[str, Any]) -> Any:
+    from bkctl.checks.check import NO_LIMIT, Rate
+
+    text = values["rate_limit"]
+    if text is None:
+        return NO_LIMIT
+    amount = text.strip().removesuffix("/s").rstrip()
+    if match := re.fullmatch(r"([0-9]{1,12}) ?(?:entries|entry)", amount, re.ASCII):
+        rate = Rate(entries_per_s=float(match[1]))
+    else:
+        rate = Rate(bytes_per_s=float(parse_size(amount, "--rate")))
+    if not (rate.bytes_per_s or rate.entries_per_s):
+        raise UsageError(f"--rate {text!r}: must be more than 0")
+    return rate
+
+
+ReadRate = Annotated[
+    Any,
+    Composite(
+        (
+            parameter(
+                "rate_limit",
+                Annotated[
+                    str,
+                    typer.Option(
+                        "--rate", metavar="RATE", help="Read at most so much a second: 20MiB, or '5000 entries'."
+                    ),
+                ],
+            ),
+        ),
+        _rate,
+    ),
+]
+
+
+@command(app, "check", connects=True)
+def check(
+    run: Run,
+    which: LedgersToCheck,
+    digest: DigestToCheck,
+    password: LedgerPassword,
+    sample: Sample,
+    seed: Annotated[int | None, number_option("--seed", "Which entries --sample takes: the same for the same seed.")],
+    rate: ReadRate,
+    places: PlacesArgument = None,
+    directories: DirOption = None,
+) -> None:
+    """Check a bookie's indexes against its entry logs, both ways, for every storage class; the bookie may run.
+
+    Exit code 3: there are findings. 7: an index is damaged. Ledgers in the logs without any index, which were deleted
+    most likely, are told as `unindexed` and are no findings. A killed bookie may leave entries in its log that are in
+    no index and were acknowledged to nobody: they are findings (`notIndexed`), since lost ones look the same.
+    """
+    from contextlib import nullcontext
+
+    from bkctl.checks.check import IndexCheck
+
+    given = run.directories([*(places or ()), *(directories or ())]).of_a_bookie()
+    logs = [file.path for file in given.entry_logs()] if digest.wanted else []
+    checker = run.digest_checker(digest.digest_type, password, logs) if digest.wanted else nullcontext()
+    with checker as digests, run.working("Checking", unit="bytes") as activity:
+        job = IndexCheck(
+            given,
+            ledgers=which.ledgers,
+            scope_id=which.scope_id,
+            sample=sample,
+            seed=seed or 0,
+            digests=digests,
+            rate=rate,
+            advance=activity.advance,
+        )
+        run.render(job.findings(), FINDING_COLUMNS)
+    counts = job.counts
+    run.note(
+        f"bkctl: {counts.ledgers:,} ledgers, {counts.entries:,} entries in the index, {counts.records:,} records in "
+        f"{counts.logs:,} logs, {size_text(counts.bytes_read)} read; {_remarks(counts)}"
+    )
+    if digests is not None:
+        _note_digests(run, digests)
+    _finish(run, counts)
+
+
+def _remarks(counts: Counts) -> str:
+    parts = [f"{counts.findings:,} findings"]
+    for count, text in (
+        (counts.notes, "notes"),
+        (counts.not_flushed, "entries not flushed"),
+        (counts.copies, "old copies"),
+        (counts.error_count, "indexes damaged"),
+    ):
+        if count:
+            parts.append(f"{count:,} {text}")
+    return ", ".join(parts)
+
+
+def _note_digests(run: Run, digests: DigestChecker) -> None:
+    counts = digests.counts()
+    matched = ", ".join(f"{count:,} {each.name}" for each, count in counts.matched.items()) or "none"
+    unknown = counts.unknown + counts.without_password
+    run.note(f"bkctl: digests: {matched} matched, {unknown:,} not known, {counts.unprotected:,} entries without one")
+    if unknown and (hint := digests.hint()):
+        run.note(f"bkctl: {hint}")
+
+
+def _finish(run: Run, counts: Counts) -> None:
+    """Exit code 7 where an index could not be read, else 3 where there are findings."""
+    if counts.error_count > len(counts.errors):
+        run.note(f"bkctl: {counts.error_count - len(counts.errors):,} more indexes are damaged")
+    raise_first(run, counts.errors)
+    run.finish_with(counts.findings, "findings")
+
+
+# --- index check ----------------------------------------------------------------------------------------------------
+
+
+@command(index_app, "check")
+def check_index(
+    run: Run,
+    ledgers: Annotated[bool, typer.Option("--ledgers", help="Only what is said of ledgers.")] = False,
+    locations: Annotated[bool, typer.Option("--locations", help="Only where entries are.")] = False,
+    places: PlacesArgument = None,
+    directories: DirOption = None,
+) -> None:
+    """Read a bookie's indexes whole, and check that they say what a bookie writes; the bookie may run.
+
+    Every key, value, header and slot, and RocksDB's own checksums. 'bookie check' compares them with the logs.
+    Exit code 3: there are findings. 7: an index is damaged.
+    """
+    from bkctl.checks.index_scan import IndexScan
+
+    both = ledgers == locations
+    given = run.directories([*(places or ()), *(directories or ())]).of_a_bookie()
+    job = IndexScan(given, ledgers=ledgers or both, locations=locations or both)
+    with run.working("Reading indexes"):
+        run.render(job.findings(), FINDING_COLUMNS)
+    counts = job.counts
+    parts = []
+    if ledgers or both:
+        parts.append(f"{counts.ledgers:,} ledgers, {counts.fenced_ledgers:,} of them fenced")
+    if both:
+        parts.append(f"{counts.empty_ledgers:,} without entries")
+    if locations or both:
+        parts.append(f"{counts.entries:,} entries")
+    run.note(f"bkctl: {', '.join(parts)}; {_remarks(counts)}")
+    _finish(run, counts)

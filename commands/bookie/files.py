@@ -1,0 +1,352 @@
+"""`bkctl bookie`: one bookie, and its files and indexes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
+from bkctl.ids import LedgerId, parse_scope_id
+
+from ..kit.command import Run, command, group
+from ..kit.options import MANY_LEDGERS, Composite, number_option
+from ..kit.output import Column, Columns, Kind, Output, iso_time
+from ..kit.records import DirOption, PlacesArgument, ShowSecretsOption, raise_first
+
+if TYPE_CHECKING:
+    from bkctl.files.directories import BookieDirectories, BookieFile
+    from bkctl.files.index import BookieIndexes, EntryLocation, Gap, LedgerIndex
+
+app = group()
+index_app = group("Ledger indexes of a bookie: which entries are here, and where.")
+app.add_typer(index_app, name="index")
+
+
+# --- start ----------------------------------------------------------------------------------------------------------
+
+STARTED_COLUMNS = Columns(
+    Column("BOOKIE", "bookieId", "bookie_id"),
+    Column("ADDRESS", "address", lambda bookie: "{}:{}".format(*bookie.address)),
+    Column("PID", "pid", lambda _: os.getpid(), Kind.INTEGER),
+    key="bookieId",
+)
+
+
+@command(app, "start", connects=True)
+def start(run: Run) -> None:
+    """Run a bookie in the foreground, as `--conf bk_server.conf` says; SIGTERM or Ctrl-C stops it cleanly.
+
+    It is printed once it serves; what happens to it is on stderr.
+    """
+    from bkctl.bookie.server import Bookie, serve
+    from bkctl.disk import restrict_new_files
+
+    config = run.config()
+    connection = run.connection()
+    config = config.with_changes(metadata_service_uri=connection.uri)
+    security = run.security(connection)
+    run.log()
+    restrict_new_files()
+    http = recovery = None
+    if config.http_server_enabled:
+        from bkctl.http import load_server
+
+        http = load_server().BookieHttpServer(config)
+        config = http.config
+
+    def started(bookie: Bookie) -> None:
+        nonlocal recovery
+        if config.auto_recovery_daemon_enabled:
+            from bkctl.metadata.store import client_tls
+            from bkctl.replication.daemon import AutoRecoveryThread
+
+            tls = None
+            if config.tls_provider_factory_class and config.tls_trust_store:
+                tls = client_tls(config.tls_trust_store, config.tls_certificate_path, config.tls_key_store)
+            recovery = AutoRecoveryThread(config, bookie.bookie_id, security=security, tls=tls)
+            bookie.metrics.auto_recovery = recovery.samples
+            recovery.start()
+        if http is not None:
+            http.start(bookie, security)
+        run.show(bookie, STARTED_COLUMNS)
+
+    try:
+        run.complete(serve(config, security=security, started=started))
+    finally:
+        if recovery is not None:
+            recovery.stop()
+        if http is not None:
+            http.stop()
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+class FileRow(NamedTuple):
+    """A file, and what it says of itself."""
+
+    file: BookieFile
+    detail: dict[str, Any] | None
+
+
+def _number(row: FileRow) -> int | None:
+    return row.file.id if isinstance(row.file.id, int) else None
+
+
+def _ledger(row: FileRow) -> LedgerId | None:
+    return row.file.id if isinstance(row.file.id, LedgerId) else None
+
+
+def _id_text(row: FileRow) -> str | None:
+    return None if row.file.id is None else str(row.file.id)
+
+
+def _hex(row: FileRow) -> str | None:
+    number = _number(row)
+    return None if number is None else f"{number:x}"
+
+
+def _detail_text(detail: dict[str, Any]) -> str:
+    """What a file says, for people: ids in hex, as names of files have them; directories are in JSON only."""
+    parts = []
+    for name, value in detail.items():
+        if value is None or value is False or isinstance(value, list) or f"{name}Hex" in detail:
+            continue
+        if name.endswith("Hex"):
+            name, value = name.removesuffix("Hex"), f"0x{value}"
+        parts.append(name if value is True else f"{name} {value}")
+    return ", ".join(parts)
+
+
+FILE_COLUMNS = Columns(
+    Column("KIND", "kind", lambda row: row.file.kind.value),
+    Column("ID", "id", _number, Kind.INTEGER),
+    Column("HEX", "idHex", _hex),
+    Column(None, "ledger", _ledger, Kind.LEDGER),
+    Column("SCOPED", "scoped", "file.scoped", Kind.BOOLEAN),
+    Column("SIZE", "size", "file.size", Kind.SIZE),
+    Column("MODIFIED", "mtime", "file.mtime_ms", Kind.TIME),
+    Column("FILE", "file", lambda row: str(row.file.path)),
+    Column("DETAIL", "detail", "detail", Kind.NESTED, flexible=True, text=_detail_text),
+    key="file",
+)
+# An index file's id is a ledger, which JSON has in its own fields and a table in the column of ids.
+FILE_TABLE_COLUMNS = Columns(
+    FILE_COLUMNS.columns[0], Column("ID", "id", _id_text), *FILE_COLUMNS.columns[2:], key="file"
+)
+
+
+@command(app, "files")
+def files(
+    run: Run,
+    places: PlacesArgument = None,
+    directories: DirOption = None,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option("--kind", metavar="KIND", help="journal, entryLog, index, rocksdb, cookie … or all; repeatable."),
+    ] = None,
+) -> None:
+    """List a bookie's files: journals, entry logs, indexes, marks, cookies, and what is none of its own (`unknown`).
+
+    DETAIL is what a file says of itself: format versions, a cookie's bookie, where a mark points, the kept read-only
+    state. All files are listed, then what is wrong with one is reported (exit code 7).
+    """
+    kinds = _kinds(kind or [])
+    found = run.directories([*(places or ()), *(directories or ())]).files()
+    errors: list[BkctlError] = []
+    columns = FILE_TABLE_COLUMNS if run.output is Output.TABLE else FILE_COLUMNS
+    run.render((_file_row(file, errors) for file in found if not kinds or file.kind in kinds), columns)
+    raise_first(run, errors)
+
+
+def _file_row(file: BookieFile, errors: list[BkctlError]) -> FileRow:
+    from bkctl.files.status import read_detail
+
+    try:
+        detail = read_detail(file)
+    except NotFound:
+        return FileRow(file, None)  # A running bookie deleted it meanwhile.
+    except BkctlError as error:
+        errors.append(error)
+        return FileRow(file, None)
+    if detail is None:
+        return FileRow(file, None)
+    shown = dict(detail)
+    if isinstance(updated := shown.get("updated"), int):
+        shown["updated"] = iso_time(updated)
+    return FileRow(file, shown)
+
+
+def _kinds(texts: list[str]) -> frozenset[Any]:
+    from bkctl.files.directories import FileKind
+
+    known = {each.value.lower(): each for each in FileKind}
+    chosen = set()
+    for text in texts:
+        if text.lower() == "all":
+            return frozenset()
+        if text.lower() not in known:
+            raise UsageError(f"--kind {text!r}: no such kind", hint=f"one of {', '.join(FileKind)}, all")
+        chosen.add(known[text.lower()])
+    return frozenset(chosen)
+
+
+# --- index show -----------------------------------------------------------------------------------------------------
+
+
+class LocationRow(NamedTuple):
+    """An entry's place."""
+
+    ledger: LedgerId
+    entry: EntryLocation
+
+
+LOCATION_COLUMNS = Columns(
+    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+    Column("ENTRY", "entryId", "entry.entry_id", Kind.INTEGER),
+    Column("LOG", "logId", "entry.log_id", Kind.INTEGER),
+    Column("HEX", "logIdHex", lambda row: f"{row.entry.log_id:x}"),
+    Column("OFFSET", "offset", "entry.offset", Kind.INTEGER),
+    Column(None, "location", "entry.location", Kind.INTEGER),
+    key="entryId",
+)
+
+
+class GapRow(NamedTuple):
+    """A run of entries that are not here."""
+
+    ledger: LedgerId
+    gap: Gap
+
+
+GAP_COLUMNS = Columns(
+    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+    Column("FIRST ENTRY", "firstEntryId", "gap.first_entry_id", Kind.INTEGER),
+    Column("LAST ENTRY", "lastEntryId", "gap.last_entry_id", Kind.INTEGER),
+    Column("ENTRIES", "entryCount", lambda row: row.gap.last_entry_id - row.gap.first_entry_id + 1, Kind.INTEGER),
+    key="firstEntryId",
+)
+
+
+class MetaRow(NamedTuple):
+    """What an index says about its ledger."""
+
+    source: LedgerIndex
+    explicit_lac: int | None
+    entry_count: int
+    last_entry_id: int
+
+
+META_COLUMNS = Columns(
+    Column("LEDGER", "ledger", "source.ledger", Kind.LEDGER),
+    Column("FENCED", "fenced", "source.fenced", Kind.BOOLEAN),
+    Column("EXPLICIT LAC", "explicitLac", "explicit_lac", Kind.INTEGER),
+    Column("ENTRIES", "entryCount", "entry_count", Kind.INTEGER),
+    Column("LAST ENTRY", "lastEntryId", "last_entry_id", Kind.INTEGER),
+    Column("FILE", "file", lambda row: str(row.source.path), flexible=True),
+    key="ledger",
+)
+MASTER_KEY = Column("MASTER KEY", "masterKey", "source.master_key", Kind.BINARY, text=bytes.hex)
+
+
+class LedgersOrAll(NamedTuple):
+    """The ledgers that were named; None: all, of one scope where `scope_id` says so."""
+
+    ledgers: list[LedgerId] | None
+    scope_id: int | None
+
+
+def _ledgers_or_all(values: Mapping[str, Any]) -> LedgersOrAll:
+    if values["ledgers"] or values["ledger_id"] is not None or values["ledger_qualified_name"] is not None:
+        return LedgersOrAll(MANY_LEDGERS.resolve(values), None)
+    scope = values["ledger_scope_id"]
+    return LedgersOrAll(None, None if scope is None else parse_scope_id(scope))
+
+
+AnyLedgers = Annotated[LedgersOrAll, Composite(MANY_LEDGERS.parameters, _ledgers_or_all)]
+
+
+@command(index_app, "show")
+def show(
+    run: Run,
+    which: AnyLedgers,
+    entry: Annotated[int | None, number_option("--entry", "Only this entry id.")],
+    directories: DirOption = None,
+    meta: Annotated[
+        bool, typer.Option("--meta", help="Show what the index says of the ledger instead of its entries.")
+    ] = False,
+    gaps: Annotated[
+        bool, typer.Option("--gaps", help="Show the entries that are not here although later ones are.")
+    ] = False,
+    show_secrets: ShowSecretsOption = False,
+) -> None:
+    """Show where a bookie has a ledger's entries: index files and the databases of DbLedgerStorage.
+
+    `--meta` without a ledger shows all that the bookie has.
+    """
+    if meta and gaps:
+        raise UsageError("--meta and --gaps are given", hint="give one of them")
+    if which.ledgers is None and not meta:
+        raise UsageError("No ledger is given", hint="name ledgers, or add --meta to see all that the bookie has")
+    with _indexes(run.directories(directories)) as indexes:
+        if meta:
+            ledgers = indexes.ledgers(which.scope_id) if which.ledgers is None else which.ledgers
+            columns = META_COLUMNS.and_also(MASTER_KEY) if show_secrets else META_COLUMNS
+            errors: list[BkctlError] = []
+            run.render(_metas(indexes, ledgers, errors, named=which.ledgers is not None), columns)
+            raise_first(run, errors)
+        elif gaps:
+            run.render(_gaps(indexes, which.ledgers or []), GAP_COLUMNS)
+        else:
+            run.render(_locations(indexes, which.ledgers or [], entry), LOCATION_COLUMNS)
+
+
+def _indexes(given: BookieDirectories) -> BookieIndexes:
+    from bkctl.files.index import BookieIndexes
+
+    return BookieIndexes(given)
+
+
+def _locations(indexes: BookieIndexes, ledgers: list[LedgerId], entry_id: int | None) -> Iterator[LocationRow]:
+    from bkctl.files.index import EntryLocation
+
+    for ledger in ledgers:
+        with indexes.open(ledger) as index:
+            if entry_id is None:
+                for each in index.locations():
+                    yield LocationRow(ledger, each)
+            elif location := index.location_of(entry_id):
+                yield LocationRow(ledger, EntryLocation(entry_id, location))
+
+
+def _gaps(indexes: BookieIndexes, ledgers: list[LedgerId]) -> Iterator[GapRow]:
+    for ledger in ledgers:
+        with indexes.open(ledger) as index:
+            for gap in index.gaps():
+                yield GapRow(ledger, gap)
+
+
+def _metas(
+    indexes: BookieIndexes, ledgers: list[LedgerId], errors: list[BkctlError], *, named: bool
+) -> Iterator[MetaRow]:
+    from bkctl.checks.findings import as_damage
+
+    for ledger in ledgers:
+        try:
+            found = indexes.open(ledger) if named else indexes.find(ledger)
+            if found is None:
+                continue
+            with found as index:
+                row = MetaRow(index, index.explicit_lac(), *index.extent())
+        except (Corrupt, Unsupported) as error:
+            errors.append(error)
+            continue
+        except BkctlError as error:
+            if named:
+                raise
+            errors.append(as_damage(error))
+            continue
+        yield row

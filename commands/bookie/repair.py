@@ -1,0 +1,464 @@
+"""The commands of `bkctl bookie` and `bkctl bookie index` that change files; `bookie` has the apps and imports this."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+
+from bkctl.errors import BkctlError, UsageError
+
+from ..kit.command import Run, command, group
+from ..kit.options import Composite, DryRun, LedgerPassword, parameter
+from ..kit.output import NULL, Column, Columns, Kind, size_text
+from ..kit.records import DirOption, PlacesArgument
+from .files import AnyLedgers, index_app
+
+if TYPE_CHECKING:
+    from bkctl.metadata.stored_ledgers import StoredLedgers
+    from bkctl.repair.parts import BookieLayout, Findings
+    from bkctl.repair.rebuild import RebuiltDatabase
+
+app = group()
+
+
+@contextmanager
+def _held(run: Run, layout: BookieLayout, *, dry_run: bool) -> Iterator[None]:
+    """The bookie's directories, for us alone; in a dry run, which only reads, for anybody."""
+    from bkctl.repair.holding import hold
+
+    if dry_run:
+        yield
+        return
+    with hold(layout.all):
+        run.start_audit(begun=True)
+        try:
+            yield
+        except OSError as error:
+            if error.filename is not None:
+                raise
+            where = ", ".join(map(str, layout.index_dirs))
+            raise BkctlError(
+                f"Writing in {where} failed: {error.strerror or error}", hint="make room, then repeat the command"
+            ) from error
+
+
+def _layout(run: Run, directories: list[Path] | None) -> BookieLayout:
+    from bkctl.repair.parts import layout_of
+
+    return layout_of(run.directories(directories).of_a_bookie())
+
+
+@contextmanager
+def _metadata(run: Run, layout: BookieLayout) -> Iterator[StoredLedgers | None]:
+    """What the metadata store says of ledgers; None where no store is named by --metadata-uri or --context."""
+    if not run.names_metadata:
+        yield None
+        return
+    from bkctl.metadata.stored_ledgers import StoredLedgers
+
+    with run.cluster() as cluster:
+        stored = StoredLedgers(cluster, layout.all)
+        yield stored
+        for problem in stored.problems:
+            run.note(f"bkctl: {problem}")
+
+
+def _report(run: Run, findings: Findings) -> None:
+    for note in findings.notes:
+        run.note(f"bkctl: {note}")
+    for damage in findings.damage:
+        run.note(f"bkctl: {damage.error}")
+
+
+# --- index rebuild --------------------------------------------------------------------------------------------------
+
+REBUILT_COLUMNS = Columns(
+    Column("DATABASE", "file", lambda row: str(row.path), flexible=True),
+    Column("LOGS", "logs", "logs", Kind.INTEGER),
+    Column("LEDGERS", "ledgers", "ledgers", Kind.INTEGER),
+    Column("BEFORE", "ledgersBefore", "ledgers_before", Kind.INTEGER),
+    Column("ENTRIES", "entries", "entries", Kind.INTEGER),
+    Column("BEFORE", "entriesBefore", "entries_before", Kind.INTEGER),
+    Column("LEFT OUT", "ledgersLeftOut", "left_out", Kind.INTEGER),
+    Column(None, "entriesSaved", "entries_saved", Kind.INTEGER),
+    Column(None, "fencesGuessed", "guessed_fences", Kind.INTEGER),
+    Column(None, "withoutMasterKey", "without_key", Kind.INTEGER),
+    Column("BACKUP", "backup", lambda row: None if row.backup is None else str(row.backup), flexible=True),
+    key="file",
+)
+
+
+@command(index_app, "rebuild", connects=True, changes=True)
+def rebuild(
+    run: Run,
+    ledgers: Annotated[bool, typer.Option("--ledgers", help="Rebuild the databases of ledgers.")] = False,
+    locations: Annotated[bool, typer.Option("--locations", help="Rebuild the databases of entry locations.")] = False,
+    places: PlacesArgument = None,
+    directories: DirOption = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Make DbLedgerStorage's databases anew from entry logs and journals; the old ones are kept as backups.
+
+    The bookie must be down. Master keys, fences and explicit LACs are kept where the old database, the journals or,
+    with --metadata-uri, the metadata know them; ledgers that metadata does not have are then left out.
+    """
+    from bkctl.repair.rebuild import rebuild as make_anew
+    from bkctl.repair.rebuild import size_to_read
+
+    if not (ledgers or locations):
+        raise UsageError("Neither --ledgers nor --locations is given", hint="give one of them, or both")
+    layout = _layout(run, [*(places or ()), *(directories or ())])
+    with _held(run, layout, dry_run=dry_run), _metadata(run, layout) as metadata:
+        size = size_to_read(layout, ledgers=ledgers, locations=locations)
+        with run.working("Rebuilding", total=size, unit="bytes") as activity:
+            done = make_anew(
+                layout,
+                ledgers=ledgers,
+                locations=locations,
+                metadata=metadata,
+                dry_run=dry_run,
+                progress=activity.advance,
+            )
+    run.render(done.databases, REBUILT_COLUMNS)
+    _report(run, done.findings)
+    for row in done.databases:
+        _report_guesses(run, row)
+    run.finish_with(len(done.findings.damage), "damaged files: what stands before the damage was used")
+
+
+def _report_guesses(run: Run, row: RebuiltDatabase) -> None:
+    if row.guessed_fences:
+        run.note(f"bkctl: {row.path}: {row.guessed_fences:,} ledgers are fenced since nothing says that they are not")
+    if row.without_key:
+        run.note(
+            f"bkctl: {row.path}: of {row.without_key:,} ledgers nothing says the master key: the next writer's is taken"
+        )
+    if row.entries_saved:
+        run.note(
+            f"bkctl: {row.path}: {row.entries_saved:,} entries behind damage were taken over from the old database"
+        )
+
+
+# --- index regenerate -----------------------------------------------------------------------------------------------
+
+REGENERATED_COLUMNS = Columns(
+    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+    Column("ENTRIES", "entries", "entries", Kind.INTEGER),
+    Column("BEFORE", "entriesBefore", "entries_before", Kind.INTEGER),
+    Column("LAST ENTRY", "lastEntryId", "last_entry_id", Kind.INTEGER),
+    Column("FENCED", "fenced", "fenced", Kind.BOOLEAN),
+    Column(None, "fenceGuessed", "fence_guessed", Kind.BOOLEAN),
+    Column(None, "entriesSaved", "entries_saved", Kind.INTEGER),
+    Column("FILE", "file", lambda row: str(row.path), flexible=True),
+    Column("BACKUP", "backup", lambda row: None if row.backup is None else str(row.backup), flexible=True),
+    key="ledger",
+)
+
+_PASSWORD_HELP = "Password of all these ledgers (also BKCTL_LEDGER_PASSWORD). Other users see it in ps."
+
+
+def _password_if_given(values: Mapping[str, Any]) -> bytes | None:
+    named = values["password"], values["password_file"], os.environ.get("BKCTL_LEDGER_PASSWORD")
+    composite: Composite = get_args(LedgerPassword)[1]
+    password: bytes | None = None if all(each is None for each in named) else composite.resolve(values)
+    return password
+
+
+GivenPassword = Annotated[
+    bytes | None,
+    Composite(
+        (
+            parameter("password", Annotated[str, typer.Option("--password", metavar="TEXT", help=_PASSWORD_HELP)]),
+            *(each for each in get_args(LedgerPassword)[1].parameters if each.name != "password"),
+        ),
+        _password_if_given,
+    ),
+]
+
+
+@command(index_app, "regenerate", connects=True, changes=True)
+def regenerate(
+    run: Run,
+    which: AnyLedgers,
+    password: GivenPassword,
+    directories: DirOption = None,
+    all_ledgers: Annotated[
+        bool, typer.Option("--all", help="Every ledger that has an index file, or entries in a log.")
+    ] = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Make index files of Interleaved and SortedLedgerStorage anew from entry logs; the old ones are kept as backups.
+
+    The bookie must be down. The master key is that of the password given for all ledgers, else each ledger's own, from
+    its old index, the journals, or (--metadata-uri) its metadata; fence and explicit LAC are kept where they are known.
+    """
+    from bkctl.formats.entry import master_key
+    from bkctl.repair.regenerate import regenerate as make_anew
+    from bkctl.repair.regenerate import size_to_read
+
+    if (which.ledgers is None) != all_ledgers:
+        problem = "--all and ledgers are given" if all_ledgers else "No ledger is given"
+        raise UsageError(problem, hint="name ledgers, or add --all")
+    layout = _layout(run, directories)
+    with (
+        _held(run, layout, dry_run=dry_run),
+        _metadata(run, layout) as metadata,
+        run.working("Regenerating", total=size_to_read(layout), unit="bytes") as activity,
+    ):
+        done = make_anew(
+            layout,
+            which.ledgers,
+            scope_id=which.scope_id,
+            master_key=None if password is None else master_key(password),
+            metadata=metadata,
+            dry_run=dry_run,
+            progress=activity.advance,
+        )
+    run.render(done.indexes, REGENERATED_COLUMNS)
+    _report(run, done.findings)
+    guessed = sum(row.fence_guessed for row in done.indexes)
+    if guessed:
+        run.note(f"bkctl: {guessed:,} ledgers are fenced since nothing says that they are not")
+    if done.dead:
+        run.note(f"bkctl: {len(done.dead):,} ledgers are left as they are: metadata does not have them any more")
+    if done.without_key:
+        run.note(f"bkctl: Nothing says the master key of {len(done.without_key):,} ledgers: {_some(done.without_key)}")
+    problems = len(done.findings.damage) + len(done.without_key)
+    run.finish_with(problems, "damaged files or ledgers without a master key")
+
+
+def _some(values: list[Any]) -> str:
+    shown = ", ".join(map(str, values[:10]))
+    return f"{shown} …" if len(values) > 10 else shown
+
+
+# --- downgrade ------------------------------------------------------------------------------------------------------
+
+DOWNGRADED_COLUMNS = Columns(
+    Column("JOURNAL DIRECTORY", "directory", lambda row: str(row.path.parent), flexible=True),
+    Column("VERSION 7", "journalCount", lambda row: len(row.journal_ids), Kind.INTEGER),
+    Column(None, "journalIds", "journal_ids", Kind.NESTED),
+    Column("TO REPLAY", "recordCount", "record_count", Kind.INTEGER),
+    Column("MARK", "lastMarkJournalId", lambda row: None if row.mark is None else row.mark.journal_id, Kind.INTEGER),
+    Column(None, "lastMarkOffset", lambda row: None if row.mark is None else row.mark.offset, Kind.INTEGER),
+    key="directory",
+)
+
+
+@command(app, "downgrade", changes=True)
+def downgrade(run: Run, places: PlacesArgument = None, directories: DirOption = None, dry_run: DryRun = False) -> None:
+    """Make the clean stop of our bookie after a crash, so that Apache's bookie starts on its directories.
+
+    The bookie must be down. What its journals hold goes into entry logs and indexes, and journals with scoped records,
+    which Apache's refuses, move to `current/scoped`. Apache's bookie then serves the ledgers of scope 0, and ours, on
+    the same directories again, those of all scopes. The settings are those of --conf, or defaults with DIR.
+    """
+    from bkctl.repair.downgrade import config_of
+    from bkctl.repair.downgrade import downgrade as stop_cleanly
+
+    given = [*(places or ()), *(directories or ())]
+    config = config_of(run.directories(given)) if given or run.conf is None else run.config()
+    with run.working("Stopping the bookie cleanly"):
+        rows = stop_cleanly(config, dry_run=dry_run)
+    run.render(rows, DOWNGRADED_COLUMNS)
+    if not any(row.journal_ids for row in rows):
+        run.note("bkctl: Nothing to do: no journal has scoped records, Apache's bookie can start as it is")
+    for row in rows:
+        if row.error is not None:
+            run.note(f"bkctl: {row.error}")
+
+
+# --- convert --------------------------------------------------------------------------------------------------------
+
+CONVERTED_COLUMNS = Columns(
+    Column("DIRECTORY", "directory", lambda row: str(row.path), flexible=True),
+    Column("LEDGERS", "ledgers", "ledgers", Kind.INTEGER),
+    Column("ENTRIES", "entries", "entries", Kind.INTEGER),
+    Column(
+        "BACKUPS",
+        "backups",
+        lambda row: [str(each) for each in row.backups],
+        Kind.NESTED,
+        text=lambda names: ", ".join(Path(name).name for name in names) or NULL,
+        flexible=True,
+    ),
+    key="directory",
+)
+
+
+class IndexKind(StrEnum):
+    """Where a bookie keeps its index."""
+
+    DB = "db"
+    INTERLEAVED = "interleaved"
+
+
+@command(app, "convert", asks=True, changes=True)
+def convert(
+    run: Run,
+    to: Annotated[
+        IndexKind,
+        typer.Option(
+            "--to", metavar="KIND", help="db: DbLedgerStorage; interleaved: index files (Sorted uses them too)."
+        ),
+    ],
+    places: PlacesArgument = None,
+    directories: DirOption = None,
+    discard_old: Annotated[
+        bool, typer.Option("--discard-old", help="Remove the old index in the end, instead of keeping a backup.")
+    ] = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Convert a bookie's index between index files and DbLedgerStorage's databases; entry logs stay as they are.
+
+    The bookie must be down. The new index is verified entry by entry before it takes the old one's place. Killed, the
+    same command goes on. The bookie's ledgerStorageClass has to be changed by hand afterwards.
+    """
+    from bkctl.repair.convert import convert as make_other
+
+    layout = _layout(run, [*(places or ()), *(directories or ())])
+    if discard_old and not dry_run:
+        where = ", ".join(map(str, layout.index_dirs))
+        run.confirm(f"The old index in {where} would be removed once the new one is verified")
+    with _held(run, layout, dry_run=dry_run), run.working("Converting", unit="entries") as activity:
+        done = make_other(layout, to.value, discard_old=discard_old, dry_run=dry_run, progress=activity.advance)
+    run.render(done.directories, CONVERTED_COLUMNS)
+    if done.resumed:
+        run.note("The conversion went on where it was killed")
+    if done.done:
+        name = (
+            "storage.ldb.DbLedgerStorage" if to is IndexKind.DB else "SortedLedgerStorage (or InterleavedLedgerStorage)"
+        )
+        run.note(f"Set ledgerStorageClass=org.apache.bookkeeper.bookie.{name} before the bookie starts")
+
+
+# --- format and init ------------------------------------------------------------------------------------------------
+
+CONTENTS_COLUMNS = Columns(
+    Column("DIRECTORY", "directory", lambda row: str(row.path), flexible=True),
+    Column("FOR", "roles", lambda row: list(row.roles), Kind.NESTED, text=", ".join),
+    Column("FILES", "files", "files", Kind.INTEGER),
+    Column("SIZE", "size", "size_bytes", Kind.SIZE),
+    Column("LEDGERS", "ledgers", "ledgers", Kind.INTEGER),
+    Column("SCOPED", "scopedLedgers", "scoped_ledgers", Kind.INTEGER),
+    key="directory",
+)
+
+
+@command(app, "format", connects=True, asks=True, changes=True)
+def format_bookie(
+    run: Run,
+    delete_cookie: Annotated[
+        bool,
+        typer.Option("--delete-cookie", help="Delete its cookie in the metadata store too, when all else is gone."),
+    ] = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Remove everything in the directories of a bookie that is down: journals, entry logs, indexes, cookies.
+
+    Prints what is lost. On a terminal the bookie's id has to be typed; elsewhere --yes is needed. Ledgers whose other
+    replicas are gone are lost for good: 'bkctl bookies recover' first.
+    """
+    from bkctl.bookie.cookies import check_not_registered
+    from bkctl.bookie.format import bookie_to_wipe, contents, existing, roles_of, wipe
+    from bkctl.disk import Files
+    from bkctl.repair.holding import hold
+
+    config = run.config()
+    bookie_id = bookie_to_wipe(config)
+    rows = list(contents(config))
+    if dry_run:
+        run.render(rows, CONTENTS_COLUMNS)
+        return
+    has_store = run.names_metadata or config.metadata_service_uri is not None or delete_cookie
+    if not has_store:
+        run.note("bkctl: No metadata store is named: whether the bookie is registered is not checked")
+    with run.cluster() if has_store else nullcontext() as cluster:
+        if cluster is not None:
+            check_not_registered(cluster, [bookie_id])
+        places = existing(roles_of(config))
+        with hold(places):
+            loss = _loss(bookie_id, rows)
+            if not run.yes and sys.stderr.isatty():
+                for row in rows:
+                    run.note(f"{row.path}: {row.files:,} files, {size_text(row.size_bytes)}{_ledgers_text(row)}")
+            run.confirm(loss, typed=bookie_id)
+            if cluster is None:
+                run.start_audit(begun=True)
+            with run.working(f"Removing the files of bookie {bookie_id}"):
+                wipe(config, Files())
+        if cluster is not None and delete_cookie:
+            stored = cluster.cookies.read(bookie_id)
+            if stored is not None:
+                cluster.cookies.remove(bookie_id, stored.version)
+    run.render(rows, CONTENTS_COLUMNS)
+
+
+def _ledgers_text(row: Any) -> str:
+    if row.ledgers is None:
+        return ", an index that cannot be read"
+    scoped = f" and {row.scoped_ledgers:,} scoped ones" if row.scoped_ledgers else ""
+    return f", {row.ledgers:,} ledgers{scoped}" if "index" in row.roles else ""
+
+
+def _loss(bookie_id: str, rows: list[Any]) -> str:
+    size = size_text(sum(row.size_bytes for row in rows))
+    ledgers = sum((row.ledgers or 0) + (row.scoped_ledgers or 0) for row in rows)
+    return f"Bookie {bookie_id} would lose {size} with {ledgers:,} ledgers"
+
+
+INIT_COLUMNS = Columns(
+    Column("PLACE", "place", "place", flexible=True),
+    Column("PROBLEM", "problem", "problem", flexible=True),
+    key="place",
+)
+NEW_BOOKIE_COLUMNS = Columns(
+    Column("BOOKIE", "bookieId", "bookie_id"),
+    Column("JOURNALS", "journalDirs", lambda cookie: list(cookie.journal_dirs), Kind.NESTED),
+    Column("LEDGERS", "ledgerDirs", lambda cookie: list(cookie.ledger_dirs), Kind.NESTED),
+    Column("INDEXES", "indexDirs", lambda cookie: list(cookie.index_dirs or ()), Kind.NESTED),
+    Column("INSTANCE", "instanceId", "instance_id"),
+    key="bookieId",
+)
+
+
+@command(app, "init", connects=True)
+def init(
+    run: Run,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Only say what is in the way: directories with files, a registration, a cookie."),
+    ] = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Make a new bookie of --conf: empty directories, and its cookie in them and in the metadata store.
+
+    The bookie's first start does the same. --check (and --dry-run) change nothing; exit code 3 if something is in the
+    way.
+    """
+    from bkctl.bookie.cookies import bookie_id_of, configured_cookie, configured_directories
+    from bkctl.bookie.format import existing, problems_of_init
+    from bkctl.bookie.format import init as make_new
+    from bkctl.disk import Files
+    from bkctl.repair.holding import hold
+
+    config = run.config()
+    bookie_id = bookie_id_of(config)
+    if not (check or dry_run):
+        run.start_audit(begun=False)
+    with run.cluster() as cluster:
+        if check or dry_run:
+            problems = problems_of_init(config, bookie_id, cluster)
+            run.render(problems, INIT_COLUMNS)
+            run.finish_with(len(problems), f"reasons why bookie {bookie_id} cannot be made")
+            return
+        with hold(existing(configured_directories(config))):
+            make_new(config, bookie_id, cluster, Files())
+        run.show(configured_cookie(config, bookie_id, cluster.instance_id()), NEW_BOOKIE_COLUMNS)

@@ -1,0 +1,249 @@
+"""`bkctl bookies`: the set of bookies of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from bkctl.errors import BkctlError, NotFound, Unreachable, UsageError
+
+from ..kit.command import Run, command, group
+from ..kit.options import WatchOption
+from ..kit.output import GREEN, RED, YELLOW, Column, Columns, Kind, Output, size_text
+
+if TYPE_CHECKING:
+    from bkctl.client.operations import BookieSpace
+    from bkctl.formats.metadata import Cookie
+    from bkctl.metadata.admin.overview import BookieLedgers
+    from bkctl.metadata.cluster import Cluster, RegisteredBookie
+
+app = group()
+
+
+class State(StrEnum):
+    """Which bookies to list."""
+
+    RW = "rw"
+    RO = "ro"
+    DOWN = "down"
+    ALL = "all"
+
+
+def _address(bookie: Any) -> str | None:
+    address = bookie.address
+    if address is None:
+        return None
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _endpoints(bookie: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": endpoint.id,
+            "protocol": endpoint.protocol,
+            "host": endpoint.host,
+            "port": endpoint.port,
+            "auth": list(endpoint.auth),
+            "extensions": list(endpoint.extensions),
+        }
+        for endpoint in (bookie.info.endpoints if bookie.info is not None else ())
+    ]
+
+
+def _endpoints_text(endpoints: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{each['protocol']}://{each['host']}:{each['port']}" for each in endpoints) or "-"
+
+
+BOOKIE_COLUMNS = Columns(
+    Column("BOOKIE", "bookieId", "bookie_id"),
+    Column("STATE", "state", "state", style={"rw": GREEN, "ro": YELLOW, "down": RED}),
+    Column("ADDRESS", "address", _address),
+    Column("SCOPES", "ledgerScopes", "ledger_scopes", Kind.BOOLEAN),
+    Column("ENDPOINTS", "endpoints", _endpoints, Kind.NESTED, flexible=True, text=_endpoints_text),
+    key="bookieId",
+)
+
+
+@command(app, "list", connects=True)
+def list_bookies(
+    run: Run,
+    watch: WatchOption,
+    state: Annotated[
+        State, typer.Option("--state", help="rw, ro, down (it has a cookie, but is not registered) or all.")
+    ] = State.ALL,
+) -> None:
+    """List the bookies: state, address, whether they carry ledger scopes, endpoints."""
+
+    def look() -> Iterator[RegisteredBookie]:
+        bookies = cluster.bookies.list(include_down=state in (State.ALL, State.DOWN))
+        return (bookie for bookie in bookies if state in (State.ALL, bookie.state))
+
+    with run.cluster() as cluster:
+        run.watch(watch, look, BOOKIE_COLUMNS, subscribe=cluster.bookies.watch)
+
+
+# --- show -----------------------------------------------------------------------------------------------------------
+
+
+class BookieRow(NamedTuple):
+    """All that the metadata store knows of a bookie. `cookie` and `cookie_error` are None where it has none."""
+
+    bookie: RegisteredBookie
+    cookie: Cookie | None
+    cookie_error: str | None
+    ledgers: BookieLedgers | None
+
+
+def _cookie_object(row: BookieRow) -> dict[str, Any] | None:
+    if row.cookie is None:
+        return None
+    from ..cookie import cookie_object
+
+    return cookie_object(row.cookie)
+
+
+SHOW_COLUMNS = Columns(
+    Column("BOOKIE", "bookieId", "bookie.bookie_id"),
+    Column("STATE", "state", "bookie.state", style={"rw": GREEN, "ro": YELLOW, "down": RED}),
+    Column("ADDRESS", "address", lambda row: _address(row.bookie)),
+    Column("SCOPES", "ledgerScopes", "bookie.ledger_scopes", Kind.BOOLEAN),
+    Column(
+        "ENDPOINTS", "endpoints", lambda row: _endpoints(row.bookie), Kind.NESTED, flexible=True,
+        text=lambda endpoints: "\n".join(map(_endpoint_line, endpoints)) or "-",
+    ),
+    Column(
+        "PROPERTIES", "properties",
+        lambda row: dict(row.bookie.info.properties) if row.bookie.info is not None else {}, Kind.NESTED,
+    ),
+    Column("COOKIE", "cookie", _cookie_object, Kind.NESTED),
+    Column("COOKIE PROBLEM", "cookieError", "cookie_error", optional=True),
+    Column(
+        "LEDGERS", "ledgerCount", lambda row: row.ledgers and row.ledgers.ledger_count, Kind.INTEGER, optional=True
+    ),
+    Column(
+        "  NOT CLOSED", "openLedgerCount", lambda row: row.ledgers and row.ledgers.open_count, Kind.INTEGER,
+        optional=True,
+    ),
+    key="bookieId",
+)  # fmt: skip
+SHOW_TABLE_COLUMNS = Columns(
+    *(column for column in SHOW_COLUMNS.columns if column.name in ("bookieId", "state", "address", "ledgerScopes")),
+    Column("COOKIE", "cookie", lambda row: row.cookie is not None or None, Kind.BOOLEAN),
+    Column("LEDGERS", "ledgerCount", lambda row: row.ledgers and row.ledgers.ledger_count, Kind.INTEGER),
+    key="bookieId",
+)
+
+
+def _endpoint_line(endpoint: dict[str, Any]) -> str:
+    more = [*endpoint["auth"], *endpoint["extensions"]]
+    return f"{endpoint['id']}: {endpoint['protocol']}://{endpoint['host']}:{endpoint['port']}" + (
+        f" ({', '.join(more)})" if more else ""
+    )
+
+
+def _show_row(cluster: Cluster, bookie_id: str) -> BookieRow:
+    bookie = cluster.bookies.get(bookie_id)
+    if bookie is None:
+        raise NotFound(f"No bookie {bookie_id} in {cluster.store.name}", hint="'bkctl bookies list' shows them")
+    try:
+        found = cluster.cookies.read(bookie_id)
+    except Unreachable:
+        raise
+    except BkctlError as error:
+        return BookieRow(bookie, None, str(error), None)
+    return BookieRow(bookie, None if found is None else found.value, None, None)
+
+
+@command(app, "show", connects=True)
+def show(
+    run: Run,
+    bookies: Annotated[list[str], typer.Argument(metavar="BOOKIE", help="The bookies.")],
+    watch: WatchOption,
+    ledgers: Annotated[
+        bool, typer.Option("--ledgers", help="Count the ledgers on them too; reads the metadata of every ledger.")
+    ] = False,
+) -> None:
+    """Show bookies: state, address, endpoints, service properties, cookie."""
+    from bkctl.metadata.admin.overview import ledgers_of_bookies
+
+    def look() -> Iterator[BookieRow]:
+        rows = [_show_row(cluster, bookie_id) for bookie_id in bookies]
+        counts = ledgers_of_bookies(cluster, bookies) if ledgers else {}
+        return (row._replace(ledgers=counts.get(row.bookie.bookie_id)) for row in rows)
+
+    single = len(bookies) == 1
+    with run.cluster() as cluster, run.working("Counting ledgers", enabled=ledgers and watch is None):
+        columns = SHOW_COLUMNS if single or run.output is not Output.TABLE else SHOW_TABLE_COLUMNS
+        run.watch(watch, look, columns, subscribe=cluster.bookies.watch, single=single)
+
+
+# --- usage ----------------------------------------------------------------------------------------------------------
+
+
+class Sort(StrEnum):
+    """How to order `bookies usage`."""
+
+    BOOKIE = "bookie"
+    USED = "used"
+    FREE = "free"
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1f}%"
+
+
+USAGE_COLUMNS = Columns(
+    Column("BOOKIE", "bookieId", "bookie.bookie_id"),
+    Column("STATE", "state", "bookie.state", style={"rw": GREEN, "ro": YELLOW}),
+    Column("TOTAL", "totalSpace", "total", Kind.SIZE),
+    Column("FREE", "freeSpace", "free", Kind.SIZE),
+    Column("USED", "usedSpace", "used", Kind.SIZE),
+    Column("USED %", "usedPercent", "used_percent", Kind.INTEGER, text=_percent),
+    Column("PROBLEM", "error", lambda row: row.error and row.error.message, flexible=True),
+    key="bookieId",
+)
+
+
+@command(app, "usage", connects=True)
+def usage(
+    run: Run,
+    sort: Annotated[Sort, typer.Option("--sort", help="Order: bookie, used (fullest first) or free.")] = Sort.BOOKIE,
+    threshold: Annotated[
+        float | None,
+        typer.Option("--threshold", metavar="PERCENT", help="Exit with 3 when a bookie has used more than that."),
+    ] = None,
+) -> None:
+    """Ask every registered bookie for the space on its ledger disks.
+
+    A bookie that does not answer is a row with the problem: exit code 3 then, and 6 when none answers.
+    """
+    if threshold is not None and not 0 <= threshold <= 100:
+        raise UsageError(f"--threshold {threshold:g}: percent are 0 to 100")
+
+    async def work() -> list[BookieSpace]:
+        from bkctl.client.operations import disk_space
+
+        async with run.bookkeeper(cluster) as bookkeeper:
+            return [each async for each in disk_space(bookkeeper, registered)]
+
+    with run.cluster() as cluster, run.working("Asking the bookies"):
+        registered = cluster.bookies.list(include_down=False)
+        rows = run.complete(work())
+    if sort is Sort.USED:
+        rows.sort(key=lambda row: -(row.used_percent or 0))
+    elif sort is Sort.FREE:
+        rows.sort(key=lambda row: row.free if row.free is not None else 0)
+    run.render(rows, USAGE_COLUMNS)
+    total, free = (sum(getattr(row, name) or 0 for row in rows) for name in ("total", "free"))
+    run.note(f"{size_text(free)} of {size_text(total)} free on {len(rows):,} bookies")
+    silent = [row for row in rows if row.error is not None]
+    if rows and len(silent) == len(rows):
+        raise Unreachable(f"None of {len(rows):,} bookies answered")
+    full = sum(threshold is not None and (row.used_percent or 0) > threshold for row in rows)
+    problems = [f"{full:,} bookies are above {threshold:g}%"] if full else []
+    problems += [f"{len(silent):,} bookies did not answer"] if silent else []
+    run.finish_with(full + len(silent), f"findings: {', '.join(problems)}")

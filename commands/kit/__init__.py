@@ -1,0 +1,1 @@
+"""The parts that commands share: declaration, options, output, audit log."""

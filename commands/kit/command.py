@@ -1,0 +1,718 @@
+"""How a command is declared and run: `@command` and the `Run` that it gets.
+
+    @command(app, "list", connects=True)
+    def list_ledgers(run: Run, scope_id: ScopeToList) -> None:
+        with run.cluster() as cluster:
+            run.render(cluster.ledgers.ledgers(scope_id), COLUMNS)
+
+A command is three steps: the signature parses, one call into the domain, `run` renders.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar, get_args, get_origin
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from bkctl.errors import BkctlError, FindingsError, UsageError
+
+from . import interrupts as _interrupts
+from .audit import Audit, audit_file, shown_uri, state_directory, without_secrets
+from .options import (
+    ANY_DIGEST,
+    BOTH_COMPACTIONS,
+    COMPACTIONS,
+    DIGEST_NAMES,
+    NO_LOGIN,
+    TIMEOUT_S_DEFAULT,
+    WATCH_S_DEFAULT,
+    Composite,
+    Connection,
+    Globals,
+    Login,
+    connect_to,
+    environment_globals,
+    global_parameters,
+    is_duration,
+    other_connection,
+    parse_bookie_addresses,
+    read_globals,
+    store_security,
+)
+from .output import (
+    BOLD,
+    CYAN,
+    RESET,
+    Activity,
+    Columns,
+    Output,
+    RowWriter,
+    emit,
+    emit_bytes,
+    show,
+    wants_color,
+)
+
+if TYPE_CHECKING:
+    import ssl
+
+    from bkctl.checks.digests import DigestChecker
+    from bkctl.client.ledger import BookKeeper
+    from bkctl.config import BookieConfig
+    from bkctl.files.directories import BookieDirectories
+    from bkctl.formats.entry import DigestType
+    from bkctl.http.client import ApiClient
+    from bkctl.metadata.admin.undo import UndoFile
+    from bkctl.metadata.cluster import Cluster
+    from bkctl.metadata.store import StoreSecurity
+    from bkctl.protocol.messages import Protocol
+
+F = TypeVar("F", bound=Callable[..., None])
+T = TypeVar("T")
+
+#: What `--undo` takes for no file at all.
+NO_FILE: Final = "none"
+
+
+@dataclass
+class Session:
+    """One invocation: its words, and what stands before the group. Kept in Typer's context."""
+
+    words: list[str] = field(default_factory=list)
+    globals: Globals = field(default_factory=Globals)
+    verbose: bool = False
+    quiet: bool = False
+    no_color: bool = False
+    debug: bool = False
+    #: Set for a command that changes something; `main` writes its end.
+    audit: Audit | None = None
+
+
+class Declined(BkctlError):
+    """The user was asked, and said no."""
+
+
+class Run:
+    """One run of a command: its settings, its output, its way to the cluster."""
+
+    def __init__(self, session: Session, after: Globals) -> None:
+        environment = environment_globals(os.environ)
+        #: Nearest first, each with the words that name it in messages.
+        self._levels = [
+            ("after the command", after),
+            ("before the group", session.globals),
+            ("in the environment", environment),
+        ]
+        merged = self._options = after.over(session.globals).over(environment)
+        self.output = merged.output or Output.TABLE
+        self.timeout_s = merged.timeout_s if merged.timeout_s is not None else TIMEOUT_S_DEFAULT
+        self.yes = merged.yes
+        self.conf: Path | None = merged.conf
+        parse_bookie_addresses(merged.bookie_addresses)
+        self._session = session
+        self._connection: Connection | None = None
+        self.verbose, self.quiet = session.verbose, session.quiet
+        self._no_color = session.no_color
+        self._activity: Activity | None = None
+
+    # --- where --------------------------------------------------------------------------------------------------
+
+    def connection(self) -> Connection:
+        """The metadata URI that counts, and what named it. Raises UsageError when nothing names a cluster."""
+        if self._connection is None:
+            self._connection = connect_to(self._levels, os.environ)
+        return self._connection
+
+    def given_options(self) -> Globals:
+        """The options before the group and after the command, merged; nothing of the environment."""
+        (_, after), (_, before), _ = self._levels
+        return after.over(before)
+
+    def given_connection(self) -> Connection:
+        """The metadata URI that options name, a context's not. Raises UsageError when they name none."""
+        given = [(source, replace(options, context=None)) for source, options in self._levels[:2]]
+        if all(options.metadata_uri is None and options.conf is None for _, options in given):
+            raise UsageError("No cluster is named", hint="add --metadata-uri URI or --conf FILE")
+        return connect_to(given, {})
+
+    def connection_settings(self) -> Globals:
+        """How the connection is reached: the options that count, a context's among them. Raises as `connection`."""
+        return self._options.over(self.connection().settings)
+
+    @property
+    def names_metadata(self) -> bool:
+        """Whether a metadata URI or a context was given: for commands that work without, and know more with it."""
+        return any(options.metadata_uri is not None or options.context is not None for _, options in self._levels)
+
+    def open_cluster(self, *, create: bool = False, create_store: bool = False) -> Cluster:
+        """The cluster that the options name, for the caller to close; with `create` made where there is none.
+
+        With `create_store` only the SQLite file that is to hold it is made.
+        """
+        from bkctl.metadata.cluster import open_cluster
+
+        connection = self.connection()
+        self.detail(f"cluster {shown_uri(connection.uri)} ({connection.source})")
+        self._quiet_libraries()
+        security = self.security(connection)
+        with self.working(f"Connecting to {shown_uri(connection.uri)}"):
+            cluster = open_cluster(
+                connection.uri,
+                timeout_s=self.timeout_s,
+                create=create,
+                create_store=create_store,
+                security=security,
+            )
+        if self._session.audit is not None:
+            self._session.audit.connected(connection.uri, connection.source)
+            self._session.audit.begin()
+        return cluster
+
+    def security(self, connection: Connection) -> StoreSecurity:
+        """How the metadata store of `connection` is reached and logged in to."""
+        return store_security(self._options.over(connection.settings), os.environ)
+
+    def open_other_cluster(self, text: str, *, login: Login = NO_LOGIN, create_store: bool = False) -> Cluster:
+        """A second cluster, by its URI or as `context:NAME`, with the timeout of the first; for the caller to close.
+
+        It is logged in to as `login` says, else as its URI or its context does; the connection's own login goes to the
+        servers of the connection only. With `create_store` a SQLite file is made where there is none; a cluster in it
+        is not.
+        """
+        from bkctl.metadata.cluster import open_cluster
+        from bkctl.metadata.uri import parse_uri
+
+        connection = other_connection(text, os.environ)
+        named = parse_uri(connection.uri).security
+        options, environment, shared = connection.settings, {}, None
+        try:
+            own = self.connection()
+        except UsageError:
+            own = None
+        if own is not None and _same_servers(own.uri, connection.uri):
+            environment = dict(os.environ) if login == NO_LOGIN else {}
+            if connection.context is None:
+                options, shared = self._options.over(own.settings), parse_uri(own.uri).security
+        self._quiet_libraries()
+        security = store_security(login.over(options), environment)
+        if named is not None and login == NO_LOGIN:
+            security = named.over(security)
+        security = security.over(shared)
+        with self.working(f"Connecting to {shown_uri(connection.uri)}"):
+            return open_cluster(connection.uri, timeout_s=self.timeout_s, create_store=create_store, security=security)
+
+    @contextmanager
+    def cluster(self) -> Iterator[Cluster]:
+        """The cluster that the options name, open until the end of the block."""
+        with self.open_cluster() as cluster:
+            yield cluster
+
+    def bookkeeper(
+        self, cluster: Cluster, protocol: Protocol | None = None, *, only: Collection[str] | None = None
+    ) -> BookKeeper:
+        """A client of `cluster` with the options' timeout, TLS and bookie addresses; an async context manager.
+
+        `only` these bookies get new ledgers.
+        """
+        from bkctl.client.ledger import BookKeeper
+        from bkctl.protocol.messages import Protocol
+
+        return BookKeeper(
+            cluster,
+            protocol=protocol or Protocol.V3,
+            tls=self.bookie_tls(),
+            timeout_s=self.timeout_s,
+            addresses=self.bookie_addresses(),
+            only=only,
+        )
+
+    def bookie_tls(self) -> ssl.SSLContext | None:
+        """The TLS settings for connections to bookies, None without --tls-ca."""
+        from bkctl.metadata.store import client_tls
+
+        ca, certificate, key = self._options.over(self.connection().settings).tls_files()
+        if ca is None and (certificate or key):
+            raise UsageError("--tls-cert and --tls-key go with --tls-ca", hint="add the authorities' PEM file")
+        return None if ca is None else client_tls(ca, certificate, key)
+
+    def bookie_addresses(self) -> dict[str, tuple[str, int]]:
+        """What --bookie-address says: bookie id → host and port."""
+        return parse_bookie_addresses(self._options.over(self.connection().settings).bookie_addresses)
+
+    def http_client(self, url: str, *, is_registered: bool = False) -> ApiClient:
+        """A client of the HTTP server at `url`, with the options' timeout and TLS, and the token in BKCTL_API_TOKEN.
+
+        `is_registered`: the metadata store names `url`, so that the token goes there only as `token_for_registered`
+        says.
+        """
+        from bkctl.http.client import ApiClient, token_for_registered
+        from bkctl.metadata.store import client_tls
+
+        options = self._options
+        with suppress(UsageError):  # Nothing names a cluster, and nothing has to.
+            options = options.over(self.connection().settings)
+        self.detail(f"HTTP server {url}")
+        ca, certificate, key = options.tls_files()
+        tls = client_tls(ca, certificate, key) if url.lower().startswith("https:") else None
+        given = token = os.environ.get("BKCTL_API_TOKEN") or None
+        if is_registered:
+            token = token_for_registered(url, token, has_authorities=ca is not None)
+            if token != given:
+                self.note(
+                    f"bkctl: Warning: the token does not go to {url}, which the metadata store names: "
+                    "use https with --tls-ca, or give the server as --bookie-url"
+                )
+        client = ApiClient(url, token=token, timeout_s=self.timeout_s, tls=tls)
+        if token is not None and not client.server.is_private:
+            self.note(f"bkctl: Warning: the token goes to {url} unencrypted; use https where the server has it")
+        return client
+
+    def complete(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run asynchronous work to its end."""
+        from bkctl.protocol.connection import run
+
+        return run(work)
+
+    def config(self) -> BookieConfig:
+        """The bookie's settings in `--conf`. Raises UsageError without one."""
+        from bkctl.config import BookieConfig
+
+        if self.conf is None:
+            raise UsageError("No bookie configuration is given", hint="add --conf bk_server.conf")
+        return BookieConfig.load(self.conf)
+
+    def directories(self, given: Iterable[Path] | None, *, needed: bool = True) -> BookieDirectories:
+        """The directories to look at: those given, else those of `--conf`.
+
+        Raises UsageError when neither is there and they are `needed`.
+        """
+        from bkctl.files.directories import BookieDirectories
+
+        places = list(given or ())
+        if places:
+            return BookieDirectories.at(*places)
+        if self.conf is not None:
+            config = self.config()
+            return BookieDirectories(config.journal_directories, config.ledger_directories, config.index_directories)
+        if needed:
+            raise UsageError(
+                "No directory is given", hint="name the bookie's directories, or add --conf bk_server.conf"
+            )
+        return BookieDirectories()
+
+    @contextmanager
+    def digest_checker(
+        self, digest_type: DigestType | None, password: bytes, files: Iterable[Path]
+    ) -> Iterator[DigestChecker]:
+        """Checks the entries in `files` against their digests; what is not given comes from a metadata store, if the
+        command names one."""
+        from bkctl.checks.digests import DigestChecker
+
+        if digest_type is not None or not self.names_metadata:
+            yield DigestChecker(digest_type, password=password or None)
+            return
+        from bkctl.metadata.stored_ledgers import StoredDigests
+
+        with self.cluster() as cluster:
+            stored = StoredDigests(cluster, files)
+            yield DigestChecker(
+                digest_of=stored.digest_of, password=password or None,
+                password_of=None if password else stored.password_of,
+            )  # fmt: skip
+
+    def log(self) -> None:
+        """Write what happens to stderr, line by line with times: for what runs in the foreground for long."""
+        import logging
+
+        level = logging.WARNING if self.quiet else logging.INFO
+        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+        logging.getLogger("kazoo").setLevel(logging.INFO if self.verbose else logging.CRITICAL)
+
+    def _quiet_libraries(self) -> None:
+        """Libraries log to stderr only with --verbose: what goes wrong comes as one error."""
+        import logging
+
+        logging.basicConfig(
+            level=logging.INFO if self.verbose else logging.CRITICAL, format="%(name)s: %(message)s", stream=sys.stderr
+        )
+
+    # --- output -------------------------------------------------------------------------------------------------
+
+    def render(self, rows: Iterable[Any], columns: Columns) -> None:
+        """Print `rows` as they come. What came before an error is printed, then the error is raised."""
+        with self.rows(columns) as writer:
+            writer.rows(rows)
+
+    def watch(
+        self,
+        seconds: float | None,
+        look: Callable[[], Iterable[Any]],
+        columns: Columns,
+        *,
+        subscribe: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
+        single: bool = False,
+    ) -> None:
+        """Print what `look` returns; with `seconds` again whenever it changed, until the user ends it.
+
+        `subscribe(callback)` makes the store call at each change, and returns the cancel: then changes are seen at
+        once, else when the next `seconds` are over. On a terminal a table is drawn anew, elsewhere printed again; the
+        other forms give the rows that are new or changed, ndjson also those that went, with `"removed":true`. `single`:
+        one row, shown as an object.
+        """
+        if seconds is None:
+            rows = look()
+            if single:
+                self.show(next(iter(rows)), columns)
+            else:
+                self.render(rows, columns)
+            return
+        from .watch import watch
+
+        self._clear_activity()
+        watch(look, columns, self.output, seconds=seconds, subscribe=subscribe, single=single, color=self.color)
+
+    @contextmanager
+    def rows(self, columns: Columns, *, live: bool = False) -> Iterator[RowWriter]:
+        """A writer to give rows to one by one; `live` prints each at once."""
+        with RowWriter(columns, self.output, color=self.color, live=live, before_write=self._clear_activity) as writer:
+            yield writer
+
+    def show(self, value: Any, columns: Columns) -> None:
+        """Print one object."""
+        self._clear_activity()
+        show(value, columns, self.output, color=self.color)
+
+    def text(self, text: str) -> None:
+        """Print `text` on stdout as it is (no form of output applies)."""
+        self._clear_activity()
+        emit(text)
+
+    def raw(self, data: bytes | bytearray | memoryview) -> None:
+        """Write bytes to stdout as they are."""
+        self._clear_activity()
+        emit_bytes(data)
+
+    def note(self, text: str) -> None:
+        """Say something on stderr, unless --quiet."""
+        if not self.quiet:
+            self._clear_activity()
+            print(text, file=sys.stderr, flush=True)
+
+    def detail(self, text: str) -> None:
+        """Say something on stderr with --verbose."""
+        if self.verbose:
+            print(f"bkctl: {text}", file=sys.stderr, flush=True)
+
+    @property
+    def color(self) -> bool:
+        """Whether stdout gets colours."""
+        return wants_color(sys.stdout, no_color=self._no_color)
+
+    @contextmanager
+    def working(
+        self, label: str, *, total: int | None = None, unit: str = "", enabled: bool = True
+    ) -> Iterator[Activity]:
+        """Show on a terminal's stderr that work goes on, wherever nothing else is printed for a while."""
+        outer = self._activity
+        self._clear_activity()
+        with Activity(label, total=total, unit=unit, enabled=enabled and not self.quiet) as activity:
+            self._activity = activity
+            try:
+                yield activity
+            finally:
+                self._activity = outer
+
+    def _clear_activity(self) -> None:
+        if self._activity is not None:
+            self._activity.clear()
+
+    # --- asking -------------------------------------------------------------------------------------------------
+
+    def start_audit(self, *, begun: bool) -> None:
+        """This run changes something: the audit log gets it, from now on (`begun`) or from when a cluster is open."""
+        path = audit_file(os.environ)
+        if path is None:
+            return
+        audit = self._session.audit = Audit(path, ["bkctl", *self._session.words])
+        if begun:
+            audit.begin()
+
+    def confirm(self, loss: str, *, typed: str | None = None) -> None:
+        """Say what would be lost and ask on a terminal; `--yes` goes ahead. With `typed` these words must be typed.
+
+        Raises Declined (exit 1) when the answer is no, UsageError without a terminal and without `--yes`.
+        """
+        if not self.yes:
+            self._ask(loss, typed)
+        if self._session.audit is not None:
+            self._session.audit.accepted(loss)
+
+    def _ask(self, loss: str, typed: str | None) -> None:
+        if sys.stdin is None or not sys.stdin.isatty() or not sys.stderr.isatty():
+            raise UsageError(f"{loss}: not asked, since this is no terminal", hint="add --yes to go ahead")
+        question = "Go ahead? [y/N]" if typed is None else f"Type {typed} to go ahead:"
+        if self._connection is not None:
+            print(f"On {shown_uri(self._connection.uri)} ({self._connection.source}):", file=sys.stderr)
+        print(f"{loss}. {question} ", file=sys.stderr, end="", flush=True)
+        answer = sys.stdin.readline().strip()
+        if answer != typed if typed is not None else answer.lower() not in ("y", "yes"):
+            raise Declined("Declined, nothing was changed")
+
+    @contextmanager
+    def undo(self, cluster: Cluster, file: Path | None, *, elsewhere: bool = False) -> Iterator[UndoFile]:
+        """The undo file of a command that changes metadata: each change is recorded there before it is made.
+
+        `file` is what `--undo` names ("none": nothing is kept), else it is a new file in the user's state directory.
+        How to apply it is said at the end, after an error too; `elsewhere`: `cluster` is not the connection's.
+        """
+        from bkctl.metadata.admin.undo import UndoFile
+
+        path = None if file is not None and str(file) == NO_FILE else file or self._new_undo_file()
+        if path is not None and path.exists():
+            raise UsageError(f"{path} exists", hint="name a new file with --undo")
+        undo = UndoFile(path, cluster, without_secrets(["bkctl", *self._session.words]))
+        try:
+            with undo:
+                yield undo
+        finally:
+            if undo.count and path is not None:
+                if self._session.audit is not None:
+                    self._session.audit.undo_file(path)
+                there = f" -u '{cluster.uri}'" if elsewhere else ""
+                self.note(f"Undo it with: bkctl metadata undo {path}{there}")
+
+    def _new_undo_file(self) -> Path:
+        import time
+
+        name = "-".join(word for word in self._session.words[:2] if word.isalpha())
+        moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        return state_directory(os.environ) / "undo" / f"{moment}-{name or 'bkctl'}-{os.urandom(3).hex()}.ndjson"
+
+    def finish_with(self, findings: int, what: str) -> None:
+        """End with exit code 3 when there are findings."""
+        if findings:
+            raise FindingsError(f"{findings:,} {what}")
+
+
+def _same_servers(uri: str, other: str) -> bool:
+    """Whether both are on the same servers, so that what is told one is told the other."""
+    from bkctl.metadata.uri import parse_uri
+
+    one, two = parse_uri(uri), parse_uri(other)
+    return (one.driver, set(one.hosts)) == (two.driver, set(two.hosts))
+
+
+# --- declaring ------------------------------------------------------------------------------------------------------
+
+_PLAIN: Final = (str, int, float, bool, Path)
+_INTEGER: Final = re.compile(r"[+-]?[0-9]{1,20}", re.ASCII).fullmatch
+
+
+class _PlainValue:
+    """Turns an option's text into str, int, float, Path or an Enum.
+
+    Stands in for Typer's own conversion, which imports pydantic: 60 ms that no start-up should pay.
+    """
+
+    def __init__(self, kind: type, *, many: bool) -> None:
+        self._kind, self._many = kind, many
+
+    def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
+        """The converted value. Raises typer.BadParameter."""
+        if value is None:
+            return () if self._many else None
+        if self._many:
+            return [self._one(item, param, ctx) for item in value]
+        return self._one(value, param, ctx)
+
+    def _one(self, value: Any, param: Any, ctx: Any) -> Any:
+        if isinstance(value, self._kind):
+            return value
+        try:
+            if self._kind is int and not _INTEGER(value):
+                raise ValueError(value)
+            return self._kind(value)
+        except ValueError:
+            if issubclass(self._kind, Enum):
+                expected = "one of " + ", ".join(str(member.value) for member in self._kind)
+            else:
+                expected = f"a valid {self._kind.__name__}"
+            raise typer.BadParameter(f"{value!r} is not {expected}", ctx=ctx, param=param) from None
+
+
+def use_plain_values(params: Iterable[Any]) -> None:
+    """Give each parameter of a plain type its own conversion; others, and other Typer versions, keep Typer's."""
+    for param in params:
+        descriptor = getattr(param, "type_descriptor", None)
+        if descriptor is None or not hasattr(param, "_runtime_param"):
+            continue
+        kind, many = descriptor.annotation, False
+        if get_origin(kind) is list:
+            (kind,), many = get_args(kind), True
+        if param._runtime_param is None and isinstance(kind, type) and (kind in _PLAIN or issubclass(kind, Enum)):
+            param._runtime_param = _PlainValue(kind, many=many)
+
+
+class _Helpful:
+    """Help without rich, whose import costs more than all else: sections by panel, colours on a terminal."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """The parameters and `--help`."""
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        use_plain_values(params)
+        return params
+
+    def get_help(self, ctx: Any) -> str:
+        """The help text, with colours where stdout takes them."""
+        text: str = super().get_help(ctx)  # type: ignore[misc]
+        session = ctx.find_root().obj
+        no_color = session.no_color if isinstance(session, Session) else "--no-color" in sys.argv
+        if not wants_color(sys.stdout, no_color=no_color):
+            return text
+        text = re.sub(r"(?m)^(\w[\w ]*:)", f"{BOLD}\\1{RESET}", text)
+        return re.sub(r"(?m)^  ((?:--?)?[a-z][\w-]*(?:, --[\w-]+)*)", f"  {CYAN}\\1{RESET}", text)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The parts of the usage line."""
+        pieces: list[str] = super().collect_usage_pieces(ctx)  # type: ignore[misc]
+        return [piece.replace("{", "").replace("}", "") for piece in pieces]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments, then options panel by panel, then a group's commands."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                panel = getattr(param, "rich_help_panel", None)
+                default = "Options"
+                if param.param_type_name == "argument":
+                    default, record = "Arguments", (record[0].partition(" <")[0], record[1])
+                sections.setdefault(panel or default, []).append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+        if isinstance(self, TyperGroup):
+            self.format_commands(ctx, formatter)
+
+
+class Command(_Helpful, TyperCommand):
+    """A leaf command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Parse `args`, where `--watch` and some commands' `--digest` may stand without their values."""
+        if any("--watch" in param.opts for param in self.params):
+            args = self._with_watch_seconds(args)
+        if any("--digest" in param.opts and param.metavar == "[TYPE]" for param in self.params):
+            args = _with_value(args, ("--digest",), DIGEST_NAMES, ANY_DIGEST)
+        if any("--suspend" in param.opts for param in self.params):
+            args = _with_value(args, ("--suspend", "--resume"), COMPACTIONS, BOTH_COMPACTIONS)
+        return super().parse_args(ctx, args)
+
+    def _with_watch_seconds(self, args: list[str]) -> list[str]:
+        has_arguments = any(param.param_type_name == "argument" for param in self.params)
+        end = args.index("--") if "--" in args else len(args)
+        shown = list(args)
+        for at in range(end):
+            if args[at] == "--watch" and (has_arguments or at + 1 >= end or not is_duration(args[at + 1])):
+                shown[at] = f"--watch={WATCH_S_DEFAULT}"
+        return shown
+
+
+def _with_value(args: list[str], flags: Collection[str], values: Collection[str], absent: str) -> list[str]:
+    """The words, where a flag that none of `values` (in capitals) follows has the value `absent`."""
+    end = args.index("--") if "--" in args else len(args)
+    alone = [at for at in range(end) if args[at] in flags and (at + 1 >= end or args[at + 1].upper() not in values)]
+    return [f"{arg}={absent}" if at in alone else arg for at, arg in enumerate(args)]
+
+
+class Group(_Helpful, TyperGroup):
+    """A group of commands."""
+
+
+def group(help: str | None = None, *, parts: Iterable[typer.Typer] = ()) -> typer.Typer:
+    """Return an app with the commands and sub-groups of `parts`, in order.
+
+    `help` is for sub-groups: the root command knows the help of the groups.
+    """
+    app = typer.Typer(cls=Group, add_completion=False, rich_markup_mode=None, help=help)
+    for part in parts:
+        app.registered_commands += part.registered_commands
+        app.registered_groups += part.registered_groups
+    return app
+
+
+def command(
+    app: typer.Typer,
+    name: str,
+    *,
+    connects: bool = False,
+    asks: bool = False,
+    changes: bool | str = False,
+    hidden: bool = False,
+) -> Callable[[F], F]:
+    """Register a function as the command `name` of `app`.
+
+    Its parameter `run: Run` and those of composite types (see _options) are filled in; the others are Typer's.
+    `connects`: it uses a cluster, so its help shows the connection options. `asks`: its help shows `--yes`.
+    `changes`: it changes something, and goes to the audit log unless its parameter `dry_run` is set; a name is the
+    parameter that makes it change something.
+    """
+
+    def register(function: F) -> F:
+        own: list[inspect.Parameter] = []
+        composites: dict[str, Composite] = {}
+        for param in inspect.signature(function, eval_str=True).parameters.values():
+            if param.annotation is Run:
+                continue
+            composite = _composite(param.annotation)
+            if composite is None:
+                own.append(param.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            else:
+                composites[param.name] = composite
+                own.extend(composite.parameters)
+        global_options = global_parameters(connects=connects, asks=asks)
+
+        def invoke(**values: Any) -> None:
+            context: typer.Context = values.pop("typer_context")
+            session = context.find_root().obj
+            global_values = {param.name: values.pop(param.name) for param in global_options}
+            if not isinstance(session, Session):
+                session = Session()
+            run = Run(session, read_globals(global_values))
+            arguments: dict[str, Any] = {}
+            for composite_name, composite in composites.items():
+                arguments[composite_name] = composite.resolve(values)
+            taken = {param.name for composite in composites.values() for param in composite.parameters}
+            arguments.update({key: value for key, value in values.items() if key not in taken})
+            if (arguments[changes] if isinstance(changes, str) else changes) and not arguments.get("dry_run"):
+                run.start_audit(begun=not connects)
+            with _interrupts.raised():
+                function(run, **arguments)
+
+        context_parameter = inspect.Parameter("typer_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        invoke.__signature__ = inspect.Signature([context_parameter, *own, *global_options])  # type: ignore[attr-defined]
+        invoke.__doc__ = function.__doc__
+        invoke.__name__ = function.__name__
+        invoke.__annotations__ = {}
+        app.command(name, cls=Command, hidden=hidden)(invoke)
+        return function
+
+    return register
+
+
+def _composite(annotation: Any) -> Composite | None:
+    for item in getattr(annotation, "__metadata__", ()):
+        if isinstance(item, Composite):
+            return item
+    return None

@@ -1,0 +1,132 @@
+"""What the completion scripts ask for: ledger ids and file names, within 300 ms or not at all.
+
+The scripts in completions/ know groups, commands and options themselves; for a value they run
+`_BKCTL_COMPLETE=KIND bkctl WORDS…`, where the last word is the one to complete.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NoReturn
+
+if TYPE_CHECKING:
+    from bkctl.files.directories import BookieDirectories, BookieFile
+    from bkctl.metadata.cluster import Cluster
+
+TIME_LIMIT_S: Final = 0.3
+CANDIDATES_MAX: Final = 200
+
+_VALUES: Final = {"-u": "uri", "--metadata-uri": "uri", "-c": "conf", "--conf": "conf", "-x": "context"} | {
+    "--context": "context",
+    "--dir": "dir",
+}
+
+
+def complete(kind: str, words: list[str]) -> NoReturn:
+    """Print the candidates for the last of `words`, one a line, and end the process.
+
+    After the time limit, and on any error, nothing is printed: a shell's prompt is no place for messages.
+    """
+    import threading
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    found: list[str] = []
+
+    def search() -> None:
+        found.extend(islice(candidates(kind, words), CANDIDATES_MAX))
+
+    thread = threading.Thread(target=search, daemon=True)
+    thread.start()
+    thread.join(TIME_LIMIT_S)
+    if not thread.is_alive() and found:
+        os.write(1, ("\n".join(found) + "\n").encode("utf-8", "surrogateescape"))
+    # No clean-up: a connection attempt that hangs must not hold up the shell.
+    os._exit(0)
+
+
+def candidates(kind: str, words: list[str]) -> Iterator[str]:
+    """What may stand in place of the last of `words`; `kind` is one of `_SOURCES`."""
+    prefix = words[-1] if words else ""
+    options = _options(words[:-1])
+    source = _SOURCES.get(kind)
+    if source is not None:
+        yield from (text for text in source(options) if text.startswith(prefix))
+
+
+def _options(words: list[str]) -> dict[str, list[str]]:
+    """The connection and directory options among `words`, by kind, in order."""
+    options: dict[str, list[str]] = {}
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name in _VALUES and equals and name.startswith("--"):
+            options.setdefault(_VALUES[name], []).append(value)
+        elif word in _VALUES and index + 1 < len(words):
+            options.setdefault(_VALUES[word], []).append(words[index + 1])
+    return options
+
+
+def _ledgers(options: dict[str, list[str]]) -> Iterator[str]:
+    with _cluster(options) as cluster:
+        yield from map(str, cluster.ledgers.ledgers(None))
+
+
+def _bookies(options: dict[str, list[str]]) -> Iterator[str]:
+    with _cluster(options) as cluster:
+        yield from (bookie.bookie_id for bookie in cluster.bookies.list())
+
+
+def _cluster(options: dict[str, list[str]]) -> Cluster:
+    from bkctl.metadata.cluster import open_cluster
+
+    from .options import Globals, connect_to, environment_globals, store_security
+
+    uri, conf, context = (options[name][-1] if name in options else None for name in ("uri", "conf", "context"))
+    after = Globals(metadata_uri=uri, conf=None if conf is None else Path(conf), context=context)
+    environment = environment_globals(os.environ)
+    connection = connect_to([("", after), ("", environment)], os.environ)
+    security = store_security(after.over(environment).over(connection.settings), os.environ)
+    return open_cluster(connection.uri, timeout_s=TIME_LIMIT_S, security=security)
+
+
+def _journals(options: dict[str, list[str]]) -> Iterator[str]:
+    return map(_file_name, _directories(options).journals())
+
+
+def _entry_logs(options: dict[str, list[str]]) -> Iterator[str]:
+    return map(_file_name, _directories(options).entry_logs())
+
+
+def _contexts(options: dict[str, list[str]]) -> Iterator[str]:
+    from .contexts import Contexts
+
+    yield from Contexts.read(os.environ).names
+
+
+def _file_name(file: BookieFile) -> str:
+    return f"scoped/{file.path.name}" if file.scoped else file.path.name
+
+
+def _directories(options: dict[str, list[str]]) -> BookieDirectories:
+    from bkctl.files.directories import BookieDirectories
+
+    if "dir" in options:
+        return BookieDirectories.at(*options["dir"])
+    conf = options["conf"][-1] if "conf" in options else os.environ.get("BKCTL_CONF")
+    if not conf:
+        return BookieDirectories()
+    from bkctl.config import BookieConfig
+
+    config = BookieConfig.load(conf)
+    return BookieDirectories(config.journal_directories, config.ledger_directories, config.index_directories)
+
+
+_SOURCES: Final[dict[str, Callable[[dict[str, list[str]]], Iterator[str]]]] = {
+    "ledger": _ledgers,
+    "bookie": _bookies,
+    "journal": _journals,
+    "entrylog": _entry_logs,
+    "context": _contexts,
+}

@@ -1,0 +1,267 @@
+"""The configuration file: named connections ("contexts"), and which of them is the current one.
+
+TOML, in bkctl/config.toml of the user's configuration directory (BKCTL_CONFIG names another file):
+
+    current-context = "prod"
+
+    [contexts.prod]
+    metadata-uri = "zk+hierarchical://zk1:2181;zk2:2181/ledgers"
+    metadata-user = "admin"
+    metadata-password-file = "/run/secrets/zookeeper"
+
+There are no secrets in it. Changes keep comments and order, and replace the file in one step. A change that would alter
+anything else in the file is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Final
+
+from bkctl.errors import AlreadyExists, Conflict, NotFound, UsageError
+
+CURRENT: Final = "current-context"
+_FILE_SIZE_BYTES_MAX: Final = 1 << 20
+_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
+_SECRET: Final = re.compile(r"(?:.*[-_])?(?:password|passwd|secret|token|master-key)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """One named connection: the options of the same names."""
+
+    metadata_uri: str
+    bookie_address: tuple[str, ...] = ()
+    tls_ca: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    metadata_tls: bool = False
+    metadata_tls_ca: str | None = None
+    metadata_tls_cert: str | None = None
+    metadata_tls_key: str | None = None
+    metadata_user: str | None = None
+    metadata_password_file: str | None = None
+    metadata_sasl: bool = False
+    metadata_creator_acl: bool = False
+
+    def settings(self) -> dict[str, Any]:
+        """What is set, under the keys of the file."""
+        values = {each.name.replace("_", "-"): getattr(self, each.name) for each in fields(self)}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items() if value}
+
+
+_KINDS: Final = {each.name.replace("_", "-"): str(each.type) for each in fields(Context)}
+
+
+def config_file(environment: Mapping[str, str]) -> Path:
+    """The configuration file: BKCTL_CONFIG, else bkctl/config.toml under XDG_CONFIG_HOME or ~/.config."""
+    if given := environment.get("BKCTL_CONFIG"):
+        return Path(given)
+    home = environment.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    return Path(home) / "bkctl" / "config.toml"
+
+
+class Contexts:
+    """The configuration file as it was read. Methods that change it write it, and return the file as it is then."""
+
+    def __init__(self, path: Path, text: str | None) -> None:
+        self.path = path
+        self._text = text
+        self._document = _parse(path, text or "")
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> Contexts:
+        """The user's file; one without contexts where there is none. Raises UsageError when it is no TOML."""
+        path = config_file(environment)
+        try:
+            with open(path, "rb") as file:
+                content = file.read(_FILE_SIZE_BYTES_MAX + 1)
+        except (FileNotFoundError, NotADirectoryError):
+            return cls(path, None)
+        if len(content) > _FILE_SIZE_BYTES_MAX:
+            raise UsageError(f"{path} is larger than {_FILE_SIZE_BYTES_MAX} bytes, so it is no configuration file")
+        try:
+            return cls(path, content.decode())
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{path}: not TOML: {error}") from error
+
+    @property
+    def current(self) -> str | None:
+        """Name of the current context."""
+        name = self._document.get(CURRENT)
+        if name is not None and not isinstance(name, str):
+            raise UsageError(f"{self.path}: {CURRENT} is no text")
+        return name or None
+
+    @property
+    def names(self) -> list[str]:
+        """The contexts, as the file orders them."""
+        contexts = self._document.get("contexts", {})
+        if not isinstance(contexts, dict):
+            raise UsageError(f"{self.path}: contexts is no table")
+        return list(contexts)
+
+    def get(self, name: str) -> Context:
+        """One context. Raises NotFound; UsageError for a setting that is none, or holds a secret."""
+        if self._text is None:
+            raise NotFound(f"Context {name!r}: there is no {self.path}", hint="'bkctl context add' makes one")
+        if name not in self.names:
+            raise NotFound(
+                f"Context {name!r} is not in {self.path}",
+                hint=f"it has {', '.join(self.names)}" if self.names else "'bkctl context add' makes one",
+            )
+        settings = self._document["contexts"][name]
+        if not isinstance(settings, dict):
+            raise UsageError(f"{self.path}: context {name!r} is no table")
+        return _context(settings, f"{self.path}: context {name!r}")
+
+    def add(self, name: str, context: Context, *, replace: bool = False) -> Contexts:
+        """Add a context. Raises AlreadyExists without `replace`, UsageError for a name that is none."""
+        if not _NAME.fullmatch(name):
+            raise UsageError(f"Not a name of a context: {name!r}", hint="letters, digits, - and _")
+        settings = context.settings()
+        _context(settings, f"context {name!r}")
+        exists = name in self.names
+        if exists and not replace:
+            raise AlreadyExists(f"Context {name!r} is in {self.path}", hint="add --replace, or give another name")
+        document = self._editable()
+        contexts = document.setdefault("contexts", _table(is_super_table=True))
+        if exists:
+            table = contexts[name]
+            for key in [key for key in table if key not in settings]:
+                del table[key]
+            table.update(settings)
+        else:
+            contexts[name] = settings
+        return self._write(
+            document, {**self._document, "contexts": {**self._document.get("contexts", {}), name: settings}}
+        )
+
+    def use(self, name: str) -> Contexts:
+        """Make a context the current one. Raises NotFound."""
+        self.get(name)
+        document = self._editable()
+        document[CURRENT] = name
+        return self._write(document, {**self._document, CURRENT: name})
+
+    def delete(self, name: str) -> Contexts:
+        """Remove a context, also as the current one; comments before the next table stay. Raises NotFound."""
+        if name not in self.names:
+            self.get(name)
+        document = self._editable()
+        contexts = document["contexts"]
+        before = self.names[: self.names.index(name)]
+        body = contexts[before[-1]].value.body if before else document.body
+        at = len(body) if before else next(index for index, (key, _) in enumerate(body) if key == "contexts")
+        kept = _comments_behind(contexts[name], [item for _, item in body[:at]])
+        expected = {**self._document, "contexts": {**self._document["contexts"]}}
+        del contexts[name], expected["contexts"][name]
+        if not expected["contexts"]:
+            del document["contexts"], expected["contexts"]
+        if self.current == name:
+            del document[CURRENT], expected[CURRENT]
+        # Last: tomlkit's own index of the document does not know what is put here.
+        body[at:at] = kept
+        return self._write(document, expected)
+
+    def _editable(self) -> Any:
+        """Return the file as a document of tomlkit, which keeps comments and order. Raises Conflict."""
+        import tomlkit
+        from tomlkit.exceptions import TOMLKitError
+
+        try:
+            return tomlkit.parse(self._text or "")
+        except TOMLKitError as error:
+            raise self._unknown_form() from error
+
+    def _unknown_form(self) -> Conflict:
+        return Conflict(f"{self.path} is written in a way that cannot be changed here", hint="change it by hand")
+
+    def _write(self, document: Any, expected: dict[str, Any]) -> Contexts:
+        text = document.as_string()
+        try:
+            changed = Contexts(self.path, text if self._text else text.lstrip("\n"))
+        except UsageError as error:
+            raise self._unknown_form() from error
+        if changed._document != expected:
+            raise self._unknown_form()
+        from bkctl.disk import create_unfinished
+
+        target = self.path.resolve()
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            mode = target.stat().st_mode & 0o777
+        except FileNotFoundError:
+            mode = 0o600
+        new, file = create_unfinished(target)
+        try:
+            with open(file, "wb") as stream:
+                os.fchmod(file, mode)
+                stream.write((changed._text or "").encode())
+                stream.flush()
+                os.fsync(file)
+            os.replace(new, target)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+        return changed
+
+
+def _table(**settings: bool) -> Any:
+    import tomlkit
+
+    return tomlkit.table(**settings)
+
+
+def _comments_behind(table: Any, before: list[Any]) -> list[Any]:
+    """Return the comments and blank lines after the last setting of a context: to tomlkit they belong to its table.
+
+    A blank line is left out where the items `before` the table end with one.
+    """
+    from tomlkit.items import Whitespace
+
+    items = list(takewhile(lambda item: item[0] is None, reversed(table.value.body)))[::-1]
+    doubled = items and isinstance(items[0][1], Whitespace) and before and isinstance(before[-1], Whitespace)
+    return items[1:] if doubled else items
+
+
+def _parse(path: Path, text: str) -> dict[str, Any]:
+    if not text:
+        return {}
+    import tomllib
+
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path}: not TOML: {error}") from error
+
+
+def _context(settings: Mapping[str, Any], where: str) -> Context:
+    values: dict[str, Any] = {}
+    for key, value in settings.items():
+        kind = _KINDS.get(key)
+        if kind is None:
+            if _SECRET.fullmatch(key):
+                raise UsageError(
+                    f"{where}: {key} is a secret, and none is read from this file",
+                    hint="use metadata-password-file, or the environment",
+                )
+            raise UsageError(f"{where}: unknown setting {key!r}", hint=f"known are {', '.join(_KINDS)}")
+        if kind.startswith("tuple"):
+            good = isinstance(value, list) and all(isinstance(item, str) for item in value)
+            value = tuple(value) if good else value
+        else:
+            good = isinstance(value, bool if kind == "bool" else str)
+        if not good:
+            raise UsageError(f"{where}: {key} has a value of the wrong kind: {value!r}")
+        values[key.replace("-", "_")] = value
+    if "metadata_uri" not in values:
+        raise UsageError(f"{where} has no metadata-uri")
+    if re.search(r"://[^/]*@", values["metadata_uri"]):
+        raise UsageError(f"{where}: metadata-uri names a user", hint="use metadata-user and metadata-password-file")
+    return Context(**values)

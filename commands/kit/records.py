@@ -1,0 +1,313 @@
+"""What `journal read` and `entrylog read` have in common: the options and columns of records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
+
+import typer
+
+from bkctl.errors import BkctlError, Corrupt, Unsupported, UsageError
+from bkctl.ids import LedgerId
+
+from .command import Run
+from .options import (
+    SCAN_LEDGERS,
+    BinaryFormat,
+    BinaryFormatOption,
+    Composite,
+    count_option,
+    digest_type_option,
+    number_option,
+    parameter,
+)
+from .output import NULL, Column, Columns, Constant, Kind, Output, RowWriter, payload_column
+
+if TYPE_CHECKING:
+    from bkctl.files.listing import RecordFilter
+    from bkctl.files.scan import RecordBatch
+    from bkctl.formats.entry import DigestType
+    from bkctl.formats.record import Record
+
+
+class TypeName(StrEnum):
+    """The words for records, as RecordType has them (which is not imported to show help)."""
+
+    ENTRY = "entry"
+    LEDGER_KEY = "ledgerKey"
+    FENCE = "fence"
+    FORCE_LEDGER = "forceLedger"
+    EXPLICIT_LAC = "explicitLac"
+    PADDING = "padding"
+    LEDGERS_MAP = "ledgersMap"
+    UNKNOWN = "unknown"
+
+
+class RecordOptions(NamedTuple):
+    """Which records to show, and how."""
+
+    ledger: LedgerId | None
+    scope_id: int | None
+    entry_id: int | None
+    types: list[TypeName] | None
+    position_first: int
+    position_last: int | None
+    limit: int | None
+    body: bool
+    format: BinaryFormat | None
+    digest_type: DigestType | None
+
+    @property
+    def wants_payloads(self) -> bool:
+        """Whether payloads are printed: then records cannot come in batches."""
+        return self.body
+
+    def filter(self) -> RecordFilter:
+        """The domain's filter."""
+        from bkctl.files.listing import RecordFilter
+        from bkctl.formats.record import RecordType
+
+        types = None if not self.types else frozenset(RecordType(name.value) for name in self.types)
+        return RecordFilter(self.ledger, self.scope_id, self.entry_id, types, self.position_first, self.position_last)
+
+
+_PARTS: dict[str, Composite] = {
+    "ledgers": SCAN_LEDGERS,
+    "entry": number_option("--entry", "Only this entry id."),
+    "from": number_option("--from-pos", "Begin at this byte of the file; a record must begin there (0: all)."),
+    "to": number_option("--to-pos", "The last byte that a shown record may begin at."),
+    "limit": count_option("--limit", "At most so many records."),
+    "digest": digest_type_option(
+        "Digest type of the ledgers of scope 0: their records do not say it, and so neither where their payload begins."
+    ),
+}
+
+
+def _record_options(values: Mapping[str, Any]) -> RecordOptions:
+    part = {name: composite.resolve(values) for name, composite in _PARTS.items()}
+    for name, flag in (("from", "--from-pos"), ("to", "--to-pos")):
+        if part[name] is not None and part[name] < 0:
+            raise UsageError(f"{flag} {part[name]}: a position is 0 or more")
+    return RecordOptions(
+        part["ledgers"].ledger,
+        part["ledgers"].scope_id,
+        part["entry"],
+        values["types"],
+        part["from"] or 0,
+        part["to"],
+        part["limit"],
+        values["body"] or values["format"] is not None,
+        values["format"],
+        part["digest"],
+    )
+
+
+Records = Annotated[
+    RecordOptions,
+    Composite(
+        (
+            *_PARTS["ledgers"].parameters,
+            *_PARTS["entry"].parameters,
+            *_PARTS["from"].parameters,
+            *_PARTS["to"].parameters,
+            parameter(
+                "types",
+                Annotated[
+                    list[TypeName],
+                    typer.Option(
+                        "--type", metavar="TYPE",
+                        help=f"Only records of this type, repeatable: {', '.join(TypeName)} (default: all but padding "
+                        "and ledgersMap).",
+                    ),
+                ],
+            ),
+            *_PARTS["limit"].parameters,
+            parameter("body", Annotated[bool, typer.Option("--body", help="Print the payloads too.")], False),
+            parameter("format", BinaryFormatOption),
+            *_PARTS["digest"].parameters,
+        ),
+        _record_options,
+    ),
+]  # fmt: skip
+
+DirOption = Annotated[
+    list[Path] | None,
+    typer.Option("--dir", metavar="DIR", help="A directory of the bookie, with or without its current; repeatable."),
+]
+PlacesArgument = Annotated[
+    list[Path] | None, typer.Argument(metavar="DIR", help="The bookie's directories (default: those of --conf).")
+]
+ShowSecretsOption = Annotated[bool, typer.Option("--show-secrets", help="Also the master keys.")]
+
+
+def record_columns(
+    path: Path, file_id: int | None, id_name: str, options: RecordOptions, *, secrets: bool = False
+) -> Columns:
+    """The columns of the records of the file `path`; `id_name` is `journalId` or `logId`."""
+    from bkctl.formats.record import NO_LEDGER, RecordType
+
+    digest_type = options.digest_type
+    explicit_lac, ledger_key = RecordType.EXPLICIT_LAC, RecordType.LEDGER_KEY
+
+    def ledger(record: Record) -> LedgerId | None:
+        return None if record.ledger == NO_LEDGER else record.ledger
+
+    def last_add_confirmed(record: Record) -> int | None:
+        return _explicit_lac(record) if record.type is explicit_lac else record.last_add_confirmed
+
+    def size(record: Record) -> int | None:
+        return None if digest_type is None and record.format_version == 1 else record.payload_size(digest_type)
+
+    def master_key(record: Record) -> bytes | None:
+        return record.special_payload if record.type is ledger_key else None
+
+    columns = [
+        Column("LEDGER", "ledger", ledger, Kind.LEDGER),
+        Column("ENTRY", "entryId", "entry_id", Kind.INTEGER, text=_entry_text),
+        Column("LAC", "lastAddConfirmed", last_add_confirmed, Kind.INTEGER),
+        Column("LENGTH", "length", "length", Kind.INTEGER),
+        Column("SIZE", "size", size, Kind.INTEGER),
+        Column(None, "formatVersion", "format_version", Kind.INTEGER),
+        Column(None, id_name, Constant(file_id), Kind.INTEGER),
+        Column(None, f"{id_name}Hex", Constant(None if file_id is None else f"{file_id:x}")),
+        Column("OFFSET", "offset", "offset", Kind.INTEGER),
+        Column("RECORD SIZE", "recordSize", "record_size", Kind.INTEGER),
+        Column("TYPE", "type", "type"),
+        Column("FILE", "file", Constant(str(path)), flexible=True, text=lambda path: Path(path).name),
+    ]
+    if secrets:
+        columns.append(Column("MASTER KEY", "masterKey", master_key, Kind.BINARY, optional=True, text=bytes.hex))
+    if options.body:
+        columns.append(payload_column(lambda record: record.payload(digest_type), options.format))
+    return Columns(*columns, key="offset")
+
+
+def _entry_text(entry_id: int) -> str:
+    return NULL if entry_id < 0 else str(entry_id)
+
+
+def _explicit_lac(record: Record) -> int | None:
+    from bkctl.formats.entry import read_lac_header
+
+    try:
+        return read_lac_header(record.special_payload).last_add_confirmed
+    except (Corrupt, Unsupported):
+        return None
+
+
+def print_records(
+    run: Run,
+    files: Iterable[tuple[Path, int | None, Iterator[Record] | Iterator[RecordBatch]]],
+    id_name: str,
+    options: RecordOptions,
+    *,
+    secrets: bool = False,
+    batches: bool = False,
+) -> None:
+    """Print the records of `files` (path, id, records), file by file; damage in one does not hide the next.
+
+    With `batches` they come as RecordBatch, where `options` want no payloads. Raises the error of the one damaged file,
+    or Corrupt naming how many there are.
+    """
+    if options.format is BinaryFormat.RAW and run.output is not Output.TABLE:
+        raise UsageError("--format raw prints payloads and nothing else", hint=f"leave -o {run.output.value} out")
+    tally = _Tally(options)
+    errors: list[BkctlError] = []
+    with ExitStack() as stack:
+        writer: RowWriter | None = None
+        for path, file_id, records in files:
+            try:
+                if options.format is BinaryFormat.RAW:
+                    for record in tally.watch(cast("Iterator[Record]", records)):
+                        run.raw(record.payload(options.digest_type) or b"")
+                else:
+                    columns = record_columns(path, file_id, id_name, options, secrets=secrets)
+                    writer = writer or stack.enter_context(run.rows(columns))
+                    writer.use(columns)
+                    if batches:
+                        for batch in tally.watch_batches(cast("Iterator[RecordBatch]", records)):
+                            _write_batch(writer, batch, options.digest_type)
+                    else:
+                        writer.rows(tally.watch(cast("Iterator[Record]", records)))
+            except (Corrupt, Unsupported) as error:
+                errors.append(error)
+            if tally.left == 0:
+                break
+        if writer is None and options.format is not BinaryFormat.RAW:
+            stack.enter_context(run.rows(record_columns(Path(), None, id_name, options, secrets=secrets)))
+    if tally.unknown:
+        run.note(
+            f"bkctl: {tally.unknown:,} entries of scope 0 do not say where their payload begins; add --digest-type"
+        )
+    raise_first(run, errors)
+
+
+def _write_batch(writer: RowWriter, batch: RecordBatch, digest_type: DigestType | None) -> None:
+    if batch.record is not None:
+        writer.row(batch.record)
+        return
+    sizes = batch.payload_sizes(digest_type)
+    writer.block(
+        len(batch),
+        {
+            "ledger": batch.ledgers,
+            "entryId": batch.numbers("entry_ids"),
+            "lastAddConfirmed": batch.numbers("last_add_confirmed"),
+            "length": batch.numbers("lengths"),
+            "size": Constant(None) if sizes is None else sizes,
+            "formatVersion": Constant(batch.format_version),
+            "offset": batch.offsets,
+            "recordSize": batch.numbers("sizes"),
+            "type": Constant(TypeName.ENTRY),
+            "masterKey": Constant(None),
+        },
+    )
+
+
+class _Tally:
+    """Counts records against the limit, and those whose payload was wanted and cannot be told from the digest."""
+
+    def __init__(self, options: RecordOptions) -> None:
+        self._options = options
+        self.left = options.limit
+        self.unknown = 0
+
+    def watch(self, records: Iterator[Record]) -> Iterator[Record]:
+        """The records, as many as the limit leaves."""
+        if self.left is None and not self._options.body:
+            return records
+        return self._watch(records)
+
+    def _watch(self, records: Iterator[Record]) -> Iterator[Record]:
+        digest_type, body = self._options.digest_type, self._options.body
+        for record in records:
+            if body and record.length is not None and record.payload_offset(digest_type) is None:
+                self.unknown += 1
+            if self.left is not None:
+                self.left -= 1
+            yield record
+            if self.left == 0:
+                return
+
+    def watch_batches(self, batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
+        """The batches, as many records as the limit leaves."""
+        for batch in batches:
+            if self.left is None:
+                yield batch
+                continue
+            chosen = batch.first(self.left)
+            self.left -= len(chosen)
+            yield chosen
+            if self.left == 0:
+                return
+
+
+def raise_first(run: Run, errors: list[BkctlError]) -> None:
+    """Raise the first error; the others are said before."""
+    for error in errors[1:]:
+        run.note(f"bkctl: {error}")
+    if errors:
+        raise errors[0]

@@ -1,0 +1,138 @@
+"""`--watch`: look again and again, and show what changed."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from bkctl.errors import UsageError
+
+from .output import (
+    BOLD,
+    RESET,
+    Columns,
+    Lines,
+    Output,
+    RowWriter,
+    emit,
+    getter,
+    iso_time,
+    show,
+    terminal_width,
+)
+
+#: Several changes at once are shown together.
+SETTLE_S: Final = 0.1
+
+
+def watch(
+    look: Callable[[], Iterable[Any]],
+    columns: Columns,
+    output: Output,
+    *,
+    seconds: float,
+    subscribe: Callable[[Callable[[], None]], Callable[[], None]] | None,
+    single: bool,
+    color: bool,
+) -> None:
+    """See Run.watch. Returns never; raises what `look` raises."""
+    if output is Output.JSON:
+        raise UsageError("--watch goes on and on, and -o json is one document", hint="use -o ndjson")
+    printer: _Pages | _Rows
+    if output is Output.TABLE:
+        printer = _Pages(columns, seconds=seconds, single=single, color=color)
+    else:
+        printer = _Rows(columns, output)
+    changed = threading.Event()
+    cancel = subscribe(changed.set) if subscribe is not None else None
+    try:
+        while True:
+            changed.clear()
+            printer.print(look())
+            if changed.wait(seconds):
+                time.sleep(SETTLE_S)
+    finally:
+        if cancel is not None:
+            cancel()
+
+
+class _Page:
+    """A table is laid out here before it is printed; it has the terminal's width where stdout is one."""
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.parts.append(text)
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+    def isatty(self) -> bool:
+        return sys.stdout.isatty()
+
+
+class _Pages:
+    """Tables: drawn over the last one on a terminal, else printed one below the other."""
+
+    def __init__(self, columns: Columns, *, seconds: float, single: bool, color: bool) -> None:
+        self._columns, self._seconds, self._single, self._color = columns, seconds, single, color
+        self._last: str | None = None
+
+    def print(self, rows: Iterable[Any]) -> None:
+        page = _Page()
+        if self._single:
+            show(next(iter(rows)), self._columns, Output.TABLE, stream=page, color=self._color)
+        else:
+            with RowWriter(self._columns, Output.TABLE, stream=page, color=self._color) as writer:
+                writer.rows(rows)
+        text = "".join(page.parts)
+        if text == self._last:
+            return
+        if not sys.stdout.isatty():
+            emit(text if self._last is None else f"\n{text}")
+        else:
+            self._draw(text)
+        self._last = text
+        sys.stdout.flush()
+
+    def _draw(self, text: str) -> None:
+        from shutil import get_terminal_size
+
+        moment = iso_time(time.time_ns() // 1_000_000)[11:19]
+        title = f"{moment}Z, every {self._seconds:g} s; Ctrl-C ends it"[: terminal_width()]
+        lines = [f"{BOLD}{title}{RESET}" if self._color else title, *text.splitlines()]
+        room = max(get_terminal_size((80, 24)).lines - 1, 2)
+        if len(lines) > room:
+            lines[room - 1 :] = [f"… {len(lines) - room + 1:,} more lines"]
+        # Home, each line with what was behind it cleared, then all that was below.
+        emit("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J")
+
+
+class _Rows:
+    """ndjson, csv and ids: the rows that are new or changed, and in ndjson those that went."""
+
+    def __init__(self, columns: Columns, output: Output) -> None:
+        self._lines = Lines(columns, output)
+        self._key, self._output = getter(columns.key or columns.columns[0]), output
+        self._header = ",".join(columns.names()) + "\n" if output is Output.CSV else ""
+        self._last: dict[Any, str] = {}
+
+    def print(self, rows: Iterable[Any]) -> None:
+        last, now = self._last, {}
+        for row in rows:
+            key, line = self._key(row), self._lines.of_rows([row])
+            now[key] = line
+            if last.get(key) != line:
+                emit(self._header + line)
+                self._header = ""
+        if self._output is Output.NDJSON:
+            for key, line in last.items():
+                if key not in now:
+                    emit(line.rstrip()[:-1] + ',"removed":true}\n')
+        self._last = now
+        sys.stdout.flush()

@@ -1,0 +1,141 @@
+"""`bkctl ledger copy`; `ledger` has the app and imports this."""
+
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bkctl.errors import BkctlError, UsageError
+from bkctl.ids import parse_scope_id
+
+from ..kit.command import Run, command, group
+from ..kit.options import (
+    ByteRate,
+    KeepGoing,
+    LedgersOrFile,
+    LoginOfTarget,
+    count_option,
+    digest_type_option,
+    number_option,
+)
+from ..kit.output import Column, Columns, Kind, RowWriter
+
+if TYPE_CHECKING:
+    from bkctl.ids import LedgerId
+    from bkctl.replication.copy import LedgerCopy
+
+app = group()
+
+
+def _copy_id(row: LedgerCopy) -> dict[str, str]:
+    return {
+        "ledgerScopeId": str(row.copy.scope_id),
+        "ledgerId": str(row.copy.ledger_id),
+        "ledgerQualifiedName": row.copy.qualified_name,
+    }
+
+
+def _copy_text(copy: dict[str, str]) -> str:
+    return copy["ledgerId"] if copy["ledgerScopeId"] == "0" else copy["ledgerQualifiedName"]
+
+
+COPY_COLUMNS = Columns(
+    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+    Column("COPY", "copy", _copy_id, Kind.NESTED, text=_copy_text),
+    Column("ENTRIES", "entryCount", "entry_count", Kind.INTEGER),
+    Column("LENGTH", "length", "length", Kind.SIZE),
+    Column("SOURCE OPEN", "sourceOpen", "source_open", Kind.BOOLEAN),
+    key=Column("COPY", "copy", lambda row: str(row.copy)),
+)
+
+
+@command(app, "copy", connects=True, changes=True)
+def copy(
+    run: Run,
+    ledgers: LedgersOrFile,
+    to_ledger_id: Annotated[int | None, number_option("--to-ledger-id", "The copy's ledger id (default: as it is).")],
+    ensemble_size: Annotated[int | None, count_option("--ensemble-size", "Ensemble size, if another.")],
+    write_quorum: Annotated[int | None, count_option("--write-quorum", "Write quorum, if another.")],
+    ack_quorum: Annotated[int | None, count_option("--ack-quorum", "Ack quorum, if another.")],
+    digest_type: Annotated[Any, digest_type_option("Digest type, if another: CRC32C, CRC32, HMAC or DUMMY.")],
+    rate: ByteRate,
+    login: LoginOfTarget,
+    to_scope: Annotated[
+        str | None,
+        typer.Option("--to-scope", metavar="SCOPE", help="The copy's ledger scope id (default: as it is)."),
+    ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to", metavar="URI", help="The cluster of the copy, by metadata URI or context:NAME (default: this one)."
+        ),
+    ] = None,
+    new_id: Annotated[bool, typer.Option("--new-id", help="A generated ledger id for the copy.")] = False,
+    recover: Annotated[
+        bool, typer.Option("--recover", help="Close an open ledger first; its writer can add no more.")
+    ] = False,
+    open_ledgers: Annotated[
+        bool, typer.Option("--open", help="Copy an open ledger too, as far as it is confirmed.")
+    ] = False,
+    keep_going: KeepGoing = False,
+) -> None:
+    """Copy ledgers to another scope, id or cluster, and print the copies, which are closed.
+
+    A copy has its source's password, custom metadata, sizes and digest type, and is read back before it counts. What is
+    broken off leaves nothing: a part that could not be taken away goes when the command is run again. Needs no
+    password. The source stays.
+    """
+    from bkctl.replication.copy import CopyShape, copy_ledger
+    from bkctl.replication.replicator import Throttle
+
+    scope_id = None if to_scope is None else parse_scope_id(to_scope)
+    if len(ledgers) > 1 and to_ledger_id is not None:
+        raise UsageError(f"--to-ledger-id names one copy, and {len(ledgers)} ledgers are given", hint="use --new-id")
+    if to_ledger_id is not None and to_ledger_id < 0:
+        raise UsageError(f"--to-ledger-id {to_ledger_id}: must be 0 or more")
+    shape = CopyShape(ensemble_size, write_quorum, ack_quorum, digest_type)
+
+    async def one(source: Any, target: Any, ledger: LedgerId) -> LedgerCopy:
+        return await copy_ledger(
+            source,
+            target,
+            ledger,
+            ledger_scope_id=scope_id,
+            ledger_id=to_ledger_id,
+            new_id=new_id,
+            shape=shape,
+            recovery=recover,
+            allow_open=open_ledgers,
+            throttle=throttle,
+            progress=activity.advance,
+        )
+
+    async def work(writer: RowWriter) -> int:
+        failures = 0
+        async with run.bookkeeper(cluster) as source, run.bookkeeper(target_cluster) as target:
+            for ledger in ledgers:
+                try:
+                    row = await one(source, target, ledger)
+                except BkctlError as error:
+                    if not keep_going:
+                        raise
+                    failures += 1
+                    named = re.search(rf"\bledger {re.escape(str(ledger))}\b", str(error), re.IGNORECASE)
+                    run.note(f"bkctl: {error}" if named else f"bkctl: Ledger {ledger}: {error}")
+                    continue
+                if row.source_open:
+                    run.note(f"Ledger {ledger} is open: its copy ends at entry {row.entry_count - 1}")
+                writer.row(row)
+        return failures
+
+    throttle = Throttle(bytes_per_s=rate)
+    with ExitStack() as stack:
+        cluster = stack.enter_context(run.cluster())
+        target_cluster = cluster if to is None else stack.enter_context(run.open_other_cluster(to, login=login))
+        activity = stack.enter_context(run.working("Copying and reading back", unit="entries"))
+        writer = stack.enter_context(run.rows(COPY_COLUMNS))
+        failures = run.complete(work(writer))
+    run.finish_with(failures, "ledgers were not copied" if failures > 1 else "ledger was not copied")

@@ -1,0 +1,242 @@
+"""The commands of `pipeline` that read and write ledgers: export, import, migrate-scope."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from bkctl.errors import AlreadyExists, NotFound, UsageError
+from bkctl.ids import LedgerId, parse_scope_id
+
+from ..kit.command import Run, command, group
+from ..kit.options import MANY_LEDGERS, Composite, DryRun, parameter
+from ..kit.output import GREEN, RED, YELLOW, Column, Columns, Kind
+from .common import (
+    SparkOptions,
+    check_cluster,
+    check_saves,
+    connection_options,
+    frame_rows,
+    ledger_of,
+    spark_job,
+)
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+app = group()
+
+
+#: What rows are saved as; there is no page of these jobs.
+_FORMS = (".parquet", ".csv", ".json")
+SaveRows = Annotated[
+    list[str] | None,
+    typer.Option("--save", metavar="PATH", help="Also keep the rows: NAME.parquet, NAME.csv or NAME.json; repeatable."),
+]
+
+
+class LedgersToCopy(NamedTuple):
+    """Ledgers by name; none: all of `scope_id` (None: of every scope)."""
+
+    ledgers: list[LedgerId]
+    scope_id: int | None
+
+
+def _ledgers_to_copy(values: Mapping[str, Any]) -> LedgersToCopy:
+    scope_id = None if values["ledger_scope_id"] is None else parse_scope_id(values["ledger_scope_id"])
+    if values["ledgers"] or values["ledger_id"] is not None or values["ledger_qualified_name"] is not None:
+        return LedgersToCopy(MANY_LEDGERS.resolve(values), scope_id)
+    return LedgersToCopy([], scope_id)
+
+
+LEDGERS_TO_COPY = Composite(MANY_LEDGERS.parameters, _ledgers_to_copy)
+
+
+def _target_scope(values: Mapping[str, Any]) -> int | None:
+    text = values["to_scope"]
+    return None if text is None else parse_scope_id(text)
+
+
+def _to_scope(help: str) -> Composite:
+    option = typer.Option("--to-scope", metavar="SCOPE", help=help)
+    return Composite((parameter("to_scope", Annotated[str, option]),), _target_scope)
+
+
+def _sizes(values: Mapping[str, Any]) -> dict[str, str]:
+    names = {"ensemble_size": "ensembleSize", "write_quorum": "writeQuorumSize", "ack_quorum": "ackQuorumSize"}
+    return {name: str(values[key]) for key, name in names.items() if values[key] is not None}
+
+
+def _size(name: str, flag: str, help: str) -> Any:
+    return parameter(name, Annotated[int, typer.Option(flag, metavar="N", help=f"{help} (default: as the source's).")])
+
+
+#: Sizes of new ledgers in place of their sources', as options of the jobs.
+NewSizes = Annotated[
+    dict[str, str],
+    Composite(
+        (
+            _size("ensemble_size", "--ensemble-size", "Bookies that a fragment is spread over"),
+            _size("write_quorum", "--write-quorum", "Bookies that get each entry"),
+            _size("ack_quorum", "--ack-quorum", "Bookies that must have an entry before it counts"),
+        ),
+        _sizes,
+    ),
+]
+
+EXPORT_COLUMNS = Columns(
+    Column("LEDGER", "ledger", ledger_of, Kind.LEDGER),
+    Column("STATE", "state", "state", style={"CLOSED": GREEN, "OPEN": YELLOW, "IN_RECOVERY": RED}),
+    Column("LAST ENTRY", "lastEntryId", "lastEntryId", Kind.INTEGER),
+    Column("ENTRIES", "entryCount", "entryCount", Kind.INTEGER),
+    Column("SIZE", "size", "size", Kind.SIZE),
+    key="ledger",
+)
+COPY_COLUMNS = Columns(
+    Column("LEDGER", "ledger", ledger_of, Kind.LEDGER),
+    Column("SOURCE", "source", "source", text=lambda name: str(LedgerId.parse(name))),
+    Column(
+        "STATE", "state", "state",
+        style={"copied": GREEN, "present": GREEN, "planned": YELLOW, "open": YELLOW, "failed": RED},
+    ),
+    Column("ENTRIES", "entryCount", "entryCount", Kind.INTEGER),
+    Column("LENGTH", "length", "length", Kind.SIZE),
+    Column(None, "sha256", "sha256"),
+    Column("MESSAGE", "message", "message", flexible=True),
+    key="ledger",
+)  # fmt: skip
+
+
+@command(app, "export", connects=True)
+def export(
+    run: Run,
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="The directory to make; a URI that Spark writes to, or a local path.")
+    ],
+    ledgers: Annotated[LedgersToCopy, LEDGERS_TO_COPY],
+    spark: SparkOptions,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    flat: Annotated[
+        bool,
+        typer.Option("--flat", help="No directory for each scope (nor are there any beyond 1,000 scopes)."),
+    ] = False,
+    save: SaveRows = None,
+) -> None:
+    """Export the payloads of ledgers to Parquet, partitioned by scope: those named, or of a scope, or all.
+
+    Entries are read from the bookies and checked; nothing is fenced or recovered, and a ledger that is not closed goes
+    as far as it is confirmed. Passwords are neither needed nor exported. At the end the entries are counted in the
+    files and compared with the metadata (exit code 7 where they differ).
+    """
+    saves = check_saves(save, _FORMS)
+    options = connection_options(run)
+    if ledgers.ledgers:
+        options["ledger"] = ",".join(each.qualified_name for each in ledgers.ledgers)
+    elif ledgers.scope_id is not None:
+        options["ledgerScopeId"] = str(ledgers.scope_id)
+    check_cluster(run)
+    if not overwrite and "://" not in path and Path(path).exists():
+        raise AlreadyExists(f"{path} exists", hint="name a new directory, or add --overwrite")
+    with spark_job(run, spark, "export") as session:
+        from bkctl.spark.jobs.archive import export_ledgers
+
+        rows = export_ledgers(session, _place(path), options, overwrite=overwrite, by_scope=not flat)
+        frame_rows(run, rows, EXPORT_COLUMNS, saves)
+
+
+@command(app, "import", connects=True, changes=True)
+def import_(
+    run: Run,
+    path: Annotated[str, typer.Argument(metavar="PATH", help="What 'pipeline export' made.")],
+    to_scope_id: Annotated[
+        int | None, _to_scope("Put the ledgers into this scope, under their ledger ids (default: where they were).")
+    ],
+    sizes: NewSizes,
+    spark: SparkOptions,
+    password_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--password-file",
+            metavar="FILE",
+            help="File with the password of the new ledgers (else BKCTL_LEDGER_PASSWORD, else empty).",
+        ),
+    ] = None,
+    dry_run: DryRun = False,
+    save: SaveRows = None,
+) -> None:
+    """Make ledgers of an export again, under their own ids or in another scope; each is read back and compared.
+
+    What stopped half way is finished by running it again: ledgers that are there already, made by this command and
+    intact, are passed over (present). Exit code 3: some were not made (failed).
+    """
+    saves = check_saves(save, _FORMS)
+    options = {**connection_options(run), **sizes}
+    if password_file is not None:
+        options["ledgerPasswordFile"] = str(password_file.absolute())
+    elif "BKCTL_LEDGER_PASSWORD" in os.environ:
+        options["ledgerPasswordEnv"] = "BKCTL_LEDGER_PASSWORD"
+    check_cluster(run)
+    if "://" not in path and not Path(path, "counts", "_SUCCESS").exists():
+        raise NotFound(f"There is no whole export at {path}", hint="'bkctl pipeline export' makes one")
+    with spark_job(run, spark, "import") as session:
+        from bkctl.spark.jobs.archive import import_ledgers
+
+        rows = import_ledgers(session, _place(path), options, to_scope_id=to_scope_id, dry_run=dry_run)
+        _show_copies(run, rows, saves)
+
+
+@command(app, "migrate-scope", connects=True, changes=True)
+def migrate_scope(
+    run: Run,
+    ledgers: Annotated[LedgersToCopy, LEDGERS_TO_COPY],
+    to_scope_id: Annotated[int | None, _to_scope("The scope to copy into; the ledger ids stay.")],
+    sizes: NewSizes,
+    spark: SparkOptions,
+    dry_run: DryRun = False,
+    save: SaveRows = None,
+) -> None:
+    """Copy ledgers into another scope, under the same ledger ids: those named, or all of --ledger-scope-id.
+
+    Each copy has its source's password, shape and custom metadata, and is read back and compared. The sources stay.
+    What stopped half way is finished by running it again: copies that are done are passed over (present). Exit code 3:
+    some were not copied (failed), or are not closed (open; 'ledger recover' closes one).
+    """
+    saves = check_saves(save, _FORMS)
+    if to_scope_id is None:
+        raise UsageError("No scope to copy into is given", hint="add --to-scope SCOPE")
+    if not ledgers.ledgers and ledgers.scope_id is None:
+        raise UsageError("Nothing says which ledgers to copy", hint="name ledgers, or add --ledger-scope-id SCOPE")
+    options = {**connection_options(run), **sizes}
+    check_cluster(run)
+    with spark_job(run, spark, "migrate-scope") as session:
+        from bkctl.spark.jobs.copying import migrate_scope as migrate
+
+        rows = migrate(
+            session,
+            options,
+            to_scope_id,
+            from_scope_id=ledgers.scope_id,
+            ledgers=ledgers.ledgers,
+            dry_run=dry_run,
+        )
+        _show_copies(run, rows, saves)
+
+
+def _show_copies(run: Run, rows: DataFrame, saves: list[str]) -> None:
+    undone = 0
+
+    def seen(row: Any) -> None:
+        nonlocal undone
+        undone += row.state in ("open", "failed")
+
+    frame_rows(run, rows, COPY_COLUMNS, saves, seen)
+    run.finish_with(undone, "ledgers were not copied" if undone != 1 else "ledger was not copied")
+
+
+def _place(path: str) -> str:
+    """A path that means the same wherever the tasks run."""
+    return path if "://" in path else str(Path(path).absolute())

@@ -1,0 +1,244 @@
+"""DbLedgerStorage's databases: read beside a running bookie and without a trace, written, and what damage gives."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from support.golden import DATA, bookies
+
+from bkctl.errors import AlreadyExists, BkctlError, Corrupt, DirectoryInUse, NotFound
+from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase, check_write_ahead_logs
+from bkctl.formats.entry_log import unpack_location
+from bkctl.formats.index import LedgerData, ledger_key
+from bkctl.ids import LedgerId
+
+KEY = b"k" * 20
+GOLDEN = [bookie for bookie in bookies() if bookie.name == "db"]
+
+
+def data(*, fenced: bool = False) -> LedgerData:
+    return LedgerData(exists=True, fenced=fenced, master_key=KEY)
+
+
+@pytest.fixture
+def current(tmp_path: Path) -> Path:
+    """A copy of what Apache's bookie left in its ledger directory."""
+    return shutil.copytree(DATA / "4.18.0" / "db" / "ledgers" / "current", tmp_path / "current")
+
+
+# --- Apache's -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bookie", GOLDEN, ids=lambda bookie: bookie.version)
+def test_the_databases_of_a_bookie_say_what_its_shell_says(bookie) -> None:
+    with LocationsDatabase.open(bookie.ledger_dir / "current" / "locations") as locations:
+        found: dict[str, dict[int, tuple[int, int]]] = {}
+        for ledger, entry_id, location in locations.locations():
+            found.setdefault(str(ledger.ledger_id), {})[entry_id] = unpack_location(location)
+        assert found == {ledger_id: answer["locations"] for ledger_id, answer in bookie.indexes.items()}
+        for ledger_id, entries in found.items():
+            ledger = LedgerId(0, int(ledger_id))
+            assert locations.last_entry_id(ledger) == max(entries)
+            assert [entry_id for _, entry_id, _ in locations.locations(ledger)] == sorted(entries)
+    with LedgersDatabase.open(bookie.ledger_dir / "current" / "ledgers") as ledgers:
+        known = dict(ledgers.ledgers())
+        assert found.keys() <= {str(ledger.ledger_id) for ledger in known}
+        assert all(each.exists and len(each.master_key) == 20 for each in known.values())
+        assert ledgers.storage_flags() in (None, 0)
+        first = min(known)
+        assert ledgers.get(first) == known[first]
+        assert ledgers.get(LedgerId(0, 1 << 62)) is None
+
+
+def test_opening_a_database_leaves_no_trace(current: Path) -> None:
+    def state() -> dict[str, int]:
+        return {str(path): path.stat().st_mtime_ns for path in current.rglob("*")}
+
+    before = state()
+    with LocationsDatabase.open(current / "locations") as locations:
+        assert next(locations.locations())
+    assert state() == before
+
+
+# --- ours -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scope_id", [0, 7])
+def test_what_is_written_is_read_back(tmp_path: Path, scope_id: int) -> None:
+    path = tmp_path / ("scoped-locations" if scope_id else "locations")
+    one, two, three = (LedgerId(scope_id, number) for number in (1, 2, (1 << 63) - 1))
+    with LocationsDatabase.create(path) as locations:
+        assert locations.scoped == bool(scope_id)
+        assert (
+            locations.put_all((ledger, entry, entry + 5) for ledger in (one, two) for entry in range(25_000)) == 50_000
+        )
+        locations.put(three, 3, 77)
+        locations.delete_entries(two, 10, 24_998)
+        assert locations.get(three, 3) == 77
+    assert "rocksdict-config.json" not in {each.name for each in path.iterdir()}
+    with LocationsDatabase.open(path) as locations:
+        assert [entry for _, entry, _ in locations.locations(two)] == [*range(10), 24_999]
+        assert len(list(locations.locations())) == 25_012
+        assert list(locations.locations(one, 4, 5)) == [(one, 4, 9), (one, 5, 10)]
+        assert list(locations.locations(three)) == [(three, 3, 77)]
+        assert [locations.get(one, entry) for entry in (-1, 0, 24_999, 25_000, 1 << 63)] == [0, 5, 25_004, 0, 0]
+        assert [locations.last_entry_id(ledger) for ledger in (one, two, three)] == [24_999, 24_999, 3]
+        assert locations.last_entry_id(LedgerId(scope_id, 9)) == -1
+        other = LedgerId(7 - scope_id, 1)
+        assert (locations.get(other, 0), locations.last_entry_id(other), list(locations.locations(other))) == (
+            0,
+            -1,
+            [],
+        )
+        assert sum(map(len, locations.batches(count=1000))) == 25_012
+    with LocationsDatabase.edit(path) as locations:
+        locations.delete_entries(one)
+    with LocationsDatabase.open(path) as locations:
+        assert locations.last_entry_id(one) == -1
+        assert locations.last_entry_id(two) == 24_999
+
+
+@pytest.mark.parametrize("scope_id", [0, 7])
+def test_ledgers_are_written_and_read_back(tmp_path: Path, scope_id: int) -> None:
+    path = tmp_path / ("scoped-ledgers" if scope_id else "ledgers")
+    names = [LedgerId(scope_id, number) for number in (0, 1, 300, (1 << 63) - 1)]
+    with LedgersDatabase.create(path) as ledgers:
+        for ledger in names:
+            ledgers.put(ledger, data())
+        ledgers.put(names[1], data(fenced=True))
+        ledgers.delete(names[0])
+    with LedgersDatabase.open(path) as ledgers:
+        assert list(ledgers.ledgers()) == [(names[1], data(fenced=True)), (names[2], data()), (names[3], data())]
+        assert [ledger for ledger, _ in ledgers.ledgers(names[2])] == names[2:]
+        assert ledgers.get(names[1]) == data(fenced=True)
+        assert ledgers.get(names[0]) is None
+        assert ledgers.storage_flags() is None
+
+
+def test_storage_flags_are_no_ledger(tmp_path: Path) -> None:
+    with LedgersDatabase.create(tmp_path / "ledgers") as ledgers:
+        ledgers.put(LedgerId(0, 1), data())
+        ledgers.put_storage_flags(1)
+    with LedgersDatabase.open(tmp_path / "ledgers") as ledgers:
+        assert ledgers.storage_flags() == 1
+        assert [ledger for ledger, _ in ledgers.ledgers()] == [LedgerId(0, 1)]
+
+
+def test_of_two_keys_of_a_ledger_the_later_counts_as_for_apache(tmp_path: Path) -> None:
+    """Apache's rebuild writes keys of 16 bytes, which shadow those of 8 when its bookie loads them."""
+    one, two = LedgerId(0, 1), LedgerId(0, 2)
+    with LedgersDatabase.create(tmp_path / "ledgers") as ledgers:
+        ledgers.put(one, data())
+        ledgers.put(two, data())
+        ledgers._batch().put(ledger_key(one) + bytes(8), data(fenced=True).serialize())
+    with LedgersDatabase.edit(tmp_path / "ledgers") as ledgers:
+        assert ledgers.get(one) == data(fenced=True)
+        assert list(ledgers.ledgers()) == [(one, data(fenced=True)), (two, data())]
+        ledgers.put(one, data())
+        assert list(ledgers.ledgers()) == [(one, data()), (two, data())]
+        ledgers.delete(one)
+        assert [ledger for ledger, _ in ledgers.ledgers()] == [two]
+
+
+def test_a_database_belongs_to_one_who_writes(tmp_path: Path) -> None:
+    path = tmp_path / "locations"
+    with pytest.raises(NotFound):
+        LocationsDatabase.edit(path)
+    with pytest.raises(NotFound):
+        LocationsDatabase.open(path)
+    with LocationsDatabase.create(path) as locations:
+        locations.put(LedgerId(0, 1), 0, 5)
+        with pytest.raises(AlreadyExists):
+            LocationsDatabase.create(path)
+        with pytest.raises(DirectoryInUse, match="stop the bookie"):
+            LocationsDatabase.edit(path)
+        locations.flush()
+        with LocationsDatabase.open(path) as beside:
+            assert beside.get(LedgerId(0, 1), 0) == 5
+
+
+def test_what_an_exception_interrupts_is_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "locations"
+
+    def interrupted() -> None:
+        with LocationsDatabase.create(path) as locations:
+            locations.put(LedgerId(0, 1), 0, 5)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        interrupted()
+    with LocationsDatabase.edit(path) as locations:
+        assert locations.get(LedgerId(0, 1), 0) == 0
+
+
+def test_keys_of_another_size_are_corrupt(tmp_path: Path) -> None:
+    for name, kind in (("ledgers", LedgersDatabase), ("locations", LocationsDatabase)):
+        with kind.create(tmp_path / name) as database:
+            database._batch().put(b"short", b"")
+        with kind.open(tmp_path / name) as database, pytest.raises(Corrupt, match=f"{name}: .* has 5 bytes"):
+            list(database.ledgers() if isinstance(database, LedgersDatabase) else database.locations())
+
+
+# --- damage ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_manifest_that_rocksdb_would_never_end_to_read_is_corrupt(current: Path) -> None:
+    (manifest,) = (current / "ledgers").glob("MANIFEST-*")
+    size = manifest.stat().st_size
+    manifest.write_bytes(manifest.read_bytes() + b"\x17\x2a\x80\xff" * 800_000)
+    with pytest.raises(Corrupt, match=rf"{manifest}: .* at byte {size}"):
+        LedgersDatabase.open(current / "ledgers")
+
+
+def test_a_manifest_that_is_being_written_can_be_read(current: Path) -> None:
+    (manifest,) = (current / "ledgers").glob("MANIFEST-*")
+    whole = manifest.read_bytes()
+    for tail in (whole[:5], whole[:20], bytes(40_000)):
+        manifest.write_bytes(whole + tail)
+        with LedgersDatabase.open(current / "ledgers") as ledgers:
+            assert len(list(ledgers.ledgers())) > 20
+
+
+def test_a_damaged_write_ahead_log_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "locations"
+    locations = LocationsDatabase.create(path)
+    locations.put_all((LedgerId(0, 1), entry, 5) for entry in range(50_000))
+    assert locations.get(LedgerId(0, 1), 49_999) == 5
+    shutil.copytree(path, tmp_path / "killed" / "locations")
+    locations.close()
+    killed = tmp_path / "killed" / "locations"
+    with LocationsDatabase.open(killed) as locations:
+        assert locations.last_entry_id(LedgerId(0, 1)) == 49_999
+    assert list(check_write_ahead_logs(killed)) == []
+    (log,) = killed.glob("*.log")
+    whole = log.read_bytes()
+    log.write_bytes(whole[:-100])
+    assert list(check_write_ahead_logs(killed)) == []
+    log.write_bytes(whole[:700_000] + b"\0\1" + whole[700_002:])
+    (error,) = check_write_ahead_logs(killed)
+    assert f"{log}: Record does not match its checksum at byte " in str(error)
+    with LocationsDatabase.open(killed) as locations:
+        assert 0 < locations.last_entry_id(LedgerId(0, 1)) < 49_999
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("IO error: While lock file: /b/ledgers/LOCK: Resource temporarily unavailable", DirectoryInUse),
+        ("Corruption: block checksum mismatch: stored = 1, computed = 2", Corrupt),
+        ("IO error: No space left on device: While appending to file: /b/ledgers/000004.log", BkctlError),
+        ("IO error: While open a file for random read: /b/ledgers/000008.sst: Permission denied", BkctlError),
+    ],
+)
+def test_what_rocksdb_says_is_told_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, kind: type
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise Exception(text)
+
+    monkeypatch.setattr("rocksdict.Rdict", fail)
+    with pytest.raises(BkctlError, match=text.split(":")[-1]) as raised:
+        LedgersDatabase.create(tmp_path / "ledgers")
+    assert raised.type is kind

@@ -1,0 +1,233 @@
+"""Findings about the metadata itself, orphans, another bookie in every ensemble, and the health of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bkctl.formats.entry import DigestType
+from bkctl.formats.metadata import BookieServiceInfo, Cookie, Endpoint, Fragment, LedgerMetadata, LedgerState
+from bkctl.ids import LedgerId
+from bkctl.metadata.admin.check import check_metadata, impossibilities, orphans, remove_orphan, replace_bookie
+from bkctl.metadata.admin.health import HealthCheckSwitch, Severity, health_findings
+from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.store import NEW
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+
+BOOKIES = ("b0:3181", "b1:3181", "b2:3181")
+GOOD = LedgerMetadata(
+    3, 2, 2, DigestType.CRC32C, b"", (Fragment(0, BOOKIES), Fragment(4, BOOKIES[::-1])), LedgerState.CLOSED, 100, 9
+)
+INFO = BookieServiceInfo((Endpoint("bookie", 3181, "10.0.0.1", "bookie-rpc"),), {"ledgerScopes": "1"})
+SCOPED = LedgerId(7, 5)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with open_cluster(f"sqlite://{tmp_path}/m.db", create=True) as opened:
+        for bookie_id in BOOKIES:
+            cookie = Cookie(bookie_id, ("/j",), ("/l",), instance_id=opened.instance_id())
+            opened.cookies.write(bookie_id, cookie, NEW)
+            opened.bookies.register(bookie_id, INFO)
+        opened.ledgers.create(LedgerId(0, 5), GOOD)
+        opened.ledgers.create(SCOPED, GOOD)
+        yield opened
+
+
+def codes(cluster: Cluster) -> list[tuple[str, LedgerId | None]]:
+    return [(finding.code, finding.ledger) for finding in check_metadata(cluster)]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"ack_quorum_size": 3}, "do not fit"),
+        ({"ensembles": ()}, "no ensemble"),
+        ({"ensembles": (Fragment(1, BOOKIES),)}, "begins with entry 1"),
+        ({"ensembles": (Fragment(0, BOOKIES[:2]),)}, "2 bookies of 3"),
+        ({"ensembles": (Fragment(0, (BOOKIES[0], BOOKIES[0], BOOKIES[1])),)}, "twice"),
+        ({"ensembles": (Fragment(0, BOOKIES), Fragment(9, BOOKIES), Fragment(4, BOOKIES))}, "follows"),
+        ({"last_entry_id": -5, "ensembles": (Fragment(0, BOOKIES),)}, "last entry is -5"),
+        ({"last_entry_id": -1, "ensembles": (Fragment(0, BOOKIES),)}, "100 bytes in 0 entries"),
+        ({"last_entry_id": 2}, "has an ensemble from entry 4 on"),
+    ],
+)
+def test_what_cannot_be_is_said(change: dict[str, Any], words: str) -> None:
+    assert list(impossibilities(GOOD)) == []
+    found = list(impossibilities(replace(GOOD, **change)))
+    assert any(words in each for each in found), found
+
+
+def test_an_empty_closed_ledger_and_an_open_one_are_possible() -> None:
+    empty = replace(GOOD, ensembles=(Fragment(0, BOOKIES),), length=0, last_entry_id=-1)
+    assert list(impossibilities(empty)) == []
+    assert list(impossibilities(replace(empty, state=LedgerState.OPEN))) == []
+    # A bookie that failed before anything was acknowledged leaves an ensemble behind the end.
+    assert list(impossibilities(replace(GOOD, last_entry_id=3))) == []
+
+
+def test_a_healthy_cluster_has_no_findings(cluster: Cluster) -> None:
+    assert codes(cluster) == []
+    assert list(orphans(cluster)) == []
+    assert list(health_findings(cluster)) == []
+
+
+def test_unparsable_dangling_and_impossible_metadata_is_found(cluster: Cluster) -> None:
+    cluster.store.put(cluster.ledgers.path(LedgerId(0, 5)), b"nonsense", None)
+    cluster.ledgers.create(LedgerId(7, 6), replace(GOOD, ensembles=(Fragment(0, ("b0:3181", "b1:3181", "b9:1")),)))
+    cluster.ledgers.create(LedgerId(7, 7), replace(GOOD, last_entry_id=2))
+    assert codes(cluster) == [
+        ("unparsable", LedgerId(0, 5)),
+        ("dangling", LedgerId(7, 6)),
+        ("impossible", LedgerId(7, 7)),
+    ]
+    assert [finding.ledger for finding in check_metadata(cluster, 0)] == [LedgerId(0, 5)]
+
+
+def test_damaged_and_foreign_cookies_and_marks_are_found(cluster: Cluster) -> None:
+    cluster.store.put("cookies/b0:3181", b"nonsense", None)
+    cluster.store.put("cookies/b1:3181", Cookie("b1:3181", ("/j",), ("/l",), instance_id="other").serialize(), None)
+    marks = LedgerUnderreplicationManager(cluster.store)
+    marks.mark(LedgerId(0, 99), ["b0:3181"])
+    assert codes(cluster) == [
+        ("unparsable-cookie", None),
+        ("cookie-of-another-cluster", None),
+        ("orphaned-mark", LedgerId(0, 99)),
+    ]
+    assert {finding.code for finding in health_findings(cluster)} == {
+        "cookie-damaged", "cookie-of-another-cluster", "no-auditor", "no-auditor-of-scopes", "underreplicated",
+    }  # fmt: skip
+
+
+def test_a_ledger_that_is_long_in_recovery_is_stuck(cluster: Cluster) -> None:
+    cluster.ledgers.create(
+        LedgerId(0, 6), replace(GOOD, state=LedgerState.IN_RECOVERY, ctime_ms=1, length=0, last_entry_id=-1)
+    )
+    assert codes(cluster) == [("stuck-in-recovery", LedgerId(0, 6))]
+
+
+def test_orphans_are_named_and_the_removable_ones_removed(cluster: Cluster) -> None:
+    marks = LedgerUnderreplicationManager(cluster.store)
+    for ledger in (LedgerId(0, 99), LedgerId(7, 99), SCOPED):
+        marks.mark(ledger, ["b0:3181"])
+    cluster.cookies.write("b9:3181", Cookie("b9:3181", ("/j",), ("/l",)), NEW)
+    cluster.store.put("strange/child", b"", NEW)
+    found = list(orphans(cluster))
+    assert [(each.code, each.path.rpartition("/")[2], each.removable) for each in found] == [
+        ("orphaned-mark", "urL0000000099", True),
+        ("orphaned-mark", f"urL{LedgerId(7, 99).qualified_name}", True),
+        ("unused-cookie", "b9:3181", False),
+        ("unknown-node", "strange", False),
+    ]
+    assert found[-1].node_count == 2
+    changes: list[Any] = []
+    for each in found[:2]:
+        remove_orphan(cluster, each, lambda *change: changes.append(change))
+    assert len(changes) == 2
+    assert [ledger for ledger, _ in marks.list(None)] == [SCOPED]
+
+
+def test_a_bookie_is_replaced_in_every_scope_and_clashes_are_left(cluster: Cluster) -> None:
+    clash = replace(GOOD, ensembles=(Fragment(0, ("b0:3181", "b1:3181", "b9:1")),))
+    cluster.ledgers.create(LedgerId(0, 6), clash)
+    changes: list[Any] = []
+
+    def run(**options: Any) -> list[Any]:
+        record = lambda *change: changes.append(change)  # noqa: E731
+        return list(replace_bookie(cluster, "b0:3181", "b9:1", record=record, **options))
+
+    planned = run(dry_run=True)
+    assert changes == []
+    assert cluster.ledgers.read(SCOPED).metadata.ensembles == GOOD.ensembles
+    assert run(limit=1)[0].ledger == LedgerId(0, 5)
+    done = run()
+    assert [each.ledger for each in planned] == [LedgerId(0, 5), LedgerId(0, 6), SCOPED]
+    assert [each.ledger for each in done] == [LedgerId(0, 6), SCOPED]
+    assert done[0].problem is not None
+    assert cluster.ledgers.read(LedgerId(0, 6)).metadata.ensembles == clash.ensembles
+    for ledger in (LedgerId(0, 5), SCOPED):
+        found = cluster.ledgers.read(ledger).metadata
+        assert found == replace(
+            GOOD,
+            ensembles=(Fragment(0, ("b9:1", "b1:3181", "b2:3181")), Fragment(4, ("b2:3181", "b1:3181", "b9:1"))),
+            c_token=found.c_token,
+        )
+    for path, _, after in changes:
+        assert cluster.store.get(path)[0] == after  # type: ignore[index]
+
+
+def test_health_says_what_is_wrong_with_bookies_and_replication(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.bookies.unregister("b0:3181")
+    cluster.bookies.set_read_only("b1:3181", True, INFO)
+    cluster.cookies.remove("b2:3181", None)
+    marks = LedgerUnderreplicationManager(cluster.store)
+    marks.mark(LedgerId(0, 5), ["b0:3181"], now_ms=1)
+    marks.mark(SCOPED, ["b0:3181"])
+    marks.disable()
+    found = {(each.code, each.subject): each.severity for each in health_findings(cluster)}
+    assert found == {
+        ("bookie-down", "b0:3181"): Severity.ERROR,
+        ("bookie-read-only", "b1:3181"): Severity.WARNING,
+        ("bookie-without-cookie", "b2:3181"): Severity.WARNING,
+        ("underreplicated", "scope 0"): Severity.ERROR,
+        ("underreplicated", "scope 7"): Severity.WARNING,
+        ("autorecovery-disabled", ""): Severity.WARNING,
+    }
+    for bookie_id in BOOKIES[1:]:
+        cluster.bookies.unregister(bookie_id)
+    assert {"no-writable-bookie", "no-bookie-for-scopes"} <= {each.code for each in health_findings(cluster)}
+
+
+def test_the_health_check_switch_is_apaches_node(cluster: Cluster) -> None:
+    switch = HealthCheckSwitch(cluster)
+    assert switch.is_enabled()
+    assert switch.set(False)
+    assert not switch.set(False)
+    assert cluster.store.get("disableHealthCheck") is not None
+    assert switch.set(True)
+    assert not switch.set(True)
+    assert switch.is_enabled()
+
+
+def test_a_damaged_vote_is_a_finding(zookeeper: Any) -> None:
+    with open_cluster(zookeeper.metadata_uri(zookeeper.new_root()), create=True) as cluster:
+        assert "no-auditor" in {each.code for each in health_findings(cluster)}
+        cluster.store.put("underreplication/auditorelection/V_0000000001", b"\xff", NEW)
+        assert "vote-damaged" in {each.code for each in health_findings(cluster)}
+
+
+def test_a_local_cluster_misses_an_auditor_once_it_had_one_or_has_marks(tmp_path: Path) -> None:
+    def codes(cluster: Cluster) -> set[str]:
+        return {each.code for each in health_findings(cluster) if "auditor" in each.code or "replicated" in each.code}
+
+    with open_cluster(f"sqlite://{tmp_path / 'a.db'}", create=True) as cluster:
+        manager = LedgerUnderreplicationManager(cluster.store)
+        assert codes(cluster) == set()
+        vote = manager.vote("b0:3181")
+        assert codes(cluster) == set()
+        vote.release()
+        assert codes(cluster) == {"no-auditor"}
+    with open_cluster(f"sqlite://{tmp_path / 'b.db'}", create=True) as cluster:
+        LedgerUnderreplicationManager(cluster.store).mark(LedgerId(0, 5), ["b0:3181"])
+        assert codes(cluster) == {"no-auditor", "underreplicated"}
+
+
+def test_a_bookie_that_comes_while_ledgers_are_checked_is_known(cluster: Cluster) -> None:
+    cluster.ledgers.create(LedgerId(0, 4), replace(GOOD, ensembles=(Fragment(0, ("a:1", "b1:3181", "b2:3181")),)))
+    cluster.ledgers.create(LedgerId(8, 4), replace(GOOD, ensembles=(Fragment(0, ("b:1", "b1:3181", "b2:3181")),)))
+    found = check_metadata(cluster)
+    first = next(found)
+    assert (first.code, first.ledger) == ("dangling", LedgerId(0, 4))
+    assert "b1:3181" not in first.message
+    cluster.cookies.write("b:1", Cookie("b:1", ("/j",), ("/l",)), NEW)
+    assert list(found) == []
+
+
+def test_ledgers_that_are_left_do_not_count_to_the_limit(cluster: Cluster) -> None:
+    cluster.ledgers.create(LedgerId(0, 4), replace(GOOD, ensembles=(Fragment(0, ("b0:3181", "b1:3181", "b9:1")),)))
+    done = list(replace_bookie(cluster, "b0:3181", "b9:1", record=lambda *_: None, limit=1))
+    assert [(each.ledger, each.problem is None) for each in done] == [(LedgerId(0, 4), False), (LedgerId(0, 5), True)]

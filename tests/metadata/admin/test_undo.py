@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bkctl.errors import BkctlError, Conflict, Corrupt, Unsupported
+from bkctl.metadata.admin.undo import UndoFile, undo
+from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.store import NEW
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with open_cluster(f"sqlite://{tmp_path / 'metadata.db'}", create=True) as cluster:
+        yield cluster
+
+
+def value(cluster: Cluster, path: str) -> bytes | None:
+    found = cluster.store.get(path)
+    return None if found is None else found.value
+
+
+def outcomes(cluster: Cluster, path: Path, *, dry_run: bool = False) -> list[tuple[str, str]]:
+    return [(each.path, each.outcome) for each in undo(cluster, path, dry_run=dry_run)]
+
+
+def test_changes_are_put_back_the_last_first(cluster: Cluster, tmp_path: Path) -> None:
+    store, path = cluster.store, tmp_path / "undo"
+    store.put("n/changed", b"\x00\xff", NEW)
+    store.put("n/deleted", b"", NEW)
+    with UndoFile(path, cluster, ["bkctl", "x"]) as kept:
+        for before, after in ((b"\x00\xff", b"1"), (b"1", b"2")):
+            kept.record("n/changed", before, after)
+            store.put("n/changed", after, None)
+        kept.record("n/deleted", b"", None)
+        store.delete("n/deleted")
+        kept.record("n/made", None, b"x")
+        store.put("n/made", b"x", NEW)
+        assert kept.count == 4
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    header = json.loads(path.read_bytes().splitlines()[0])
+    assert (header["format"], header["version"], header["command"]) == ("bkctl-undo", 1, ["bkctl", "x"])
+    assert (header["metadataUri"], header["instanceId"]) == (cluster.uri, cluster.instance_id())
+    assert [outcome for _, outcome in outcomes(cluster, path, dry_run=True)].count("restored") == 3
+    assert value(cluster, "n/changed") == b"2"
+    assert outcomes(cluster, path) == [
+        ("n/made", "restored"), ("n/deleted", "restored"), ("n/changed", "restored"), ("n/changed", "restored"),
+    ]  # fmt: skip
+    assert [value(cluster, f"n/{name}") for name in ("made", "deleted", "changed")] == [None, b"", b"\x00\xff"]
+
+
+def test_what_somebody_changed_since_is_left_alone(cluster: Cluster, tmp_path: Path) -> None:
+    store, path = cluster.store, tmp_path / "undo"
+    with UndoFile(path, cluster, []) as kept:
+        kept.record("a", b"before", b"after")
+        kept.record("b", None, b"after")
+        kept.record("c", b"before", None)
+    for name in "ac":
+        store.put(name, b"other", NEW)
+    # The change of b was recorded, and never made.
+    assert outcomes(cluster, path) == [("c", "changed"), ("b", "already"), ("a", "changed")]
+    assert [value(cluster, name) for name in "abc"] == [b"other", None, b"other"]
+
+
+def test_files_are_put_back_on_their_host_only(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, old, new = tmp_path / "undo", tmp_path / "old", tmp_path / "new"
+    old.write_bytes(b"1")
+    with UndoFile(path, cluster, []) as kept:
+        kept.record_file(old, b"2")
+        old.write_bytes(b"2")
+        kept.record_file(new, b"3")
+        new.write_bytes(b"3")
+    header, *rest = path.read_text().splitlines(keepends=True)
+    other = tmp_path / "other"
+    other.write_text(header.replace(os.uname().nodename, "elsewhere.example") + "".join(rest))
+    with pytest.raises(Conflict, match=r"elsewhere\.example"):
+        outcomes(cluster, other)
+    assert outcomes(cluster, path) == [(str(new), "restored"), (str(old), "restored")]
+    assert (old.read_bytes(), new.exists()) == (b"1", False)
+
+
+def test_no_change_leaves_no_file_and_no_file_is_overwritten(cluster: Cluster, tmp_path: Path) -> None:
+    path = tmp_path / "undo"
+    with UndoFile(path, cluster, []):
+        pass
+    assert not path.exists()
+    path.write_bytes(b"mine")
+    with UndoFile(path, cluster, []) as kept, pytest.raises(FileExistsError):
+        kept.record("a", None, b"")
+    assert path.read_bytes() == b"mine"
+
+
+def test_nothing_is_kept_where_nobody_wants_it(cluster: Cluster, tmp_path: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    with UndoFile(None, cluster, []) as kept:
+        kept.record("a", None, b"1")
+    assert kept.count == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_line_that_was_cut_short_is_passed_over(cluster: Cluster, tmp_path: Path) -> None:
+    path = tmp_path / "undo"
+    with UndoFile(path, cluster, []) as kept:
+        kept.record("a", None, b"1")
+        kept.record("b", None, b"1")
+    path.write_bytes(path.read_bytes()[:-5])
+    assert outcomes(cluster, path) == [("a", "already")]
+
+
+def test_undo_files_of_other_clusters_and_versions_are_refused(cluster: Cluster, tmp_path: Path) -> None:
+    path = tmp_path / "undo"
+    with UndoFile(path, cluster, []) as kept:
+        kept.record("a", None, b"1")
+    header, line = path.read_bytes().splitlines(keepends=True)
+    fields = json.loads(header)
+    for changes, error in (
+        ({"instanceId": "other"}, Conflict), ({"version": 2}, Unsupported), ({"format": "x"}, Corrupt),
+    ):  # fmt: skip
+        path.write_bytes(json.dumps({**fields, **changes}).encode() + b"\n" + line)
+        with pytest.raises(error):
+            outcomes(cluster, path)
+    path.write_bytes(header + b"x" * (4 << 20))
+    with pytest.raises(Corrupt, match="longer"):
+        outcomes(cluster, path)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.binary(max_size=60), at=st.integers(0, 400))
+def test_damage_is_an_error_of_ours(cluster: Cluster, tmp_path: Path, data: bytes, at: int) -> None:
+    path = tmp_path / "undo"
+    path.unlink(missing_ok=True)
+    with UndoFile(path, cluster, []) as kept:
+        kept.record("a", b"1", b"2")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:at] + data + whole[at + len(data) :])
+    with contextlib.suppress(BkctlError):  # any other exception fails
+        outcomes(cluster, path)

@@ -1,0 +1,276 @@
+"""What only the SQLite store has: one file, several processes, owners that die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bkctl.errors import AlreadyExists, Corrupt, NotFound, TimedOut, Unreachable, Unsupported
+from bkctl.metadata.backends import sqlite
+from bkctl.metadata.backends.sqlite import SqliteStore
+from bkctl.metadata.store import NEW
+
+COUNT = """
+import sys
+from bkctl.errors import MetadataVersionConflict
+from bkctl.metadata.backends.sqlite import SqliteStore
+store = SqliteStore(sys.argv[1])
+while True:
+    found = store.get("counter")
+    number = int(found.value) + 1
+    try:
+        store.put("counter", b"%d" % number, found.version)
+    except MetadataVersionConflict:
+        continue
+    print(number, flush=True)
+"""
+HOLD = """
+import sys, time
+from bkctl.metadata.backends.sqlite import SqliteStore
+store = SqliteStore(sys.argv[1])
+store.ephemeral("available/bookie-1", b"child")
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    return str(tmp_path / "metadata.db")
+
+
+@pytest.fixture
+def store(file: str) -> Iterator[SqliteStore]:
+    with SqliteStore(file, timeout_s=20, create=True) as opened:
+        yield opened
+
+
+def child(program: str, file: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", program, file], stdout=subprocess.PIPE, text=True)
+
+
+def eventually(condition: Callable[[], object], timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen"
+        time.sleep(0.02)
+
+
+def test_what_was_written_is_there_when_the_file_is_opened_again(file: str) -> None:
+    with SqliteStore(file, create=True) as store:
+        store.put("node", b"value", NEW)
+        store.put("node", b"newer", 0)
+        assert store.sequence("idgen") == 0
+    with SqliteStore(file) as store:
+        assert store.get("node")[:2] == (b"newer", 1)  # type: ignore[index]
+        assert store.sequence("idgen") == 1
+
+
+def test_no_acknowledged_write_is_lost_when_writers_are_killed(store: SqliteStore, file: str) -> None:
+    store.put("counter", b"0", NEW)
+    acknowledged = 0
+    writers = [child(COUNT, file) for _ in range(3)]
+    try:
+        for writer in writers:
+            assert writer.stdout is not None
+            for _ in range(30):
+                assert writer.stdout.readline()
+        for writer in writers:
+            writer.kill()
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.wait()
+    for writer in writers:
+        assert writer.stdout is not None
+        acknowledged += 30 + sum(line.endswith("\n") for line in writer.stdout)
+        writer.stdout.close()
+    found = store.get("counter")
+    assert found is not None
+    assert int(found.value) == found.version
+    assert acknowledged <= found.version <= acknowledged + len(writers)
+
+
+def test_many_processes_may_create_the_store_at_once(file: str) -> None:
+    program = (
+        "import sys; from bkctl.metadata.cluster import open_cluster\n"
+        "with open_cluster('sqlite://' + sys.argv[1], create=True) as cluster: print(cluster.instance_id())"
+    )
+    processes = [child(program, file) for _ in range(5)]
+    answers = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 5
+    assert len(set(answers)) == 1
+    assert len(answers[0].strip()) == 36
+
+
+def test_the_ephemerals_of_a_killed_process_vanish_at_once(
+    store: SqliteStore, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process id tells; no heartbeat is waited for."""
+    monkeypatch.setattr(sqlite, "SESSION_EXPIRY_MS", 3_600_000)
+    with child(HOLD, file) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        assert store.children("available") == ["bookie-1"]
+        gone = threading.Event()
+        store.watch("available", gone.set, children=True)
+        holder.kill()
+        holder.wait()
+        assert gone.wait(timeout=60)
+    store.ephemeral("available/bookie-1", b"successor", wait_s=0)
+    assert store.get("available/bookie-1").value == b"successor"  # type: ignore[union-attr]
+
+
+def test_a_process_that_the_system_hides_is_judged_by_its_heartbeat(
+    store: SqliteStore, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mounted with hidepid, /proc shows nothing of another user's bookie; a signal tells only that it is there."""
+    plain_start = sqlite._process_start
+
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError
+
+    with child(HOLD, file) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "held\n"
+            holder.send_signal(signal.SIGSTOP)
+            monkeypatch.setattr(sqlite, "_process_start", lambda pid: None if pid == holder.pid else plain_start(pid))
+            with monkeypatch.context() as foreign:
+                foreign.setattr(os, "kill", refuse)
+                with pytest.raises(AlreadyExists):
+                    store.ephemeral("available/bookie-1", b"ours", wait_s=0)
+                with sqlite3.connect(file) as raw:
+                    raw.execute("UPDATE session SET beat_ms = 0")
+                raw.close()
+                store.ephemeral("available/bookie-1", b"successor", wait_s=0)
+            store.delete("available/bookie-1")
+            holder.send_signal(signal.SIGCONT)
+            eventually(lambda: store.get("available/bookie-1") is not None)  # its holder takes it again
+            holder.kill()
+            holder.wait()
+            store.ephemeral("available/bookie-1", b"successor", wait_s=0)
+        finally:
+            holder.kill()
+
+
+def test_a_process_that_stands_still_loses_its_session_and_takes_it_again(store: SqliteStore, file: str) -> None:
+    with child(HOLD, file) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "held\n"
+            os.kill(holder.pid, signal.SIGSTOP)
+            with pytest.raises(AlreadyExists):
+                store.ephemeral("available/bookie-1", b"ours", wait_s=0)
+            eventually(lambda: store.children("available") == [])
+            os.kill(holder.pid, signal.SIGCONT)
+            eventually(lambda: store.children("available") == ["bookie-1"])
+            assert store.get("available/bookie-1").value == b"child"  # type: ignore[union-attr]
+        finally:
+            holder.kill()
+
+
+def test_a_session_of_another_boot_is_judged_by_its_last_heartbeat(store: SqliteStore, file: str) -> None:
+    with SqliteStore(file) as other:
+        other.ephemeral("available/bookie-1", b"")
+        with sqlite3.connect(file) as raw:
+            raw.execute("UPDATE session SET boot_id = 'another boot', beat_ms = 0")
+        raw.close()
+        with SqliteStore(file) as fresh:
+            assert fresh.children("available") == ["bookie-1"]
+        with sqlite3.connect(file) as raw:
+            raw.execute("UPDATE session SET wall_ms = wall_ms - 60000")
+        raw.close()
+        with SqliteStore(file) as fresh:
+            assert fresh.children("available") == []
+
+
+def test_a_lock_that_is_not_given_back_is_a_timeout(file: str) -> None:
+    with SqliteStore(file, timeout_s=0.3, create=True) as store:
+        store.put("node", b"value", NEW)
+        raw = sqlite3.connect(file, isolation_level=None)
+        raw.execute("BEGIN IMMEDIATE")
+        with pytest.raises(TimedOut) as caught:
+            store.put("node", b"newer", None)
+        assert file in str(caught.value)
+        assert store.get("node").value == b"value"  # type: ignore[union-attr]
+        raw.execute("ROLLBACK")
+        raw.close()
+        assert store.put("node", b"newer", 0) == 1
+
+
+def test_files_that_are_no_store_are_told_apart(file: str, tmp_path: Path) -> None:
+    with pytest.raises(NotFound) as missing:
+        SqliteStore(file)
+    assert missing.value.exit_code == 4
+    assert not os.path.exists(file)
+    with pytest.raises(NotFound):
+        SqliteStore(str(tmp_path / "nowhere" / "metadata.db"), create=True)
+    with pytest.raises(NotFound):
+        SqliteStore(str(tmp_path))
+    Path(file).touch()
+    with pytest.raises(NotFound):
+        SqliteStore(file)
+    Path(file).write_bytes(b"This is a text that somebody wrote. " * 100)
+    for create in (False, True):
+        with pytest.raises(Corrupt):
+            SqliteStore(file, create=create)
+    other = str(tmp_path / "other.db")
+    with sqlite3.connect(other) as raw:
+        raw.execute("CREATE TABLE t(x)")
+    raw.close()
+    for create in (False, True):
+        with pytest.raises(Corrupt):
+            SqliteStore(other, create=create)
+    with sqlite3.connect(other) as raw:
+        assert raw.execute("SELECT name FROM sqlite_schema").fetchall() == [("t",)]
+    raw.close()
+
+
+def test_a_store_of_a_later_release_is_unsupported(store: SqliteStore, file: str) -> None:
+    store.close()
+    with sqlite3.connect(file) as raw:
+        raw.execute("PRAGMA user_version = 99")
+    raw.close()
+    with pytest.raises(Unsupported) as caught:
+        SqliteStore(file)
+    assert "99" in str(caught.value)
+
+
+def test_a_damaged_page_is_an_error_and_no_traceback(store: SqliteStore, file: str) -> None:
+    for number in range(500):
+        store.put(f"node-{number}", bytes(500), NEW)
+    store.close()
+    data = bytearray(Path(file).read_bytes())
+    data[4096:] = b"\xa5" * (len(data) - 4096)
+    Path(file).write_bytes(data)
+    with pytest.raises(Corrupt) as caught, SqliteStore(file) as damaged:
+        damaged.children("")
+    assert file in str(caught.value)
+
+
+def test_names_with_signs_that_a_query_knows_are_only_names(store: SqliteStore) -> None:
+    for name in ("%", "_", "'; DROP TABLE node; --", '"', "*", "?"):
+        store.put(f"odd/{name}", name.encode(), NEW)
+        assert store.get(f"odd/{name}").value == name.encode()  # type: ignore[union-attr]
+    assert len(store.children("odd") or ()) == 6
+
+
+def test_a_closed_store_leaves_nothing_open(store: SqliteStore, file: str) -> None:
+    store.ephemeral("available/bookie-1", b"")
+    store.watch("available", lambda: None, children=True)
+    store.close()
+    with pytest.raises(Unreachable):
+        store.watch("node", lambda: None)
+    open_files = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    assert not [name for name in open_files if name.startswith(file)]
+    assert not [thread for thread in threading.enumerate() if thread.name == "metadata-store" and thread.is_alive()]

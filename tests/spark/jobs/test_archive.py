@@ -1,0 +1,140 @@
+"""Exports to Parquet and back: the same ledgers, through commands too; and what is not whole is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bkctl.commands.main import run
+from bkctl.errors import AlreadyExists, BkctlError, NotFound
+from bkctl.formats.entry import DigestType
+from bkctl.ids import LedgerId
+from bkctl.spark.jobs import archive
+from bkctl.spark.jobs.archive import export_ledgers, import_ledgers
+from bkctl.spark.jobs.copying import HASH_KEY, SOURCE_KEY
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+    from support.live_ledgers import Live
+
+SCOPE = 0xA2C
+HIGH = 2**64 - 2
+
+
+def fill(live: Live) -> dict[LedgerId, list[bytes]]:
+    contents = {
+        LedgerId(SCOPE, 1): [b"", b"\x00" * 100_000, *(b"%d" % number for number in range(300))],
+        LedgerId(SCOPE, 2): [],
+        LedgerId(SCOPE, 2**64 - 1): [b"last"],
+    }
+    for ledger, payloads in contents.items():
+        live.write(
+            payloads,
+            ledger,
+            password=b"hunter2",
+            digest_type=DigestType.CRC32,
+            custom_metadata={"k\u00e9": b"\x00\xff"},
+        )
+    growing = live.open(LedgerId(SCOPE, 3))
+    growing.add([b"open"] * 5)
+    growing.add([b"not confirmed"], confirm=False)
+    return {**contents, growing.ledger: [b"open"] * 5}
+
+
+def cli(capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[dict[str, Any]], str]:
+    capfd.readouterr()
+    code = run([str(argument) for argument in arguments])
+    out, err = capfd.readouterr()
+    return code, [json.loads(line) for line in out.splitlines()], err
+
+
+def test_ledgers_come_back_from_an_export(
+    spark: SparkSession, live: Live, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BKCTL_METADATA_URI", live.uri)
+    contents = fill(live)
+    path = tmp_path / "export"
+    code, rows, err = cli(capfd, "pipeline", "export", path, "--ledger-scope-id", SCOPE, "-o", "ndjson")
+    assert code == 0, err
+    assert {row["ledgerId"]: (row["state"], row["entryCount"], row["size"]) for row in rows} == {
+        str(ledger.ledger_id): ("OPEN" if ledger.ledger_id == 3 else "CLOSED", len(each), sum(map(len, each)))
+        for ledger, each in contents.items()
+    }
+    assert [each.name for each in (path / "entries").iterdir() if each.is_dir()] == [f"ledgerScopeId={SCOPE}"]
+    entries = spark.read.parquet(str(path / "entries")).orderBy("ledgerQualifiedName", "entryId").collect()
+    assert [(row.ledgerQualifiedName, row.entryId, bytes(row.payload)) for row in entries] == [
+        (ledger.qualified_name, at, payload)
+        for ledger, payloads in sorted(contents.items())
+        for at, payload in enumerate(payloads)
+    ]
+    assert not [each for each in path.rglob("*") if each.is_file() and b"hunter2" in each.read_bytes()]
+    with pytest.raises(AlreadyExists):
+        export_ledgers(spark, str(path), live.options)
+
+    arguments = ("pipeline", "import", path, "--to-scope", HIGH, "-o", "ndjson")
+    code, rows, err = cli(capfd, *arguments, "--dry-run")
+    assert (code, [row["state"] for row in rows]) == (0, ["planned"] * 4), err
+    assert live.ledgers(HIGH) == set()
+    secret = tmp_path / "secret"
+    secret.write_text("new password")
+    in_the_way = live.write([], LedgerId(HIGH, 3))  # Nothing of it is left on the bookies later.
+    code, rows, err = cli(capfd, *arguments, "--password-file", secret)
+    assert code == 3, err
+    assert [row["state"] for row in rows] == ["copied", "copied", "failed", "copied"]
+    live.client().cluster.ledgers.remove(in_the_way)
+    code, rows, err = cli(capfd, *arguments, "--password-file", secret)
+    assert code == 0, err
+    assert [row["state"] for row in rows] == ["present", "present", "copied", "present"]
+    assert "new password" not in str(rows)
+    ledgers = live.client().cluster.ledgers
+    for ledger, payloads in contents.items():
+        target = LedgerId(HIGH, ledger.ledger_id)
+        assert live.read(target) == payloads
+        made = ledgers.read(target).metadata
+        assert (made.digest_type, made.password, made.is_closed) == (
+            DigestType.CRC32C if ledger.ledger_id == 3 else DigestType.CRC32, b"new password", True
+        )  # fmt: skip
+        own = {key: value for key, value in made.custom_metadata.items() if key not in (SOURCE_KEY, HASH_KEY)}
+        assert own == ({} if ledger.ledger_id == 3 else {"k\u00e9": b"\x00\xff"})
+
+    # What is broken is said, ledger by ledger; what is not whole is not begun.
+    for part in (path / "entries").rglob("*.parquet"):
+        part.unlink()
+    for crc in path.rglob(".*.crc"):
+        crc.unlink()
+    states = {
+        row.ledgerId: (row.state, row.message)
+        for row in import_ledgers(spark, str(path), live.options, to_scope_id=HIGH - 1).collect()
+    }
+    assert states.pop("2")[0] == "copied"
+    assert all(state == "failed" and "entries in the export" in message for state, message in states.values())
+    shutil.rmtree(path / "counts")
+    with pytest.raises(NotFound):
+        import_ledgers(spark, str(path), live.options)
+
+
+def test_exports_of_nothing_of_some_and_of_missing_ledgers(
+    spark: SparkSession, live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = {**live.options, "ledgerScopeId": str(SCOPE + 50)}
+    assert export_ledgers(spark, str(tmp_path / "none"), nothing).collect() == []
+    assert import_ledgers(spark, str(tmp_path / "none"), live.options).collect() == []
+    one, other = (live.write([b"x"], LedgerId(SCOPE + 60 + number, number)) for number in (1, 2))
+    live.write([b"x"], LedgerId(SCOPE + 61, 3))
+    some = {**live.options, "ledger": f"{one},{other}"}
+    (tmp_path / "some").mkdir()
+    # Too many scopes to have a directory each.
+    monkeypatch.setattr(archive, "SCOPES_MAX", 1)
+    rows = export_ledgers(spark, str(tmp_path / "some"), some, overwrite=True).collect()
+    assert [row.ledgerId for row in rows] == ["1", "2"]
+    assert not [each for each in (tmp_path / "some" / "entries").iterdir() if each.is_dir()]
+    rows = import_ledgers(spark, str(tmp_path / "some"), live.options, to_scope_id=SCOPE + 63).collect()
+    assert [(row.ledgerId, row.state, row.entryCount) for row in rows] == [("1", "copied", 1), ("2", "copied", 1)]
+    with pytest.raises(Exception, match=r"LedgerNotFound|No ledger"):
+        export_ledgers(spark, str(tmp_path / "more"), {**live.options, "ledger": LedgerId(SCOPE + 60, 9).uuid})
+    with pytest.raises(BkctlError):
+        import_ledgers(spark, str(tmp_path / "more"), live.options)

@@ -1,0 +1,79 @@
+"""Whose files places are: by cookies, configurations and words, without Spark."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support import source_rows  # noqa: F401 (skips where there is no PySpark)
+
+from bkctl.errors import NotFound, UsageError
+from bkctl.formats.metadata import Cookie
+from bkctl.spark.jobs.bookies import find_bookies
+
+
+def bookie(directory: Path, bookie_id: str | None, *names: str) -> Path:
+    """A bookie's directory with a log or a journal in each of its parts, and its cookie."""
+    for name in names or ("journal", "ledgers"):
+        current = directory / name / "current"
+        current.mkdir(parents=True)
+        (current / ("0.log" if name.startswith("ledgers") else "1a.txn")).touch()
+        if bookie_id is not None:
+            cookie = Cookie(bookie_id, (str(directory / "journal"),), (str(directory / "ledgers"),))
+            (current / "VERSION").write_bytes(cookie.serialize())
+    return directory
+
+
+def test_a_clusters_directory_has_its_bookies_by_their_cookies(tmp_path: Path) -> None:
+    for number in range(3):
+        bookie(tmp_path / f"bookie-{number}", f"host:{number + 1}")
+    (tmp_path / "notes").mkdir()
+    found = find_bookies([tmp_path])
+    assert [each.bookie_id for each in found] == ["host:1", "host:2", "host:3"]
+    assert found == find_bookies([tmp_path / f"bookie-{number}" for number in range(3)])
+    assert found[1].entry_logs() == [str(tmp_path / "bookie-1" / "ledgers" / "current" / "0.log")]
+    assert found[1].journals() == [str(tmp_path / "bookie-1" / "journal" / "current" / "1a.txn")]
+
+
+def test_directories_of_one_bookie_on_several_disks_come_together(tmp_path: Path) -> None:
+    first = bookie(tmp_path / "disk-1", "host:1", "journal", "ledgers-1")
+    second = bookie(tmp_path / "disk-2", "host:1", "ledgers-2")
+    (found,) = find_bookies([first / "journal", first / "ledgers-1", second])
+    assert len(found.entry_logs()) == 2
+    assert len(found.journals()) == 1
+
+
+def test_a_configuration_names_directories_and_their_cookie_the_bookie(tmp_path: Path) -> None:
+    home = bookie(tmp_path / "home", "host:7")
+    conf = tmp_path / "bk_server.conf"
+    conf.write_text(f"journalDirectory={home / 'journal'}\nledgerDirectories={home / 'ledgers'}\n")
+    (found,) = find_bookies([conf])
+    assert found.bookie_id == "host:7"
+    assert found.journal_dirs == (str(home / "journal" / "current"),)
+    assert found.ledger_dirs == found.index_dirs == (str(home / "ledgers" / "current"),)
+
+
+def test_a_copy_without_a_cookie_needs_its_bookies_name(tmp_path: Path) -> None:
+    place = bookie(tmp_path / "copy", None)
+    with pytest.raises(UsageError, match=r"Nothing says whose files are in .*; give BOOKIE_ID="):
+        find_bookies([place])
+    (found,) = find_bookies([f"host:9={place}"])
+    assert found.bookie_id == "host:9"
+    assert len(found.entry_logs()) == 1
+
+
+def test_places_that_are_none_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No files of bookies"):
+        find_bookies([])
+    with pytest.raises(NotFound, match="does not exist"):
+        find_bookies([tmp_path / "nowhere"])
+    with pytest.raises(NotFound, match="nothing of a bookie"):
+        find_bookies([tmp_path])
+    with pytest.raises(NotFound, match="nothing of a bookie"):
+        find_bookies([f"host:9={tmp_path}"])
+    (tmp_path / "notes.txt").write_text("zkServers=127.0.0.1\n")
+    log = bookie(tmp_path / "home", "host:7") / "ledgers" / "current" / "0.log"
+    log.write_bytes(b"BKLO" + bytes(1020))
+    for file in (log, tmp_path / "notes.txt"):
+        with pytest.raises(UsageError, match=r"is no configuration of a bookie; give its bk_server\.conf"):
+            find_bookies([file])

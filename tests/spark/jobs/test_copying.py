@@ -1,0 +1,154 @@
+"""Copies in another scope: verified, passed over when they are there, finished when they were left half way."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bkctl.errors import BookieUnavailable, Conflict, Corrupt, UsageError
+from bkctl.formats.entry import DigestType
+from bkctl.ids import LedgerId
+from bkctl.spark.jobs.copying import (
+    HASH_KEY,
+    SOURCE_KEY,
+    Copied,
+    EntryHash,
+    LedgerCopy,
+    Shape,
+    copy_ledger,
+    migrate_scope,
+)
+from bkctl.spark.sources.connection import Client
+from bkctl.spark.sources.options import SourceOptions
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+    from support.live_ledgers import Live
+
+SCOPE = 0xC0B1
+NO_OPTIONS = SourceOptions("test", {}, ())
+PAYLOADS = [b"", b"one", b"two" * 100_000, *(b"%d" % number for number in range(5000))]
+
+
+@pytest.fixture
+def client(live: Live) -> Client:
+    return live.client()
+
+
+def copy(client: Client, source: LedgerId, target: LedgerId) -> Copied:
+    return client.run(copy_ledger(client, source, target, NO_OPTIONS))
+
+
+def hash_of(payloads: list[bytes]) -> str:
+    made = EntryHash()
+    for payload in payloads:
+        made.add(payload)
+    return made.hex
+
+
+def test_a_copy_is_its_source_under_another_id(live: Live, client: Client) -> None:
+    source = live.write(
+        PAYLOADS, LedgerId(SCOPE, 1), password=b"pw", digest_type=DigestType.HMAC, custom_metadata={"a": b"b"}, copies=3
+    )
+    target = LedgerId(SCOPE + 1, 1)
+    made = copy(client, source, target)
+    size = sum(map(len, PAYLOADS))
+    assert made == Copied(source, target, "copied", len(PAYLOADS), size, hash_of(PAYLOADS))
+    assert live.read(target) == PAYLOADS
+    one, other = (client.cluster.ledgers.read(each).metadata for each in (source, target))
+    assert other.custom_metadata == {
+        "a": b"b", SOURCE_KEY: source.qualified_name.encode(), HASH_KEY: hash_of(PAYLOADS).encode()
+    }  # fmt: skip
+    same = {"c_token": None, "ctime_ms": None, "custom_metadata": {}, "ensembles": ()}
+    assert replace(one, **same) == replace(other, **same)
+    assert copy(client, source, target) == made._replace(state="present")
+    empty = live.write([], LedgerId(SCOPE, 2))
+    assert copy(client, empty, LedgerId(SCOPE + 1, 2))[2:5] == ("copied", 0, 0)
+
+
+def test_what_was_left_half_way_is_finished(live: Live, client: Client) -> None:
+    source, target = live.write(PAYLOADS, LedgerId(SCOPE, 3)), LedgerId(SCOPE + 1, 3)
+    shape = Shape.of(client.cluster.ledgers.read(source).metadata)
+    dying = live.client()
+    half = LedgerCopy(dying, source, target, shape, b"")
+
+    async def begin() -> None:
+        assert await half.begin()
+        await half.add(PAYLOADS[:700])
+
+    dying.run(begin())
+    assert copy(client, source, target)[2:4] == ("copied", len(PAYLOADS))
+    assert live.read(target) == PAYLOADS
+    # Who was taken for dead goes on: it can neither change the copy nor close it elsewhere.
+    with pytest.raises(Conflict):
+        dying.run(half.finish())
+    assert live.read(target) == PAYLOADS
+
+
+def test_a_copy_that_was_closed_is_verified_before_it_counts(live: Live, client: Client) -> None:
+    source, target = live.write(PAYLOADS, LedgerId(SCOPE, 4)), LedgerId(SCOPE + 1, 4)
+    mark = {SOURCE_KEY: source.qualified_name.encode()}
+    live.write(PAYLOADS, target, custom_metadata=mark)
+    assert copy(client, source, target)[2] == "present"
+    assert client.cluster.ledgers.read(target).metadata.custom_metadata[HASH_KEY] == hash_of(PAYLOADS).encode()
+    other = LedgerId(SCOPE + 2, 4)
+    live.write([*PAYLOADS[:-1], b"xxxx"], other, custom_metadata=mark)
+    with pytest.raises(Corrupt, match="differ"):
+        copy(client, source, other)
+    short = LedgerId(SCOPE + 3, 4)
+    live.write(PAYLOADS[:5], short, custom_metadata=mark)
+    with pytest.raises(Conflict, match="closed after 5 entries"):
+        copy(client, source, short)
+    foreign = live.write(PAYLOADS, LedgerId(SCOPE + 4, 4))
+    with pytest.raises(Conflict, match="no copy of ledger"):
+        copy(client, source, foreign)
+    growing = live.open(LedgerId(SCOPE, 5))
+    assert copy(client, growing.ledger, LedgerId(SCOPE + 1, 5))[2] == "open"
+
+
+def test_a_cluster_that_cannot_be_reached_is_no_ledgers_fault(live: Live, client: Client) -> None:
+    source = live.write([b"x"], LedgerId(SCOPE, 6))
+
+    async def unreachable() -> Any:
+        await client.bookkeeper.close()
+        return await asyncio.wait_for(copy_ledger(client, source, LedgerId(SCOPE + 1, 6), NO_OPTIONS), 60)
+
+    with pytest.raises(BookieUnavailable):
+        client.run(unreachable())
+
+
+def test_a_scope_is_copied_through_spark(spark: SparkSession, live: Live) -> None:
+    scope, to = SCOPE + 10, SCOPE + 11
+    contents = {LedgerId(scope, number): PAYLOADS[: number * 3] for number in range(6)}
+    for ledger, payloads in contents.items():
+        live.write(payloads, ledger)
+    growing = live.open(LedgerId(scope, 7))
+    live.write([b"in the way"], LedgerId(to, 2))
+    options = live.options
+
+    def states(**settings: Any) -> dict[int, str]:
+        rows = migrate_scope(spark, options, to, from_scope_id=scope, task_count=3, **settings).collect()
+        assert [row.source for row in rows] == sorted(row.source for row in rows)
+        assert all(row.ledgerScopeId == str(to) for row in rows)
+        assert all(("no copy" in row.message) for row in rows if row.state == "failed")
+        return {int(row.ledgerId): row.state for row in rows}
+
+    usual = dict.fromkeys(range(6), "copied") | {2: "failed", 7: "open"}
+    assert states(dry_run=True) == dict.fromkeys(range(6), "planned") | {7: "open"}
+    assert live.ledgers(to) == {LedgerId(to, 2)}
+    assert states() == usual
+    for ledger, payloads in contents.items():
+        if ledger.ledger_id != 2:
+            assert live.read(LedgerId(to, ledger.ledger_id)) == payloads
+    growing.close()
+    assert states() == dict.fromkeys(range(6), "present") | {2: "failed", 7: "copied"}
+    for problem, settings in {
+        "already": {"ledgers": [LedgerId(to, 0)]},
+        "both become": {"ledgers": [LedgerId(scope, 1), LedgerId(to + 1, 1)]},
+        "Nothing says": {},
+    }.items():
+        with pytest.raises(UsageError, match=problem):
+            migrate_scope(spark, options, to, **settings)

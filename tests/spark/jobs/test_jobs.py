@@ -1,0 +1,431 @@
+"""The jobs over the files of a mixed cluster of ours: what they count, what they find, and nothing else."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import sqlite3
+import struct
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+from support import (
+    bookie_files,
+    source_rows,  # noqa: F401 (skips where there is no PySpark)
+)
+from support.bookie_files import Files, Written
+from support.command_line import CommandLine
+
+from bkctl.client.ensemble import RoundRobinDistributionSchedule
+from bkctl.files.entry_log import EntryLogReader
+from bkctl.formats.entry import DigestType
+from bkctl.formats.metadata import LedgerState
+from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import open_cluster
+from bkctl.spark.jobs import garbage
+from bkctl.spark.jobs.bookies import find_bookies
+from bkctl.spark.jobs.garbage import by_bookie, garbage_shares, orphans, uses
+from bkctl.spark.jobs.integrity import Integrity, integrity
+from bkctl.spark.jobs.inventory import By, damages, shares, totals
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = [pytest.mark.usefixtures("spark"), pytest.mark.timeout(900)]
+
+Rows = list[dict[str, Any]]
+#: ledgerQualifiedName, entry id, bookie.
+Key = tuple[str, int, str]
+#: Index files that each take the place of a whole ledger's.
+INTERLEAVED_BOOKIE: Final = 1
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """The cluster's files; no test changes them."""
+    return bookie_files.make(tmp_path_factory.mktemp("cluster"))
+
+
+def pipeline(uri: str | None, *arguments: object, code: int = 0) -> Rows:
+    answer = CommandLine(uri)("pipeline", *arguments, "-o", "ndjson")
+    assert answer.code == code, answer
+    return [json.loads(line) for line in answer.out.splitlines()]
+
+
+def copied(files: Files, directory: Path) -> Files:
+    """The same files to damage, with a metadata store of their own."""
+    for place in files.places():
+        shutil.copytree(place, directory / Path(place).name, ignore=shutil.ignore_patterns("*.log.lock"))
+    with sqlite3.connect(files.directory / "metadata.db") as store, sqlite3.connect(directory / "metadata.db") as copy:
+        store.backup(copy)
+    return files._replace(directory=directory, uri=f"sqlite://{directory / 'metadata.db'}")
+
+
+def promised(files: Files, written: Iterable[Written]) -> set[Key]:
+    """Who should have what, as the ledgers' metadata says; of an open ledger all but the last entry is known."""
+    found: set[Key] = set()
+    with open_cluster(files.uri) as cluster:
+        for each in written:
+            metadata = cluster.ledgers.read(each.ledger).metadata
+            schedule = RoundRobinDistributionSchedule.of(metadata)
+            for entry_id in range(each.entry_count if each.closed else each.entry_count - 1):
+                for index in schedule.write_set(entry_id):
+                    found.add((each.ledger.qualified_name, entry_id, metadata.fragment_of(entry_id).bookies[index]))
+    return found
+
+
+def of_type(files: Files, digest_type: DigestType, scope_id: int) -> Written:
+    return next(each for each in files.flushed if each.digest_type is digest_type and each.ledger.scope_id == scope_id)
+
+
+def record_of(log: Path, ledger: LedgerId) -> tuple[int, int, int]:
+    """Offset of the size field, size and entry id of a record of the ledger in the middle of a log."""
+    with EntryLogReader.open(log) as reader:
+        found = [each for each in reader.records() if each.ledger == ledger]
+    middle = found[len(found) // 2]
+    return middle.offset, middle.record_size, middle.entry_id
+
+
+# --- inventory ------------------------------------------------------------------------------------------------------
+
+
+def test_an_inventory_counts_what_the_commands_for_one_bookie_count(spark: SparkSession, files: Files) -> None:
+    logs = {row["file"]: row for row in pipeline(None, "inventory", "--by", "entrylog", files.directory)}
+    sizes: Counter[tuple[str, str]] = Counter()
+    entries: Counter[tuple[str, str]] = Counter()
+    for number, place in enumerate(files.places()):
+        listed = CommandLine(None)("entrylog", "list", place, "-o", "ndjson").rows
+        for log in listed:
+            row = logs.pop(log["file"])
+            assert row["bookieId"] == files.bookies[number]
+            assert (row["logId"], row["scoped"], row["fileSize"]) == (log["logId"], log["scoped"], log["size"])
+            shown = CommandLine(None)("entrylog", "show", log["file"], "-o", "ndjson").rows
+            records = CommandLine(None)("entrylog", "read", log["file"], "-o", "ndjson").rows
+            assert row["ledgerCount"] == len(shown)
+            assert (row["size"], row["entryCount"]) == (sum(each["size"] for each in shown), len(records))
+            for each in shown:
+                sizes[files.bookies[number], each["ledgerQualifiedName"]] += each["size"]
+            for each in records:
+                entries[files.bookies[number], each["ledgerQualifiedName"]] += 1
+    assert not logs
+    assert sum(sizes.values()) > 0
+
+    found = find_bookies(files.places())
+    counted = shares(spark, found).persist()
+    assert damages(counted).count() == 0
+
+    def by(what: By, connection: dict[str, str] | None = None) -> Rows:
+        return [row.asDict() for row in totals(spark, found, counted, what, connection).collect()]
+
+    assert {row["bookieId"]: (row["entryCount"], row["size"]) for row in by(By.BOOKIE)} == {
+        bookie: tuple(sum(count for (owner, _), count in sums.items() if owner == bookie) for sums in (entries, sizes))
+        for bookie in files.bookies
+    }
+    ledgers = by(By.LEDGER)
+    assert {row["ledgerQualifiedName"]: (row["entryCount"], row["size"]) for row in ledgers} == {
+        name: tuple(sum(count for (_, ledger), count in sums.items() if ledger == name) for sums in (entries, sizes))
+        for name in {ledger for _, ledger in entries}
+    }
+    assert ledgers == sorted(ledgers, key=lambda row: (-row["size"], row["ledgerQualifiedName"]))
+    for row in ledgers:
+        assert LedgerId(int(row["ledgerScopeId"]), int(row["ledgerId"])).qualified_name == row["ledgerQualifiedName"]
+    scopes = {row["ledgerScopeId"]: row for row in by(By.SCOPE)}
+    assert set(scopes) == {"0", "7"}
+    for scope_id, row in scopes.items():
+        of_scope = [each for each in ledgers if each["ledgerScopeId"] == scope_id]
+        assert (row["ledgerCount"], row["size"]) == (len(of_scope), sum(each["size"] for each in of_scope))
+    (pulsar,) = [row for row in ledgers if row["ledgerQualifiedName"] == files.flushed[-1].ledger.qualified_name]
+    named = {row["application"]: row for row in by(By.APPLICATION, {"metadataUri": files.uri})}
+    assert (named["pulsar"]["component"], named["pulsar"]["managedLedger"]) == ("managed-ledger", "public/default/t")
+    assert (named["pulsar"]["entryCount"], named["pulsar"]["size"]) == (pulsar["entryCount"], pulsar["size"])
+    assert set(named) == {"pulsar", None}
+    assert named[None]["size"] == sum(sizes.values()) - pulsar["size"]
+    counted.unpersist()
+    scoped = pipeline(None, "inventory", "--by", "ledger", "--ledger-scope-id", 7, files.directory)
+    names = [row["ledgerQualifiedName"] for row in ledgers if row["ledgerScopeId"] == "7"]
+    assert [row["ledgerQualifiedName"] for row in scoped] == names
+
+
+# --- integrity ------------------------------------------------------------------------------------------------------
+
+
+def check(spark: SparkSession, files: Files, **options: Any) -> tuple[Integrity, set[tuple[str | None, ...]]]:
+    result = integrity(spark, find_bookies([files.directory]), {"metadataUri": files.uri}, **options)
+    rows = result.findings.collect()
+    return result, {(row.ledgerQualifiedName, row.entryId, row.bookieId, row.problem, row.intactCount) for row in rows}
+
+
+def test_integrity_finds_nothing_on_whole_files_whether_entries_are_in_logs_or_in_journals_only(
+    spark: SparkSession, files: Files
+) -> None:
+    result, found = check(spark, files)
+    assert found == set()
+    expected = promised(files, files.written)
+    (checked,) = result.checked.collect()
+    assert checked.replicaCount == len(expected)
+    assert checked.entryCount == len({(ledger, entry_id) for ledger, entry_id, _ in expected})
+    assert checked.ledgerCount == len(files.written)
+    assert result.unchecked.count() == 0
+    result.release()
+
+
+def test_integrity_finds_exactly_what_was_damaged_removed_or_forgotten(
+    spark: SparkSession, files: Files, tmp_path: Path
+) -> None:
+    files = copied(files, tmp_path)
+    logs = [Path(place, "ledgers", "current", "0.log") for place in files.places()]
+    scoped_log = Path(files.places()[0], "ledgers", "current", "scoped", "0.log")
+    expected: dict[Key, str] = {}
+
+    def flip(log: Path, bookie: int, written: Written, at: int = -1) -> None:
+        offset, size, entry_id = record_of(log, written.ledger)
+        with open(log, "r+b") as file:
+            file.seek(offset + 4 + (at if at >= 0 else size - 1))
+            byte = file.read(1)
+            file.seek(-1, 1)
+            file.write(bytes([byte[0] ^ 0xFF]))
+        expected[written.ledger.qualified_name, entry_id, files.bookies[bookie]] = "damaged"
+
+    for digest_type in (DigestType.CRC32, DigestType.CRC32C, DigestType.HMAC):
+        flip(logs[0], 0, of_type(files, digest_type, 0))
+        flip(scoped_log, 0, of_type(files, digest_type, 7))
+    # A broken size field: the scan ends there, and what stands behind is still served by its index.
+    broken = of_type(files, DigestType.HMAC, 7)
+    offset, _, entry_id = record_of(
+        scoped := Path(files.places()[2], "ledgers", "current", "scoped", "0.log"), broken.ledger
+    )
+    with open(scoped, "r+b") as file:
+        file.seek(offset)
+        file.write(struct.pack(">i", -7))
+    expected[broken.ledger.qualified_name, entry_id, files.bookies[2]] = "damaged"
+    # One ledger's index is gone on the bookie that keeps a file for each.
+    forgotten = of_type(files, DigestType.DUMMY, 0)
+    name = f"{forgotten.ledger.ledger_id:x}.idx"
+    (index,) = Path(files.places()[INTERLEAVED_BOOKIE], "ledgers", "current").rglob(name)
+    index.unlink()
+    everything = promised(files, files.written)
+    lost = {forgotten.ledger.qualified_name: "notIndexed"}
+    # Journals are gone on one bookie: what was there only is missing.
+    for journal in Path(files.places()[0], "journal", "current").glob("*.txn"):
+        journal.unlink()
+    lost_there = {each.ledger.qualified_name for each in files.journaled}
+    for key in everything:
+        if key[2] == files.bookies[INTERLEAVED_BOOKIE] and key[0] in lost:
+            expected[key] = lost[key[0]]
+        if key[2] == files.bookies[0] and key[0] in lost_there:
+            expected[key] = "missing"
+
+    result, found = check(spark, files)
+    bad = Counter((ledger, entry_id) for ledger, entry_id, _ in expected)
+    copies = Counter((ledger, entry_id) for ledger, entry_id, _ in everything)
+    assert {row for row in found if row[0] is not None} == {
+        (*key, problem, copies[key[:2]] - bad[key[:2]]) for key, problem in expected.items()
+    }
+    assert {row[1:4] for row in found if row[0] is None} == {(None, files.bookies[2], "unreadable")}
+    result.release()
+    some = of_type(files, DigestType.CRC32C, 7).ledger
+    rows = pipeline(files.uri, "integrity", "--ledger", some, files.directory, code=3)
+    assert [(row["entryId"], row["problem"]) for row in rows if row["ledgerId"]] == [
+        (entry_id, "damaged") for ledger, entry_id, _ in expected if ledger == some.qualified_name
+    ]
+
+
+def test_a_damaged_entry_does_not_say_how_far_its_open_ledger_goes(files: Files, tmp_path: Path) -> None:
+    files = copied(files, tmp_path)
+    written = of_type(files, DigestType.HMAC, 0)
+    with open_cluster(files.uri) as cluster:
+        found = cluster.ledgers.read(written.ledger)
+        reopened = replace(found.metadata, state=LedgerState.OPEN, last_entry_id=-1, length=0)
+        cluster.ledgers.write(written.ledger, reopened, found.version)
+    log = Path(files.places()[0], "ledgers", "current", "0.log")
+    offset, _, entry_id = record_of(log, written.ledger)
+    with open(log, "r+b") as file:
+        file.seek(offset + 4 + 16)
+        file.write(struct.pack(">q", 2**62))
+    (row,) = pipeline(files.uri, "integrity", "--ledger", written.ledger, files.directory, code=3)
+    assert (row["entryId"], row["bookieId"], row["problem"]) == (entry_id, files.bookies[0], "damaged")
+
+
+def test_neither_bookies_nor_indexes_that_are_not_given_are_taken_for_lost(files: Files, tmp_path: Path) -> None:
+    files = copied(files, tmp_path)
+    for index in Path(files.places()[INTERLEAVED_BOOKIE]).rglob("*.idx"):
+        index.unlink()
+    answer = CommandLine(files.uri)("pipeline", "integrity", "--no-indexes", *files.places()[:2], "-o", "ndjson")
+    assert (answer.code, answer.out) == (0, b"")
+    assert f"their files are not given: {files.bookies[2]} ({len(files.written)} ledgers)" in answer.err
+
+
+# --- garbage --------------------------------------------------------------------------------------------------------
+
+
+def test_garbage_is_what_the_command_for_one_bookie_says_of_each(
+    spark: SparkSession, files: Files, tmp_path: Path
+) -> None:
+    files = copied(files, tmp_path)
+    dead = [
+        of_type(files, DigestType.CRC32, 0).ledger,
+        *(each.ledger for each in files.flushed if each.ledger.is_scoped),
+    ]
+    with open_cluster(files.uri) as cluster:
+        for ledger in dead:
+            cluster.ledgers.remove(ledger)
+    options = ("--minor-threshold", 0.1, "--major-threshold", 0.95)
+    rows = {row["file"]: row for row in pipeline(files.uri, "garbage", *options, files.directory)}
+    sums: Counter[str] = Counter()
+    for place, bookie in zip(files.places(), files.bookies, strict=True):
+        single = CommandLine(files.uri)("entrylog", "garbage", "--dir", place, *options, "-o", "ndjson").rows
+        for expected in single:
+            row = rows.pop(expected["file"])
+            assert row.pop("bookieId") == bookie
+            row.pop("rewrittenSize")
+            assert row == expected
+            sums[bookie] += expected["garbageSize"]
+    assert not rows
+    assert sums.total() > 0
+    found = garbage_shares(spark, find_bookies([files.directory]), {"metadataUri": files.uri}).persist()
+    assert {row.bookieId: row.garbageSize for row in by_bookie(uses(found)).collect()} == sums
+    dead_rows = orphans(found).collect()
+    assert {row.ledgerQualifiedName for row in dead_rows} == {ledger.qualified_name for ledger in dead}
+    assert sum(row.size for row in dead_rows) == sums.total()
+    found.unpersist()
+
+
+def test_another_clusters_metadata_makes_no_garbage(files: Files, tmp_path: Path) -> None:
+    other = f"sqlite://{tmp_path / 'other.db'}"
+    with open_cluster(other, create=True):
+        pass
+    for job in ("garbage", "integrity"):
+        answer = CommandLine(other)("pipeline", job, files.directory)
+        assert (answer.code, answer.out) == (5, b"")
+        assert "every ledger would look dead" in answer.problem
+    # Nor are ledgers somebody else's, or what is lost of them in order.
+    for words in (("inventory", "--by", "application"), ("journal-audit",)):
+        answer = CommandLine(other)("pipeline", *words, files.directory)
+        assert (answer.code, answer.out) == (5, b"")
+        assert "belongs to the cluster" in answer.problem
+
+
+def test_garbage_reads_each_log_once(
+    spark: SparkSession, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, read = tmp_path / "seen", garbage._contents
+
+    def noted(log: tuple[str, str]) -> Iterator[dict[str, Any]]:
+        with open(seen, "a") as file:
+            file.write(f"{log[1]}\n")
+        yield from read(log)
+
+    monkeypatch.setattr(garbage, "_contents", noted)
+    bookies = find_bookies(files.places()[:1])
+    shares = garbage_shares(spark, bookies, {"metadataUri": files.uri})
+    assert {row.state for row in shares.collect()} == {"alive"}
+    assert sorted(seen.read_text().splitlines()) == sorted(bookies[0].entry_logs())
+
+
+# --- journals -------------------------------------------------------------------------------------------------------
+
+
+def test_an_audit_of_journals_says_what_is_replayed_what_is_behind_and_what_no_log_holds(
+    files: Files, tmp_path: Path
+) -> None:
+    files = copied(files, tmp_path)
+    place = files.places()[0]
+    everything = promised(files, [*files.journaled[:1], *files.journaled[2:]])
+    entries = pipeline(files.uri, "journal-audit", "--by", "entry", files.directory)
+    open_name = files.journaled[1].ledger.qualified_name
+    unlogged = {(row["ledgerQualifiedName"], row["entryId"], row["bookieId"]) for row in entries}
+    assert {key for key in unlogged if key[0] != open_name} == everything
+    assert {row["replayed"] for row in entries} == {True}
+    # A whole record behind damage, and a mark behind what is in no log yet.
+    journal = max(Path(place, "journal", "current").glob("*.txn"))
+    single = CommandLine(None)("journal", "read", journal, "-o", "ndjson").rows
+    second = [row["offset"] for row in single if row["type"] == "entry"][1]
+    with open(journal, "r+b") as file:
+        file.seek(second)
+        file.write(struct.pack(">i", -7))
+    answer = CommandLine(files.uri)("pipeline", "journal-audit", files.directory, "-o", "ndjson")
+    assert answer.code == 7
+    assert str(journal) in answer.err.splitlines()[-1]
+    rows = {row["file"]: row for row in map(json.loads, answer.out.splitlines())}
+    for each in files.places():
+        checks = CommandLine(None)("journal", "verify", each, "-o", "ndjson")
+        for expected in map(json.loads, checks.out.splitlines()):
+            row = rows.pop(expected["file"])
+            assert (row["state"], row["goodEnd"], row["recordsBehind"]) == (
+                expected["state"], expected["goodEnd"], expected["recordsBehind"],
+            )  # fmt: skip
+            if row["file"] == str(journal):
+                assert row["recordsBehind"] > 0
+                assert row["replayEntryCount"] == row["unloggedCount"] == 1
+    assert not rows
+    for mark in Path(place, "ledgers", "current").glob("lastMark*"):
+        mark.write_bytes(struct.pack(">qq", int(journal.stem, 16) + 1, 0))
+    rows_after = pipeline(files.uri, "journal-audit", "--by", "entry", place, code=7)
+    assert {(row["replayed"], row["state"]) for row in rows_after} == {(False, "alive")}
+
+
+# --- results that stay ----------------------------------------------------------------------------------------------
+
+
+def test_rows_are_kept_in_files_that_appear_once_they_are_whole(files: Files, tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    paths = {ending: tmp_path / f"ledgers.{ending}" for ending in ("parquet", "csv", "json", "html")}
+    saves = [word for path in paths.values() for word in ("--save", path)]
+    printed = pipeline(files.uri, "inventory", "--by", "ledger", files.directory, *saves)
+    assert json.loads(paths["json"].read_text()) == printed
+    with open(paths["csv"], newline="") as file:
+        assert list(csv.DictReader(file)) == [{name: str(value) for name, value in row.items()} for row in printed]
+    kept = pyarrow.parquet.read_table(paths["parquet"]).to_pylist()
+    assert [{name: row[name] for name in printed[0]} for row in kept] == printed
+    page = paths["html"].read_text()
+    assert page.startswith("<!doctype html>")
+    assert "<svg" in page
+    assert "http" not in page.replace("http-equiv", "")
+    assert sorted(tmp_path.iterdir()) == sorted(paths.values())
+    again = CommandLine(files.uri)("pipeline", "inventory", files.directory, "--save", paths["csv"])
+    assert (again.code, again.out) == (5, b"")
+    assert again.problem.startswith(f"{paths['csv']} exists")
+
+
+def test_a_report_is_one_page_of_all_jobs_and_names_are_escaped(files: Files, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    parts = pipeline(files.uri, "report", files.directory, "--save", page)
+    assert [part["job"] for part in parts] == ["inventory", "integrity", "garbage", "journal-audit"]
+    assert sum(part["findings"] for part in parts) == 0
+    text = page.read_text()
+    for title in ("Inventory", "Integrity", "Garbage", "Journals"):
+        assert f"<h2>{title}</h2>" in text
+    assert "<script" not in text
+    assert "src=" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["inventory"], 2, "No files of bookies are given"),
+        (["inventory", "/nowhere"], 4, "/nowhere does not exist"),
+        (["inventory", "{place}", "--save", "rows.xlsx"], 2, "not a name that ends in .parquet"),
+        (["inventory", "{place}", "--save", "/nowhere/rows.csv"], 4, "there is no directory /nowhere"),
+        (["report", "{place}"], 2, "add --save report.html"),
+        (["inventory", "{place}", "--spark-conf", "executor.memory"], 2, "not NAME=VALUE"),
+        (["integrity", "{place}", "-u", "sqlite:///nowhere.db"], 4, "/nowhere.db"),
+        (["migrate-scope", "--to-scope", "1"], 2, "name ledgers, or add --ledger-scope-id"),
+        (["import", "{place}"], 4, "There is no whole export"),
+        (["export", "{place}"], 5, "add --overwrite"),
+    ],
+)
+def test_mistakes_are_one_line_before_any_work(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, words: str
+) -> None:
+    # No local cluster is up here, whatever other tests began.
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    uri = None if arguments == ["inventory"] else files.uri
+    answer = CommandLine(uri)("pipeline", *(word.format(place=files.places()[0]) for word in arguments))
+    assert (answer.code, answer.out) == (code, b"")
+    assert words in answer.problem

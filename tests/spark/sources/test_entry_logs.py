@@ -1,0 +1,578 @@
+"""`bookkeeper.entrylog` without Spark: plans, rows, filters, damage, and files that change between plan and read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pyspark.sql.datasource import EqualTo, IsNotNull
+from pyspark.sql.types import LongType, StructType
+from support import golden
+from support.source_rows import Planned, rows_of
+
+from bkctl.errors import BkctlError, Conflict, CorruptRecord, NotFound, Unsupported, UsageError
+from bkctl.files.entry_log import EntryLogReader
+from bkctl.files.scan import RecordBatch, take_entries_plainly
+from bkctl.files.windows import FileReader
+from bkctl.formats.entry import DigestManager, DigestType
+from bkctl.formats.entry_log import write_header, write_ledgers_map
+from bkctl.formats.record import NO_LEDGER
+from bkctl.ids import LedgerId
+from bkctl.spark.sources.entry_logs import EntryLogRecords, EntryLogSource
+from bkctl.spark.sources.records import fingerprint_of
+
+V1, OTHER = LedgerId(0, 5), LedgerId(0, 6)
+V2, HUGE = LedgerId(7, 1), LedgerId(2**64 - 1, 2**63 + 9)
+BOOKIES = golden.bookies()
+IDS = [f"{bookie.version}-{bookie.name}" for bookie in BOOKIES]
+LOG = next(iter(golden.GoldenBookie("4.18.0", "sorted").entry_logs))
+
+
+def record(ledger: LedgerId, entry_id: int, payload: bytes = b"hello", digest: DigestType = DigestType.CRC32C) -> bytes:
+    sealed = DigestManager(ledger, digest).seal(entry_id, entry_id - 1, (entry_id + 1) * len(payload), payload)
+    return struct.pack(">i", len(sealed) + len(payload)) + sealed + payload
+
+
+def write(path: Path, *records: bytes, version: int = 1) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(write_header(version) + b"".join(records))
+    return path
+
+
+def expected(path: Path, digest_type: DigestType | None = None, **more: Any) -> Iterator[dict[str, Any]]:
+    """The rows of a log, made of what the reader of single records says."""
+    with EntryLogReader.open(path) as reader:
+        for each in reader.records():
+            yield {
+                **each.ledger.to_json(),
+                "entryId": each.entry_id,
+                "lastAddConfirmed": each.last_add_confirmed,
+                "length": each.length,
+                "size": each.payload_size(digest_type),
+                "formatVersion": each.format_version,
+                "logId": reader.log_id,
+                "logIdHex": f"{reader.log_id:x}",
+                "offset": each.offset,
+                "recordSize": each.record_size,
+                "type": each.type.value,
+                "file": str(path),
+                "scoped": path.parent.name == "scoped",
+                **more,
+            }
+
+
+def without_bookie(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if name != "bookieId"} for row in rows]
+
+
+@pytest.mark.parametrize("size", ["5000", "1MiB"])
+@pytest.mark.parametrize("bookie", BOOKIES, ids=IDS)
+def test_a_bookies_directory_has_the_rows_that_apaches_shell_prints(bookie: golden.GoldenBookie, size: str) -> None:
+    rows = rows_of(EntryLogSource, path=bookie.ledger_dir, maxPartitionBytes=size)
+    names = ("ledgerId", "entryId", "offset", "recordSize", "lastAddConfirmed")
+    by_file: dict[Path, list[tuple[Any, ...]]] = {path: [] for path in bookie.entry_logs}
+    for row in rows:
+        by_file[Path(row["file"])].append(tuple(row[name] for name in names))
+    for path, (answer, _) in bookie.entry_logs.items():
+        entries = [each for each in answer if each["type"] == "entry"]
+        assert by_file[path] == [(str(each["ledgerId"]), *(each[name] for name in names[1:])) for each in entries]
+    assert {row["bookieId"] for row in rows} == {bookie.bookie_id}
+    assert {row["scoped"] for row in rows} == {False}
+
+
+@pytest.mark.parametrize("digest_type", [None, DigestType.CRC32C, DigestType.HMAC])
+def test_every_column_is_what_the_reader_of_records_says(tmp_path: Path, digest_type: DigestType | None) -> None:
+    records = [record(V1, at, bytes(at)) for at in range(40)]
+    plain = write(tmp_path / "current" / "1a.log", *records, record(OTHER, 2**40), *write_ledgers_map({V1: 5}))
+    records = [record(V2 if at % 3 else HUGE, at, b"x" * at, list(DigestType)[at % 4]) for at in range(40)]
+    scoped = write(tmp_path / "current" / "scoped" / "0.log", *records, *write_ledgers_map({V2: 9}, 2), version=2)
+    options = {} if digest_type is None else {"digestType": digest_type.name}
+    rows = rows_of(EntryLogSource, path=tmp_path, maxPartitionBytes=500, **options)
+    assert without_bookie(rows) == [*expected(plain, digest_type), *expected(scoped, digest_type)]
+    assert rows[0]["bookieId"] is None
+    assert rows[-1]["ledgerId"] == str(2**63 + 9)
+
+
+def test_columns_on_request(tmp_path: Path) -> None:
+    records = [record(V1, at, b"p%d" % at, DigestType.CRC32 if at % 2 else DigestType.CRC32C) for at in range(20)]
+    damaged = bytearray(record(V1, 20, b"payload"))
+    damaged[-1] ^= 1
+    path = write(tmp_path / "5.log", *records, bytes(damaged), record(V1, 21, b"m", DigestType.HMAC))
+    columns = "payload,record,digest,digestType,entryId"
+    rows = rows_of(EntryLogSource, path=path, columns=columns, digestType="crc32c")
+    assert list(rows[0]) == columns.split(",")
+    with EntryLogReader.open(path) as reader:
+        for row, each in zip(rows, reader.records(), strict=True):
+            assert row["payload"] == each.payload(DigestType.CRC32C)
+            assert row["record"] == each.body
+            assert row["digestType"] is None
+    assert [row["digest"] for row in rows] == ["CRC32C", "CRC32"] * 10 + [None, None]
+    assert {row["payload"] for row in rows_of(EntryLogSource, path=path, columns="payload")} == {None}
+
+    records = [record(V2, at, b"p%d" % at, list(DigestType)[at % 4]) for at in range(20)]
+    path = write(tmp_path / "6.log", *records, version=2)
+    rows = rows_of(EntryLogSource, path=path, columns=columns)
+    assert [row["payload"] for row in rows] == [b"p%d" % at for at in range(20)]
+    assert [row["digestType"] for row in rows] == [each.name for each in DigestType] * 5
+    assert [row["digest"] for row in rows] == ["CRC32", None, "CRC32C", "DUMMY"] * 5
+
+
+def test_entries_too_short_for_their_digest_have_no_payload(tmp_path: Path) -> None:
+    short = record(V1, 0, b"")[:-2]
+    short = struct.pack(">i", len(short) - 4) + short[4:]
+    path = write(tmp_path / "5.log", *[short] * 10, *(record(V1, at) for at in range(1, 11)))
+    rows = rows_of(EntryLogSource, path=path, columns="size,payload", digestType="CRC32C")
+    assert rows == [{"size": None, "payload": None}] * 10 + [{"size": 5, "payload": b"hello"}] * 10
+
+
+@pytest.mark.parametrize("size", [1, 700, 10_000])
+def test_a_payload_that_is_an_entry_log_is_a_payload(tmp_path: Path, size: int) -> None:
+    inner = write_header() + b"".join(record(OTHER, at) for at in range(50))
+    records = [record(V1, at, inner[at:] if at % 2 else inner) for at in range(12)]
+    path = write(tmp_path / "0.log", *records, *write_ledgers_map({V1: 1}))
+    planned = Planned(EntryLogSource, path=path, maxPartitionBytes=size, columns="*,payload", digestType="CRC32C")
+    rows = planned.rows()
+    assert [(row["ledgerId"], row["entryId"]) for row in rows] == [("5", at) for at in range(12)]
+    assert rows[0]["payload"] == inner
+
+
+@pytest.mark.parametrize("size", [1, 100, 4096, 1 << 20])
+def test_partitions_are_the_records_of_the_file_each_once(size: int) -> None:
+    planned = Planned(EntryLogSource, path=LOG, maxPartitionBytes=size, types="entry,ledgersMap,padding")
+    with EntryLogReader.open(LOG) as reader:
+        offsets = [each.offset for each in reader.records(special=True)]
+        end = reader.position
+    parts = planned.parts
+    assert {part.start for part in parts} <= set(offsets)
+    assert [part.end for part in parts] == [part.start for part in parts[1:]] + [end]
+    assert sum(part.count for part in parts) == len(offsets)
+    assert all(part.count == 1 or part.end - part.start < size + 70_000 for part in parts)
+    found = [[row["offset"] for row in planned.rows_of(part)] for part in parts]
+    assert [len(each) for each in found] == [part.count for part in parts]
+    assert list(chain.from_iterable(found)) == offsets
+
+
+def test_records_of_every_size_are_found_whatever_their_windows(tmp_path: Path) -> None:
+    sizes = [3 << 20, 0, 100_000, 1, 5 << 20, *[70_000] * 90, 20, 9 << 20]
+    path = write(tmp_path / "0.log", *(record(V1, at, bytes(size)) for at, size in enumerate(sizes)))
+    for columns in ("entryId,recordSize", "entryId,recordSize,payload"):
+        rows = rows_of(EntryLogSource, path=path, columns=columns, digestType="CRC32C")
+        assert [(row["entryId"], row["recordSize"]) for row in rows] == [
+            (at, size + 36) for at, size in enumerate(sizes)
+        ]
+    assert [len(row["payload"]) for row in rows] == sizes
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_large_payloads_are_not_read_when_nobody_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    ledger = V1 if version == 1 else V2
+    path = write(tmp_path / "0.log", *(record(ledger, at, bytes(300_000)) for at in range(60)), version=version)
+    planned = Planned(EntryLogSource, path=path)
+    read_bytes = 0
+    whole = FileReader.read
+
+    def read(self: FileReader, at: int, size: int) -> bytes:
+        nonlocal read_bytes
+        data = whole(self, at, size)
+        read_bytes += len(data)
+        return data
+
+    monkeypatch.setattr(FileReader, "read", read)
+    assert len(planned.rows()) == 60
+    assert read_bytes < path.stat().st_size / 3
+
+
+def test_padding_of_the_direct_io_logger_is_passed(tmp_path: Path) -> None:
+    def padded(data: bytes) -> bytes:
+        return data + b"\xf0" * (-(1024 + len(data)) % 4096)
+
+    data = padded(padded(record(V1, 0)) + record(V1, 1) + record(V1, 2)) + record(V1, 3)
+    path = write(tmp_path / "0.log", data)
+    assert without_bookie(rows_of(EntryLogSource, path=path, maxPartitionBytes=1)) == list(expected(path))
+    assert without_bookie(rows_of(EntryLogSource, path=path)) == list(expected(path))
+
+
+def test_fillers_are_rows_only_when_asked_for(tmp_path: Path) -> None:
+    path = write(tmp_path / "0.log", record(V1, 0), *write_ledgers_map({V1: 45}))
+    assert [row["type"] for row in rows_of(EntryLogSource, path=path)] == ["entry"]
+    rows = rows_of(EntryLogSource, path=path, types="ledgersMap,entry")
+    assert [(row["type"], row["ledgerId"], row["entryId"]) for row in rows] == [
+        ("entry", "5", 0), ("ledgersMap", None, -2)
+    ]  # fmt: skip
+
+
+def test_the_options_ledger_and_scope_choose(tmp_path: Path) -> None:
+    write(tmp_path / "current" / "0.log", *(record(each, 3) for each in (V1, OTHER) * 10))
+    write(tmp_path / "current" / "scoped" / "0.log", *(record(each, 4) for each in (V2, HUGE) * 10), version=2)
+
+    def found(**options: str) -> set[str]:
+        return {row["ledgerQualifiedName"] for row in rows_of(EntryLogSource, path=tmp_path, **options)}
+
+    assert found(ledger="5") == {V1.qualified_name}
+    assert found(ledger=f"6,{V2.qualified_name}") == {OTHER.qualified_name, V2.qualified_name}
+    assert found(ledger="1", ledgerScopeId="7") == {V2.qualified_name}
+    assert found(ledgerScopeId="0") == {V1.qualified_name, OTHER.qualified_name}
+    assert found(ledgerScopeId="-1") == {HUGE.qualified_name}
+    assert found(ledger="99") == set()
+
+
+# --- which files ------------------------------------------------------------------------------------------------------
+
+
+def test_files_directories_and_patterns_name_each_file_once(tmp_path: Path) -> None:
+    for bookie in "ab":
+        write(tmp_path / bookie / "ledgers" / "current" / "0.log", record(V1, 0))
+        write(tmp_path / bookie / "ledgers" / "current" / "1.log.compacting", record(V1, 1))
+        write(tmp_path / bookie / "ledgers" / "current" / "1.log.0.compacted", record(V1, 2))
+    first = tmp_path / "a" / "ledgers" / "current" / "0.log"
+
+    def files(**options: str) -> list[str]:
+        return [row["file"] for row in rows_of(EntryLogSource, **options)]
+
+    both = [str(first), str(tmp_path / "b" / "ledgers" / "current" / "0.log")]
+    assert files(path=str(first)) == both[:1]
+    assert files(path=first.as_uri()) == both[:1]
+    assert files(path=f"{tmp_path}/*/ledgers") == both
+    assert files(path=f"{tmp_path}/*/ledgers/current") == both
+    assert files(path=f"{tmp_path}/**/0.log") == both
+    assert files(paths=f'["{first}", "{tmp_path}/a", "{tmp_path}/b/ledgers"]') == both
+    compacted = first.with_name("1.log.0.compacted")
+    assert files(path=str(compacted)) == [str(compacted)]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({}, UsageError),
+        ({"path": "{}/none"}, NotFound),
+        ({"path": "{}/none/*.log"}, NotFound),
+        ({"path": "{}"}, NotFound),
+        ({"path": "s3://bucket/0.log"}, UsageError),
+        ({"path": "{}", "colums": "entryId"}, UsageError),
+        ({"path": "{}", "columns": "entryid,nothing"}, UsageError),
+        ({"path": "{}", "mode": "lenient"}, UsageError),
+        ({"path": "{}", "maxPartitionBytes": "0"}, UsageError),
+        ({"path": "{}", "maxPartitionBytes": "many"}, UsageError),
+        ({"path": "{}", "types": "entries"}, UsageError),
+        ({"path": "{}", "ledger": "x"}, UsageError),
+        ({"path": "{}", "digestType": "MD5"}, UsageError),
+        ({"paths": "[1]"}, UsageError),
+    ],
+)
+@pytest.mark.parametrize("mode", ["failfast", "permissive"])
+def test_what_makes_no_sense_is_an_error_in_both_modes(
+    tmp_path: Path, options: dict[str, str], error: type[BkctlError], mode: str
+) -> None:
+    given_options = {name: value.format(tmp_path) for name, value in options.items()}
+    with pytest.raises(error):
+        Planned(EntryLogSource, **{"mode": mode, **given_options})
+
+
+def test_a_schema_of_other_columns_is_refused() -> None:
+    with pytest.raises(UsageError, match="no column ledgerId of type bigint"):
+        EntryLogSource({"path": "x"}).reader(StructType().add("ledgerId", LongType()))
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+def outcome(path: Path) -> tuple[list[tuple[Any, ...]], BkctlError | None]:
+    """What the reader of single records finds, and the error that ends it."""
+    found = []
+    try:
+        with EntryLogReader.open(path) as reader:
+            found.extend(
+                (each.offset, each.record_size, each.ledger.qualified_name, each.entry_id) for each in reader.records()
+            )
+    except BkctlError as error:
+        return found, error
+    return found, None
+
+
+def of_rows(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    return [(row["offset"], row["recordSize"], row["ledgerQualifiedName"], row["entryId"]) for row in rows]
+
+
+def check_both_modes(path: Path, **options: object) -> None:
+    """The rows before damage, and the damage itself as an error or as a row."""
+    rows, error = outcome(path)
+    if error is None:
+        assert of_rows(rows_of(EntryLogSource, path=path, **options)) == rows
+    else:
+        with pytest.raises(type(error)) as caught:
+            rows_of(EntryLogSource, path=path, **options)
+        assert str(caught.value) == str(error)
+    found = rows_of(EntryLogSource, path=path, mode="permissive", **options)
+    assert of_rows([row for row in found if row["damage"] is None]) == rows
+    damage = [row for row in found if row["damage"] is not None]
+    assert len(damage) == (error is not None)
+    for row in damage:
+        assert row["damage"]["reason"] == str(error)
+        assert row["damage"]["file"] == row["file"] == str(path)
+        assert row["damage"]["offset"] == getattr(error, "offset", None)
+        assert row["entryId"] is None
+
+
+LOGS = {"real": LOG.read_bytes()}
+LOGS["scoped"] = write_header(2) + b"".join(
+    [record(V2 if at % 3 else HUGE, at, b"x" * at, list(DigestType)[at % 4]) for at in range(30)]
+)
+
+
+@given(
+    st.sampled_from(sorted(LOGS)),
+    st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(min_size=1, max_size=12)), max_size=3),
+    st.none() | st.floats(0, 1),
+    st.sampled_from([4000, 1 << 20]),
+)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_hostile_logs_say_what_the_reader_says(
+    tmp_path: Path, log: str, changes: list[tuple[float, bytes]], cut: float | None, size: int
+) -> None:
+    data = bytearray(LOGS[log])
+    for place, what in changes:
+        at = int(place * len(data))
+        data[at : at + len(what)] = what
+    path = tmp_path / "0.log"
+    path.write_bytes(data if cut is None else data[: int(cut * len(data))])
+    check_both_modes(path, maxPartitionBytes=size)
+
+
+@pytest.mark.parametrize(
+    ("name", "tail"),
+    [
+        ("torn", record(V1, 3)[:-1]),
+        ("zeros", bytes(5000)),
+        ("hole", bytes(5000) + record(V1, 3)),
+        ("negative", struct.pack(">i", -9) + bytes(60)),
+        ("huge", struct.pack(">i", 2**31 - 1) + record(V1, 3)[4:]),
+        ("version", struct.pack(">i", 60) + b"\xb3" + bytes(59)),
+        ("short", struct.pack(">i", 3) + bytes(3)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_tails_are_what_they_are_for_the_reader(tmp_path: Path, name: str, tail: bytes) -> None:
+    path = write(tmp_path / "0.log", *(record(V1, at) for at in range(3)), tail)
+    check_both_modes(path)
+    check_both_modes(path, maxPartitionBytes=1)
+
+
+@pytest.mark.parametrize("size", [1, 1 << 20])
+def test_a_size_that_reaches_over_the_end_hides_no_records(tmp_path: Path, size: int) -> None:
+    records = []
+    for at in range(10):
+        sealed = DigestManager(V1, DigestType.CRC32C).seal(at, at - 1, (1 << 40) + (at + 1) * 5, b"hello")
+        records.append(struct.pack(">i", len(sealed) + 5) + sealed + b"hello")
+    records[4] = struct.pack(">i", 1 << 27) + records[4][4:]
+    path = write(tmp_path / "0.log", *records)
+    check_both_modes(path, maxPartitionBytes=size)
+    *good, damage = rows_of(EntryLogSource, path=path, mode="permissive", maxPartitionBytes=size)
+    assert [row["entryId"] for row in good] == list(range(4))
+    assert damage["damage"]["offset"] == 1024 + 4 * len(records[0])
+
+
+@pytest.mark.parametrize("data", [b"", b"BKLO", b"BKXX" + bytes(1020), write_header(1)[:4] + bytes([0, 0, 0, 9] * 255)])
+def test_files_that_are_no_logs(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "0.log"
+    path.write_bytes(data)
+    check_both_modes(path)
+
+
+def test_damage_in_one_file_hides_no_other(tmp_path: Path) -> None:
+    for name in ("0", "2"):
+        write(tmp_path / "current" / f"{name}.log", record(V1, int(name)))
+    bad = write(tmp_path / "current" / "1.log", record(V1, 1), struct.pack(">i", -9) + bytes(60))
+    rows = rows_of(EntryLogSource, path=tmp_path, mode="permissive", columns="entryId,logId")
+    assert [(row["entryId"], row["logId"], row["damage"] is None) for row in rows] == [
+        (0, 0, True), (1, 1, True), (None, 1, False), (2, 2, True)
+    ]  # fmt: skip
+    assert rows[2]["damage"]["file"] == str(bad)
+    assert rows[2]["damage"]["offset"] == 1024 + len(record(V1, 1))
+    with pytest.raises(CorruptRecord, match=r"1\.log"):
+        rows_of(EntryLogSource, path=tmp_path)
+    # The option keeps what is damaged, whatever ledger it would have been of.
+    rows = rows_of(EntryLogSource, path=tmp_path, mode="permissive", columns="entryId", ledger="99")
+    assert [row["damage"]["file"] for row in rows] == [str(bad)]
+
+
+# --- files that change between plan and read ----------------------------------------------------------------------
+
+
+def changes(path: Path) -> dict[str, Any]:
+    """Changes that a task must notice, by name."""
+    data = path.read_bytes()
+    other = b"".join(record(OTHER, at) for at in range(30))
+    return {
+        "deleted": path.unlink,
+        "emptied": lambda: path.write_bytes(b""),
+        "shrunk": lambda: path.write_bytes(data[:-20]),
+        "one record less": lambda: path.write_bytes(data[: -len(record(V1, 29))]),
+        "other ids": lambda: path.write_bytes(write_header() + other),
+        "two records exchanged": lambda: path.write_bytes(
+            data[: -2 * len(record(V1, 29))] + record(V1, 29) + record(V1, 28)
+        ),
+        "another version": lambda: path.write_bytes(write_header(2) + data[1024:]),
+        "no log at all": lambda: path.write_bytes(b"text" * 1000),
+        "zeroed": lambda: path.write_bytes(data[:1100] + bytes(len(data) - 1100)),
+        "a record split in two": lambda: path.write_bytes(
+            data[: -len(record(V1, 29))] + record(V1, 29, b"")[:-4] + struct.pack(">i", 1) + b"x"
+        ),
+    }
+
+
+CHANGES = ["deleted", "emptied", "shrunk", "one record less", "other ids", "two records exchanged", "another version",
+           "no log at all", "zeroed", "a record split in two"]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [200, 1 << 20])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_is_not_what_was_planned_is_an_error(tmp_path: Path, change: str, size: int) -> None:
+    path = write(tmp_path / "0.log", *(record(V1, at) for at in range(30)))
+    plans = [
+        Planned(EntryLogSource, path=path, maxPartitionBytes=size, mode=mode) for mode in ("failfast", "permissive")
+    ]
+    changes(path)[change]()
+    with pytest.raises(NotFound if change == "deleted" else Conflict, match=r"0\.log .* after the plan was made"):
+        plans[0].rows()
+    damage = [row["damage"] for row in plans[1].rows() if row["damage"] is not None]
+    assert {each["file"] for each in damage} == {str(path)}
+    assert all("after the plan was made" in each["reason"] for each in damage)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_fingerprint_is_the_same_however_records_come_in_batches(tmp_path: Path, version: int) -> None:
+    ledgers = (V1, OTHER) if version == 1 else (V2, HUGE)
+    path = write(tmp_path / "0.log", *(record(ledgers[at % 2], at, bytes(at)) for at in range(50)), version=version)
+    with EntryLogReader.open(path) as reader:
+        (batch,) = reader.batches()
+        alone = [RecordBatch.of_record(each, b"", 0) for each in reader.records()]
+    first = fingerprint_of(batch.first(17))
+    assert fingerprint_of(batch.part(17, 50), first) == fingerprint_of(batch)
+    begins, fields, _ = take_entries_plainly(batch.window, 0, version)
+    assert fingerprint_of(RecordBatch(batch.window, 1024, begins, fields, version)) == fingerprint_of(batch)
+    found = 0
+    for each in alone:
+        found = fingerprint_of(each, found)
+    assert found == fingerprint_of(batch)
+
+
+@pytest.mark.parametrize("size", [200, 1 << 20])
+def test_what_a_running_bookie_appends_is_not_part_of_the_answer(tmp_path: Path, size: int) -> None:
+    path = write(tmp_path / "0.log", *(record(V1, at) for at in range(30)), record(V1, 30)[:20])
+    planned = Planned(EntryLogSource, path=path, maxPartitionBytes=size)
+    more = b"".join(record(V1, at) for at in range(31, 40))
+    path.write_bytes(path.read_bytes() + record(V1, 30)[20:] + more + b"".join(write_ledgers_map({V1: 1})))
+    # Closing a log writes its header anew.
+    with open(path, "r+b") as file:
+        file.write(write_header(1, 1024, 1))
+    assert [row["entryId"] for row in planned.rows()] == list(range(30))
+
+
+def test_a_log_that_goes_away_while_the_plan_is_made_has_the_files_listed_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = write(tmp_path / "current" / "0.log", record(V1, 0), record(OTHER, 0))
+    listed = EntryLogRecords.list_places
+
+    def compact_after_listing(self: EntryLogRecords) -> Any:
+        found = listed(self)
+        if old.exists():
+            write(tmp_path / "current" / "1.log", record(V1, 0))
+            old.unlink()
+        return found
+
+    monkeypatch.setattr(EntryLogRecords, "list_places", compact_after_listing)
+    assert [(row["logId"], row["ledgerId"]) for row in rows_of(EntryLogSource, path=tmp_path)] == [(1, "5")]
+
+    def always_one_too_many(self: EntryLogRecords) -> Any:
+        (place,) = listed(self)
+        return [place, place._replace(path=f"{place.path}x")]
+
+    monkeypatch.setattr(EntryLogRecords, "list_places", always_one_too_many)
+    with pytest.raises(Conflict, match="went away while it was read"):
+        Planned(EntryLogSource, path=tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_an_error_or_a_row(tmp_path: Path) -> None:
+    path = write(tmp_path / "current" / "0.log", record(V1, 0))
+    (tmp_path / "current" / "1.log").symlink_to(tmp_path / "nothing")
+    rows = rows_of(EntryLogSource, path=path)
+    assert len(rows) == 1
+    with pytest.raises(Conflict):
+        rows_of(EntryLogSource, path=f"{tmp_path}/current/*.log")
+    if os.geteuid() != 0:
+        path.chmod(0)
+        with pytest.raises(BkctlError, match="Permission denied"):
+            rows_of(EntryLogSource, path=path)
+        assert [row["damage"]["file"] for row in rows_of(EntryLogSource, path=path, mode="permissive")] == [str(path)]
+
+
+def test_unknown_entry_format_versions_are_said_as_such(tmp_path: Path) -> None:
+    path = write(tmp_path / "0.log", record(V1, 0), struct.pack(">i", 60) + b"\xb3" + bytes(59))
+    with pytest.raises(Unsupported):
+        rows_of(EntryLogSource, path=path)
+
+
+def test_copies_in_two_places_are_two_bookies(tmp_path: Path) -> None:
+    source = golden.GoldenBookie("4.18.0", "db")
+    for name in ("one", "two"):
+        shutil.copytree(source.ledger_dir, tmp_path / name / "ledgers")
+    count = sum(len(rows) for rows, _ in source.entry_logs.values())
+    assert len(rows_of(EntryLogSource, path=f"{tmp_path}/*")) == 2 * count
+    assert NO_LEDGER not in {row["ledgerId"] for row in rows_of(EntryLogSource, path=tmp_path / "one")}
+
+
+# --- sums of ledgers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", ["10000", "1m"])
+@pytest.mark.parametrize("bookie", BOOKIES, ids=IDS)
+def test_sums_of_ledgers_are_what_apaches_shell_says_of_each_log(bookie: golden.GoldenBookie, size: str) -> None:
+    sums: dict[tuple[str, str], list[int]] = {}
+    for row in rows_of(EntryLogSource, path=bookie.ledger_dir, rows="ledgers", maxPartitionBytes=size):
+        of_ledger = sums.setdefault((row["file"], row["ledgerId"]), [0, 0])
+        of_ledger[0] += row["entryCount"]
+        of_ledger[1] += row["size"]
+        assert (row["bookieId"], row["scoped"]) == (bookie.bookie_id, False)
+    wanted = {}
+    for path, (records, ledgers) in bookie.entry_logs.items():
+        counts = Counter(str(each["ledgerId"]) for each in records if each["type"] == "entry")
+        wanted |= {(str(path), ledger_id): [counts[ledger_id], size] for ledger_id, size in ledgers.items()}
+    assert sums == wanted
+
+
+def test_sums_of_scoped_ledgers_and_of_those_that_are_chosen(tmp_path: Path) -> None:
+    records = [record(V2 if at % 3 else HUGE, at, bytes(at)) for at in range(100)]
+    path = write(tmp_path / "current" / "scoped" / "0.log", *records, *write_ledgers_map({V2: 1}, 2), version=2)
+    with EntryLogReader.open(path) as reader:
+        wanted = {ledger.qualified_name: size for ledger, size in reader.scan_ledgers().items()}
+    rows = rows_of(EntryLogSource, path=tmp_path, rows="ledgers")
+    assert {row["ledgerQualifiedName"]: row["size"] for row in rows} == wanted
+    assert [row["entryCount"] for row in rows] == [66, 34]
+    (row,) = rows_of(EntryLogSource, path=tmp_path, rows="ledgers", ledger=HUGE.qualified_name)
+    assert (row["ledgerId"], row["entryCount"]) == (str(HUGE.ledger_id), 34)
+    filters = [EqualTo(("ledgerScopeId",), "7"), IsNotNull(("ledgerScopeId",))]
+    planned = Planned(EntryLogSource, filters, path=tmp_path, rows="ledgers", columns="entryCount")
+    assert (planned.left, planned.rows()) == ([], [{"entryCount": 66}])
+
+
+def test_sums_of_a_damaged_log_say_so(tmp_path: Path) -> None:
+    path = write(tmp_path / "0.log", *(record(V1, at) for at in range(20)), struct.pack(">i", -9) + bytes(60))
+    with pytest.raises(CorruptRecord):
+        rows_of(EntryLogSource, path=path, rows="ledgers")
+    good, bad = rows_of(EntryLogSource, path=path, rows="ledgers", mode="permissive")
+    assert (good["entryCount"], good["damage"]) == (20, None)
+    assert (bad["entryCount"], bad["damage"]["file"]) == (None, str(path))
+    with pytest.raises(UsageError):
+        rows_of(EntryLogSource, path=path, rows="ledgers", columns="entryId")

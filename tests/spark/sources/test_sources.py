@@ -1,0 +1,119 @@
+"""The sources of files through Spark itself: one call registers them, filters reach them, errors come back as ours."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from support import golden
+from support.source_rows import rows_of
+
+from bkctl.errors import BkctlError, Conflict, CorruptRecord, NotFound, UsageError
+from bkctl.formats.entry import DigestManager, DigestType
+from bkctl.formats.entry_log import write_header
+from bkctl.formats.record import RECORD_SIZE
+from bkctl.ids import LedgerId
+from bkctl.spark.sources import PUSHDOWN, source_error
+from bkctl.spark.sources.entry_logs import EntryLogSource
+from bkctl.spark.sources.indexes import IndexSource
+from bkctl.spark.sources.journals import JournalSource
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+#: The first one starts Spark, which takes long where much else runs.
+pytestmark = pytest.mark.timeout(900)
+
+GOLDEN = golden.GoldenBookie("4.18.0", "db")
+HUGE = LedgerId(2**64 - 1, 2**63 + 9)
+
+
+def log(path: Path, ledger: LedgerId, count: int) -> Path:
+    data = write_header(2 if ledger.is_scoped else 1)
+    for entry_id in range(count):
+        payload = b"payload %d" % entry_id
+        sealed = DigestManager(ledger, DigestType.CRC32C).seal(entry_id, entry_id - 1, 10**6, payload)
+        data += RECORD_SIZE.pack(len(sealed) + len(payload)) + sealed + payload
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("source", "directory"),
+    [(EntryLogSource, GOLDEN.ledger_dir), (JournalSource, GOLDEN.journal_dir), (IndexSource, GOLDEN.ledger_dir)],
+    ids=["entrylog", "journal", "index"],
+)
+def test_rows_come_through_spark_as_they_are(
+    spark: SparkSession, source: type[EntryLogSource], directory: Path
+) -> None:
+    assert spark.conf.get(PUSHDOWN) == "true"
+    frame = spark.read.format(source.name()).option("maxPartitionBytes", "200k").load(str(directory))
+    rows = rows_of(source, path=directory)
+    assert sorted(row.asDict().items() for row in frame.collect()) == sorted(row.items() for row in rows)
+
+
+def test_ids_payloads_and_filters(spark: SparkSession, tmp_path: Path) -> None:
+    log(tmp_path / "current" / "0.log", LedgerId(0, 5), 3000)
+    log(tmp_path / "current" / "scoped" / "0.log", HUGE, 3000)
+    reader = spark.read.format("bookkeeper.entrylog").option("maxPartitionBytes", "100k")
+    frame = reader.option("columns", "*,payload").load(str(tmp_path))
+    assert frame.rdd.getNumPartitions() >= 4
+    wanted = frame.where(f"ledgerId = '{HUGE.ledger_id}' and ledgerScopeId = '{HUGE.scope_id}' and entryId in (7, 8)")
+    assert [(row.entryId, row.payload) for row in wanted.collect()] == [(7, b"payload 7"), (8, b"payload 8")]
+    # Ranges without such rows are no tasks; without pushdown they would be.
+    assert wanted.rdd.getNumPartitions() == 1
+    assert frame.where("ledgerId = '99'").collect() == []
+    rows = frame.where("entryId >= 1000 and ledgerId like '9%'").groupBy("ledgerScopeId").count().collect()
+    assert [tuple(row) for row in rows] == [(str(HUGE.scope_id), 2000)]
+    sums = reader.option("rows", "ledgers").option("columns", "*").load(str(tmp_path))
+    rows = sums.groupBy("ledgerQualifiedName").sum("entryCount").collect()
+    assert sorted(tuple(row) for row in rows) == [
+        (LedgerId(0, 5).qualified_name, 3000), (HUGE.qualified_name, 3000)
+    ]  # fmt: skip
+
+
+def caught(frame: DataFrame) -> BkctlError | None:
+    with pytest.raises(Exception) as found:  # noqa: PT011 (which class of Spark's it is, is Spark's business)
+        frame.collect()
+    return source_error(found.value)
+
+
+def test_errors_come_back_as_ours(spark: SparkSession, tmp_path: Path) -> None:
+    path = log(tmp_path / "current" / "0.log", LedgerId(0, 5), 100)
+    reader = spark.read.format("bookkeeper.entrylog")
+    with pytest.raises(Exception) as found:  # noqa: PT011
+        reader.option("colums", "entryId").load(str(path))
+    error = source_error(found.value)
+    assert isinstance(error, UsageError)
+    assert "did you mean columns" in str(error)
+    missing = caught(spark.read.format("bookkeeper.entrylog").load(str(tmp_path / "none")))
+    assert isinstance(missing, NotFound)
+    assert str(missing) == f"{tmp_path / 'none'} does not exist"
+
+    with path.open("ab") as file:
+        file.write(struct.pack(">i", -9) + bytes(60))
+    damaged = caught(spark.read.format("bookkeeper.entrylog").load(str(path)))
+    assert isinstance(damaged, CorruptRecord)
+    assert "Record has length -9" in str(damaged)
+    permissive = spark.read.format("bookkeeper.entrylog").option("mode", "permissive").load(str(path))
+    assert permissive.where("damage is null").count() == 100
+    (row,) = permissive.where("damage is not null").select("damage.*").collect()
+    assert (row.file, row.offset) == (str(path), path.stat().st_size - 64)
+    assert source_error(ValueError("something else")) is None
+
+
+def test_a_file_that_changes_after_the_plan_fails_the_job(spark: SparkSession, tmp_path: Path) -> None:
+    path = log(tmp_path / "0.log", LedgerId(0, 5), 100)
+    frame = spark.read.format("bookkeeper.entrylog").load(str(path))
+    frame.rdd.getNumPartitions()  # Now it is planned.
+    log(path, LedgerId(0, 6), 100)
+    assert isinstance(caught(frame), Conflict)
+
+
+def test_nothing_to_read_is_no_row(spark: SparkSession, tmp_path: Path) -> None:
+    (tmp_path / "current").mkdir()
+    (tmp_path / "current" / "0.log").touch()
+    assert spark.read.format("bookkeeper.entrylog").load(str(tmp_path)).count() == 0

@@ -1,0 +1,679 @@
+"""DbLedgerStorage: what is in memory and what in the databases, around flushes, failures, deletions and restarts."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.golden import VERSIONS, GoldenBookie
+from support.servers import DB
+from support.simulated_disk import Fault, SimulatedFiles
+
+from bkctl.checks.check import IndexCheck
+from bkctl.config import BookieConfig
+from bkctl.disk import Files
+from bkctl.errors import BkctlError, Corrupt, DirectoryInUse, EntryNotFound, UnknownLedgerState, UsageError
+from bkctl.files.directories import BookieDirectories
+from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
+from bkctl.formats.entry import DigestManager, DigestType
+from bkctl.formats.entry_log import unpack_location
+from bkctl.formats.index import NEEDS_INTEGRITY_CHECK, LedgerData
+from bkctl.formats.record import record_of
+from bkctl.ids import U64_MAX, LedgerId
+from bkctl.storage.bookie_storage import BookieStorage
+from bkctl.storage.entry_logger import Move
+from bkctl.storage.ledger.db_ledger_storage import DbLedgerStorage
+
+PLAIN, SCOPED = LedgerId(0, 4), LedgerId(7, 4)
+
+
+def config_of(root: Path, directories: int = 1, **changes: Any) -> BookieConfig:
+    return BookieConfig(
+        journal_directories=(str(root / "journal"),),
+        ledger_directories=tuple(str(root / f"ledgers-{number}") for number in range(directories)),
+        journal_pre_alloc_size_mb=0,
+        ledger_storage_class=DB,
+        **changes,
+    )
+
+
+def open_storage(root: Path, files: Files | None = None, directories: int = 1, **changes: Any) -> BookieStorage:
+    storage = BookieStorage(config_of(root, directories, **changes), files=files)
+    storage.open()
+    return storage
+
+
+def abandon(storage: BookieStorage) -> None:
+    """What the end of the process does to the databases, without a flush of what is in memory."""
+    storage.ledgers.close()
+
+
+def digests_of(ledger: LedgerId) -> DigestManager:
+    return DigestManager(ledger, DigestType.CRC32C, b"secret")
+
+
+def body_of(ledger: LedgerId, entry_id: int, size: int = 20) -> bytes:
+    payload = bytes([entry_id % 251]) * size
+    return digests_of(ledger).seal(entry_id, entry_id - 1, size * (entry_id + 1), payload) + payload
+
+
+def keep(storage: BookieStorage, handle: Any, entry_id: int, body: bytes) -> None:
+    record = record_of(body)
+    storage.ledgers.add(handle, [entry_id], [record], len(record))
+
+
+def add(storage: BookieStorage, ledger: LedgerId, *entry_ids: int, size: int = 20) -> None:
+    for entry_id in entry_ids:
+        storage.add(ledger, entry_id, digests_of(ledger).master_key, body_of(ledger, entry_id, size), None)
+
+
+def entry_ids(storage: BookieStorage, ledger: LedgerId) -> list[int]:
+    handle = storage.get(ledger)
+    assert handle is not None
+    return list(storage.ledgers.entry_ids(handle)())
+
+
+def locations(root: Path, ledger: LedgerId, directory: int = 0) -> dict[int, int]:
+    """What the databases of a closed storage say."""
+    name = "scoped-locations" if ledger.is_scoped else "locations"
+    with LocationsDatabase.open(root / f"ledgers-{directory}" / "current" / name) as database:
+        return {entry_id: location for _, entry_id, location in database.locations(ledger)}
+
+
+@pytest.mark.parametrize("ledger", [PLAIN, SCOPED, LedgerId(U64_MAX, U64_MAX)], ids=repr)
+def test_entries_are_readable_in_every_state(tmp_path: Path, ledger: LedgerId) -> None:
+    storage = open_storage(tmp_path)
+
+    def expect(*ids: int) -> None:
+        handle = storage.get(ledger)
+        assert handle is not None
+        assert handle.last_entry == max(ids)
+        assert entry_ids(storage, ledger) == sorted(ids)
+        for entry_id in range(12):
+            assert storage.ledgers.has(handle, entry_id) == (entry_id in ids)
+            if entry_id in ids:
+                assert bytes(storage.read_entry(ledger, entry_id)) == body_of(ledger, entry_id)
+            else:
+                with pytest.raises(EntryNotFound):
+                    storage.ledgers.read(handle, entry_id)
+        assert bytes(storage.read_entry(ledger, -1)) == body_of(ledger, max(ids))
+
+    add(storage, ledger, 3, 0, 5)
+    expect(0, 3, 5)
+    checkpoint = storage.begin_checkpoint()
+    assert checkpoint is not None
+    add(storage, ledger, 1, 9)
+    expect(0, 1, 3, 5, 9)
+    storage.checkpoint(checkpoint)
+    expect(0, 1, 3, 5, 9)
+    storage.end_checkpoint(checkpoint, written=True)
+    expect(0, 1, 3, 5, 9)
+    storage.run_checkpoint()
+    assert storage.unwritten_bytes == 0
+    expect(0, 1, 3, 5, 9)
+    add(storage, ledger, 2)
+    expect(0, 1, 2, 3, 5, 9)
+    storage.close()
+    assert locations(tmp_path, ledger).keys() == {0, 1, 2, 3, 5, 9}
+
+    storage = open_storage(tmp_path)
+    assert storage.replayed == (0, 0)
+    expect(0, 1, 2, 3, 5, 9)
+    assert list(storage.ledgers.ledger_ids()) == [ledger]
+    storage.close()
+
+
+def test_entries_of_a_flush_stand_in_the_log_by_ledger_and_entry(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    for entry_id in (2, 0, 1):
+        for ledger_id in (9, 3, 5):
+            add(storage, LedgerId(0, ledger_id), entry_id)
+    storage.close()
+    by_ledger = [locations(tmp_path, LedgerId(0, ledger_id)) for ledger_id in (3, 5, 9)]
+    places = [each[entry_id] for each in by_ledger for entry_id in range(3)]
+    assert places == sorted(places)
+
+
+def test_a_ledger_is_in_the_directory_of_its_128_bit_number(tmp_path: Path) -> None:
+    ledgers = [LedgerId(0, 3), LedgerId(0, 4), LedgerId(1, 0), LedgerId(1, 1), LedgerId(U64_MAX, U64_MAX)]
+    storage = open_storage(tmp_path, directories=3, index_directories=tuple(str(tmp_path / f"i{n}") for n in range(3)))
+    for ledger in ledgers:
+        add(storage, ledger, 0)
+    assert list(storage.ledgers.ledger_ids()) == sorted(ledgers)
+    storage.run_checkpoint()
+    assert list(storage.ledgers.ledger_ids()) == sorted(ledgers)
+    assert list(storage.ledgers.ledger_ids(1)) == [LedgerId(1, 0), LedgerId(1, 1)]
+    assert list(storage.ledgers.ledger_ids(U64_MAX)) == [LedgerId(U64_MAX, U64_MAX)]
+    storage.close()
+    for number in range(3):
+        here = [ledger for ledger in ledgers if ledger.value % 3 == number]
+        current = tmp_path / f"i{number}" / "current"
+        found: list[LedgerId] = []
+        for name in ("ledgers", "scoped-ledgers"):
+            if (current / name).exists():
+                with LedgersDatabase.open(current / name) as database:
+                    found += database.ledger_ids()
+        assert found == sorted(here)
+        logs = tmp_path / f"ledgers-{number}" / "current"
+        assert bool(list(logs.glob("*.log"))) == any(not ledger.is_scoped for ledger in here)
+        assert bool(list(logs.glob("scoped/*.log"))) == any(ledger.is_scoped for ledger in here)
+
+
+def test_each_ledger_directory_has_an_index_directory(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="index directory for each of 2"):
+        DbLedgerStorage(config_of(tmp_path, 2, index_directories=(str(tmp_path / "one"),)), Files())
+
+
+def test_without_scoped_ledgers_there_are_apaches_databases_only(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    add(storage, PLAIN, 0)
+    assert not storage.ledgers.has_scoped_ledgers()
+    storage.close()
+    current = tmp_path / "ledgers-0" / "current"
+    assert {path.name for path in current.iterdir() if path.is_dir()} == {"ledgers", "locations"}
+    assert not list(current.rglob("rocksdict*"))
+    storage = open_storage(tmp_path)
+    add(storage, SCOPED, 0)
+    storage.close()
+    assert open_storage(tmp_path).ledgers.has_scoped_ledgers()
+
+
+def test_fences_explicit_lacs_and_keys_outlive_a_restart(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    for ledger in (PLAIN, SCOPED):
+        digests = digests_of(ledger)
+        storage.fence(ledger, digests.master_key, lambda error: None)
+        storage.write_lac(ledger, 8, digests.master_key, digests.seal_lac(8), lambda error: None)
+    storage.close()
+    storage = open_storage(tmp_path)
+    assert storage.replayed == (0, 0)
+    for ledger in (PLAIN, SCOPED):
+        handle = storage.get(ledger)
+        assert handle is not None
+        assert (handle.fenced, handle.last_entry) == (True, -1)
+        assert handle.explicit_lac == digests_of(ledger).seal_lac(8)
+        assert handle.master_key == digests_of(ledger).master_key
+        assert storage.last_add_confirmed(handle) == 8
+        with pytest.raises(EntryNotFound):
+            storage.read_entry(ledger, -1)
+    storage.close()
+
+
+def test_what_apaches_integrity_check_left_is_kept(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    add(storage, PLAIN, 0)
+    storage.close()
+    ledgers = tmp_path / "ledgers-0" / "current" / "ledgers"
+    with LedgersDatabase.edit(ledgers) as database:
+        database.put(PLAIN, LedgerData(True, False, digests_of(PLAIN).master_key, limbo=True))
+        database.put(LedgerId(0, 5), LedgerData(True, False, bytes(20)))
+    storage = open_storage(tmp_path)
+    assert bytes(storage.read_entry(PLAIN, 0)) == body_of(PLAIN, 0)
+    for entry_id in (1, -1):
+        with pytest.raises(UnknownLedgerState):
+            storage.read_entry(PLAIN, entry_id)
+    with pytest.raises(UnknownLedgerState):
+        storage.last_add_confirmed(storage.get(PLAIN))
+    with pytest.raises(UnknownLedgerState):  # its fence may be lost
+        add(storage, PLAIN, 1)
+    storage.fence(PLAIN, digests_of(PLAIN).master_key, lambda error: None)
+    add(storage, LedgerId(0, 5), 0)  # a key of zeros is nobody's
+    storage.close()
+    with LedgersDatabase.open(ledgers) as database:
+        assert database.get(PLAIN) == LedgerData(True, True, digests_of(PLAIN).master_key, limbo=True)
+        assert database.get(LedgerId(0, 5)) == LedgerData(True, False, digests_of(LedgerId(0, 5)).master_key)
+
+
+@pytest.mark.parametrize("directories", [1, 2])
+def test_an_unfinished_integrity_check_makes_every_negative_answer_unknown(tmp_path: Path, directories: int) -> None:
+    storage = open_storage(tmp_path, directories=directories)
+    ledgers = [PLAIN, LedgerId(0, PLAIN.ledger_id + 1), SCOPED]
+    for ledger in ledgers:
+        add(storage, ledger, 0)
+    storage.close()
+    with LedgersDatabase.edit(tmp_path / "ledgers-0" / "current" / "ledgers") as database:
+        database.put_storage_flags(NEEDS_INTEGRITY_CHECK)
+    storage = open_storage(tmp_path, directories=directories)
+    for ledger in ledgers:
+        assert bytes(storage.read_entry(ledger, 0)) == body_of(ledger, 0)
+        with pytest.raises(UnknownLedgerState):
+            storage.read_entry(ledger, 1)
+        with pytest.raises(UnknownLedgerState):
+            add(storage, ledger, 1)
+    with pytest.raises(UnknownLedgerState):
+        storage.read_entry(LedgerId(0, 999), 0)
+    with pytest.raises(UnknownLedgerState):
+        add(storage, LedgerId(0, 999), 0)
+    storage.close()
+    with LedgersDatabase.open(tmp_path / "ledgers-0" / "current" / "ledgers") as database:
+        assert database.storage_flags() == NEEDS_INTEGRITY_CHECK
+        assert {data.limbo for _, data in database.ledgers()} == {None}
+
+
+# --- deletion --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ledger", [PLAIN, SCOPED], ids=repr)
+def test_a_deleted_ledger_is_gone_at_once_and_from_the_databases_with_a_flush(tmp_path: Path, ledger: LedgerId) -> None:
+    storage = open_storage(tmp_path)
+    others = [LedgerId(ledger.scope_id, 3), LedgerId(ledger.scope_id, 5)]
+    for each in (ledger, *others):
+        add(storage, each, 0, 1)
+    storage.run_checkpoint()
+    add(storage, ledger, 2)
+    storage.delete_ledger(ledger)
+    assert storage.get(ledger) is None
+    assert list(storage.ledgers.ledger_ids()) == others
+    assert storage.unwritten_bytes == 0
+    checkpoint = storage.begin_checkpoint()
+    assert checkpoint is not None
+    assert storage.get(ledger) is None
+    storage.checkpoint(checkpoint)
+    storage.end_checkpoint(checkpoint, written=True)
+    assert storage.get(ledger) is None
+    assert list(storage.ledgers.ledger_ids()) == others
+    storage.close()
+    assert locations(tmp_path, ledger) == {}
+    assert all(locations(tmp_path, each).keys() == {0, 1} for each in others)
+
+
+def test_a_ledger_that_is_made_again_has_nothing_of_the_old_one(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    add(storage, PLAIN, 0, 1, 2)
+    storage.run_checkpoint()
+    assert bytes(storage.read_entry(PLAIN, 1)) == body_of(PLAIN, 1)  # and the rest is read ahead
+    add(storage, PLAIN, 3)
+    checkpoint = storage.begin_checkpoint()
+    assert checkpoint is not None
+    storage.ledgers.delete_ledger(storage.get(PLAIN))
+    handle = storage.ledgers.load(PLAIN)
+    storage.ledgers.create(handle, b"another key")
+    keep(storage, handle, 2, body_of(PLAIN, 2, 99))
+    keep(storage, handle, 4, body_of(PLAIN, 4))
+
+    def expect() -> None:
+        assert [each for each in range(6) if storage.ledgers.has(handle, each)] == [2, 4]
+        assert entry_ids(storage, PLAIN) == [2, 4]
+        assert bytes(storage.ledgers.read(handle, 2)) == body_of(PLAIN, 2, 99)
+        for absent in (0, 1, 3):
+            with pytest.raises(EntryNotFound):
+                storage.ledgers.read(handle, absent)
+
+    expect()
+    storage.checkpoint(checkpoint)
+    storage.end_checkpoint(checkpoint, written=True)
+    expect()
+    storage.run_checkpoint()
+    expect()
+    assert list(storage.ledgers.ledger_ids()) == [PLAIN]
+    abandon(storage)
+    assert locations(tmp_path, PLAIN).keys() == {2, 4}
+
+
+def test_entries_that_a_deletion_left_behind_go_at_the_next_start(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    ledgers = [LedgerId(scope_id, ledger_id) for scope_id in (0, 7) for ledger_id in range(5)]
+    for ledger in ledgers:
+        add(storage, ledger, 0, 1)
+    storage.close()
+    current = tmp_path / "ledgers-0" / "current"
+    gone = [ledger for ledger in ledgers if ledger.ledger_id in (0, 3, 4)]
+    for name in ("ledgers", "scoped-ledgers"):
+        with LedgersDatabase.edit(current / name) as database:
+            for ledger in gone:
+                if ledger.is_scoped == database.scoped:
+                    database.delete(ledger)
+    open_storage(tmp_path).close()
+    for ledger in ledgers:
+        assert locations(tmp_path, ledger).keys() == (set() if ledger in gone else {0, 1})
+
+
+# --- flushes that fail -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "path"), [("sync", "locations"), ("sync", "current/ledgers"), ("write", ".log")])
+def test_what_a_failed_flush_did_not_write_the_next_one_writes(tmp_path: Path, kind: str, path: str) -> None:
+    root = tmp_path / "disk"
+    root.mkdir()
+    files = SimulatedFiles(root)
+    storage = open_storage(root, files)
+    for ledger in (PLAIN, SCOPED):
+        add(storage, ledger, 0, 1)
+    storage.flush_journals()
+    before = storage.unwritten_bytes
+    files.faults.append(Fault(kind, path, errno.ENOSPC))
+    with pytest.raises(OSError, match="No space left"):
+        storage.run_checkpoint()
+    assert not files.faults
+    assert storage.unwritten_bytes == before
+    if kind == "sync":
+        with pytest.raises(OSError, match="not in the index yet"):
+            storage.ledgers.live([(PLAIN, 0, 1 << 32 | 1028)])
+    for ledger in (PLAIN, SCOPED):
+        add(storage, ledger, 1, 2)
+        assert entry_ids(storage, ledger) == [0, 1, 2]
+        for entry_id in range(3):
+            assert bytes(storage.read_entry(ledger, entry_id)) == body_of(ledger, entry_id)
+    storage.run_checkpoint()
+    assert storage.unwritten_bytes == 0
+    image = files.crash(tmp_path / "image")
+    abandon(storage)
+    again = open_storage(image)
+    for ledger in (PLAIN, SCOPED):
+        assert entry_ids(again, ledger) == [0, 1, 2]
+        for entry_id in range(3):
+            assert bytes(again.read_entry(ledger, entry_id)) == body_of(ledger, entry_id)
+    again.close()
+
+
+def test_a_database_that_had_no_space_is_opened_again_once_there_is_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RocksDB takes no write after one that failed."""
+    root = tmp_path / "disk"
+    root.mkdir()
+    files = SimulatedFiles(root)
+    storage = open_storage(root, files)
+    add(storage, PLAIN, 0)
+    storage.run_checkpoint()
+    assert isinstance(storage.ledgers, DbLedgerStorage)
+    index = storage.ledgers.directories[0].locations
+    broken = index._databases[False]
+
+    def refuse(batch: Any) -> None:
+        raise BkctlError(f"cannot be written: IO error: {os.strerror(errno.ENOSPC)}")
+
+    monkeypatch.setattr(broken, "write", refuse)
+    add(storage, PLAIN, 1)
+    for space in (None, 0, 0):
+        files.capacity_bytes = space
+        with pytest.raises(OSError, match="No space left"):
+            storage.run_checkpoint()
+        assert index._databases[False] is broken, "there is no space to open it"
+        assert [bytes(storage.read_entry(PLAIN, each)) for each in (0, 1)] == [body_of(PLAIN, each) for each in (0, 1)]
+    files.capacity_bytes = None
+    reader = index.entry_ids(PLAIN)
+    assert next(reader) == 0
+    with pytest.raises(OSError, match="is in use") as caught:
+        storage.run_checkpoint()
+    assert caught.value.errno == errno.ENOSPC, "the bookie tries again"
+    assert list(reader) == []
+    storage.run_checkpoint()
+    assert index._databases[False] is not broken
+    assert [bytes(storage.read_entry(PLAIN, each)) for each in (0, 1)] == [body_of(PLAIN, each) for each in (0, 1)]
+    storage.close()
+    assert locations(root, PLAIN).keys() == {0, 1}
+
+
+def test_a_full_write_cache_asks_for_a_flush_and_then_holds_writers_back(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path, directories=2, db_storage_write_cache_max_size_mb=1)
+    entry_id = 0
+    while not storage.is_checkpoint_due:
+        add(storage, PLAIN, entry_id, size=10_000)
+        entry_id += 1
+    assert 1 << 17 < storage.unwritten_bytes <= storage.ledgers.unwritten_bytes_max == 1 << 20
+    checkpoint = storage.begin_checkpoint()
+    assert checkpoint is not None
+    assert not storage.is_checkpoint_due
+    taken = storage.unwritten_bytes
+    add(storage, PLAIN, entry_id, size=10_000)
+    assert storage.unwritten_bytes > taken, "what is being flushed is in memory still"
+    storage.checkpoint(checkpoint)
+    storage.end_checkpoint(checkpoint, written=True)
+    assert storage.unwritten_bytes < taken
+    storage.close()
+
+
+def test_handles_are_bounded(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path, open_file_limit=3)
+    for ledger_id in range(10):
+        add(storage, LedgerId(0, ledger_id), 0)
+    assert len(storage.ledgers.handles) == 10, "the disk does not know them"
+    storage.run_checkpoint()
+    assert len(storage.ledgers.handles) == 3
+    for ledger_id in range(10):
+        assert bytes(storage.read_entry(LedgerId(0, ledger_id), 0)) == body_of(LedgerId(0, ledger_id), 0)
+    storage.close()
+
+
+# --- reads -----------------------------------------------------------------------------------------------------------
+
+
+def test_reads_in_order_are_read_ahead_and_others_are_not(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path, db_storage_read_ahead_cache_batch_size=10)
+    add(storage, PLAIN, *range(40))
+    add(storage, LedgerId(0, 5), *range(40))
+    storage.run_checkpoint()
+    handle = storage.get(PLAIN)
+
+    def in_memory() -> list[int]:
+        return [entry_id for entry_id in range(40) if storage.find(handle, entry_id) is not None]
+
+    assert in_memory() == []
+    storage.read(handle, 30)
+    assert in_memory() == []
+    storage.read(handle, 31)
+    assert in_memory() == [*range(32, 40)], "up to the ledger's end"
+    for entry_id in range(40):
+        assert bytes(storage.read(handle, entry_id)) == body_of(PLAIN, entry_id)
+    storage.read(handle, 1)
+    storage.close()
+
+
+def test_the_newest_copy_of_an_entry_is_read(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    add(storage, PLAIN, 0, 1, 2)
+    storage.run_checkpoint()
+    storage.read_entry(PLAIN, 0)  # and the others ahead
+    digests = digests_of(PLAIN)
+    copy = digests.seal(1, -1, 40, b"\1" * 20) + b"\1" * 20
+    storage.add(PLAIN, 1, digests.master_key, copy, None)
+    assert bytes(storage.read_entry(PLAIN, 1)) == copy != body_of(PLAIN, 1)
+    storage.run_checkpoint()
+    assert bytes(storage.read_entry(PLAIN, 1)) == copy
+    storage.close()
+
+
+# --- garbage collection ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ledger", [PLAIN, SCOPED], ids=repr)
+def test_moved_entries_are_read_where_they_went(tmp_path: Path, ledger: LedgerId) -> None:
+    storage = open_storage(tmp_path, directories=2)
+    other = LedgerId(ledger.scope_id, ledger.ledger_id + 1)
+    add(storage, ledger, 0, 1, 2)
+    add(storage, other, 0)
+    storage.run_checkpoint()
+    assert isinstance(storage.ledgers, DbLedgerStorage)
+    directory = storage.ledgers.directories[ledger.value % 2]
+    old = {entry_id: directory.locations.location(ledger, entry_id) for entry_id in range(3)}
+    logger = directory.logger_of(scoped=ledger.is_scoped)
+    log = logger.open_compaction_log()
+    new = {entry_id: log.add(ledger, body_of(ledger, entry_id)) for entry_id in (0, 1)}
+    log.finish()
+    storage.ledgers.update_locations(
+        [Move(ledger, 0, old[0], new[0]), Move(ledger, 1, old[1] + 1, new[1]), Move(other, 7, 1 << 33, new[0])]
+    )
+    asked = [(ledger, 0, new[0]), (ledger, 0, old[0]), (ledger, 1, old[1]), (ledger, 2, old[2]), (other, 7, new[0])]
+    assert storage.ledgers.live(asked) == [True, False, True, True, False]
+    assert storage.ledgers.has_entry_at(ledger, 1, old[1])
+    assert not storage.ledgers.has_entry_at(ledger, 1, new[1])
+    for entry_id in range(3):
+        assert bytes(storage.read_entry(ledger, entry_id)) == body_of(ledger, entry_id)
+    storage.close()
+    moved = locations(tmp_path, ledger, ledger.value % 2)
+    assert moved == {0: new[0], 1: old[1], 2: old[2]}
+    assert unpack_location(new[0])[0] != unpack_location(old[0])[0]
+
+
+def test_a_read_that_compaction_overtakes_looks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = open_storage(tmp_path)
+    add(storage, PLAIN, 0)
+    storage.run_checkpoint()
+    add(storage, LedgerId(0, 5), 0)  # the log goes on
+    assert isinstance(storage.ledgers, DbLedgerStorage)
+    (directory,) = storage.ledgers.directories
+    old = directory.locations.location(PLAIN, 0)
+    read = directory.logger.read
+
+    def overtaken(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(directory.logger, "read", read)
+        log = directory.logger.open_compaction_log()
+        new = log.add(PLAIN, body_of(PLAIN, 0))
+        log.finish()
+        storage.ledgers.update_locations([Move(PLAIN, 0, old, new)])
+        raise FileNotFoundError(errno.ENOENT, "No such file", "0.log")
+
+    monkeypatch.setattr(directory.logger, "read", overtaken)
+    assert bytes(storage.read_entry(PLAIN, 0)) == body_of(PLAIN, 0)
+
+    def gone(*args: Any, **options: Any) -> Any:
+        raise FileNotFoundError(errno.ENOENT, "No such file", "0.log")
+
+    monkeypatch.setattr(directory.logger, "read", gone)
+    with pytest.raises(FileNotFoundError):
+        storage.read_entry(PLAIN, 0)
+    monkeypatch.undo()
+    storage.close()
+
+
+def test_databases_of_locations_are_compacted_on_request(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    add(storage, PLAIN, *range(2000))
+    add(storage, SCOPED, 0)
+    storage.close()
+    storage = open_storage(tmp_path)
+    storage.delete_ledger(PLAIN)
+    storage.run_checkpoint()
+    current = tmp_path / "ledgers-0" / "current"
+    plain, scoped = current / "locations", current / "scoped-locations"
+    assert storage.ledgers.location_compactions() == {str(plain): False, str(scoped): False}
+
+    def size() -> int:
+        return sum(path.stat().st_size for path in plain.glob("*.sst"))
+
+    before = size()
+    storage.ledgers.compact_locations([str(scoped)])
+    assert size() == before > 0
+    storage.ledgers.compact_locations()
+    assert size() < before
+    storage.close()
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+def append_garbage(current: Path) -> None:
+    (manifest,) = (current / "locations").glob("MANIFEST-*")
+    with manifest.open("ab") as file:
+        file.write(b"\x17\x2a\x80\xff" * 20_000)  # RocksDB would never end to read it
+
+
+def cut_current(current: Path) -> None:
+    (current / "ledgers" / "CURRENT").write_bytes(b"MANI")
+
+
+def lose_ledgers(current: Path) -> None:
+    shutil.rmtree(current / "ledgers")
+
+
+def lose_scoped_locations(current: Path) -> None:
+    shutil.rmtree(current / "scoped-locations")
+
+
+def lose_a_table(current: Path) -> None:
+    for path in (current / "locations").glob("*.sst"):
+        path.unlink()
+
+
+@pytest.mark.parametrize("damage", [append_garbage, cut_current, lose_ledgers, lose_scoped_locations, lose_a_table])
+def test_damaged_databases_are_one_error_at_the_start(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    storage = open_storage(tmp_path)
+    add(storage, PLAIN, 0)
+    add(storage, SCOPED, 0)
+    storage.close()
+    current = tmp_path / "ledgers-0" / "current"
+    shutil.copytree(current, tmp_path / "whole")
+    damage(current)
+    for _ in range(2):
+        with pytest.raises(Corrupt, match=r"ledgers-0/current/\S*(ledgers|locations).*'bkctl bookie index rebuild'"):
+            open_storage(tmp_path)
+    shutil.rmtree(current)
+    shutil.copytree(tmp_path / "whole", current)
+    storage = open_storage(tmp_path)  # nobody holds the databases
+    assert bytes(storage.read_entry(PLAIN, 0)) == body_of(PLAIN, 0)
+    storage.close()
+
+
+@pytest.mark.parametrize("damage", ["begun", "flipped"])
+def test_a_write_ahead_log_may_end_torn_and_nothing_else(tmp_path: Path, damage: str) -> None:
+    storage = open_storage(tmp_path / "running")
+    for entry_id in range(3):
+        add(storage, PLAIN, entry_id)
+        storage.run_checkpoint()
+    shutil.copytree(tmp_path / "running", tmp_path / "killed")
+    storage.close()
+    (log,) = (tmp_path / "killed" / "ledgers-0" / "current" / "locations").glob("*.log")
+    data = bytearray(log.read_bytes())
+    if damage == "begun":
+        log.write_bytes(data + data[:30])
+        storage = open_storage(tmp_path / "killed")
+        assert entry_ids(storage, PLAIN) == [0, 1, 2]
+        storage.close()
+    else:
+        data[20] ^= 1
+        log.write_bytes(data)
+        with pytest.raises(Corrupt, match=r"current/locations.*'bkctl bookie index rebuild'"):
+            open_storage(tmp_path / "killed")
+
+
+def test_two_processes_cannot_have_one_directory(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    script = (
+        "import sys; from pathlib import Path; from bkctl.config import BookieConfig\n"
+        "from bkctl.storage.ledger.db_ledger_storage import DbLedgerStorage; from bkctl.disk import Files\n"
+        "DbLedgerStorage(BookieConfig(ledger_directories=(sys.argv[1],)), Files()).open()\n"
+    )
+    directory = str(tmp_path / "ledgers-0")
+    run = subprocess.run([sys.executable, "-c", script, directory], capture_output=True, text=True, timeout=60)
+    assert DirectoryInUse.__name__ in run.stderr.splitlines()[-1]
+    storage.close()
+
+
+# --- beside Apache's -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_apaches_bookie_left_is_served_and_checked_clean(tmp_path: Path, version: str) -> None:
+    """Its last entries are in its journal only. Afterwards ours are beside them."""
+    bookie = GoldenBookie(version, "db")
+    root = tmp_path / "bookie"
+    shutil.copytree(bookie.directory, root)
+    directories = {"journal_directories": (str(root / "journal"),), "ledger_directories": (str(root / "ledgers"),)}
+    storage = BookieStorage(config_of(root).with_changes(**directories))
+    storage.open()
+    expected = {LedgerId(0, int(ledger)): set(index["locations"]) for ledger, index in bookie.indexes.items()}
+    in_journals = 0
+    for _, rows in bookie.journals.values():
+        for row in rows:
+            ledger = LedgerId(0, int(row["ledgerId"]))
+            if row["type"] == "entry" and ledger in expected:
+                in_journals += row["entryId"] not in expected[ledger]
+                expected[ledger].add(row["entryId"])
+    assert sum(map(len, expected.values())) > 10
+    for ledger, ids in expected.items():
+        assert set(entry_ids(storage, ledger)) == ids
+        for entry_id in ids:
+            assert int.from_bytes(bytes(storage.read_entry(ledger, entry_id))[8:16], "big") == entry_id
+    add(storage, LedgerId(7, 1), 0)
+    storage.close()
+    check = IndexCheck(BookieDirectories([root / "journal"], [root / "ledgers"]))
+    assert [each for each in check.findings() if each.is_problem] == []
+    assert check.counts.errors == []

@@ -1,0 +1,65 @@
+"""What the disk seam creates: for whom it is readable, and that nothing planted is followed."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.simulated_disk import SimulatedFiles
+
+from bkctl.disk import Files, create_unfinished
+
+
+@pytest.fixture(autouse=True)
+def _open_umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("make", [lambda root: Files(), SimulatedFiles], ids=["real", "simulated"])
+def test_new_files_and_directories_are_not_for_every_user(tmp_path: Path, make: type[SimulatedFiles]) -> None:
+    root = tmp_path / "disk"
+    root.mkdir()
+    files = make(root)
+    files.make_directory(root / "a" / "b")
+    files.open(root / "a" / "b" / "file", create=True).close()
+    files.replace(root / "a" / "replaced", b"x")
+    assert mode(root / "a") == mode(root / "a" / "b") == 0o750
+    assert mode(root / "a" / "b" / "file") == mode(root / "a" / "replaced") == 0o640
+
+
+def test_a_stricter_umask_holds(tmp_path: Path) -> None:
+    os.umask(0o077)
+    Files().make_directory(tmp_path / "a")
+    Files().open(tmp_path / "a" / "file", create=True).close()
+    assert (mode(tmp_path / "a"), mode(tmp_path / "a" / "file")) == (0o700, 0o600)
+
+
+def test_an_unfinished_file_has_a_name_that_cannot_be_planted(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    made = [create_unfinished(target) for _ in range(20)]
+    assert len({path for path, _ in made}) == 20
+    assert {path.parent for path, _ in made} == {tmp_path}
+    for path, descriptor in made:
+        assert mode(path) == 0o600
+        os.close(descriptor)
+
+
+def test_an_unfinished_file_is_never_one_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "urandom", bytes)  # a name that was guessed
+    victim = tmp_path / "victim"
+    planted, descriptor = create_unfinished(tmp_path / "target")
+    os.close(descriptor)
+    planted.unlink()
+    planted.symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        create_unfinished(tmp_path / "target")
+    assert not victim.exists()
