@@ -44,6 +44,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("long")]
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    """Return the event loop that async tests run on: asyncio's own."""
+    return "asyncio"
+
+
 @pytest.fixture(scope="session")
 def java() -> Java:
     """Java with Apache BookKeeper on its class path: `run_source`, `shell`, `start`."""

@@ -670,7 +670,7 @@ def test_the_index_of_a_deleted_ledger_leaves_the_disk_before_its_logs(
 
 
 @pytest.mark.parametrize("storage_class", STORAGE_CLASSES)
-def test_a_disk_without_space_for_a_checkpoint_is_freed_of_the_logs_of_deleted_ledgers(
+async def test_a_disk_without_space_for_a_checkpoint_is_freed_of_the_logs_of_deleted_ledgers(
     tmp_path: Path, store: Cluster, storage_class: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing else would free it, and the bookie would never take entries again."""
@@ -681,92 +681,79 @@ def test_a_disk_without_space_for_a_checkpoint_is_freed_of_the_logs_of_deleted_l
     def logs() -> set[Path]:
         return {path for path in tmp_path.glob("ledgers-*/current/*.log") if path.stat().st_size > 2048}
 
-    async def run() -> None:
-        bookie = RunningBookie(config, cluster=store)
-        await bookie.start()
-        async with BookKeeper(store) as client:
-            for ledger_id in (1, 2):
-                handle = await client.create_ledger_adv(
-                    ledger_id, ensemble_size=1, write_quorum_size=1, ack_quorum_size=1
-                )
-                await asyncio.gather(*(handle.add(bytes(1000), entry_id=each) for each in range(200)))
-                await handle.close()
-                await bookie.checkpoint()
-            await client.delete_ledger(1)
-        before = logs()
-        collector = bookie.garbage_collector
-        assert collector is not None
-        with monkeypatch.context() as full:
+    bookie = RunningBookie(config, cluster=store)
+    await bookie.start()
+    async with BookKeeper(store) as client:
+        for ledger_id in (1, 2):
+            handle = await client.create_ledger_adv(ledger_id, ensemble_size=1, write_quorum_size=1, ack_quorum_size=1)
+            await asyncio.gather(*(handle.add(bytes(1000), entry_id=each) for each in range(200)))
+            await handle.close()
+            await bookie.checkpoint()
+        await client.delete_ledger(1)
+    before = logs()
+    collector = bookie.garbage_collector
+    assert collector is not None
+    with monkeypatch.context() as full:
 
-            async def no_space(_: RunningBookie) -> None:
-                raise NoSpaceForCheckpoint("Bookie has no space for a checkpoint")
+        async def no_space(_: RunningBookie) -> None:
+            raise NoSpaceForCheckpoint("Bookie has no space for a checkpoint")
 
-            full.setattr(RunningBookie, "_checkpoint_from_now", no_space)
-            assert collector.force(major=False, minor=False)
-            while collector.is_in_force_gc:
-                await asyncio.sleep(0.01)
-        assert len(logs()) < len(before)
-        async with BookKeeper(store) as client:
-            handle = await client.open_ledger(2)
-            assert [entry.entry_id async for entry in handle.read(0, 199)] == list(range(200))
-        await bookie.stop()
-
-    asyncio.run(run())
+        full.setattr(RunningBookie, "_checkpoint_from_now", no_space)
+        assert collector.force(major=False, minor=False)
+        while collector.is_in_force_gc:
+            await asyncio.sleep(0.01)
+    assert len(logs()) < len(before)
+    async with BookKeeper(store) as client:
+        handle = await client.open_ledger(2)
+        assert [entry.entry_id async for entry in handle.read(0, 199)] == list(range(200))
+    await bookie.stop()
 
 
 @pytest.mark.parametrize("storage_class", STORAGE_CLASSES)
-def test_ledgers_are_deleted_while_checkpoints_never_end(
+async def test_ledgers_are_deleted_while_checkpoints_never_end(
     tmp_path: Path, store: Cluster, storage_class: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a busy bookie one begins with the end of another, and its disks fill up if it does not collect."""
     config = bookie_config(tmp_path, ledger_storage_class=storage_class, flush_interval=3_600_000)
 
-    async def run() -> None:
-        bookie = RunningBookie(config, cluster=store)
-        await bookie.start()
-        may_end = threading.Event()
-        plain_checkpoint = bookie.storage.checkpoint
+    bookie = RunningBookie(config, cluster=store)
+    await bookie.start()
+    may_end = threading.Event()
+    plain_checkpoint = bookie.storage.checkpoint
 
-        def checkpoint(begun: Checkpoint) -> None:
-            may_end.wait(120)
-            plain_checkpoint(begun)
+    def checkpoint(begun: Checkpoint) -> None:
+        may_end.wait(120)
+        plain_checkpoint(begun)
 
-        monkeypatch.setattr(bookie.storage, "checkpoint", checkpoint)
-        async with BookKeeper(store) as client:
-            for ledger_id in (1, 2):
-                handle = await client.create_ledger_adv(
-                    ledger_id, ensemble_size=1, write_quorum_size=1, ack_quorum_size=1
-                )
-                await handle.add(b"an entry", entry_id=0)
-                await handle.close()
-            await client.delete_ledger(1)
-            running = asyncio.ensure_future(bookie.checkpoint())
-            collector = bookie.garbage_collector
-            assert collector is not None
-            assert collector.force(major=False, minor=False)
-            async with asyncio.timeout(60):
-                while not collector.stats.deleted_ledgers:
-                    await asyncio.sleep(0.01)
-            assert not running.done()
-            may_end.set()
-            await running
-            assert list(bookie.storage.ledgers.ledger_ids()) == [LedgerId(0, 2)]
-        await bookie.stop()
-        assert bookie.failure is None
-
-    asyncio.run(run())
+    monkeypatch.setattr(bookie.storage, "checkpoint", checkpoint)
+    async with BookKeeper(store) as client:
+        for ledger_id in (1, 2):
+            handle = await client.create_ledger_adv(ledger_id, ensemble_size=1, write_quorum_size=1, ack_quorum_size=1)
+            await handle.add(b"an entry", entry_id=0)
+            await handle.close()
+        await client.delete_ledger(1)
+        running = asyncio.ensure_future(bookie.checkpoint())
+        collector = bookie.garbage_collector
+        assert collector is not None
+        assert collector.force(major=False, minor=False)
+        async with asyncio.timeout(60):
+            while not collector.stats.deleted_ledgers:
+                await asyncio.sleep(0.01)
+        assert not running.done()
+        may_end.set()
+        await running
+        assert list(bookie.storage.ledgers.ledger_ids()) == [LedgerId(0, 2)]
+    await bookie.stop()
+    assert bookie.failure is None
 
 
-def test_a_bookie_that_gave_up_collects_no_more(tmp_path: Path, store: Cluster) -> None:
-    async def run() -> None:
-        bookie = RunningBookie(bookie_config(tmp_path, gc_wait_time=1), cluster=store)
-        await bookie.start()
-        bookie.thread_died(RuntimeError("a thread"))
-        assert bookie.garbage_collector is not None
-        assert not bookie.garbage_collector.force()
-        await bookie.stop()
-
-    asyncio.run(run())
+async def test_a_bookie_that_gave_up_collects_no_more(tmp_path: Path, store: Cluster) -> None:
+    bookie = RunningBookie(bookie_config(tmp_path, gc_wait_time=1), cluster=store)
+    await bookie.start()
+    bookie.thread_died(RuntimeError("a thread"))
+    assert bookie.garbage_collector is not None
+    assert not bookie.garbage_collector.force()
+    await bookie.stop()
 
 
 def test_a_bookie_does_not_start_with_settings_that_cannot_be(tmp_path: Path, store: Cluster) -> None:

@@ -253,34 +253,31 @@ class _HangingFile(StorageFile):
 
 
 @pytest.mark.parametrize("when", ["at work", "as it stops"])
-def test_a_stop_ends_in_bounded_time_while_a_disk_hangs(
+async def test_a_stop_ends_in_bounded_time_while_a_disk_hangs(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     monkeypatch.setattr(server, "STOP_S", 1.0)
     monkeypatch.setattr(server, "STOP_GRACE_S", 0.2)
     files = HangingFiles()
 
-    async def run() -> None:
-        bookie = Bookie(config_for(tmp_path), cluster=cluster, files=files)
-        await bookie.start()
-        async with connected(bookie) as connection:
-            assert await statuses(connection, add(PLAIN, 0)) == [Status.EOK]
-            files.hangs.set()
-            waiting = connection.send(add(PLAIN, 1)) if when == "at work" else None
-            if waiting is not None:
-                await asyncio.sleep(0.1)
-            await asyncio.wait_for(bookie.stop(), 60)
-            assert bookie.failure is not None
-            assert bookie.is_stuck
-            if waiting is not None:
-                with pytest.raises(BkctlError):
-                    await waiting
-        files.go_on.set()
-        for thread in threading.enumerate():
-            if thread.name.startswith(("journal-", "stop-")):
-                await asyncio.to_thread(thread.join, 60)
-
-    asyncio.run(run())
+    bookie = Bookie(config_for(tmp_path), cluster=cluster, files=files)
+    await bookie.start()
+    async with connected(bookie) as connection:
+        assert await statuses(connection, add(PLAIN, 0)) == [Status.EOK]
+        files.hangs.set()
+        waiting = connection.send(add(PLAIN, 1)) if when == "at work" else None
+        if waiting is not None:
+            await asyncio.sleep(0.1)
+        await asyncio.wait_for(bookie.stop(), 60)
+        assert bookie.failure is not None
+        assert bookie.is_stuck
+        if waiting is not None:
+            with pytest.raises(BkctlError):
+                await waiting
+    files.go_on.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith(("journal-", "stop-")):
+            await asyncio.to_thread(thread.join, 60)
 
 
 @pytest.mark.parametrize("method", ["begin_checkpoint", "checkpoint", "end_checkpoint", "write_entries", "close"])

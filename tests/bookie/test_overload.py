@@ -49,59 +49,53 @@ def bookie_of(cluster: Cluster, directory: Path, files: Files | None = None, **s
 
 
 @pytest.mark.parametrize("storage", [SORTED, INTERLEAVED, DB])
-def test_held_adds_go_on_without_another_request_or_checkpoint(
+async def test_held_adds_go_on_without_another_request_or_checkpoint(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
 ) -> None:
-    async def scenario() -> None:
-        bookie = bookie_of(cluster, tmp_path, ledger_storage_class=storage)
-        monkeypatch.setattr(type(bookie.storage.ledgers), "unwritten_bytes_max", 0)
-        await bookie.start()
-        async with BookKeeper(cluster) as bookkeeper:
-            writer = await bookkeeper.create_ledger(ensemble_size=1, write_quorum_size=1, ack_quorum_size=1)
-            for entry_id in range(3):
-                assert await asyncio.wait_for(writer.add(b"entry"), 60) == entry_id
-            await writer.close()
-        await bookie.stop()
-
-    asyncio.run(scenario())
+    bookie = bookie_of(cluster, tmp_path, ledger_storage_class=storage)
+    monkeypatch.setattr(type(bookie.storage.ledgers), "unwritten_bytes_max", 0)
+    await bookie.start()
+    async with BookKeeper(cluster) as bookkeeper:
+        writer = await bookkeeper.create_ledger(ensemble_size=1, write_quorum_size=1, ack_quorum_size=1)
+        for entry_id in range(3):
+            assert await asyncio.wait_for(writer.add(b"entry"), 60) == entry_id
+        await writer.close()
+    await bookie.stop()
 
 
-def test_a_client_that_does_not_read_has_few_answers_in_memory(
+async def test_a_client_that_does_not_read_has_few_answers_in_memory(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protocol_server, "READS_IN_PROGRESS_MAX", 4)
     count, payload = 200, bytes(200_000)
 
-    async def scenario() -> None:
-        bookie = bookie_of(cluster, tmp_path)
-        await bookie.start()
-        async with BookKeeper(cluster) as bookkeeper:
-            writer = await bookkeeper.create_ledger(ensemble_size=1, write_quorum_size=1, ack_quorum_size=1)
-            await asyncio.gather(*(writer.add(payload) for _ in range(count)))
-        read, reads = bookie.storage.read, []
-        monkeypatch.setattr(bookie.storage, "find", lambda *_: None)
-        monkeypatch.setattr(bookie.storage, "read", lambda *entry: (reads.append(entry), read(*entry))[1])
-        client = socket.socket()
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
-        client.connect(bookie.address)
-        reader, stream = await asyncio.open_connection(sock=client)
-        for entry_id in range(count):
-            out: list[Any] = []
-            v2.encode_request(ReadRequest(writer.ledger, entry_id), out)
-            stream.writelines(out)
-        seen, unchanged = -1, 0
-        while unchanged < 10:
-            unchanged = unchanged + 1 if reads and seen == len(reads) else 0
-            seen = len(reads)
-            await asyncio.sleep(0.05)
-        assert seen < count // 2  # the kernel holds some megabytes
-        for _ in range(count):
-            size = int.from_bytes(await reader.readexactly(4))
-            assert len(await reader.readexactly(size)) > len(payload)
-        stream.close()
-        await bookie.stop()
-
-    asyncio.run(scenario())
+    bookie = bookie_of(cluster, tmp_path)
+    await bookie.start()
+    async with BookKeeper(cluster) as bookkeeper:
+        writer = await bookkeeper.create_ledger(ensemble_size=1, write_quorum_size=1, ack_quorum_size=1)
+        await asyncio.gather(*(writer.add(payload) for _ in range(count)))
+    read, reads = bookie.storage.read, []
+    monkeypatch.setattr(bookie.storage, "find", lambda *_: None)
+    monkeypatch.setattr(bookie.storage, "read", lambda *entry: (reads.append(entry), read(*entry))[1])
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+    client.connect(bookie.address)
+    reader, stream = await asyncio.open_connection(sock=client)
+    for entry_id in range(count):
+        out: list[Any] = []
+        v2.encode_request(ReadRequest(writer.ledger, entry_id), out)
+        stream.writelines(out)
+    seen, unchanged = -1, 0
+    while unchanged < 10:
+        unchanged = unchanged + 1 if reads and seen == len(reads) else 0
+        seen = len(reads)
+        await asyncio.sleep(0.05)
+    assert seen < count // 2  # the kernel holds some megabytes
+    for _ in range(count):
+        size = int.from_bytes(await reader.readexactly(4))
+        assert len(await reader.readexactly(size)) > len(payload)
+    stream.close()
+    await bookie.stop()
 
 
 class BrokenDisk(Files):
@@ -115,17 +109,14 @@ class BrokenDisk(Files):
         return super().disk_usage(path)
 
 
-def test_a_bookie_that_cannot_look_after_its_disks_gives_up(cluster: Cluster, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        files = BrokenDisk()
-        bookie = bookie_of(cluster, tmp_path, files, disk_check_interval=10)
-        await bookie.start()
-        files.is_broken = True
-        await asyncio.wait_for(bookie.stopped.wait(), 60)
-        assert "Input/output error" in str(bookie.failure)
-        await bookie.stop()
-
-    asyncio.run(scenario())
+async def test_a_bookie_that_cannot_look_after_its_disks_gives_up(cluster: Cluster, tmp_path: Path) -> None:
+    files = BrokenDisk()
+    bookie = bookie_of(cluster, tmp_path, files, disk_check_interval=10)
+    await bookie.start()
+    files.is_broken = True
+    await asyncio.wait_for(bookie.stopped.wait(), 60)
+    assert "Input/output error" in str(bookie.failure)
+    await bookie.stop()
 
 
 class ThreadEnd(BaseException):
@@ -141,31 +132,28 @@ class ThreadEnd(BaseException):
 )
 # The thread's own traceback is to be seen, by whoever runs the bookie.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_bookie_gives_up_when_one_of_its_threads_dies(
+async def test_a_bookie_gives_up_when_one_of_its_threads_dies(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, kind: type[BaseException]
 ) -> None:
     def defect(*_: object, **__: object) -> None:
         raise kind(f"a defect in {method}")
 
-    async def scenario() -> None:
-        bookie = bookie_of(cluster, tmp_path, flush_interval=10)
-        monkeypatch.setattr(type(bookie.storage.ledgers), "unwritten_bytes_max", 0)
-        await bookie.start()
-        monkeypatch.setattr(bookie.storage, method, defect)
-        async with BookKeeper(cluster) as bookkeeper:
-            writer = await bookkeeper.create_ledger(ensemble_size=1, write_quorum_size=1, ack_quorum_size=1)
-            writer.add(b"entry")
-            await asyncio.wait_for(bookie.stopped.wait(), 60)
-            assert f"a defect in {method}" in str(bookie.failure)
-            await bookie.stop()
-
-    asyncio.run(scenario())
+    bookie = bookie_of(cluster, tmp_path, flush_interval=10)
+    monkeypatch.setattr(type(bookie.storage.ledgers), "unwritten_bytes_max", 0)
+    await bookie.start()
+    monkeypatch.setattr(bookie.storage, method, defect)
+    async with BookKeeper(cluster) as bookkeeper:
+        writer = await bookkeeper.create_ledger(ensemble_size=1, write_quorum_size=1, ack_quorum_size=1)
+        writer.add(b"entry")
+        await asyncio.wait_for(bookie.stopped.wait(), 60)
+        assert f"a defect in {method}" in str(bookie.failure)
+        await bookie.stop()
 
 
 # The thread's own traceback is to be seen, by whoever runs the bookie.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("stops", [False, True], ids=["at work", "while it stops"])
-def test_nobody_waits_for_the_answers_of_a_bookie_that_failed(
+async def test_nobody_waits_for_the_answers_of_a_bookie_that_failed(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool
 ) -> None:
     monkeypatch.setattr(server, "STOP_GRACE_S", 600.0)
@@ -176,25 +164,22 @@ def test_nobody_waits_for_the_answers_of_a_bookie_that_failed(
         go_on.wait(60)
         raise ThreadEnd("a defect")
 
-    async def scenario() -> None:
-        bookie = bookie_of(cluster, tmp_path)
-        await bookie.start()
-        monkeypatch.setattr(bookie.storage, "commit", defect)
-        client = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, timeout_s=600)
-        fence = client.send(ReadRequest(LedgerId(0, 1), -1, bytes(20), fence=True))
-        await asyncio.to_thread(entered.wait, 60)
-        stopping = asyncio.create_task(bookie.stop()) if stops else None
-        await asyncio.sleep(0.1)
-        go_on.set()
-        with pytest.raises(BookieUnavailable):
-            await asyncio.wait_for(fence, 60)
-        await asyncio.wait_for(stopping or bookie.stop(), 60)
-        assert "a defect" in str(bookie.failure)
-
-    asyncio.run(scenario())
+    bookie = bookie_of(cluster, tmp_path)
+    await bookie.start()
+    monkeypatch.setattr(bookie.storage, "commit", defect)
+    client = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, timeout_s=600)
+    fence = client.send(ReadRequest(LedgerId(0, 1), -1, bytes(20), fence=True))
+    await asyncio.to_thread(entered.wait, 60)
+    stopping = asyncio.create_task(bookie.stop()) if stops else None
+    await asyncio.sleep(0.1)
+    go_on.set()
+    with pytest.raises(BookieUnavailable):
+        await asyncio.wait_for(fence, 60)
+    await asyncio.wait_for(stopping or bookie.stop(), 60)
+    assert "a defect" in str(bookie.failure)
 
 
-def test_a_bookie_that_turns_read_only_and_back_while_the_store_is_slow_stays_registered(
+async def test_a_bookie_that_turns_read_only_and_back_while_the_store_is_slow_stays_registered(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = threading.Event()
@@ -204,26 +189,23 @@ def test_a_bookie_that_turns_read_only_and_back_while_the_store_is_slow_stays_re
         slow.wait(1)
         plain_delete(path, *arguments, **named)
 
-    async def scenario() -> None:
-        bookie = bookie_of(cluster, tmp_path)
-        await bookie.start()
-        monkeypatch.setattr(cluster.store, "delete", delete)
-        moves = []
-        for read_only in (True, False):
-            bookie.read_only = read_only
-            moves.append(asyncio.create_task(bookie._register()))
-            await asyncio.sleep(0.3)
-        await asyncio.gather(*moves)
-        slow.set()
-        found = cluster.bookies.get(bookie.bookie_id)
-        assert found is not None
-        assert found.state == "rw"
-        await bookie.stop()
-
-    asyncio.run(scenario())
+    bookie = bookie_of(cluster, tmp_path)
+    await bookie.start()
+    monkeypatch.setattr(cluster.store, "delete", delete)
+    moves = []
+    for read_only in (True, False):
+        bookie.read_only = read_only
+        moves.append(asyncio.create_task(bookie._register()))
+        await asyncio.sleep(0.3)
+    await asyncio.gather(*moves)
+    slow.set()
+    found = cluster.bookies.get(bookie.bookie_id)
+    assert found is not None
+    assert found.state == "rw"
+    await bookie.stop()
 
 
-def test_a_stop_during_a_registration_leaves_no_ghost(
+async def test_a_stop_during_a_registration_leaves_no_ghost(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cluster is the caller's, so that no session ends with the bookie."""
@@ -236,38 +218,32 @@ def test_a_stop_during_a_registration_leaves_no_ghost(
         plain_register(*arguments, **named)
         left.set()
 
-    async def scenario() -> None:
-        bookie = bookie_of(cluster, tmp_path)
-        await bookie.start()
-        monkeypatch.setattr(cluster.bookies, "register", register)
-        bookie.read_only = True
+    bookie = bookie_of(cluster, tmp_path)
+    await bookie.start()
+    monkeypatch.setattr(cluster.bookies, "register", register)
+    bookie.read_only = True
+    bookie._register_soon()
+    await asyncio.to_thread(entered.wait, 60)
+    stopping = asyncio.create_task(bookie.stop())
+    await asyncio.sleep(0.3)
+    go_on.set()
+    await stopping
+    await asyncio.to_thread(left.wait, 60)
+    found = cluster.bookies.get(bookie.bookie_id)
+    assert found is not None
+    assert found.state == "down"
+
+
+async def test_registrations_that_are_over_leave_nothing_behind(cluster: Cluster, tmp_path: Path) -> None:
+    bookie = bookie_of(cluster, tmp_path)
+    await bookie.start()
+    before = len(bookie._tasks)
+    for _ in range(20):
         bookie._register_soon()
-        await asyncio.to_thread(entered.wait, 60)
-        stopping = asyncio.create_task(bookie.stop())
-        await asyncio.sleep(0.3)
-        go_on.set()
-        await stopping
-        await asyncio.to_thread(left.wait, 60)
-        found = cluster.bookies.get(bookie.bookie_id)
-        assert found is not None
-        assert found.state == "down"
-
-    asyncio.run(scenario())
-
-
-def test_registrations_that_are_over_leave_nothing_behind(cluster: Cluster, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        bookie = bookie_of(cluster, tmp_path)
-        await bookie.start()
-        before = len(bookie._tasks)
-        for _ in range(20):
-            bookie._register_soon()
-        async with asyncio.timeout(60):
-            while len(bookie._tasks) > before:
-                await asyncio.sleep(0.01)
-        await bookie.stop()
-
-    asyncio.run(scenario())
+    async with asyncio.timeout(60):
+        while len(bookie._tasks) > before:
+            await asyncio.sleep(0.01)
+    await bookie.stop()
 
 
 class SlowDisk(Files):
@@ -356,86 +332,80 @@ def test_memory_stays_bounded_when_clients_write_faster_than_the_disk(
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
-def test_memory_stays_bounded_when_a_client_never_reads_its_answers(
+async def test_memory_stays_bounded_when_a_client_never_reads_its_answers(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "WRITE_BUFFER_BYTES_MAX", 64 << 10)
 
-    async def scenario() -> None:
-        bookie = bookie_of(cluster, tmp_path)
-        await bookie.start()
-        frame, _ = v2_adds(1, 1, 100)
-        out: list[Any] = []
-        v2.encode_request(ReadRequest(LedgerId(0, 1), 0), out)
-        writers = []
-        before = 0
-        for request in (frame * 100, b"".join(out) * 500):
-            client = socket.socket()
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.connect(bookie.address)
-            _, writer = await asyncio.open_connection(sock=client)
-            writers.append(writer)
-            for _ in range(100_000):
-                writer.write(request)
-                try:
-                    await asyncio.wait_for(writer.drain(), 1)
-                except TimeoutError:
-                    break  # it is read no more
-            else:
-                pytest.fail("the bookie reads on")
-            before = before or resident_bytes()
-        assert resident_bytes() - before < 50 << 20
-        assert await asyncio.wait_for(pour(bookie.address[1], 2, 100, 1000), 60) == [0] * 100
-        for writer in writers:
-            writer.transport.abort()
-        await bookie.stop()
-
-    asyncio.run(scenario())
+    bookie = bookie_of(cluster, tmp_path)
+    await bookie.start()
+    frame, _ = v2_adds(1, 1, 100)
+    out: list[Any] = []
+    v2.encode_request(ReadRequest(LedgerId(0, 1), 0), out)
+    writers = []
+    before = 0
+    for request in (frame * 100, b"".join(out) * 500):
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(bookie.address)
+        _, writer = await asyncio.open_connection(sock=client)
+        writers.append(writer)
+        for _ in range(100_000):
+            writer.write(request)
+            try:
+                await asyncio.wait_for(writer.drain(), 1)
+            except TimeoutError:
+                break  # it is read no more
+        else:
+            pytest.fail("the bookie reads on")
+        before = before or resident_bytes()
+    assert resident_bytes() - before < 50 << 20
+    assert await asyncio.wait_for(pour(bookie.address[1], 2, 100, 1000), 60) == [0] * 100
+    for writer in writers:
+        writer.transport.abort()
+    await bookie.stop()
 
 
-def test_adds_beyond_those_that_may_wait_are_refused_and_the_others_kept(
+async def test_adds_beyond_those_that_may_wait_are_refused_and_the_others_kept(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocked = threading.Event()
 
-    async def scenario() -> None:
-        bookie = bookie_of(cluster, tmp_path, journal_queue_size=10, max_pending_add_requests_per_thread=20)
-        await bookie.start()
-        commit = bookie.storage.commit
+    bookie = bookie_of(cluster, tmp_path, journal_queue_size=10, max_pending_add_requests_per_thread=20)
+    await bookie.start()
+    commit = bookie.storage.commit
 
-        def slow(*batches: Any, **named: Any) -> None:
-            blocked.wait(60)
-            commit(*batches, **named)
+    def slow(*batches: Any, **named: Any) -> None:
+        blocked.wait(60)
+        commit(*batches, **named)
 
-        monkeypatch.setattr(bookie.storage, "commit", slow)
-        client = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, timeout_s=60)
+    monkeypatch.setattr(bookie.storage, "commit", slow)
+    client = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, timeout_s=60)
 
-        def add(entry_id: int, **flags: bool) -> asyncio.Future[Any]:
-            body = ENTRY_V1.pack(5, entry_id, entry_id - 1, 1) + b"x"
-            return client.send(AddRequest(LedgerId(0, 5), entry_id, bytes(20), body, **flags))
+    def add(entry_id: int, **flags: bool) -> asyncio.Future[Any]:
+        body = ENTRY_V1.pack(5, entry_id, entry_id - 1, 1) + b"x"
+        return client.send(AddRequest(LedgerId(0, 5), entry_id, bytes(20), body, **flags))
 
-        async def turn() -> None:
-            seen = bookie._server.in_flight_bytes
-            await client.send(ReadRequest(LedgerId(0, 99), 0))
-            assert bookie._server.in_flight_bytes >= seen
+    async def turn() -> None:
+        seen = bookie._server.in_flight_bytes
+        await client.send(ReadRequest(LedgerId(0, 99), 0))
+        assert bookie._server.in_flight_bytes >= seen
 
-        kept = []
-        for entry_id in range(10):
-            kept.append(add(entry_id))
-            await turn()  # so that each is a batch of its own: the journal's queue is full then
-        kept += [add(entry_id) for entry_id in range(10, 30)]
-        await turn()
-        refused = [add(entry_id) for entry_id in range(30, 40)]
-        kept.append(add(40, recovery_add=True, high_priority=True))
-        assert {(await answer).status for answer in refused} == {Status.ETOOMANYREQUESTS}
-        assert not any(answer.done() for answer in kept)
-        blocked.set()
-        assert {(await answer).status for answer in kept} == {Status.EOK}
-        assert (await add(41)).status is Status.EOK
-        client.close()
-        await bookie.stop()
-
-    asyncio.run(scenario())
+    kept = []
+    for entry_id in range(10):
+        kept.append(add(entry_id))
+        await turn()  # so that each is a batch of its own: the journal's queue is full then
+    kept += [add(entry_id) for entry_id in range(10, 30)]
+    await turn()
+    refused = [add(entry_id) for entry_id in range(30, 40)]
+    kept.append(add(40, recovery_add=True, high_priority=True))
+    assert {(await answer).status for answer in refused} == {Status.ETOOMANYREQUESTS}
+    assert not any(answer.done() for answer in kept)
+    blocked.set()
+    assert {(await answer).status for answer in kept} == {Status.EOK}
+    assert (await add(41)).status is Status.EOK
+    client.close()
+    await bookie.stop()
 
 
 def test_a_deferred_add_is_answered_before_the_sync_and_force_after_it(cluster: Cluster, tmp_path: Path) -> None:
@@ -479,37 +449,32 @@ def test_a_deferred_add_is_answered_before_the_sync_and_force_after_it(cluster: 
     assert syncs.is_set()
 
 
-def test_long_polls_are_bounded_in_number_and_end_with_their_clients(
+async def test_long_polls_are_bounded_in_number_and_end_with_their_clients(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(long_polls, "LONG_POLLS_MAX", 5)
 
-    async def scenario() -> None:
-        bookie = bookie_of(cluster, tmp_path)
-        await bookie.start()
-        poll = ReadRequest(LedgerId(0, 5), LAST_ENTRY, previous_lac=0, timeout_ms=HOUR_MS, piggyback=True)
-        clients = [
-            await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, timeout_s=60) for _ in range(2)
-        ]
-        body = ENTRY_V1.pack(5, 0, -1, 1) + b"x"
-        assert (await clients[0].send(AddRequest(LedgerId(0, 5), 0, bytes(20), body))).status is Status.EOK
-        waiting = [clients[0].send(poll) for _ in range(5)]
-        beyond: Any = await clients[1].send(poll)
-        assert (beyond.status, beyond.max_lac, beyond.body) == (Status.EOK, -1, None)
-        assert not any(answer.done() for answer in waiting)
-        for answer in waiting:
-            answer.add_done_callback(lambda done: done.exception())
-        clients[0].close()
-        async with asyncio.timeout(60):
-            while len(bookie._polls):
-                await asyncio.sleep(0.01)
-        assert not bookie.storage.ledgers.handles[LedgerId(0, 5)].watchers
-        again = clients[1].send(poll)
-        await clients[1].send(ReadRequest(LedgerId(0, 5), 0))
-        assert not again.done()
-        await bookie.stop()
-        answer = await again
-        assert answer.status is Status.EOK, "a stop ends what waits"
-        clients[1].close()
-
-    asyncio.run(scenario())
+    bookie = bookie_of(cluster, tmp_path)
+    await bookie.start()
+    poll = ReadRequest(LedgerId(0, 5), LAST_ENTRY, previous_lac=0, timeout_ms=HOUR_MS, piggyback=True)
+    clients = [await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, timeout_s=60) for _ in range(2)]
+    body = ENTRY_V1.pack(5, 0, -1, 1) + b"x"
+    assert (await clients[0].send(AddRequest(LedgerId(0, 5), 0, bytes(20), body))).status is Status.EOK
+    waiting = [clients[0].send(poll) for _ in range(5)]
+    beyond: Any = await clients[1].send(poll)
+    assert (beyond.status, beyond.max_lac, beyond.body) == (Status.EOK, -1, None)
+    assert not any(answer.done() for answer in waiting)
+    for answer in waiting:
+        answer.add_done_callback(lambda done: done.exception())
+    clients[0].close()
+    async with asyncio.timeout(60):
+        while len(bookie._polls):
+            await asyncio.sleep(0.01)
+    assert not bookie.storage.ledgers.handles[LedgerId(0, 5)].watchers
+    again = clients[1].send(poll)
+    await clients[1].send(ReadRequest(LedgerId(0, 5), 0))
+    assert not again.done()
+    await bookie.stop()
+    answer = await again
+    assert answer.status is Status.EOK, "a stop ends what waits"
+    clients[1].close()

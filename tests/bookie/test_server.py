@@ -535,7 +535,7 @@ def test_several_journals_and_ledger_directories(tmp_path: Path, cluster: Cluste
     }
 
 
-def test_tls_with_pem_files(tmp_path: Path, cluster: Cluster) -> None:
+async def test_tls_with_pem_files(tmp_path: Path, cluster: Cluster) -> None:
     import datetime
     import ssl
 
@@ -556,22 +556,17 @@ def test_tls_with_pem_files(tmp_path: Path, cluster: Cluster) -> None:
     )
     (tmp_path / "certificate.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
-    async def run() -> None:
-        config = config_for(
-            tmp_path,
-            tls_provider_factory_class="org.apache.bookkeeper.tls.TLSContextFactory",
-            tls_key_store_type="PEM",
-            tls_key_store=str(tmp_path / "key.pem"),
-            tls_certificate_path=str(tmp_path / "certificate.pem"),
-        )
-        async with serving(config, cluster) as bookie:
-            context = ssl.create_default_context(cafile=str(tmp_path / "certificate.pem"))
-            context.check_hostname = False
-            connection = await BookieConnection.open(
-                *bookie.address, bookie_id=bookie.bookie_id, tls=context, timeout_s=60
-            )
-            assert await statuses(connection, add(PLAIN, 0), ReadRequest(PLAIN, 0)) == [Status.EOK, Status.EOK]
-            connection.close()
-            await connection.wait_closed()
-
-    asyncio.run(run())
+    config = config_for(
+        tmp_path,
+        tls_provider_factory_class="org.apache.bookkeeper.tls.TLSContextFactory",
+        tls_key_store_type="PEM",
+        tls_key_store=str(tmp_path / "key.pem"),
+        tls_certificate_path=str(tmp_path / "certificate.pem"),
+    )
+    async with serving(config, cluster) as bookie:
+        context = ssl.create_default_context(cafile=str(tmp_path / "certificate.pem"))
+        context.check_hostname = False
+        connection = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, tls=context, timeout_s=60)
+        assert await statuses(connection, add(PLAIN, 0), ReadRequest(PLAIN, 0)) == [Status.EOK, Status.EOK]
+        connection.close()
+        await connection.wait_closed()

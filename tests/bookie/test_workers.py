@@ -127,19 +127,16 @@ def test_a_failed_group_is_reported_and_the_next_is_tried() -> None:
     assert len(storage.groups) == 3
 
 
-def test_the_queue_is_full_with_as_many_entries_as_journal_queue_size() -> None:
+async def test_the_queue_is_full_with_as_many_entries_as_journal_queue_size() -> None:
     storage, listener = Storage(), Listener()
 
-    async def main() -> None:
-        thread = JournalThread(storage, 0, BookieConfig(journal_queue_size=10), listener)  # type: ignore[arg-type]
-        one, other = batch(100, 9), batch(100, 1)
-        thread.put(one)
-        assert not thread.is_full
-        thread.put(other)
-        assert thread.is_full
-        thread.taken(one)
-        assert not thread.is_full
-        storage.go_on.set()
-        await asyncio.to_thread(thread.stop)
-
-    asyncio.run(main())
+    thread = JournalThread(storage, 0, BookieConfig(journal_queue_size=10), listener)  # type: ignore[arg-type]
+    one, other = batch(100, 9), batch(100, 1)
+    thread.put(one)
+    assert not thread.is_full
+    thread.put(other)
+    assert thread.is_full
+    thread.taken(one)
+    assert not thread.is_full
+    storage.go_on.set()
+    await asyncio.to_thread(thread.stop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,23 @@ import pytest
 from client.fakes import FakeCluster
 
 from bkctl.metadata.cluster import open_cluster
+
+
+@pytest.fixture
+async def nothing_left_behind() -> AsyncIterator[None]:
+    """Fail an async test for what its event loop would only log: a lost exception, a task that was dropped."""
+    problems: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(str(context)))
+    yield
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not problems, "left behind on the event loop"
+
+
+def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str, obj: object) -> None:
+    """Give every async test of this directory `nothing_left_behind`."""
+    if inspect.iscoroutinefunction(obj) and collector.istestfunction(obj, name):
+        pytest.mark.usefixtures("nothing_left_behind")(obj)
 
 
 @pytest.fixture

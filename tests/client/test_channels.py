@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,21 +20,16 @@ from bkctl.protocol.messages import Protocol, ReadLacRequest
     [(f"{'x' * 70}.example", 3181), ("a\0b", 3181), ("127.0.0.1", 65536), ("no such host", 3181)],
     ids=["label too long", "zero byte", "port too large", "unknown name"],
 )
-def test_an_address_that_is_none_makes_the_bookie_unavailable(
-    tmp_path: Path, run: Callable[[Any], Any], address: tuple[str, int]
-) -> None:
-    async def scenario() -> None:
-        with open_cluster(f"sqlite://{tmp_path / 'metadata.db'}", create=True) as cluster:
-            pool = BookiePool(cluster, protocol=Protocol.V3, tls=None, timeout_s=30, addresses={"bookie-1": address})
-            answer = pool.channel("bookie-1").send(ReadLacRequest(LedgerId(0, 1)))
-            with pytest.raises(BookieUnavailable, match="bookie-1"):
-                await asyncio.wait_for(answer, 20)
-            await pool.close()
-
-    run(scenario())
+async def test_an_address_that_is_none_makes_the_bookie_unavailable(tmp_path: Path, address: tuple[str, int]) -> None:
+    with open_cluster(f"sqlite://{tmp_path / 'metadata.db'}", create=True) as cluster:
+        pool = BookiePool(cluster, protocol=Protocol.V3, tls=None, timeout_s=30, addresses={"bookie-1": address})
+        answer = pool.channel("bookie-1").send(ReadLacRequest(LedgerId(0, 1)))
+        with pytest.raises(BookieUnavailable, match="bookie-1"):
+            await asyncio.wait_for(answer, 20)
+        await pool.close()
 
 
-def test_work_goes_on_ahead_within_its_bound_and_comes_in_order(run: Callable[[Any], Any]) -> None:
+async def test_work_goes_on_ahead_within_its_bound_and_comes_in_order() -> None:
     begun: list[int] = []
     ended: list[int] = []
 
@@ -50,21 +44,16 @@ def test_work_goes_on_ahead_within_its_bound_and_comes_in_order(run: Callable[[A
             ended.append(item)
         return item * 10
 
-    async def scenario() -> None:
-        async def numbers() -> AsyncIterator[int]:
-            for item in range(10):
-                yield item
+    async def numbers() -> AsyncIterator[int]:
+        for item in range(10):
+            yield item
 
-        assert [each async for each in in_order(numbers(), work, lambda: 3)] == [
-            (each, each * 10) for each in range(10)
-        ]
-        with pytest.raises(BookieUnavailable):
-            assert [each async for each in in_order(range(10, 30), work, lambda: 3)]
-        some = in_order(range(30, 60), work, lambda: 3)
-        assert await anext(some) == (30, 300)
-        await some.aclose()
-        # What was under way is over, and nothing else began.
-        assert sorted(begun) == sorted(ended)
-        assert max(begun) < 35
-
-    run(scenario())
+    assert [each async for each in in_order(numbers(), work, lambda: 3)] == [(each, each * 10) for each in range(10)]
+    with pytest.raises(BookieUnavailable):
+        assert [each async for each in in_order(range(10, 30), work, lambda: 3)]
+    some = in_order(range(30, 60), work, lambda: 3)
+    assert await anext(some) == (30, 300)
+    await some.aclose()
+    # What was under way is over, and nothing else began.
+    assert sorted(begun) == sorted(ended)
+    assert max(begun) < 35

@@ -81,56 +81,47 @@ def bookie_tls(authority, host="127.0.0.1"):
 
 
 @pytest.mark.parametrize("protocol", list(Protocol))
-def test_both_sides_are_authenticated_by_their_certificates(fake_cluster, run, authority, protocol):
-    async def scenario():
-        context = client_tls(str(authority.pem), str(authority.issue("client", "127.0.0.1")))
-        bookie = fake_cluster(1, tls=bookie_tls(authority))
-        async with bookie as cluster, cluster.client(tls=context, protocol=protocol) as client:
-            async with await client.create_ledger(**SIZES) as writer:
-                for i in range(100):
-                    writer.add(b"%d" % i * 1000)
-            reader = await client.open_ledger(writer.ledger_id)
-            assert [e.payload async for e in reader.read(0, 99)] == [b"%d" % i * 1000 for i in range(100)]
-
-    run(scenario())
+async def test_both_sides_are_authenticated_by_their_certificates(fake_cluster, authority, protocol):
+    context = client_tls(str(authority.pem), str(authority.issue("client", "127.0.0.1")))
+    bookie = fake_cluster(1, tls=bookie_tls(authority))
+    async with bookie as cluster, cluster.client(tls=context, protocol=protocol) as client:
+        async with await client.create_ledger(**SIZES) as writer:
+            for i in range(100):
+                writer.add(b"%d" % i * 1000)
+        reader = await client.open_ledger(writer.ledger_id)
+        assert [e.payload async for e in reader.read(0, 99)] == [b"%d" % i * 1000 for i in range(100)]
 
 
 @pytest.mark.parametrize("problem", ["no certificate", "other authority", "other host"])
-def test_a_bookie_that_cannot_be_trusted_or_does_not_trust_us_is_unavailable(
-    fake_cluster, run, authority, tmp_path, problem
+async def test_a_bookie_that_cannot_be_trusted_or_does_not_trust_us_is_unavailable(
+    fake_cluster, authority, tmp_path, problem
 ):
-    async def scenario():
-        host = "192.0.2.1" if problem == "other host" else "127.0.0.1"
-        mine = str(authority.issue("client", "127.0.0.1"))
-        ca = str(authority.pem)
-        if problem == "other authority":
-            ca = str(Authority(tmp_path, "stranger").pem)
-        context = client_tls(ca, None if problem == "no certificate" else mine)
-        async with fake_cluster(1, tls=bookie_tls(authority, host)) as cluster:
-            async with cluster.client(tls=context, timeout_s=2) as client:
-                writer = await client.create_ledger(**SIZES)
-                with pytest.raises(NotEnoughBookies):
-                    await writer.add(b"x")
-            assert cluster.bookies[0].received == []
-            if problem == "other host":
-                lenient = client_tls(ca, mine, verify_hostname=False)
-                async with cluster.client(tls=lenient) as client:
-                    writer = await client.create_ledger(**SIZES)
-                    assert await writer.add(b"x") == 0
-
-    run(scenario())
-
-
-def test_a_bookie_without_tls_is_unavailable_to_a_client_that_wants_it(fake_cluster, run, authority):
-    async def scenario():
-        context = client_tls(str(authority.pem))
-        async with fake_cluster(1) as cluster, cluster.client(tls=context) as client:
+    host = "192.0.2.1" if problem == "other host" else "127.0.0.1"
+    mine = str(authority.issue("client", "127.0.0.1"))
+    ca = str(authority.pem)
+    if problem == "other authority":
+        ca = str(Authority(tmp_path, "stranger").pem)
+    context = client_tls(ca, None if problem == "no certificate" else mine)
+    async with fake_cluster(1, tls=bookie_tls(authority, host)) as cluster:
+        async with cluster.client(tls=context, timeout_s=2) as client:
             writer = await client.create_ledger(**SIZES)
             with pytest.raises(NotEnoughBookies):
                 await writer.add(b"x")
-            assert cluster.bookies[0].received == []
+        assert cluster.bookies[0].received == []
+        if problem == "other host":
+            lenient = client_tls(ca, mine, verify_hostname=False)
+            async with cluster.client(tls=lenient) as client:
+                writer = await client.create_ledger(**SIZES)
+                assert await writer.add(b"x") == 0
 
-    run(scenario())
+
+async def test_a_bookie_without_tls_is_unavailable_to_a_client_that_wants_it(fake_cluster, authority):
+    context = client_tls(str(authority.pem))
+    async with fake_cluster(1) as cluster, cluster.client(tls=context) as client:
+        writer = await client.create_ledger(**SIZES)
+        with pytest.raises(NotEnoughBookies):
+            await writer.add(b"x")
+        assert cluster.bookies[0].received == []
 
 
 def test_files_that_are_no_pem_are_refused(authority, tmp_path):

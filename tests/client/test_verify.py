@@ -9,84 +9,75 @@ from bkctl.errors import DigestMismatch, UsageError
 
 
 @pytest.mark.parametrize("scope_id", [0, 7])
-def test_every_replica_of_every_entry_is_told(fake_cluster, run, scope_id):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            writer = await client.create_ledger_adv(
-                ledger_scope_id=scope_id, ensemble_size=4, write_quorum_size=3, ack_quorum_size=3
-            )
-            for i in range(300):
-                await writer.ready()
-                writer.add(b"%d" % i * (i % 7))
-            await writer.close()
-            names = cluster.metadata(writer.ledger).ensembles[0].bookies
-            reader = await client.open_ledger(writer.ledger_id, ledger_scope_id=scope_id)
-            checks = [check async for check in verify_entries(reader)]
-            assert [check.entry_id for check in checks] == list(range(300))
-            for check in checks:
-                assert check.ok
-                assert [r.bookie_id for r in check.replicas] == [names[(check.entry_id + w) % 4] for w in range(3)]
+async def test_every_replica_of_every_entry_is_told(fake_cluster, scope_id):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        writer = await client.create_ledger_adv(
+            ledger_scope_id=scope_id, ensemble_size=4, write_quorum_size=3, ack_quorum_size=3
+        )
+        for i in range(300):
+            await writer.ready()
+            writer.add(b"%d" % i * (i % 7))
+        await writer.close()
+        names = cluster.metadata(writer.ledger).ensembles[0].bookies
+        reader = await client.open_ledger(writer.ledger_id, ledger_scope_id=scope_id)
+        checks = [check async for check in verify_entries(reader)]
+        assert [check.entry_id for check in checks] == list(range(300))
+        for check in checks:
+            assert check.ok
+            assert [r.bookie_id for r in check.replicas] == [names[(check.entry_id + w) % 4] for w in range(3)]
 
-            held = [cluster.bookie(name).ledgers[writer.ledger].entries for name in names]
-            held[1].pop(5)
-            held[2][6] = held[2][6][:-1] + bytes([held[2][6][-1] ^ 1])
-            held[3][7] = held[3][11]
-            digest = reader._access.digest
-            held[0][8] = digest.seal(8, 7, 10_000, b"another") + b"another"
-            found = {check.entry_id: check async for check in verify_entries(reader, 4, 9)}
-            bad = {
-                (entry_id, replica.bookie_id): (replica.state, type(replica.error))
-                for entry_id, check in found.items()
-                for replica in check.replicas
-                if replica.state is not ReplicaState.OK
-            }
-            assert bad[5, names[1]][0] is ReplicaState.MISSING
-            assert bad[6, names[2]] == (ReplicaState.DAMAGED, DigestMismatch)
-            assert bad[7, names[3]] == (ReplicaState.DAMAGED, DigestMismatch)
-            different = [name for (entry_id, name), (state, _) in bad.items() if entry_id == 8]
-            assert len(different) == 2  # the first replica is the reference: who is right is not known
-            assert {bad[8, name][0] for name in different} == {ReplicaState.DIFFERENT}
-            assert set(found) == {4, 5, 6, 7, 8, 9}
-            assert found[4].ok
-            assert found[9].ok
+        held = [cluster.bookie(name).ledgers[writer.ledger].entries for name in names]
+        held[1].pop(5)
+        held[2][6] = held[2][6][:-1] + bytes([held[2][6][-1] ^ 1])
+        held[3][7] = held[3][11]
+        digest = reader._access.digest
+        held[0][8] = digest.seal(8, 7, 10_000, b"another") + b"another"
+        found = {check.entry_id: check async for check in verify_entries(reader, 4, 9)}
+        bad = {
+            (entry_id, replica.bookie_id): (replica.state, type(replica.error))
+            for entry_id, check in found.items()
+            for replica in check.replicas
+            if replica.state is not ReplicaState.OK
+        }
+        assert bad[5, names[1]][0] is ReplicaState.MISSING
+        assert bad[6, names[2]] == (ReplicaState.DAMAGED, DigestMismatch)
+        assert bad[7, names[3]] == (ReplicaState.DAMAGED, DigestMismatch)
+        different = [name for (entry_id, name), (state, _) in bad.items() if entry_id == 8]
+        assert len(different) == 2  # the first replica is the reference: who is right is not known
+        assert {bad[8, name][0] for name in different} == {ReplicaState.DIFFERENT}
+        assert set(found) == {4, 5, 6, 7, 8, 9}
+        assert found[4].ok
+        assert found[9].ok
 
-            await cluster.bookie(names[1]).stop()
-            async for check in verify_entries(reader, 20, 40):
-                states = {replica.bookie_id: replica.state for replica in check.replicas}
-                assert states.pop(names[1], ReplicaState.UNAVAILABLE) is ReplicaState.UNAVAILABLE
-                assert set(states.values()) == {ReplicaState.OK}
-            with pytest.raises(UsageError):
-                await anext(verify_entries(reader, 0, 300))
-
-    run(scenario())
+        await cluster.bookie(names[1]).stop()
+        async for check in verify_entries(reader, 20, 40):
+            states = {replica.bookie_id: replica.state for replica in check.replicas}
+            assert states.pop(names[1], ReplicaState.UNAVAILABLE) is ReplicaState.UNAVAILABLE
+            assert set(states.values()) == {ReplicaState.OK}
+        with pytest.raises(UsageError):
+            await anext(verify_entries(reader, 0, 300))
 
 
-def test_an_empty_ledger_has_nothing_to_verify(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(3) as cluster, cluster.client() as client:
-            writer = await client.create_ledger()
-            await writer.close()
-            reader = await client.open_ledger(writer.ledger_id)
-            assert [check async for check in verify_entries(reader)] == []
-
-    run(scenario())
+async def test_an_empty_ledger_has_nothing_to_verify(fake_cluster):
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        writer = await client.create_ledger()
+        await writer.close()
+        reader = await client.open_ledger(writer.ledger_id)
+        assert [check async for check in verify_entries(reader)] == []
 
 
-def test_fragments_are_followed(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(5) as cluster, cluster.client() as client:
-            writer = await client.create_ledger()
-            for i in range(10):
-                await writer.add(b"%d" % i)
-            gone = cluster.bookie(writer.metadata.last_fragment.bookies[0])
-            await gone.stop()
-            for i in range(10):
-                await writer.add(b"%d" % i)
-            await writer.close()
-            await gone.start()
-            async with cluster.client() as fresh:
-                reader = await fresh.open_ledger(writer.ledger_id)
-                assert len(reader.metadata.ensembles) == 2
-                assert all([check.ok async for check in verify_entries(reader)])
-
-    run(scenario())
+async def test_fragments_are_followed(fake_cluster):
+    async with fake_cluster(5) as cluster, cluster.client() as client:
+        writer = await client.create_ledger()
+        for i in range(10):
+            await writer.add(b"%d" % i)
+        gone = cluster.bookie(writer.metadata.last_fragment.bookies[0])
+        await gone.stop()
+        for i in range(10):
+            await writer.add(b"%d" % i)
+        await writer.close()
+        await gone.start()
+        async with cluster.client() as fresh:
+            reader = await fresh.open_ledger(writer.ledger_id)
+            assert len(reader.metadata.ensembles) == 2
+            assert all([check.ok async for check in verify_entries(reader)])

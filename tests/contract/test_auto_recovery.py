@@ -65,140 +65,131 @@ async def assert_whole(client: Any, ledgers: Any) -> None:
         assert (check.fragments, check.problem) == ((), None)
 
 
-def test_lost_bookies_are_healed_in_every_scope_also_when_the_auditor_goes(cluster: Cluster) -> None:
-    async def scenario() -> None:
-        manager = LedgerUnderreplicationManager(cluster.store)
-        async with fakes_on(cluster, 5) as fakes, fakes.client() as client, contextlib.AsyncExitStack() as rest:
-            ledgers = [(await write(client, 20, scope_id=scope_id)).ledger for scope_id in (0, 0, 7, 7, 1 << 63)]
-            first = contextlib.AsyncExitStack()
-            await first.enter_async_context(another(cluster.uri, "first:1"))
-            await eventually(lambda: manager.auditor() == manager.auditor(scoped=True) == "first:1", "the first one")
-            await rest.enter_async_context(another(cluster.uri, "second:1"))
+async def test_lost_bookies_are_healed_in_every_scope_also_when_the_auditor_goes(cluster: Cluster) -> None:
+    manager = LedgerUnderreplicationManager(cluster.store)
+    async with fakes_on(cluster, 5) as fakes, fakes.client() as client, contextlib.AsyncExitStack() as rest:
+        ledgers = [(await write(client, 20, scope_id=scope_id)).ledger for scope_id in (0, 0, 7, 7, 1 << 63)]
+        first = contextlib.AsyncExitStack()
+        await first.enter_async_context(another(cluster.uri, "first:1"))
+        await eventually(lambda: manager.auditor() == manager.auditor(scoped=True) == "first:1", "the first one")
+        await rest.enter_async_context(another(cluster.uri, "second:1"))
 
-            def healed(bookie_id: str) -> bool:
-                found = [each for _, each in cluster.ledgers.read_many(ledgers)]
-                named = {name for each in found for part in each.metadata.ensembles for name in part.bookies}
-                return bookie_id not in named and not manager.any() and not list(manager.locks())
+        def healed(bookie_id: str) -> bool:
+            found = [each for _, each in cluster.ledgers.read_many(ledgers)]
+            named = {name for each in found for part in each.metadata.ensembles for name in part.bookies}
+            return bookie_id not in named and not manager.any() and not list(manager.locks())
 
-            await lose(fakes, fakes.bookies[0])
-            await eventually(lambda: healed("b0"), "the first loss is healed")
-            await assert_whole(client, ledgers)
-            await first.aclose()
-            await eventually(lambda: manager.auditor() == manager.auditor(scoped=True) == "second:1", "the second one")
-            await lose(fakes, fakes.bookies[1])
-            await eventually(lambda: healed("b1"), "the second loss is healed")
-            await assert_whole(client, ledgers)
-        assert manager.votes() == manager.votes(scoped=True) == ()
-
-    asyncio.run(scenario())
+        await lose(fakes, fakes.bookies[0])
+        await eventually(lambda: healed("b0"), "the first loss is healed")
+        await assert_whole(client, ledgers)
+        await first.aclose()
+        await eventually(lambda: manager.auditor() == manager.auditor(scoped=True) == "second:1", "the second one")
+        await lose(fakes, fakes.bookies[1])
+        await eventually(lambda: healed("b1"), "the second loss is healed")
+        await assert_whole(client, ledgers)
+    assert manager.votes() == manager.votes(scoped=True) == ()
 
 
-def test_a_session_that_ends_ends_the_term_and_another_begins(zookeeper: Any) -> None:
-    async def scenario() -> None:
-        uri = zookeeper.metadata_uri(zookeeper.new_root())
-        cluster = await asyncio.to_thread(open_cluster, uri, timeout_s=20, create=True)
-        manager = LedgerUnderreplicationManager(cluster.store)
-        async with fakes_on(cluster, 4) as fakes, fakes.client() as client:
-            ledger = (await write(client, 10, scope_id=7)).ledger
-            async with another(uri, "only:1") as (only, opened):
-                await eventually(lambda: manager.auditor(scoped=True) == "only:1", "it is elected")
-                votes = manager.vote_paths(scoped=True)
-                lock = await asyncio.to_thread(LedgerUnderreplicationManager(opened.store).lock, ledger, "only:1")
-                await asyncio.to_thread(end_session, opened.store)
-                await eventually(lambda: not lock.is_held(), "its locks are gone")
-                await eventually(
-                    lambda: manager.vote_paths(scoped=True) not in (votes, ()), "it voted again, by another vote"
-                )
-                assert len(manager.vote_paths(scoped=True)) == 1
-                assert not lock.is_held()
-                lost = bookies_of(fakes, ledger)[0]
-                await lose(fakes, lost)
-                await eventually(
-                    lambda: (
-                        not manager.any()
-                        and lost.bookie_id not in cluster.ledgers.read(ledger).metadata.last_fragment.bookies
-                    ),
-                    "and heals",
-                )
-                await eventually(lambda: only.auditor_stats[True].audit_count, "by an audit of its own")
-            await assert_whole(client, [ledger])
-        await asyncio.to_thread(cluster.close)
-
-    asyncio.run(scenario())
+async def test_a_session_that_ends_ends_the_term_and_another_begins(zookeeper: Any) -> None:
+    uri = zookeeper.metadata_uri(zookeeper.new_root())
+    cluster = await asyncio.to_thread(open_cluster, uri, timeout_s=20, create=True)
+    manager = LedgerUnderreplicationManager(cluster.store)
+    async with fakes_on(cluster, 4) as fakes, fakes.client() as client:
+        ledger = (await write(client, 10, scope_id=7)).ledger
+        async with another(uri, "only:1") as (only, opened):
+            await eventually(lambda: manager.auditor(scoped=True) == "only:1", "it is elected")
+            votes = manager.vote_paths(scoped=True)
+            lock = await asyncio.to_thread(LedgerUnderreplicationManager(opened.store).lock, ledger, "only:1")
+            await asyncio.to_thread(end_session, opened.store)
+            await eventually(lambda: not lock.is_held(), "its locks are gone")
+            await eventually(
+                lambda: manager.vote_paths(scoped=True) not in (votes, ()), "it voted again, by another vote"
+            )
+            assert len(manager.vote_paths(scoped=True)) == 1
+            assert not lock.is_held()
+            lost = bookies_of(fakes, ledger)[0]
+            await lose(fakes, lost)
+            await eventually(
+                lambda: (
+                    not manager.any()
+                    and lost.bookie_id not in cluster.ledgers.read(ledger).metadata.last_fragment.bookies
+                ),
+                "and heals",
+            )
+            await eventually(lambda: only.auditor_stats[True].audit_count, "by an audit of its own")
+        await assert_whole(client, [ledger])
+    await asyncio.to_thread(cluster.close)
 
 
-def test_a_server_that_is_away_for_longer_than_the_session_interrupts_it_only(zookeeper_server: Any) -> None:
-    async def scenario() -> None:
-        server = zookeeper_server()
-        uri = server.metadata_uri()
-        cluster = await asyncio.to_thread(open_cluster, uri, timeout_s=60, session_timeout_s=4, create=True)
-        manager = LedgerUnderreplicationManager(cluster.store)
-        async with fakes_on(cluster, 4) as fakes, fakes.client() as client:
-            ledger = (await write(client, 10)).ledger
-            async with another(uri, "only:1"):
-                await eventually(lambda: manager.auditor() == "only:1", "it is elected")
-                await asyncio.to_thread(server.kill)
-                await asyncio.to_thread(server.start)
-                await eventually(lambda: len(fakes.cluster.bookies.list(False)) == 4, "bookies are registered again")
-                lost = bookies_of(fakes, ledger)[0]
-                await lose(fakes, lost)
-                await eventually(
-                    lambda: (
-                        lost.bookie_id not in cluster.ledgers.read(ledger).metadata.last_fragment.bookies
-                        and not manager.any()
-                    ),
-                    "it heals again",
-                )
-        await asyncio.to_thread(cluster.close)
-
-    asyncio.run(scenario())
+async def test_a_server_that_is_away_for_longer_than_the_session_interrupts_it_only(zookeeper_server: Any) -> None:
+    server = zookeeper_server()
+    uri = server.metadata_uri()
+    cluster = await asyncio.to_thread(open_cluster, uri, timeout_s=60, session_timeout_s=4, create=True)
+    manager = LedgerUnderreplicationManager(cluster.store)
+    async with fakes_on(cluster, 4) as fakes, fakes.client() as client:
+        ledger = (await write(client, 10)).ledger
+        async with another(uri, "only:1"):
+            await eventually(lambda: manager.auditor() == "only:1", "it is elected")
+            await asyncio.to_thread(server.kill)
+            await asyncio.to_thread(server.start)
+            await eventually(lambda: len(fakes.cluster.bookies.list(False)) == 4, "bookies are registered again")
+            lost = bookies_of(fakes, ledger)[0]
+            await lose(fakes, lost)
+            await eventually(
+                lambda: (
+                    lost.bookie_id not in cluster.ledgers.read(ledger).metadata.last_fragment.bookies
+                    and not manager.any()
+                ),
+                "it heals again",
+            )
+    await asyncio.to_thread(cluster.close)
 
 
-def test_a_process_that_is_killed_while_it_copies_is_finished_by_the_next_and_ends_by_sigterm(tmp_path: Path) -> None:
+async def test_a_process_that_is_killed_while_it_copies_is_finished_by_the_next_and_ends_by_sigterm(
+    tmp_path: Path,
+) -> None:
     def process(name: str, *options: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "bkctl", "autorecovery", "run", "-u", uri, "--id", name, *options]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("BKCTL_")}
         with (tmp_path / f"{name.partition(':')[0]}.log").open("wb") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
 
-    async def scenario() -> None:
-        with open_cluster(uri, create=True) as cluster:
-            manager = LedgerUnderreplicationManager(cluster.store)
-            async with fakes_on(cluster, 4) as fakes, fakes.client() as client:
-                ledger = (await write(client, 60, scope_id=7)).ledger
-                copying = asyncio.Event()
-
-                def stall(request: Any) -> bool:
-                    if isinstance(request, AddRequest) and request.entry_id > 40:
-                        copying.set()
-                        return True
-                    return False
-
-                for bookie in fakes.bookies:
-                    bookie.hold = stall
-                dies = process("dies:1", "--scopes-only")
-                try:
-                    await lose(fakes, bookies_of(fakes, ledger)[0])
-                    await asyncio.wait_for(copying.wait(), 60)
-                    assert [(lock.ledger, lock.owner) for lock in manager.locks()] == [(ledger, "dies:1")]
-                    assert (manager.votes(), manager.votes(scoped=True)) == ((), ("dies:1",))
-                finally:
-                    dies.kill()
-                    await asyncio.to_thread(dies.wait)
-                for bookie in fakes.bookies:
-                    bookie.hold = lambda request: False
-                finishes = process("finishes:1")
-                try:
-                    await eventually(lambda: not manager.any() and manager.was_elected(), "the next one finishes")
-                    await eventually(lambda: manager.auditor() == "finishes:1", "it is the auditor")
-                    await assert_whole(client, [ledger])
-                finally:
-                    finishes.send_signal(signal.SIGTERM)
-                    assert await asyncio.to_thread(finishes.wait, 60) == 0, (tmp_path / "finishes.log").read_text()
-                assert (manager.votes(), manager.votes(scoped=True), list(manager.locks())) == ((), (), [])
-
     uri = f"sqlite://{tmp_path / 'metadata.db'}"
-    asyncio.run(scenario())
+
+    with open_cluster(uri, create=True) as cluster:
+        manager = LedgerUnderreplicationManager(cluster.store)
+        async with fakes_on(cluster, 4) as fakes, fakes.client() as client:
+            ledger = (await write(client, 60, scope_id=7)).ledger
+            copying = asyncio.Event()
+
+            def stall(request: Any) -> bool:
+                if isinstance(request, AddRequest) and request.entry_id > 40:
+                    copying.set()
+                    return True
+                return False
+
+            for bookie in fakes.bookies:
+                bookie.hold = stall
+            dies = process("dies:1", "--scopes-only")
+            try:
+                await lose(fakes, bookies_of(fakes, ledger)[0])
+                await asyncio.wait_for(copying.wait(), 60)
+                assert [(lock.ledger, lock.owner) for lock in manager.locks()] == [(ledger, "dies:1")]
+                assert (manager.votes(), manager.votes(scoped=True)) == ((), ("dies:1",))
+            finally:
+                dies.kill()
+                await asyncio.to_thread(dies.wait)
+            for bookie in fakes.bookies:
+                bookie.hold = lambda request: False
+            finishes = process("finishes:1")
+            try:
+                await eventually(lambda: not manager.any() and manager.was_elected(), "the next one finishes")
+                await eventually(lambda: manager.auditor() == "finishes:1", "it is the auditor")
+                await assert_whole(client, [ledger])
+            finally:
+                finishes.send_signal(signal.SIGTERM)
+                assert await asyncio.to_thread(finishes.wait, 60) == 0, (tmp_path / "finishes.log").read_text()
+            assert (manager.votes(), manager.votes(scoped=True), list(manager.locks())) == ((), (), [])
 
 
 def test_beside_a_bookie_it_waits_for_the_store_and_ends_with_the_bookie(tmp_path: Path) -> None:

@@ -311,7 +311,7 @@ def test_paths_are_taken_as_they_are(bookie: Any) -> None:
     assert f"PUT {V1}/bookie/gc from 127.0.0.1: 200" in bookie.log_tail(size_max=1 << 22)
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "BODY_TIMEOUT_S", 0.01)
     monkeypatch.setattr(app, "SEND_TIMEOUT_S", 0.01)
     scope = {
@@ -327,14 +327,11 @@ def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyP
         if len(sent) > 2:
             await never()  # nor is a client that does not take its answer
 
-    async def ask() -> None:
-        api = Api(Nothing())  # type: ignore[arg-type]
-        await api(scope, never, send)  # type: ignore[arg-type]
-        assert [sent[0]["status"], sent[1]["type"]] == [408, "http.response.body"]
-        await api(scope, never, send)  # type: ignore[arg-type]
-        assert len(sent) == 3
-
-    asyncio.run(ask())
+    api = Api(Nothing())  # type: ignore[arg-type]
+    await api(scope, never, send)  # type: ignore[arg-type]
+    assert [sent[0]["status"], sent[1]["type"]] == [408, "http.response.body"]
+    await api(scope, never, send)  # type: ignore[arg-type]
+    assert len(sent) == 3
 
 
 def test_too_many_requests_at_once_are_refused(bookie: Any) -> None:

@@ -15,6 +15,14 @@ Runner = Callable[[Coroutine[Any, Any, None]], None]
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
+    """Return the event loops that async tests of this directory run on, one after the other."""
+    if request.param == "uvloop":
+        pytest.importorskip("uvloop")
+    return "asyncio", {"use_uvloop": request.param == "uvloop"}
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
 def runner(request: pytest.FixtureRequest) -> Runner:
     if request.param == "uvloop":
         pytest.importorskip("uvloop")

@@ -184,119 +184,104 @@ async def read_response(reader: asyncio.StreamReader) -> v3.Answer:
 
 
 @pytest.mark.parametrize("protocol", Protocol)
-def test_many_requests_in_flight_each_get_their_own_answer(runner: Runner, protocol: Protocol) -> None:
-    async def main() -> None:
-        async with serving(Handler(entry)) as server, connected(server.port, protocol) as connection:
-            reads = [connection.send(ReadRequest(LEDGER, entry_id)) for entry_id in range(3000)]
-            adds = [connection.send(AddRequest(LEDGER, entry_id, KEY, bytes(60))) for entry_id in range(100)]
-            for entry_id, answer in enumerate(await asyncio.gather(*reads)):
-                assert answer[:4] == (Status.EOK, LEDGER, entry_id, b"%d " % entry_id * 100)
-            if protocol is Protocol.V3:
-                assert await asyncio.gather(*adds) == [AddResponse(Status.EOK, LEDGER, n) for n in range(100)]
-            else:
-                # In v2 the ids are those in the body.
-                assert not any(answer.done() for answer in adds[1:])
-
-    runner(main())
+async def test_many_requests_in_flight_each_get_their_own_answer(protocol: Protocol) -> None:
+    async with serving(Handler(entry)) as server, connected(server.port, protocol) as connection:
+        reads = [connection.send(ReadRequest(LEDGER, entry_id)) for entry_id in range(3000)]
+        adds = [connection.send(AddRequest(LEDGER, entry_id, KEY, bytes(60))) for entry_id in range(100)]
+        for entry_id, answer in enumerate(await asyncio.gather(*reads)):
+            assert answer[:4] == (Status.EOK, LEDGER, entry_id, b"%d " % entry_id * 100)
+        if protocol is Protocol.V3:
+            assert await asyncio.gather(*adds) == [AddResponse(Status.EOK, LEDGER, n) for n in range(100)]
+        else:
+            # In v2 the ids are those in the body.
+            assert not any(answer.done() for answer in adds[1:])
 
 
 @pytest.mark.parametrize("protocol", Protocol)
-def test_answers_may_come_in_any_order(runner: Runner, protocol: Protocol) -> None:
-    async def main() -> None:
-        bookie = Holding()
-        async with serving(bookie) as server, connected(server.port, protocol) as connection:
-            reads = [connection.send(ReadRequest(LEDGER, entry_id)) for entry_id in range(50)]
-            for request, respond in reversed(await bookie.wait_for(50)):
-                respond(entry(request))
-            for entry_id, answer in enumerate(await asyncio.gather(*reads)):
-                assert answer[:3] == (Status.EOK, LEDGER, entry_id)
-
-    runner(main())
+async def test_answers_may_come_in_any_order(protocol: Protocol) -> None:
+    bookie = Holding()
+    async with serving(bookie) as server, connected(server.port, protocol) as connection:
+        reads = [connection.send(ReadRequest(LEDGER, entry_id)) for entry_id in range(50)]
+        for request, respond in reversed(await bookie.wait_for(50)):
+            respond(entry(request))
+        for entry_id, answer in enumerate(await asyncio.gather(*reads)):
+            assert answer[:3] == (Status.EOK, LEDGER, entry_id)
 
 
-def test_equal_v2_requests_are_answered_first_in_first_out(runner: Runner) -> None:
-    async def main() -> None:
-        bookie = Holding()
-        async with serving(bookie) as server, connected(server.port, Protocol.V2) as connection:
-            reads = [connection.send(ReadRequest(LEDGER, 3)) for _ in range(4)]
-            for number, (_, respond) in enumerate(await bookie.wait_for(4)):
-                respond(ReadResponse(Status.EOK, LEDGER, 3, b"%d" % number))
-            bodies = [cast_read(answer).body for answer in await asyncio.gather(*reads)]
-            assert bodies == [b"0", b"1", b"2", b"3"]
-            again = connection.send(ReadRequest(LEDGER, 3))
-            (await bookie.wait_for(5))[4][1](ReadResponse(Status.ENOENTRY, LEDGER, 3))
-            assert (await again).status is Status.ENOENTRY
-
-    runner(main())
+async def test_equal_v2_requests_are_answered_first_in_first_out() -> None:
+    bookie = Holding()
+    async with serving(bookie) as server, connected(server.port, Protocol.V2) as connection:
+        reads = [connection.send(ReadRequest(LEDGER, 3)) for _ in range(4)]
+        for number, (_, respond) in enumerate(await bookie.wait_for(4)):
+            respond(ReadResponse(Status.EOK, LEDGER, 3, b"%d" % number))
+        bodies = [cast_read(answer).body for answer in await asyncio.gather(*reads)]
+        assert bodies == [b"0", b"1", b"2", b"3"]
+        again = connection.send(ReadRequest(LEDGER, 3))
+        (await bookie.wait_for(5))[4][1](ReadResponse(Status.ENOENTRY, LEDGER, 3))
+        assert (await again).status is Status.ENOENTRY
 
 
 @pytest.mark.parametrize("fence_first", [False, True])
-def test_v2_never_takes_a_plain_answer_for_a_fencing_ones(runner: Runner, fence_first: bool) -> None:
+async def test_v2_never_takes_a_plain_answer_for_a_fencing_ones(fence_first: bool) -> None:
     plain, fence = ReadRequest(LEDGER, -1), ReadRequest(LEDGER, -1, KEY, fence=True)
     sent = [fence, plain, fence] if fence_first else [plain, plain, fence, plain]
 
-    async def main() -> None:
-        bookie = Holding()
-        async with serving(bookie) as server, connected(server.port, Protocol.V2) as connection:
-            reads = [connection.send(request) for request in sent]
-            other = connection.send(ReadRequest(LEDGER, 3))
-            abandoned = connection.send(fence)
-            abandoned.cancel()
-            answered = 0
-            while answered < len(sent) + 1:
-                await bookie.wait_for(answered + 1)
-                await asyncio.sleep(0.02)
-                for request, respond in reversed(bookie.held[answered:]):  # a bookie answers in any order
-                    assert isinstance(request, ReadRequest)
-                    answered += 1
-                    body = b"fenced" if request.fence else b"plain"
-                    respond(ReadResponse(Status.EOK, LEDGER, request.entry_id, body))
-            assert (await other).status is Status.EOK
-            for request, answer in zip(sent, await asyncio.gather(*reads), strict=True):
-                assert cast_read(answer).body == (b"fenced" if request.fence else b"plain")
-            add, recovery_add = (
-                connection.send(AddRequest(LEDGER, 7, KEY, LEDGER.ledger_id.to_bytes(8) + (7).to_bytes(8), recovery))
-                for recovery in (False, True)
-            )
-            ((_, respond),) = (await bookie.wait_for(answered + 1))[answered:]
-            respond(AddResponse(Status.EFENCED, LEDGER, 7))
-            assert (await add).status is Status.EFENCED
-            ((request, respond),) = (await bookie.wait_for(answered + 2))[answered + 1 :]
-            assert isinstance(request, AddRequest)
-            assert request.recovery_add
-            respond(AddResponse(Status.EOK, LEDGER, 7))
-            assert (await recovery_add).status is Status.EOK
-
-    runner(main())
+    bookie = Holding()
+    async with serving(bookie) as server, connected(server.port, Protocol.V2) as connection:
+        reads = [connection.send(request) for request in sent]
+        other = connection.send(ReadRequest(LEDGER, 3))
+        abandoned = connection.send(fence)
+        abandoned.cancel()
+        answered = 0
+        while answered < len(sent) + 1:
+            await bookie.wait_for(answered + 1)
+            await asyncio.sleep(0.02)
+            for request, respond in reversed(bookie.held[answered:]):  # a bookie answers in any order
+                assert isinstance(request, ReadRequest)
+                answered += 1
+                body = b"fenced" if request.fence else b"plain"
+                respond(ReadResponse(Status.EOK, LEDGER, request.entry_id, body))
+        assert (await other).status is Status.EOK
+        for request, answer in zip(sent, await asyncio.gather(*reads), strict=True):
+            assert cast_read(answer).body == (b"fenced" if request.fence else b"plain")
+        add, recovery_add = (
+            connection.send(AddRequest(LEDGER, 7, KEY, LEDGER.ledger_id.to_bytes(8) + (7).to_bytes(8), recovery))
+            for recovery in (False, True)
+        )
+        ((_, respond),) = (await bookie.wait_for(answered + 1))[answered:]
+        respond(AddResponse(Status.EFENCED, LEDGER, 7))
+        assert (await add).status is Status.EFENCED
+        ((request, respond),) = (await bookie.wait_for(answered + 2))[answered + 1 :]
+        assert isinstance(request, AddRequest)
+        assert request.recovery_add
+        respond(AddResponse(Status.EOK, LEDGER, 7))
+        assert (await recovery_add).status is Status.EOK
 
 
 @pytest.mark.parametrize("comes", [True, False], ids=["comes", "never comes"])
-def test_v2_a_late_plain_answer_is_not_a_fencing_ones(runner: Runner, comes: bool) -> None:
+async def test_v2_a_late_plain_answer_is_not_a_fencing_ones(comes: bool) -> None:
     plain, fence = ReadRequest(LEDGER, -1), ReadRequest(LEDGER, -1, KEY, fence=True)
 
-    async def main() -> None:
-        bookie = Holding()
-        async with (
-            serving(bookie) as server,
-            connected(server.port, Protocol.V2, timeout_s=1.5) as connection,
-        ):
+    bookie = Holding()
+    async with (
+        serving(bookie) as server,
+        connected(server.port, Protocol.V2, timeout_s=1.5) as connection,
+    ):
+        with pytest.raises(TimedOut):
+            await connection.send(plain)
+        fenced = connection.send(fence)
+        await asyncio.sleep(0.05)
+        assert [request for request, _ in bookie.held] == [plain]
+        if comes:
+            bookie.held[0][1](ReadResponse(Status.EOK, LEDGER, -1, b"plain"))
+            (await bookie.wait_for(2))[1][1](ReadResponse(Status.EOK, LEDGER, -1, b"fenced"))
+            assert cast_read(await fenced).body == b"fenced"
+        else:
             with pytest.raises(TimedOut):
-                await connection.send(plain)
-            fenced = connection.send(fence)
-            await asyncio.sleep(0.05)
-            assert [request for request, _ in bookie.held] == [plain]
-            if comes:
-                bookie.held[0][1](ReadResponse(Status.EOK, LEDGER, -1, b"plain"))
-                (await bookie.wait_for(2))[1][1](ReadResponse(Status.EOK, LEDGER, -1, b"fenced"))
-                assert cast_read(await fenced).body == b"fenced"
-            else:
-                with pytest.raises(TimedOut):
-                    await fenced
-                await connection.wait_closed()
-                with pytest.raises(BookieUnavailable):
-                    await connection.send(fence)
-
-    runner(main())
+                await fenced
+            await connection.wait_closed()
+            with pytest.raises(BookieUnavailable):
+                await connection.send(fence)
 
 
 def cast_read(response: Response) -> ReadResponse:
@@ -304,206 +289,170 @@ def cast_read(response: Response) -> ReadResponse:
     return response
 
 
-def test_every_v3_operation_passes_through_with_and_without_scope(runner: Runner) -> None:
-    async def main() -> None:
-        bookie = Handler(entry)
-        async with serving(bookie) as server, connected(server.port) as connection:
-            assert await connection.supports_scopes()
-            bookie.requests.clear()
-            sent: list[Request] = []
-            for ledger in (LEDGER, SCOPED, LedgerId((1 << 64) - 1, (1 << 64) - 1)):
-                sent += [
-                    AddRequest(ledger, 3, KEY, b"entry", recovery_add=True, high_priority=True, deferred_sync=True),
-                    AddRequest(ledger, 3, KEY, b"entry"),
-                    ReadRequest(ledger, 3),
-                    ReadRequest(ledger, -1, KEY, fence=True),
-                    ReadRequest(ledger, -1, previous_lac=2, timeout_ms=50, piggyback=True),
-                    WriteLacRequest(ledger, 3, KEY, b"packet"),
-                    ReadLacRequest(ledger),
-                    ForceLedgerRequest(ledger),
-                    ListEntriesRequest(ledger),
-                ]
-            sent.append(BookieInfoRequest(3))
-            answers = await asyncio.gather(*map(connection.send, sent))
-            assert bookie.requests == sent
-            assert answers == [entry(request) for request in sent]
-
-    runner(main())
+async def test_every_v3_operation_passes_through_with_and_without_scope() -> None:
+    bookie = Handler(entry)
+    async with serving(bookie) as server, connected(server.port) as connection:
+        assert await connection.supports_scopes()
+        bookie.requests.clear()
+        sent: list[Request] = []
+        for ledger in (LEDGER, SCOPED, LedgerId((1 << 64) - 1, (1 << 64) - 1)):
+            sent += [
+                AddRequest(ledger, 3, KEY, b"entry", recovery_add=True, high_priority=True, deferred_sync=True),
+                AddRequest(ledger, 3, KEY, b"entry"),
+                ReadRequest(ledger, 3),
+                ReadRequest(ledger, -1, KEY, fence=True),
+                ReadRequest(ledger, -1, previous_lac=2, timeout_ms=50, piggyback=True),
+                WriteLacRequest(ledger, 3, KEY, b"packet"),
+                ReadLacRequest(ledger),
+                ForceLedgerRequest(ledger),
+                ListEntriesRequest(ledger),
+            ]
+        sent.append(BookieInfoRequest(3))
+        answers = await asyncio.gather(*map(connection.send, sent))
+        assert bookie.requests == sent
+        assert answers == [entry(request) for request in sent]
 
 
-def test_batch_reads_are_matched_by_request_id(runner: Runner) -> None:
-    async def main() -> None:
-        bookie = Holding()
-        async with serving(bookie) as server, connected(server.port, Protocol.V2) as connection:
-            reads = [connection.send(BatchReadRequest(LEDGER, 0, number, 3, 1000)) for number in range(5)]
-            for request, respond in reversed(await bookie.wait_for(5)):
-                respond(entry(request))
-            for number, answer in enumerate(await asyncio.gather(*reads)):
-                assert isinstance(answer, BatchReadResponse)
-                assert answer.bodies == (b"%d" % number,) * 3
-
-    runner(main())
+async def test_batch_reads_are_matched_by_request_id() -> None:
+    bookie = Holding()
+    async with serving(bookie) as server, connected(server.port, Protocol.V2) as connection:
+        reads = [connection.send(BatchReadRequest(LEDGER, 0, number, 3, 1000)) for number in range(5)]
+        for request, respond in reversed(await bookie.wait_for(5)):
+            respond(entry(request))
+        for number, answer in enumerate(await asyncio.gather(*reads)):
+            assert isinstance(answer, BatchReadResponse)
+            assert answer.bodies == (b"%d" % number,) * 3
 
 
 @pytest.mark.parametrize("protocol", Protocol)
-def test_bodies_stay_valid_while_they_are_held(runner: Runner, protocol: Protocol) -> None:
-    async def main() -> None:
-        async with serving(Handler(entry)) as server, connected(server.port, protocol) as connection:
-            held = []
-            for first in range(0, 4000, 500):
-                reads = [connection.send(ReadRequest(LEDGER, entry_id)) for entry_id in range(first, first + 500)]
-                held += [cast_read(answer).body for answer in await asyncio.gather(*reads)]
-            for entry_id, body in enumerate(held):
-                assert body == b"%d " % entry_id * 100
-
-    runner(main())
+async def test_bodies_stay_valid_while_they_are_held(protocol: Protocol) -> None:
+    async with serving(Handler(entry)) as server, connected(server.port, protocol) as connection:
+        held = []
+        for first in range(0, 4000, 500):
+            reads = [connection.send(ReadRequest(LEDGER, entry_id)) for entry_id in range(first, first + 500)]
+            held += [cast_read(answer).body for answer in await asyncio.gather(*reads)]
+        for entry_id, body in enumerate(held):
+            assert body == b"%d " % entry_id * 100
 
 
 @pytest.mark.parametrize("protocol", Protocol)
 @pytest.mark.parametrize("size", [0, 1, 65_535, 262_144, 5 * 1024 * 1024 - 200])
-def test_entries_of_every_size_up_to_the_frame_limit(runner: Runner, protocol: Protocol, size: int) -> None:
+async def test_entries_of_every_size_up_to_the_frame_limit(protocol: Protocol, size: int) -> None:
     payload = bytes(range(256)) * (size // 256 + 1)
     body = LEDGER.ledger_id.to_bytes(8, "big") + bytes(8) + payload[:size]
 
-    async def main() -> None:
-        bookie = Handler(lambda request: entry(request)._replace(body=body))  # type: ignore[call-arg]
-        stored = Handler(entry)
-        async with serving(bookie) as server, connected(server.port, protocol) as connection:
-            for _ in range(3):
-                read = cast_read(await connection.send(ReadRequest(LEDGER, 0)))
-                assert read.body == body
-        async with serving(stored) as server, connected(server.port, protocol) as connection:
-            await connection.send(AddRequest(LEDGER, 0, KEY, (body[:30], body[30:])))
-            (add,) = stored.requests
-            assert isinstance(add, AddRequest)
-            assert add.body == body
-
-    runner(main())
+    bookie = Handler(lambda request: entry(request)._replace(body=body))  # type: ignore[call-arg]
+    stored = Handler(entry)
+    async with serving(bookie) as server, connected(server.port, protocol) as connection:
+        for _ in range(3):
+            read = cast_read(await connection.send(ReadRequest(LEDGER, 0)))
+            assert read.body == body
+    async with serving(stored) as server, connected(server.port, protocol) as connection:
+        await connection.send(AddRequest(LEDGER, 0, KEY, (body[:30], body[30:])))
+        (add,) = stored.requests
+        assert isinstance(add, AddRequest)
+        assert add.body == body
 
 
 @pytest.mark.parametrize("protocol", Protocol)
-def test_a_request_larger_than_a_frame_is_refused_and_nothing_is_sent(runner: Runner, protocol: Protocol) -> None:
-    async def main() -> None:
-        bookie = Handler(entry)
-        async with serving(bookie) as server, connected(server.port, protocol) as connection:
-            with pytest.raises(UsageError, match="does not fit"):
-                connection.send(AddRequest(LEDGER, 0, KEY, bytes(5 * 1024 * 1024)))
-            await connection.send(ReadRequest(LEDGER, 1))
-            assert bookie.requests == [ReadRequest(LEDGER, 1)]
-
-    runner(main())
+async def test_a_request_larger_than_a_frame_is_refused_and_nothing_is_sent(protocol: Protocol) -> None:
+    bookie = Handler(entry)
+    async with serving(bookie) as server, connected(server.port, protocol) as connection:
+        with pytest.raises(UsageError, match="does not fit"):
+            connection.send(AddRequest(LEDGER, 0, KEY, bytes(5 * 1024 * 1024)))
+        await connection.send(ReadRequest(LEDGER, 1))
+        assert bookie.requests == [ReadRequest(LEDGER, 1)]
 
 
 @pytest.mark.parametrize("protocol", Protocol)
-def test_no_answer_in_time_is_an_error_of_that_request_alone(runner: Runner, protocol: Protocol) -> None:
-    async def main() -> None:
-        bookie = Holding()
-        async with serving(bookie) as server, connected(server.port, protocol, timeout_s=1.5) as connection:
-            late = [connection.send(ReadRequest(LEDGER, 3)) for _ in range(2)]
-            with pytest.raises(TimedOut, match=r"bookie-1 .* 1\.5 s to a request \(read\) of ledger 5, entry 3"):
-                await late[0]
-            with pytest.raises(TimedOut):
-                await late[1]
-            for request, respond in bookie.held:
-                respond(entry(request))
-            fresh = connection.send(ReadRequest(LEDGER, 4))
-            (await bookie.wait_for(3))[2][1](ReadResponse(Status.EOK, LEDGER, 4, b"fresh"))
-            assert cast_read(await fresh).body == b"fresh"
-
-    runner(main())
+async def test_no_answer_in_time_is_an_error_of_that_request_alone(protocol: Protocol) -> None:
+    bookie = Holding()
+    async with serving(bookie) as server, connected(server.port, protocol, timeout_s=1.5) as connection:
+        late = [connection.send(ReadRequest(LEDGER, 3)) for _ in range(2)]
+        with pytest.raises(TimedOut, match=r"bookie-1 .* 1\.5 s to a request \(read\) of ledger 5, entry 3"):
+            await late[0]
+        with pytest.raises(TimedOut):
+            await late[1]
+        for request, respond in bookie.held:
+            respond(entry(request))
+        fresh = connection.send(ReadRequest(LEDGER, 4))
+        (await bookie.wait_for(3))[2][1](ReadResponse(Status.EOK, LEDGER, 4, b"fresh"))
+        assert cast_read(await fresh).body == b"fresh"
 
 
-def test_a_long_poll_may_take_its_own_time_beside_the_timeout(runner: Runner) -> None:
-    async def main() -> None:
-        bookie = Holding()
-        async with serving(bookie) as server, connected(server.port, timeout_s=0.5) as connection:
-            poll = connection.send(ReadRequest(LEDGER, -1, previous_lac=3, timeout_ms=60_000, piggyback=True))
-            plain = connection.send(ReadRequest(LEDGER, 1))
-            with pytest.raises(TimedOut):
-                await plain
-            assert not poll.done()
-            bookie.held[0][1](ReadResponse(Status.EOK, LEDGER, 4, b"four", 4, 99))
-            assert await poll == ReadResponse(Status.EOK, LEDGER, 4, b"four", 4, 99)
-
-    runner(main())
+async def test_a_long_poll_may_take_its_own_time_beside_the_timeout() -> None:
+    bookie = Holding()
+    async with serving(bookie) as server, connected(server.port, timeout_s=0.5) as connection:
+        poll = connection.send(ReadRequest(LEDGER, -1, previous_lac=3, timeout_ms=60_000, piggyback=True))
+        plain = connection.send(ReadRequest(LEDGER, 1))
+        with pytest.raises(TimedOut):
+            await plain
+        assert not poll.done()
+        bookie.held[0][1](ReadResponse(Status.EOK, LEDGER, 4, b"four", 4, 99))
+        assert await poll == ReadResponse(Status.EOK, LEDGER, 4, b"four", 4, 99)
 
 
-def test_a_cancelled_request_leaves_the_others_alone(runner: Runner) -> None:
-    async def main() -> None:
-        bookie = Holding()
-        async with serving(bookie) as server, connected(server.port) as connection:
-            first, second = (connection.send(ReadRequest(LEDGER, entry_id)) for entry_id in (1, 2))
-            held = await bookie.wait_for(2)
-            first.cancel()
-            for request, respond in held:
-                respond(entry(request))
-            assert (await second).status is Status.EOK
-
-    runner(main())
+async def test_a_cancelled_request_leaves_the_others_alone() -> None:
+    bookie = Holding()
+    async with serving(bookie) as server, connected(server.port) as connection:
+        first, second = (connection.send(ReadRequest(LEDGER, entry_id)) for entry_id in (1, 2))
+        held = await bookie.wait_for(2)
+        first.cancel()
+        for request, respond in held:
+            respond(entry(request))
+        assert (await second).status is Status.EOK
 
 
 @pytest.mark.parametrize("protocol", Protocol)
-def test_a_lost_connection_fails_what_is_in_flight_and_what_follows(runner: Runner, protocol: Protocol) -> None:
+async def test_a_lost_connection_fails_what_is_in_flight_and_what_follows(protocol: Protocol) -> None:
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readexactly(10)
 
-    async def main() -> None:
-        async with scripted(script) as port, connected(port, protocol) as connection:
-            reads = [connection.send(ReadRequest(LEDGER, entry_id % 2)) for entry_id in range(4)]
-            for read in reads:
-                with pytest.raises(BookieUnavailable, match="bookie-1"):
-                    await read
-            assert connection.closed
+    async with scripted(script) as port, connected(port, protocol) as connection:
+        reads = [connection.send(ReadRequest(LEDGER, entry_id % 2)) for entry_id in range(4)]
+        for read in reads:
             with pytest.raises(BookieUnavailable, match="bookie-1"):
-                await connection.send(ReadRequest(LEDGER, 1))
-            with pytest.raises(BookieUnavailable, match="bookie-1"):
-                await connection.drain()
-            with contextlib.suppress(BookieUnavailable):
-                assert not await connection.supports_scopes()
-
-    runner(main())
-
-
-def test_close_fails_what_is_in_flight(runner: Runner) -> None:
-    async def main() -> None:
-        bookie = Holding()
-        async with serving(bookie) as server, connected(server.port) as connection:
-            read = connection.send(ReadRequest(LEDGER, 1))
-            connection.close()
-            with pytest.raises(BookieUnavailable, match="closed"):
                 await read
-            await connection.wait_closed()
-            assert connection.closed
+        assert connection.closed
+        with pytest.raises(BookieUnavailable, match="bookie-1"):
+            await connection.send(ReadRequest(LEDGER, 1))
+        with pytest.raises(BookieUnavailable, match="bookie-1"):
+            await connection.drain()
+        with contextlib.suppress(BookieUnavailable):
+            assert not await connection.supports_scopes()
 
-    runner(main())
+
+async def test_close_fails_what_is_in_flight() -> None:
+    bookie = Holding()
+    async with serving(bookie) as server, connected(server.port) as connection:
+        read = connection.send(ReadRequest(LEDGER, 1))
+        connection.close()
+        with pytest.raises(BookieUnavailable, match="closed"):
+            await read
+        await connection.wait_closed()
+        assert connection.closed
 
 
-def test_nobody_listening_is_an_unavailable_bookie(runner: Runner) -> None:
+async def test_nobody_listening_is_an_unavailable_bookie() -> None:
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]
 
-    async def main() -> None:
-        with pytest.raises(BookieUnavailable, match=f"bookie-1 at {HOST}:{port}"):
-            await BookieConnection.open(HOST, port, bookie_id="bookie-1")
-
-    runner(main())
+    with pytest.raises(BookieUnavailable, match=f"bookie-1 at {HOST}:{port}"):
+        await BookieConnection.open(HOST, port, bookie_id="bookie-1")
 
 
 @pytest.mark.parametrize("length", [b"\x7f\xff\xff\xff", b"\xff\xff\xff\xff", b"\x80\x00\x00\x00", b"\x00\x50\x00\x00"])
 @pytest.mark.parametrize("protocol", Protocol)
-def test_a_frame_length_out_of_bounds_ends_the_connection(runner: Runner, protocol: Protocol, length: bytes) -> None:
+async def test_a_frame_length_out_of_bounds_ends_the_connection(protocol: Protocol, length: bytes) -> None:
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readexactly(10)
         writer.write(length + b"x" * 10)
         await reader.read()
 
-    async def main() -> None:
-        async with scripted(script) as port, connected(port, protocol) as connection:
-            with pytest.raises(ProtocolError, match="bookie-1 sent a frame of"):
-                await connection.send(ReadRequest(LEDGER, 1))
-            await connection.wait_closed()
-
-    runner(main())
+    async with scripted(script) as port, connected(port, protocol) as connection:
+        with pytest.raises(ProtocolError, match="bookie-1 sent a frame of"):
+            await connection.send(ReadRequest(LEDGER, 1))
+        await connection.wait_closed()
 
 
 @pytest.mark.parametrize(
@@ -517,19 +466,16 @@ def test_a_frame_length_out_of_bounds_ends_the_connection(runner: Runner, protoc
         (Protocol.V3, b"\x10\x00"),
     ],
 )
-def test_an_answer_that_does_not_parse_ends_the_connection(runner: Runner, protocol: Protocol, answer: bytes) -> None:
+async def test_an_answer_that_does_not_parse_ends_the_connection(protocol: Protocol, answer: bytes) -> None:
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_frame(reader)
         writer.write(frame(answer))
         await reader.read()
 
-    async def main() -> None:
-        async with scripted(script) as port, connected(port, protocol) as connection:
-            with pytest.raises(ProtocolError, match="bookie-1 sent"):
-                await connection.send(ReadRequest(LEDGER, 1))
-            await connection.wait_closed()
-
-    runner(main())
+    async with scripted(script) as port, connected(port, protocol) as connection:
+        with pytest.raises(ProtocolError, match="bookie-1 sent"):
+            await connection.send(ReadRequest(LEDGER, 1))
+        await connection.wait_closed()
 
 
 def answering(make: Callable[[v3.Header, Request], bytes]) -> Script:
@@ -563,48 +509,39 @@ def v3_answer(header: v3.Header, response: Response, scope_id: int = 0) -> bytes
     ],
     ids=["other ledger", "other scope", "other operation", "unknown status", "success without an answer"],
 )
-def test_an_answer_that_makes_no_sense_fails_its_request_alone(
-    runner: Runner, make: Callable[[v3.Header, Request], bytes]
+async def test_an_answer_that_makes_no_sense_fails_its_request_alone(
+    make: Callable[[v3.Header, Request], bytes],
 ) -> None:
     def answer(header: v3.Header, request: Request) -> bytes:
         return make(header, request) if isinstance(request, AddRequest) else v3_answer(header, entry(request))
 
-    async def main() -> None:
-        async with scripted(answering(answer)) as port, connected(port) as connection:
-            add, read = connection.send(AddRequest(LEDGER, 1, KEY, b"")), connection.send(ReadRequest(LEDGER, 1))
-            with pytest.raises(ProtocolError, match="bookie-1 sent"):
-                await add
-            assert (await read).status is Status.EOK
-
-    runner(main())
+    async with scripted(answering(answer)) as port, connected(port) as connection:
+        add, read = connection.send(AddRequest(LEDGER, 1, KEY, b"")), connection.send(ReadRequest(LEDGER, 1))
+        with pytest.raises(ProtocolError, match="bookie-1 sent"):
+            await add
+        assert (await read).status is Status.EOK
 
 
-def test_an_answer_to_nothing_is_dropped(runner: Runner) -> None:
+async def test_an_answer_to_nothing_is_dropped() -> None:
     def answer(header: v3.Header, request: Request) -> bytes:
         return v3_answer(header._replace(txn_id=999), entry(request)) + v3_answer(header, entry(request))
 
-    async def main() -> None:
-        async with scripted(answering(answer)) as port, connected(port) as connection:
-            assert (await connection.send(ReadRequest(LEDGER, 1))).status is Status.EOK
-
-    runner(main())
+    async with scripted(answering(answer)) as port, connected(port) as connection:
+        assert (await connection.send(ReadRequest(LEDGER, 1))).status is Status.EOK
 
 
 # Scopes.
 
 
-def test_v2_refuses_a_scope_before_a_byte_is_sent(runner: Runner) -> None:
-    async def main() -> None:
-        bookie = Handler(entry)
-        async with serving(bookie) as server, connected(server.port, Protocol.V2) as connection:
-            for request in (ReadRequest(SCOPED, 1), AddRequest(SCOPED, 1, KEY, b""), ReadLacRequest(LEDGER)):
-                with pytest.raises(IllegalOperation):
-                    connection.send(request)
-            assert not await connection.supports_scopes()
-            await connection.send(ReadRequest(LEDGER, 1))
-            assert bookie.requests == [ReadRequest(LEDGER, 1)]
-
-    runner(main())
+async def test_v2_refuses_a_scope_before_a_byte_is_sent() -> None:
+    bookie = Handler(entry)
+    async with serving(bookie) as server, connected(server.port, Protocol.V2) as connection:
+        for request in (ReadRequest(SCOPED, 1), AddRequest(SCOPED, 1, KEY, b""), ReadLacRequest(LEDGER)):
+            with pytest.raises(IllegalOperation):
+                connection.send(request)
+        assert not await connection.supports_scopes()
+        await connection.send(ReadRequest(LEDGER, 1))
+        assert bookie.requests == [ReadRequest(LEDGER, 1)]
 
 
 SCOPED_REQUESTS: list[Request] = [
@@ -624,18 +561,15 @@ async def scopes_refused(connection: BookieConnection) -> None:
             await connection.send(request)
 
 
-def test_no_scoped_request_leaves_before_the_bookie_echoed_a_scope(runner: Runner) -> None:
-    async def main() -> None:
-        bookie = Handler(entry)
-        async with serving(bookie) as server, connected(server.port) as connection:
-            await scopes_refused(connection)
-            assert bookie.requests == []
-            assert await asyncio.gather(*(connection.supports_scopes() for _ in range(3))) == [True] * 3
-            assert bookie.requests == [ReadLacRequest(SCOPE_PROBE)]
-            for request in SCOPED_REQUESTS:
-                assert (await connection.send(request)).status is Status.EOK
-
-    runner(main())
+async def test_no_scoped_request_leaves_before_the_bookie_echoed_a_scope() -> None:
+    bookie = Handler(entry)
+    async with serving(bookie) as server, connected(server.port) as connection:
+        await scopes_refused(connection)
+        assert bookie.requests == []
+        assert await asyncio.gather(*(connection.supports_scopes() for _ in range(3))) == [True] * 3
+        assert bookie.requests == [ReadLacRequest(SCOPE_PROBE)]
+        for request in SCOPED_REQUESTS:
+            assert (await connection.send(request)).status is Status.EOK
 
 
 def in_scope_0(header: v3.Header, request: Request) -> bytes:
@@ -655,8 +589,8 @@ def in_scope_0(header: v3.Header, request: Request) -> bytes:
     ],
     ids=["no echo", "bare status", "other scope", "silence"],
 )
-def test_a_bookie_that_does_not_echo_never_gets_a_scoped_request(
-    runner: Runner, make: Callable[[v3.Header, Request], bytes]
+async def test_a_bookie_that_does_not_echo_never_gets_a_scoped_request(
+    make: Callable[[v3.Header, Request], bytes],
 ) -> None:
     asked: list[Request] = []
 
@@ -664,53 +598,41 @@ def test_a_bookie_that_does_not_echo_never_gets_a_scoped_request(
         asked.append(request)
         return make(header, request)
 
-    async def main() -> None:
-        async with scripted(answering(answer)) as port, connected(port, timeout_s=1) as connection:
-            assert not await connection.supports_scopes()
-            assert not await connection.supports_scopes()
-            await scopes_refused(connection)
-            assert asked == [ReadLacRequest(SCOPE_PROBE)]
-            assert not connection.closed
-
-    runner(main())
+    async with scripted(answering(answer)) as port, connected(port, timeout_s=1) as connection:
+        assert not await connection.supports_scopes()
+        assert not await connection.supports_scopes()
+        await scopes_refused(connection)
+        assert asked == [ReadLacRequest(SCOPE_PROBE)]
+        assert not connection.closed
 
 
 @pytest.mark.parametrize("status", [Status.EOK, Status.ENOENTRY, Status.ENOLEDGER, Status.EIO])
-def test_an_echo_counts_whatever_the_status(runner: Runner, status: Status) -> None:
-    async def main() -> None:
-        bookie = Handler(lambda request: refusal(request, status))
-        async with serving(bookie) as server, connected(server.port) as connection:
-            assert await connection.supports_scopes()
-
-    runner(main())
+async def test_an_echo_counts_whatever_the_status(status: Status) -> None:
+    bookie = Handler(lambda request: refusal(request, status))
+    async with serving(bookie) as server, connected(server.port) as connection:
+        assert await connection.supports_scopes()
 
 
-def test_a_connection_lost_while_asking_is_unavailable(runner: Runner) -> None:
+async def test_a_connection_lost_while_asking_is_unavailable() -> None:
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readexactly(4)
 
-    async def main() -> None:
-        async with scripted(script) as port, connected(port) as connection:
-            for _ in range(2):
-                with pytest.raises(BookieUnavailable, match="bookie-1"):
-                    await connection.supports_scopes()
-
-    runner(main())
+    async with scripted(script) as port, connected(port) as connection:
+        for _ in range(2):
+            with pytest.raises(BookieUnavailable, match="bookie-1"):
+                await connection.supports_scopes()
 
 
-def test_a_bookie_that_forgets_a_scope_loses_its_trust(runner: Runner) -> None:
+async def test_a_bookie_that_forgets_a_scope_loses_its_trust() -> None:
     def answer(header: v3.Header, request: Request) -> bytes:
         return v3_answer(header, entry(request), 1 if isinstance(request, ReadLacRequest) else 0)
 
-    async def main() -> None:
-        async with scripted(answering(answer)) as port, connected(port) as connection:
-            assert await connection.supports_scopes()
-            with pytest.raises(ProtocolError, match="ledger"):
-                await connection.send(ReadRequest(SCOPED, 1))
-            assert not await connection.supports_scopes()
-            await scopes_refused(connection)
-
-    runner(main())
+    async with scripted(answering(answer)) as port, connected(port) as connection:
+        assert await connection.supports_scopes()
+        with pytest.raises(ProtocolError, match="ledger"):
+            await connection.send(ReadRequest(SCOPED, 1))
+        assert not await connection.supports_scopes()
+        await scopes_refused(connection)
 
 
 # The bookie's end, against bytes.
@@ -729,17 +651,14 @@ V2_READ = bytes.fromhex("00000014 02020000 0000000000000005 0000000000000001")
 V2_READ_ANSWER = bytes.fromhex("02020000 00000000 0000000000000005 0000000000000001") + b"1 " * 100
 
 
-def test_a_connection_goes_from_v3_to_v2_once_and_for_all(runner: Runner) -> None:
-    async def main() -> None:
-        async with serving(Handler(entry)) as server, raw(server.port) as (reader, writer):
-            writer.write(v3_request(1, ReadRequest(LEDGER, 1)))
-            assert (await read_response(reader))[:2] == (1, v3.READ_ENTRY)
-            writer.write(V2_READ)
-            assert await read_frame(reader) == V2_READ_ANSWER
-            writer.write(v3_request(2, ReadRequest(LEDGER, 1)))
-            assert await reader.read() == b""
-
-    runner(main())
+async def test_a_connection_goes_from_v3_to_v2_once_and_for_all() -> None:
+    async with serving(Handler(entry)) as server, raw(server.port) as (reader, writer):
+        writer.write(v3_request(1, ReadRequest(LEDGER, 1)))
+        assert (await read_response(reader))[:2] == (1, v3.READ_ENTRY)
+        writer.write(V2_READ)
+        assert await read_frame(reader) == V2_READ_ANSWER
+        writer.write(v3_request(2, ReadRequest(LEDGER, 1)))
+        assert await reader.read() == b""
 
 
 @pytest.mark.parametrize(
@@ -759,160 +678,130 @@ def test_a_connection_goes_from_v3_to_v2_once_and_for_all(runner: Runner) -> Non
     ],
     ids=lambda data: data[:12].hex(),
 )
-def test_what_is_no_request_closes_the_connection_without_a_word(runner: Runner, data: bytes) -> None:
-    async def main() -> None:
-        bookie = Handler(entry)
-        async with serving(bookie) as server:
-            async with raw(server.port) as (reader, writer):
-                writer.write(V2_READ + data)
-                assert await reader.read() == frame(V2_READ_ANSWER)
-            async with raw(server.port) as (reader, writer):
-                writer.write(data)
-                assert await reader.read() == b""
-            assert len(bookie.requests) == 1
-
-    runner(main())
+async def test_what_is_no_request_closes_the_connection_without_a_word(data: bytes) -> None:
+    bookie = Handler(entry)
+    async with serving(bookie) as server:
+        async with raw(server.port) as (reader, writer):
+            writer.write(V2_READ + data)
+            assert await reader.read() == frame(V2_READ_ANSWER)
+        async with raw(server.port) as (reader, writer):
+            writer.write(data)
+            assert await reader.read() == b""
+        assert len(bookie.requests) == 1
 
 
-def test_requests_that_come_byte_by_byte(runner: Runner) -> None:
-    async def main() -> None:
-        async with serving(Handler(entry)) as server, raw(server.port) as (reader, writer):
-            for byte in v3_request(1, ReadRequest(LEDGER, 1)) + V2_READ:
-                writer.write(bytes((byte,)))
-                await asyncio.sleep(0)
-            assert (await read_response(reader)).response == entry(ReadRequest(LEDGER, 1))
-            assert await read_frame(reader) == V2_READ_ANSWER
-
-    runner(main())
+async def test_requests_that_come_byte_by_byte() -> None:
+    async with serving(Handler(entry)) as server, raw(server.port) as (reader, writer):
+        for byte in v3_request(1, ReadRequest(LEDGER, 1)) + V2_READ:
+            writer.write(bytes((byte,)))
+            await asyncio.sleep(0)
+        assert (await read_response(reader)).response == entry(ReadRequest(LEDGER, 1))
+        assert await read_frame(reader) == V2_READ_ANSWER
 
 
-def test_other_versions_are_told_so(runner: Runner) -> None:
-    async def main() -> None:
-        bookie = Handler(entry)
-        async with serving(bookie) as server:
-            async with raw(server.port) as (reader, writer):
-                body = bytes.fromhex("0a 06 08 02 10 01 18 05 a2 06 06 08 05 10 02 78 07")
-                writer.write(frame(body))
-                answer = await read_response(reader)
-                assert answer.response == ReadResponse(Status.EBADVERSION, SCOPED, 2)
-            async with raw(server.port) as (reader, writer):
-                writer.write(bytes.fromhex("00000014 03020000 0000000000000005 0000000000000001"))
-                answer_bytes = await read_frame(reader)
-                assert answer_bytes == bytes.fromhex("03020000 00000067 0000000000000005 0000000000000001")
-            assert bookie.requests == []
-
-    runner(main())
+async def test_other_versions_are_told_so() -> None:
+    bookie = Handler(entry)
+    async with serving(bookie) as server:
+        async with raw(server.port) as (reader, writer):
+            body = bytes.fromhex("0a 06 08 02 10 01 18 05 a2 06 06 08 05 10 02 78 07")
+            writer.write(frame(body))
+            answer = await read_response(reader)
+            assert answer.response == ReadResponse(Status.EBADVERSION, SCOPED, 2)
+        async with raw(server.port) as (reader, writer):
+            writer.write(bytes.fromhex("00000014 03020000 0000000000000005 0000000000000001"))
+            answer_bytes = await read_frame(reader)
+            assert answer_bytes == bytes.fromhex("03020000 00000067 0000000000000005 0000000000000001")
+        assert bookie.requests == []
 
 
 @pytest.mark.parametrize("operation", [1, 3, 4, 9, 12, 13, 127])
-def test_an_operation_that_does_not_exist_is_a_bad_request(runner: Runner, operation: int) -> None:
-    async def main() -> None:
-        bookie = Handler(entry)
-        async with serving(bookie) as server, raw(server.port) as (reader, writer):
-            writer.write(frame(bytes((0x0A, 8, 8, 3, 0x10, operation, 0x18, 5, 0x20, 100))))
-            assert (await read_frame(reader)).hex(" ") == f"0a 08 08 03 10 {operation:02x} 18 05 20 64 10 94 03"
-            assert bookie.requests == []
-
-    runner(main())
+async def test_an_operation_that_does_not_exist_is_a_bad_request(operation: int) -> None:
+    bookie = Handler(entry)
+    async with serving(bookie) as server, raw(server.port) as (reader, writer):
+        writer.write(frame(bytes((0x0A, 8, 8, 3, 0x10, operation, 0x18, 5, 0x20, 100))))
+        assert (await read_frame(reader)).hex(" ") == f"0a 08 08 03 10 {operation:02x} 18 05 20 64 10 94 03"
+        assert bookie.requests == []
 
 
-def test_authentication_is_answered_as_disabled(runner: Runner) -> None:
+async def test_authentication_is_answered_as_disabled() -> None:
     disabled = AuthResponse(Status.EOK, "AuthDisabledPlugin", b"")
 
-    async def main() -> None:
-        async with serving(Handler(entry)) as server:
-            for protocol in Protocol:
-                async with connected(server.port, protocol) as connection:
-                    assert await connection.send(AuthMessage("sasl", b"token")) == disabled
-            async with raw(server.port) as (reader, writer):
-                writer.write(frame(bytes.fromhex("02030000 0a047361736c 1200")))
-                expected = bytes.fromhex("02030000 0a12") + b"AuthDisabledPlugin" + b"\x12\x00"
-                assert await read_frame(reader) == expected
-
-    runner(main())
+    async with serving(Handler(entry)) as server:
+        for protocol in Protocol:
+            async with connected(server.port, protocol) as connection:
+                assert await connection.send(AuthMessage("sasl", b"token")) == disabled
+        async with raw(server.port) as (reader, writer):
+            writer.write(frame(bytes.fromhex("02030000 0a047361736c 1200")))
+            expected = bytes.fromhex("02030000 0a12") + b"AuthDisabledPlugin" + b"\x12\x00"
+            assert await read_frame(reader) == expected
 
 
 @pytest.mark.parametrize("protocol", Protocol)
-def test_an_error_that_the_bookie_raises_is_its_answer(runner: Runner, protocol: Protocol) -> None:
+async def test_an_error_that_the_bookie_raises_is_its_answer(protocol: Protocol) -> None:
     def fail(request: Request) -> Response:
         if isinstance(request, ReadRequest) and request.entry_id == 1:
             raise LedgerFenced("Ledger 5 is fenced")
         raise Unsupported("no code of its own")
 
-    async def main() -> None:
-        async with serving(Handler(fail)) as server, connected(server.port, protocol) as connection:
-            assert await connection.send(ReadRequest(LEDGER, 1)) == ReadResponse(Status.EFENCED, LEDGER, 1)
-            assert await connection.send(ReadRequest(LEDGER, 2)) == ReadResponse(Status.EIO, LEDGER, 2)
-
-    runner(main())
+    async with serving(Handler(fail)) as server, connected(server.port, protocol) as connection:
+        assert await connection.send(ReadRequest(LEDGER, 1)) == ReadResponse(Status.EFENCED, LEDGER, 1)
+        assert await connection.send(ReadRequest(LEDGER, 2)) == ReadResponse(Status.EIO, LEDGER, 2)
 
 
 @pytest.mark.parametrize("protocol", Protocol)
-def test_a_bug_in_the_bookie_ends_the_connection_and_is_told(runner: Runner, protocol: Protocol) -> None:
+async def test_a_bug_in_the_bookie_ends_the_connection_and_is_told(protocol: Protocol) -> None:
     def fail(request: Request) -> Response:
         raise ZeroDivisionError("a bug")
 
-    async def main() -> None:
-        told: list[object] = []
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, context: told.append(context.get("exception")))
-        async with serving(Handler(fail)) as server, connected(server.port, protocol) as connection:
-            with pytest.raises(BookieUnavailable):
-                await connection.send(ReadRequest(LEDGER, 1))
-        assert [type(error) for error in told] == [ZeroDivisionError]
-
-    runner(main())
+    told: list[object] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: told.append(context.get("exception")))
+    async with serving(Handler(fail)) as server, connected(server.port, protocol) as connection:
+        with pytest.raises(BookieUnavailable):
+            await connection.send(ReadRequest(LEDGER, 1))
+    assert [type(error) for error in told] == [ZeroDivisionError]
 
 
-def test_a_bare_status_closes_a_v2_connection(runner: Runner) -> None:
-    async def main() -> None:
-        handler = Handler(lambda request: BareResponse(Status.EUA))
-        async with serving(handler) as server, raw(server.port) as (reader, writer):
-            writer.write(V2_READ)
-            assert await reader.read() == b""
-
-    runner(main())
+async def test_a_bare_status_closes_a_v2_connection() -> None:
+    handler = Handler(lambda request: BareResponse(Status.EUA))
+    async with serving(handler) as server, raw(server.port) as (reader, writer):
+        writer.write(V2_READ)
+        assert await reader.read() == b""
 
 
-def test_a_v2_add_of_a_scoped_entry_reaches_the_bookie_as_scope_0(runner: Runner) -> None:
+async def test_a_v2_add_of_a_scoped_entry_reaches_the_bookie_as_scope_0() -> None:
     body = bytes.fromhex("a3 0000000000000007 0000000000000001 0000000000000000") + bytes(40)
 
-    async def main() -> None:
-        bookie = Handler(lambda request: refusal(request, Status.EBADREQ))
-        async with serving(bookie) as server, raw(server.port) as (reader, writer):
-            writer.write(frame(bytes.fromhex("02010000") + KEY + body))
-            answer = await read_frame(reader)
-            assert answer[:8] == bytes.fromhex("02010000 00000064")
-            assert answer[8:] == body[:16]
-            (add,) = bookie.requests
-            assert isinstance(add, AddRequest)
-            assert (add.ledger.scope_id, add.body[0]) == (0, 0xA3)
-
-    runner(main())
+    bookie = Handler(lambda request: refusal(request, Status.EBADREQ))
+    async with serving(bookie) as server, raw(server.port) as (reader, writer):
+        writer.write(frame(bytes.fromhex("02010000") + KEY + body))
+        answer = await read_frame(reader)
+        assert answer[:8] == bytes.fromhex("02010000 00000064")
+        assert answer[8:] == body[:16]
+        (add,) = bookie.requests
+        assert isinstance(add, AddRequest)
+        assert (add.ledger.scope_id, add.body[0]) == (0, 0xA3)
 
 
 # Back-pressure and limits.
 
 
-def test_a_reader_that_does_not_read_stops_its_own_requests(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reader_that_does_not_read_stops_its_own_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     body = bytes(100_000)
 
-    async def main() -> None:
-        bookie = Handler(lambda request: entry(request)._replace(body=body))  # type: ignore[call-arg]
-        async with serving(bookie) as server, raw(server.port) as (reader, writer):
-            count = 2000
-            writer.write(V2_READ * count)
-            seen = -1
-            while seen != len(bookie.requests) or not seen:
-                seen = len(bookie.requests)
-                await asyncio.sleep(0.05)
-            # Kernel buffers, the stream's limit and our own 1 MiB: far from the 200 MB asked for.
-            assert 0 < seen < count // 2
-            for _ in range(count):
-                assert len(await read_frame(reader)) == 24 + len(body)
-            assert len(bookie.requests) == count
-
-    runner(main())
+    bookie = Handler(lambda request: entry(request)._replace(body=body))  # type: ignore[call-arg]
+    async with serving(bookie) as server, raw(server.port) as (reader, writer):
+        count = 2000
+        writer.write(V2_READ * count)
+        seen = -1
+        while seen != len(bookie.requests) or not seen:
+            seen = len(bookie.requests)
+            await asyncio.sleep(0.05)
+        # Kernel buffers, the stream's limit and our own 1 MiB: far from the 200 MB asked for.
+        assert 0 < seen < count // 2
+        for _ in range(count):
+            assert len(await read_frame(reader)) == 24 + len(body)
+        assert len(bookie.requests) == count
 
 
 @pytest.mark.parametrize("leaves", [False, True])
@@ -967,185 +856,159 @@ def test_reads_of_the_disk_wait_for_a_client_that_is_behind(
     runner(main())
 
 
-def test_a_bookie_that_answers_late_gets_a_bounded_number_of_requests(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_bookie_that_answers_late_gets_a_bounded_number_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "IN_FLIGHT_REQUESTS_MAX", 100)
 
-    async def main() -> None:
-        bookie = Holding()
-        async with serving(bookie) as server, connected(server.port) as connection:
-            reads = [connection.send(ReadRequest(LEDGER, entry_id)) for entry_id in range(1000)]
-            await bookie.wait_for(100)
-            await asyncio.sleep(0.05)
-            answered = 0
-            while answered < 1000:
-                assert len(bookie.held) - answered <= 100
-                request, respond = (await bookie.wait_for(answered + 1))[answered]
-                respond(entry(request))
-                answered += 1
-            assert [cast_read(answer).entry_id for answer in await asyncio.gather(*reads)] == list(range(1000))
-
-    runner(main())
+    bookie = Holding()
+    async with serving(bookie) as server, connected(server.port) as connection:
+        reads = [connection.send(ReadRequest(LEDGER, entry_id)) for entry_id in range(1000)]
+        await bookie.wait_for(100)
+        await asyncio.sleep(0.05)
+        answered = 0
+        while answered < 1000:
+            assert len(bookie.held) - answered <= 100
+            request, respond = (await bookie.wait_for(answered + 1))[answered]
+            respond(entry(request))
+            answered += 1
+        assert [cast_read(answer).entry_id for answer in await asyncio.gather(*reads)] == list(range(1000))
 
 
-def test_bytes_in_flight_are_bounded_too(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bytes_in_flight_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "IN_FLIGHT_BYTES_MAX", 1_000_000)
 
-    async def main() -> None:
-        bookie = Holding()
-        async with serving(bookie) as server, connected(server.port) as connection:
-            adds = [connection.send(AddRequest(LEDGER, n, KEY, bytes(100_000))) for n in range(50)]
-            await bookie.wait_for(10)
-            await asyncio.sleep(0.05)
-            assert len(bookie.held) == 10
-            for number in range(50):
-                request, respond = (await bookie.wait_for(number + 1))[number]
-                respond(entry(request))
-            assert len(await asyncio.gather(*adds)) == 50
-
-    runner(main())
+    bookie = Holding()
+    async with serving(bookie) as server, connected(server.port) as connection:
+        adds = [connection.send(AddRequest(LEDGER, n, KEY, bytes(100_000))) for n in range(50)]
+        await bookie.wait_for(10)
+        await asyncio.sleep(0.05)
+        assert len(bookie.held) == 10
+        for number in range(50):
+            request, respond = (await bookie.wait_for(number + 1))[number]
+            respond(entry(request))
+        assert len(await asyncio.gather(*adds)) == 50
 
 
-def test_drain_waits_for_a_bookie_that_does_not_read(runner: Runner) -> None:
-    async def main() -> None:
-        go = asyncio.Event()
+async def test_drain_waits_for_a_bookie_that_does_not_read() -> None:
+    go = asyncio.Event()
 
-        async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await go.wait()
-            while await reader.read(1 << 20):
-                pass
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await go.wait()
+        while await reader.read(1 << 20):
+            pass
 
-        async with scripted(script) as port, connected(port) as connection:
-            add = AddRequest(LEDGER, 0, KEY, bytes(1_000_000))
-            futures = []
+    async with scripted(script) as port, connected(port) as connection:
+        add = AddRequest(LEDGER, 0, KEY, bytes(1_000_000))
+        futures = []
 
-            async def fill() -> None:
-                for _ in range(100):
-                    futures.append(connection.send(add))
-                    await connection.drain()
+        async def fill() -> None:
+            for _ in range(100):
+                futures.append(connection.send(add))
+                await connection.drain()
 
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(fill(), 0.3)
-            assert len(futures) < 50
-            go.set()
-            await asyncio.wait_for(connection.drain(), 60)
-            connection.close()
-            for future in futures:
-                with pytest.raises(BookieUnavailable):
-                    await future
-
-    runner(main())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(fill(), 0.3)
+        assert len(futures) < 50
+        go.set()
+        await asyncio.wait_for(connection.drain(), 60)
+        connection.close()
+        for future in futures:
+            with pytest.raises(BookieUnavailable):
+                await future
 
 
-def test_half_a_frame_holds_no_more_than_came(runner: Runner) -> None:
+async def test_half_a_frame_holds_no_more_than_came() -> None:
     """A length of 5 MB costs nothing before its bytes come."""
 
-    async def main() -> None:
-        async with serving(Handler(entry)) as server:
-            writers = []
-            gc.collect()
-            tracemalloc.start()
-            before, _ = tracemalloc.get_traced_memory()
-            for _ in range(40):
-                _, writer = await asyncio.open_connection(HOST, server.port)
-                writer.write((5_000_000).to_bytes(4, "big") + b"x" * 100)
-                writers.append(writer)
-            while len(server.connections) < 40:
-                await asyncio.sleep(0.01)
-            await turns()
-            after, _ = tracemalloc.get_traced_memory()
-            tracemalloc.stop()
-            assert len(server.connections) == 40
-            assert after - before < 40 * 500_000
-            for writer in writers:
-                writer.close()
-
-    runner(main())
+    async with serving(Handler(entry)) as server:
+        writers = []
+        gc.collect()
+        tracemalloc.start()
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(40):
+            _, writer = await asyncio.open_connection(HOST, server.port)
+            writer.write((5_000_000).to_bytes(4, "big") + b"x" * 100)
+            writers.append(writer)
+        while len(server.connections) < 40:
+            await asyncio.sleep(0.01)
+        await turns()
+        after, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert len(server.connections) == 40
+        assert after - before < 40 * 500_000
+        for writer in writers:
+            writer.close()
 
 
-def test_many_small_fields_cost_no_more_than_their_bytes(runner: Runner) -> None:
+async def test_many_small_fields_cost_no_more_than_their_bytes() -> None:
     """A 5 MB request of empty logging contexts and unknown fields is answered as any other."""
     request = v3_request(1, ReadRequest(LEDGER, 1))[4:]
 
-    async def main() -> None:
-        async with serving(Handler(entry)) as server, raw(server.port) as (reader, writer):
-            for filler in (b"\xc2\x0c\x00", b"\xf8\x07\x01"):
-                writer.write(frame(request + filler * 1_500_000))
-                assert (await read_response(reader)).response == entry(ReadRequest(LEDGER, 1))
-
-    runner(main())
+    async with serving(Handler(entry)) as server, raw(server.port) as (reader, writer):
+        for filler in (b"\xc2\x0c\x00", b"\xf8\x07\x01"):
+            writer.write(frame(request + filler * 1_500_000))
+            assert (await read_response(reader)).response == entry(ReadRequest(LEDGER, 1))
 
 
 # Closing.
 
 
 @pytest.mark.parametrize("protocol", Protocol)
-def test_close_answers_what_was_read_and_takes_no_more(runner: Runner, protocol: Protocol) -> None:
-    async def main() -> None:
-        bookie = Holding()
-        server = BookieServer(bookie)
-        await server.start(HOST)
-        async with connected(server.port, protocol) as connection:
-            reads = [connection.send(ReadRequest(LEDGER, entry_id)) for entry_id in range(3)]
-            held = list(await bookie.wait_for(3))
-            closing = asyncio.create_task(server.close(grace_s=60))
-            await turns()
-            late = connection.send(ReadRequest(LEDGER, 9))
-            for request, respond in held:
-                respond(entry(request))
-            for entry_id, answer in enumerate(await asyncio.gather(*reads)):
-                assert cast_read(answer).entry_id == entry_id
-            with pytest.raises(BookieUnavailable):
-                await late
-            await closing
-            assert len(bookie.held) == 3
-            with pytest.raises(BookieUnavailable):
-                await BookieConnection.open(HOST, await free_port(), bookie_id="b", timeout_s=60)
-
+async def test_close_answers_what_was_read_and_takes_no_more(protocol: Protocol) -> None:
     async def free_port() -> int:
         with socket.create_server((HOST, 0)) as listener:
             return int(listener.getsockname()[1])
 
-    runner(main())
+    bookie = Holding()
+    server = BookieServer(bookie)
+    await server.start(HOST)
+    async with connected(server.port, protocol) as connection:
+        reads = [connection.send(ReadRequest(LEDGER, entry_id)) for entry_id in range(3)]
+        held = list(await bookie.wait_for(3))
+        closing = asyncio.create_task(server.close(grace_s=60))
+        await turns()
+        late = connection.send(ReadRequest(LEDGER, 9))
+        for request, respond in held:
+            respond(entry(request))
+        for entry_id, answer in enumerate(await asyncio.gather(*reads)):
+            assert cast_read(answer).entry_id == entry_id
+        with pytest.raises(BookieUnavailable):
+            await late
+        await closing
+        assert len(bookie.held) == 3
+        with pytest.raises(BookieUnavailable):
+            await BookieConnection.open(HOST, await free_port(), bookie_id="b", timeout_s=60)
 
 
-def test_close_gives_up_after_its_grace(runner: Runner) -> None:
-    async def main() -> None:
-        bookie = Holding()
-        server = BookieServer(bookie)
-        await server.start(HOST)
+async def test_close_gives_up_after_its_grace() -> None:
+    bookie = Holding()
+    server = BookieServer(bookie)
+    await server.start(HOST)
+    async with connected(server.port) as connection:
+        read = connection.send(ReadRequest(LEDGER, 1))
+        ((request, respond),) = await bookie.wait_for(1)
+        await server.close(grace_s=0.05)
+        with pytest.raises(BookieUnavailable):
+            await read
+        respond(entry(request))  # too late, and harmless
+        assert not server.connections
+
+
+async def test_an_answer_to_a_client_that_left_is_dropped() -> None:
+    bookie = Holding()
+    async with serving(bookie) as server:
         async with connected(server.port) as connection:
             read = connection.send(ReadRequest(LEDGER, 1))
-            ((request, respond),) = await bookie.wait_for(1)
-            await server.close(grace_s=0.05)
-            with pytest.raises(BookieUnavailable):
-                await read
-            respond(entry(request))  # too late, and harmless
-            assert not server.connections
-
-    runner(main())
-
-
-def test_an_answer_to_a_client_that_left_is_dropped(runner: Runner) -> None:
-    async def main() -> None:
-        bookie = Holding()
-        async with serving(bookie) as server:
-            async with connected(server.port) as connection:
-                read = connection.send(ReadRequest(LEDGER, 1))
-                held = await bookie.wait_for(1)
-            with pytest.raises(BookieUnavailable):
-                await read
-            while server.connections:
-                await asyncio.sleep(0.002)
-            held[0][1](entry(held[0][0]))
-            async with connected(server.port) as connection:
-                read = connection.send(ReadRequest(LEDGER, 1))
-                request, respond = (await bookie.wait_for(2))[1]
-                respond(entry(request))
-                assert (await read).status is Status.EOK
-
-    runner(main())
+            held = await bookie.wait_for(1)
+        with pytest.raises(BookieUnavailable):
+            await read
+        while server.connections:
+            await asyncio.sleep(0.002)
+        held[0][1](entry(held[0][0]))
+        async with connected(server.port) as connection:
+            read = connection.send(ReadRequest(LEDGER, 1))
+            request, respond = (await bookie.wait_for(2))[1]
+            respond(entry(request))
+            assert (await read).status is Status.EOK
 
 
 # Hostile bytes: the connection closes or gives an answer, and the next one is served as ever.

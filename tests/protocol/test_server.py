@@ -99,23 +99,20 @@ async def settled(value: Callable[[], int]) -> int:
     return seen
 
 
-def test_what_is_in_flight_is_bounded_over_all_clients(runner: Runner) -> None:
-    async def main() -> None:
-        bookie = Holding()
-        limit = 2000 * KIB
-        async with serving(bookie, in_flight_bytes=limit) as server, clients(server, 8) as opened:
-            sent = [future for client in opened for future in adds(client, 60, 100 * KIB)]  # 48 MB
-            # One buffer beyond the bound for each client, and no more.
-            most = limit + 8 * (256 + 2 * 100) * KIB
-            assert await settled(lambda: len(bookie.held)) * 100 * KIB < most
-            while any(not future.done() for future in sent):
-                assert server.in_flight_bytes < most
-                bookie.answer(1 + len(bookie.held) // 2)
-                await asyncio.sleep(0)
-            assert {(await future).status for future in sent} == {Status.EOK}
-            assert server.in_flight_bytes == 0
-
-    runner(main())
+async def test_what_is_in_flight_is_bounded_over_all_clients() -> None:
+    bookie = Holding()
+    limit = 2000 * KIB
+    async with serving(bookie, in_flight_bytes=limit) as server, clients(server, 8) as opened:
+        sent = [future for client in opened for future in adds(client, 60, 100 * KIB)]  # 48 MB
+        # One buffer beyond the bound for each client, and no more.
+        most = limit + 8 * (256 + 2 * 100) * KIB
+        assert await settled(lambda: len(bookie.held)) * 100 * KIB < most
+        while any(not future.done() for future in sent):
+            assert server.in_flight_bytes < most
+            bookie.answer(1 + len(bookie.held) // 2)
+            await asyncio.sleep(0)
+        assert {(await future).status for future in sent} == {Status.EOK}
+        assert server.in_flight_bytes == 0
 
 
 class Prompt:
@@ -135,8 +132,8 @@ async def begin_requests(server: BookieServer, count: int, size: int, sent: int)
     return writers
 
 
-def test_requests_that_do_not_arrive_are_bounded_over_all_clients_and_keep_nobody_out(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch
+async def test_requests_that_do_not_arrive_are_bounded_over_all_clients_and_keep_nobody_out(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limit, count = 4 << 20, 24
     most = limit + count * (2 << 20)
@@ -145,117 +142,102 @@ def test_requests_that_do_not_arrive_are_bounded_over_all_clients_and_keep_nobod
     monkeypatch.setattr(server_module, "time", clock)
     monkeypatch.setattr(server_module, "STALL_CHECK_S", 0.01)
 
-    async def main() -> None:
-        async with serving(Prompt(), unfinished_bytes=limit) as server, clients(server, 1) as (client,):
-            assert {each.status for each in await asyncio.gather(*adds(client, 1))} == {Status.EOK}
-            (served,) = server.connections
-            writers = await begin_requests(server, count, 5_000_000, 4_900_000)
-            assert limit < await settled(lambda: server.unfinished_bytes) < most, "not 118 MB"
-            assert len(server.connections) == count + 1, "nobody was ended yet"
-            small = await asyncio.gather(*adds(client, 200))
-            assert {each.status for each in small} == {Status.EOK}, "small requests go on in any case"
-            large = asyncio.gather(*adds(client, 8, 1_000_000))
-            while not large.done():
-                if server.frame_waits(served):
-                    clock.now_s += 2 * server_module.STALLED_FRAME_S
-                assert server.unfinished_bytes < most
-                await asyncio.sleep(0.01)
-            assert {each.status for each in await large} == {Status.EOK}
-            assert len(server.connections) < count + 1
-            for writer in writers:
-                writer.close()
-            while len(server.connections) > 1:
-                await asyncio.sleep(0.01)
-            assert server.unfinished_bytes == 0
-
-    runner(main())
+    async with serving(Prompt(), unfinished_bytes=limit) as server, clients(server, 1) as (client,):
+        assert {each.status for each in await asyncio.gather(*adds(client, 1))} == {Status.EOK}
+        (served,) = server.connections
+        writers = await begin_requests(server, count, 5_000_000, 4_900_000)
+        assert limit < await settled(lambda: server.unfinished_bytes) < most, "not 118 MB"
+        assert len(server.connections) == count + 1, "nobody was ended yet"
+        small = await asyncio.gather(*adds(client, 200))
+        assert {each.status for each in small} == {Status.EOK}, "small requests go on in any case"
+        large = asyncio.gather(*adds(client, 8, 1_000_000))
+        while not large.done():
+            if server.frame_waits(served):
+                clock.now_s += 2 * server_module.STALLED_FRAME_S
+            assert server.unfinished_bytes < most
+            await asyncio.sleep(0.01)
+        assert {each.status for each in await large} == {Status.EOK}
+        assert len(server.connections) < count + 1
+        for writer in writers:
+            writer.close()
+        while len(server.connections) > 1:
+            await asyncio.sleep(0.01)
+        assert server.unfinished_bytes == 0
 
 
-def test_large_requests_of_many_clients_wait_their_turn(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_requests_of_many_clients_wait_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "STALLED_FRAME_S", 3600.0)
 
-    async def main() -> None:
-        async with serving(Prompt(), unfinished_bytes=1 << 20) as server, clients(server, 12) as opened:
-            sent = [future for client in opened for future in adds(client, 6, 1_500_000)]
-            assert {(await future).status for future in sent} == {Status.EOK}
-            assert server.unfinished_bytes == 0
-            assert len(server.connections) == len(opened)
-
-    runner(main())
+    async with serving(Prompt(), unfinished_bytes=1 << 20) as server, clients(server, 12) as opened:
+        sent = [future for client in opened for future in adds(client, 6, 1_500_000)]
+        assert {(await future).status for future in sent} == {Status.EOK}
+        assert server.unfinished_bytes == 0
+        assert len(server.connections) == len(opened)
 
 
-def test_clients_beyond_the_limit_are_turned_away_until_others_leave(runner: Runner) -> None:
-    async def main() -> None:
-        async with serving(Holding(), connections=3) as server:
-            async with clients(server, 3):
-                reader, writer = await asyncio.open_connection(HOST, server.port)
-                with contextlib.suppress(ConnectionResetError):
-                    assert await reader.read() == b""
-                writer.close()
-                assert len(server.connections) == 3
-            while server.connections:
+async def test_clients_beyond_the_limit_are_turned_away_until_others_leave() -> None:
+    async with serving(Holding(), connections=3) as server:
+        async with clients(server, 3):
+            reader, writer = await asyncio.open_connection(HOST, server.port)
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() == b""
+            writer.close()
+            assert len(server.connections) == 3
+        while server.connections:
+            await asyncio.sleep(0.01)
+        bookie = server.handler = Holding()
+        async with clients(server, 1) as (client,):
+            (sent,) = adds(client, 1)
+            while not bookie.held:
                 await asyncio.sleep(0.01)
-            bookie = server.handler = Holding()
-            async with clients(server, 1) as (client,):
-                (sent,) = adds(client, 1)
-                while not bookie.held:
-                    await asyncio.sleep(0.01)
-                bookie.answer(1)
-                assert (await sent).status is Status.EOK
-
-    runner(main())
+            bookie.answer(1)
+            assert (await sent).status is Status.EOK
 
 
-def test_requests_of_clients_that_left_count_until_they_are_answered(runner: Runner) -> None:
-    async def main() -> None:
-        bookie = Holding()
-        async with serving(bookie, in_flight_bytes=1000 * KIB) as server:
-            async with clients(server, 1) as (client,):
-                for future in adds(client, 9, 100 * KIB):
-                    future.add_done_callback(lambda done: done.exception())
-                while len(bookie.held) < 9:
-                    await asyncio.sleep(0.01)
-            while server.connections:
+async def test_requests_of_clients_that_left_count_until_they_are_answered() -> None:
+    bookie = Holding()
+    async with serving(bookie, in_flight_bytes=1000 * KIB) as server:
+        async with clients(server, 1) as (client,):
+            for future in adds(client, 9, 100 * KIB):
+                future.add_done_callback(lambda done: done.exception())
+            while len(bookie.held) < 9:
                 await asyncio.sleep(0.01)
-            before = len(bookie.held)
-            assert server.in_flight_bytes >= 900 * KIB
-            async with clients(server, 1) as (client,):
-                sent = adds(client, 20, 100 * KIB)
-                first = await settled(lambda: len(bookie.held)) - before
-                assert first < 6
-                while any(not future.done() for future in sent):
-                    bookie.answer(len(bookie.held))
-                    await asyncio.sleep(0)
-            assert server.in_flight_bytes == 0
-
-    runner(main())
+        while server.connections:
+            await asyncio.sleep(0.01)
+        before = len(bookie.held)
+        assert server.in_flight_bytes >= 900 * KIB
+        async with clients(server, 1) as (client,):
+            sent = adds(client, 20, 100 * KIB)
+            first = await settled(lambda: len(bookie.held)) - before
+            assert first < 6
+            while any(not future.done() for future in sent):
+                bookie.answer(len(bookie.held))
+                await asyncio.sleep(0)
+        assert server.in_flight_bytes == 0
 
 
 @pytest.mark.parametrize("protocol", list(Protocol), ids=lambda each: each.name)
-def test_no_more_adds_are_in_progress_than_allowed_and_reads_have_a_bound_of_their_own(
-    runner: Runner, protocol: Protocol
+async def test_no_more_adds_are_in_progress_than_allowed_and_reads_have_a_bound_of_their_own(
+    protocol: Protocol,
 ) -> None:
-    async def main() -> None:
-        bookie = Holding()
-        async with (
-            serving(bookie, adds_in_progress=3, reads_in_progress=2) as server,
-            clients(server, 4, protocol) as opened,
-        ):
-            sent = [future for client in opened[:2] for future in adds(client, 20)]
-            for client in opened[2:]:
-                sent += [client.send(ReadRequest(LEDGER, entry_id)) for entry_id in range(20)]
-            while any(not future.done() for future in sent):
-                kinds = [type(request) for request, _ in bookie.held]
-                assert kinds.count(AddRequest) <= 3
-                assert kinds.count(ReadRequest) <= 2
-                bookie.answer(1)
-                await asyncio.sleep(0)
-            assert {(await future).status for future in sent} == {Status.EOK}
-
-    runner(main())
+    bookie = Holding()
+    async with (
+        serving(bookie, adds_in_progress=3, reads_in_progress=2) as server,
+        clients(server, 4, protocol) as opened,
+    ):
+        sent = [future for client in opened[:2] for future in adds(client, 20)]
+        for client in opened[2:]:
+            sent += [client.send(ReadRequest(LEDGER, entry_id)) for entry_id in range(20)]
+        while any(not future.done() for future in sent):
+            kinds = [type(request) for request, _ in bookie.held]
+            assert kinds.count(AddRequest) <= 3
+            assert kinds.count(ReadRequest) <= 2
+            bookie.answer(1)
+            await asyncio.sleep(0)
+        assert {(await future).status for future in sent} == {Status.EOK}
 
 
-def test_a_client_that_takes_no_answers_does_not_keep_a_slot_from_the_others(runner: Runner) -> None:
+async def test_a_client_that_takes_no_answers_does_not_keep_a_slot_from_the_others() -> None:
     body = bytes(1 << 20)
 
     class Bookie:
@@ -263,61 +245,55 @@ def test_a_client_that_takes_no_answers_does_not_keep_a_slot_from_the_others(run
             assert isinstance(request, ReadRequest)
             respond(ReadResponse(Status.EOK, request.ledger, request.entry_id, body))
 
-    async def main() -> None:
-        async with serving(Bookie(), reads_in_progress=1) as server:
-            _, writer = await asyncio.open_connection(HOST, server.port)
-            for entry_id in range(100):
-                out: list[Any] = []
-                v2.encode_request(ReadRequest(LEDGER, entry_id), out)
-                writer.writelines(out)
-            async with clients(server, 2) as opened:
-                for client in opened * 3:
-                    assert (await client.send(ReadRequest(LEDGER, 1))).status is Status.EOK
-            writer.transport.abort()
-
-    runner(main())
+    async with serving(Bookie(), reads_in_progress=1) as server:
+        _, writer = await asyncio.open_connection(HOST, server.port)
+        for entry_id in range(100):
+            out: list[Any] = []
+            v2.encode_request(ReadRequest(LEDGER, entry_id), out)
+            writer.writelines(out)
+        async with clients(server, 2) as opened:
+            for client in opened * 3:
+                assert (await client.send(ReadRequest(LEDGER, 1))).status is Status.EOK
+        writer.transport.abort()
 
 
 @pytest.mark.parametrize("closes", [True, False])
-def test_a_client_that_takes_no_answers_for_too_long_loses_them(runner: Runner, closes: bool) -> None:
+async def test_a_client_that_takes_no_answers_for_too_long_loses_them(closes: bool) -> None:
     body = bytes(1 << 20)
 
-    async def main() -> None:
-        bookie = Holding()
-        limits = {"backpressure_wait_ms": 20, "closes_on_backpressure": closes}
-        async with serving(bookie, **limits) as server:
-            reader, writer = await asyncio.open_connection(HOST, server.port)
-            for entry_id in range(60):
-                out: list[Any] = []
-                v2.encode_request(ReadRequest(LEDGER, entry_id), out)
-                writer.writelines(out)
-            while len(bookie.held) < 60:
+    bookie = Holding()
+    limits = {"backpressure_wait_ms": 20, "closes_on_backpressure": closes}
+    async with serving(bookie, **limits) as server:
+        reader, writer = await asyncio.open_connection(HOST, server.port)
+        for entry_id in range(60):
+            out: list[Any] = []
+            v2.encode_request(ReadRequest(LEDGER, entry_id), out)
+            writer.writelines(out)
+        while len(bookie.held) < 60:
+            await asyncio.sleep(0.01)
+        for number, (request, respond) in enumerate(bookie.held):
+            assert isinstance(request, ReadRequest)
+            respond(ReadResponse(Status.EOK, request.ledger, request.entry_id, body))
+            if number == 30:
+                await asyncio.sleep(0.2)  # the wait is over, whatever the kernel took
+        if closes:
+            while server.connections:
                 await asyncio.sleep(0.01)
-            for number, (request, respond) in enumerate(bookie.held):
-                assert isinstance(request, ReadRequest)
-                respond(ReadResponse(Status.EOK, request.ledger, request.entry_id, body))
-                if number == 30:
-                    await asyncio.sleep(0.2)  # the wait is over, whatever the kernel took
-            if closes:
-                while server.connections:
-                    await asyncio.sleep(0.01)
-            else:
-                seen = []
-                while not seen or seen[-1] != 1000:
-                    frame = await reader.readexactly(int.from_bytes(await reader.readexactly(4)))
-                    seen.append(int.from_bytes(frame[16:24]))
-                    if len(seen) == 31:
-                        # It reads again, so it gets answers again.
-                        out = []
-                        v2.encode_request(ReadRequest(LEDGER, 1000), out)
-                        writer.writelines(out)
-                        while len(bookie.held) == 60:
-                            await asyncio.sleep(0.01)
-                        bookie.held[-1][1](answer(bookie.held[-1][0]))
-                assert seen == [*range(31), 1000]
-            writer.transport.abort()
-
-    runner(main())
+        else:
+            seen = []
+            while not seen or seen[-1] != 1000:
+                frame = await reader.readexactly(int.from_bytes(await reader.readexactly(4)))
+                seen.append(int.from_bytes(frame[16:24]))
+                if len(seen) == 31:
+                    # It reads again, so it gets answers again.
+                    out = []
+                    v2.encode_request(ReadRequest(LEDGER, 1000), out)
+                    writer.writelines(out)
+                    while len(bookie.held) == 60:
+                        await asyncio.sleep(0.01)
+                    bookie.held[-1][1](answer(bookie.held[-1][0]))
+            assert seen == [*range(31), 1000]
+        writer.transport.abort()
 
 
 def test_reads_beyond_those_that_may_wait_are_refused(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,33 +344,27 @@ def test_reads_beyond_those_that_may_wait_are_refused(runner: Runner, monkeypatc
     runner(main())
 
 
-def test_who_asked_is_told_when_a_client_is_lost(runner: Runner) -> None:
-    async def main() -> None:
-        bookie = Holding()
-        told = []
-        async with serving(bookie) as server:
-            async with clients(server, 1) as (client,):
-                client.send(ReadRequest(LEDGER, 1)).add_done_callback(lambda done: done.exception())
-                await settled(lambda: len(bookie.held))
-                lost = server.on_lost(bookie.held[0][1])
-                lost[lambda: told.append("told")] = None
-            while not told:
-                await asyncio.sleep(0.01)
-            assert told == ["told"]
-
-    runner(main())
+async def test_who_asked_is_told_when_a_client_is_lost() -> None:
+    bookie = Holding()
+    told = []
+    async with serving(bookie) as server:
+        async with clients(server, 1) as (client,):
+            client.send(ReadRequest(LEDGER, 1)).add_done_callback(lambda done: done.exception())
+            await settled(lambda: len(bookie.held))
+            lost = server.on_lost(bookie.held[0][1])
+            lost[lambda: told.append("told")] = None
+        while not told:
+            await asyncio.sleep(0.01)
+        assert told == ["told"]
 
 
-def test_the_system_looks_after_clients_that_are_gone_without_a_word(runner: Runner) -> None:
-    async def main() -> None:
-        async with serving(Holding(), keepalive_idle_s=77, keepalive_count=3) as server, clients(server, 1):
-            while not server.connections:
-                await asyncio.sleep(0.01)
-            (connection,) = server.connections
-            assert connection._transport is not None
-            found = connection._transport.get_extra_info("socket")
-            assert found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-            assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 77
-            assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 3
-
-    runner(main())
+async def test_the_system_looks_after_clients_that_are_gone_without_a_word() -> None:
+    async with serving(Holding(), keepalive_idle_s=77, keepalive_count=3) as server, clients(server, 1):
+        while not server.connections:
+            await asyncio.sleep(0.01)
+        (connection,) = server.connections
+        assert connection._transport is not None
+        found = connection._transport.get_extra_info("socket")
+        assert found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 77
+        assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 3

@@ -52,81 +52,64 @@ class Bookie:
 
 @pytest.mark.parametrize("protocol", Protocol)
 @pytest.mark.parametrize("check_hostname", [True, False])
-def test_requests_go_on_in_tls(runner: Runner, pem: Path, protocol: Protocol, check_hostname: bool) -> None:
-    async def main() -> None:
-        server = BookieServer(Bookie(), tls=server_context(pem))
-        await server.start(HOST)
-        tls = client_context(pem, check_hostname=check_hostname)
-        connection = await BookieConnection.open(
-            HOST, server.port, bookie_id="b", protocol=protocol, tls=tls, timeout_s=60
-        )
-        answers = await asyncio.gather(*(connection.send(ReadRequest(LEDGER, entry_id)) for entry_id in range(300)))
-        for entry_id, answer in enumerate(answers):
-            assert answer[:4] == (Status.EOK, LEDGER, entry_id, BODY)
-        if protocol is Protocol.V3:
-            assert (await connection.send(StartTlsRequest())).status is Status.EBADREQ
-        connection.close()
-        await connection.wait_closed()
-        await server.close()
-
-    runner(main())
+async def test_requests_go_on_in_tls(pem: Path, protocol: Protocol, check_hostname: bool) -> None:
+    server = BookieServer(Bookie(), tls=server_context(pem))
+    await server.start(HOST)
+    tls = client_context(pem, check_hostname=check_hostname)
+    connection = await BookieConnection.open(HOST, server.port, bookie_id="b", protocol=protocol, tls=tls, timeout_s=60)
+    answers = await asyncio.gather(*(connection.send(ReadRequest(LEDGER, entry_id)) for entry_id in range(300)))
+    for entry_id, answer in enumerate(answers):
+        assert answer[:4] == (Status.EOK, LEDGER, entry_id, BODY)
+    if protocol is Protocol.V3:
+        assert (await connection.send(StartTlsRequest())).status is Status.EBADREQ
+    connection.close()
+    await connection.wait_closed()
+    await server.close()
 
 
-def test_a_bookie_with_tls_serves_clients_without(runner: Runner, pem: Path) -> None:
-    async def main() -> None:
-        server = BookieServer(Bookie(), tls=server_context(pem))
-        await server.start(HOST)
-        connection = await BookieConnection.open(HOST, server.port, bookie_id="b", timeout_s=60)
-        assert (await connection.send(ReadRequest(LEDGER, 1))).status is Status.EOK
-        connection.close()
-        await connection.wait_closed()
-        await server.close()
-
-    runner(main())
+async def test_a_bookie_with_tls_serves_clients_without(pem: Path) -> None:
+    server = BookieServer(Bookie(), tls=server_context(pem))
+    await server.start(HOST)
+    connection = await BookieConnection.open(HOST, server.port, bookie_id="b", timeout_s=60)
+    assert (await connection.send(ReadRequest(LEDGER, 1))).status is Status.EOK
+    connection.close()
+    await connection.wait_closed()
+    await server.close()
 
 
 @pytest.mark.parametrize("protocol", Protocol)
-def test_a_bookie_that_requires_tls_serves_nobody_without(runner: Runner, pem: Path, protocol: Protocol) -> None:
-    async def main() -> None:
-        server = BookieServer(Bookie(), tls=server_context(pem), requires_tls=True)
-        await server.start(HOST)
-        for tls, status in ((None, Status.EUA), (client_context(pem), Status.EOK)):
-            connection = await BookieConnection.open(
-                HOST, server.port, bookie_id="b", protocol=protocol, tls=tls, timeout_s=60
-            )
-            for entry_id in range(3):
-                assert (await connection.send(ReadRequest(LEDGER, entry_id))).status is status
-            connection.close()
-            await connection.wait_closed()
-        await server.close()
-
-    runner(main())
+async def test_a_bookie_that_requires_tls_serves_nobody_without(pem: Path, protocol: Protocol) -> None:
+    server = BookieServer(Bookie(), tls=server_context(pem), requires_tls=True)
+    await server.start(HOST)
+    for tls, status in ((None, Status.EUA), (client_context(pem), Status.EOK)):
+        connection = await BookieConnection.open(
+            HOST, server.port, bookie_id="b", protocol=protocol, tls=tls, timeout_s=60
+        )
+        for entry_id in range(3):
+            assert (await connection.send(ReadRequest(LEDGER, entry_id))).status is status
+        connection.close()
+        await connection.wait_closed()
+    await server.close()
 
 
-def test_a_bookie_without_tls_refuses_it(runner: Runner, pem: Path) -> None:
-    async def main() -> None:
-        server = BookieServer(Bookie())
-        await server.start(HOST)
-        with pytest.raises(BookieUnavailable, match="Bookie b refuses TLS"):
-            await BookieConnection.open(HOST, server.port, bookie_id="b", tls=client_context(pem), timeout_s=60)
-        await server.close()
-
-    runner(main())
+async def test_a_bookie_without_tls_refuses_it(pem: Path) -> None:
+    server = BookieServer(Bookie())
+    await server.start(HOST)
+    with pytest.raises(BookieUnavailable, match="Bookie b refuses TLS"):
+        await BookieConnection.open(HOST, server.port, bookie_id="b", tls=client_context(pem), timeout_s=60)
+    await server.close()
 
 
-def test_an_unknown_certificate_is_refused(runner: Runner, pem: Path) -> None:
-    async def main() -> None:
-        server = BookieServer(Bookie(), tls=server_context(pem))
-        await server.start(HOST)
-        with pytest.raises(BookieUnavailable, match="do not agree on TLS"):
-            await BookieConnection.open(HOST, server.port, bookie_id="b", tls=ssl.create_default_context())
-        trusted = await BookieConnection.open(HOST, server.port, bookie_id="b", tls=client_context(pem), timeout_s=60)
-        assert (await trusted.send(ReadRequest(LEDGER, 1))).status is Status.EOK
-        trusted.close()
-        await trusted.wait_closed()
-        await server.close()
-
-    runner(main())
+async def test_an_unknown_certificate_is_refused(pem: Path) -> None:
+    server = BookieServer(Bookie(), tls=server_context(pem))
+    await server.start(HOST)
+    with pytest.raises(BookieUnavailable, match="do not agree on TLS"):
+        await BookieConnection.open(HOST, server.port, bookie_id="b", tls=ssl.create_default_context())
+    trusted = await BookieConnection.open(HOST, server.port, bookie_id="b", tls=client_context(pem), timeout_s=60)
+    assert (await trusted.send(ReadRequest(LEDGER, 1))).status is Status.EOK
+    trusted.close()
+    await trusted.wait_closed()
+    await server.close()
 
 
 def start_tls_bytes() -> bytes:
@@ -141,27 +124,24 @@ def read_bytes() -> bytes:
     return b"".join(out)
 
 
-def test_requests_in_clear_behind_start_tls_are_not_served(runner: Runner, pem: Path) -> None:
-    async def main() -> None:
-        server = BookieServer(Bookie(), tls=server_context(pem))
-        await server.start(HOST)
-        reader, writer = await asyncio.open_connection(HOST, server.port)
-        writer.write(start_tls_bytes() + read_bytes())
-        received = b""
-        try:
-            async with asyncio.timeout(60):
-                received = await reader.read()
-        except ConnectionResetError:
-            pass
-        assert BODY not in received
-        assert len(received) < 100
-        writer.close()
-        await server.close()
-
-    runner(main())
+async def test_requests_in_clear_behind_start_tls_are_not_served(pem: Path) -> None:
+    server = BookieServer(Bookie(), tls=server_context(pem))
+    await server.start(HOST)
+    reader, writer = await asyncio.open_connection(HOST, server.port)
+    writer.write(start_tls_bytes() + read_bytes())
+    received = b""
+    try:
+        async with asyncio.timeout(60):
+            received = await reader.read()
+    except ConnectionResetError:
+        pass
+    assert BODY not in received
+    assert len(received) < 100
+    writer.close()
+    await server.close()
 
 
-def test_answers_in_clear_behind_start_tls_are_not_taken(runner: Runner, pem: Path) -> None:
+async def test_answers_in_clear_behind_start_tls_are_not_taken(pem: Path) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(100)
         out: list[BytesLike] = []
@@ -171,53 +151,44 @@ def test_answers_in_clear_behind_start_tls_are_not_taken(runner: Runner, pem: Pa
         await reader.read(100)
         writer.close()
 
-    async def main() -> None:
-        server = await asyncio.start_server(serve, HOST, 0)
-        port = server.sockets[0].getsockname()[1]
-        with pytest.raises(BookieUnavailable, match="in clear"):
-            await BookieConnection.open(HOST, port, bookie_id="b", tls=client_context(pem), timeout_s=60)
-        server.close()
-
-    runner(main())
+    server = await asyncio.start_server(serve, HOST, 0)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(BookieUnavailable, match="in clear"):
+        await BookieConnection.open(HOST, port, bookie_id="b", tls=client_context(pem), timeout_s=60)
+    server.close()
 
 
-def test_garbage_instead_of_a_handshake_ends_that_connection(runner: Runner, pem: Path) -> None:
-    async def main() -> None:
-        server = BookieServer(Bookie(), tls=server_context(pem))
-        await server.start(HOST)
-        reader, writer = await asyncio.open_connection(HOST, server.port)
-        writer.write(start_tls_bytes())
-        assert await reader.readexactly(4)
-        writer.write(b"\x00" * 600)
-        async with asyncio.timeout(60):
-            with contextlib.suppress(ConnectionResetError):
-                await reader.read()
-        writer.close()
-        await server.close()
-        assert not server.connections
-
-    runner(main())
+async def test_garbage_instead_of_a_handshake_ends_that_connection(pem: Path) -> None:
+    server = BookieServer(Bookie(), tls=server_context(pem))
+    await server.start(HOST)
+    reader, writer = await asyncio.open_connection(HOST, server.port)
+    writer.write(start_tls_bytes())
+    assert await reader.readexactly(4)
+    writer.write(b"\x00" * 600)
+    async with asyncio.timeout(60):
+        with contextlib.suppress(ConnectionResetError):
+            await reader.read()
+    writer.close()
+    await server.close()
+    assert not server.connections
 
 
 @pytest.mark.parametrize("end", ["garbage", "leaves", "stop"])
-def test_a_handshake_that_fails_leaves_no_connection_behind(runner: Runner, pem: Path, end: str) -> None:
-    async def main() -> None:
-        server = BookieServer(Bookie(), tls=server_context(pem))
-        await server.start(HOST)
-        for _ in range(5):
-            reader, writer = await asyncio.open_connection(HOST, server.port)
-            out: list[BytesLike] = []
-            v3.encode_request(1, StartTlsRequest(), out)
-            writer.writelines(out)
-            assert await reader.readexactly(int.from_bytes(await reader.readexactly(4)))
-            if end == "garbage":
-                writer.write(b"\x00" * 100)
-            elif end == "leaves":
-                writer.transport.abort()
-        if end != "stop":
-            while server.connections:
-                await asyncio.sleep(0.01)
-        await asyncio.wait_for(server.close(0.1), 20)
-        assert not server.connections
-
-    runner(main())
+async def test_a_handshake_that_fails_leaves_no_connection_behind(pem: Path, end: str) -> None:
+    server = BookieServer(Bookie(), tls=server_context(pem))
+    await server.start(HOST)
+    for _ in range(5):
+        reader, writer = await asyncio.open_connection(HOST, server.port)
+        out: list[BytesLike] = []
+        v3.encode_request(1, StartTlsRequest(), out)
+        writer.writelines(out)
+        assert await reader.readexactly(int.from_bytes(await reader.readexactly(4)))
+        if end == "garbage":
+            writer.write(b"\x00" * 100)
+        elif end == "leaves":
+            writer.transport.abort()
+    if end != "stop":
+        while server.connections:
+            await asyncio.sleep(0.01)
+    await asyncio.wait_for(server.close(0.1), 20)
+    assert not server.connections

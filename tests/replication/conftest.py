@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from client.conftest import fake_cluster, run
+from client.conftest import fake_cluster, nothing_left_behind, pytest_pycollect_makeitem, run
 
-__all__ = ["fake_cluster", "run"]
+__all__ = ["fake_cluster", "nothing_left_behind", "pytest_pycollect_makeitem", "run"]
 
 
 @pytest.fixture(autouse=True)

@@ -56,258 +56,228 @@ def named(cluster, ledger):
     return {bookie for fragment in cluster.metadata(ledger).ensembles for bookie in fragment.bookies}
 
 
-def test_everything_on_a_lost_bookie_goes_elsewhere_in_every_scope(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(5) as cluster, cluster.client() as client:
-            ledgers = [(await write(client, count, scope_id=scope)).ledger for scope in SCOPES for count in (0, 1, 40)]
-            ledgers += [
-                (await write(client, 40, ensemble_size=2)).ledger,
-                (await write(client, 40, write_quorum_size=3, ack_quorum_size=3, scope_id=7)).ledger,
+async def test_everything_on_a_lost_bookie_goes_elsewhere_in_every_scope(fake_cluster):
+    async with fake_cluster(5) as cluster, cluster.client() as client:
+        ledgers = [(await write(client, count, scope_id=scope)).ledger for scope in SCOPES for count in (0, 1, 40)]
+        ledgers += [
+            (await write(client, 40, ensemble_size=2)).ledger,
+            (await write(client, 40, write_quorum_size=3, ack_quorum_size=3, scope_id=7)).ledger,
+        ]
+        await lose(cluster, "b0")
+        on_it = {each for each in ledgers if "b0" in named(cluster, each)}
+        found = plan(cluster, "b0")
+        assert set(found.ledgers) == on_it
+        assert found.ledgers == sorted(found.ledgers)
+        assert (found.crowded, found.damaged, found.open_count) == ({}, {}, 0)
+        moved, mover = await move(cluster, client, "b0")
+        assert {each.outcome for each in moved.values()} == {MoveOutcome.MOVED}
+        assert set(moved) == on_it
+        for ledger in ledgers:
+            assert "b0" not in named(cluster, ledger)
+            assert await is_whole(client, ledger)
+        assert await mover.left() == []
+        assert mover.progress.ledger_count == len(on_it)
+        assert mover.progress.entry_count == sum(each.entry_count for each in moved.values()) > 0
+        assert mover.progress.left_s == 0
+        again, _ = await move(cluster, client, "b0")
+        assert again == {}
+
+
+async def test_several_lost_bookies_go_at_once_and_open_ledgers_are_closed_first(fake_cluster):
+    async with fake_cluster(5) as cluster, cluster.client() as client:
+        shape = {"ensemble_size": 3, "write_quorum_size": 3, "ack_quorum_size": 3}
+        writers = [await write(client, 10, close=False, scope_id=scope, **shape) for scope in SCOPES]
+        bookies = named(cluster, writers[0].ledger)
+        gone = sorted(bookies)[:1]
+        await lose(cluster, *gone)
+        before = {each.ledger: cluster.metadata(each.ledger) for each in writers}
+        kept, _ = await move(cluster, client, *gone, skip_open=True)
+        assert {each.outcome for each in kept.values()} == {MoveOutcome.OPEN}
+        assert {each: cluster.metadata(each) for each in before} == before
+        found = plan(cluster, *gone)
+        assert found.open_count == len(found.ledgers) > 0
+        moved, _ = await move(cluster, client, *gone)
+        assert {each.outcome for each in moved.values()} == {MoveOutcome.MOVED}
+        for ledger in moved:
+            assert cluster.metadata(ledger).state is LedgerState.CLOSED
+            assert cluster.metadata(ledger).last_entry_id == 9
+            assert not named(cluster, ledger) & set(gone)
+            assert await is_whole(client, ledger)
+
+
+async def test_what_a_writer_may_be_adding_to_is_left_without_fencing(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        writer = await write(client, 10, close=False, ensemble_size=2, scope_id=7)
+        leaving = cluster.metadata(writer.ledger).ensembles[0].bookies[0]
+        moved, mover = await move(cluster, client, leaving, fence=False)
+        assert moved[writer.ledger].outcome is MoveOutcome.OPEN
+        assert [ledger for ledger, _ in await mover.left()] == [writer.ledger]
+        assert cluster.metadata(writer.ledger).state is LedgerState.OPEN
+        assert await writer.add(b"on") == 10
+        await writer.close()
+        moved, mover = await move(cluster, client, leaving, fence=False)
+        assert moved[writer.ledger].outcome is MoveOutcome.MOVED
+        assert await mover.left() == []
+        assert await is_whole(client, writer.ledger)
+
+
+async def test_entries_that_no_bookie_has_are_named_and_all_else_is_moved(fake_cluster):
+    async with fake_cluster(6) as cluster, cluster.client() as client:
+        async with cluster.client(only=["b0", "b3", "b4"]) as writing:
+            good = await write(writing, 30, scope_id=7)
+        async with cluster.client(only=["b0", "b1", "b2"]) as writing:
+            bad = await write(writing, 30)
+        async with cluster.client(only=["b0"]) as writing:
+            single = await write(
+                writing, 5, ensemble_size=1, write_quorum_size=1, ack_quorum_size=1, scope_id=9
+            )  # fmt: skip
+        ensemble = cluster.metadata(bad.ledger).ensembles[0].bookies
+        gone = ["b0", "b1"]
+        await lose(cluster, *gone)
+        before = cluster.metadata(bad.ledger)
+        planned = [each async for each in BookieMover(client, gone).planned()]
+        problems = {
+            each.held.ledger: each.unreadable
+            for each in planned
+            if isinstance(each, PlannedFragment) and each.unreadable
+        }
+        # Two of three bookies are gone, so every third entry is, from the one that both have on.
+        first = next(at for at in range(3) if {ensemble[at], ensemble[(at + 1) % 3]} <= set(gone))
+        assert [each.first_entry_id for each in problems[bad.ledger]] == list(range(first, 30, 3))
+        assert problems[single.ledger] == (EntrySpan(0, 4, 5),)
+        assert cluster.metadata(bad.ledger) == before
+        moved, mover = await move(cluster, client, *gone)
+        row = moved[bad.ledger]
+        assert row.outcome is MoveOutcome.UNRECOVERABLE
+        assert [each.first_entry_id for each in row.unreadable] == list(range(first, 30, 3))
+        assert f"entries {first}, {first + 3}, " in str(row.problem)
+        assert ensemble[first] in str(row.problem)
+        assert moved[single.ledger].outcome is MoveOutcome.UNRECOVERABLE
+        assert cluster.metadata(bad.ledger) == before
+        assert moved[good.ledger].outcome is MoveOutcome.MOVED
+        assert await is_whole(client, good.ledger)
+        assert {ledger for ledger, _ in await mover.left()} == {bad.ledger, single.ledger}
+
+
+async def test_too_few_bookies_are_said_before_and_after(fake_cluster):
+    async with fake_cluster(3, scopes=True) as cluster, cluster.client() as client:
+        await cluster.add_bookie(scopes=False)
+        async with cluster.client(only=["b0", "b1", "b2"]) as writing:
+            plain = await write(writing, 10)
+        scoped = await write(client, 10, scope_id=7)
+        await lose(cluster, "b0")
+        found = plan(cluster, "b0")
+        assert set(found.crowded) == {scoped.ledger}
+        assert "with ledger scopes" in found.crowded[scoped.ledger]
+        moved, _ = await move(cluster, client, "b0")
+        assert moved[scoped.ledger].outcome is MoveOutcome.FAILED
+        assert "b3" in str(moved[scoped.ledger].problem)
+        assert moved[plain.ledger].outcome is MoveOutcome.MOVED
+
+
+async def test_a_dry_run_names_who_would_come_in_and_changes_nothing(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        ledger = (await write(client, 10, scope_id=7)).ledger
+        opened = (await write(client, 10, close=False, write_quorum_size=3, ack_quorum_size=3)).ledger
+        gone = sorted(named(cluster, ledger) & named(cluster, opened))[0]
+        await lose(cluster, gone)
+        others = {"b0", "b1", "b2", "b3"}
+        before = {each: cluster.cluster.ledgers.read(each) for each in (ledger, opened)}
+        planned = [each async for each in BookieMover(client, [gone]).planned()]
+        assert all(isinstance(each, PlannedFragment) for each in planned)
+        by_ledger = {each.held.ledger: each for each in planned}
+        for each in (ledger, opened):
+            old = before[each].metadata.ensembles[0].bookies
+            [free] = others - set(old)
+            assert by_ledger[each].new_ensemble == tuple(free if name == gone else name for name in old)
+            assert by_ledger[each].problem is None
+        assert [by_ledger[each].closes for each in (ledger, opened)] == [False, True]
+        left = [each async for each in BookieMover(client, [gone], skip_open=True).planned()]
+        assert [each.outcome for each in left if isinstance(each, LedgerMove)] == [MoveOutcome.OPEN]
+        assert {each: cluster.cluster.ledgers.read(each) for each in (ledger, opened)} == before
+
+
+async def test_ledgers_that_are_named_are_moved_alone(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        async with cluster.client(only=["b0", "b1"]) as writing:
+            first, second = [
+                (await write(writing, 5, ensemble_size=2, scope_id=scope)).ledger for scope in (0, 7)
+            ]  # fmt: skip
+        await lose(cluster, "b0")
+        moved, mover = await move(cluster, client, "b0", ids=[first])
+        assert {each: row.outcome for each, row in moved.items()} == {first: MoveOutcome.MOVED}
+        assert [ledger for ledger, _ in await mover.left()] == [second]
+        with pytest.raises(LedgerNotFound):
+            plan(cluster, "b0", ids=[LedgerId(7, 12345)])
+
+
+async def test_a_ledger_that_is_deleted_meanwhile_is_gone(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        writer = await write(client, 5, ensemble_size=2, scope_id=7)
+        gone = sorted(named(cluster, writer.ledger))[0]
+        await lose(cluster, gone)
+        mover = BookieMover(client, [gone], plan(cluster, gone))
+        await client.delete_ledger(writer.ledger_id, ledger_scope_id=7)
+        rows = [each async for each in mover.move([writer.ledger])]
+        assert [each.outcome for each in rows] == [MoveOutcome.GONE]
+
+
+async def test_a_run_that_is_broken_off_goes_on_where_it_stopped(fake_cluster, tmp_path):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        gone = "b0"
+        async with cluster.client(only=["b0", "b1", "b2"]) as writing:
+            ledgers = [
+                (await write(writing, 5, scope_id=scope, write_quorum_size=3, ack_quorum_size=3)).ledger
+                for scope in range(50)
             ]
-            await lose(cluster, "b0")
-            on_it = {each for each in ledgers if "b0" in named(cluster, each)}
-            found = plan(cluster, "b0")
-            assert set(found.ledgers) == on_it
-            assert found.ledgers == sorted(found.ledgers)
-            assert (found.crowded, found.damaged, found.open_count) == ({}, {}, 0)
-            moved, mover = await move(cluster, client, "b0")
-            assert {each.outcome for each in moved.values()} == {MoveOutcome.MOVED}
-            assert set(moved) == on_it
-            for ledger in ledgers:
-                assert "b0" not in named(cluster, ledger)
-                assert await is_whole(client, ledger)
-            assert await mover.left() == []
-            assert mover.progress.ledger_count == len(on_it)
-            assert mover.progress.entry_count == sum(each.entry_count for each in moved.values()) > 0
-            assert mover.progress.left_s == 0
-            again, _ = await move(cluster, client, "b0")
-            assert again == {}
+        instance_id = cluster.cluster.instance_id()
+        await lose(cluster, gone)
 
-    run(scenario())
+        def file():
+            return ResumeFile(tmp_path / "resume", instance_id=instance_id, bookies=[gone])
 
-
-def test_several_lost_bookies_go_at_once_and_open_ledgers_are_closed_first(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(5) as cluster, cluster.client() as client:
-            shape = {"ensemble_size": 3, "write_quorum_size": 3, "ack_quorum_size": 3}
-            writers = [await write(client, 10, close=False, scope_id=scope, **shape) for scope in SCOPES]
-            bookies = named(cluster, writers[0].ledger)
-            gone = sorted(bookies)[:1]
-            await lose(cluster, *gone)
-            before = {each.ledger: cluster.metadata(each.ledger) for each in writers}
-            kept, _ = await move(cluster, client, *gone, skip_open=True)
-            assert {each.outcome for each in kept.values()} == {MoveOutcome.OPEN}
-            assert {each: cluster.metadata(each) for each in before} == before
-            found = plan(cluster, *gone)
-            assert found.open_count == len(found.ledgers) > 0
-            moved, _ = await move(cluster, client, *gone)
-            assert {each.outcome for each in moved.values()} == {MoveOutcome.MOVED}
-            for ledger in moved:
-                assert cluster.metadata(ledger).state is LedgerState.CLOSED
-                assert cluster.metadata(ledger).last_entry_id == 9
-                assert not named(cluster, ledger) & set(gone)
-                assert await is_whole(client, ledger)
-
-    run(scenario())
-
-
-def test_what_a_writer_may_be_adding_to_is_left_without_fencing(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            writer = await write(client, 10, close=False, ensemble_size=2, scope_id=7)
-            leaving = cluster.metadata(writer.ledger).ensembles[0].bookies[0]
-            moved, mover = await move(cluster, client, leaving, fence=False)
-            assert moved[writer.ledger].outcome is MoveOutcome.OPEN
-            assert [ledger for ledger, _ in await mover.left()] == [writer.ledger]
-            assert cluster.metadata(writer.ledger).state is LedgerState.OPEN
-            assert await writer.add(b"on") == 10
-            await writer.close()
-            moved, mover = await move(cluster, client, leaving, fence=False)
-            assert moved[writer.ledger].outcome is MoveOutcome.MOVED
-            assert await mover.left() == []
-            assert await is_whole(client, writer.ledger)
-
-    run(scenario())
-
-
-def test_entries_that_no_bookie_has_are_named_and_all_else_is_moved(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(6) as cluster, cluster.client() as client:
-            async with cluster.client(only=["b0", "b3", "b4"]) as writing:
-                good = await write(writing, 30, scope_id=7)
-            async with cluster.client(only=["b0", "b1", "b2"]) as writing:
-                bad = await write(writing, 30)
-            async with cluster.client(only=["b0"]) as writing:
-                single = await write(
-                    writing, 5, ensemble_size=1, write_quorum_size=1, ack_quorum_size=1, scope_id=9
-                )  # fmt: skip
-            ensemble = cluster.metadata(bad.ledger).ensembles[0].bookies
-            gone = ["b0", "b1"]
-            await lose(cluster, *gone)
-            before = cluster.metadata(bad.ledger)
-            planned = [each async for each in BookieMover(client, gone).planned()]
-            problems = {
-                each.held.ledger: each.unreadable
-                for each in planned
-                if isinstance(each, PlannedFragment) and each.unreadable
-            }
-            # Two of three bookies are gone, so every third entry is, from the one that both have on.
-            first = next(at for at in range(3) if {ensemble[at], ensemble[(at + 1) % 3]} <= set(gone))
-            assert [each.first_entry_id for each in problems[bad.ledger]] == list(range(first, 30, 3))
-            assert problems[single.ledger] == (EntrySpan(0, 4, 5),)
-            assert cluster.metadata(bad.ledger) == before
-            moved, mover = await move(cluster, client, *gone)
-            row = moved[bad.ledger]
-            assert row.outcome is MoveOutcome.UNRECOVERABLE
-            assert [each.first_entry_id for each in row.unreadable] == list(range(first, 30, 3))
-            assert f"entries {first}, {first + 3}, " in str(row.problem)
-            assert ensemble[first] in str(row.problem)
-            assert moved[single.ledger].outcome is MoveOutcome.UNRECOVERABLE
-            assert cluster.metadata(bad.ledger) == before
-            assert moved[good.ledger].outcome is MoveOutcome.MOVED
-            assert await is_whole(client, good.ledger)
-            assert {ledger for ledger, _ in await mover.left()} == {bad.ledger, single.ledger}
-
-    run(scenario())
-
-
-def test_too_few_bookies_are_said_before_and_after(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(3, scopes=True) as cluster, cluster.client() as client:
-            await cluster.add_bookie(scopes=False)
-            async with cluster.client(only=["b0", "b1", "b2"]) as writing:
-                plain = await write(writing, 10)
-            scoped = await write(client, 10, scope_id=7)
-            await lose(cluster, "b0")
-            found = plan(cluster, "b0")
-            assert set(found.crowded) == {scoped.ledger}
-            assert "with ledger scopes" in found.crowded[scoped.ledger]
-            moved, _ = await move(cluster, client, "b0")
-            assert moved[scoped.ledger].outcome is MoveOutcome.FAILED
-            assert "b3" in str(moved[scoped.ledger].problem)
-            assert moved[plain.ledger].outcome is MoveOutcome.MOVED
-
-    run(scenario())
-
-
-def test_a_dry_run_names_who_would_come_in_and_changes_nothing(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            ledger = (await write(client, 10, scope_id=7)).ledger
-            opened = (await write(client, 10, close=False, write_quorum_size=3, ack_quorum_size=3)).ledger
-            gone = sorted(named(cluster, ledger) & named(cluster, opened))[0]
-            await lose(cluster, gone)
-            others = {"b0", "b1", "b2", "b3"}
-            before = {each: cluster.cluster.ledgers.read(each) for each in (ledger, opened)}
-            planned = [each async for each in BookieMover(client, [gone]).planned()]
-            assert all(isinstance(each, PlannedFragment) for each in planned)
-            by_ledger = {each.held.ledger: each for each in planned}
-            for each in (ledger, opened):
-                old = before[each].metadata.ensembles[0].bookies
-                [free] = others - set(old)
-                assert by_ledger[each].new_ensemble == tuple(free if name == gone else name for name in old)
-                assert by_ledger[each].problem is None
-            assert [by_ledger[each].closes for each in (ledger, opened)] == [False, True]
-            left = [each async for each in BookieMover(client, [gone], skip_open=True).planned()]
-            assert [each.outcome for each in left if isinstance(each, LedgerMove)] == [MoveOutcome.OPEN]
-            assert {each: cluster.cluster.ledgers.read(each) for each in (ledger, opened)} == before
-
-    run(scenario())
-
-
-def test_ledgers_that_are_named_are_moved_alone(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            async with cluster.client(only=["b0", "b1"]) as writing:
-                first, second = [
-                    (await write(writing, 5, ensemble_size=2, scope_id=scope)).ledger for scope in (0, 7)
-                ]  # fmt: skip
-            await lose(cluster, "b0")
-            moved, mover = await move(cluster, client, "b0", ids=[first])
-            assert {each: row.outcome for each, row in moved.items()} == {first: MoveOutcome.MOVED}
-            assert [ledger for ledger, _ in await mover.left()] == [second]
-            with pytest.raises(LedgerNotFound):
-                plan(cluster, "b0", ids=[LedgerId(7, 12345)])
-
-    run(scenario())
-
-
-def test_a_ledger_that_is_deleted_meanwhile_is_gone(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            writer = await write(client, 5, ensemble_size=2, scope_id=7)
-            gone = sorted(named(cluster, writer.ledger))[0]
-            await lose(cluster, gone)
+        done = []
+        with file() as resume:
             mover = BookieMover(client, [gone], plan(cluster, gone))
-            await client.delete_ledger(writer.ledger_id, ledger_scope_id=7)
-            rows = [each async for each in mover.move([writer.ledger])]
-            assert [each.outcome for each in rows] == [MoveOutcome.GONE]
-
-    run(scenario())
-
-
-def test_a_run_that_is_broken_off_goes_on_where_it_stopped(fake_cluster, run, tmp_path):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            gone = "b0"
-            async with cluster.client(only=["b0", "b1", "b2"]) as writing:
-                ledgers = [
-                    (await write(writing, 5, scope_id=scope, write_quorum_size=3, ack_quorum_size=3)).ledger
-                    for scope in range(50)
-                ]
-            instance_id = cluster.cluster.instance_id()
-            await lose(cluster, gone)
-
-            def file():
-                return ResumeFile(tmp_path / "resume", instance_id=instance_id, bookies=[gone])
-
-            done = []
-            with file() as resume:
-                mover = BookieMover(client, [gone], plan(cluster, gone))
-                moves = mover.move(mover.progress.plan.ledgers, resume=resume)
-                async for each in moves:
-                    done.append(each.ledger)
-                    if len(done) == 3:
-                        break
-                await moves.aclose()
-            with file() as resume:
-                assert resume.done >= set(done)
-                noted = set(resume.done)
-                rest, mover = await move(cluster, client, gone, resume=resume)
-            assert not set(rest) & noted
-            assert len(noted) >= 3
-            assert await mover.left() == []
-            for ledger in ledgers:
-                assert await is_whole(client, ledger)
-            # What is done is not even looked at.
-            with file() as resume:
-                requests = len(cluster.bookie("b1").received)
-                rows = [each async for each in BookieMover(client, [gone]).move(sorted(resume.done), resume=resume)]
-                assert rows == []
-                assert len(cluster.bookie("b1").received) == requests
-
-    run(scenario())
+            moves = mover.move(mover.progress.plan.ledgers, resume=resume)
+            async for each in moves:
+                done.append(each.ledger)
+                if len(done) == 3:
+                    break
+            await moves.aclose()
+        with file() as resume:
+            assert resume.done >= set(done)
+            noted = set(resume.done)
+            rest, mover = await move(cluster, client, gone, resume=resume)
+        assert not set(rest) & noted
+        assert len(noted) >= 3
+        assert await mover.left() == []
+        for ledger in ledgers:
+            assert await is_whole(client, ledger)
+        # What is done is not even looked at.
+        with file() as resume:
+            requests = len(cluster.bookie("b1").received)
+            rows = [each async for each in BookieMover(client, [gone]).move(sorted(resume.done), resume=resume)]
+            assert rows == []
+            assert len(cluster.bookie("b1").received) == requests
 
 
-def test_marks_for_the_lost_bookie_alone_are_taken_away(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            async with cluster.client(only=["b0", "b1"]) as writing:
-                ledgers = [(await write(writing, 5, ensemble_size=2, scope_id=scope)).ledger for scope in (0, 7)]
-            manager = LedgerUnderreplicationManager(cluster.cluster.store)
-            manager.mark(ledgers[0], ["b0"])
-            manager.mark(ledgers[1], ["b0", "another"])
-            await lose(cluster, "b0")
-            moved, _ = await move(cluster, client, "b0")
-            assert {each.outcome for each in moved.values()} == {MoveOutcome.MOVED}
-            assert manager.get(ledgers[0]) is None
-            assert manager.get(ledgers[1]) is not None
-
-    run(scenario())
+async def test_marks_for_the_lost_bookie_alone_are_taken_away(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        async with cluster.client(only=["b0", "b1"]) as writing:
+            ledgers = [(await write(writing, 5, ensemble_size=2, scope_id=scope)).ledger for scope in (0, 7)]
+        manager = LedgerUnderreplicationManager(cluster.cluster.store)
+        manager.mark(ledgers[0], ["b0"])
+        manager.mark(ledgers[1], ["b0", "another"])
+        await lose(cluster, "b0")
+        moved, _ = await move(cluster, client, "b0")
+        assert {each.outcome for each in moved.values()} == {MoveOutcome.MOVED}
+        assert manager.get(ledgers[0]) is None
+        assert manager.get(ledgers[1]) is not None
 
 
 @pytest.mark.parametrize("others_end", [True, False], ids=["the others are done", "another one goes on"])
-def test_a_ledger_that_a_worker_has_locked_is_waited_for_but_not_for_ever(fake_cluster, run, monkeypatch, others_end):
+async def test_a_ledger_that_a_worker_has_locked_is_waited_for_but_not_for_ever(fake_cluster, monkeypatch, others_end):
     monkeypatch.setattr(module, "LOCK_PATIENCE_S", 3600.0 if others_end else 0.3)
     monkeypatch.setattr(module, "_LOCK_POLL_S", 0.02)
     notes: list[str] = []
@@ -317,71 +287,62 @@ def test_a_ledger_that_a_worker_has_locked_is_waited_for_but_not_for_ever(fake_c
         # Until now nobody looked at the clock; from now on it is over.
         monkeypatch.setattr(module, "LOCK_PATIENCE_S", 0.0)
 
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            ledgers = [
-                (await write(client, 5, write_quorum_size=3, ack_quorum_size=3, scope_id=scope)).ledger
-                for scope in (0, 7)
-            ]
-            gone = sorted(named(cluster, ledgers[0]) & named(cluster, ledgers[1]))[0]
-            await lose(cluster, gone)
-            if not others_end:
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        ledgers = [
+            (await write(client, 5, write_quorum_size=3, ack_quorum_size=3, scope_id=scope)).ledger for scope in (0, 7)
+        ]
+        gone = sorted(named(cluster, ledgers[0]) & named(cluster, ledgers[1]))[0]
+        await lose(cluster, gone)
+        if not others_end:
+            for bookie in cluster.bookies:
+                bookie.hold = lambda request: isinstance(request, AddRequest) and request.ledger == ledgers[1]
+        with open_cluster(cluster.cluster.uri) as other:
+            LedgerUnderreplicationManager(other.store).lock(ledgers[0], "a worker")
+            mover = BookieMover(client, [gone], plan(cluster, gone), locks=True, note=note)
+            rows = []
+            async for row in mover.move(mover.progress.plan.ledgers):
+                rows.append(row)
                 for bookie in cluster.bookies:
-                    bookie.hold = lambda request: isinstance(request, AddRequest) and request.ledger == ledgers[1]
-            with open_cluster(cluster.cluster.uri) as other:
-                LedgerUnderreplicationManager(other.store).lock(ledgers[0], "a worker")
-                mover = BookieMover(client, [gone], plan(cluster, gone), locks=True, note=note)
-                rows = []
-                async for row in mover.move(mover.progress.plan.ledgers):
-                    rows.append(row)
-                    for bookie in cluster.bookies:
-                        bookie.release()
-                expected = [ledgers[1], ledgers[0]] if others_end else ledgers
-                assert [each.ledger for each in rows] == expected
-                assert {each.outcome for each in rows} == {MoveOutcome.MOVED}
-                # It is said when nothing else is left to do, once.
-                assert [text.startswith(f"Ledger {ledgers[0]}: locked by others") for text in notes] == [
-                    True
-                ] * others_end
-                assert mover.progress.locked_count == 0
-                # Ours are released, the other's stays.
-                manager = LedgerUnderreplicationManager(cluster.cluster.store)
-                assert [lock.ledger for lock in manager.locks()] == [ledgers[0]]
-
-    run(scenario())
-
-
-def test_what_is_copied_is_locked_and_without_the_lock_nothing_is_swapped(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            async with cluster.client(only=["b0", "b1", "b2"]) as writing:
-                ledger = (await write(writing, 5, scope_id=7)).ledger
+                    bookie.release()
+            expected = [ledgers[1], ledgers[0]] if others_end else ledgers
+            assert [each.ledger for each in rows] == expected
+            assert {each.outcome for each in rows} == {MoveOutcome.MOVED}
+            # It is said when nothing else is left to do, once.
+            assert [text.startswith(f"Ledger {ledgers[0]}: locked by others") for text in notes] == [True] * others_end
+            assert mover.progress.locked_count == 0
+            # Ours are released, the other's stays.
             manager = LedgerUnderreplicationManager(cluster.cluster.store)
-            before = cluster.cluster.ledgers.read(ledger)
-            seen = []
-
-            def lose_lock(request):
-                # A bookie's garbage collection that has the lock now may take what was copied.
-                if isinstance(request, AddRequest) and not seen:
-                    seen.extend(lock.ledger for lock in manager.locks())
-                    cluster.cluster.store.delete(f"underreplication/scopes/locks/urL{ledger.qualified_name}")
-
-            cluster.bookies[3].fault = lose_lock
-            await lose(cluster, "b0")
-            rows, _ = await move(cluster, client, "b0")
-            assert seen == [ledger]
-            assert rows[ledger].outcome is MoveOutcome.FAILED
-            assert "lock" in rows[ledger].problem
-            assert cluster.cluster.ledgers.read(ledger) == before
-            rows, _ = await move(cluster, client, "b0")
-            assert rows[ledger].outcome is MoveOutcome.MOVED
-            assert await is_whole(client, ledger)
-            assert list(manager.locks()) == []
-
-    run(scenario())
+            assert [lock.ledger for lock in manager.locks()] == [ledgers[0]]
 
 
-def test_stopping_while_a_lock_is_taken_leaves_none(fake_cluster, run, monkeypatch):
+async def test_what_is_copied_is_locked_and_without_the_lock_nothing_is_swapped(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        async with cluster.client(only=["b0", "b1", "b2"]) as writing:
+            ledger = (await write(writing, 5, scope_id=7)).ledger
+        manager = LedgerUnderreplicationManager(cluster.cluster.store)
+        before = cluster.cluster.ledgers.read(ledger)
+        seen = []
+
+        def lose_lock(request):
+            # A bookie's garbage collection that has the lock now may take what was copied.
+            if isinstance(request, AddRequest) and not seen:
+                seen.extend(lock.ledger for lock in manager.locks())
+                cluster.cluster.store.delete(f"underreplication/scopes/locks/urL{ledger.qualified_name}")
+
+        cluster.bookies[3].fault = lose_lock
+        await lose(cluster, "b0")
+        rows, _ = await move(cluster, client, "b0")
+        assert seen == [ledger]
+        assert rows[ledger].outcome is MoveOutcome.FAILED
+        assert "lock" in rows[ledger].problem
+        assert cluster.cluster.ledgers.read(ledger) == before
+        rows, _ = await move(cluster, client, "b0")
+        assert rows[ledger].outcome is MoveOutcome.MOVED
+        assert await is_whole(client, ledger)
+        assert list(manager.locks()) == []
+
+
+async def test_stopping_while_a_lock_is_taken_leaves_none(fake_cluster, monkeypatch):
     taking, go_on = threading.Event(), threading.Event()
     lock_many = LedgerUnderreplicationManager.lock_many
 
@@ -392,92 +353,77 @@ def test_stopping_while_a_lock_is_taken_leaves_none(fake_cluster, run, monkeypat
 
     monkeypatch.setattr(LedgerUnderreplicationManager, "lock_many", slowly)
 
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            await write(client, 3, ensemble_size=4)
-            task = asyncio.ensure_future(move(cluster, client, "b0"))
-            assert await asyncio.to_thread(taking.wait, 60)
-            task.cancel()
-            asyncio.get_running_loop().call_later(0.05, go_on.set)
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert list(LedgerUnderreplicationManager(cluster.cluster.store).locks()) == []
-
-    run(scenario())
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        await write(client, 3, ensemble_size=4)
+        task = asyncio.ensure_future(move(cluster, client, "b0"))
+        assert await asyncio.to_thread(taking.wait, 60)
+        task.cancel()
+        asyncio.get_running_loop().call_later(0.05, go_on.set)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert list(LedgerUnderreplicationManager(cluster.cluster.store).locks()) == []
 
 
-def test_the_rate_bounds_all_ledgers_together(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            async with cluster.client(only=["b0", "b1", "b2"]) as writing:
-                for scope in SCOPES:
-                    await write(writing, 5, write_quorum_size=3, ack_quorum_size=3, scope_id=scope)
-            await lose(cluster, "b0")
-            began = time.monotonic()
-            _, mover = await move(cluster, client, "b0", rate=2000)
-            # The first entry of all goes at once.
-            assert mover.progress.entry_count == 15
-            assert time.monotonic() - began >= (mover.progress.size_bytes - 200) / 2000 * 0.9
-
-    run(scenario())
+async def test_the_rate_bounds_all_ledgers_together(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        async with cluster.client(only=["b0", "b1", "b2"]) as writing:
+            for scope in SCOPES:
+                await write(writing, 5, write_quorum_size=3, ack_quorum_size=3, scope_id=scope)
+        await lose(cluster, "b0")
+        began = time.monotonic()
+        _, mover = await move(cluster, client, "b0", rate=2000)
+        # The first entry of all goes at once.
+        assert mover.progress.entry_count == 15
+        assert time.monotonic() - began >= (mover.progress.size_bytes - 200) / 2000 * 0.9
 
 
-def test_cookies_go_only_when_their_bookies_are_down(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(3) as cluster, cluster.client() as client:
-            cookies = cluster.cluster.cookies
-            for name in ("b0", "b1"):
-                cookies.write(name, Cookie(name, ("/j",), ("/l",), "i"), NEW)
-            mover = BookieMover(client, ["b0", "b1", "b9"])
-            with pytest.raises(Conflict, match="b0 is up"):
-                await mover.delete_cookies()
-            await lose(cluster, "b0", "b1")
-            assert await mover.delete_cookies() == ("b0", "b1")
-            assert cookies.list() == []
-
-    run(scenario())
+async def test_cookies_go_only_when_their_bookies_are_down(fake_cluster):
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        cookies = cluster.cluster.cookies
+        for name in ("b0", "b1"):
+            cookies.write(name, Cookie(name, ("/j",), ("/l",), "i"), NEW)
+        mover = BookieMover(client, ["b0", "b1", "b9"])
+        with pytest.raises(Conflict, match="b0 is up"):
+            await mover.delete_cookies()
+        await lose(cluster, "b0", "b1")
+        assert await mover.delete_cookies() == ("b0", "b1")
+        assert cookies.list() == []
 
 
-def test_no_cookie_goes_while_scoped_ledgers_of_another_cluster_are_there(fake_cluster, run, monkeypatch):
-    async def scenario():
-        async with fake_cluster(3) as cluster, cluster.client() as client:
-            cookies = cluster.cluster.cookies
-            cookies.write("b0", Cookie("b0", ("/j",), ("/l",), "i"), NEW)
-            await lose(cluster, "b0")
-            monkeypatch.setattr(cluster.cluster.ledgers, "scopes_state", lambda: "foreign")
-            with pytest.raises(Conflict, match="formatted away"):
-                await BookieMover(client, ["b0"]).delete_cookies()
-            assert cookies.list() == ["b0"]
-
-    run(scenario())
+async def test_no_cookie_goes_while_scoped_ledgers_of_another_cluster_are_there(fake_cluster, monkeypatch):
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        cookies = cluster.cluster.cookies
+        cookies.write("b0", Cookie("b0", ("/j",), ("/l",), "i"), NEW)
+        await lose(cluster, "b0")
+        monkeypatch.setattr(cluster.cluster.ledgers, "scopes_state", lambda: "foreign")
+        with pytest.raises(Conflict, match="formatted away"):
+            await BookieMover(client, ["b0"]).delete_cookies()
+        assert cookies.list() == ["b0"]
 
 
-def test_stopping_in_the_middle_leaves_no_task_and_no_lock(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            async with cluster.client(only=["b0", "b1", "b2"]) as writing:
-                for scope in range(6):
-                    await write(writing, 5, write_quorum_size=3, ack_quorum_size=3, scope_id=scope)
-            await lose(cluster, "b0")
-            for bookie in cluster.bookies[1:]:
-                bookie.hold = lambda request: True
-            found = plan(cluster, "b0")
-            mover = BookieMover(client, ["b0"], found, locks=True)
+async def test_stopping_in_the_middle_leaves_no_task_and_no_lock(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        async with cluster.client(only=["b0", "b1", "b2"]) as writing:
+            for scope in range(6):
+                await write(writing, 5, write_quorum_size=3, ack_quorum_size=3, scope_id=scope)
+        await lose(cluster, "b0")
+        for bookie in cluster.bookies[1:]:
+            bookie.hold = lambda request: True
+        found = plan(cluster, "b0")
+        mover = BookieMover(client, ["b0"], found, locks=True)
 
-            async def work():
-                async for _ in mover.move(found.ledgers):
-                    pass
+        async def work():
+            async for _ in mover.move(found.ledgers):
+                pass
 
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.3):
-                    await work()
-            for bookie in cluster.bookies[1:]:
-                bookie.release()
-            assert list(LedgerUnderreplicationManager(cluster.cluster.store).locks()) == []
-            moved, _ = await move(cluster, client, "b0", locks=True)
-            assert {each.outcome for each in moved.values()} == {MoveOutcome.MOVED}
-
-    run(scenario())
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await work()
+        for bookie in cluster.bookies[1:]:
+            bookie.release()
+        assert list(LedgerUnderreplicationManager(cluster.cluster.store).locks()) == []
+        moved, _ = await move(cluster, client, "b0", locks=True)
+        assert {each.outcome for each in moved.values()} == {MoveOutcome.MOVED}
 
 
 def test_entries_in_messages_are_short():
@@ -487,12 +433,9 @@ def test_entries_in_messages_are_short():
     assert spans_text(many) == "entries 0, 2, 4, 6, 8 and 35 more ranges"
 
 
-def test_bookies_without_scopes_are_not_counted_for_scoped_ledgers(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(3) as cluster, cluster.client() as client:
-            ledger = (await write(client, 5, scope_id=7, write_quorum_size=3, ack_quorum_size=3)).ledger
-            cluster.cluster.bookies.register("apache", BookieServiceInfo(()))
-            await lose(cluster, "b0")
-            assert ledger in plan(cluster, "b0").crowded
-
-    run(scenario())
+async def test_bookies_without_scopes_are_not_counted_for_scoped_ledgers(fake_cluster):
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        ledger = (await write(client, 5, scope_id=7, write_quorum_size=3, ack_quorum_size=3)).ledger
+        cluster.cluster.bookies.register("apache", BookieServiceInfo(()))
+        await lose(cluster, "b0")
+        assert ledger in plan(cluster, "b0").crowded

@@ -71,159 +71,138 @@ def ledgers_of(cluster):
 
 @pytest.mark.parametrize(("scope_id", "to_scope_id"), [(0, 7), (7, 0), (7, 8)])
 @pytest.mark.parametrize("count", [0, 120])
-def test_a_copy_in_another_scope_has_the_same_entries_password_and_custom_metadata(
-    fake_cluster, run, scope_id, to_scope_id, count
+async def test_a_copy_in_another_scope_has_the_same_entries_password_and_custom_metadata(
+    fake_cluster, scope_id, to_scope_id, count
 ):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            shape = {"ensemble_size": 4, "write_quorum_size": 3, "ack_quorum_size": 3, "digest_type": DigestType.HMAC}
-            writer = await write(client, count, ledger_scope_id=scope_id, **shape)
-            told = []
-            copied = await copy_ledger(
-                client, client, writer.ledger, ledger_scope_id=to_scope_id, ledger_id=12, progress=told.append
-            )
-            assert copied.copy == LedgerId(to_scope_id, 12)
-            assert (copied.entry_count, copied.source_open) == (count, False)
-            assert sum(told) == 2 * count
-            source, copy = cluster.metadata(writer.ledger), cluster.metadata(copied.copy)
-            for name in ("password", "digest_type", "ensemble_size", "write_quorum_size", "ack_quorum_size", "length",
-                         "last_entry_id", "state", "custom_metadata"):  # fmt: skip
-                assert getattr(copy, name) == getattr(source, name), name
-            assert await payloads(client, copied.copy) == await payloads(client, writer.ledger)
-            assert (await LedgerChecker(client).check(copied.copy, every_entry=True)).fragments == ()
-
-    run(scenario())
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        shape = {"ensemble_size": 4, "write_quorum_size": 3, "ack_quorum_size": 3, "digest_type": DigestType.HMAC}
+        writer = await write(client, count, ledger_scope_id=scope_id, **shape)
+        told = []
+        copied = await copy_ledger(
+            client, client, writer.ledger, ledger_scope_id=to_scope_id, ledger_id=12, progress=told.append
+        )
+        assert copied.copy == LedgerId(to_scope_id, 12)
+        assert (copied.entry_count, copied.source_open) == (count, False)
+        assert sum(told) == 2 * count
+        source, copy = cluster.metadata(writer.ledger), cluster.metadata(copied.copy)
+        for name in ("password", "digest_type", "ensemble_size", "write_quorum_size", "ack_quorum_size", "length",
+                     "last_entry_id", "state", "custom_metadata"):  # fmt: skip
+            assert getattr(copy, name) == getattr(source, name), name
+        assert await payloads(client, copied.copy) == await payloads(client, writer.ledger)
+        assert (await LedgerChecker(client).check(copied.copy, every_entry=True)).fragments == ()
 
 
-def test_a_copy_in_another_cluster_may_keep_its_name_and_have_another_shape(fake_cluster, other_cluster, run):
-    async def scenario():
-        async with (
-            fake_cluster(3) as cluster,
-            other_cluster(2) as other,
-            cluster.client() as client,
-            other.client() as target,
-        ):
-            writer = await write(client, 30)
-            with pytest.raises(NotEnoughBookies):
-                await copy_ledger(client, target, writer.ledger)
-            assert ledgers_of(other) == []
-            shape = CopyShape(2, 2, 1, DigestType.CRC32)
-            copied = await copy_ledger(client, target, writer.ledger, shape=shape)
-            assert copied.copy == writer.ledger
-            copy = other.metadata(copied.copy)
-            assert (copy.ensemble_size, copy.ack_quorum_size, copy.digest_type) == (2, 1, DigestType.CRC32)
-            assert await payloads(target, copied.copy) == await payloads(client, writer.ledger)
-            with pytest.raises(LedgerExists):
-                await copy_ledger(client, target, writer.ledger, shape=shape)
-            assert await payloads(target, copied.copy) == await payloads(client, writer.ledger)
-            generated = await copy_ledger(client, target, writer.ledger, shape=shape, new_id=True)
-            assert generated.copy not in (copied.copy, writer.ledger)
-
-    run(scenario())
+async def test_a_copy_in_another_cluster_may_keep_its_name_and_have_another_shape(fake_cluster, other_cluster):
+    async with (
+        fake_cluster(3) as cluster,
+        other_cluster(2) as other,
+        cluster.client() as client,
+        other.client() as target,
+    ):
+        writer = await write(client, 30)
+        with pytest.raises(NotEnoughBookies):
+            await copy_ledger(client, target, writer.ledger)
+        assert ledgers_of(other) == []
+        shape = CopyShape(2, 2, 1, DigestType.CRC32)
+        copied = await copy_ledger(client, target, writer.ledger, shape=shape)
+        assert copied.copy == writer.ledger
+        copy = other.metadata(copied.copy)
+        assert (copy.ensemble_size, copy.ack_quorum_size, copy.digest_type) == (2, 1, DigestType.CRC32)
+        assert await payloads(target, copied.copy) == await payloads(client, writer.ledger)
+        with pytest.raises(LedgerExists):
+            await copy_ledger(client, target, writer.ledger, shape=shape)
+        assert await payloads(target, copied.copy) == await payloads(client, writer.ledger)
+        generated = await copy_ledger(client, target, writer.ledger, shape=shape, new_id=True)
+        assert generated.copy not in (copied.copy, writer.ledger)
 
 
-def test_what_makes_no_sense_is_refused(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(3) as cluster, cluster.client() as client:
-            writer = await write(client, 3)
-            with pytest.raises(UsageError, match="would be itself"):
-                await copy_ledger(client, client, writer.ledger)
-            with pytest.raises(UsageError):
-                await copy_ledger(client, client, writer.ledger, ledger_id=5, new_id=True)
-            with pytest.raises(UsageError):
-                await copy_ledger(client, client, writer.ledger, ledger_id=5, shape=CopyShape(2, 3, 2))
-            with pytest.raises(LedgerNotFound):
-                await copy_ledger(client, client, LedgerId(3, 3), ledger_scope_id=4)
-            assert ledgers_of(cluster) == [writer.ledger]
-
-    run(scenario())
+async def test_what_makes_no_sense_is_refused(fake_cluster):
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        writer = await write(client, 3)
+        with pytest.raises(UsageError, match="would be itself"):
+            await copy_ledger(client, client, writer.ledger)
+        with pytest.raises(UsageError):
+            await copy_ledger(client, client, writer.ledger, ledger_id=5, new_id=True)
+        with pytest.raises(UsageError):
+            await copy_ledger(client, client, writer.ledger, ledger_id=5, shape=CopyShape(2, 3, 2))
+        with pytest.raises(LedgerNotFound):
+            await copy_ledger(client, client, LedgerId(3, 3), ledger_scope_id=4)
+        assert ledgers_of(cluster) == [writer.ledger]
 
 
-def test_an_open_ledger_is_refused_closed_or_copied_as_far_as_it_is_confirmed(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(3) as cluster, cluster.client() as client, cluster.client() as other:
-            writer = await write(client, 10, close=False)
-            await writer.write_lac()
-            with pytest.raises(Conflict, match="would end at entry 9"):
-                await copy_ledger(other, other, writer.ledger, ledger_scope_id=7)
-            copied = await copy_ledger(other, other, writer.ledger, ledger_scope_id=7, allow_open=True)
-            assert (copied.entry_count, copied.source_open) == (10, True)
-            assert cluster.metadata(copied.copy).state is LedgerState.CLOSED
-            assert cluster.metadata(writer.ledger).state is LedgerState.OPEN
-            await writer.add(b"more")
-            copied = await copy_ledger(other, other, writer.ledger, ledger_scope_id=8, recovery=True)
-            assert (copied.entry_count, copied.source_open) == (11, False)
-            assert cluster.metadata(writer.ledger).state is LedgerState.CLOSED
-
-    run(scenario())
+async def test_an_open_ledger_is_refused_closed_or_copied_as_far_as_it_is_confirmed(fake_cluster):
+    async with fake_cluster(3) as cluster, cluster.client() as client, cluster.client() as other:
+        writer = await write(client, 10, close=False)
+        await writer.write_lac()
+        with pytest.raises(Conflict, match="would end at entry 9"):
+            await copy_ledger(other, other, writer.ledger, ledger_scope_id=7)
+        copied = await copy_ledger(other, other, writer.ledger, ledger_scope_id=7, allow_open=True)
+        assert (copied.entry_count, copied.source_open) == (10, True)
+        assert cluster.metadata(copied.copy).state is LedgerState.CLOSED
+        assert cluster.metadata(writer.ledger).state is LedgerState.OPEN
+        await writer.add(b"more")
+        copied = await copy_ledger(other, other, writer.ledger, ledger_scope_id=8, recovery=True)
+        assert (copied.entry_count, copied.source_open) == (11, False)
+        assert cluster.metadata(writer.ledger).state is LedgerState.CLOSED
 
 
-def test_a_source_that_cannot_be_read_leaves_no_copy(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(3) as cluster, cluster.client() as client:
-            writer = await write(client, 50)
-            for bookie in cluster.bookies:
-                bookie.ledgers[writer.ledger].entries.pop(40, None)
-            with pytest.raises(EntryNotFound):
-                await copy_ledger(client, client, writer.ledger, ledger_scope_id=7)
-            for bookie in cluster.bookies:
-                bookie.damage = lambda entry: entry[:-1] + bytes([entry[-1] ^ 1])
-            with pytest.raises(DigestMismatch):
-                await copy_ledger(client, client, writer.ledger, ledger_scope_id=7)
-            assert ledgers_of(cluster) == [writer.ledger]
-
-    run(scenario())
+async def test_a_source_that_cannot_be_read_leaves_no_copy(fake_cluster):
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        writer = await write(client, 50)
+        for bookie in cluster.bookies:
+            bookie.ledgers[writer.ledger].entries.pop(40, None)
+        with pytest.raises(EntryNotFound):
+            await copy_ledger(client, client, writer.ledger, ledger_scope_id=7)
+        for bookie in cluster.bookies:
+            bookie.damage = lambda entry: entry[:-1] + bytes([entry[-1] ^ 1])
+        with pytest.raises(DigestMismatch):
+            await copy_ledger(client, client, writer.ledger, ledger_scope_id=7)
+        assert ledgers_of(cluster) == [writer.ledger]
 
 
-def test_a_copy_that_reads_back_otherwise_is_none(fake_cluster, run, monkeypatch):
-    async def scenario():
-        from bkctl.client.ledger import WriteHandle
-        from bkctl.errors import Corrupt
+async def test_a_copy_that_reads_back_otherwise_is_none(fake_cluster, monkeypatch):
+    from bkctl.client.ledger import WriteHandle
+    from bkctl.errors import Corrupt
 
-        async with fake_cluster(3) as cluster, cluster.client() as client:
-            writer = await write(client, 50)
-            real = WriteHandle.add
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        writer = await write(client, 50)
+        real = WriteHandle.add
 
-            monkeypatch.setattr(WriteHandle, "add", lambda self, payload: real(self, payload[::-1]))
-            with pytest.raises(Corrupt, match="is not what was copied"):
-                await copy_ledger(client, client, writer.ledger, ledger_scope_id=7)
-            assert ledgers_of(cluster) == [writer.ledger]
-
-    run(scenario())
+        monkeypatch.setattr(WriteHandle, "add", lambda self, payload: real(self, payload[::-1]))
+        with pytest.raises(Corrupt, match="is not what was copied"):
+            await copy_ledger(client, client, writer.ledger, ledger_scope_id=7)
+        assert ledgers_of(cluster) == [writer.ledger]
 
 
 class Died(BaseException):
     """The process."""
 
 
-def test_a_copy_that_died_is_made_anew_and_nobody_elses_is_touched(fake_cluster, run, monkeypatch):
-    async def scenario():
-        from bkctl.replication import copy as module
+async def test_a_copy_that_died_is_made_anew_and_nobody_elses_is_touched(fake_cluster, monkeypatch):
+    from bkctl.replication import copy as module
 
-        async with fake_cluster(3) as cluster, cluster.client() as client:
-            writer = await write(client, 50)
-            other = await write(client, 5)
-            for step in ("entries", "mark"):
-                with monkeypatch.context() as patch:
-                    patch.setattr(module, "_remove", lambda *_: False)
-                    if step == "mark":
-                        patch.setattr(module, "update_metadata", die)
-                    with pytest.raises(Died):
-                        await copy_ledger(
-                            client, client, writer.ledger, ledger_scope_id=7, ledger_id=5,
-                            progress=die if step == "entries" else lambda count: None,
-                        )  # fmt: skip
-                left = cluster.metadata(LedgerId(7, 5))
-                assert COPY_OF in left.custom_metadata
-                # Another ledger's copy does not take it for its own.
-                with pytest.raises(LedgerExists):
-                    await copy_ledger(client, client, other.ledger, ledger_scope_id=7, ledger_id=5)
-                copied = await copy_ledger(client, client, writer.ledger, ledger_scope_id=7, ledger_id=5)
-                assert cluster.metadata(copied.copy).custom_metadata == CUSTOM
-                assert await payloads(client, copied.copy) == await payloads(client, writer.ledger)
-                await client.delete_ledger(5, ledger_scope_id=7)
-
-    run(scenario())
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        writer = await write(client, 50)
+        other = await write(client, 5)
+        for step in ("entries", "mark"):
+            with monkeypatch.context() as patch:
+                patch.setattr(module, "_remove", lambda *_: False)
+                if step == "mark":
+                    patch.setattr(module, "update_metadata", die)
+                with pytest.raises(Died):
+                    await copy_ledger(
+                        client, client, writer.ledger, ledger_scope_id=7, ledger_id=5,
+                        progress=die if step == "entries" else lambda count: None,
+                    )  # fmt: skip
+            left = cluster.metadata(LedgerId(7, 5))
+            assert COPY_OF in left.custom_metadata
+            # Another ledger's copy does not take it for its own.
+            with pytest.raises(LedgerExists):
+                await copy_ledger(client, client, other.ledger, ledger_scope_id=7, ledger_id=5)
+            copied = await copy_ledger(client, client, writer.ledger, ledger_scope_id=7, ledger_id=5)
+            assert cluster.metadata(copied.copy).custom_metadata == CUSTOM
+            assert await payloads(client, copied.copy) == await payloads(client, writer.ledger)
+            await client.delete_ledger(5, ledger_scope_id=7)
 
 
 def die(*_):

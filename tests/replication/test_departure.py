@@ -46,280 +46,243 @@ async def is_whole(client, ledger):
     return (await LedgerChecker(client).check(ledger, every_entry=True)).fragments == ()
 
 
-def test_a_stopped_bookie_is_emptied_and_its_cookie_goes(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            ledgers = await ledgers_on_b0(cluster, (0, 7, 1 << 63))
-            await lost(cluster, "b0")
-            departure = decommission(cluster, client)
-            checked = results(await steps(departure.check(probe=True)))
-            assert checked == {
-                StepKind.STOPPED: StepResult.OK, StepKind.AUTO_RECOVERY: StepResult.OK,
-                StepKind.AUDITOR: StepResult.WARNING, StepKind.BOOKIES: StepResult.OK, StepKind.SPACE: StepResult.OK,
-                StepKind.LEDGERS: StepResult.OK,
-            }  # fmt: skip
-            assert not departure.forbidden
-            done = results(await steps(departure.run()))
-            assert done == dict.fromkeys(ledgers, StepResult.MOVED) | {StepKind.COOKIE: StepResult.DELETED}
-            assert cluster.cluster.cookies.list() == ["b1", "b2", "b3"]
-            for ledger in ledgers:
-                assert await is_whole(client, ledger)
-            # Without anybody who looks for marks there are none.
-            assert list(LedgerUnderreplicationManager(cluster.cluster.store).list(None)) == []
-
-    run(scenario())
+async def test_a_stopped_bookie_is_emptied_and_its_cookie_goes(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        ledgers = await ledgers_on_b0(cluster, (0, 7, 1 << 63))
+        await lost(cluster, "b0")
+        departure = decommission(cluster, client)
+        checked = results(await steps(departure.check(probe=True)))
+        assert checked == {
+            StepKind.STOPPED: StepResult.OK, StepKind.AUTO_RECOVERY: StepResult.OK,
+            StepKind.AUDITOR: StepResult.WARNING, StepKind.BOOKIES: StepResult.OK, StepKind.SPACE: StepResult.OK,
+            StepKind.LEDGERS: StepResult.OK,
+        }  # fmt: skip
+        assert not departure.forbidden
+        done = results(await steps(departure.run()))
+        assert done == dict.fromkeys(ledgers, StepResult.MOVED) | {StepKind.COOKIE: StepResult.DELETED}
+        assert cluster.cluster.cookies.list() == ["b1", "b2", "b3"]
+        for ledger in ledgers:
+            assert await is_whole(client, ledger)
+        # Without anybody who looks for marks there are none.
+        assert list(LedgerUnderreplicationManager(cluster.cluster.store).list(None)) == []
 
 
-def test_the_cookie_may_be_kept_and_one_that_is_not_there_is_no_problem(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            await ledgers_on_b0(cluster)
-            await lost(cluster, "b0")
-            assert (
-                results(await steps(decommission(cluster, client, keep_cookie=True).run()))[StepKind.COOKIE] == "kept"
-            )
-            assert "b0" in cluster.cluster.cookies.list()
-            assert results(await steps(decommission(cluster, client).run())) == {StepKind.COOKIE: StepResult.DELETED}
-            assert results(await steps(decommission(cluster, client).run())) == {StepKind.COOKIE: StepResult.OK}
-            with pytest.raises(NotFound, match="decommissioned already"):
-                await steps(decommission(cluster, client).check(probe=False))
-
-    run(scenario())
+async def test_the_cookie_may_be_kept_and_one_that_is_not_there_is_no_problem(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        await ledgers_on_b0(cluster)
+        await lost(cluster, "b0")
+        assert results(await steps(decommission(cluster, client, keep_cookie=True).run()))[StepKind.COOKIE] == "kept"
+        assert "b0" in cluster.cluster.cookies.list()
+        assert results(await steps(decommission(cluster, client).run())) == {StepKind.COOKIE: StepResult.DELETED}
+        assert results(await steps(decommission(cluster, client).run())) == {StepKind.COOKIE: StepResult.OK}
+        with pytest.raises(NotFound, match="decommissioned already"):
+            await steps(decommission(cluster, client).check(probe=False))
 
 
-def test_a_bookie_that_is_up_is_not_decommissioned(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            ledgers = await ledgers_on_b0(cluster)
-            before = [cluster.cluster.ledgers.read(each) for each in ledgers]
-            departure = decommission(cluster, client)
-            assert results(await steps(departure.check(probe=False)))[StepKind.STOPPED] is StepResult.BLOCKED
-            assert departure.forbidden
-            with pytest.raises(Conflict, match="registered"):
-                await steps(departure.run())
-            assert [cluster.cluster.ledgers.read(each) for each in ledgers] == before
-
-    run(scenario())
+async def test_a_bookie_that_is_up_is_not_decommissioned(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        ledgers = await ledgers_on_b0(cluster)
+        before = [cluster.cluster.ledgers.read(each) for each in ledgers]
+        departure = decommission(cluster, client)
+        assert results(await steps(departure.check(probe=False)))[StepKind.STOPPED] is StepResult.BLOCKED
+        assert departure.forbidden
+        with pytest.raises(Conflict, match="registered"):
+            await steps(departure.run())
+        assert [cluster.cluster.ledgers.read(each) for each in ledgers] == before
 
 
-def test_scopes_of_a_cluster_that_was_formatted_away_are_said_before_anything_is_moved(fake_cluster, run, monkeypatch):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            await ledgers_on_b0(cluster)
-            await lost(cluster, "b0")
-            monkeypatch.setattr(cluster.cluster.ledgers, "scopes_state", lambda: "foreign")
-            departure = decommission(cluster, client)
-            (step,) = [each for each in await steps(departure.check(probe=False)) if each.kind is StepKind.COOKIE]
-            assert (step.result, departure.forbidden) == (StepResult.BLOCKED, True)
-            assert "formatted away" in step.message
-            # With the cookie nothing is lost.
-            keeping = decommission(cluster, client, keep_cookie=True)
-            assert StepKind.COOKIE not in results(await steps(keeping.check(probe=False)))
-            assert not keeping.forbidden
-
-    run(scenario())
+async def test_scopes_of_a_cluster_that_was_formatted_away_are_said_before_anything_is_moved(fake_cluster, monkeypatch):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        await ledgers_on_b0(cluster)
+        await lost(cluster, "b0")
+        monkeypatch.setattr(cluster.cluster.ledgers, "scopes_state", lambda: "foreign")
+        departure = decommission(cluster, client)
+        (step,) = [each for each in await steps(departure.check(probe=False)) if each.kind is StepKind.COOKIE]
+        assert (step.result, departure.forbidden) == (StepResult.BLOCKED, True)
+        assert "formatted away" in step.message
+        # With the cookie nothing is lost.
+        keeping = decommission(cluster, client, keep_cookie=True)
+        assert StepKind.COOKIE not in results(await steps(keeping.check(probe=False)))
+        assert not keeping.forbidden
 
 
-def test_nothing_is_to_be_moved_while_auto_recovery_is_disabled(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            await ledgers_on_b0(cluster)
-            await lost(cluster, "b0")
-            LedgerUnderreplicationManager(cluster.cluster.store).disable()
-            departure = decommission(cluster, client)
-            assert results(await steps(departure.check(probe=False)))[StepKind.AUTO_RECOVERY] is StepResult.BLOCKED
-            assert departure.forbidden
-
-    run(scenario())
+async def test_nothing_is_to_be_moved_while_auto_recovery_is_disabled(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        await ledgers_on_b0(cluster)
+        await lost(cluster, "b0")
+        LedgerUnderreplicationManager(cluster.cluster.store).disable()
+        departure = decommission(cluster, client)
+        assert results(await steps(departure.check(probe=False)))[StepKind.AUTO_RECOVERY] is StepResult.BLOCKED
+        assert departure.forbidden
 
 
 @pytest.mark.parametrize("scope", [0, 7])
-def test_what_cannot_be_moved_is_named_keeps_the_cookie_and_goes_once_it_is_restored(fake_cluster, run, scope):
-    async def scenario():
-        async with fake_cluster(5) as cluster, cluster.client() as client:
-            [good] = await ledgers_on_b0(cluster, [9])
-            async with cluster.client(only=["b0", "b3"]) as writing:
-                bad = (await write(writing, 10, scope_id=scope, ensemble_size=2)).ledger
-            await lost(cluster, "b0")
-            kept = cluster.bookie("b3").ledgers.pop(bad)
-            checked = await steps(decommission(cluster, client).check(probe=True))
-            [obstacle] = [each for each in checked if each.ledger is not None]
-            assert (obstacle.ledger, obstacle.result) == (bad, StepResult.BLOCKED)
-            assert "entries 0-9" in obstacle.message
-            assert "b3" in obstacle.message
-            done = await steps(decommission(cluster, client).run())
-            assert results(done) == {
-                good: StepResult.MOVED, bad: StepResult.UNRECOVERABLE, StepKind.COOKIE: StepResult.BLOCKED,
-            }  # fmt: skip
-            [step] = [each for each in done if each.ledger == bad]
-            assert [tuple(each) for each in step.unreadable] == [(0, 9, 10)]
-            assert str(bad) in done[-1].message
-            assert "b0" in cluster.cluster.cookies.list()
-            cluster.bookie("b3").ledgers[bad] = kept
-            assert results(await steps(decommission(cluster, client).run())) == {
-                bad: StepResult.MOVED, StepKind.COOKIE: StepResult.DELETED,
-            }  # fmt: skip
-            assert await is_whole(client, bad)
-
-    run(scenario())
+async def test_what_cannot_be_moved_is_named_keeps_the_cookie_and_goes_once_it_is_restored(fake_cluster, scope):
+    async with fake_cluster(5) as cluster, cluster.client() as client:
+        [good] = await ledgers_on_b0(cluster, [9])
+        async with cluster.client(only=["b0", "b3"]) as writing:
+            bad = (await write(writing, 10, scope_id=scope, ensemble_size=2)).ledger
+        await lost(cluster, "b0")
+        kept = cluster.bookie("b3").ledgers.pop(bad)
+        checked = await steps(decommission(cluster, client).check(probe=True))
+        [obstacle] = [each for each in checked if each.ledger is not None]
+        assert (obstacle.ledger, obstacle.result) == (bad, StepResult.BLOCKED)
+        assert "entries 0-9" in obstacle.message
+        assert "b3" in obstacle.message
+        done = await steps(decommission(cluster, client).run())
+        assert results(done) == {
+            good: StepResult.MOVED, bad: StepResult.UNRECOVERABLE, StepKind.COOKIE: StepResult.BLOCKED,
+        }  # fmt: skip
+        [step] = [each for each in done if each.ledger == bad]
+        assert [tuple(each) for each in step.unreadable] == [(0, 9, 10)]
+        assert str(bad) in done[-1].message
+        assert "b0" in cluster.cluster.cookies.list()
+        cluster.bookie("b3").ledgers[bad] = kept
+        assert results(await steps(decommission(cluster, client).run())) == {
+            bad: StepResult.MOVED, StepKind.COOKIE: StepResult.DELETED,
+        }  # fmt: skip
+        assert await is_whole(client, bad)
 
 
-def test_what_is_given_up_is_skipped_and_nothing_else(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            async with cluster.client(only=["b0", "b3"]) as writing:
-                bad = (await write(writing, 10, scope_id=7, ensemble_size=2)).ledger
-                closed = (await write(writing, 10, ensemble_size=2)).ledger
-            await ledgers_on_b0(cluster, ())
-            await lost(cluster, "b0")
-            del cluster.bookie("b3").ledgers[bad]
-            checked = await steps(decommission(cluster, client, skip_unrecoverable=True).check(probe=True))
-            assert results(checked)[bad] is StepResult.SKIPPED
-            assert results(checked)[StepKind.LEDGERS] is StepResult.OK
-            # One that cannot be copied for another reason is not given up.
-            for name in ("b1", "b2"):
-                cluster.bookie(name).fault = lambda request: (
-                    refuse if type(request).__name__ == "AddRequest" and request.ledger == closed else None
-                )  # fmt: skip
-            done = results(await steps(decommission(cluster, client, skip_unrecoverable=True).run()))
-            assert done == {
-                bad: StepResult.SKIPPED, closed: StepResult.FAILED, StepKind.COOKIE: StepResult.BLOCKED,
-            }  # fmt: skip
-            for name in ("b1", "b2"):
-                cluster.bookie(name).fault = lambda request: None
-            done = results(await steps(decommission(cluster, client, skip_unrecoverable=True).run()))
-            assert done == {
-                bad: StepResult.SKIPPED, closed: StepResult.MOVED, StepKind.COOKIE: StepResult.DELETED,
-            }  # fmt: skip
-
+async def test_what_is_given_up_is_skipped_and_nothing_else(fake_cluster):
     from bkctl.protocol.messages import Status
 
     refuse = Status.EREADONLY
-    run(scenario())
+
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        async with cluster.client(only=["b0", "b3"]) as writing:
+            bad = (await write(writing, 10, scope_id=7, ensemble_size=2)).ledger
+            closed = (await write(writing, 10, ensemble_size=2)).ledger
+        await ledgers_on_b0(cluster, ())
+        await lost(cluster, "b0")
+        del cluster.bookie("b3").ledgers[bad]
+        checked = await steps(decommission(cluster, client, skip_unrecoverable=True).check(probe=True))
+        assert results(checked)[bad] is StepResult.SKIPPED
+        assert results(checked)[StepKind.LEDGERS] is StepResult.OK
+        # One that cannot be copied for another reason is not given up.
+        for name in ("b1", "b2"):
+            cluster.bookie(name).fault = lambda request: (
+                refuse if type(request).__name__ == "AddRequest" and request.ledger == closed else None
+            )  # fmt: skip
+        done = results(await steps(decommission(cluster, client, skip_unrecoverable=True).run()))
+        assert done == {
+            bad: StepResult.SKIPPED, closed: StepResult.FAILED, StepKind.COOKIE: StepResult.BLOCKED,
+        }  # fmt: skip
+        for name in ("b1", "b2"):
+            cluster.bookie(name).fault = lambda request: None
+        done = results(await steps(decommission(cluster, client, skip_unrecoverable=True).run()))
+        assert done == {
+            bad: StepResult.SKIPPED, closed: StepResult.MOVED, StepKind.COOKIE: StepResult.DELETED,
+        }  # fmt: skip
 
 
-def test_metadata_that_cannot_be_read_keeps_the_cookie(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            [ledger] = await ledgers_on_b0(cluster, [0])
-            await lost(cluster, "b0")
-            path = cluster.cluster.ledgers.path(ledger)
-            cluster.cluster.store.put(path, b"BookieMetadataFormatVersion\t3\nnonsense of b0", None)
-            checked = await steps(decommission(cluster, client).check(probe=False))
-            assert results(checked)[ledger] is StepResult.BLOCKED
-            # What is cut off may have named it.
-            for value in (b"BookieMetadataFormatVersion\t3\nnonsense of b0", b"BookieMetadataFormatVersion\t3\n", b""):
-                cluster.cluster.store.put(path, value, None)
-                done = await steps(decommission(cluster, client, skip_unrecoverable=True).run())
-                assert results(done) == {ledger: StepResult.FAILED, StepKind.COOKIE: StepResult.BLOCKED}
-                assert "b0" in cluster.cluster.cookies.list()
-
-    run(scenario())
+async def test_metadata_that_cannot_be_read_keeps_the_cookie(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        [ledger] = await ledgers_on_b0(cluster, [0])
+        await lost(cluster, "b0")
+        path = cluster.cluster.ledgers.path(ledger)
+        cluster.cluster.store.put(path, b"BookieMetadataFormatVersion\t3\nnonsense of b0", None)
+        checked = await steps(decommission(cluster, client).check(probe=False))
+        assert results(checked)[ledger] is StepResult.BLOCKED
+        # What is cut off may have named it.
+        for value in (b"BookieMetadataFormatVersion\t3\nnonsense of b0", b"BookieMetadataFormatVersion\t3\n", b""):
+            cluster.cluster.store.put(path, value, None)
+            done = await steps(decommission(cluster, client, skip_unrecoverable=True).run())
+            assert results(done) == {ledger: StepResult.FAILED, StepKind.COOKIE: StepResult.BLOCKED}
+            assert "b0" in cluster.cluster.cookies.list()
 
 
-def test_too_few_bookies_or_too_little_space_are_said_before(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(3) as cluster, cluster.client() as client:
-            [ledger] = await ledgers_on_b0(cluster, [7])
-            await lost(cluster, "b0")
-            departure = decommission(cluster, client)
-            checked = results(await steps(departure.check(probe=True)))
-            assert (checked[StepKind.BOOKIES], checked[ledger]) == (StepResult.BLOCKED, StepResult.BLOCKED)
-            assert not departure.forbidden
-            assert results(await steps(departure.run()))[StepKind.COOKIE] is StepResult.BLOCKED
-            await cluster.add_bookie()
-            for bookie in cluster.bookies:
-                bookie.free_bytes = 10
-            departure = decommission(cluster, client)
-            checked = results(await steps(departure.check(probe=False)))
-            assert (checked[StepKind.BOOKIES], checked[StepKind.SPACE]) == (StepResult.OK, StepResult.BLOCKED)
-            assert departure.forbidden
-
-    run(scenario())
+async def test_too_few_bookies_or_too_little_space_are_said_before(fake_cluster):
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        [ledger] = await ledgers_on_b0(cluster, [7])
+        await lost(cluster, "b0")
+        departure = decommission(cluster, client)
+        checked = results(await steps(departure.check(probe=True)))
+        assert (checked[StepKind.BOOKIES], checked[ledger]) == (StepResult.BLOCKED, StepResult.BLOCKED)
+        assert not departure.forbidden
+        assert results(await steps(departure.run()))[StepKind.COOKIE] is StepResult.BLOCKED
+        await cluster.add_bookie()
+        for bookie in cluster.bookies:
+            bookie.free_bytes = 10
+        departure = decommission(cluster, client)
+        checked = results(await steps(departure.check(probe=False)))
+        assert (checked[StepKind.BOOKIES], checked[StepKind.SPACE]) == (StepResult.OK, StepResult.BLOCKED)
+        assert departure.forbidden
 
 
-def test_workers_are_told_where_there_are_some_and_no_mark_is_left(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            plain, _ = await ledgers_on_b0(cluster)
-            await lost(cluster, "b0")
-            manager = LedgerUnderreplicationManager(cluster.cluster.store)
-            vote = manager.vote("b1")
-            marked = []
-            departure = decommission(cluster, client)
-            begin = departure.mover.move
+async def test_workers_are_told_where_there_are_some_and_no_mark_is_left(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        plain, _ = await ledgers_on_b0(cluster)
+        await lost(cluster, "b0")
+        manager = LedgerUnderreplicationManager(cluster.cluster.store)
+        vote = manager.vote("b1")
+        marked = []
+        departure = decommission(cluster, client)
+        begin = departure.mover.move
 
-            def move(ids, **options):
-                marked.extend(ledger for ledger, _ in manager.list(None))
-                return begin(ids, **options)
+        def move(ids, **options):
+            marked.extend(ledger for ledger, _ in manager.list(None))
+            return begin(ids, **options)
 
-            departure.mover.move = move
-            assert {each.result for each in await steps(departure.run())} == {StepResult.MOVED, StepResult.DELETED}
-            # The auditor of scope 0 is there, that of the scopes is not.
-            assert marked == [plain]
-            assert list(manager.list(None)) == []
-            assert list(manager.locks()) == []
-            vote.release()
-
-    run(scenario())
+        departure.mover.move = move
+        assert {each.result for each in await steps(departure.run())} == {StepResult.MOVED, StepResult.DELETED}
+        # The auditor of scope 0 is there, that of the scopes is not.
+        assert marked == [plain]
+        assert list(manager.list(None)) == []
+        assert list(manager.locks()) == []
+        vote.release()
 
 
-def test_an_open_ledger_on_a_stopped_bookie_is_closed_and_moved(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            [ledger] = await ledgers_on_b0(cluster, [7], close=False)
-            await lost(cluster, "b0")
-            done = await steps(decommission(cluster, client).run())
-            assert results(done)[ledger] is StepResult.MOVED
-            assert cluster.metadata(ledger).state is LedgerState.CLOSED
+async def test_an_open_ledger_on_a_stopped_bookie_is_closed_and_moved(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        [ledger] = await ledgers_on_b0(cluster, [7], close=False)
+        await lost(cluster, "b0")
+        done = await steps(decommission(cluster, client).run())
+        assert results(done)[ledger] is StepResult.MOVED
+        assert cluster.metadata(ledger).state is LedgerState.CLOSED
+        assert await is_whole(client, ledger)
+
+
+async def test_a_bookie_that_serves_is_drained_and_what_is_written_there_stays_until_its_writer_leaves(fake_cluster):
+    async with fake_cluster(5) as cluster, cluster.client() as client:
+        closed = await ledgers_on_b0(cluster)
+        async with cluster.client(only=["b0", "b1"]) as writing:
+            writer = await write(writing, 10, scope_id=7, close=False, ensemble_size=2)
+            single = (
+                await write(writing, 3, ensemble_size=1, write_quorum_size=1, ack_quorum_size=1, scope_id=3)
+            ).ledger
+
+            def drain():
+                return Drain(client, "b0", plan_move(cluster.cluster, ["b0"]))
+
+            checked = results(await steps(drain().check(probe=True)))
+            assert (checked[StepKind.READ_ONLY], checked[writer.ledger]) == (StepResult.WARNING, StepResult.OPEN)
+            cluster.unregister(cluster.bookie("b0"))
+            with pytest.raises(Conflict, match="down"):
+                await steps(drain().check(probe=False))
+            cluster.register(cluster.bookie("b0"))
+
+            def switch(found):
+                cluster.cluster.bookies.set_read_only(found.bookie_id, True, found.info)
+
+            assert (await drain().set_read_only(switch, 30)).result is StepResult.OK
+            assert cluster.cluster.bookies.get("b0").state == "ro"
+            done = await steps(drain().run())
+            expected = dict.fromkeys(closed, StepResult.MOVED) | {
+                writer.ledger: StepResult.OPEN, StepKind.LEDGERS: StepResult.BLOCKED,
+            }  # fmt: skip
+            assert {key: value for key, value in results(done).items() if key != single} == expected
+            assert cluster.metadata(writer.ledger).state is LedgerState.OPEN
+            assert not cluster.bookie("b0").ledgers[writer.ledger].fenced
+            await writer.close()
+            rest = results(await steps(drain().run()))
+            assert rest == {writer.ledger: StepResult.MOVED, StepKind.LEDGERS: StepResult.OK}
+        # Nothing needs it any more.
+        await lost(cluster, "b0")
+        for ledger in [*closed, writer.ledger, single]:
             assert await is_whole(client, ledger)
-
-    run(scenario())
-
-
-def test_a_bookie_that_serves_is_drained_and_what_is_written_there_stays_until_its_writer_leaves(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(5) as cluster, cluster.client() as client:
-            closed = await ledgers_on_b0(cluster)
-            async with cluster.client(only=["b0", "b1"]) as writing:
-                writer = await write(writing, 10, scope_id=7, close=False, ensemble_size=2)
-                single = (
-                    await write(writing, 3, ensemble_size=1, write_quorum_size=1, ack_quorum_size=1, scope_id=3)
-                ).ledger
-
-                def drain():
-                    return Drain(client, "b0", plan_move(cluster.cluster, ["b0"]))
-
-                checked = results(await steps(drain().check(probe=True)))
-                assert (checked[StepKind.READ_ONLY], checked[writer.ledger]) == (StepResult.WARNING, StepResult.OPEN)
-                cluster.unregister(cluster.bookie("b0"))
-                with pytest.raises(Conflict, match="down"):
-                    await steps(drain().check(probe=False))
-                cluster.register(cluster.bookie("b0"))
-
-                def switch(found):
-                    cluster.cluster.bookies.set_read_only(found.bookie_id, True, found.info)
-
-                assert (await drain().set_read_only(switch, 30)).result is StepResult.OK
-                assert cluster.cluster.bookies.get("b0").state == "ro"
-                done = await steps(drain().run())
-                expected = dict.fromkeys(closed, StepResult.MOVED) | {
-                    writer.ledger: StepResult.OPEN, StepKind.LEDGERS: StepResult.BLOCKED,
-                }  # fmt: skip
-                assert {key: value for key, value in results(done).items() if key != single} == expected
-                assert cluster.metadata(writer.ledger).state is LedgerState.OPEN
-                assert not cluster.bookie("b0").ledgers[writer.ledger].fenced
-                await writer.close()
-                rest = results(await steps(drain().run()))
-                assert rest == {writer.ledger: StepResult.MOVED, StepKind.LEDGERS: StepResult.OK}
-            # Nothing needs it any more.
-            await lost(cluster, "b0")
-            for ledger in [*closed, writer.ledger, single]:
-                assert await is_whole(client, ledger)
-            done = results(await steps(decommission(cluster, client).run()))
-            assert done == {StepKind.COOKIE: StepResult.DELETED}
-
-    run(scenario())
+        done = results(await steps(decommission(cluster, client).run()))
+        assert done == {StepKind.COOKIE: StepResult.DELETED}
 
 
 def test_what_stands_against_it_is_what_did_not_come_right():

@@ -61,331 +61,283 @@ def adds_of(bookie):
 
 @pytest.mark.parametrize("scope_id", [0, 7])
 @pytest.mark.parametrize("shape", [(2, 2, 2), (3, 2, 2), (3, 3, 2), (4, 2, 1)], ids=str)
-def test_a_lost_bookie_is_replaced_and_the_new_one_holds_exactly_what_it_should(fake_cluster, run, scope_id, shape):
-    async def scenario():
-        async with fake_cluster(5) as cluster, cluster.client() as client:
-            sizes = dict(zip(("ensemble_size", "write_quorum_size", "ack_quorum_size"), shape, strict=True))
-            writer = await write(client, 50, scope_id=scope_id, **sizes)
-            before = bookies_of(cluster, writer.ledger)
-            lost = before[1]
-            wanted = dict(lost.ledgers[writer.ledger].entries)
-            await lose(cluster, lost)
-            told = []
-            replicator = LedgerFragmentReplicator(client, progress=lambda count, size: told.append((count, size)))
-            result = await replicator.replicate_ledger(writer.ledger)
-            assert result.done
-            (fragment,) = result.fragments
-            assert fragment.outcome is Outcome.REPLICATED
-            after = bookies_of(cluster, writer.ledger)
-            assert [old is new for old, new in zip(before, after, strict=True)] == [at != 1 for at in range(shape[0])]
-            assert fragment.replaced == {lost.bookie_id: after[1].bookie_id}
-            assert after[1].ledgers[writer.ledger].entries == wanted  # to the byte
-            assert fragment.entry_count == len(wanted)
-            assert fragment.size_bytes == sum(map(len, wanted.values()))
-            assert [sum(column) for column in zip(*told, strict=True)] == [fragment.entry_count, fragment.size_bytes]
-            assert all(each.recovery_add for each in adds_of(after[1]))
-            assert cluster.metadata(writer.ledger).state is LedgerState.CLOSED
-            await assert_whole(client, writer.ledger, 50)
-
-    run(scenario())
+async def test_a_lost_bookie_is_replaced_and_the_new_one_holds_exactly_what_it_should(fake_cluster, scope_id, shape):
+    async with fake_cluster(5) as cluster, cluster.client() as client:
+        sizes = dict(zip(("ensemble_size", "write_quorum_size", "ack_quorum_size"), shape, strict=True))
+        writer = await write(client, 50, scope_id=scope_id, **sizes)
+        before = bookies_of(cluster, writer.ledger)
+        lost = before[1]
+        wanted = dict(lost.ledgers[writer.ledger].entries)
+        await lose(cluster, lost)
+        told = []
+        replicator = LedgerFragmentReplicator(client, progress=lambda count, size: told.append((count, size)))
+        result = await replicator.replicate_ledger(writer.ledger)
+        assert result.done
+        (fragment,) = result.fragments
+        assert fragment.outcome is Outcome.REPLICATED
+        after = bookies_of(cluster, writer.ledger)
+        assert [old is new for old, new in zip(before, after, strict=True)] == [at != 1 for at in range(shape[0])]
+        assert fragment.replaced == {lost.bookie_id: after[1].bookie_id}
+        assert after[1].ledgers[writer.ledger].entries == wanted  # to the byte
+        assert fragment.entry_count == len(wanted)
+        assert fragment.size_bytes == sum(map(len, wanted.values()))
+        assert [sum(column) for column in zip(*told, strict=True)] == [fragment.entry_count, fragment.size_bytes]
+        assert all(each.recovery_add for each in adds_of(after[1]))
+        assert cluster.metadata(writer.ledger).state is LedgerState.CLOSED
+        await assert_whole(client, writer.ledger, 50)
 
 
-def test_two_lost_bookies_of_one_fragment_are_replaced_in_one_step(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(7) as cluster, cluster.client() as client:
-            writer = await write(client, 30, ensemble_size=5, write_quorum_size=3)
-            lost = bookies_of(cluster, writer.ledger)[1:3]
-            for bookie in lost:
-                await lose(cluster, bookie)
-            version = cluster.cluster.ledgers.read(writer.ledger).version
-            result = await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger)
-            assert set(result.fragments[0].replaced) == {bookie.bookie_id for bookie in lost}
-            assert cluster.cluster.ledgers.read(writer.ledger).version == version + 1
-            await assert_whole(client, writer.ledger, 30)
-
-    run(scenario())
+async def test_two_lost_bookies_of_one_fragment_are_replaced_in_one_step(fake_cluster):
+    async with fake_cluster(7) as cluster, cluster.client() as client:
+        writer = await write(client, 30, ensemble_size=5, write_quorum_size=3)
+        lost = bookies_of(cluster, writer.ledger)[1:3]
+        for bookie in lost:
+            await lose(cluster, bookie)
+        version = cluster.cluster.ledgers.read(writer.ledger).version
+        result = await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger)
+        assert set(result.fragments[0].replaced) == {bookie.bookie_id for bookie in lost}
+        assert cluster.cluster.ledgers.read(writer.ledger).version == version + 1
+        await assert_whole(client, writer.ledger, 30)
 
 
-def test_an_empty_closed_ledger_gets_another_bookie_in_the_metadata_only(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            writer = await write(client, 0)
-            lost = bookies_of(cluster, writer.ledger)[0]
-            await lose(cluster, lost)
-            result = await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger)
-            assert result.done
-            assert result.fragments[0].entry_count == 0
-            assert lost.bookie_id not in ensembles(cluster, writer.ledger)[0]
-            await assert_whole(client, writer.ledger, 0)
-
-    run(scenario())
+async def test_an_empty_closed_ledger_gets_another_bookie_in_the_metadata_only(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        writer = await write(client, 0)
+        lost = bookies_of(cluster, writer.ledger)[0]
+        await lose(cluster, lost)
+        result = await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger)
+        assert result.done
+        assert result.fragments[0].entry_count == 0
+        assert lost.bookie_id not in ensembles(cluster, writer.ledger)[0]
+        await assert_whole(client, writer.ledger, 0)
 
 
-def test_named_bookies_are_left_while_they_still_serve_and_take_nothing_over(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(5) as cluster, cluster.client() as client:
-            writer = await write(client, 20, ensemble_size=2, write_quorum_size=1, ack_quorum_size=1)
-            leaving = {bookie.bookie_id for bookie in bookies_of(cluster, writer.ledger)}
-            spare = {bookie.bookie_id for bookie in cluster.bookies} - leaving
-            leaving.add(spare.pop())
-            # Each entry's only copy is on a bookie that leaves.
-            result = await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger, bookies=leaving)
-            assert result.done
-            assert set(ensembles(cluster, writer.ledger)[0]) == spare
-            await assert_whole(client, writer.ledger, 20)
-
-    run(scenario())
+async def test_named_bookies_are_left_while_they_still_serve_and_take_nothing_over(fake_cluster):
+    async with fake_cluster(5) as cluster, cluster.client() as client:
+        writer = await write(client, 20, ensemble_size=2, write_quorum_size=1, ack_quorum_size=1)
+        leaving = {bookie.bookie_id for bookie in bookies_of(cluster, writer.ledger)}
+        spare = {bookie.bookie_id for bookie in cluster.bookies} - leaving
+        leaving.add(spare.pop())
+        # Each entry's only copy is on a bookie that leaves.
+        result = await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger, bookies=leaving)
+        assert result.done
+        assert set(ensembles(cluster, writer.ledger)[0]) == spare
+        await assert_whole(client, writer.ledger, 20)
 
 
-def test_an_open_ledger_is_fenced_first_or_left_alone(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client, cluster.client() as other:
-            writer = await write(client, 10, close=False)
-            lost = bookies_of(cluster, writer.ledger)[1]
-            await lose(cluster, lost)
-            replicator = LedgerFragmentReplicator(other)
-            result = await replicator.replicate_ledger(writer.ledger, fence=False)
-            assert (result.left_open, result.done, result.fragments) == (True, False, ())
-            assert cluster.metadata(writer.ledger).state is LedgerState.OPEN
-            check = await replicator.checker.check(writer.ledger)
-            with pytest.raises(UnclosedFragment):
-                await replicator.replicate(check, check.fragments[0])
-            result = await replicator.replicate_ledger(writer.ledger)
-            assert result.done
-            assert cluster.metadata(writer.ledger).state is LedgerState.CLOSED
-            assert lost.bookie_id not in {each for names in ensembles(cluster, writer.ledger) for each in names}
-            with pytest.raises(LedgerFenced):
-                await writer.add(b"too late")
-            await assert_whole(other, writer.ledger, 10)
-
-    run(scenario())
+async def test_an_open_ledger_is_fenced_first_or_left_alone(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client, cluster.client() as other:
+        writer = await write(client, 10, close=False)
+        lost = bookies_of(cluster, writer.ledger)[1]
+        await lose(cluster, lost)
+        replicator = LedgerFragmentReplicator(other)
+        result = await replicator.replicate_ledger(writer.ledger, fence=False)
+        assert (result.left_open, result.done, result.fragments) == (True, False, ())
+        assert cluster.metadata(writer.ledger).state is LedgerState.OPEN
+        check = await replicator.checker.check(writer.ledger)
+        with pytest.raises(UnclosedFragment):
+            await replicator.replicate(check, check.fragments[0])
+        result = await replicator.replicate_ledger(writer.ledger)
+        assert result.done
+        assert cluster.metadata(writer.ledger).state is LedgerState.CLOSED
+        assert lost.bookie_id not in {each for names in ensembles(cluster, writer.ledger) for each in names}
+        with pytest.raises(LedgerFenced):
+            await writer.add(b"too late")
+        await assert_whole(other, writer.ledger, 10)
 
 
-def test_the_closed_fragment_of_an_open_ledger_is_replicated_while_its_writer_goes_on(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(5) as cluster, cluster.client() as client, cluster.client() as other:
-            writer = await write(client, 10, close=False)
-            lost = bookies_of(cluster, writer.ledger)[1]
-            await lose(cluster, lost)
-            for entry_id in range(10, 20):
-                await writer.add(b"%d" % entry_id)
-            await writer.write_lac()
-            result = await LedgerFragmentReplicator(other).replicate_ledger(writer.ledger)
-            assert result.done
-            assert cluster.metadata(writer.ledger).state is LedgerState.OPEN
-            assert lost.bookie_id not in {each for names in ensembles(cluster, writer.ledger) for each in names}
-            # The writer, whose metadata is old by now, changes its ensemble again and closes.
-            second = bookies_of(cluster, writer.ledger, 1)[0]
-            spare = await cluster.add_bookie()
-            await lose(cluster, second)
-            for entry_id in range(20, 30):
-                await writer.add(b"%d" % entry_id)
-            await writer.close()
-            assert lost.bookie_id not in {each for names in ensembles(cluster, writer.ledger) for each in names}
-            assert spare.bookie_id
-            assert (await LedgerFragmentReplicator(other).replicate_ledger(writer.ledger)).done
-            await assert_whole(other, writer.ledger, 30)
-
-    run(scenario())
+async def test_the_closed_fragment_of_an_open_ledger_is_replicated_while_its_writer_goes_on(fake_cluster):
+    async with fake_cluster(5) as cluster, cluster.client() as client, cluster.client() as other:
+        writer = await write(client, 10, close=False)
+        lost = bookies_of(cluster, writer.ledger)[1]
+        await lose(cluster, lost)
+        for entry_id in range(10, 20):
+            await writer.add(b"%d" % entry_id)
+        await writer.write_lac()
+        result = await LedgerFragmentReplicator(other).replicate_ledger(writer.ledger)
+        assert result.done
+        assert cluster.metadata(writer.ledger).state is LedgerState.OPEN
+        assert lost.bookie_id not in {each for names in ensembles(cluster, writer.ledger) for each in names}
+        # The writer, whose metadata is old by now, changes its ensemble again and closes.
+        second = bookies_of(cluster, writer.ledger, 1)[0]
+        spare = await cluster.add_bookie()
+        await lose(cluster, second)
+        for entry_id in range(20, 30):
+            await writer.add(b"%d" % entry_id)
+        await writer.close()
+        assert lost.bookie_id not in {each for names in ensembles(cluster, writer.ledger) for each in names}
+        assert spare.bookie_id
+        assert (await LedgerFragmentReplicator(other).replicate_ledger(writer.ledger)).done
+        await assert_whole(other, writer.ledger, 30)
 
 
-def test_entries_that_nobody_has_are_named_and_nothing_is_changed(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            writer = await write(client, 40)
-            held = bookies_of(cluster, writer.ledger)
-            before = ensembles(cluster, writer.ledger)
-            for entry_id in (1, 7, 10, 13, 31):  # on the indexes 1 and 2
-                del held[1].ledgers[writer.ledger].entries[entry_id]
-                del held[2].ledgers[writer.ledger].entries[entry_id]
-            result = await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger, every_entry=True)
-            assert not result.done
-            assert result.fragments[0].outcome is Outcome.UNRECOVERABLE
-            assert [(each.first_entry_id, each.last_entry_id, each.entry_count) for each in result.unreadable] == [
-                (1, 1, 1), (7, 7, 1), (10, 10, 1), (13, 13, 1), (31, 31, 1)
-            ]  # fmt: skip
-            assert all(each.lost for each in result.unreadable)
-            assert held[1].bookie_id in str(result.unreadable[0])
-            assert ensembles(cluster, writer.ledger) == before
-            fragment, check = result.fragments[0].fragment, result.check
-            again = await LedgerFragmentReplicator(client).unreadable(check, fragment, [31, 30, 7])
-            assert [each.first_entry_id for each in again] == [7, 31]
-
-    run(scenario())
+async def test_entries_that_nobody_has_are_named_and_nothing_is_changed(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        writer = await write(client, 40)
+        held = bookies_of(cluster, writer.ledger)
+        before = ensembles(cluster, writer.ledger)
+        for entry_id in (1, 7, 10, 13, 31):  # on the indexes 1 and 2
+            del held[1].ledgers[writer.ledger].entries[entry_id]
+            del held[2].ledgers[writer.ledger].entries[entry_id]
+        result = await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger, every_entry=True)
+        assert not result.done
+        assert result.fragments[0].outcome is Outcome.UNRECOVERABLE
+        assert [(each.first_entry_id, each.last_entry_id, each.entry_count) for each in result.unreadable] == [
+            (1, 1, 1), (7, 7, 1), (10, 10, 1), (13, 13, 1), (31, 31, 1)
+        ]  # fmt: skip
+        assert all(each.lost for each in result.unreadable)
+        assert held[1].bookie_id in str(result.unreadable[0])
+        assert ensembles(cluster, writer.ledger) == before
+        fragment, check = result.fragments[0].fragment, result.check
+        again = await LedgerFragmentReplicator(client).unreadable(check, fragment, [31, 30, 7])
+        assert [each.first_entry_id for each in again] == [7, 31]
 
 
-def test_a_ledger_whose_only_copies_are_gone_is_unrecoverable_and_not_given_up_for_lost(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(3) as cluster, cluster.client() as client:
-            writer = await write(client, 10, ensemble_size=2, write_quorum_size=1, ack_quorum_size=1)
-            gone = bookies_of(cluster, writer.ledger)[0]
-            await lose(cluster, gone)
-            result = await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger)
-            (unreadable,) = result.unreadable
-            assert unreadable[:3] == (0, 8, 5)  # the even ones
-            assert not unreadable.lost
-            assert [bookie_id for bookie_id, _ in unreadable.problems] == [gone.bookie_id]
-            await gone.start()
-            cluster.register(gone)
-            async with cluster.client() as other:
-                assert (await LedgerFragmentReplicator(other).replicate_ledger(writer.ledger)).fragments == ()
-                check = await LedgerChecker(other).on_bookies(writer.ledger, {gone.bookie_id})
-                assert await LedgerFragmentReplicator(other).unreadable(check, check.fragments[0]) == []
-
-    run(scenario())
+async def test_a_ledger_whose_only_copies_are_gone_is_unrecoverable_and_not_given_up_for_lost(fake_cluster):
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        writer = await write(client, 10, ensemble_size=2, write_quorum_size=1, ack_quorum_size=1)
+        gone = bookies_of(cluster, writer.ledger)[0]
+        await lose(cluster, gone)
+        result = await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger)
+        (unreadable,) = result.unreadable
+        assert unreadable[:3] == (0, 8, 5)  # the even ones
+        assert not unreadable.lost
+        assert [bookie_id for bookie_id, _ in unreadable.problems] == [gone.bookie_id]
+        await gone.start()
+        cluster.register(gone)
+        async with cluster.client() as other:
+            assert (await LedgerFragmentReplicator(other).replicate_ledger(writer.ledger)).fragments == ()
+            check = await LedgerChecker(other).on_bookies(writer.ledger, {gone.bookie_id})
+            assert await LedgerFragmentReplicator(other).unreadable(check, check.fragments[0]) == []
 
 
-def test_a_damaged_replica_is_never_copied(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(5) as cluster, cluster.client() as client:
-            writer = await write(client, 30, ensemble_size=3, write_quorum_size=3)
-            held = bookies_of(cluster, writer.ledger)
-            good = dict(held[2].ledgers[writer.ledger].entries)
-            held[0].damage = lambda entry: entry[:-1] + bytes([entry[-1] ^ 1])
-            await lose(cluster, held[1])
-            result = await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger)
-            assert result.done
-            for bookie in bookies_of(cluster, writer.ledger):
-                assert bookie.ledgers[writer.ledger].entries == good
-            await assert_whole(client, writer.ledger, 30)
-
-    run(scenario())
+async def test_a_damaged_replica_is_never_copied(fake_cluster):
+    async with fake_cluster(5) as cluster, cluster.client() as client:
+        writer = await write(client, 30, ensemble_size=3, write_quorum_size=3)
+        held = bookies_of(cluster, writer.ledger)
+        good = dict(held[2].ledgers[writer.ledger].entries)
+        held[0].damage = lambda entry: entry[:-1] + bytes([entry[-1] ^ 1])
+        await lose(cluster, held[1])
+        result = await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger)
+        assert result.done
+        for bookie in bookies_of(cluster, writer.ledger):
+            assert bookie.ledgers[writer.ledger].entries == good
+        await assert_whole(client, writer.ledger, 30)
 
 
-def test_a_bookie_that_lost_entries_is_replaced_or_gets_them_back_when_nobody_can(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(3) as cluster, cluster.client() as client:
-            writer = await write(client, 30)
-            held = bookies_of(cluster, writer.ledger)
-            whole = dict(held[0].ledgers[writer.ledger].entries)
-            for entry_id in (2, 3, 12):
-                del held[0].ledgers[writer.ledger].entries[entry_id]
-            replicator = LedgerFragmentReplicator(client)
-            check = await replicator.checker.check(writer.ledger, every_entry=True)
-            (fragment,) = check.fragments
-            with pytest.raises(NotEnoughBookies):
-                await replicator.targets(check, fragment, in_place=False)
-            assert await replicator.targets(check, fragment) == {0: held[0].bookie_id}
-            result = await replicator.replicate(check, fragment)
-            assert result.outcome is Outcome.REPAIRED
-            assert (result.replaced, result.repaired, result.entry_count) == ({}, (held[0].bookie_id,), 3)
-            assert held[0].ledgers[writer.ledger].entries == whole
-            await assert_whole(client, writer.ledger, 30)
-            # Another bookie comes: then as Apache's worker, unless it is to stay.
-            held[0].ledgers.clear()
-            await cluster.add_bookie()
-            check = await replicator.checker.check(writer.ledger)
-            (fragment,) = check.fragments
-            assert await replicator.targets(check, fragment, in_place=True) == {0: held[0].bookie_id}
-            assert await replicator.targets(check, fragment) == {0: "b3"}
-            assert (await replicator.replicate(check, fragment, in_place=True)).outcome is Outcome.REPAIRED
-            assert held[0].ledgers[writer.ledger].entries == whole
-
-    run(scenario())
+async def test_a_bookie_that_lost_entries_is_replaced_or_gets_them_back_when_nobody_can(fake_cluster):
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        writer = await write(client, 30)
+        held = bookies_of(cluster, writer.ledger)
+        whole = dict(held[0].ledgers[writer.ledger].entries)
+        for entry_id in (2, 3, 12):
+            del held[0].ledgers[writer.ledger].entries[entry_id]
+        replicator = LedgerFragmentReplicator(client)
+        check = await replicator.checker.check(writer.ledger, every_entry=True)
+        (fragment,) = check.fragments
+        with pytest.raises(NotEnoughBookies):
+            await replicator.targets(check, fragment, in_place=False)
+        assert await replicator.targets(check, fragment) == {0: held[0].bookie_id}
+        result = await replicator.replicate(check, fragment)
+        assert result.outcome is Outcome.REPAIRED
+        assert (result.replaced, result.repaired, result.entry_count) == ({}, (held[0].bookie_id,), 3)
+        assert held[0].ledgers[writer.ledger].entries == whole
+        await assert_whole(client, writer.ledger, 30)
+        # Another bookie comes: then as Apache's worker, unless it is to stay.
+        held[0].ledgers.clear()
+        await cluster.add_bookie()
+        check = await replicator.checker.check(writer.ledger)
+        (fragment,) = check.fragments
+        assert await replicator.targets(check, fragment, in_place=True) == {0: held[0].bookie_id}
+        assert await replicator.targets(check, fragment) == {0: "b3"}
+        assert (await replicator.replicate(check, fragment, in_place=True)).outcome is Outcome.REPAIRED
+        assert held[0].ledgers[writer.ledger].entries == whole
 
 
-def test_one_gone_and_one_that_lost_entries_share_the_only_bookie_that_is_left(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            writer = await write(client, 30, write_quorum_size=3)
-            held = bookies_of(cluster, writer.ledger)
-            await lose(cluster, held[2])
-            held[0].ledgers.clear()
-            result = await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger)
-            assert result.done
-            assert set(result.fragments[0].replaced) == {held[2].bookie_id}
-            assert result.fragments[0].repaired == (held[0].bookie_id,)
-            await assert_whole(client, writer.ledger, 30)
-
-    run(scenario())
+async def test_one_gone_and_one_that_lost_entries_share_the_only_bookie_that_is_left(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        writer = await write(client, 30, write_quorum_size=3)
+        held = bookies_of(cluster, writer.ledger)
+        await lose(cluster, held[2])
+        held[0].ledgers.clear()
+        result = await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger)
+        assert result.done
+        assert set(result.fragments[0].replaced) == {held[2].bookie_id}
+        assert result.fragments[0].repaired == (held[0].bookie_id,)
+        await assert_whole(client, writer.ledger, 30)
 
 
-def test_too_few_bookies_leave_everything_as_it_was(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(3) as cluster, cluster.client() as client:
-            writer = await write(client, 10)
-            before = ensembles(cluster, writer.ledger)
-            await lose(cluster, bookies_of(cluster, writer.ledger)[0])
-            result = await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger)
-            assert [type(error) for _, error in result.errors] == [NotEnoughBookies]
-            assert not result.done
-            assert ensembles(cluster, writer.ledger) == before
-
-    run(scenario())
+async def test_too_few_bookies_leave_everything_as_it_was(fake_cluster):
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        writer = await write(client, 10)
+        before = ensembles(cluster, writer.ledger)
+        await lose(cluster, bookies_of(cluster, writer.ledger)[0])
+        result = await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger)
+        assert [type(error) for _, error in result.errors] == [NotEnoughBookies]
+        assert not result.done
+        assert ensembles(cluster, writer.ledger) == before
 
 
-def test_a_scoped_ledger_never_goes_to_a_bookie_without_scopes(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(3) as cluster, cluster.client() as client:
-            plain = await cluster.add_bookie(scopes=False)
-            scoped = await write(client, 10, scope_id=7)
-            unscoped = await write(client, 10, ensemble_size=4)
-            lost = bookies_of(cluster, scoped.ledger)[0]
-            await lose(cluster, lost)
-            replicator = LedgerFragmentReplicator(client)
-            result = await replicator.replicate_ledger(scoped.ledger)
-            assert [type(error) for _, error in result.errors] == [NotEnoughBookies]
-            assert "without ledger scopes" in str(result.errors[0][1])
-            assert scoped.ledger not in plain.ledgers
-            assert unscoped.ledger in plain.ledgers
-
-    run(scenario())
+async def test_a_scoped_ledger_never_goes_to_a_bookie_without_scopes(fake_cluster):
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        plain = await cluster.add_bookie(scopes=False)
+        scoped = await write(client, 10, scope_id=7)
+        unscoped = await write(client, 10, ensemble_size=4)
+        lost = bookies_of(cluster, scoped.ledger)[0]
+        await lose(cluster, lost)
+        replicator = LedgerFragmentReplicator(client)
+        result = await replicator.replicate_ledger(scoped.ledger)
+        assert [type(error) for _, error in result.errors] == [NotEnoughBookies]
+        assert "without ledger scopes" in str(result.errors[0][1])
+        assert scoped.ledger not in plain.ledgers
+        assert unscoped.ledger in plain.ledgers
 
 
-def test_a_target_that_fails_is_left_for_another_one(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(5) as cluster, cluster.client() as client:
-            writer = await write(client, 30)
-            lost = bookies_of(cluster, writer.ledger)[1]
-            await lose(cluster, lost)
-            replicator = LedgerFragmentReplicator(client)
-            check = await replicator.checker.check(writer.ledger)
-            (fragment,) = check.fragments
-            (first,) = (await replicator.targets(check, fragment)).values()
-            cluster.bookie(first).fault = lambda request: Status.EREADONLY if isinstance(request, AddRequest) else None
-            result = await replicator.replicate(check, fragment)
-            assert result.outcome is Outcome.REPLICATED
-            assert first not in result.replaced.values()
-            await assert_whole(client, writer.ledger, 30)
-
-    run(scenario())
+async def test_a_target_that_fails_is_left_for_another_one(fake_cluster):
+    async with fake_cluster(5) as cluster, cluster.client() as client:
+        writer = await write(client, 30)
+        lost = bookies_of(cluster, writer.ledger)[1]
+        await lose(cluster, lost)
+        replicator = LedgerFragmentReplicator(client)
+        check = await replicator.checker.check(writer.ledger)
+        (fragment,) = check.fragments
+        (first,) = (await replicator.targets(check, fragment)).values()
+        cluster.bookie(first).fault = lambda request: Status.EREADONLY if isinstance(request, AddRequest) else None
+        result = await replicator.replicate(check, fragment)
+        assert result.outcome is Outcome.REPLICATED
+        assert first not in result.replaced.values()
+        await assert_whole(client, writer.ledger, 30)
 
 
-def test_a_given_target_that_fails_is_the_error(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(5) as cluster, cluster.client() as client:
-            writer = await write(client, 30)
-            await lose(cluster, bookies_of(cluster, writer.ledger)[1])
-            replicator = LedgerFragmentReplicator(client)
-            check = await replicator.checker.check(writer.ledger)
-            before = ensembles(cluster, writer.ledger)
-            spare = next(each for each in cluster.bookies if each.bookie_id not in before[0])
-            await spare.stop()
-            with pytest.raises(BookieUnavailable, match=f"{spare.bookie_id} does not take entry"):
-                await replicator.replicate(check, check.fragments[0], targets={1: spare.bookie_id})
-            assert ensembles(cluster, writer.ledger) == before
-
-    run(scenario())
+async def test_a_given_target_that_fails_is_the_error(fake_cluster):
+    async with fake_cluster(5) as cluster, cluster.client() as client:
+        writer = await write(client, 30)
+        await lose(cluster, bookies_of(cluster, writer.ledger)[1])
+        replicator = LedgerFragmentReplicator(client)
+        check = await replicator.checker.check(writer.ledger)
+        before = ensembles(cluster, writer.ledger)
+        spare = next(each for each in cluster.bookies if each.bookie_id not in before[0])
+        await spare.stop()
+        with pytest.raises(BookieUnavailable, match=f"{spare.bookie_id} does not take entry"):
+            await replicator.replicate(check, check.fragments[0], targets={1: spare.bookie_id})
+        assert ensembles(cluster, writer.ledger) == before
 
 
-def test_a_silent_replica_does_not_hold_up_the_copy(fake_cluster, run, monkeypatch):
-    async def scenario():
-        from bkctl.replication import replicator as module
+async def test_a_silent_replica_does_not_hold_up_the_copy(fake_cluster, monkeypatch):
+    from bkctl.replication import replicator as module
 
-        monkeypatch.setattr(module, "SPECULATIVE_READ_S", 0.05)
-        async with fake_cluster(5) as cluster, cluster.client(timeout_s=60) as client:
-            writer = await write(client, 20, write_quorum_size=3)
-            held = bookies_of(cluster, writer.ledger)
-            check = await LedgerChecker(client).on_bookies(writer.ledger, {held[2].bookie_id})
-            for bookie in held[1:]:
-                bookie.fault = lambda request: Fault.SILENCE if isinstance(request, ReadRequest) else None
-            result = await LedgerFragmentReplicator(client).replicate(check, check.fragments[0])
-            assert result.outcome is Outcome.REPLICATED
-            for bookie in held:
-                bookie.fault = lambda request: None
-            await assert_whole(client, writer.ledger, 20)
-
-    run(scenario())
+    monkeypatch.setattr(module, "SPECULATIVE_READ_S", 0.05)
+    async with fake_cluster(5) as cluster, cluster.client(timeout_s=60) as client:
+        writer = await write(client, 20, write_quorum_size=3)
+        held = bookies_of(cluster, writer.ledger)
+        check = await LedgerChecker(client).on_bookies(writer.ledger, {held[2].bookie_id})
+        for bookie in held[1:]:
+            bookie.fault = lambda request: Fault.SILENCE if isinstance(request, ReadRequest) else None
+        result = await LedgerFragmentReplicator(client).replicate(check, check.fragments[0])
+        assert result.outcome is Outcome.REPLICATED
+        for bookie in held:
+            bookie.fault = lambda request: None
+        await assert_whole(client, writer.ledger, 20)
 
 
 class Died(Exception):
@@ -396,323 +348,284 @@ STEPS = ["chosen", "listed", "add 1", "add 60", "add 149", "before the swap", "a
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_worker_that_dies_leaves_nothing_that_a_second_one_does_not_finish(fake_cluster, run, monkeypatch, step):
-    async def scenario():
-        async with fake_cluster(6) as cluster, cluster.client() as client:
-            writer = await write(client, 150, ensemble_size=2)
-            before = ensembles(cluster, writer.ledger)
-            await lose(cluster, bookies_of(cluster, writer.ledger)[1])
-            replicator = LedgerFragmentReplicator(client, batch_size=7)
-            check = await replicator.checker.check(writer.ledger)
-            (fragment,) = check.fragments
-            (target,) = (await replicator.targets(check, fragment)).values()
-            ledgers = client.cluster.ledgers
-            real = ledgers.write_many
+async def test_a_worker_that_dies_leaves_nothing_that_a_second_one_does_not_finish(fake_cluster, monkeypatch, step):
+    async with fake_cluster(6) as cluster, cluster.client() as client:
+        writer = await write(client, 150, ensemble_size=2)
+        before = ensembles(cluster, writer.ledger)
+        await lose(cluster, bookies_of(cluster, writer.ledger)[1])
+        replicator = LedgerFragmentReplicator(client, batch_size=7)
+        check = await replicator.checker.check(writer.ledger)
+        (fragment,) = check.fragments
+        (target,) = (await replicator.targets(check, fragment)).values()
+        ledgers = client.cluster.ledgers
+        real = ledgers.write_many
 
-            def die(*_):
+        def die(*_):
+            raise Died
+
+        def write_and_die(*arguments):
+            real(*arguments)
+            raise Died
+
+        written = 0
+
+        def count(entries, size):
+            nonlocal written
+            written += entries
+            if step == f"add {written}":
                 raise Died
 
-            def write_and_die(*arguments):
-                real(*arguments)
-                raise Died
-
-            written = 0
-
-            def count(entries, size):
-                nonlocal written
-                written += entries
-                if step == f"add {written}":
-                    raise Died
-
-            with monkeypatch.context() as patch:
-                if step == "chosen":
-                    patch.setattr(replicator.checker, "listed", die)
-                elif step == "listed":
-                    patch.setattr("bkctl.replication.replicator._Copying._copy", die)
-                elif step == "before the swap":
-                    patch.setattr(ledgers, "write_many", die)
-                elif step == "after the swap":
-                    patch.setattr(ledgers, "write_many", write_and_die)
-                dying = LedgerFragmentReplicator(client, checker=replicator.checker, batch_size=7, progress=count)
-                with pytest.raises(Died):
-                    await dying.replicate(check, fragment)
-            if step != "after the swap":
-                assert ensembles(cluster, writer.ledger) == before
-            copied = len(cluster.bookie(target).ledgers[writer.ledger].entries) if step.startswith("add") else 0
-            async with cluster.client() as second:
-                result = await LedgerFragmentReplicator(second).replicate_ledger(writer.ledger)
-                assert result.done
-                if step == "after the swap":
-                    assert result.fragments == ()
-                else:
-                    assert set(result.fragments[0].replaced.values()) == {target}
-                    present = 150 if step == "before the swap" else copied
-                    assert result.fragments[0].present_count == present
-                    assert result.fragments[0].entry_count == 150 - present
-                await assert_whole(second, writer.ledger, 150)
-
-    run(scenario())
+        with monkeypatch.context() as patch:
+            if step == "chosen":
+                patch.setattr(replicator.checker, "listed", die)
+            elif step == "listed":
+                patch.setattr("bkctl.replication.replicator._Copying._copy", die)
+            elif step == "before the swap":
+                patch.setattr(ledgers, "write_many", die)
+            elif step == "after the swap":
+                patch.setattr(ledgers, "write_many", write_and_die)
+            dying = LedgerFragmentReplicator(client, checker=replicator.checker, batch_size=7, progress=count)
+            with pytest.raises(Died):
+                await dying.replicate(check, fragment)
+        if step != "after the swap":
+            assert ensembles(cluster, writer.ledger) == before
+        copied = len(cluster.bookie(target).ledgers[writer.ledger].entries) if step.startswith("add") else 0
+        async with cluster.client() as second:
+            result = await LedgerFragmentReplicator(second).replicate_ledger(writer.ledger)
+            assert result.done
+            if step == "after the swap":
+                assert result.fragments == ()
+            else:
+                assert set(result.fragments[0].replaced.values()) == {target}
+                present = 150 if step == "before the swap" else copied
+                assert result.fragments[0].present_count == present
+                assert result.fragments[0].entry_count == 150 - present
+            await assert_whole(second, writer.ledger, 150)
 
 
-def test_what_a_target_says_that_it_has_is_read_before_it_counts(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            writer = await write(client, 120, ensemble_size=2)
-            held = bookies_of(cluster, writer.ledger)
-            await lose(cluster, held[1])
-            replicator = LedgerFragmentReplicator(client)
-            check = await replicator.checker.check(writer.ledger)
-            (target,) = (await replicator.targets(check, check.fragments[0])).values()
-            spare = cluster.bookie(target)
-            good = held[0].ledgers[writer.ledger].entries
-            from client.fakes import FakeLedger
+async def test_what_a_target_says_that_it_has_is_read_before_it_counts(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        writer = await write(client, 120, ensemble_size=2)
+        held = bookies_of(cluster, writer.ledger)
+        await lose(cluster, held[1])
+        replicator = LedgerFragmentReplicator(client)
+        check = await replicator.checker.check(writer.ledger)
+        (target,) = (await replicator.targets(check, check.fragments[0])).values()
+        spare = cluster.bookie(target)
+        good = held[0].ledgers[writer.ledger].entries
+        from client.fakes import FakeLedger
 
-            spare.ledgers[writer.ledger] = FakeLedger()
-            spare.ledgers[writer.ledger].entries = {5: good[5], 6: good[7], 8: good[8][:-1]}
-            result = await replicator.replicate(check, check.fragments[0])
-            assert (result.present_count, result.entry_count) == (1, 119)
-            assert spare.ledgers[writer.ledger].entries == good
-
-    run(scenario())
+        spare.ledgers[writer.ledger] = FakeLedger()
+        spare.ledgers[writer.ledger].entries = {5: good[5], 6: good[7], 8: good[8][:-1]}
+        result = await replicator.replicate(check, check.fragments[0])
+        assert (result.present_count, result.entry_count) == (1, 119)
+        assert spare.ledgers[writer.ledger].entries == good
 
 
-def test_a_bookie_that_cannot_list_its_entries_gets_all_of_them(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(3) as cluster, cluster.client() as client:
-            writer = await write(client, 120, ensemble_size=2)
-            held = bookies_of(cluster, writer.ledger)
-            for bookie in cluster.bookies:
-                bookie.fault = lambda request: Status.EBADREQ if isinstance(request, ListEntriesRequest) else None
-            await lose(cluster, held[1])
-            result = await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger)
-            assert (result.done, result.fragments[0].entry_count) == (True, 120)
-
-    run(scenario())
+async def test_a_bookie_that_cannot_list_its_entries_gets_all_of_them(fake_cluster):
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        writer = await write(client, 120, ensemble_size=2)
+        held = bookies_of(cluster, writer.ledger)
+        for bookie in cluster.bookies:
+            bookie.fault = lambda request: Status.EBADREQ if isinstance(request, ListEntriesRequest) else None
+        await lose(cluster, held[1])
+        result = await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger)
+        assert (result.done, result.fragments[0].entry_count) == (True, 120)
 
 
-def test_a_bookie_that_never_lists_its_entries_is_asked_once(fake_cluster, run, monkeypatch):
-    async def scenario():
-        from bkctl.replication import checker as module
+async def test_a_bookie_that_never_lists_its_entries_is_asked_once(fake_cluster, monkeypatch):
+    from bkctl.replication import checker as module
 
-        monkeypatch.setattr(module, "LIST_TIMEOUT_S", 0.1)
-        async with fake_cluster(3) as cluster, cluster.client() as client:
-            ledgers = [(await write(client, 120, ensemble_size=2)).ledger for _ in range(3)]
-            # As Apache's with DbLedgerStorage.
-            for bookie in cluster.bookies:
-                bookie.fault = lambda request: Fault.SILENCE if isinstance(request, ListEntriesRequest) else None
-            leaving = {cluster.bookies[0].bookie_id}
-            replicator = LedgerFragmentReplicator(client)
-            for ledger in ledgers:
-                assert (await replicator.replicate_ledger(ledger, bookies=leaving)).done
-            for bookie in cluster.bookies[1:]:
-                assert sum(isinstance(request, ListEntriesRequest) for request in bookie.received) <= 1
-
-    run(scenario())
+    monkeypatch.setattr(module, "LIST_TIMEOUT_S", 0.1)
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        ledgers = [(await write(client, 120, ensemble_size=2)).ledger for _ in range(3)]
+        # As Apache's with DbLedgerStorage.
+        for bookie in cluster.bookies:
+            bookie.fault = lambda request: Fault.SILENCE if isinstance(request, ListEntriesRequest) else None
+        leaving = {cluster.bookies[0].bookie_id}
+        replicator = LedgerFragmentReplicator(client)
+        for ledger in ledgers:
+            assert (await replicator.replicate_ledger(ledger, bookies=leaving)).done
+        for bookie in cluster.bookies[1:]:
+            assert sum(isinstance(request, ListEntriesRequest) for request in bookie.received) <= 1
 
 
-def test_entries_that_there_never_were_are_not_looked_for_without_an_end(fake_cluster, run, monkeypatch):
+async def test_entries_that_there_never_were_are_not_looked_for_without_an_end(fake_cluster, monkeypatch):
     for module in ("replicator", "bookies"):
         monkeypatch.setattr(f"bkctl.replication.{module}.UNREADABLE_NAMED_MAX", 50)
 
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            writer = await write(client, 20)
-            lost = bookies_of(cluster, writer.ledger)[0]
-            ledgers = cluster.cluster.ledgers
-            found = ledgers.read(writer.ledger)
-            ledgers.write(writer.ledger, replace(found.metadata, last_entry_id=(1 << 63) - 1), found.version)
-            await lose(cluster, lost)
-            result = await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger)
-            (fragment,) = result.fragments
-            assert fragment.outcome is Outcome.UNRECOVERABLE
-            assert sum(each.entry_count for each in fragment.unreadable) == 50
-            assert fragment.unreadable[0].first_entry_id >= 20
-            assert ensembles(cluster, writer.ledger) == [each.bookies for each in found.metadata.ensembles]
-            plan = plan_move(cluster.cluster, [lost.bookie_id])
-            planned = [each async for each in BookieMover(client, [lost.bookie_id], plan).planned()]
-            assert sum(each.entry_count for each in planned[0].unreadable) == 50
-
-    run(scenario())
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        writer = await write(client, 20)
+        lost = bookies_of(cluster, writer.ledger)[0]
+        ledgers = cluster.cluster.ledgers
+        found = ledgers.read(writer.ledger)
+        ledgers.write(writer.ledger, replace(found.metadata, last_entry_id=(1 << 63) - 1), found.version)
+        await lose(cluster, lost)
+        result = await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger)
+        (fragment,) = result.fragments
+        assert fragment.outcome is Outcome.UNRECOVERABLE
+        assert sum(each.entry_count for each in fragment.unreadable) == 50
+        assert fragment.unreadable[0].first_entry_id >= 20
+        assert ensembles(cluster, writer.ledger) == [each.bookies for each in found.metadata.ensembles]
+        plan = plan_move(cluster.cluster, [lost.bookie_id])
+        planned = [each async for each in BookieMover(client, [lost.bookie_id], plan).planned()]
+        assert sum(each.entry_count for each in planned[0].unreadable) == 50
 
 
-def test_somebody_who_was_faster_is_left_in_peace(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(6) as cluster, cluster.client() as client:
-            writer = await write(client, 20)
-            held = bookies_of(cluster, writer.ledger)
-            await lose(cluster, held[0])
-            replicator = LedgerFragmentReplicator(client)
-            check = await replicator.checker.check(writer.ledger)
-            (fragment,) = check.fragments
-            spares = [each.bookie_id for each in cluster.bookies if each not in held]
-            first = await replicator.replicate(check, fragment, targets={0: spares[0]})
-            assert first.replaced == {held[0].bookie_id: spares[0]}
-            version = cluster.cluster.ledgers.read(writer.ledger).version
-            second = await replicator.replicate(check, fragment, targets={0: spares[1]})
-            assert (second.outcome, second.replaced) == (Outcome.SUPERSEDED, {})
-            assert cluster.cluster.ledgers.read(writer.ledger).version == version
-            # A bookie that came into the ensemble elsewhere does not come in twice.
-            stale = await replicator.checker.on_bookies(writer.ledger, {held[1].bookie_id})
-            await replicator.replicate(stale, stale.fragments[0], targets={1: spares[2]})
-            other = await replicator.checker.on_bookies(writer.ledger, {held[2].bookie_id}, stale.versioned)
-            third = await replicator.replicate(other, other.fragments[0], targets={2: spares[2]})
-            assert third.outcome is Outcome.SUPERSEDED
-            # Of two, one was replaced by somebody else meanwhile: the other one is now.
-            both = await replicator.checker.on_bookies(
-                writer.ledger, {held[0].bookie_id, held[2].bookie_id}, check.versioned
-            )
-            partly = await replicator.replicate(both, both.fragments[0], targets={0: spares[2], 2: spares[1]})
-            assert (partly.outcome, partly.replaced) == (Outcome.SUPERSEDED, {held[2].bookie_id: spares[1]})
-            assert len(set(ensembles(cluster, writer.ledger)[0])) == 3
-            await assert_whole(client, writer.ledger, 20)
-
-    run(scenario())
+async def test_somebody_who_was_faster_is_left_in_peace(fake_cluster):
+    async with fake_cluster(6) as cluster, cluster.client() as client:
+        writer = await write(client, 20)
+        held = bookies_of(cluster, writer.ledger)
+        await lose(cluster, held[0])
+        replicator = LedgerFragmentReplicator(client)
+        check = await replicator.checker.check(writer.ledger)
+        (fragment,) = check.fragments
+        spares = [each.bookie_id for each in cluster.bookies if each not in held]
+        first = await replicator.replicate(check, fragment, targets={0: spares[0]})
+        assert first.replaced == {held[0].bookie_id: spares[0]}
+        version = cluster.cluster.ledgers.read(writer.ledger).version
+        second = await replicator.replicate(check, fragment, targets={0: spares[1]})
+        assert (second.outcome, second.replaced) == (Outcome.SUPERSEDED, {})
+        assert cluster.cluster.ledgers.read(writer.ledger).version == version
+        # A bookie that came into the ensemble elsewhere does not come in twice.
+        stale = await replicator.checker.on_bookies(writer.ledger, {held[1].bookie_id})
+        await replicator.replicate(stale, stale.fragments[0], targets={1: spares[2]})
+        other = await replicator.checker.on_bookies(writer.ledger, {held[2].bookie_id}, stale.versioned)
+        third = await replicator.replicate(other, other.fragments[0], targets={2: spares[2]})
+        assert third.outcome is Outcome.SUPERSEDED
+        # Of two, one was replaced by somebody else meanwhile: the other one is now.
+        both = await replicator.checker.on_bookies(
+            writer.ledger, {held[0].bookie_id, held[2].bookie_id}, check.versioned
+        )
+        partly = await replicator.replicate(both, both.fragments[0], targets={0: spares[2], 2: spares[1]})
+        assert (partly.outcome, partly.replaced) == (Outcome.SUPERSEDED, {held[2].bookie_id: spares[1]})
+        assert len(set(ensembles(cluster, writer.ledger)[0])) == 3
+        await assert_whole(client, writer.ledger, 20)
 
 
 @pytest.mark.parametrize("change", [{}, {"password": b"another"}, {"last_entry_id": 29}], ids=str)
-def test_a_bookie_without_all_entries_of_what_has_the_same_id_now_comes_into_no_ensemble(fake_cluster, run, change):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            writer = await write(client, 20)
-            await lose(cluster, bookies_of(cluster, writer.ledger)[0])
-            replicator = LedgerFragmentReplicator(client)
-            check = await replicator.checker.check(writer.ledger)
-            ledgers, versions = cluster.cluster.ledgers, []
+async def test_a_bookie_without_all_entries_of_what_has_the_same_id_now_comes_into_no_ensemble(fake_cluster, change):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        writer = await write(client, 20)
+        await lose(cluster, bookies_of(cluster, writer.ledger)[0])
+        replicator = LedgerFragmentReplicator(client)
+        check = await replicator.checker.check(writer.ledger)
+        ledgers, versions = cluster.cluster.ledgers, []
 
-            def create_again(request):
-                # Deleted and created again on the same bookies, or longer than it was, while entries are copied.
-                if isinstance(request, AddRequest) and not versions:
-                    other = replace(check.metadata, **change)
-                    if "last_entry_id" in change:
-                        versions.append(ledgers.write(writer.ledger, other, check.versioned.version))
-                    else:
-                        ledgers.remove(writer.ledger)
-                        versions.append(ledgers.create(writer.ledger, other))
+        def create_again(request):
+            # Deleted and created again on the same bookies, or longer than it was, while entries are copied.
+            if isinstance(request, AddRequest) and not versions:
+                other = replace(check.metadata, **change)
+                if "last_entry_id" in change:
+                    versions.append(ledgers.write(writer.ledger, other, check.versioned.version))
+                else:
+                    ledgers.remove(writer.ledger)
+                    versions.append(ledgers.create(writer.ledger, other))
 
-            for bookie in cluster.bookies:
-                bookie.fault = create_again
-            result = await replicator.replicate(check, check.fragments[0])
-            assert (result.outcome, result.replaced) == (Outcome.SUPERSEDED, {})
-            found = ledgers.read(writer.ledger)
-            assert found.version == versions[0]
-            assert found.metadata.ensembles == check.metadata.ensembles
-
-    run(scenario())
+        for bookie in cluster.bookies:
+            bookie.fault = create_again
+        result = await replicator.replicate(check, check.fragments[0])
+        assert (result.outcome, result.replaced) == (Outcome.SUPERSEDED, {})
+        found = ledgers.read(writer.ledger)
+        assert found.version == versions[0]
+        assert found.metadata.ensembles == check.metadata.ensembles
 
 
-def test_a_conflict_with_another_change_of_the_metadata_is_tried_again(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(6) as cluster, cluster.client() as client:
-            writer = await write(client, 20)
-            held = bookies_of(cluster, writer.ledger)
-            replicator = LedgerFragmentReplicator(client)
-            checks = [await replicator.checker.on_bookies(writer.ledger, {each.bookie_id}) for each in held]
-            spares = [each.bookie_id for each in cluster.bookies if each not in held]
-            results = await asyncio.gather(
-                *(
-                    replicator.replicate(check, check.fragments[0], targets={at: spares[at]})
-                    for at, check in enumerate(checks)
-                )
+async def test_a_conflict_with_another_change_of_the_metadata_is_tried_again(fake_cluster):
+    async with fake_cluster(6) as cluster, cluster.client() as client:
+        writer = await write(client, 20)
+        held = bookies_of(cluster, writer.ledger)
+        replicator = LedgerFragmentReplicator(client)
+        checks = [await replicator.checker.on_bookies(writer.ledger, {each.bookie_id}) for each in held]
+        spares = [each.bookie_id for each in cluster.bookies if each not in held]
+        results = await asyncio.gather(
+            *(
+                replicator.replicate(check, check.fragments[0], targets={at: spares[at]})
+                for at, check in enumerate(checks)
             )
-            assert [each.outcome for each in results] == [Outcome.REPLICATED] * 3
-            assert ensembles(cluster, writer.ledger) == [tuple(spares)]
-            await assert_whole(client, writer.ledger, 20)
-
-    run(scenario())
-
-
-def test_a_ledger_that_is_deleted_meanwhile_is_not_unrecoverable(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            writer = await write(client, 20)
-            await lose(cluster, bookies_of(cluster, writer.ledger)[0])
-            replicator = LedgerFragmentReplicator(client)
-            check = await replicator.checker.check(writer.ledger)
-            await client.delete_ledger(writer.ledger_id)
-            with pytest.raises(LedgerNotFound):
-                await replicator.replicate(check, check.fragments[0])
-            for bookie in cluster.bookies:
-                bookie.ledgers.clear()
-            with pytest.raises(LedgerNotFound):
-                await replicator.replicate(check, check.fragments[0])
-            with pytest.raises(LedgerNotFound):
-                await replicator.replicate_ledger(writer.ledger)
-
-    run(scenario())
+        )
+        assert [each.outcome for each in results] == [Outcome.REPLICATED] * 3
+        assert ensembles(cluster, writer.ledger) == [tuple(spares)]
+        await assert_whole(client, writer.ledger, 20)
 
 
-def test_a_store_that_fails_at_the_swap_is_the_error_of_the_fragment(fake_cluster, run, monkeypatch):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            writer = await write(client, 5)
-            await lose(cluster, bookies_of(cluster, writer.ledger)[0])
-
-            def fail(*_):
-                raise Unreachable("the store is away")
-
-            with monkeypatch.context() as patch:
-                patch.setattr(client.cluster.ledgers, "write_many", fail)
-                result = await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger)
-            assert [type(error) for _, error in result.errors] == [Unreachable]
-            assert (await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger)).done
-
-    run(scenario())
-
-
-def test_memory_and_requests_in_flight_are_bounded(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            writer = await write(client, 200, ensemble_size=2)
-            held = bookies_of(cluster, writer.ledger)
-            await lose(cluster, held[1])
-            replicator = LedgerFragmentReplicator(client, batch_size=8)
-            check = await replicator.checker.check(writer.ledger)
-            for bookie in cluster.bookies:
-                bookie.hold = lambda request: isinstance(request, AddRequest)
-            replicating = asyncio.ensure_future(replicator.replicate(check, check.fragments[0]))
-            taker = None
-            while taker is None or not replicating.done():
-                await asyncio.sleep(0.01)
-                taker = taker or next((each for each in cluster.bookies if each.held), None)
-                if taker is not None:
-                    assert len(taker.held) <= 8
-                    taken, taker.held = taker.held, []
-                    for request, respond in taken:
-                        taker._AddRequest(request, respond)
-            assert (await replicating).entry_count == 200
-
-    run(scenario())
+async def test_a_ledger_that_is_deleted_meanwhile_is_not_unrecoverable(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        writer = await write(client, 20)
+        await lose(cluster, bookies_of(cluster, writer.ledger)[0])
+        replicator = LedgerFragmentReplicator(client)
+        check = await replicator.checker.check(writer.ledger)
+        await client.delete_ledger(writer.ledger_id)
+        with pytest.raises(LedgerNotFound):
+            await replicator.replicate(check, check.fragments[0])
+        for bookie in cluster.bookies:
+            bookie.ledgers.clear()
+        with pytest.raises(LedgerNotFound):
+            await replicator.replicate(check, check.fragments[0])
+        with pytest.raises(LedgerNotFound):
+            await replicator.replicate_ledger(writer.ledger)
 
 
-def test_a_throttle_bounds_bytes_and_entries(run):
-    async def scenario():
-        async def time_of(throttle, count, size):
-            began = time.monotonic()
-            await asyncio.gather(*(throttle.acquire(size) for _ in range(count)))
-            return time.monotonic() - began
+async def test_a_store_that_fails_at_the_swap_is_the_error_of_the_fragment(fake_cluster, monkeypatch):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        writer = await write(client, 5)
+        await lose(cluster, bookies_of(cluster, writer.ledger)[0])
 
-        assert await time_of(Throttle(bytes_per_s=100_000), 6, 2_000) > 0.05
-        assert await time_of(Throttle(entries_per_s=50), 6, 1) > 0.05
-        unlimited = Throttle()
-        for _ in range(1000):
-            await unlimited.acquire(1 << 30)
+        def fail(*_):
+            raise Unreachable("the store is away")
 
-    run(scenario())
-
-
-def test_errors_of_bookies_are_said_with_their_bookie(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(6) as cluster, cluster.client() as client:
-            writer = await write(client, 3, write_quorum_size=3)
-            held = bookies_of(cluster, writer.ledger)
-            for bookie in held:
-                bookie.fault = lambda request: Status.EIO if isinstance(request, ReadRequest) else None
+        with monkeypatch.context() as patch:
+            patch.setattr(client.cluster.ledgers, "write_many", fail)
             result = await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger)
-            (unreadable,) = result.unreadable
-            assert unreadable.entry_count == 3
-            assert {bookie_id for bookie_id, _ in unreadable.problems} == {each.bookie_id for each in held}
-            assert not unreadable.lost
-            assert all(isinstance(error, BkctlError) for _, error in unreadable.problems)
-            assert {each.reason for each in result.check.fragments[0].faults} == {FaultReason.UNAVAILABLE}
+        assert [type(error) for _, error in result.errors] == [Unreachable]
+        assert (await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger)).done
 
-    run(scenario())
+
+async def test_memory_and_requests_in_flight_are_bounded(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        writer = await write(client, 200, ensemble_size=2)
+        held = bookies_of(cluster, writer.ledger)
+        await lose(cluster, held[1])
+        replicator = LedgerFragmentReplicator(client, batch_size=8)
+        check = await replicator.checker.check(writer.ledger)
+        for bookie in cluster.bookies:
+            bookie.hold = lambda request: isinstance(request, AddRequest)
+        replicating = asyncio.ensure_future(replicator.replicate(check, check.fragments[0]))
+        taker = None
+        while taker is None or not replicating.done():
+            await asyncio.sleep(0.01)
+            taker = taker or next((each for each in cluster.bookies if each.held), None)
+            if taker is not None:
+                assert len(taker.held) <= 8
+                taken, taker.held = taker.held, []
+                for request, respond in taken:
+                    taker._AddRequest(request, respond)
+        assert (await replicating).entry_count == 200
+
+
+async def test_a_throttle_bounds_bytes_and_entries():
+    async def time_of(throttle, count, size):
+        began = time.monotonic()
+        await asyncio.gather(*(throttle.acquire(size) for _ in range(count)))
+        return time.monotonic() - began
+
+    assert await time_of(Throttle(bytes_per_s=100_000), 6, 2_000) > 0.05
+    assert await time_of(Throttle(entries_per_s=50), 6, 1) > 0.05
+    unlimited = Throttle()
+    for _ in range(1000):
+        await unlimited.acquire(1 << 30)
+
+
+async def test_errors_of_bookies_are_said_with_their_bookie(fake_cluster):
+    async with fake_cluster(6) as cluster, cluster.client() as client:
+        writer = await write(client, 3, write_quorum_size=3)
+        held = bookies_of(cluster, writer.ledger)
+        for bookie in held:
+            bookie.fault = lambda request: Status.EIO if isinstance(request, ReadRequest) else None
+        result = await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger)
+        (unreadable,) = result.unreadable
+        assert unreadable.entry_count == 3
+        assert {bookie_id for bookie_id, _ in unreadable.problems} == {each.bookie_id for each in held}
+        assert not unreadable.lost
+        assert all(isinstance(error, BkctlError) for _, error in unreadable.problems)
+        assert {each.reason for each in result.check.fragments[0].faults} == {FaultReason.UNAVAILABLE}

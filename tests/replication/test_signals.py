@@ -12,32 +12,29 @@ from bkctl.replication.signals import Signal, Together
 
 
 @pytest.mark.parametrize("step_count", range(6))
-def test_a_wait_that_is_cancelled_while_its_signal_comes_is_cancelled(step_count: int) -> None:
+async def test_a_wait_that_is_cancelled_while_its_signal_comes_is_cancelled(step_count: int) -> None:
     """Whoever stops the task that waits would else wait for it for ever."""
 
-    async def scenario() -> None:
-        signal, ended = Signal(), asyncio.Event()
+    signal, ended = Signal(), asyncio.Event()
 
-        async def work() -> None:
-            await signal.wait(60)
-            await ended.wait()
+    async def work() -> None:
+        await signal.wait(60)
+        await ended.wait()
 
-        task = asyncio.ensure_future(work())
-        for _ in range(3):
-            await asyncio.sleep(0)
-        signal.set()
-        for _ in range(step_count):
-            await asyncio.sleep(0)
-        task.cancel()
-        done, _ = await asyncio.wait([task], timeout=60)
-        ended.set()
-        assert done
-        assert task.cancelled()
-
-    asyncio.run(scenario())
+    task = asyncio.ensure_future(work())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    signal.set()
+    for _ in range(step_count):
+        await asyncio.sleep(0)
+    task.cancel()
+    done, _ = await asyncio.wait([task], timeout=60)
+    ended.set()
+    assert done
+    assert task.cancelled()
 
 
-def test_what_waits_is_asked_for_in_one_call_and_each_gets_its_own_answer(run):
+async def test_what_waits_is_asked_for_in_one_call_and_each_gets_its_own_answer():
     calls: list[list[int]] = []
     go_on = threading.Event()
 
@@ -46,28 +43,25 @@ def test_what_waits_is_asked_for_in_one_call_and_each_gets_its_own_answer(run):
         assert go_on.wait(60)
         return [Conflict(f"{item} is taken") if item == 3 else item * 10 for item in items]
 
-    async def scenario():
-        together: Together[int, int] = Together(call)
-        first = together(0)
-        while not calls:
-            await asyncio.sleep(0)
-        others = [together(item) for item in range(1, 6)]
-        others[4].cancel()
-        go_on.set()
-        assert await first == 0
-        answers = await asyncio.gather(*others, return_exceptions=True)
-        assert answers[:2] == [10, 20]
-        assert str(answers[2]) == "3 is taken"
-        assert answers[3] == 40
-        assert isinstance(answers[4], asyncio.CancelledError)
-        assert calls == [[0], [1, 2, 3, 4, 5]]
-        assert await together(7) == 70
-
-    run(scenario())
+    together: Together[int, int] = Together(call)
+    first = together(0)
+    while not calls:
+        await asyncio.sleep(0)
+    others = [together(item) for item in range(1, 6)]
+    others[4].cancel()
+    go_on.set()
+    assert await first == 0
+    answers = await asyncio.gather(*others, return_exceptions=True)
+    assert answers[:2] == [10, 20]
+    assert str(answers[2]) == "3 is taken"
+    assert answers[3] == 40
+    assert isinstance(answers[4], asyncio.CancelledError)
+    assert calls == [[0], [1, 2, 3, 4, 5]]
+    assert await together(7) == 70
 
 
 @pytest.mark.parametrize("error", [Unreachable("the store is away"), ValueError("a defect")], ids=repr)
-def test_a_call_that_fails_fails_for_all_that_are_in_it_and_for_nobody_else(run, error):
+async def test_a_call_that_fails_fails_for_all_that_are_in_it_and_for_nobody_else(error):
     failing = [error]
 
     def call(items):
@@ -75,9 +69,6 @@ def test_a_call_that_fails_fails_for_all_that_are_in_it_and_for_nobody_else(run,
             raise failing.pop()
         return items
 
-    async def scenario():
-        together: Together[int, int] = Together(call)
-        assert await asyncio.gather(together(1), together(2), return_exceptions=True) == [error, error]
-        assert await together(3) == 3
-
-    run(scenario())
+    together: Together[int, int] = Together(call)
+    assert await asyncio.gather(together(1), together(2), return_exceptions=True) == [error, error]
+    assert await together(3) == 3

@@ -45,274 +45,236 @@ def test_delays_of_retries_double_up_to_the_grace_period():
 
 
 @pytest.mark.parametrize("scopes", [(False,), (True,), (False, True)], ids=["scope 0", "scopes", "both"])
-def test_marked_ledgers_of_its_scopes_are_replicated_and_unmarked(fake_cluster, run, scopes):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            ledgers = [(await write(client, 20, scope_id=scope_id)).ledger for scope_id in (0, 0, 7, 7, 1 << 63)]
-            mine = [ledger for ledger in ledgers if ledger.is_scoped in scopes]
-            lost = bookies_of(cluster, mine[0])[0]
-            await lose(cluster, lost)
-            for ledger in ledgers:
-                manager_of(cluster).mark(ledger, [lost.bookie_id])
-            worker = ReplicationWorker(client, CONFIG, "worker", scopes=scopes)
-            async with running(worker.run()):
-                manager = manager_of(cluster)
-                await eventually(lambda: not any(manager.get(each) for each in mine), "all are unmarked")
-                await eventually(lambda: not list(manager.locks()), "no lock is left")
-            for ledger in mine:
-                assert await is_whole(client, ledger)
-            assert {each for each, _ in manager.list(None)} == set(ledgers) - set(mine)
-            assert worker.stats.num_entries_written > 0
-
-    run(scenario())
+async def test_marked_ledgers_of_its_scopes_are_replicated_and_unmarked(fake_cluster, scopes):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        ledgers = [(await write(client, 20, scope_id=scope_id)).ledger for scope_id in (0, 0, 7, 7, 1 << 63)]
+        mine = [ledger for ledger in ledgers if ledger.is_scoped in scopes]
+        lost = bookies_of(cluster, mine[0])[0]
+        await lose(cluster, lost)
+        for ledger in ledgers:
+            manager_of(cluster).mark(ledger, [lost.bookie_id])
+        worker = ReplicationWorker(client, CONFIG, "worker", scopes=scopes)
+        async with running(worker.run()):
+            manager = manager_of(cluster)
+            await eventually(lambda: not any(manager.get(each) for each in mine), "all are unmarked")
+            await eventually(lambda: not list(manager.locks()), "no lock is left")
+        for ledger in mine:
+            assert await is_whole(client, ledger)
+        assert {each for each, _ in manager.list(None)} == set(ledgers) - set(mine)
+        assert worker.stats.num_entries_written > 0
 
 
-def test_marks_are_looked_at_some_at_a_time_to_the_last(fake_cluster, run, monkeypatch):
+async def test_marks_are_looked_at_some_at_a_time_to_the_last(fake_cluster, monkeypatch):
     monkeypatch.setattr("bkctl.replication.worker.STEP_COUNT", 2)
 
-    async def scenario():
-        async with fake_cluster(3) as cluster, cluster.client() as client:
-            ledgers = [(await write(client, 1, scope_id=scope)).ledger for scope in (0, 7) for _ in range(5)]
-            manager = manager_of(cluster)
-            for ledger in ledgers:
-                manager.mark(ledger, ["b0"])
-            with open_cluster(cluster.cluster.uri) as other:
-                # All of one step is somebody else's.
-                others = sorted(ledgers)[:2]
-                LedgerUnderreplicationManager(other.store).lock_many(others, "another")
-                await ReplicationWorker(client, CONFIG, "worker").work_once()
-                assert [ledger for ledger, _ in manager.list(None)] == others
-
-    run(scenario())
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        ledgers = [(await write(client, 1, scope_id=scope)).ledger for scope in (0, 7) for _ in range(5)]
+        manager = manager_of(cluster)
+        for ledger in ledgers:
+            manager.mark(ledger, ["b0"])
+        with open_cluster(cluster.cluster.uri) as other:
+            # All of one step is somebody else's.
+            others = sorted(ledgers)[:2]
+            LedgerUnderreplicationManager(other.store).lock_many(others, "another")
+            await ReplicationWorker(client, CONFIG, "worker").work_once()
+            assert [ledger for ledger, _ in manager.list(None)] == others
 
 
-def test_what_others_have_locked_or_nobody_marked_is_left_alone(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            ledger, _ = await lost_ledger(cluster, client)
-            worker = ReplicationWorker(client, CONFIG, "worker")
-            with open_cluster(cluster.cluster.uri) as other:
-                LedgerUnderreplicationManager(other.store).lock(ledger, "another")
-                assert await worker.replicate(ledger) is LedgerOutcome.SKIPPED
-                await worker.work_once()
-                assert not await is_whole(client, ledger)
-            assert await worker.replicate(LedgerId(0, 12345)) is LedgerOutcome.SKIPPED
-            assert list(manager_of(cluster).locks()) == []
-            assert await worker.replicate(ledger) is LedgerOutcome.DONE
-            assert await is_whole(client, ledger)
-
-    run(scenario())
-
-
-def test_nothing_is_done_while_auto_recovery_is_disabled(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            ledger, _ = await lost_ledger(cluster, client)
-            manager = manager_of(cluster)
-            manager.disable()
-            worker = ReplicationWorker(client, CONFIG, "worker")
+async def test_what_others_have_locked_or_nobody_marked_is_left_alone(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        ledger, _ = await lost_ledger(cluster, client)
+        worker = ReplicationWorker(client, CONFIG, "worker")
+        with open_cluster(cluster.cluster.uri) as other:
+            LedgerUnderreplicationManager(other.store).lock(ledger, "another")
+            assert await worker.replicate(ledger) is LedgerOutcome.SKIPPED
             await worker.work_once()
-            assert manager.get(ledger) is not None
-            async with running(worker.run()):
-                manager.enable()
-                await eventually(lambda: manager.get(ledger) is None, "replicated once enabled")
-
-    run(scenario())
-
-
-def test_a_ledger_that_was_deleted_or_lacks_nothing_is_unmarked(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(3) as cluster, cluster.client() as client:
-            whole, deleted = await write(client, 5), await write(client, 5, scope_id=7)
-            manager = manager_of(cluster)
-            for writer in (whole, deleted):
-                manager.mark(writer.ledger, ["b0"])
-            before = cluster.cluster.ledgers.read(whole.ledger)
-            await client.delete_ledger(deleted.ledger_id, ledger_scope_id=7)
-            worker = ReplicationWorker(client, CONFIG, "worker")
-            assert [await worker.replicate(each.ledger) for each in (whole, deleted)] == [LedgerOutcome.DONE] * 2
-            assert list(manager.list(None)) == []
-            assert cluster.cluster.ledgers.read(whole.ledger) == before
-
-    run(scenario())
+            assert not await is_whole(client, ledger)
+        assert await worker.replicate(LedgerId(0, 12345)) is LedgerOutcome.SKIPPED
+        assert list(manager_of(cluster).locks()) == []
+        assert await worker.replicate(ledger) is LedgerOutcome.DONE
+        assert await is_whole(client, ledger)
 
 
-def test_a_ledger_that_is_marked_again_meanwhile_stays_marked(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            ledger, _ = await lost_ledger(cluster, client)
-            manager = manager_of(cluster)
-
-            class Checker(LedgerChecker):
-                async def check(self, *arguments, **options):
-                    found = await super().check(*arguments, **options)
-                    if not found.fragments:
-                        manager.mark(ledger, ["b-again"])
-                    return found
-
-            worker = ReplicationWorker(client, CONFIG, "worker", checker=Checker(client))
-            assert await worker.replicate(ledger) is LedgerOutcome.DONE
-            mark = manager.get(ledger)
-            assert mark is not None
-            assert "b-again" in mark.missing_replicas
-            assert list(manager.locks()) == []
-
-    run(scenario())
+async def test_nothing_is_done_while_auto_recovery_is_disabled(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        ledger, _ = await lost_ledger(cluster, client)
+        manager = manager_of(cluster)
+        manager.disable()
+        worker = ReplicationWorker(client, CONFIG, "worker")
+        await worker.work_once()
+        assert manager.get(ledger) is not None
+        async with running(worker.run()):
+            manager.enable()
+            await eventually(lambda: manager.get(ledger) is None, "replicated once enabled")
 
 
-def test_without_its_lock_it_swaps_and_unmarks_nothing(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            ledger, _ = await lost_ledger(cluster, client)
-            manager = manager_of(cluster)
-            before = cluster.cluster.ledgers.read(ledger)
-            others = []
-
-            def lose_lock(request):
-                # The session ends while entries are copied, and another worker takes the ledger.
-                if isinstance(request, AddRequest) and not others:
-                    path = f"underreplication/locks/urL{ledger.ledger_id:010d}"
-                    cluster.cluster.store.delete(path)
-                    others.append(open_cluster(cluster.cluster.uri))
-                    others.append(LedgerUnderreplicationManager(others[0].store).lock(ledger, "another"))
-
-            for bookie in cluster.bookies:
-                bookie.fault = lose_lock
-            worker = ReplicationWorker(client, CONFIG, "worker")
-            assert await worker.replicate(ledger) is LedgerOutcome.FAILED
-            assert cluster.cluster.ledgers.read(ledger) == before
-            assert manager.get(ledger) is not None
-            assert others[1].is_held()
-            others[0].close()
-            assert await worker.replicate(ledger) is LedgerOutcome.DONE
-            assert await is_whole(client, ledger)
-
-    run(scenario())
+async def test_a_ledger_that_was_deleted_or_lacks_nothing_is_unmarked(fake_cluster):
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        whole, deleted = await write(client, 5), await write(client, 5, scope_id=7)
+        manager = manager_of(cluster)
+        for writer in (whole, deleted):
+            manager.mark(writer.ledger, ["b0"])
+        before = cluster.cluster.ledgers.read(whole.ledger)
+        await client.delete_ledger(deleted.ledger_id, ledger_scope_id=7)
+        worker = ReplicationWorker(client, CONFIG, "worker")
+        assert [await worker.replicate(each.ledger) for each in (whole, deleted)] == [LedgerOutcome.DONE] * 2
+        assert list(manager.list(None)) == []
+        assert cluster.cluster.ledgers.read(whole.ledger) == before
 
 
-def test_a_lock_that_is_lost_before_the_mark_goes_leaves_the_mark(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            ledger, _ = await lost_ledger(cluster, client)
-            manager = manager_of(cluster)
+async def test_a_ledger_that_is_marked_again_meanwhile_stays_marked(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        ledger, _ = await lost_ledger(cluster, client)
+        manager = manager_of(cluster)
 
-            class Checker(LedgerChecker):
-                async def check(self, *arguments, **options):
-                    found = await super().check(*arguments, **options)
-                    if not found.fragments:
-                        cluster.cluster.store.delete(f"underreplication/locks/urL{ledger.ledger_id:010d}")
-                    return found
+        class Checker(LedgerChecker):
+            async def check(self, *arguments, **options):
+                found = await super().check(*arguments, **options)
+                if not found.fragments:
+                    manager.mark(ledger, ["b-again"])
+                return found
 
-            worker = ReplicationWorker(client, CONFIG, "worker", checker=Checker(client))
-            assert await worker.replicate(ledger) is LedgerOutcome.FAILED
-            assert manager.get(ledger) is not None
-
-    run(scenario())
-
-
-def test_what_it_keeps_for_a_while_it_does_not_take_again_when_the_lock_is_lost(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(3) as cluster, cluster.client() as client:
-            ledger, _ = await lost_ledger(cluster, client)
-            later = CONFIG.with_changes(lock_release_of_failed_ledger_grace_period=NEVER_MS)
-            worker = ReplicationWorker(client, later, "worker")
-            async with running(worker.run()):
-                await eventually(lambda: worker.deferred, "it failed")
-                cluster.cluster.store.delete(f"underreplication/locks/urL{ledger.ledger_id:010d}")
-                assert await worker.replicate(ledger) is LedgerOutcome.SKIPPED
-                assert list(manager_of(cluster).locks()) == []
-
-    run(scenario())
+        worker = ReplicationWorker(client, CONFIG, "worker", checker=Checker(client))
+        assert await worker.replicate(ledger) is LedgerOutcome.DONE
+        mark = manager.get(ledger)
+        assert mark is not None
+        assert "b-again" in mark.missing_replicas
+        assert list(manager.locks()) == []
 
 
-def test_too_few_bookies_leave_the_ledger_locked_for_a_while_and_it_is_tried_again(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(3) as cluster, cluster.client() as client:
-            ledger, _ = await lost_ledger(cluster, client)
-            manager = manager_of(cluster)
-            later = CONFIG.with_changes(lock_release_of_failed_ledger_grace_period=NEVER_MS)
-            worker = ReplicationWorker(client, later, "worker")
-            async with running(worker.run()):
-                await eventually(lambda: worker.stats.num_defer_ledger_lock_release_of_failed_ledger, "it failed")
-                assert [lock.ledger for lock in manager.locks()] == [ledger]
-                assert manager.get(ledger) is not None
+async def test_without_its_lock_it_swaps_and_unmarks_nothing(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        ledger, _ = await lost_ledger(cluster, client)
+        manager = manager_of(cluster)
+        before = cluster.cluster.ledgers.read(ledger)
+        others = []
+
+        def lose_lock(request):
+            # The session ends while entries are copied, and another worker takes the ledger.
+            if isinstance(request, AddRequest) and not others:
+                path = f"underreplication/locks/urL{ledger.ledger_id:010d}"
+                cluster.cluster.store.delete(path)
+                others.append(open_cluster(cluster.cluster.uri))
+                others.append(LedgerUnderreplicationManager(others[0].store).lock(ledger, "another"))
+
+        for bookie in cluster.bookies:
+            bookie.fault = lose_lock
+        worker = ReplicationWorker(client, CONFIG, "worker")
+        assert await worker.replicate(ledger) is LedgerOutcome.FAILED
+        assert cluster.cluster.ledgers.read(ledger) == before
+        assert manager.get(ledger) is not None
+        assert others[1].is_held()
+        others[0].close()
+        assert await worker.replicate(ledger) is LedgerOutcome.DONE
+        assert await is_whole(client, ledger)
+
+
+async def test_a_lock_that_is_lost_before_the_mark_goes_leaves_the_mark(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        ledger, _ = await lost_ledger(cluster, client)
+        manager = manager_of(cluster)
+
+        class Checker(LedgerChecker):
+            async def check(self, *arguments, **options):
+                found = await super().check(*arguments, **options)
+                if not found.fragments:
+                    cluster.cluster.store.delete(f"underreplication/locks/urL{ledger.ledger_id:010d}")
+                return found
+
+        worker = ReplicationWorker(client, CONFIG, "worker", checker=Checker(client))
+        assert await worker.replicate(ledger) is LedgerOutcome.FAILED
+        assert manager.get(ledger) is not None
+
+
+async def test_what_it_keeps_for_a_while_it_does_not_take_again_when_the_lock_is_lost(fake_cluster):
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        ledger, _ = await lost_ledger(cluster, client)
+        later = CONFIG.with_changes(lock_release_of_failed_ledger_grace_period=NEVER_MS)
+        worker = ReplicationWorker(client, later, "worker")
+        async with running(worker.run()):
+            await eventually(lambda: worker.deferred, "it failed")
             cluster.cluster.store.delete(f"underreplication/locks/urL{ledger.ledger_id:010d}")
-            worker = ReplicationWorker(client, CONFIG, "worker")
-            async with running(worker.run()):
-                await eventually(lambda: worker.stats.num_defer_ledger_lock_release_of_failed_ledger > 1, "tried again")
-                await cluster.add_bookie()
-                await eventually(lambda: manager.get(ledger) is None, "replicated once there is a bookie")
-                await eventually(lambda: not list(manager.locks()), "and unlocked")
-            assert await is_whole(client, ledger)
-
-    run(scenario())
+            assert await worker.replicate(ledger) is LedgerOutcome.SKIPPED
+            assert list(manager_of(cluster).locks()) == []
 
 
-def test_unreadable_entries_keep_the_mark_and_nothing_is_copied_in_vain(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(5) as cluster, cluster.client() as client:
-            ledger, lost = await lost_ledger(cluster, client, count=12)
-            holders = bookies_of(cluster, ledger)
-            other = (
-                next(each for each in holders if each is not lost and 5 in each.ledgers[ledger].entries)
-                if 5 in lost.ledgers[ledger].entries
-                else None
+async def test_too_few_bookies_leave_the_ledger_locked_for_a_while_and_it_is_tried_again(fake_cluster):
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        ledger, _ = await lost_ledger(cluster, client)
+        manager = manager_of(cluster)
+        later = CONFIG.with_changes(lock_release_of_failed_ledger_grace_period=NEVER_MS)
+        worker = ReplicationWorker(client, later, "worker")
+        async with running(worker.run()):
+            await eventually(lambda: worker.stats.num_defer_ledger_lock_release_of_failed_ledger, "it failed")
+            assert [lock.ledger for lock in manager.locks()] == [ledger]
+            assert manager.get(ledger) is not None
+        cluster.cluster.store.delete(f"underreplication/locks/urL{ledger.ledger_id:010d}")
+        worker = ReplicationWorker(client, CONFIG, "worker")
+        async with running(worker.run()):
+            await eventually(lambda: worker.stats.num_defer_ledger_lock_release_of_failed_ledger > 1, "tried again")
+            await cluster.add_bookie()
+            await eventually(lambda: manager.get(ledger) is None, "replicated once there is a bookie")
+            await eventually(lambda: not list(manager.locks()), "and unlocked")
+        assert await is_whole(client, ledger)
+
+
+async def test_unreadable_entries_keep_the_mark_and_nothing_is_copied_in_vain(fake_cluster):
+    async with fake_cluster(5) as cluster, cluster.client() as client:
+        ledger, lost = await lost_ledger(cluster, client, count=12)
+        holders = bookies_of(cluster, ledger)
+        other = (
+            next(each for each in holders if each is not lost and 5 in each.ledgers[ledger].entries)
+            if 5 in lost.ledgers[ledger].entries
+            else None
+        )
+        entry_id = 5 if other is not None else 6
+        other = other or next(each for each in holders if each is not lost and entry_id in each.ledgers[ledger].entries)
+        assert entry_id in lost.ledgers[ledger].entries
+        kept = other.ledgers[ledger].entries.pop(entry_id)
+        manager = manager_of(cluster)
+        worker = ReplicationWorker(client, CONFIG, "worker")
+        added = []
+        for bookie in cluster.bookies:
+            bookie.fault = lambda request: added.append(request) if isinstance(request, AddRequest) else None
+        async with running(worker.run()):
+            await eventually(lambda: worker.stats.num_entries_unable_to_read_for_replication, "one is unreadable")
+            await eventually(lambda: worker.stats.num_defer_ledger_lock_release_of_failed_ledger > 1, "tried again")
+            copied = len(added)
+            tries = worker.stats.num_defer_ledger_lock_release_of_failed_ledger
+            await eventually(
+                lambda: worker.stats.num_defer_ledger_lock_release_of_failed_ledger > tries + 2, "and again"
             )
-            entry_id = 5 if other is not None else 6
-            other = other or next(
-                each for each in holders if each is not lost and entry_id in each.ledgers[ledger].entries
-            )
-            assert entry_id in lost.ledgers[ledger].entries
-            kept = other.ledgers[ledger].entries.pop(entry_id)
-            manager = manager_of(cluster)
-            worker = ReplicationWorker(client, CONFIG, "worker")
-            added = []
-            for bookie in cluster.bookies:
-                bookie.fault = lambda request: added.append(request) if isinstance(request, AddRequest) else None
-            async with running(worker.run()):
-                await eventually(lambda: worker.stats.num_entries_unable_to_read_for_replication, "one is unreadable")
-                await eventually(lambda: worker.stats.num_defer_ledger_lock_release_of_failed_ledger > 1, "tried again")
-                copied = len(added)
-                tries = worker.stats.num_defer_ledger_lock_release_of_failed_ledger
-                await eventually(
-                    lambda: worker.stats.num_defer_ledger_lock_release_of_failed_ledger > tries + 2, "and again"
-                )
-                assert len(added) == copied
-                assert manager.get(ledger) is not None
-                other.ledgers[ledger].entries[entry_id] = kept
-                await eventually(lambda: manager.get(ledger) is None, "replicated once it can be read")
-            assert await is_whole(client, ledger)
-
-    run(scenario())
+            assert len(added) == copied
+            assert manager.get(ledger) is not None
+            other.ledgers[ledger].entries[entry_id] = kept
+            await eventually(lambda: manager.get(ledger) is None, "replicated once it can be read")
+        assert await is_whole(client, ledger)
 
 
-def test_an_open_ledger_is_fenced_when_its_writer_did_not_replace_the_bookie_in_time(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            writer = await write(client, 10, scope_id=7, close=False)
-            lost = bookies_of(cluster, writer.ledger)[0]
-            await lose(cluster, lost)
-            manager = manager_of(cluster)
-            manager.mark(writer.ledger, [lost.bookie_id])
-            patient = CONFIG.with_changes(open_ledger_rereplication_grace_period=NEVER_MS)
-            worker = ReplicationWorker(client, patient, "patient")
-            async with running(worker.run()):
-                await eventually(lambda: worker.deferred, "it waits for the writer")
-                assert [lock.ledger for lock in manager.locks()] == [writer.ledger]
-                assert cluster.metadata(writer.ledger).state is LedgerState.OPEN
-            with pytest.raises(Conflict):
-                manager_of(cluster).lock(writer.ledger, "other")
-            cluster.cluster.store.delete(next(iter(cluster_locks(cluster))))
-            worker = ReplicationWorker(client, CONFIG, "impatient")
-            async with running(worker.run()):
-                await eventually(lambda: manager.get(writer.ledger) is None, "fenced and replicated")
-            assert cluster.metadata(writer.ledger).is_closed
-            assert cluster.metadata(writer.ledger).last_entry_id == 9
-            assert await is_whole(client, writer.ledger)
-            with pytest.raises(LedgerFenced):
-                await writer.add(b"too late")
-
-    run(scenario())
+async def test_an_open_ledger_is_fenced_when_its_writer_did_not_replace_the_bookie_in_time(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        writer = await write(client, 10, scope_id=7, close=False)
+        lost = bookies_of(cluster, writer.ledger)[0]
+        await lose(cluster, lost)
+        manager = manager_of(cluster)
+        manager.mark(writer.ledger, [lost.bookie_id])
+        patient = CONFIG.with_changes(open_ledger_rereplication_grace_period=NEVER_MS)
+        worker = ReplicationWorker(client, patient, "patient")
+        async with running(worker.run()):
+            await eventually(lambda: worker.deferred, "it waits for the writer")
+            assert [lock.ledger for lock in manager.locks()] == [writer.ledger]
+            assert cluster.metadata(writer.ledger).state is LedgerState.OPEN
+        with pytest.raises(Conflict):
+            manager_of(cluster).lock(writer.ledger, "other")
+        cluster.cluster.store.delete(next(iter(cluster_locks(cluster))))
+        worker = ReplicationWorker(client, CONFIG, "impatient")
+        async with running(worker.run()):
+            await eventually(lambda: manager.get(writer.ledger) is None, "fenced and replicated")
+        assert cluster.metadata(writer.ledger).is_closed
+        assert cluster.metadata(writer.ledger).last_entry_id == 9
+        assert await is_whole(client, writer.ledger)
+        with pytest.raises(LedgerFenced):
+            await writer.add(b"too late")
 
 
 def cluster_locks(cluster):
@@ -321,100 +283,83 @@ def cluster_locks(cluster):
             yield f"{place}/{name}"
 
 
-def test_a_writer_that_replaced_the_bookie_itself_goes_on(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            writer = await write(client, 10, close=False)
-            lost = bookies_of(cluster, writer.ledger)[0]
-            await lose(cluster, lost)
-            for _ in range(6):
-                await writer.add(b"more")
-            manager = manager_of(cluster)
-            manager.mark(writer.ledger, [lost.bookie_id])
-            worker = ReplicationWorker(client, CONFIG, "worker")
-            async with running(worker.run()):
-                await eventually(lambda: manager.get(writer.ledger) is None, "its first fragment is replicated")
-            assert not cluster.metadata(writer.ledger).is_closed
-            assert await writer.add(b"still") == 16
-            await writer.close()
-            assert await is_whole(client, writer.ledger)
-
-    run(scenario())
+async def test_a_writer_that_replaced_the_bookie_itself_goes_on(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        writer = await write(client, 10, close=False)
+        lost = bookies_of(cluster, writer.ledger)[0]
+        await lose(cluster, lost)
+        for _ in range(6):
+            await writer.add(b"more")
+        manager = manager_of(cluster)
+        manager.mark(writer.ledger, [lost.bookie_id])
+        worker = ReplicationWorker(client, CONFIG, "worker")
+        async with running(worker.run()):
+            await eventually(lambda: manager.get(writer.ledger) is None, "its first fragment is replicated")
+        assert not cluster.metadata(writer.ledger).is_closed
+        assert await writer.add(b"still") == 16
+        await writer.close()
+        assert await is_whole(client, writer.ledger)
 
 
-def test_a_worker_that_dies_in_the_middle_leaves_what_the_next_one_finishes(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            ledger, _ = await lost_ledger(cluster, client, count=30)
-            copying = asyncio.Event()
+async def test_a_worker_that_dies_in_the_middle_leaves_what_the_next_one_finishes(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        ledger, _ = await lost_ledger(cluster, client, count=30)
+        copying = asyncio.Event()
 
-            def stall(request):
-                if isinstance(request, AddRequest) and request.entry_id > 10:
-                    copying.set()
-                    return True
-                return False
+        def stall(request):
+            if isinstance(request, AddRequest) and request.entry_id > 10:
+                copying.set()
+                return True
+            return False
 
-            for bookie in cluster.bookies:
-                bookie.hold = stall
-            dead = open_cluster(cluster.cluster.uri)
-            async with cluster.client() as dead_client:
-                dead_client.cluster = dead
-                async with running(ReplicationWorker(dead_client, CONFIG, "dies").run()):
-                    await asyncio.wait_for(copying.wait(), 60)
-            dead.close()
-            for bookie in cluster.bookies:
-                bookie.hold = lambda request: False
-            async with running(ReplicationWorker(client, CONFIG, "next").run()):
-                await eventually(lambda: manager_of(cluster).get(ledger) is None, "the next one finishes")
-            assert await is_whole(client, ledger)
-
-    run(scenario())
+        for bookie in cluster.bookies:
+            bookie.hold = stall
+        dead = open_cluster(cluster.cluster.uri)
+        async with cluster.client() as dead_client:
+            dead_client.cluster = dead
+            async with running(ReplicationWorker(dead_client, CONFIG, "dies").run()):
+                await asyncio.wait_for(copying.wait(), 60)
+        dead.close()
+        for bookie in cluster.bookies:
+            bookie.hold = lambda request: False
+        async with running(ReplicationWorker(client, CONFIG, "next").run()):
+            await eventually(lambda: manager_of(cluster).get(ledger) is None, "the next one finishes")
+        assert await is_whole(client, ledger)
 
 
-def test_a_damaged_mark_is_passed_over(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            ledger, _ = await lost_ledger(cluster, client)
-            cluster.cluster.store.put(mark_path(LedgerId(0, 77)), b"\xff", None)
-            worker = ReplicationWorker(client, CONFIG, "worker")
-            await worker.work_once()
-            manager = manager_of(cluster)
-            assert manager.get(ledger) is None
-            assert [each for each, _ in manager.list(None)] == [LedgerId(0, 77)]
-
-    run(scenario())
+async def test_a_damaged_mark_is_passed_over(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        ledger, _ = await lost_ledger(cluster, client)
+        cluster.cluster.store.put(mark_path(LedgerId(0, 77)), b"\xff", None)
+        worker = ReplicationWorker(client, CONFIG, "worker")
+        await worker.work_once()
+        manager = manager_of(cluster)
+        assert manager.get(ledger) is None
+        assert [each for each, _ in manager.list(None)] == [LedgerId(0, 77)]
 
 
-def test_a_bookie_that_comes_back_needs_no_copies(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(4) as cluster, cluster.client() as client:
-            ledger, lost = await lost_ledger(cluster, client)
-            await come_back(cluster, lost)
-            added = []
-            for bookie in cluster.bookies:
-                bookie.fault = lambda request: added.append(request) if isinstance(request, AddRequest) else None
-            worker = ReplicationWorker(client, CONFIG, "worker")
-            assert await worker.replicate(ledger) is LedgerOutcome.DONE
-            assert added == []
-            assert manager_of(cluster).get(ledger) is None
-
-    run(scenario())
+async def test_a_bookie_that_comes_back_needs_no_copies(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        ledger, lost = await lost_ledger(cluster, client)
+        await come_back(cluster, lost)
+        added = []
+        for bookie in cluster.bookies:
+            bookie.fault = lambda request: added.append(request) if isinstance(request, AddRequest) else None
+        worker = ReplicationWorker(client, CONFIG, "worker")
+        assert await worker.replicate(ledger) is LedgerOutcome.DONE
+        assert added == []
+        assert manager_of(cluster).get(ledger) is None
 
 
-def test_a_ledger_whose_last_add_confirmed_is_not_known_is_not_given_up(fake_cluster, run):
-    async def scenario():
-        async with fake_cluster(3) as cluster, cluster.client() as client:
-            writer = await write(client, 4, close=False)
-            manager = manager_of(cluster)
-            manager.mark(writer.ledger, ["b0"])
-            for bookie in cluster.bookies:
-                bookie.fault = lambda request: (
-                    Status.EIO if not isinstance(request, (AddRequest, ReadRequest)) else None
-                )
-            later = CONFIG.with_changes(lock_release_of_failed_ledger_grace_period=NEVER_MS)
-            worker = ReplicationWorker(client, later, "worker")
-            async with running(worker.run()):
-                await eventually(lambda: worker.stats.num_defer_ledger_lock_release_of_failed_ledger, "it is put off")
-                assert manager.get(writer.ledger) is not None
-
-    run(scenario())
+async def test_a_ledger_whose_last_add_confirmed_is_not_known_is_not_given_up(fake_cluster):
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        writer = await write(client, 4, close=False)
+        manager = manager_of(cluster)
+        manager.mark(writer.ledger, ["b0"])
+        for bookie in cluster.bookies:
+            bookie.fault = lambda request: Status.EIO if not isinstance(request, (AddRequest, ReadRequest)) else None
+        later = CONFIG.with_changes(lock_release_of_failed_ledger_grace_period=NEVER_MS)
+        worker = ReplicationWorker(client, later, "worker")
+        async with running(worker.run()):
+            await eventually(lambda: worker.stats.num_defer_ledger_lock_release_of_failed_ledger, "it is put off")
+            assert manager.get(writer.ledger) is not None
