@@ -44,9 +44,7 @@ async def test_a_ledger_left_open_is_fenced_and_closed_at_its_last_entry(fake_cl
     async with fake_cluster(3) as cluster, cluster.client(protocol=protocol) as client:
         payloads = [b"entry %d" % i for i in range(count)]
         writer = await open_ledger_of(client, payloads, ledger_scope_id=scope_id, password=b"pw")
-        reader = await client.open_ledger(
-            writer.ledger_id, ledger_scope_id=scope_id, password=b"pw", recovery=True
-        )
+        reader = await client.open_ledger(writer.ledger_id, ledger_scope_id=scope_id, password=b"pw", recovery=True)
         assert reader.is_closed
         assert (reader.last_add_confirmed, reader.length) == (count - 1, sum(map(len, payloads)))
         metadata = cluster.metadata(writer.ledger)
@@ -56,9 +54,7 @@ async def test_a_ledger_left_open_is_fenced_and_closed_at_its_last_entry(fake_cl
             assert [e.payload async for e in reader.read(0, count - 1)] == payloads
         with pytest.raises(LedgerFenced):
             await asyncio.gather(*(writer.add(b"x") for _ in range(3)))
-        again = await client.open_ledger(
-            writer.ledger_id, ledger_scope_id=scope_id, password=None, recovery=True
-        )
+        again = await client.open_ledger(writer.ledger_id, ledger_scope_id=scope_id, password=None, recovery=True)
         assert again.last_add_confirmed == count - 1
 
 
@@ -109,10 +105,8 @@ async def test_the_end_needs_enough_bookies_that_lack_the_entry(fake_cluster):
         writer = await open_ledger_of(client, [b"0", b"1"], write_quorum_size=3)
         unsure = cluster.bookies[:2]
         for bookie in unsure:
-            bookie.fault = (
-                lambda request: Status.EUNKNOWNLEDGERSTATE
-                if isinstance(request, ReadRequest) and request.entry_id > 1
-                else None
+            bookie.fault = lambda request: (
+                Status.EUNKNOWNLEDGERSTATE if isinstance(request, ReadRequest) and request.entry_id > 1 else None
             )
         with pytest.raises(LedgerRecoveryFailed, match="entry 2"):
             await client.open_ledger(writer.ledger_id, recovery=True)
@@ -236,9 +230,7 @@ async def test_a_length_that_nobody_tells_is_never_guessed(fake_cluster):
     ("protocol", "scope_id", "silent"),
     [(Protocol.V2, 0, False), (Protocol.V3, 0, False), (Protocol.V3, 7, False), (Protocol.V3, 7, True)],
 )
-async def test_accept_loss_closes_a_ledger_whose_last_entry_no_bookie_gives(
-    fake_cluster, protocol, scope_id, silent
-):
+async def test_accept_loss_closes_a_ledger_whose_last_entry_no_bookie_gives(fake_cluster, protocol, scope_id, silent):
     """Entry 1 is on bookies that are gone, entry 0 is not, and the last fragment is empty."""
 
     async with fake_cluster(3) as cluster, cluster.client(protocol=protocol) as client:
@@ -327,8 +319,8 @@ async def test_many_recoveries_at_once_agree(fake_cluster):
             await futures[30]
             clients = [cluster.client() for _ in range(4)]
             for bookie in cluster.bookies:
-                bookie.fault = (
-                    lambda request, chance=chance: Status.EIO
+                bookie.fault = lambda request, chance=chance: (
+                    Status.EIO
                     if isinstance(request, AddRequest) and request.recovery_add and chance.random() < 0.02
                     else None
                 )

@@ -279,9 +279,7 @@ def test_killing_a_bookie_during_writes_loses_nothing_and_java_agrees(
     assert found["entries"] == expected
 
 
-def test_recovery_replaces_a_dead_bookie(
-    doomed: ApacheCluster, java: Java
-) -> None:
+def test_recovery_replaces_a_dead_bookie(doomed: ApacheCluster, java: Java) -> None:
     async def body() -> tuple[dict[str, Any], list[dict[str, Any]]]:
         async with BookKeeper(cluster) as client:
             writer = await client.create_ledger(ensemble_size=2)
@@ -315,14 +313,10 @@ def test_explicit_lac_and_deletion_are_seen_by_java(
             await writer.write_lac()
             assert await tail.wait_for_lac(3, 20) == 4
             await tail.close()
-            (found,) = await asyncio.to_thread(
-                read_ledgers, java, apache_cluster.metadata_uri, "v3", [asked(writer)]
-            )
+            (found,) = await asyncio.to_thread(read_ledgers, java, apache_cluster.metadata_uri, "v3", [asked(writer)])
             assert (found["state"], found["lastAddConfirmed"]) == ("OPEN", 4)
             await client.delete_ledger(writer.ledger_id)
-            (found,) = await asyncio.to_thread(
-                read_ledgers, java, apache_cluster.metadata_uri, "v3", [asked(writer)]
-            )
+            (found,) = await asyncio.to_thread(read_ledgers, java, apache_cluster.metadata_uri, "v3", [asked(writer)])
             assert found["code"] in (-7, -25), json.dumps(found)
 
     scenario(body())
@@ -335,5 +329,3 @@ def test_a_scoped_ledger_finds_no_bookie_among_apaches(cluster: Cluster) -> None
                 await client.create_ledger_adv(ledger_scope_id=7)
 
     scenario(body())
-
-

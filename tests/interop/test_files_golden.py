@@ -86,9 +86,7 @@ def test_index_files_have_the_locations_that_ledger_lists(bookie: GoldenBookie) 
             assert reader.ledger == ledger
             assert reader.header.master_key.hex() == answer["masterKey"]
             assert reader.header.fenced == answer["fenced"]
-            found = {
-                entry_id: unpack_location(location) for entry_id, location in reader.locations(skip_absent=True)
-            }
+            found = {entry_id: unpack_location(location) for entry_id, location in reader.locations(skip_absent=True)}
             assert found == answer["locations"]
 
 

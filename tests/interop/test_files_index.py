@@ -255,9 +255,7 @@ def test_a_bookie_under_writes_collections_and_compactions(
 
 
 @pytest.mark.parametrize("storage", [SORTED, DB], ids=["sorted", "db"])
-def test_our_bookie_with_plain_and_scoped_ledgers(
-    alone: Callable[..., ApacheBookie | OwnBookie], storage: str
-) -> None:
+def test_our_bookie_with_plain_and_scoped_ledgers(alone: Callable[..., ApacheBookie | OwnBookie], storage: str) -> None:
     here = alone(storage, True)
     line = CommandLine(str(here.settings["metadataServiceUri"]))
     ids = []

@@ -87,9 +87,7 @@ async def check_replicas(reader: ReadHandle, *unavailable: str) -> None:
 class Mixed:
     """Three bookies of ours and Apache's; `replacement` is Apache's on the directories and port of our first."""
 
-    def __init__(
-        self, java: Java, uri: str, directory: Path, make_apache: Callable[..., ApacheBookie]
-    ) -> None:
+    def __init__(self, java: Java, uri: str, directory: Path, make_apache: Callable[..., ApacheBookie]) -> None:
         self.own = OwnCluster(uri, directory, (SORTED, SORTED, SORTED), SETTINGS)
         self.first, *self.others = self.own.bookies
         self.apache = make_apache(uri, SORTED, settings=SETTINGS)

@@ -168,7 +168,8 @@ def test_switches_clocks_and_the_delay_are_one(apache: Ask, cluster: Cluster,
     for check, time_ms in zip(checks, times, strict=True):
         ours.set_check_ctime_ms(check, time_ms)
     assert [
-        cluster.store.get(f"underreplication/{check.value}").value for check in checks  # type: ignore[union-attr]
+        cluster.store.get(f"underreplication/{check.value}").value
+        for check in checks  # type: ignore[union-attr]
     ] == theirs
     ours.set_check_ctime_ms(AuditorCheck.REPLICAS, -1)
     assert apache("clocks") == {"clocks": [*times[:2], -1]}
