@@ -10,7 +10,7 @@
 #include <string.h>
 
 /* What the functions take and return: scan.py uses a module with its own number only. Raise both together. */
-#define API 2
+#define API 3
 
 enum {
     SIZE_FIELD = 4,
@@ -54,16 +54,20 @@ static int64_t plain_size(const unsigned char *window, Py_ssize_t limit, Py_ssiz
     return body[0] >= 0xA0 && body[0] <= 0xA4 && body[17] < 0x80 ? size : -1;
 }
 
-/* Where the next plain entry begins at `*at` or behind padding there, and its size; -1 where there is none. */
+static int is_zero(const unsigned char *bytes, int64_t count) {
+    return count == 0 || (bytes[0] == 0 && memcmp(bytes, bytes + 1, (size_t)count - 1) == 0);
+}
+
+/* Where the next plain entry begins at `*at` or behind padding of zeros there, and its size; -1 where there is none. */
 static int64_t next_size(const unsigned char *window, Py_ssize_t limit, Py_ssize_t *at, int version, int kind) {
     static const unsigned char zeros[HEADER_V1];
     const Py_ssize_t needed = SIZE_FIELD + (version == 1 ? HEADER_V1 : HEADER_V2);
     while (kind == JOURNAL_OVER_PADDING && limit - *at >= needed && read_i32(window + *at) == PADDING) {
-        const int64_t skipped = PADDING_HEADER + read_i32(window + *at + SIZE_FIELD);
-        if (skipped <= 0 || skipped > limit - *at) {
+        const int64_t count = read_i32(window + *at + SIZE_FIELD);
+        if (count < 0 || count > limit - *at - PADDING_HEADER || !is_zero(window + *at + PADDING_HEADER, count)) {
             return -1;
         }
-        *at += skipped;
+        *at += PADDING_HEADER + count;
     }
     const int64_t size = plain_size(window, limit, *at, version);
     if (kind != ENTRY_LOG && version == 1 && size >= 0 && memcmp(window + *at + SIZE_FIELD, zeros, HEADER_V1) == 0) {

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import random
 import struct
 import time
@@ -41,10 +42,10 @@ from bkctl.formats.availability import Availability
 from bkctl.formats.entry import ENTRY_FLAGS_V2, ENTRY_V1, ENTRY_V2, read_entry_header, read_lac_header
 from bkctl.formats.journal import LAST_MARK, LogMark, file_name, last_mark_name
 from bkctl.formats.layout import Buffer
-from bkctl.formats.record import BODY_SIZE_MIN, RECORD_SIZE, Record, RecordType, record_of
+from bkctl.formats.record import RECORD_SIZE, Record, RecordType, record_of
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.storage.files import NO_SPACE, SECTOR_SIZE_BYTES, Files
-from bkctl.storage.journal import JournalReader, read_last_mark
+from bkctl.storage.journal import JournalEnd, JournalReader, read_last_mark
 from bkctl.storage.journal_writer import MEBIBYTE, JournalWriter, journal_ids
 from bkctl.storage.ledger_storage import CHUNK_SIZE_BYTES, CURRENT, LedgerHandle, check_index, open_ledger_storage
 
@@ -52,6 +53,13 @@ LAC_PACKET_SIZE_BYTES_MAX: Final = 256
 #: A ledger that was fenced when it was deleted takes no writes until nobody tried for so long; and how many are kept.
 FENCED_AND_DELETED_MS: Final = 7 * 24 * 3_600_000
 FENCED_AND_DELETED_MAX: Final = 100_000
+
+log: Final = logging.getLogger("bkctl.bookie")
+_DAMAGE_HINT: Final = "'bkctl journal verify' shows what follows"
+_SKIP_HINT: Final = (
+    "Restore the file from a copy. Or set skipReplayJournalInvalidRecord=true to start without what follows in it; "
+    "then replicate the bookie's ledgers from other replicas"
+)
 
 _unpack_v1 = ENTRY_V1.unpack_from
 _unpack_v2 = ENTRY_V2.unpack_from
@@ -677,8 +685,14 @@ class BookieStorage:
                     elif self.unwritten_bytes > self.ledgers.unwritten_bytes_max:
                         self._make_room()
             except CorruptRecord as error:
-                if not (self.config.skip_replay_journal_invalid_record or self._is_torn_group(reader, error.offset)):
-                    raise
+                if not self.config.skip_replay_journal_invalid_record:
+                    raise Corrupt(
+                        f"{error.message}. Entries that were acknowledged may follow in this journal",
+                        hint=f"{error.hint or _DAMAGE_HINT}. {_SKIP_HINT}",
+                    ) from error
+                log.warning("%s: skipReplayJournalInvalidRecord drops what follows in this journal", error.message)
+            else:
+                self._log_incomplete_group(reader)
 
     def _make_room(self) -> None:
         """Memory is full of what a full disk refused: try once more. Raises BkctlError."""
@@ -701,35 +715,49 @@ class BookieStorage:
             finally:
                 self.ledgers.end_flush(flush, written=written)
 
-    def _is_torn_group(self, reader: JournalReader, offset: int) -> bool:
-        """Whether what cannot be read at `offset` is the last group, cut by a crash: none of it was acknowledged.
+    def _log_incomplete_group(self, reader: JournalReader) -> None:
+        """Log which bytes of a journal were not replayed because their group was never synced."""
+        if reader.end is JournalEnd.TORN:
+            log.warning(
+                "%s: dropped what follows byte %d, up to byte %d: a crash left the last group of records incomplete, "
+                "and nothing in it was acknowledged", reader.name, reader.position, reader.size(),
+            )  # fmt: skip
 
-        Of such a group any sectors may be there. So at most one group's end may follow, and nothing behind it.
-        """
-        end = reader.size()
-        boundary = offset + -offset % SECTOR_SIZE_BYTES
-        while boundary < end:
-            data = reader.next_data(boundary)
-            if data is None:
-                return True
-            boundary = data - data % SECTOR_SIZE_BYTES
-            after = _end_of_group(reader, boundary)
-            if after is not None:
-                return reader.next_data(after) is None
-            boundary += SECTOR_SIZE_BYTES
+    def _is_unsynced(self, reader: JournalReader, record: Record, problem: str) -> bool:
+        """Return whether a crash explains `problem` of a record: it is in the last group. Logs that it is dropped."""
+        if not reader.is_in_last_group(record.offset):
+            return False
+        log.warning(
+            "%s: dropped the record at byte %d: %s, in the last group of records, which a crash left incomplete",
+            reader.name, record.offset, problem,
+        )  # fmt: skip
         return True
 
     def _replay_record(self, reader: JournalReader, record: Record, keys: dict[LedgerId, bytes]) -> None:
         self._replays = True
         ledger = record.ledger
         if record.format_version == 2 and not ledger.is_scoped:
-            return  # Torn: nobody writes V2 in scope 0.
+            problem = "Scope 0 in a record of format version 2"
+            if not self._is_unsynced(reader, record, problem):
+                raise CorruptRecord(problem, offset=record.offset, where=reader.name)
+            return
         if record.type is RecordType.LEDGER_KEY:
             master_key = record.special_payload
+            problem = "A part of the master key is in a sector of zeros"
             if not self._is_torn_key(reader, record, master_key):
                 keys[ledger] = master_key
+            elif self._is_unsynced(reader, record, problem):
+                return
+            elif len(master_key) >= _ZERO_KEY_SIZE_MIN:
+                keys[ledger] = master_key  # a client may have sent so many zeros
+            else:
+                raise CorruptRecord(problem, offset=record.offset, where=reader.name)
             return
         if record.type not in _REPLAYED:
+            return
+        problem = "The header of the entry is zeros"
+        has_zero_header = _is_torn(record)
+        if has_zero_header and self._is_unsynced(reader, record, problem):
             return
         try:
             handle = self.get(ledger)
@@ -739,6 +767,8 @@ class BookieStorage:
         if handle is None:
             key = keys.get(ledger)
             if key is None:
+                if has_zero_header:
+                    raise CorruptRecord(problem, offset=record.offset, where=reader.name)
                 self.replayed = (self.replayed[0], self.replayed[1] + 1)
                 return
             handle = self._open_to_write(ledger, key)
@@ -777,7 +807,7 @@ class BookieStorage:
 
     def _replay_entry(self, handle: LedgerHandle, record: Record) -> None:
         body, entry_id = record.body, record.entry_id
-        if record.length is None or entry_id > self._entry_id_max or _is_torn(record):
+        if record.length is None or entry_id > self._entry_id_max:
             return
         if self.ledgers.has(handle, entry_id):
             try:
@@ -794,26 +824,10 @@ class BookieStorage:
         self.replayed = (self.replayed[0] + 1, self.replayed[1])
 
 
-def _end_of_group(reader: JournalReader, at: int) -> int | None:
-    """Where the group ends whose whole records begin at byte `at`; None when none do."""
-    count = 0
-    while True:
-        head = reader.read(at, 8)
-        if len(head) < 8:
-            return None
-        size, padding = struct.unpack(">ii", head)
-        if size == journal_formats.PADDING_MASK and 0 <= padding < 1 << 20:
-            return at + 8 + padding if count else None
-        if not BODY_SIZE_MIN <= size <= reader.size() - at:
-            return None
-        count += 1
-        at += 4 + size
-        if at % SECTOR_SIZE_BYTES == 0 and reader.next_data(at) is None:
-            return at
-
-
 #: A master key is a SHA-1 digest with most clients: with this many zeros it may have been cut by a crash.
 _TORN_KEY_ZEROS: Final = 8
+#: A key from this size on can be zeros over a whole sector. Shorter ones share each sector with fields that are not 0.
+_ZERO_KEY_SIZE_MIN: Final = SECTOR_SIZE_BYTES - 2 * RECORD_SIZE.size
 _REPLAYED: Final = frozenset({RecordType.ENTRY, RecordType.FENCE, RecordType.EXPLICIT_LAC})
 
 

@@ -24,7 +24,7 @@ _ROW_V2: Final = Struct(">iBQQqqq")
 #: Bytes that the fields of a record take at most, its size field included.
 ROW_SIZE_MAX: Final = _ROW_V2.size
 #: What `_scan` must say of itself: one that was built from other sources, or none at all, is not used.
-COMPILED_API: Final = 2
+COMPILED_API: Final = 3
 try:
     from bkctl.storage import _scan as compiled
 except ImportError:  # installed without a compiler
@@ -333,7 +333,7 @@ def take_entries(window: bytes, begin: int, format_version: int) -> tuple[Sequen
 def take_journal_entries(
     window: bytes, begin: int, format_version: int, *, skips_padding: bool
 ) -> tuple[Sequence[int], Sequence[int], int]:
-    """What `take_entries` returns, of a journal: with `skips_padding` over padding, too.
+    """What `take_entries` returns, of a journal: with `skips_padding` over padding of zeros, too.
 
     An entry of zeros is left to be looked at: only its size may have reached the disk.
     """
@@ -381,6 +381,14 @@ def _plain_count(flat: list[int], format_version: int, count: int) -> int:
     return next(at for at in range(count) if not 0xA0 <= flags[at] <= 0xA4 or entries[at] < 0)
 
 
+def end_of_padding(window: bytes, begin: int) -> int | None:
+    """Return where in `window` the padding that begins at byte `begin` ends; None unless it is whole and all zeros."""
+    (count,) = RECORD_SIZE.unpack_from(window, begin + 4)
+    start = begin + PADDING_HEADER_SIZE
+    end = start + count
+    return end if start <= end <= len(window) and not window[start:end].strip(b"\0") else None
+
+
 def take_journal_entries_plainly(
     window: bytes, begin: int, format_version: int, *, skips_padding: bool
 ) -> tuple[list[int], list[int], int]:
@@ -398,8 +406,8 @@ def take_journal_entries_plainly(
         if size < size_min:
             if size != PADDING_MASK or not skips_padding:
                 break
-            end = begin + PADDING_HEADER_SIZE + RECORD_SIZE.unpack_from(window, begin + 4)[0]
-            if not begin < end <= limit:
+            end = end_of_padding(window, begin)
+            if end is None:
                 break
             begin = end
             continue
