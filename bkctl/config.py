@@ -263,7 +263,7 @@ class BookieConfig:
     journal_max_size_mb: int = _setting("journalMaxSizeMB", 2048, least=1)
     journal_max_backups: int = _setting("journalMaxBackups", 5, least=0)
     journal_pre_alloc_size_mb: int = _setting("journalPreAllocSizeMB", 16, least=0)
-    journal_alignment_size: int = _setting("journalAlignmentSize", 512, least=1, most=1 << 20)
+    journal_alignment_size: int = _setting("journalAlignmentSize", 512, least=512, most=1 << 20)
     journal_sync_data: bool = _setting("journalSyncData", True)
     journal_write_data: bool = _setting("journalWriteData", True)
     journal_adaptive_group_writes: bool = _setting("journalAdaptiveGroupWrites", True)
@@ -485,6 +485,10 @@ class BookieConfig:
         if config.page_size % 8:
             where = properties.where("pageSize")
             raise UsageError(f"{where}: pageSize must be a multiple of 8, not {config.page_size}")
+        if config.journal_alignment_size % 512:
+            where = properties.where("journalAlignmentSize")
+            size = config.journal_alignment_size
+            raise UsageError(f"{where}: journalAlignmentSize must be a multiple of 512, not {size}")
         return config
 
     def with_changes(self, **changes: Any) -> BookieConfig:

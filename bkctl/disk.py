@@ -20,6 +20,7 @@ from bkctl.formats.layout import Buffer
 
 #: Buffers that one pwritev takes.
 IOV_MAX: Final = min(os.sysconf("SC_IOV_MAX"), 1024) if hasattr(os, "sysconf") else 16
+#: A disk writes at least this many bytes whole or not at all.
 SECTOR_SIZE_BYTES: Final = 512
 #: Of what a bookie creates, less what the umask takes: entries and metadata are not for every local user.
 FILE_MODE: Final = 0o640

@@ -10,12 +10,13 @@
 #include <string.h>
 
 /* What the functions take and return: scan.py uses a module with its own number only. Raise both together. */
-#define API 2
+#define API 4
 
 enum {
     SIZE_FIELD = 4,
     HEADER_V1 = 32, /* ledger, entry, LAC, length */
     HEADER_V2 = 41, /* flags, scope, ledger, entry, LAC, length */
+    OVERHEAD_MAX = 61, /* the longest header and digest */
     FIELDS_V1 = 5,  /* of a row: size, ledger, entry, LAC, length */
     FIELDS_V2 = 7,  /* size, flags, scope, ledger, entry, LAC, length */
     PADDING = -0x100, /* in a journal: the count of bytes to skip follows */
@@ -38,7 +39,7 @@ static int64_t read_i32(const unsigned char *at) {
 }
 
 /* The size of the plain entry at `begin`, or -1 where there is none. */
-static int64_t plain_size(const unsigned char *window, Py_ssize_t limit, Py_ssize_t begin, int version) {
+static int64_t plain_size(const unsigned char *window, Py_ssize_t limit, Py_ssize_t begin, int version, int kind) {
     const int header = version == 1 ? HEADER_V1 : HEADER_V2;
     if (limit - begin < SIZE_FIELD + header) {
         return -1;
@@ -48,24 +49,34 @@ static int64_t plain_size(const unsigned char *window, Py_ssize_t limit, Py_ssiz
         return -1;
     }
     const unsigned char *body = window + begin + SIZE_FIELD;
+    if (kind == ENTRY_LOG && size > OVERHEAD_MAX) {
+        const int64_t length = (int64_t)read_u64(body + header - 8);
+        if (size - OVERHEAD_MAX > length) {
+            return -1; /* more than its ledger has: the size may be damaged */
+        }
+    }
     if (version == 1) {
         return body[0] < 0x80 && body[8] < 0x80 ? size : -1;
     }
     return body[0] >= 0xA0 && body[0] <= 0xA4 && body[17] < 0x80 ? size : -1;
 }
 
-/* Where the next plain entry begins at `*at` or behind padding there, and its size; -1 where there is none. */
+static int is_zero(const unsigned char *bytes, int64_t count) {
+    return count == 0 || (bytes[0] == 0 && memcmp(bytes, bytes + 1, (size_t)count - 1) == 0);
+}
+
+/* Where the next plain entry begins at `*at` or behind padding of zeros there, and its size; -1 where there is none. */
 static int64_t next_size(const unsigned char *window, Py_ssize_t limit, Py_ssize_t *at, int version, int kind) {
     static const unsigned char zeros[HEADER_V1];
     const Py_ssize_t needed = SIZE_FIELD + (version == 1 ? HEADER_V1 : HEADER_V2);
     while (kind == JOURNAL_OVER_PADDING && limit - *at >= needed && read_i32(window + *at) == PADDING) {
-        const int64_t skipped = PADDING_HEADER + read_i32(window + *at + SIZE_FIELD);
-        if (skipped <= 0 || skipped > limit - *at) {
+        const int64_t count = read_i32(window + *at + SIZE_FIELD);
+        if (count < 0 || count > limit - *at - PADDING_HEADER || !is_zero(window + *at + PADDING_HEADER, count)) {
             return -1;
         }
-        *at += skipped;
+        *at += PADDING_HEADER + count;
     }
-    const int64_t size = plain_size(window, limit, *at, version);
+    const int64_t size = plain_size(window, limit, *at, version, kind);
     if (kind != ENTRY_LOG && version == 1 && size >= 0 && memcmp(window + *at + SIZE_FIELD, zeros, HEADER_V1) == 0) {
         return -1;
     }

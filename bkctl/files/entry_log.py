@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from bkctl.errors import BkctlError, Corrupt, CorruptRecord, EntryNotFound, Unsupported
-from bkctl.files.scan import ROW_SIZE_MAX, RecordBatch, take_entries, take_frames
+from bkctl.files.scan import ROW_SIZE_MAX, RecordBatch, take_entries
 from bkctl.files.windows import FileReader
 from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, OVERHEAD_SIZE_MAX, DigestType
 from bkctl.formats.entry_log import (
@@ -105,16 +105,8 @@ class EntryLogReader(FileReader):
         others follow behind such a record too, for its size is what is wrong then; and Unsupported at an entry of an
         unknown format version.
         """
-        name = self.name
-        for window, at, begins, _ in self._runs(start, take_frames, end):
-            for begin in begins:
-                offset = at + begin
-                if end is not None and offset >= end:
-                    return
-                (size,) = RECORD_SIZE.unpack_from(window, begin)
-                record = read_record(window, begin + 4, size, offset, name)
-                if special or record[3] is not NO_LEDGER:
-                    yield record
+        for batch in self.batches(start, end, special=special):
+            yield from batch.records()
 
     def batches(
         self, start: int = 0, end: int | None = None, *, special: bool = False, complete: bool = True
@@ -257,6 +249,7 @@ class EntryLogReader(FileReader):
             (size,) = RECORD_SIZE.unpack_from(window, begin)
             stop = begin + 4 + size
             if size > 0 and stop <= limit and (begin == 0 or begin + ROW_SIZE_MAX <= limit):
+                self._check_size(at + begin, size)
                 yield window, at, (begin,), True
                 begin = stop
                 self.position = at + begin

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from struct import Struct
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
-from bkctl.errors import BkctlError, Corrupt, CorruptRecord
-from bkctl.files.scan import ROW_SIZE_MAX, RecordBatch, take_journal_entries
+from bkctl.disk import SECTOR_SIZE_BYTES
+from bkctl.errors import BkctlError, Corrupt, CorruptRecord, Unsupported
+from bkctl.files.scan import ROW_SIZE_MAX, RecordBatch, end_of_padding, take_journal_entries
 from bkctl.files.windows import WINDOW_SIZE_BYTES, FileReader
 from bkctl.formats.entry import OVERHEAD_SIZE_MAX
 from bkctl.formats.journal import (
@@ -27,7 +28,6 @@ from bkctl.formats.journal import (
     read_header,
 )
 from bkctl.formats.record import (
-    BODY_SIZE_MIN,
     NO_ENTRY,
     NO_LEDGER,
     RECORD_SIZE,
@@ -38,12 +38,18 @@ from bkctl.formats.record import (
     read_record,
 )
 
-#: Records in a row that count as proof that the journal goes on behind a damaged one.
-_PROOF_RECORDS: Final = 3
-_PROOF_SIZE_BYTES_MAX: Final = 64 << 20
+#: How much before a sector border is looked at: more than the padding at the default alignment.
+_TAIL_SIZE: Final = 2 * SECTOR_SIZE_BYTES
+_PADDING_START: Final = RECORD_SIZE.pack(PADDING_MASK)
+#: What the padding of one group takes at most: alignments go up to 1 MiB.
+_PADDING_SIZE_BYTES_MAX: Final = (1 << 20) + PADDING_HEADER_SIZE
 #: How often the end of a journal is read anew while a bookie writes there.
 _STILL_ATTEMPTS_MAX: Final = 20
 _READ_ON_HINT: Final = "what stands before it is undamaged, 'bkctl journal verify' tells what is behind it"
+_GAP_HINT: Final = (
+    f"{_READ_ON_HINT}. A bookie with journalSyncData=false, and Apache's with several groups under way, can leave such "
+    "a gap after a power failure"
+)
 
 _ROW_V1: Final = Struct(">iQqqq")
 _ROW_V2: Final = Struct(">iBQQqqq")
@@ -57,6 +63,8 @@ _HEAD: Final = re.compile(
     re.DOTALL,
 )
 
+_PADDING_HEADER: Final = Struct(">ii")
+_Row = TypeVar("_Row", Record, RecordBatch)
 _Take = Callable[[bytes, int], tuple[Sequence[int], int]]
 
 
@@ -67,9 +75,9 @@ class JournalEnd(StrEnum):
     END_OF_FILE = "endOfFile"
     #: Only zeros follow: space that was allocated ahead.
     ZEROS = "zeros"
-    #: The header or the last record is cut: the bookie stopped while it wrote.
+    #: The header or the last group of records is incomplete: the bookie stopped before that group was synced.
     TORN = "torn"
-    #: What follows is no record, and more than what a crash leaves.
+    #: The next bytes are not a record, and a crash cannot explain them, or acknowledged records may follow.
     DAMAGED = "damaged"
 
 
@@ -104,6 +112,10 @@ class JournalReader(FileReader):
         self.header_size = header_size(self.version)
         self.position = self.header_size
         self.end = JournalEnd.DAMAGED
+        #: Where the windows of the scan begin: between two records.
+        self._window_starts: list[int] = []
+        #: The group that was looked for last begins here.
+        self._known_group = self.header_size
 
     @classmethod
     def open(cls, path: Path | str) -> JournalReader:
@@ -113,10 +125,13 @@ class JournalReader(FileReader):
     def records(self, start: int = 0, *, padding: bool = False) -> Iterator[Record]:
         """Yield records in file order from byte `start` (0: just after the header), padding only if asked for.
 
-        A record that the end of the file cuts short, and zeros to the end of the file, end the scan quietly: the
-        bookie stopped writing there. Raises CorruptRecord where records follow behind such a place, at a length that
-        no bookie writes, and at a body too short for its ids; Unsupported at an entry of an unknown format version.
+        Zeros to the end of the file end the scan quietly, and so does an incomplete group of records that nothing
+        follows: the bookie stopped writing there (see `_is_incomplete_group`). Raises CorruptRecord at anything else
+        that is not a record, Unsupported at an entry of an unknown format version.
         """
+        return self._to_incomplete_group(self._records(start, padding=padding))
+
+    def _records(self, start: int, *, padding: bool) -> Iterator[Record]:
         skips_padding = self.version >= VERSION_PADDING and not padding
         read_size = RECORD_SIZE.unpack_from
 
@@ -143,6 +158,9 @@ class JournalReader(FileReader):
         With `end` only records that begin before that byte. All records before damage are in the batches before the
         error. Padding, special records and the few entries that need a second look come in batches of their own.
         """
+        return self._to_incomplete_group(self._batches(start, end, padding=padding))
+
+    def _batches(self, start: int, end: int | None, *, padding: bool) -> Iterator[RecordBatch]:
         skips_padding = self.version >= VERSION_PADDING and not padding
         has_scoped = self.version >= VERSION_SCOPED
         flat: Sequence[int] = ()
@@ -177,6 +195,151 @@ class JournalReader(FileReader):
             self.position += 4 + size
             yield RecordBatch.of_record(record, window, begin)
 
+    def _to_incomplete_group(self, rows: Iterator[_Row]) -> Iterator[_Row]:
+        """Yield `rows`; an error at an incomplete last group ends them quietly.
+
+        Raises CorruptRecord where records that end quietly reach over later groups: one of their sizes is wrong.
+        """
+        try:
+            yield from rows
+            if self.end is not JournalEnd.DAMAGED and self.version >= VERSION_PADDING:
+                self._check_last_group()
+        except (CorruptRecord, Unsupported) as error:
+            group = self._group_start(self.position)
+            if self.version < VERSION_PADDING or not self._has_lost_field(group, self.position):
+                raise
+            if self.find_later_group(group) is None:
+                self.end = JournalEnd.TORN
+                return
+            error.hint = _GAP_HINT
+            raise
+
+    # A group of records is written as one and synced before the next group is written, so only the last group of a
+    # journal can be incomplete. Groups begin at sector borders (version 5 and later), and a disk writes sectors whole
+    # or not at all: an incomplete group has the right bytes in some sectors and zeros in the others. Its chain of
+    # records therefore breaks only at a size field of which a part is in a sector of zeros, or behind the file's end.
+    # A break elsewhere is damage. So is a break in a group that another one follows, which shows by the padding that
+    # ends a group, or by records that begin where the zeros end.
+
+    def _check_last_group(self) -> None:
+        """Raise CorruptRecord where the last group has no padding at its end, and another group begins in it."""
+        start = max(0, self.position - _TAIL_SIZE)
+        tail = self.read(start, self.position - start)
+        at = tail.rfind(_PADDING_START)
+        if self.position <= self.header_size or (
+            at >= 0 and _PADDING_HEADER.unpack_from(tail, at)[1] == len(tail) - at - PADDING_HEADER_SIZE
+        ):
+            return
+        group = self._group_start(self.position)
+        border = self.find_later_group(group) if group < self.position else None
+        if border is not None:
+            self.end, self.position = JournalEnd.DAMAGED, group
+            raise CorruptRecord(
+                f"Records that begin here reach over other ones, which begin at byte {border}",
+                offset=group, where=self.name, hint=_READ_ON_HINT,
+            )  # fmt: skip
+
+    def _fields(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the offset of each record and padding from `start` to `stop`, its size, and the bytes of its fields."""
+        at = start
+        while at < stop:
+            head = self.read(at, PADDING_HEADER_SIZE).ljust(PADDING_HEADER_SIZE, b"\0")
+            size, count = _PADDING_HEADER.unpack(head)
+            is_padding = size == PADDING_MASK
+            yield at, size, PADDING_HEADER_SIZE if is_padding else RECORD_SIZE.size
+            at += max(1, PADDING_HEADER_SIZE + count if is_padding else RECORD_SIZE.size + size)
+
+    def _group_start(self, at: int) -> int:
+        """Return where the group of the record at byte `at` begins: behind the last padding before it."""
+        stop = at
+        for window_start in sorted({*self._window_starts, self._known_group}, reverse=True):
+            if window_start > stop:
+                continue
+            found, ended = window_start, False
+            for offset, size, _ in self._fields(window_start, stop):
+                if ended:
+                    found = offset
+                ended = size == PADDING_MASK
+            if ended:
+                found = stop
+            if found != window_start or found == self._known_group:
+                self._known_group = found
+                return found
+            stop = window_start
+        return stop
+
+    def is_in_last_group(self, at: int) -> bool:
+        """Return whether the record at byte `at` may be of the last group: the one that a crash can leave incomplete.
+
+        True before version 5, where nothing tells groups apart.
+        """
+        return self.version < VERSION_PADDING or self.find_later_group(self._group_start(at)) is None
+
+    def _has_lost_field(self, start: int, at: int) -> bool:
+        """Return whether a part of a size field, from byte `start` to the one at `at`, is in a sector of zeros."""
+        for offset, _, size in self._fields(start, at + 1):
+            for sector in range(offset - offset % SECTOR_SIZE_BYTES, offset + size, SECTOR_SIZE_BYTES):
+                data = self.read(sector, SECTOR_SIZE_BYTES)
+                if not any(data) or sector + len(data) < min(offset + size, sector + SECTOR_SIZE_BYTES):
+                    return True
+        return False
+
+    def find_later_group(self, start: int) -> int | None:
+        """Return where a group begins behind the one that begins at byte `start`; None where nothing shows one.
+
+        A group begins behind padding of zeros that ends at a sector border, and may begin behind a sector of zeros.
+        Version 5 and later. Reads the rest of the file once. A payload can look like the end of a group.
+        """
+        at = start
+        while (data := self.next_data(at)) is not None:
+            at = max(start, data - data % SECTOR_SIZE_BYTES)
+            window = self.window(at)
+            found = self._padded_border(window, at)
+            if found is None:
+                found = self._records_behind_zeros(window, at, start)
+            if found is not None:
+                return found
+            if len(window) < WINDOW_SIZE_BYTES:
+                return None
+            # The last sector comes again: a padding record, or the zeros before a group, may end in the next window.
+            at += len(window) - SECTOR_SIZE_BYTES
+            at -= at % SECTOR_SIZE_BYTES
+        return None
+
+    def _padded_border(self, window: bytes, at: int) -> int | None:
+        """Return the first sector border behind padding that begins in `window`, where data follows."""
+        begin = -1
+        while (begin := window.find(_PADDING_START, begin + 1)) >= 0:
+            head = window[begin : begin + PADDING_HEADER_SIZE]
+            if len(head) < PADDING_HEADER_SIZE:
+                head = self.read(at + begin, PADDING_HEADER_SIZE)
+            if len(head) < PADDING_HEADER_SIZE:
+                break
+            _, count = _PADDING_HEADER.unpack(head)
+            border: int = at + begin + PADDING_HEADER_SIZE + count
+            if not 0 <= count <= _PADDING_SIZE_BYTES_MAX or border % SECTOR_SIZE_BYTES:
+                continue
+            if self.read(at + begin + PADDING_HEADER_SIZE, count).strip(b"\0"):
+                continue
+            if self.next_data(border) is None:
+                break
+            return border
+        return None
+
+    def _records_behind_zeros(self, window: bytes, at: int, start: int) -> int | None:
+        """Return the first sector border of `window` where a record begins behind what the end of a group can be.
+
+        That is a sector of zeros, or the count and the zeros of a padding record.
+        """
+        for begin in range(-at % SECTOR_SIZE_BYTES, len(window), SECTOR_SIZE_BYTES):
+            border = at + begin
+            if border - SECTOR_SIZE_BYTES < start or not _HEAD.match(window, begin):
+                continue
+            (size,) = RECORD_SIZE.unpack_from(window, begin)
+            if size <= self.size() - border - 4 and _ends_group(self.read(border - _TAIL_SIZE, _TAIL_SIZE)):
+                return border
+        return None
+
     def _padding(self, window: bytes, begin: int, offset: int) -> Record:
         (count,) = RECORD_SIZE.unpack_from(window, begin + 4)
         self.position = offset + PADDING_HEADER_SIZE + count
@@ -200,6 +363,8 @@ class JournalReader(FileReader):
         """
         at, begin = max(start, self.header_size), 0
         self.position, self.end = at, JournalEnd.DAMAGED
+        self._window_starts.clear()
+        self._known_group = at
         window = self._still_window(at)
         limit = len(window)
         if self.size() < (self.header_size or HEADER.size):
@@ -265,6 +430,7 @@ class JournalReader(FileReader):
 
     def _still_window(self, at: int, needed: int = 0) -> bytes:
         """A window that no bookie is writing to at this moment: part of a record would pass for a whole one."""
+        self._window_starts.append(at)
         window = self.window(at, needed)
         for _ in range(_STILL_ATTEMPTS_MAX):
             if window and window[-1]:
@@ -276,8 +442,14 @@ class JournalReader(FileReader):
         return window
 
     def _padding_count(self, window: bytes, begin: int, offset: int) -> int:
+        """Bytes of the padding at file `offset`. Raises CorruptRecord where they may be the records of other groups."""
         count: int = RECORD_SIZE.unpack_from(window, begin + 4)[0]
-        if not 0 <= count <= RECORD_SIZE_BYTES_MAX:
+        end = offset + PADDING_HEADER_SIZE + count
+        is_padding = 0 <= count < SECTOR_SIZE_BYTES and end % SECTOR_SIZE_BYTES == 0
+        if not is_padding and 0 <= count <= RECORD_SIZE_BYTES_MAX:
+            data = self.next_data(offset + PADDING_HEADER_SIZE)
+            is_padding = data is None or data >= end
+        if not is_padding:
             raise CorruptRecord(f"Padding has length {count}", offset=offset, where=self.name, hint=_READ_ON_HINT)
         return count
 
@@ -361,7 +533,9 @@ class JournalReader(FileReader):
         # Whoever sent the entry may have said any length of its ledger: where the record ends something else begins.
         if rest >= size and (not contradiction or self._is_boundary(at + 4 + size)):
             return False
-        if contradiction or self._records_follow(at + 4):
+        if contradiction or (
+            self.version >= VERSION_PADDING and self.find_later_group(self._group_start(at)) is not None
+        ):
             raise CorruptRecord(
                 f"Record has length {size}, {rest} bytes follow", offset=at, where=self.name, hint=_READ_ON_HINT
             )
@@ -392,25 +566,20 @@ class JournalReader(FileReader):
             f"Zeros, and then data again at byte {data}: a hole", offset=at, where=self.name, hint=_READ_ON_HINT
         )
 
-    def _records_follow(self, at: int) -> bool:
-        """Whether undamaged records begin at a flush boundary behind `at`."""
-        if self.version < VERSION_PADDING:
-            return False
-        end = min(self.size(), at + _PROOF_SIZE_BYTES_MAX)
-        boundary = at + -at % ALIGNMENT_DEFAULT
-        while boundary < end:
-            window = self.window(boundary)
-            for begin in range(0, len(window), ALIGNMENT_DEFAULT):
-                if _is_chain(window, begin):
-                    return True
-            boundary += WINDOW_SIZE_BYTES
-        return False
+
+def _ends_group(tail: bytes) -> bool:
+    """Return whether `tail`, before a sector border, can end a group: by a sector of zeros, or by padding."""
+    zeros = len(tail) - len(tail.rstrip(b"\0"))
+    if zeros >= SECTOR_SIZE_BYTES:
+        return True
+    # The last bytes of the count may be zeros, too.
+    return any(tail.endswith(RECORD_SIZE.pack(count) + bytes(count)) for count in range(max(0, zeros - 4), zeros + 1))
 
 
 def _take_frames(window: bytes, begin: int, skips_padding: bool) -> tuple[list[int], int]:
     """Where records begin in `window` from byte `begin`, and where the first stands that is not whole or has no size.
 
-    With `skips_padding` that is over padding, too.
+    With `skips_padding` that is over padding of zeros, too.
     """
     begins: list[int] = []
     add, read_size = begins.append, RECORD_SIZE.unpack_from
@@ -420,37 +589,16 @@ def _take_frames(window: bytes, begin: int, skips_padding: bool) -> tuple[list[i
         (size,) = read_size(window, begin)
         end = begin + 4 + size
         if size == PADDING_MASK and skips_padding:
-            (count,) = read_size(window, begin + 4)
-            end = begin + PADDING_HEADER_SIZE + count
-            if count < 0 or end > limit:
+            behind = end_of_padding(window, begin)
+            if behind is None:
                 break
+            end = behind
         elif size <= 0 or end > limit:
             break
         else:
             add(begin)
         begin = end
     return begins, begin
-
-
-def _is_chain(window: bytes, begin: int) -> bool:
-    """Whether records follow each other from `begin`, until padding ends at a flush boundary."""
-    for count in range(1, 1 << 16):
-        if begin + 4 + BODY_SIZE_MIN > len(window):
-            return False
-        (size,) = RECORD_SIZE.unpack_from(window, begin)
-        if size == PADDING_MASK:
-            (padding,) = RECORD_SIZE.unpack_from(window, begin + 4)
-            end = begin + PADDING_HEADER_SIZE + padding
-            return count > 1 and 0 <= padding < 2 * ALIGNMENT_DEFAULT and end % ALIGNMENT_DEFAULT == 0
-        if not BODY_SIZE_MIN <= size <= RECORD_SIZE_BYTES_MAX:
-            return False
-        flags = window[begin + 4]
-        if flags >= 0x80 and flags & 0xF0 != 0xA0:
-            return False
-        begin += 4 + size
-        if count > _PROOF_RECORDS and begin + 4 > len(window):
-            return True
-    return True
 
 
 def read_last_mark(dirs: Iterable[Path | str], journal_index: int = 0, journal_count: int = 1) -> LogMark:

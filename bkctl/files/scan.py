@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from struct import Struct
 from typing import Final, cast
 
-from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, DigestType, digest_of_flags
+from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, OVERHEAD_SIZE_MAX, DigestType, digest_of_flags
 from bkctl.formats.journal import PADDING_HEADER_SIZE, PADDING_MASK
 from bkctl.formats.record import RECORD_SIZE, Record, RecordType, read_record
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
@@ -24,7 +24,7 @@ _ROW_V2: Final = Struct(">iBQQqqq")
 #: Bytes that the fields of a record take at most, its size field included.
 ROW_SIZE_MAX: Final = _ROW_V2.size
 #: What `_scan` must say of itself: one that was built from other sources, or none at all, is not used.
-COMPILED_API: Final = 2
+COMPILED_API: Final = 4
 try:
     from bkctl.files import _scan as compiled
 except ImportError:  # installed without a compiler
@@ -296,32 +296,13 @@ class RecordBatch:
         return column
 
 
-def take_frames(window: bytes, begin: int) -> tuple[list[int], int]:
-    """Where records begin in `window` from byte `begin`, and where the first stands that is not whole or has no size.
-
-    A size is anything above 0.
-    """
-    begins: list[int] = []
-    add = begins.append
-    read_size = RECORD_SIZE.unpack_from
-    limit = len(window)
-    last = limit - 4
-    while begin <= last:
-        (size,) = read_size(window, begin)
-        end = begin + 4 + size
-        if size <= 0 or end > limit:
-            break
-        add(begin)
-        begin = end
-    return begins, begin
-
-
 def take_entries(window: bytes, begin: int, format_version: int) -> tuple[Sequence[int], Sequence[int], int]:
     """The plain entries of `format_version` in `window` from byte `begin` on.
 
     Returns where they begin; their fields, record after record (size, ledger, entry, LAC, length; in version 2 size,
     flags, scope, ledger, entry, LAC, length); and the byte where the first record stands that is none: it is not
-    whole, its size is absurd, its header is cut short, its flags byte or its entry id are others. Ids above 2^63 may
+    whole, its size is absurd or more than its ledger's length, its header is cut short, its flags byte or its entry id
+    are others. Ids above 2^63 may
     be negative here; RecordBatch says them unsigned.
     """
     if compiled is None:
@@ -333,7 +314,7 @@ def take_entries(window: bytes, begin: int, format_version: int) -> tuple[Sequen
 def take_journal_entries(
     window: bytes, begin: int, format_version: int, *, skips_padding: bool
 ) -> tuple[Sequence[int], Sequence[int], int]:
-    """What `take_entries` returns, of a journal: with `skips_padding` over padding, too.
+    """What `take_entries` returns, of a journal: with `skips_padding` over padding of zeros, too.
 
     An entry of zeros is left to be looked at: only its size may have reached the disk.
     """
@@ -355,7 +336,7 @@ def take_entries_plainly(window: bytes, begin: int, format_version: int) -> tupl
         row = unpack(window, begin)
         size = row[0]
         end = begin + 4 + size
-        if size < size_min or end > limit:
+        if size < size_min or end > limit or size - OVERHEAD_SIZE_MAX > max(row[-1], 0):
             break
         add(begin)
         extend(row)
@@ -381,6 +362,14 @@ def _plain_count(flat: list[int], format_version: int, count: int) -> int:
     return next(at for at in range(count) if not 0xA0 <= flags[at] <= 0xA4 or entries[at] < 0)
 
 
+def end_of_padding(window: bytes, begin: int) -> int | None:
+    """Return where in `window` the padding that begins at byte `begin` ends; None unless it is whole and all zeros."""
+    (count,) = RECORD_SIZE.unpack_from(window, begin + 4)
+    start = begin + PADDING_HEADER_SIZE
+    end = start + count
+    return end if start <= end <= len(window) and not window[start:end].strip(b"\0") else None
+
+
 def take_journal_entries_plainly(
     window: bytes, begin: int, format_version: int, *, skips_padding: bool
 ) -> tuple[list[int], list[int], int]:
@@ -398,8 +387,8 @@ def take_journal_entries_plainly(
         if size < size_min:
             if size != PADDING_MASK or not skips_padding:
                 break
-            end = begin + PADDING_HEADER_SIZE + RECORD_SIZE.unpack_from(window, begin + 4)[0]
-            if not begin < end <= limit:
+            end = end_of_padding(window, begin)
+            if end is None:
                 break
             begin = end
             continue

@@ -87,14 +87,16 @@ def write_record(body: bytes) -> bytes:
     return RECORD_SIZE.pack(len(body)) + body
 
 
-def write_padding(position: int, alignment: int = ALIGNMENT_DEFAULT) -> bytes:
+def write_padding(position: int, alignment: int = ALIGNMENT_DEFAULT, *, always: bool = False) -> bytes:
     """The padding record that brings a file of `position` bytes to a multiple of `alignment`; empty if it is one.
 
-    Source: Journal.writePaddingBytes.
+    With `always` it is `alignment` bytes then. Source: Journal.writePaddingBytes.
     """
     gap = -position % alignment
     if gap == 0:
-        return b""
+        if not always:
+            return b""
+        gap = alignment
     if gap < PADDING_HEADER_SIZE:
         gap += alignment
     count = gap - PADDING_HEADER_SIZE

@@ -41,7 +41,7 @@ from bkctl.errors import (
     UnknownLedgerState,
     Unsupported,
 )
-from bkctl.files.journal import JournalReader, read_last_mark
+from bkctl.files.journal import JournalEnd, JournalReader, read_last_mark
 from bkctl.formats import journal as journal_formats
 from bkctl.formats.availability import Availability
 from bkctl.formats.entry import (
@@ -55,13 +55,11 @@ from bkctl.formats.entry import (
 from bkctl.formats.journal import LAST_MARK, LogMark, file_name, last_mark_name
 from bkctl.formats.layout import Buffer
 from bkctl.formats.names import CURRENT
-from bkctl.formats.record import BODY_SIZE_MIN, RECORD_SIZE, Record, RecordType, record_of
+from bkctl.formats.record import RECORD_SIZE, Record, RecordType, record_of
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.storage.journal_writer import JournalWriter, journal_ids
 from bkctl.storage.ledger.factory import check_index, open_ledger_storage
 from bkctl.storage.ledger.ledger_storage import CHUNK_SIZE_BYTES, IsWanted, LedgerHandle, NeedsDisk, always
-
-log: Final = logging.getLogger("bkctl.storage")
 
 LAC_PACKET_SIZE_BYTES_MAX: Final = 256
 #: A ledger that was fenced when it was deleted takes no writes until nobody tried for so long; and how many are kept.
@@ -69,6 +67,13 @@ FENCED_AND_DELETED_MS: Final = 7 * 24 * 3_600_000
 FENCED_AND_DELETED_MAX: Final = 100_000
 #: Ledgers that the log names where the state of many cannot be read.
 SET_ASIDE_NAMED_MAX: Final = 100
+
+log: Final = logging.getLogger("bkctl.bookie")
+_DAMAGE_HINT: Final = "'bkctl journal verify' shows what follows"
+_SKIP_HINT: Final = (
+    "Restore the file from a copy. Or set skipReplayJournalInvalidRecord=true to start without what follows in it; "
+    "then replicate the bookie's ledgers from other replicas"
+)
 
 _unpack_v1 = ENTRY_V1.unpack_from
 _unpack_v2 = ENTRY_V2.unpack_from
@@ -801,8 +806,14 @@ class BookieStorage:
                     elif self.unwritten_bytes > self.ledgers.unwritten_bytes_max:
                         self._make_room()
             except CorruptRecord as error:
-                if not (self.config.skip_replay_journal_invalid_record or self._is_torn_group(reader, error.offset)):
-                    raise
+                if not self.config.skip_replay_journal_invalid_record:
+                    raise Corrupt(
+                        f"{error.message}. Entries that were acknowledged may follow in this journal",
+                        hint=f"{error.hint or _DAMAGE_HINT}. {_SKIP_HINT}",
+                    ) from error
+                log.warning("%s: skipReplayJournalInvalidRecord drops what follows in this journal", error.message)
+            else:
+                self._log_incomplete_group(reader)
 
     def _make_room(self) -> None:
         """Memory is full of what a full disk refused: try once more. Raises BkctlError."""
@@ -825,33 +836,40 @@ class BookieStorage:
             finally:
                 self.ledgers.end_flush(flush, written=written)
 
-    def _is_torn_group(self, reader: JournalReader, offset: int) -> bool:
-        """Whether what cannot be read at `offset` is the last group, cut by a crash: none of it was acknowledged.
+    def _log_incomplete_group(self, reader: JournalReader) -> None:
+        """Log which bytes of a journal were not replayed because their group was never synced."""
+        if reader.end is JournalEnd.TORN:
+            log.warning(
+                "%s: dropped what follows byte %d, up to byte %d: a crash left the last group of records incomplete, "
+                "and nothing in it was acknowledged", reader.name, reader.position, reader.size(),
+            )  # fmt: skip
 
-        Of such a group any sectors may be there. So at most one group's end may follow, and nothing behind it.
-        """
-        end = reader.size()
-        boundary = offset + -offset % SECTOR_SIZE_BYTES
-        while boundary < end:
-            data = reader.next_data(boundary)
-            if data is None:
-                return True
-            boundary = data - data % SECTOR_SIZE_BYTES
-            after = _end_of_group(reader, boundary)
-            if after is not None:
-                return reader.next_data(after) is None
-            boundary += SECTOR_SIZE_BYTES
+    def _is_unsynced(self, reader: JournalReader, record: Record, problem: str) -> bool:
+        """Return whether a crash explains `problem` of a record: it is in the last group. Logs that it is dropped."""
+        if not reader.is_in_last_group(record.offset):
+            return False
+        log.warning(
+            "%s: dropped the record at byte %d: %s, in the last group of records, which a crash left incomplete",
+            reader.name, record.offset, problem,
+        )  # fmt: skip
         return True
 
     def _replay_record(self, reader: JournalReader, record: Record, keys: dict[LedgerId, bytes]) -> None:
         self._replays = True
         ledger = record.ledger
         if record.format_version == 2 and not ledger.is_scoped:
-            return  # Torn: nobody writes V2 in scope 0.
+            problem = "Scope 0 in a record of format version 2"
+            if not self._is_unsynced(reader, record, problem):
+                raise CorruptRecord(problem, offset=record.offset, where=reader.name)
+            return
         if record.type is RecordType.LEDGER_KEY:
             master_key = record.special_payload
             if self._is_torn_key(reader, record, master_key):
-                return
+                problem = "A part of the master key is in a sector of zeros"
+                if self._is_unsynced(reader, record, problem):
+                    return
+                if len(master_key) < _ZERO_KEY_SIZE_MIN:
+                    raise CorruptRecord(problem, offset=record.offset, where=reader.name)
             if len(master_key) == MASTER_KEY_SIZE:
                 keys[ledger] = master_key
             elif ledger not in keys:
@@ -863,21 +881,31 @@ class BookieStorage:
             return
         if record.type not in _REPLAYED or ledger in self.set_aside:
             return
+        problem = "The header of the entry is zeros"
+        has_zero_header = _is_torn(record)
+        if has_zero_header and self._is_unsynced(reader, record, problem):
+            return
         try:
-            self._apply_record(record, keys)
+            is_known = self._apply_record(record, keys)
         except BkctlError as error:
-            # Of this ledger alone. Raised on, damage of an index file could pass for a torn group of the journal.
+            # Damage of one ledger's index must not pass for damage of the journal.
             self.set_aside[ledger] = error
+            return
+        if has_zero_header and not is_known:
+            raise CorruptRecord(problem, offset=record.offset, where=reader.name)
 
-    def _apply_record(self, record: Record, keys: dict[LedgerId, bytes]) -> None:
-        """Raises OSError; BkctlError where the ledger's own state cannot be read."""
+    def _apply_record(self, record: Record, keys: dict[LedgerId, bytes]) -> bool:
+        """Bring a record into memory. Return False, and count it, if no ledger of that id is here.
+
+        Raises OSError; BkctlError where the ledger's own state cannot be read.
+        """
         ledger = record.ledger
         handle = self._look_up(ledger)
         if ledger not in self._handles:
             key = keys.get(ledger)
             if key is None or (not ledger.is_scoped and ledger.ledger_id > I64_MAX):
                 self.replayed = (self.replayed[0], self.replayed[1] + 1)
-                return
+                return False
             self._create(handle, key)
         if record.type is RecordType.FENCE:
             handle.fenced = handle.fence_recorded = True
@@ -886,6 +914,7 @@ class BookieStorage:
             self._replay_lac(handle, record.special_payload)
         else:
             self._replay_entry(handle, record)
+        return True
 
     def _is_torn_key(self, reader: JournalReader, record: Record, master_key: bytes) -> bool:
         """Whether a crash cut the key, together with what it was written for: part of it is in a sector of zeros.
@@ -914,7 +943,7 @@ class BookieStorage:
 
     def _replay_entry(self, handle: LedgerHandle, record: Record) -> None:
         body, entry_id = record.body, record.entry_id
-        if record.length is None or entry_id > self._entry_id_max or _is_torn(record):
+        if record.length is None or entry_id > self._entry_id_max:
             return
         if self.ledgers.has(handle, entry_id):
             try:
@@ -931,26 +960,10 @@ class BookieStorage:
         self.replayed = (self.replayed[0] + 1, self.replayed[1])
 
 
-def _end_of_group(reader: JournalReader, at: int) -> int | None:
-    """Where the group ends whose whole records begin at byte `at`; None when none do."""
-    count = 0
-    while True:
-        head = reader.read(at, 8)
-        if len(head) < 8:
-            return None
-        size, padding = struct.unpack(">ii", head)
-        if size == journal_formats.PADDING_MASK and 0 <= padding < 1 << 20:
-            return at + 8 + padding if count else None
-        if not BODY_SIZE_MIN <= size <= reader.size() - at:
-            return None
-        count += 1
-        at += 4 + size
-        if at % SECTOR_SIZE_BYTES == 0 and reader.next_data(at) is None:
-            return at
-
-
 #: A master key is a SHA-1 digest with most clients: with this many zeros it may have been cut by a crash.
 _TORN_KEY_ZEROS: Final = 8
+#: A key from this size on can be zeros over a whole sector. Shorter ones share each sector with fields that are not 0.
+_ZERO_KEY_SIZE_MIN: Final = SECTOR_SIZE_BYTES - 2 * RECORD_SIZE.size
 _REPLAYED: Final = frozenset({RecordType.ENTRY, RecordType.FENCE, RecordType.EXPLICIT_LAC})
 
 

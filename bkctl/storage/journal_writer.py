@@ -146,10 +146,11 @@ class JournalWriter:
         start = self._position
         end = start + size
         if self._version >= formats.VERSION_PADDING:
-            padding = formats.write_padding(end, self._alignment)
-            if padding:
-                records.append(padding)
-                end += len(padding)
+            # Apache's writer leaves it out where the records end at the alignment. It is what proves after a crash
+            # that the group before another one was synced.
+            padding = formats.write_padding(end, self._alignment, always=True)
+            records.append(padding)
+            end += len(padding)
         self._allocate(self._file, end)
         try:
             self._file.write(start, records)
@@ -200,7 +201,7 @@ class JournalWriter:
         """Delete files before the mark's, but the newest `journalMaxBackups`. Source: Journal.checkpointComplete."""
         for directory in (self.directory, self.directory / SCOPED_DIRECTORY):
             done = [journal_id for journal_id in journal_ids(directory) if journal_id < mark.journal_id]
-            surplus = done[: len(done) - self._backups] if self._backups else done
+            surplus = done[: max(0, len(done) - self._backups)]
             for journal_id in surplus:
                 self._files.remove(directory / formats.file_name(journal_id))
 

@@ -109,7 +109,7 @@ def test_reading_starts_where_a_mark_points(read):
         entry(9)[:8],
         b"\xff\xff\xff\x00",
         b"\xff\xff\xff\x00\x00\x00\x01",
-        b"\xff\xff\xff\x00\x00\x00\x01\x00xx",
+        b"\xff\xff\xff\x00\x00\x00\x01\x00\x00\x00",
         entry(9)[:4] + bytes(6000),
     ],
 )
@@ -185,8 +185,25 @@ def test_padding_before_version_5_is_a_negative_length(read):
 
 
 def test_what_is_in_padding_does_not_count(read):
-    rows, error, _ = read(write_header(6) + entry(0) + struct.pack(">ii", -0x100, 5) + b"\xff" * 5 + entry(1))
+    data = write_header(6) + entry(0)
+    padding = write_padding(len(data))
+    damaged = padding[:8] + b"\xff" * (len(padding) - 8)
+    rows, error, _ = read(data + damaged + entry(1))
     assert (ids(rows), error) == ([("entry", 0), ("entry", 1)], None)
+
+
+def test_padding_that_hides_a_group_is_damage(read):
+    data = flushed(write_header(6), entry(0))
+    rows, error, _ = read(data)
+    padding_at = rows[0].offset + 4 + rows[0].record_size
+    whole = flushed(flushed(data, entry(1)), entry(2)) + bytes(70_000)
+    for extra in (512, 1024, 65_536, 13, -13):
+        damaged = bytearray(whole)
+        (count,) = struct.unpack_from(">i", whole, padding_at + 4)
+        struct.pack_into(">i", damaged, padding_at + 4, count + extra)
+        rows, error, _ = read(bytes(damaged))
+        assert ids(rows) == [("entry", 0)]
+        assert isinstance(error, CorruptRecord)
 
 
 def test_scoped_records_need_version_7(read):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from bkctl.config import BookieConfig
 from bkctl.disk import Files, StorageFile
 from bkctl.formats.entry import DigestManager, DigestType
+from bkctl.formats.journal import file_name, write_header
 from bkctl.formats.layout import Buffer
 from bkctl.ids import LedgerId
 from bkctl.storage.bookie_storage import BookieStorage
-from bkctl.storage.journal_writer import JournalWriter
+from bkctl.storage.journal_writer import JournalWriter, journal_ids
 
 LEDGER = LedgerId(0, 5)
 
@@ -122,3 +126,28 @@ def test_a_journal_that_lost_what_was_not_synced_before_its_mark_is_no_obstacle(
     storage = BookieStorage(config)
     storage.open()
     assert [bytes(storage.read_entry(LEDGER, entry_id)) for entry_id in range(10)] == list(map(body, range(10)))
+
+
+@pytest.mark.parametrize("backups", [0, 1, 5])
+@pytest.mark.parametrize("count", [0, 1, 3, 5, 8])
+def test_the_newest_old_journals_stay(tmp_path: Path, backups: int, count: int) -> None:
+    (tmp_path / "scoped").mkdir()
+    for directory in (tmp_path, tmp_path / "scoped"):
+        for journal_id in range(1, count + 1):
+            (directory / file_name(journal_id)).write_bytes(write_header(6))
+    journal = writer(tmp_path, Files(), [0x100], backups=backups)
+    journal.forget_before(journal.mark)
+    kept = list(range(1, count + 1))[max(0, count - backups) :]
+    assert journal_ids(tmp_path) == [*kept, journal.mark.journal_id]
+    assert journal_ids(tmp_path / "scoped") == kept
+
+
+def test_every_group_ends_with_padding(tmp_path: Path) -> None:
+    journal = writer(tmp_path, Files(), [0])
+    for size in (100, 512, 1024, 508, 504):
+        start = journal.mark.offset
+        journal.commit([b"x" * size], size)
+        end = journal.mark.offset
+        assert end % 512 == 0
+        data = (tmp_path / file_name(journal.mark.journal_id)).read_bytes()[start + size : end]
+        assert data == struct.pack(">ii", -0x100, len(data) - 8) + bytes(len(data) - 8)
