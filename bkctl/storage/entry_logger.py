@@ -25,7 +25,7 @@ from bkctl.formats.entry import read_ledger
 from bkctl.formats.layout import Buffer
 from bkctl.formats.record import RECORD_SIZE, body_of, record_of
 from bkctl.ids import LedgerId
-from bkctl.storage.files import NO_SPACE, Files, StorageFile
+from bkctl.storage.files import DISK_FULL, NO_SPACE, Files, StorageFile
 
 #: Entry logs that are kept open to read.
 OPEN_LOGS_MAX: Final = 128
@@ -309,7 +309,7 @@ class EntryLogger:
                 try:
                     self._write_chunk(chunk)
                 except OSError as error:
-                    if error.errno in NO_SPACE:
+                    if error.errno in DISK_FULL:
                         self._full = chunk.log.path.parent
                     raise
                 with self._lock:

@@ -22,7 +22,7 @@ from bkctl.formats import index as formats
 from bkctl.formats.layout import Buffer
 from bkctl.ids import LedgerId
 from bkctl.storage.entry_logger import OpenLog
-from bkctl.storage.files import NO_SPACE, Files, StorageFile
+from bkctl.storage.files import DISK_FULL, Files, StorageFile
 from bkctl.storage.ledger_storage import LedgerHandle
 
 SWAP: Final = sys.byteorder == "little"
@@ -324,7 +324,7 @@ class IndexPersistenceMgr:
         try:
             self._write(handle, header, pages)
         except OSError as error:
-            target = self._elsewhere(handle.index_path) if error.errno in NO_SPACE else None
+            target = self._elsewhere(handle.index_path) if error.errno in DISK_FULL else None
             if target is None:
                 raise
             self._leave(handle, target)
