@@ -274,7 +274,7 @@ class BookieConfig:
     journal_queue_size: int = _setting("journalQueueSize", 10_000, least=1)
     #: Entries that wait for the journals, in MiB; None: 256 (Java takes a part of its own memory).
     journal_max_memory_size_mb: int | None = _setting("journalMaxMemorySizeMb", None, least=1)
-    #: Large requests that have not arrived whole, of all clients, in MiB; more wait in their clients. 0: no bound.
+    #: Ours: requests that have not arrived whole, of all clients, in MiB; more wait in their clients. 0: no bound.
     unfinished_requests_max_memory_size_mb: int = _setting("unfinishedRequestsMaxMemorySizeMb", 256, least=0)
     journal_remove_from_page_cache: bool = _setting("journalRemoveFromPageCache", True)
     #: How often a journal is synced that need not be, with `journal_sync_data` False.
@@ -357,6 +357,15 @@ class BookieConfig:
     #: How long a client may take no answers; negative: for ever.
     wait_timeout_on_response_backpressure_ms: int = _setting("waitTimeoutOnResponseBackpressureMs", -1)
     close_channel_on_response_timeout: bool = _setting("closeChannelOnResponseTimeout", False)
+    #: Ours: clients that are connected at once, and never more than half of the process's open files. 0: that half.
+    server_max_connections: int = _setting("serverMaxConnections", 20_000, least=0)
+    #: Ours, milliseconds, 0: no deadline. A connection ends when its first request does not come; when a request has
+    #: begun and its rest does not come; and after so long without a request while no answer is due.
+    server_first_request_timeout_ms: int = _setting("serverFirstRequestTimeoutMs", 60_000, least=0)
+    server_request_timeout_ms: int = _setting("serverRequestTimeoutMs", 60_000, least=0)
+    server_idle_timeout_ms: int = _setting("serverIdleTimeoutMs", 0, least=0)
+    #: Ours, milliseconds: how long a TLS handshake may take; 10 s is Netty's own default.
+    server_tls_handshake_timeout_ms: int = _setting("serverTlsHandshakeTimeoutMs", 10_000, least=1)
     server_sock_keepalive: bool = _setting("serverSockKeepalive", True)
     server_tcp_keep_idle: int = _setting("serverTcpKeepIdle", -1)
     server_tcp_keep_intvl: int = _setting("serverTcpKeepIntvl", -1)

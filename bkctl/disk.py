@@ -25,7 +25,10 @@ SECTOR_SIZE_BYTES: Final = 512
 #: Of what a bookie creates, less what the umask takes: entries and metadata are not for every local user.
 FILE_MODE: Final = 0o640
 DIRECTORY_MODE: Final = 0o750
-NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+#: Errors of a disk that is full: another directory may have room.
+DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+#: Errors of a write that pass without a repair: there is room again once files are deleted, or descriptors closed.
+NO_SPACE: Final = DISK_FULL | {errno.EMFILE, errno.ENFILE}
 _RWF_NOWAIT: Final = getattr(os, "RWF_NOWAIT", 0)
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
@@ -273,6 +276,14 @@ class Files:
 
     def note_written(self, directory: Path) -> None:
         """A library has written files in `directory` by itself, and synced them. Nothing to do on a real disk."""
+
+    def has_descriptors(self) -> bool:
+        """Return whether this process can open another file."""
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY))
+        except OSError:
+            return False
+        return True
 
     def disk_usage(self, path: Path) -> DiskUsage:
         """How full the file system below `path` is."""

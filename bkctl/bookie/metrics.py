@@ -149,6 +149,10 @@ class BookieMetrics:
         #: Exceptions that neither a disk, a format nor a request explains: faults of this program, logged each.
         self.unexpected_errors = 0
         self.journals: list[JournalMetrics] = []
+        #: How many clients are connected, and the bytes of their unfinished requests.
+        self.clients: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        #: Connections that a server ended or turned away, by server (`bookie`, `http`) and reason.
+        self.ended_connections: dict[str, Mapping[str, int]] = {}
         #: Name, kind, value and labels of what auto-recovery in the bookie's process counted.
         self.auto_recovery: Callable[[], Iterable[tuple[str, str, float, Mapping[str, str]]]] = tuple
 

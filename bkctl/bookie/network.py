@@ -19,6 +19,7 @@ from bkctl.errors import Unsupported, UsageError
 from bkctl.formats.metadata import Cookie
 from bkctl.formats.names import CURRENT
 from bkctl.metadata.store import load_certificate
+from bkctl.protocol.acceptor import share_of_descriptors
 from bkctl.protocol.server import ServerLimits
 
 #: Requests that are not answered yet, of all clients, unless journalMaxMemorySizeMb says otherwise.
@@ -31,12 +32,15 @@ _NO_AUTH_CLASS: Final = "AuthenticationDisabledAuthProviderFactory"
 def server_limits(config: BookieConfig) -> ServerLimits:
     """The limits that `config` sets. Clients get half of the process's file descriptors: a bookie needs files too."""
     memory_mb = config.journal_max_memory_size_mb
-    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return ServerLimits(
-        connections=0 if descriptors == resource.RLIM_INFINITY else max(1, descriptors // 2),
+        connections=share_of_descriptors(2, config.server_max_connections),
         frame_size_bytes=config.netty_max_frame_size_bytes,
         in_flight_bytes=IN_FLIGHT_BYTES_MAX if memory_mb is None else memory_mb * MEBIBYTE,
         unfinished_bytes=config.unfinished_requests_max_memory_size_mb * MEBIBYTE,
+        first_request_ms=config.server_first_request_timeout_ms,
+        request_ms=config.server_request_timeout_ms,
+        idle_ms=config.server_idle_timeout_ms,
+        tls_handshake_ms=config.server_tls_handshake_timeout_ms,
         adds_in_progress=config.max_adds_in_progress_limit,
         reads_in_progress=config.max_reads_in_progress_limit,
         reads_waiting=config.num_read_worker_threads * config.max_pending_read_requests_per_thread,

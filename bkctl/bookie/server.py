@@ -158,6 +158,8 @@ class Bookie:
         self.garbage_collector: GarbageCollectorThread | None = None
         self.started_ms = 0
         self.metrics = BookieMetrics()
+        self.metrics.clients = lambda: (len(self._server.connections), self._server.unfinished_bytes)
+        self.metrics.ended_connections["bookie"] = self._server.ended
         self._journals: list[JournalThread] = []
         self._entries: Worker | None = None
         self._checkpoints: Worker | None = None
@@ -263,8 +265,8 @@ class Bookie:
         if storage.no_space is not None:
             self._no_space = True
             log.warning(
-                "A disk is full (%s): bookie %s takes no entries until there is space, and keeps in memory what it "
-                "replayed and cannot write", storage.no_space.filename or storage.no_space, self.bookie_id,
+                "A disk takes no more (%s): bookie %s takes no entries until there is space, and keeps in memory what "
+                "it replayed and cannot write", storage.no_space, self.bookie_id,
             )  # fmt: skip
         if storage.ledgers.needs_integrity_check:
             log.warning(
@@ -734,7 +736,7 @@ class Bookie:
         if journal.failed is not None:
             self._fail(BkctlError(f"Journal {journal.directory} failed: {journal.failed}"))
         elif error.errno in NO_SPACE:
-            self._run_out_of_space(f"Journal {journal.directory} is full")
+            self._run_out_of_space(f"Journal {journal.directory} cannot grow ({error.strerror})")
         else:
             log.warning("Journal %s: %s", journal.directory, error)
 
@@ -753,11 +755,14 @@ class Bookie:
 
     def _storage_failed(self, error: OSError) -> None:
         if error.errno in NO_SPACE and self.storage.leave_full_disk():
-            log.warning("%s is full: its entries go to another ledger directory", error.filename or "A disk")
+            log.warning(
+                "%s takes no more (%s): its entries go to another ledger directory", error.filename or "A disk",
+                error.strerror,
+            )  # fmt: skip
             if self._checkpoint_running is None and self._entries is not None:
                 self._entries.submit(self._write_entries)
         elif error.errno in NO_SPACE:
-            self._run_out_of_space(f"Ledger storage is full ({error.filename or error})")
+            self._run_out_of_space(f"Ledger storage cannot grow ({error})")
         else:
             self._fail(BkctlError(f"Ledger storage of bookie {self.bookie_id} failed: {error}"))
 
@@ -1234,7 +1239,8 @@ class Bookie:
 
     def _journals_have_space(self) -> bool:
         needed = 2 * self.config.journal_pre_alloc_size_mb * MEBIBYTE
-        return all(self.files.disk_usage(each).free > needed for each in self.storage.journal_directories)
+        has_space = all(self.files.disk_usage(each).free > needed for each in self.storage.journal_directories)
+        return has_space and self.files.has_descriptors()
 
     def _look_for_space(self) -> None:
         """After a checkpoint went well, so ledger storage has space: so may the journals."""

@@ -26,6 +26,7 @@ def _measure(bookie: Bookie) -> dict[str, Any]:
     return {
         "writable": not bookie.read_only,
         "ledgers": len(bookie.storage.ledgers.handles),
+        "clients": bookie.metrics.clients(),
         "unwritten": bookie.storage.unwritten_bytes,
         "writable_directories": len(bookie.storage.writable),
         "directories": list(bookie.storage.ledger_directories),
@@ -55,6 +56,12 @@ def _render(local: LocalBookie, measured: dict[str, Any]) -> str:
     text.gauge("bookie_write_cache_size", measured["unwritten"])
     text.latency("bookie_flush", metrics.flush)
     text.counter("bkctl_unexpected_errors_total", metrics.unexpected_errors)
+    connections, unfinished_bytes = measured["clients"]
+    text.gauge("bkctl_server_connections", connections)
+    text.gauge("bkctl_server_unfinished_request_bytes", unfinished_bytes)
+    for server, reasons in metrics.ended_connections.items():
+        for reason, count in sorted(dict(reasons).items()):
+            text.counter("bkctl_server_ended_connections_total", count, {"server": server, "reason": reason})
     _journals(text, local, measured)
     _directories(text, local, measured)
     _collector(text, measured)

@@ -15,10 +15,11 @@ import secrets
 import socket
 import ssl
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import h11
 import uvicorn
@@ -32,6 +33,7 @@ from bkctl.http.gateway import PassedOn
 from bkctl.http.local_token import LocalToken, token_path
 from bkctl.http.service import LocalBookie, Service
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity, client_tls, load_certificate
+from bkctl.protocol.acceptor import Acceptor, share_of_descriptors
 
 if TYPE_CHECKING:
     from bkctl.bookie.server import Bookie
@@ -42,8 +44,13 @@ log: Final = logging.getLogger("bkctl.http")
 IDLE_TIMEOUT_S: Final = 20.0
 #: A client that takes nothing of its answer for so long is cut off.
 STALL_TIMEOUT_S: Final = 40.0
+#: Connections at once, those in a TLS handshake included; fewer where the process may open few files.
 CONNECTIONS_MAX: Final = 256
 LOOPBACK: Final = "127.0.0.1"
+#: This part of the process's open files is for connections; a bookie has the others for its clients and files.
+DESCRIPTORS_SHARE: Final = 8
+#: A TLS handshake takes as long at most.
+HANDSHAKE_TIMEOUT_S: Final = 5.0
 HEAD_SIZE_BYTES_MAX: Final = 32 << 10
 STOP_TIMEOUT_S: Final = 5
 TOKEN_SIZE_BYTES_MAX: Final = 4096
@@ -174,17 +181,12 @@ class _Protocol(H11Protocol):
     """uvicorn's HTTP/1.1, for clients that may want no good: connections, silence and standstill are bounded."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if len(self.connections) >= CONNECTIONS_MAX:
-            transport.abort()
-            return
         super().connection_made(transport)
         self._since_s = self.loop.time()
         self._left = 0
         self._looking = self.loop.call_later(_LOOK_S, self._look)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self.transport is None:  # one too many
-            return
         self._looking.cancel()
         super().connection_lost(exc)
 
@@ -201,7 +203,7 @@ class _Protocol(H11Protocol):
             self._looking = self.loop.call_later(_LOOK_S, self._look)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport is None or self.transport.is_closing():
+        if self.transport.is_closing():
             return
         super().data_received(data)
 
@@ -227,6 +229,32 @@ class _Protocol(H11Protocol):
         self.transport.close()
 
 
+class _Server(uvicorn.Server):
+    """uvicorn's server on an Acceptor: connections count from accept on, before their TLS handshakes."""
+
+    def __init__(self, config: uvicorn.Config, ended: Counter[str]) -> None:
+        super().__init__(config)
+        self._ended = ended
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.lifespan.startup()
+        config = self.config
+
+        def serve() -> asyncio.Protocol:
+            return _Protocol(config=config, server_state=self.server_state, app_state=self.lifespan.state)
+
+        acceptor = Acceptor(
+            sockets or [],
+            serve,
+            connections_max=share_of_descriptors(DESCRIPTORS_SHARE, CONNECTIONS_MAX),
+            ended=self._ended,
+            tls=config.ssl,
+            handshake_timeout_s=HANDSHAKE_TIMEOUT_S,
+        )
+        self.servers = [cast("Any", acceptor)]
+        self.started = True
+
+
 class HttpServer:
     """One HTTP server: `bind` takes the address, `start` serves in a thread, `stop` ends that."""
 
@@ -236,7 +264,9 @@ class HttpServer:
         self._socket: socket.socket | None = None
         #: The token that was made where none was given.
         self._local_token: LocalToken | None = None
-        self._server: uvicorn.Server | None = None
+        #: Connections that ended for another reason than their clients' wish, by reason; see Acceptor.
+        self.ended: Counter[str] = Counter()
+        self._server: _Server | None = None
         self._thread: threading.Thread | None = None
         self._stopping = False
 
@@ -298,7 +328,7 @@ class HttpServer:
             service, token=token, read_only_token=settings.read_only_token, is_local=not settings.authenticates,
             upstream=upstream,
         )  # fmt: skip
-        server = self._server = uvicorn.Server(self._config(api))
+        server = self._server = _Server(self._config(api), self.ended)
         if self._stopping:
             return
         try:
@@ -364,6 +394,7 @@ class BookieHttpServer:
         if config.tls_provider_factory_class and config.tls_trust_store:
             tls = client_tls(config.tls_trust_store, config.tls_certificate_path, config.tls_key_store)
         timeout_s = config.zk_timeout / 1000 * 3
+        bookie.metrics.ended_connections["http"] = self.server.ended
         local = LocalBookie(bookie, loop)
         self.server.start(lambda: Service(uri, security=security, timeout_s=timeout_s, tls=tls, bookie=local))
 

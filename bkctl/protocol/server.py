@@ -14,13 +14,14 @@ import socket
 import ssl
 import time
 import typing
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from bkctl.errors import BkctlError, IllegalOperation, Unauthorized
 from bkctl.protocol import v2, v3
+from bkctl.protocol.acceptor import Acceptor, release
 from bkctl.protocol.add_runs import AddRun, AnswerAdds, refusals, take_run
 from bkctl.protocol.connection import FramedProtocol, scope_of
 from bkctl.protocol.messages import (
@@ -48,11 +49,15 @@ IN_FLIGHT_BYTES_MAX: Final = 64 << 20
 READS_IN_PROGRESS_MAX: Final = 32
 log: Final = logging.getLogger("bkctl.protocol")
 
-#: A request that has not arrived whole counts from this size on: any connection's buffer holds as much.
-LARGE_FRAME_BYTES: Final = 1 << 18
-#: While others wait for room, a large request gets so long to arrive; no client waits longer for its answer either.
+#: An unfinished request counts against `ServerLimits.unfinished_bytes` from this size on: every connection's buffer
+#: holds as much.
+UNFINISHED_BYTES_MIN: Final = 1 << 12
+#: While others wait for room, an unfinished request gets so long to arrive.
 STALLED_FRAME_S: Final = 5.0
+#: How often the server looks at its connections: for deadlines, and for buffers that are larger than they need to be.
 STALL_CHECK_S: Final = 1.0
+#: The largest frame before TLS where TLS is required: START_TLS takes some 20 bytes, an authentication before it more.
+PLAIN_FRAME_BYTES_MAX: Final = 1 << 12
 
 #: A client that broke the protocol gets so long to take the answers before.
 BROKEN_GRACE_S: Final = 5.0
@@ -62,10 +67,16 @@ BROKEN_GRACE_S: Final = 5.0
 class ServerLimits:
     """What a BookieServer takes; 0 is no limit, where nothing else is said.
 
-    Clients beyond `connections` are turned away. A connection that would pass `in_flight_bytes` (of all connections
-    together), `adds_in_progress` or `reads_in_progress` (as well) is not read until there is room. While large requests
-    that have not arrived whole have more than `unfinished_bytes` (of all connections, beyond about 1 MiB of each), all
-    but the oldest of them wait in their clients; and a client that does not go on with its own loses its connection.
+    Clients beyond `connections` are turned away as they are accepted. A connection that would pass `in_flight_bytes`
+    (of all connections together), `adds_in_progress` or `reads_in_progress` (as well) is not read until there is room.
+    While unfinished requests of more than UNFINISHED_BYTES_MIN hold more than `unfinished_bytes` (of all connections),
+    all but the oldest of them wait in their clients, and one that makes no progress loses its connection.
+
+    Deadlines, in milliseconds: a connection ends when its first request has not arrived within `first_request_ms`
+    (START_TLS does not count as one, nor does what is refused before it with `requires_tls`), when a request has begun
+    and the rest of it does not arrive within `request_ms`, when TLS is not agreed within `tls_handshake_ms`, and after
+    `idle_ms` without a request while no answer is due. Time in which the bookie itself does not read does not count.
+
     Reads that wait for a disk beyond `reads_waiting` are refused with ETOOMANYREQUESTS. A client that takes no answer
     for `backpressure_wait_ms` (negative: for ever) loses its connection, or with `closes_on_backpressure` False the
     answers until it reads again.
@@ -79,6 +90,10 @@ class ServerLimits:
     frame_size_bytes: int = FRAME_SIZE_BYTES_MAX
     in_flight_bytes: int = 256 << 20
     unfinished_bytes: int = 256 << 20
+    first_request_ms: int = 60_000
+    request_ms: int = 60_000
+    idle_ms: int = 0
+    tls_handshake_ms: int = 10_000
     adds_in_progress: int = 0
     reads_in_progress: int = 0
     reads_waiting: int = 0
@@ -128,7 +143,11 @@ class _ServedConnection(FramedProtocol):
     def __init__(self, server: BookieServer) -> None:
         super().__init__(server.limits.frame_size_bytes)
         self._server = server
-        self._handler: RequestHandler = _TlsOnly() if server.requires_tls else server.handler
+        self._handler: RequestHandler = server.handler
+        self._is_shut = server.requires_tls  # nothing is served before TLS
+        if self._is_shut:
+            self._handler = _TlsOnly()
+            self._body_size_max = min(self._body_size_max, PLAIN_FRAME_BYTES_MAX - 4)
         self._is_v2 = False
         self._secure = False
         self._upgrade: asyncio.Task[None] | None = None
@@ -143,15 +162,19 @@ class _ServedConnection(FramedProtocol):
         self.on_lost: dict[Callable[[], None], None] = {}
         self._finishing = False
         self._continue_due = False
-        #: Bytes that the server counts for a large request that has not arrived whole.
+        #: Bytes that the server counts for an unfinished request.
         self.frame_size = 0
+        # The server's clock: since when the first request is waited for (None: it came), since when an unfinished
+        # request is, and when bytes came last.
+        self._mute_since_s: float | None = server.now_s
+        self._unfinished_since_s: float | None = None
+        self._heard_s = server.now_s
+        self._buffer_seen = 0  # the id of the buffer at the last look
         self._take_frames = self._adds_of(self._handler)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        if not self._server.admits(self):
-            self.abort()
-            return
+        self._server.connections.add(self)
         found = transport.get_extra_info("socket")
         if found is not None and self._server.limits.keepalive:
             _keep_alive(found, self._server.limits)
@@ -173,12 +196,29 @@ class _ServedConnection(FramedProtocol):
     # Requests.
 
     def _parse(self) -> None:
-        start = self._start
+        start, had = self._start, self._end - self._start
         super()._parse()
-        if self.frame_size or self._end - self._start > LARGE_FRAME_BYTES:
-            is_large = self._end - self._start > LARGE_FRAME_BYTES and not self._halted
-            self._server.note_frame(self, len(self._buffer) if is_large else 0, is_new=self._start != start)
-        self._server.count(self)
+        server = self._server
+        unfinished = self._end - self._start
+        if had and (not unfinished or self._start != start):  # at least one request was whole
+            self._unfinished_since_s = server.now_s if unfinished else None
+            if not self._is_shut:
+                self._mute_since_s = None
+        elif unfinished and self._unfinished_since_s is None:
+            self._unfinished_since_s = server.now_s
+        self._heard_s = server.now_s
+        if self.frame_size or unfinished > UNFINISHED_BYTES_MIN:
+            server.note_frame(self, 0 if self._halted else self._held_bytes, is_new=self._start != start)
+        server.count(self)
+
+    @property
+    def _held_bytes(self) -> int:
+        """Return the bytes that the buffer holds for an unfinished request; 0 for few enough.
+
+        Room that a fast client was given ahead does not count: `look` takes it back where it stays empty.
+        """
+        unfinished = self._end - self._start
+        return min(len(self._buffer), 4 * unfinished) if unfinished > UNFINISHED_BYTES_MIN else 0
 
     def _adds_of(self, handler: RequestHandler) -> Callable[[memoryview, int, int], int] | None:
         """What takes adds in runs, where `handler` does."""
@@ -281,14 +321,25 @@ class _ServedConnection(FramedProtocol):
             self._transport.abort()
             return
         try:
-            transport = await self._loop.start_tls(self._transport, self, self._server.tls, server_side=True)
-        except OSError:
+            transport = await self._loop.start_tls(
+                self._transport,
+                self,
+                self._server.tls,
+                server_side=True,
+                ssl_handshake_timeout=self._server.limits.tls_handshake_ms / 1000,
+            )
+        except OSError as error:
+            release(error)
             transport = None
         if transport is None or transport.is_closing():
+            self._server.ended["handshake"] += 1
             self.abort()
             return
         self._use(transport)
         self._secure = True
+        self._is_shut = False
+        self._body_size_max = self._server.limits.frame_size_bytes - 4
+        self._mute_since_s = self._server.now_s
         self._handler = self._server.handler
         self._take_frames = self._adds_of(self._handler)
         self._upgrade = None
@@ -456,7 +507,52 @@ class _ServedConnection(FramedProtocol):
 
     # Life.
 
+    def look(self, now_s: float) -> None:
+        """Free room that the client does not fill, and close a connection that is past a deadline."""
+        if self._upgrade is not None or self._lost or self._finishing:
+            return
+        self._trim()
+        limits = self._server.limits
+        if self._halted:
+            # What does not arrive is not the client's fault now.
+            self._heard_s = now_s
+            if self._unfinished_since_s is not None:
+                self._unfinished_since_s = now_s
+        elif self._mute_since_s is not None and 0 < limits.first_request_ms < (now_s - self._mute_since_s) * 1000:
+            missed = "did not begin TLS" if self._is_shut else "sent no whole request"
+            self._end_for("mute", f"{missed} within {limits.first_request_ms} ms")
+        elif (
+            self._unfinished_since_s is not None
+            and 0 < limits.request_ms < (now_s - self._unfinished_since_s) * 1000
+        ):  # fmt: skip
+            problem = f"sent {self._end - self._start} bytes of a request and no more within {limits.request_ms} ms"
+            self._end_for("unfinished", problem)
+        elif self._in_flight or self._write_paused:
+            self._heard_s = now_s
+        elif 0 < limits.idle_ms < (now_s - self._heard_s) * 1000:
+            self._end_for("idle", f"sent nothing for {limits.idle_ms} ms")
+
+    def _trim(self) -> None:
+        """Take a smaller buffer where the client has not filled this one since the last look."""
+        present = self._end - self._start
+        if id(self._buffer) != self._buffer_seen or len(self._buffer) <= 2 * (present + UNFINISHED_BYTES_MIN):
+            self._buffer_seen = id(self._buffer)
+            return
+        fresh = memoryview(bytearray(present + UNFINISHED_BYTES_MIN if present else 0))
+        fresh[:present] = self._buffer[self._start : self._end]
+        self._buffer, self._start, self._end, self._is_viewed = fresh, 0, present, False
+        self._chunk_size = UNFINISHED_BYTES_MIN
+        if self.frame_size:
+            self._server.note_frame(self, self._held_bytes)
+
+    def _end_for(self, reason: str, problem: str) -> None:
+        assert self._transport is not None
+        self._server.ended[reason] += 1
+        log.warning("The client at %s is disconnected: it %s", self._transport.get_extra_info("peername"), problem)
+        self.abort()
+
     def _broken(self, problem: str) -> None:
+        self._server.ended["plaintext" if self._is_shut else "protocol"] += 1
         self._finishing = True
         self._close()
         self._loop.call_later(BROKEN_GRACE_S, self.abort)
@@ -594,6 +690,13 @@ class BookieServer:
         self.requires_tls = requires_tls
         self.limits = limits
         self.connections: set[_ServedConnection] = set()
+        #: Connections that ended for another reason than their clients' wish, by reason: those of Acceptor; `mute`,
+        #: `unfinished`, `idle` (deadlines), `stalled` (others needed the room), `plaintext` (more than START_TLS needs
+        #: where TLS is required), `protocol` (no request of the protocol).
+        self.ended: Counter[str] = Counter()
+        #: Seconds that the server was at work, counted by its looks at the connections. Their deadlines go by it: while
+        #: the process stands still, no client can be late.
+        self.now_s = 0.0
         #: Bytes of requests that are not answered yet, and reads that are not begun yet, over all connections.
         self.in_flight_bytes = 0
         self.reads_waiting = 0
@@ -603,32 +706,19 @@ class BookieServer:
         if limits.reads_in_progress:
             self.slots[ReadRequest] = self.slots[BatchReadRequest] = _Slots(limits.reads_in_progress)
         self._waiting: dict[_ServedConnection, None] = {}
-        #: Bytes of large requests that have not arrived whole; their connections, the oldest request first, each with
+        #: Bytes of unfinished requests; their connections, the oldest request first, each with
         #: its bytes and since when; and those of them that are not read.
         self.unfinished_bytes = 0
         self._frames: dict[_ServedConnection, tuple[int, float]] = {}
         self._frames_waiting: dict[_ServedConnection, None] = {}
-        self._stall_check: asyncio.TimerHandle | None = None
-        self._is_crowded = False
-        self._server: asyncio.Server | None = None
-
-    def admits(self, connection: _ServedConnection) -> bool:
-        """Whether there is room for one more connection; it is among `connections` then."""
-        count, most = len(self.connections), self.limits.connections
-        if most and count >= most:
-            if not self._is_crowded:
-                log.warning("%d clients are connected, as many as may be: more are turned away until some leave", count)
-            self._is_crowded = True
-            return False
-        self.connections.add(connection)
-        return True
+        self._next_look: asyncio.TimerHandle | None = None
+        self._server: Acceptor | None = None
 
     def lost(self, connection: _ServedConnection) -> None:
         """A connection is no more."""
         self.connections.discard(connection)
         if connection.frame_size:
             self.note_frame(connection, 0)
-        self._is_crowded = self._is_crowded and len(self.connections) * 10 > self.limits.connections * 9
 
     def count(self, connection: _ServedConnection) -> None:
         """Take note of what is in flight on `connection` now, once for many requests; halt it when all have too much.
@@ -646,10 +736,10 @@ class BookieServer:
                 for each in waiting:
                     each.unblock()
 
-    # Large requests under way: what clients have sent of them is in memory, and may stay there for ever.
+    # Unfinished requests: what clients have sent of them is in memory.
 
     def note_frame(self, connection: _ServedConnection, size: int, *, is_new: bool = False) -> None:
-        """Take note that `connection` has `size` bytes of a large request, one that `is_new`; 0: of none any more.
+        """Take note that `connection` holds `size` bytes of an unfinished request, one that `is_new`; 0: of none.
 
         Where all have too many, it is halted, unless no other one is read; and whose requests do not arrive are ended.
         """
@@ -670,10 +760,9 @@ class BookieServer:
             if self._has_too_much and others > 0 and connection in self._frames:
                 self._frames_waiting[connection] = None
                 connection.halt()
-                self._check_stalled_soon()
 
     def frame_waits(self, connection: _ServedConnection) -> bool:
-        """Whether `connection` is not read because large requests have too many bytes."""
+        """Whether `connection` is not read because unfinished requests have too many bytes."""
         return connection in self._frames_waiting
 
     @property
@@ -700,19 +789,19 @@ class BookieServer:
                     "A client that sent %d bytes of a request and not the rest is disconnected: such requests have "
                     "%d bytes, and others wait", size, self.unfinished_bytes,
                 )  # fmt: skip
+                self.ended["stalled"] += 1
                 self.note_frame(connection, 0)
                 connection.abort()
 
-    def _check_stalled_soon(self) -> None:
-        if self._stall_check is None:
-            self._stall_check = asyncio.get_running_loop().call_later(STALL_CHECK_S, self._check_stalled)
-
-    def _check_stalled(self) -> None:
-        self._stall_check = None
+    def _look(self) -> None:
+        """Look at every connection, now and again after STALL_CHECK_S."""
+        self._next_look = asyncio.get_running_loop().call_later(STALL_CHECK_S, self._look)
+        self.now_s += STALL_CHECK_S  # however late this look is
         if self._frames_waiting:
             self._end_stalled()
             self._read_on()
-            self._check_stalled_soon()
+        for connection in list(self.connections):
+            connection.look(self.now_s)
 
     def has_to_wait(self, connection: _ServedConnection) -> bool:
         """Whether `connection` may take no more requests until others are answered; it is halted then."""
@@ -757,15 +846,17 @@ class BookieServer:
 
     async def start(self, host: str, port: int = 0) -> None:
         """Listen on `host`:`port` (0: any free port, see `port`). Raises OSError when the address cannot be had."""
-        loop = asyncio.get_running_loop()
         kind = _LimitedConnection if self.slots else _ServedConnection
-        self._server = await loop.create_server(lambda: kind(self), host, port, backlog=1024)
+        self._server = await Acceptor.listen(
+            host, port, lambda: kind(self), connections_max=self.limits.connections, ended=self.ended
+        )
+        self._next_look = asyncio.get_running_loop().call_later(STALL_CHECK_S, self._look)
 
     @property
     def port(self) -> int:
         """The port that is listened on."""
         assert self._server is not None
-        return int(self._server.sockets[0].getsockname()[1])
+        return self._server.port
 
     def abort(self) -> None:
         """Close every connection at once, with requests unanswered; new ones are served."""
@@ -774,9 +865,6 @@ class BookieServer:
 
     async def close(self, grace_s: float = 5.0) -> None:
         """Take no more requests, answer those that were read for at most `grace_s` seconds, then close all."""
-        if self._stall_check is not None:
-            self._stall_check.cancel()
-            self._stall_check = None
         if self._server is None:
             return
         self._server.close()
@@ -791,4 +879,7 @@ class BookieServer:
                     connection.abort()
                 await asyncio.wait(late)
         await self._server.wait_closed()
+        if self._next_look is not None:
+            self._next_look.cancel()
+            self._next_look = None
         self._server = None

@@ -19,7 +19,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
-from bkctl.disk import NO_SPACE, Files, StorageFile
+from bkctl.disk import DISK_FULL, NO_SPACE, Files, StorageFile
 from bkctl.errors import CorruptRecord, TruncatedRecord, Unsupported
 from bkctl.formats import entry_log as formats
 from bkctl.formats.entry import ENTRY_FLAGS_V2, read_ledger
@@ -310,7 +310,7 @@ class EntryLogger:
                 try:
                     self._write_chunk(chunk)
                 except OSError as error:
-                    if error.errno in NO_SPACE:
+                    if error.errno in DISK_FULL:
                         self._full = chunk.log.path.parent
                     raise
                 with self._lock:

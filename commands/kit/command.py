@@ -334,8 +334,12 @@ class Run:
         """Write what happens to stderr, line by line with times: for what runs in the foreground for long."""
         import logging
 
+        from bkctl.bookie.log_limit import RepeatLimit
+
         level = logging.WARNING if self.quiet else logging.INFO
         logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(RepeatLimit())
         logging.getLogger("kazoo").setLevel(logging.INFO if self.verbose else logging.CRITICAL)
 
     def _quiet_libraries(self) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.descriptors import descriptors_used_up
 from support.servers import DB, INTERLEAVED, SORTED
 
 from bkctl.bookie.server import Bookie
@@ -321,6 +323,52 @@ def test_a_disk_that_fills_up_all_at_once_makes_it_read_only_until_there_is_spac
 
     on_a_bookie(tmp_path, cluster, body, files)
     on_a_bookie(tmp_path, cluster, read)
+
+
+@pytest.mark.parametrize("storage", [SORTED, INTERLEAVED, DB], ids=["sorted", "interleaved", "db"])
+def test_a_process_without_free_descriptors_is_read_only_until_files_are_closed(
+    tmp_path: Path, cluster: Cluster, storage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept: list[int] = []
+
+    def large(entry_id: int) -> AddRequest:
+        payload = entry_id.to_bytes(4, "big") * 100_000
+        return AddRequest(
+            PLAIN, entry_id, by(PLAIN).master_key, by(PLAIN).seal(entry_id, entry_id - 1, 1, payload) + payload
+        )
+
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        async def write(entry_ids: range) -> list[Status]:
+            answers = []
+            for entry_id in entry_ids:  # one by one, so that the journals roll between them
+                answers.append((await connection.send(large(entry_id))).status)
+                if answers[-1] is Status.EOK:
+                    kept.append(entry_id)
+                else:
+                    break
+                await bookie.checkpoint()
+            return answers
+
+        assert set(await write(range(2))) == {Status.EOK}
+        with descriptors_used_up():
+            refused = await write(range(2, 200))
+            assert refused[-1] in (Status.EIO, Status.EREADONLY)
+            await bookie.checkpoint()
+            assert bookie.failure is None
+            assert any("Too many open files" in each.getMessage() for each in caplog.records)
+        while bookie.read_only:
+            await asyncio.sleep(0.01)
+        assert set(await write(range(200, 210))) == {Status.EOK}
+
+    async def read(bookie: Bookie, connection: BookieConnection) -> None:
+        for entry_id in kept:
+            answer: Any = await connection.send(ReadRequest(PLAIN, entry_id))
+            assert answer.body == large(entry_id).body
+
+    settings = {"ledger_storage_class": storage, "journal_max_size_mb": 1, "log_size_limit": 1 << 20}
+    on_a_bookie(tmp_path, cluster, body, **settings)
+    on_a_bookie(tmp_path, cluster, read, **settings)
+    assert not [each.getMessage() for each in caplog.records if each.exc_info or each.levelno >= logging.ERROR]
 
 
 async def die(bookie: Bookie) -> None:

@@ -391,6 +391,30 @@ def test_too_many_connections_are_not_taken(impatient: HttpServer) -> None:
     assert call(impatient.address[1], "GET", "/heartbeat").status == 200
 
 
+def test_mute_connections_count_before_their_handshake_and_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pem: Path
+) -> None:
+    monkeypatch.setattr(server_module, "CONNECTIONS_MAX", 20)
+    monkeypatch.setattr(server_module, "HANDSHAKE_TIMEOUT_S", 0.5)
+    tls = server_module.tls_context(str(pem), None, None)
+    server = HttpServer(HttpSettings("127.0.0.1", 0, tls=tls))
+    server.bind()
+    server.start(lambda: Service(f"sqlite://{tmp_path / 'nothing.db'}"), upstream=PassedOn())
+    try:
+        with contextlib.ExitStack() as stack:
+            made = [stack.enter_context(socket.create_connection(server.address, timeout=60)) for _ in range(60)]
+            wait_for(lambda: server.ended["connections"] == 40, "those beyond the bound turned away")
+            assert all(ended(connection) for connection in made)
+        wait_for(lambda: server.ended["handshake"] == 20, "all handshakes ended")
+        with ssl.create_default_context(cafile=pem).wrap_socket(
+            socket.create_connection(server.address, timeout=60), server_hostname="127.0.0.1"
+        ) as client:
+            client.sendall(b"GET /heartbeat HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    finally:
+        server.stop()
+
+
 def connection_count(server: HttpServer) -> int:
     """How many clients are connected to a server of this process."""
     assert server._server is not None

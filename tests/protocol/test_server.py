@@ -165,6 +165,109 @@ async def test_requests_that_do_not_arrive_are_bounded_over_all_clients_and_keep
         assert server.unfinished_bytes == 0
 
 
+async def test_requests_of_any_size_that_do_not_arrive_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """900 clients that each send 200 KiB of a request: none of it was counted while it was below 256 KiB."""
+    limit, count, sent = 2 << 20, 60, 200 * KIB
+    monkeypatch.setattr(server_module, "STALL_CHECK_S", 0.01)
+    monkeypatch.setattr(server_module, "STALLED_FRAME_S", 3600.0)
+
+    async with serving(Prompt(), unfinished_bytes=limit, request_ms=0, first_request_ms=0) as server:
+        writers = await begin_requests(server, count, 250 * KIB, sent)
+        while len(server.connections) < count or server.unfinished_bytes <= limit:
+            await asyncio.sleep(0.01)
+        await settled(lambda: server.unfinished_bytes)
+        held = sum(len(each._buffer) for each in server.connections)
+        assert held < limit + 2 * sent + count * 12 * KIB, f"{held} bytes of {count * sent}"
+        for writer in writers:
+            writer.close()
+        while server.connections:
+            await asyncio.sleep(0.01)
+        assert server.unfinished_bytes == 0
+
+
+async def test_a_connection_that_is_quiet_keeps_no_large_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "STALL_CHECK_S", 0.05)
+
+    async with serving(Prompt()) as server, clients(server, 4) as opened:
+        for client in opened:
+            assert {each.status for each in await asyncio.gather(*adds(client, 40, 60 * KIB))} == {Status.EOK}
+        while sum(len(each._buffer) for each in server.connections) > 4 * 8 * KIB:
+            await asyncio.sleep(0.01)
+        for client in opened:
+            assert {each.status for each in await asyncio.gather(*adds(client, 40, 60 * KIB))} == {Status.EOK}
+
+
+def first_bytes_of_requests() -> dict[str, tuple[str, bytes]]:
+    """By name: why the server ends a client that sends so much and no more, and the bytes."""
+    (request,) = (b"".join(map(bytes, out)) for out in [[]] if v2.encode_request(ReadRequest(LEDGER, 0), out))
+    return {
+        "nothing": ("mute", b""),
+        "a part of a length": ("mute", request[:2]),
+        "a part of the first request": ("mute", request[:-1]),
+        "a part of the second request": ("unfinished", request + request[:9]),
+        "a part of a large request": ("unfinished", request + struct.pack(">i", 1 << 20) + bytes(300 * KIB)),
+    }
+
+
+@pytest.mark.parametrize("kind", first_bytes_of_requests())
+async def test_clients_that_do_not_finish_a_request_are_disconnected(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(server_module, "STALL_CHECK_S", 0.05)
+    reason, sent = first_bytes_of_requests()[kind]
+
+    async with serving(Prompt(), first_request_ms=200, request_ms=200) as server, clients(server, 1) as (client,):
+        assert {each.status for each in await asyncio.gather(*adds(client, 1))} == {Status.EOK}
+        reader, writer = await asyncio.open_connection(HOST, server.port)
+        writer.write(sent)
+        with contextlib.suppress(ConnectionResetError):
+            while await reader.read(1 << 16):
+                pass
+        writer.close()
+        assert server.ended == {reason: 1}
+        assert {each.status for each in await asyncio.gather(*adds(client, 1))} == {Status.EOK}, "a quiet client"
+
+
+async def test_a_request_that_comes_by_the_byte_has_one_deadline_for_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "STALL_CHECK_S", 0.05)
+    out: list[Any] = []
+    v2.encode_request(ReadRequest(LEDGER, 0), out)
+    request = b"".join(map(bytes, out))
+
+    async with serving(Prompt(), request_ms=300) as server:
+        reader, writer = await asyncio.open_connection(HOST, server.port)
+        writer.write(request)
+        assert await reader.read(1 << 16)
+        writer.write(struct.pack(">i", 1 << 20))
+        with contextlib.suppress(OSError):
+            while not reader.at_eof():
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.02)
+        writer.close()
+        assert server.ended == {"unfinished": 1}
+
+
+async def test_clients_that_wait_for_the_bookie_meet_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "STALL_CHECK_S", 0.02)
+
+    bookie = Holding()
+    limits = {"first_request_ms": 100, "request_ms": 100, "idle_ms": 100}
+    async with serving(bookie, in_flight_bytes=300 * KIB, **limits) as server, clients(server, 1) as (client,):
+        sent = adds(client, 20, 100 * KIB)  # most of it waits, partly in the middle of a request
+        await settled(lambda: len(bookie.held))
+        before = server.now_s
+        while server.now_s < before + 1:
+            await asyncio.sleep(0.01)
+        assert not server.ended
+        while any(not future.done() for future in sent):
+            bookie.answer(len(bookie.held))
+            await asyncio.sleep(0)
+        while server.connections:  # no request and no answer is due any more
+            await asyncio.sleep(0.01)
+        assert server.ended == {"idle": 1}
+
+
 async def test_large_requests_of_many_clients_wait_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "STALLED_FRAME_S", 3600.0)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
+import struct
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ import pytest
 
 from bkctl.errors import BookieUnavailable
 from bkctl.ids import LedgerId
+from bkctl.protocol import server as server_module
 from bkctl.protocol import v3
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.messages import (
+    AddRequest,
+    AddResponse,
     BytesLike,
     Protocol,
     ReadRequest,
@@ -24,7 +28,7 @@ from bkctl.protocol.messages import (
     StartTlsResponse,
     Status,
 )
-from bkctl.protocol.server import BookieServer
+from bkctl.protocol.server import BookieServer, ServerLimits
 
 HOST = "127.0.0.1"
 LEDGER = LedgerId(0, 5)
@@ -46,6 +50,9 @@ def client_context(pem: Path, *, check_hostname: bool = True) -> ssl.SSLContext:
 
 class Bookie:
     def handle(self, request: Request, respond: Respond) -> None:
+        if isinstance(request, AddRequest):
+            respond(AddResponse(Status.EBADREQ, request.ledger, request.entry_id))
+            return
         assert isinstance(request, ReadRequest)
         respond(ReadResponse(Status.EOK, request.ledger, request.entry_id, BODY))
 
@@ -192,3 +199,59 @@ async def test_a_handshake_that_fails_leaves_no_connection_behind(pem: Path, end
             await asyncio.sleep(0.01)
     await asyncio.wait_for(server.close(0.1), 20)
     assert not server.connections
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_handshake_that_does_not_come_ends_in_seconds(pem: Path, has_begun: bool) -> None:
+    server = BookieServer(Bookie(), tls=server_context(pem), limits=ServerLimits(tls_handshake_ms=300))
+    await server.start(HOST)
+    reader, writer = await asyncio.open_connection(HOST, server.port)
+    writer.write(start_tls_bytes())
+    assert await reader.readexactly(int.from_bytes(await reader.readexactly(4)))
+    if has_begun:
+        writer.write(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
+    with contextlib.suppress(ConnectionResetError):
+        await reader.read()
+    writer.close()
+    while server.connections:
+        await asyncio.sleep(0.01)
+    assert server.ended == {"handshake": 1}
+    await server.close()
+
+
+async def test_strangers_in_clear_send_no_more_than_start_tls_needs_where_tls_is_required(
+    pem: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "STALL_CHECK_S", 0.05)
+
+    limits = ServerLimits(first_request_ms=500)
+    server = BookieServer(Bookie(), tls=server_context(pem), requires_tls=True, limits=limits)
+    await server.start(HOST)
+    reader, writer = await asyncio.open_connection(HOST, server.port)
+    writer.write(struct.pack(">i", 5_000_000) + bytes(8000))
+    with contextlib.suppress(ConnectionResetError):
+        assert await reader.read() == b"", "closed before the rest comes"
+    writer.close()
+    assert server.ended == {"plaintext": 1}
+
+    reader, writer = await asyncio.open_connection(HOST, server.port)
+    with contextlib.suppress(OSError):
+        while not reader.at_eof():  # requests that are refused do not keep the connection
+            out: list[BytesLike] = []
+            v3.encode_request(1, ReadRequest(LEDGER, 0), out)
+            writer.writelines(out)
+            await reader.read(1 << 16)
+            await asyncio.sleep(0.02)
+    writer.close()
+    assert server.ended == {"plaintext": 1, "mute": 1}
+
+    connection = await BookieConnection.open(
+        HOST, server.port, bookie_id="bookie", tls=client_context(pem), timeout_s=60
+    )
+    large = await connection.send(ReadRequest(LEDGER, 0))
+    assert isinstance(large, ReadResponse)
+    body = bytes(100_000)
+    refused = await connection.send(AddRequest(LEDGER, 0, b"k" * 20, body))
+    assert refused.status is Status.EBADREQ, "the whole of it was taken"
+    connection.close()
+    await server.close()

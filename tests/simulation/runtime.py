@@ -36,6 +36,7 @@ from typing import Any
 from unittest import mock
 
 from bkctl.ids import random_u64
+from bkctl.protocol.acceptor import Acceptor
 
 #: 2026-01-01, the wall clock when a world begins.
 EPOCH_S = 1_767_225_600
@@ -835,6 +836,11 @@ def _modules() -> list[types.ModuleType]:
     return [sys.modules[name] for name in names]
 
 
+async def _listen(host: str, port: int, serve: Callable[[], Any], **_: Any) -> Any:
+    """Acceptor.listen in the simulated network."""
+    return await asyncio.get_running_loop().create_server(serve, host, port)
+
+
 @contextlib.contextmanager
 def patched(world: World) -> Iterator[None]:
     """The product's modules use the world's time, threads, queues and random numbers."""
@@ -846,6 +852,7 @@ def patched(world: World) -> Iterator[None]:
         patches.enter_context(_databases_die_with_their_process(world))
         # asyncio.run_coroutine_threadsafe gives one of these.
         patches.enter_context(mock.patch.object(concurrent.futures.Future, "result", _await_result))
+        patches.enter_context(mock.patch.object(Acceptor, "listen", _listen))
         # Imported where it is used, so replaced at its source.
         patches.enter_context(mock.patch.object(uuid, "uuid4", stands[id(uuid)][1].uuid4))
         for module in _modules():

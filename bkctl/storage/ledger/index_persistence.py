@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from bkctl.disk import NO_SPACE, Files, StorageFile
+from bkctl.disk import DISK_FULL, Files, StorageFile
 from bkctl.errors import Corrupt
 from bkctl.formats import index as formats
 from bkctl.formats.layout import Buffer
@@ -380,7 +380,7 @@ class IndexPersistenceMgr:
         try:
             self._write(handle, header, pages)
         except OSError as error:
-            target = self._elsewhere(handle.index_path) if error.errno in NO_SPACE else None
+            target = self._elsewhere(handle.index_path) if error.errno in DISK_FULL else None
             if target is None:
                 raise
             self._leave(handle, target)

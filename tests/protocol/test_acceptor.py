@@ -1,0 +1,210 @@
+"""What a server does with connections before it serves them: bounds at accept, handshakes, and no descriptors left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import gc
+import logging
+import resource
+import socket
+import ssl
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from support.descriptors import descriptors_used_up
+
+from bkctl.protocol import acceptor as acceptor_module
+from bkctl.protocol.acceptor import Acceptor, share_of_descriptors
+
+HOST = "127.0.0.1"
+Runner = Callable[[Coroutine[Any, Any, None]], None]
+
+
+class Echo(asyncio.Protocol):
+    """Sends back what comes."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.transport.write(data)  # type: ignore[attr-defined]
+
+
+def tls_of(pem: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pem)
+    return context
+
+
+@contextlib.asynccontextmanager
+async def accepting(connections_max: int, **options: Any) -> AsyncIterator[Acceptor]:
+    listener = socket.create_server((HOST, 0), backlog=1024)
+    acceptor = Acceptor([listener], Echo, connections_max=connections_max, ended=Counter(), **options)
+    try:
+        yield acceptor
+    finally:
+        acceptor.close()
+        await acceptor.wait_closed()
+
+
+async def connect(acceptor: Acceptor, tls: ssl.SSLContext | None = None) -> Any:
+    return await asyncio.open_connection(HOST, acceptor.port, ssl=tls)
+
+
+async def echoes(streams: Any) -> bool:
+    """Whether the server serves that connection; False: it closed it."""
+    reader, writer = streams
+    try:
+        writer.write(b"x")
+        return bool(await reader.read(1) == b"x")
+    except OSError:
+        return False
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def test_connections_beyond_the_bound_are_closed_and_leave_room_again(
+    runner: Runner, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with accepting(3) as acceptor:
+            served = [await connect(acceptor) for _ in range(3)]
+            assert [await echoes(each) for each in served] == [True] * 3
+            refused = [await connect(acceptor) for _ in range(5)]
+            assert [await echoes(each) for each in refused] == [False] * 5
+            assert acceptor.open == 3
+            assert acceptor.ended == {"connections": 5}
+            for _, writer in served:
+                writer.close()
+            await until(lambda: acceptor.open == 0)
+            again = await connect(acceptor)
+            assert await echoes(again)
+            for _, writer in (*refused, again):
+                writer.close()
+            await until(lambda: acceptor.open == 0)
+
+    runner(main())
+    assert len([each for each in caplog.records if "turned away" in each.getMessage()]) == 1
+
+
+def test_connections_in_a_handshake_count_and_end_soon(
+    runner: Runner, pem: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        wrong: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
+        async with accepting(4, tls=tls_of(pem), handshake_timeout_s=0.5) as acceptor:
+            mute = [await connect(acceptor) for _ in range(12)]
+            await until(lambda: acceptor.ended["connections"] == 8)
+            assert acceptor.open == 4
+            for reader, _ in mute:
+                with contextlib.suppress(OSError):
+                    assert await reader.read() == b""
+            await until(lambda: acceptor.open == 0)
+            assert acceptor.ended["handshake"] == 4
+            streams = await connect(acceptor, ssl.create_default_context(cafile=pem))
+            assert await echoes(streams)
+            for _, writer in (*mute, streams):
+                writer.close()
+            await until(lambda: acceptor.open == 0)
+        assert not wrong
+
+    runner(main())
+    assert not [each for each in caplog.records if each.exc_info]
+
+
+def test_failed_handshakes_leave_no_garbage(runner: Runner, pem: Path) -> None:
+    """256 KiB of buffer each, in cycles that the collector looks at seldom: 240 a second took 20 MB a second."""
+
+    def left() -> int:
+        return sum(type(each).__name__ == "SSLProtocol" for each in gc.get_objects())
+
+    async def main() -> None:
+        async with accepting(0, tls=tls_of(pem)) as acceptor:
+            gc.collect()
+            gc.disable()
+            try:
+                for _ in range(20):
+                    reader, writer = await connect(acceptor)
+                    writer.write(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"x" * 600)
+                    with contextlib.suppress(OSError):
+                        await reader.read()
+                    writer.close()
+                await until(lambda: acceptor.open == 0 and acceptor.ended["handshake"] == 20)
+                assert left() <= 1
+            finally:
+                gc.enable()
+
+    runner(main())
+
+
+def test_without_descriptors_connections_wait_and_are_served_later(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(acceptor_module, "ACCEPT_PAUSE_S", 0.05)
+
+    async def main() -> None:
+        wrong: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
+        async with accepting(0) as acceptor:
+            waiting = [socket.socket() for _ in range(5)]
+            with descriptors_used_up():
+                for each in waiting:
+                    each.connect((HOST, acceptor.port))
+                await until(lambda: acceptor.ended["descriptors"] >= 3)
+                assert acceptor.open == 0
+            await until(lambda: acceptor.open == 5)
+            streams = await connect(acceptor)
+            assert await echoes(streams)
+            streams[1].close()
+            for each in waiting:
+                each.close()
+            await until(lambda: acceptor.open == 0)
+        assert not wrong
+
+    runner(main())
+    (said,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert "Too many open files" in said.getMessage()
+
+
+def test_an_error_of_one_connection_does_not_end_accepting(runner: Runner) -> None:
+    class Reset(socket.socket):
+        """A listening socket whose first client is gone before it is accepted."""
+
+        failures: ClassVar = [errno.ECONNABORTED, errno.EPROTO, errno.ENETDOWN]
+
+        def accept(self) -> Any:
+            if self.failures:
+                code = self.failures.pop()
+                raise OSError(code, "accept")
+            return super().accept()
+
+    async def main() -> None:
+        listener = Reset()
+        listener.bind((HOST, 0))
+        listener.listen()
+        acceptor = Acceptor([listener], Echo, connections_max=0, ended=Counter())
+        streams = await connect(acceptor)
+        assert await echoes(streams)
+        streams[1].close()
+        await until(lambda: acceptor.open == 0)
+        acceptor.close()
+        assert not acceptor.ended
+
+    runner(main())
+
+
+def test_the_share_of_descriptors_follows_the_process_and_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {300: (150, 100), 1: (1, 1), resource.RLIM_INFINITY: (0, 100)}
+    for limit, (unbounded, bounded) in limits.items():
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        assert share_of_descriptors(2, 0) == unbounded
+        assert share_of_descriptors(2, 100) == bounded
