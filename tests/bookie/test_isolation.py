@@ -51,7 +51,8 @@ def test_a_master_key_that_is_not_20_bytes_is_refused_at_every_entry_point(
                 WriteLacRequest(ledger, 0, key, lac),
             ):
                 assert (await connection.send(request)).status is Status.EBADREQ
-            assert bookie.storage.get(ledger) is None
+            assert ledger not in bookie.storage.ledgers.handles
+            assert (await connection.send(ReadRequest(ledger, 0))).status is Status.ENOLEDGER
         assert await statuses(connection, add(OTHER, 0)) == [Status.EOK]
         await bookie.checkpoint()
         assert bookie.failure is None
@@ -89,8 +90,7 @@ def test_a_bookie_starts_with_a_journal_that_holds_long_master_keys(
                 response = await connection.send(ReadRequest(ledger, 0))
                 assert bytes(response.body) == add(ledger, 0).body
             assert await statuses(connection, add(PLAIN, 1)) == [Status.EOK]
-            held = [bookie.storage.get(ledger) for ledger in keys]
-            assert all(handle is not None and handle.master_key == b"" for handle in held)
+            assert all(bookie.storage.ledgers.handles[ledger].master_key == b"" for ledger in keys)
 
     asyncio.run(write())
     for _ in range(2):
@@ -194,6 +194,7 @@ def test_an_exception_of_one_answer_keeps_nothing_from_the_others(tmp_path: Path
         def defect(_: object) -> None:
             raise RuntimeError("a defect")
 
+        assert await statuses(connection, add(OTHER, 1)) == [Status.EOK]
         added = connection.send(add(PLAIN, 0))
         body = add(OTHER, 0)
         bookie.storage.add(OTHER, 0, body.master_key, body.body, defect)
