@@ -7,10 +7,13 @@ Source: BookKeeperServerStats, PrometheusMetricsProvider, PrometheusTextFormat.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
+
+log: Final = logging.getLogger("bkctl.bookie")
 
 #: Of Apache's summaries.
 QUANTILES: Final = (0.5, 0.75, 0.95, 0.99, 0.999, 0.9999, 1.0)
@@ -161,6 +164,11 @@ class BookieMetrics:
         self.add_entry.observe(seconds, count, ok=ok)
         if ok and count:
             self.add_entry_bytes.observe(size // count, count)
+
+    def note_unexpected(self, action: str, error: BaseException) -> None:
+        """Count and log a fault of this program: `action` failed with `error`."""
+        self.unexpected_errors += 1
+        log.error("%s failed with an unexpected error", action, exc_info=error)
 
     def settle_reads(self) -> None:
         """Note the reads from memory as such that took no time."""

@@ -13,7 +13,7 @@ import pytest
 from support.served_bookies import PLAIN, SCOPED, add, config_for, connected, digests, on_a_bookie, serving, statuses
 from support.servers import DB, INTERLEAVED, SORTED
 
-from bkctl.bookie.server import Bookie
+from bkctl.bookie.bookie import Bookie
 from bkctl.disk import Files, StorageFile
 from bkctl.files.rocksdb import LedgersDatabase
 from bkctl.formats.availability import Availability
@@ -213,11 +213,10 @@ def test_a_list_of_entries_ends_when_its_asker_is_gone(
             asking = leaving.send(ListEntriesRequest(PLAIN))
             assert await asyncio.to_thread(begun.wait, 60)
         asking.cancel()
-        while len(bookie._server.connections) > 1:
+        while len(bookie.server.connections) > 1:
             await asyncio.sleep(0.001)
         may_go_on.set()
-        assert bookie._readers is not None
-        await asyncio.to_thread(bookie._readers.shutdown)
+        await asyncio.to_thread(bookie.processor.reader.stop)
         assert pages == [0]
 
     on_a_bookie(tmp_path, cluster, body)

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from bkctl.bookie.garbage_collector import GarbageCollectorThread, NoSpaceForCheckpoint
-from bkctl.bookie.server import Bookie as RunningBookie
+from bkctl.bookie.bookie import Bookie as RunningBookie
+from bkctl.bookie.checkpoints import CheckpointRunner, NoSpaceForCheckpoint
+from bkctl.bookie.garbage_collector import GarbageCollectorThread
 from bkctl.client.ledger import BookKeeper
 from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError, Unreachable, UsageError
@@ -263,10 +264,10 @@ def test_about_ledgers_without_index_the_store_is_asked_once_a_round(
     impossible = LedgerId(0, 1 << 63)
     some = [alive, elsewhere, deleted, SCOPED[0], dead, impossible]
     for _ in range(2):
-        assert collector._collector.garbage_of(some) == {elsewhere, deleted, dead, impossible}
+        assert collector.unindexed.garbage_of(some) == {elsewhere, deleted, dead, impossible}
     assert asked.count(dead) == 1
     assert deleted not in asked
-    collector._collector.tell_unindexed()
+    collector.unindexed.report()
     assert collector.stats.unindexed_ledgers == 2
     collector.run_round()
     assert collector.stats.unindexed_ledgers == 0, "no log has them"
@@ -695,10 +696,10 @@ async def test_a_disk_without_space_for_a_checkpoint_is_freed_of_the_logs_of_del
     assert collector is not None
     with monkeypatch.context() as full:
 
-        async def no_space(_: RunningBookie) -> None:
+        async def no_space(_: CheckpointRunner) -> None:
             raise NoSpaceForCheckpoint("Bookie has no space for a checkpoint")
 
-        full.setattr(RunningBookie, "_checkpoint_from_now", no_space)
+        full.setattr(CheckpointRunner, "_run_another", no_space)
         assert collector.force(major=False, minor=False)
         while collector.is_in_force_gc:
             await asyncio.sleep(0.01)
@@ -750,7 +751,7 @@ async def test_ledgers_are_deleted_while_checkpoints_never_end(
 async def test_a_bookie_that_gave_up_collects_no_more(tmp_path: Path, store: Cluster) -> None:
     bookie = RunningBookie(bookie_config(tmp_path, gc_wait_time=1), cluster=store)
     await bookie.start()
-    bookie.thread_died(RuntimeError("a thread"))
+    bookie.state_manager.thread_died(RuntimeError("a thread"))
     assert bookie.garbage_collector is not None
     assert not bookie.garbage_collector.force()
     await bookie.stop()

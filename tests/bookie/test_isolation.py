@@ -12,8 +12,7 @@ import pytest
 from bookie.test_server import add, config_for, connected, digests, on_a_bookie, serving, statuses
 from support.servers import DB, INTERLEAVED, SORTED
 
-from bkctl.bookie import server
-from bkctl.bookie.server import Bookie
+from bkctl.bookie.bookie import Bookie
 from bkctl.disk import Files, StorageFile
 from bkctl.errors import AlreadyExists, BadRequest, BkctlError, Corrupt, UnknownLedgerState, Unsupported
 from bkctl.ids import LedgerId
@@ -27,7 +26,7 @@ STORAGES = pytest.mark.parametrize("storage", [SORTED, INTERLEAVED, DB], ids=["s
 
 
 def in_flight(bookie: Bookie) -> int:
-    return bookie._server.in_flight_bytes + sum(each._in_flight for each in bookie._server.connections)
+    return bookie.server.in_flight_bytes + sum(each._in_flight for each in bookie.server.connections)
 
 
 # --- master keys -----------------------------------------------------------------------------------------------------
@@ -80,7 +79,7 @@ def test_a_bookie_starts_with_a_journal_that_holds_long_master_keys(
             answers = await statuses(connection, *(add(ledger, 0, master_key=key) for ledger, key in keys.items()))
             assert set(answers) == {Status.EOK}
             monkeypatch.undo()
-        bookie._fail(BkctlError("killed"))
+        bookie.state_manager.fail(BkctlError("killed"))
         await bookie.stop()
 
     async def read() -> None:
@@ -200,7 +199,7 @@ def test_an_exception_of_one_answer_keeps_nothing_from_the_others(tmp_path: Path
         bookie.storage.add(OTHER, 0, body.master_key, body.body, defect)
         bookie.storage.force(OTHER, defect)
         bookie.storage.when_written(OTHER, defect)
-        bookie._flush_soon()
+        bookie.commits.flush_soon()
         assert (await asyncio.wait_for(added, 60)).status is Status.EOK
         assert in_flight(bookie) == 0
 
@@ -257,8 +256,8 @@ class _HangingFile(StorageFile):
 async def test_a_stop_ends_in_bounded_time_while_a_disk_hangs(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    monkeypatch.setattr(server, "STOP_S", 1.0)
-    monkeypatch.setattr(server, "STOP_GRACE_S", 0.2)
+    monkeypatch.setattr("bkctl.bookie.bookie.STOP_S", 1.0)
+    monkeypatch.setattr("bkctl.bookie.bookie.STOP_GRACE_S", 0.2)
     files = HangingFiles()
 
     bookie = Bookie(config_for(tmp_path), cluster=cluster, files=files)
@@ -296,8 +295,7 @@ def test_whoever_waits_for_a_task_that_fails_with_anything_hears_of_it(
             assert await statuses(connection, add(PLAIN, 0)) == [Status.EOK]
             monkeypatch.setattr(bookie.storage, method, fail)
             if method == "write_entries":
-                assert bookie._entries is not None
-                bookie._entries.submit(bookie._write_entries)
+                bookie.commits.write_entries_soon()
             await asyncio.wait_for(bookie.checkpoint(), 60)
             await asyncio.wait_for(bookie.stop(), 60)
         assert bookie.failure is not None
@@ -364,7 +362,7 @@ def test_a_bookie_whose_session_is_lost_and_that_holds_its_registration_again_go
         async with asyncio.timeout(60):
             while (found := cluster.bookies.get(bookie.bookie_id)) is None or found.state != "rw":
                 await asyncio.sleep(0.05)
-        bookie._check_registration()
+        bookie.registration.check_usurper()
         assert bookie.failure is None
 
     on_a_bookie(tmp_path, cluster, body, zk_timeout=500, disk_check_interval=50)

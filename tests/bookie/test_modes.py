@@ -15,7 +15,7 @@ import pytest
 from support.descriptors import descriptors_used_up
 from support.servers import DB, INTERLEAVED, SORTED
 
-from bkctl.bookie.server import Bookie
+from bkctl.bookie.bookie import Bookie
 from bkctl.config import BookieConfig
 from bkctl.disk import DiskUsage, Files, StorageFile
 from bkctl.errors import BkctlError, UsageError
@@ -217,11 +217,11 @@ def test_a_bookie_that_an_operator_made_read_only_stays_so_when_its_disks_have_s
             await asyncio.sleep(0.01)
         await bookie.set_read_only(True)
         disks.used = 0.5
-        while bookie._disks_full:
+        while bookie.state_manager.disks_full:
             await asyncio.sleep(0.01)
         assert bookie.read_only
         disks.used = 0.99
-        while not bookie._disks_full:
+        while not bookie.state_manager.disks_full:
             await asyncio.sleep(0.01)
         await bookie.set_read_only(False)
         assert bookie.read_only, "for its disks"
@@ -373,7 +373,7 @@ def test_a_process_without_free_descriptors_is_read_only_until_files_are_closed(
 
 async def die(bookie: Bookie) -> None:
     """Nothing is written from here on, as if it were killed."""
-    bookie.failure = BkctlError("killed")
+    bookie.state_manager.failure = BkctlError("killed")
 
 
 def journals(tmp_path: Path) -> list[Path]:

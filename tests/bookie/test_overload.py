@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from support.servers import DB, INTERLEAVED, SORTED
 
-from bkctl.bookie import long_polls, server
-from bkctl.bookie.server import Bookie
+from bkctl.bookie import long_polls
+from bkctl.bookie.bookie import Bookie
 from bkctl.client.ledger import BookKeeper
 from bkctl.config import BookieConfig
 from bkctl.disk import DiskUsage, Files, StorageFile
@@ -156,7 +156,7 @@ async def test_a_bookie_gives_up_when_one_of_its_threads_dies(
 async def test_nobody_waits_for_the_answers_of_a_bookie_that_failed(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool
 ) -> None:
-    monkeypatch.setattr(server, "STOP_GRACE_S", 600.0)
+    monkeypatch.setattr("bkctl.bookie.bookie.STOP_GRACE_S", 600.0)
     entered, go_on = threading.Event(), threading.Event()
 
     def defect(*_: object, **__: object) -> None:
@@ -194,8 +194,8 @@ async def test_a_bookie_that_turns_read_only_and_back_while_the_store_is_slow_st
     monkeypatch.setattr(cluster.store, "delete", delete)
     moves = []
     for read_only in (True, False):
-        bookie.read_only = read_only
-        moves.append(asyncio.create_task(bookie._register()))
+        bookie.state_manager.read_only = read_only
+        moves.append(asyncio.create_task(bookie.registration.update()))
         await asyncio.sleep(0.3)
     await asyncio.gather(*moves)
     slow.set()
@@ -221,8 +221,8 @@ async def test_a_stop_during_a_registration_leaves_no_ghost(
     bookie = bookie_of(cluster, tmp_path)
     await bookie.start()
     monkeypatch.setattr(cluster.bookies, "register", register)
-    bookie.read_only = True
-    bookie._register_soon()
+    bookie.state_manager.read_only = True
+    bookie.registration.update_soon()
     await asyncio.to_thread(entered.wait, 60)
     stopping = asyncio.create_task(bookie.stop())
     await asyncio.sleep(0.3)
@@ -237,11 +237,11 @@ async def test_a_stop_during_a_registration_leaves_no_ghost(
 async def test_registrations_that_are_over_leave_nothing_behind(cluster: Cluster, tmp_path: Path) -> None:
     bookie = bookie_of(cluster, tmp_path)
     await bookie.start()
-    before = len(bookie._tasks)
+    before = len(bookie.registration.tasks)
     for _ in range(20):
-        bookie._register_soon()
+        bookie.registration.update_soon()
     async with asyncio.timeout(60):
-        while len(bookie._tasks) > before:
+        while len(bookie.registration.tasks) > before:
             await asyncio.sleep(0.01)
     await bookie.stop()
 
@@ -320,7 +320,7 @@ def test_memory_stays_bounded_when_clients_write_faster_than_the_disk(
         while not pouring.done():
             most = max(most, resident_bytes() - before)
             # One receive buffer beyond the bound for each connection.
-            assert bookie._server.in_flight_bytes <= (8 << 20) + clients * (512 << 10)
+            assert bookie.server.in_flight_bytes <= (8 << 20) + clients * (512 << 10)
             # What came in one turn of the loop more than its bound, from all connections.
             assert bookie.storage.unwritten_bytes <= (8 << 20) + (8 << 20) + clients * (512 << 10)
             await asyncio.sleep(0.01)
@@ -387,9 +387,9 @@ async def test_adds_beyond_those_that_may_wait_are_refused_and_the_others_kept(
         return client.send(AddRequest(LedgerId(0, 5), entry_id, bytes(20), body, **flags))
 
     async def turn() -> None:
-        seen = bookie._server.in_flight_bytes
+        seen = bookie.server.in_flight_bytes
         await client.send(ReadRequest(LedgerId(0, 99), 0))
-        assert bookie._server.in_flight_bytes >= seen
+        assert bookie.server.in_flight_bytes >= seen
 
     kept = []
     for entry_id in range(10):
@@ -468,7 +468,7 @@ async def test_long_polls_are_bounded_in_number_and_end_with_their_clients(
         answer.add_done_callback(lambda done: done.exception())
     clients[0].close()
     async with asyncio.timeout(60):
-        while len(bookie._polls):
+        while len(bookie.processor.polls):
             await asyncio.sleep(0.01)
     assert not bookie.storage.ledgers.handles[LedgerId(0, 5)].watchers
     again = clients[1].send(poll)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from support.served_bookies import PLAIN, SCOPED, add, config_for, connected, digests, on_a_bookie, serving, statuses
 
+from bkctl.bookie.bookie import Bookie
 from bkctl.bookie.cookies import CookieMismatch
-from bkctl.bookie.server import Bookie
 from bkctl.disk import DiskUsage, Files
 from bkctl.errors import BkctlError, DirectoryInUse, IllegalOperation, Unsupported, UsageError
 from bkctl.files.journal import JournalReader, read_last_mark

@@ -162,8 +162,8 @@ def wrong_length() -> Iterator[None]:
     """Recovery closes with a length that is not that of the entries."""
     real = recovery._make_safe
 
-    async def make_safe(access: Any) -> Any:
-        pipeline, length = await real(access)
+    async def make_safe(access: Any, accept_loss: Any) -> Any:
+        pipeline, length = await real(access, accept_loss)
         return pipeline, length + 1 if length else 0
 
     with mock.patch.object(recovery, "_make_safe", make_safe):
@@ -204,8 +204,9 @@ def marks_first() -> Iterator[None]:
 @contextlib.contextmanager
 def no_second_look() -> Iterator[None]:
     """Garbage collection goes by a listing from before, and does not ask for a ledger again before it deletes it."""
-    from bkctl.bookie import garbage_collector
     from bkctl.metadata.ledgers import LedgerManager
+    from bkctl.metadata.liveness import Liveness
+    from bkctl.model import LedgerLiveness
 
     real = LedgerManager.ranges
     earlier: dict[int, list[Any]] = {}
@@ -216,11 +217,11 @@ def no_second_look() -> Iterator[None]:
         return before
 
     def states(self: Any, ledgers: Any) -> Any:
-        return dict.fromkeys(ledgers, garbage_collector.LedgerState.DEAD)
+        return dict.fromkeys(ledgers, LedgerLiveness.DEAD)
 
     with (
         mock.patch.object(LedgerManager, "ranges", ranges),
-        mock.patch.object(garbage_collector.Liveness, "states", states),
+        mock.patch.object(Liveness, "states", states),
     ):
         yield
 
