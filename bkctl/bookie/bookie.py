@@ -29,7 +29,7 @@ from bkctl.bookie.network import (
     free_port,
     listening_host,
 )
-from bkctl.bookie.registration import Registration
+from bkctl.bookie.registration import RegistrationManager
 from bkctl.bookie.request_processor import RequestProcessor
 from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.bookie.stopping import StopDeadline
@@ -86,7 +86,7 @@ class Bookie:
         self.metrics = BookieMetrics()
         self.storage = BookieStorage(config, files=self.files)
         self.state_manager = BookieStateManager(config, self.files, self.storage, self._give_up)
-        self.registration = Registration(self.state_manager)
+        self.registration = RegistrationManager(self.state_manager)
         self.space = DiskSpaceMonitor(self.files, self.storage, self.state_manager, self.registration)
         self.commits = GroupCommit(self.storage, self.state_manager, self.metrics, self.space)
         self.processor = RequestProcessor(self.files, self.storage, self.state_manager, self.commits, self.metrics)
@@ -113,7 +113,7 @@ class Bookie:
 
     @property
     def read_only(self) -> bool:
-        """Whether the bookie refuses writes."""
+        """True if the bookie refuses writes."""
         return self.state_manager.read_only
 
     @property
@@ -123,7 +123,7 @@ class Bookie:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a stop left hanging threads behind: the process has to end without them."""
+        """True if a stop left hanging threads behind: the process has to end without them."""
         return self._deadline.is_stuck
 
     @property

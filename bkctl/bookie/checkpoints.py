@@ -57,7 +57,7 @@ class CheckpointRunner:
 
     @property
     def is_running(self) -> bool:
-        """Whether a checkpoint is under way."""
+        """True if a checkpoint is under way."""
         return self._running is not None
 
     def abandon(self) -> None:

@@ -82,7 +82,7 @@ class CollectorMetadata:
         return states
 
     def names_bookie(self, metadata: LedgerMetadata) -> bool:
-        """Whether this bookie is in an ensemble of the ledger."""
+        """Return whether this bookie is in an ensemble of the ledger."""
         return any(self.bookie_id in fragment.bookies for fragment in metadata.ensembles)
 
 

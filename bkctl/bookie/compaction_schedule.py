@@ -1,4 +1,4 @@
-"""When a bookie compacts its entry logs: intervals, thresholds, suspension and forced rounds.
+"""The schedule of compactions of a bookie's entry logs: intervals, thresholds, suspension and forced rounds.
 
 Source: GarbageCollectorThread.
 """
@@ -49,12 +49,12 @@ class CompactionSettings(NamedTuple):
 
     @property
     def is_enabled(self) -> bool:
-        """Whether compactions of this kind run by themselves."""
+        """True if compactions of this kind run by themselves."""
         return self.threshold > 0 and self.interval > 0
 
 
 def check_compaction_settings(config: BookieConfig) -> None:
-    """Raises UsageError for settings with which Apache's bookie does not start. Source: GarbageCollectorThread."""
+    """Raise UsageError for settings with which Apache's bookie does not start. Source: GarbageCollectorThread."""
     where = config.conf_path or "The configuration"
     too_short = f"is shorter than gcWaitTime, {config.gc_wait_time} ms"
     minor, major = CompactionSettings.of(config, MINOR), CompactionSettings.of(config, MAJOR)
@@ -112,7 +112,7 @@ class CompactionSchedule:
         self._suspended_by_disks = {MAJOR, MINOR} if full else {MAJOR} if almost_full else set()
 
     def is_suspended(self, kind: str) -> bool:
-        """Whether an operator or full disks suspend compactions of a kind."""
+        """Return whether an operator or full disks suspend compactions of a kind."""
         return kind in self._suspended or kind in self._suspended_by_disks
 
     def due(self, forced: ForcedRound | None) -> str | None:
@@ -137,7 +137,7 @@ class CompactionSchedule:
 
     @property
     def are_locations_due(self) -> bool:
-        """Whether the databases of entry locations are to be compacted now."""
+        """True if the databases of entry locations are to be compacted now."""
         interval_ms = self._config.entry_location_compaction_interval * 1000
         passed_ms = self._clock_ms() - self.last_locations_ms
         return interval_ms > 0 and passed_ms > interval_ms + self._locations_delay_ms

@@ -11,7 +11,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from bkctl.bookie.disk_watch import DiskState, DiskWatch
-from bkctl.bookie.registration import Registration
+from bkctl.bookie.registration import RegistrationManager
 from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.config import MEBIBYTE, BookieConfig
 from bkctl.disk import Files
@@ -28,7 +28,7 @@ class DiskSpaceMonitor:
     """Tells ledger storage, garbage collector and the bookie's state how full the disks are; `start` first."""
 
     def __init__(
-        self, files: Files, storage: BookieStorage, state: BookieStateManager, registration: Registration
+        self, files: Files, storage: BookieStorage, state: BookieStateManager, registration: RegistrationManager
     ) -> None:
         self._files = files
         self._storage = storage
@@ -37,7 +37,7 @@ class DiskSpaceMonitor:
         self.garbage_collector: GarbageCollectorThread | None = None
 
     def start(self) -> None:
-        """Raises UsageError for thresholds that contradict each other."""
+        """Raise UsageError for thresholds that contradict each other."""
         storage = self._storage
         self._disks = DiskWatch(self._state.config, self._files, storage.ledger_directories, storage.index_directories)
 
@@ -81,7 +81,7 @@ class DiskSpaceMonitor:
                 self._state.lacks_space = not self.journals_have_space()
 
     def journals_have_space(self) -> bool:
-        """Whether every journal directory takes two journal files, and the process a descriptor. Raises OSError."""
+        """Return whether every journal directory has room for two files, and a descriptor is free. Raises OSError."""
         needed = 2 * self._state.config.journal_pre_alloc_size_mb * MEBIBYTE
         directories = self._storage.journal_directories
         has_space = all(self._files.disk_usage(directory).free > needed for directory in directories)

@@ -126,7 +126,7 @@ class GarbageCollectorThread:
 
     @property
     def is_in_force_gc(self) -> bool:
-        """Whether a forced round is under way, or about to begin."""
+        """True if a forced round is under way, or about to begin."""
         return self._forced is not None
 
     def suspend_major(self) -> None:
@@ -147,12 +147,12 @@ class GarbageCollectorThread:
 
     @property
     def is_major_suspended(self) -> bool:
-        """Whether an operator or full disks suspend major compaction."""
+        """True if an operator or full disks suspend major compaction."""
         return self._schedule.is_suspended(MAJOR)
 
     @property
     def is_minor_suspended(self) -> bool:
-        """Whether an operator or full disks suspend minor compaction."""
+        """True if an operator or full disks suspend minor compaction."""
         return self._schedule.is_suspended(MINOR)
 
     def disks_are(self, *, full: bool, almost_full: bool) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bkctl.bookie.disk_watch import total_usage
 from bkctl.bookie.group_commit import GroupCommit
-from bkctl.bookie.reads import EntryReader
+from bkctl.bookie.reads import EntryFetcher
 from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.disk import DiskUsage, Files
 from bkctl.errors import EntryNotFound, LedgerNotFound
@@ -40,7 +40,7 @@ class LedgerRequestHandler:
         storage: BookieStorage,
         state: BookieStateManager,
         commits: GroupCommit,
-        reader: EntryReader,
+        reader: EntryFetcher,
         server: BookieServer,
     ) -> None:
         self._files = files

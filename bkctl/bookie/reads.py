@@ -44,7 +44,7 @@ BATCH_READ_COUNT_MAX: Final = 10_000
 _EOK: Final = Status.EOK
 
 
-class EntryReader:
+class EntryFetcher:
     """Finds an entry in memory, or has a thread read it."""
 
     def __init__(
@@ -137,7 +137,7 @@ class ReadHandler:
         state: BookieStateManager,
         commits: GroupCommit,
         requests: WaitingRequests,
-        reader: EntryReader,
+        reader: EntryFetcher,
         server: BookieServer,
     ) -> None:
         self._storage = storage

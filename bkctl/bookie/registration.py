@@ -21,7 +21,7 @@ log: Final = logging.getLogger("bkctl.bookie")
 USURPED_ZK_TIMEOUTS: Final = 2
 
 
-class Registration:
+class RegistrationManager:
     """Keeps a bookie on the list that fits its mode; `start` before anything else."""
 
     def __init__(self, state: BookieStateManager) -> None:

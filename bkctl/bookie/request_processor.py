@@ -10,7 +10,7 @@ from bkctl.bookie.group_commit import GroupCommit
 from bkctl.bookie.ledger_requests import LedgerRequestHandler
 from bkctl.bookie.metrics import BookieMetrics
 from bkctl.bookie.network import server_limits, tls_context
-from bkctl.bookie.reads import EntryReader, ReadHandler
+from bkctl.bookie.reads import EntryFetcher, ReadHandler
 from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.bookie.waiting_requests import Handler, WaitingRequests
 from bkctl.disk import Files
@@ -51,7 +51,7 @@ class RequestProcessor:
             self, tls=tls_context(config), requires_tls=config.tls_required, limits=server_limits(config)
         )
         self.requests = WaitingRequests(storage, state, metrics, server)
-        self.reader = EntryReader(storage, metrics, self.requests, server)
+        self.reader = EntryFetcher(storage, metrics, self.requests, server)
         self._reads = ReadHandler(storage, state, commits, self.requests, self.reader, server)
         self.polls = self._reads.polls
         adds = AddHandler(storage, state, commits, self.requests)

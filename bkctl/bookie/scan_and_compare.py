@@ -154,7 +154,7 @@ class ScanAndCompareGarbageCollector:
         return []
 
     def _is_elsewhere(self, metadata: LedgerMetadata) -> bool:
-        """Whether the ledger is closed, so that its ensembles stay as they are, and this bookie is in none of them."""
+        """Return whether the ledger is closed, so that its ensembles are final, and this bookie is in none."""
         return metadata.state is LedgerState.CLOSED and not self._metadata.names_bookie(metadata)
 
 

@@ -50,7 +50,7 @@ class BookieStateManager:
 
     @property
     def takes_high_priority_writes(self) -> bool:
-        """Whether a read-only bookie takes the adds of recoveries."""
+        """True if a read-only bookie takes the adds of recoveries."""
         return self.has_room_for_recovery and not self.lacks_space
 
     def refuse_writes(self) -> ReadOnlyBookie:

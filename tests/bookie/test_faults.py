@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from bookie.test_server import add, config_for, connected, digests
+from bookie.test_bookie import add, config_for, connected, digests
 from support.servers import DB, INTERLEAVED, SORTED
 
 from bkctl.bookie.bookie import Bookie
@@ -443,7 +443,7 @@ def sites_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Sit
 @pytest.mark.parametrize("of", [run, run_start], ids=["at work", "at the start"])
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("storage", STORAGES)
-def test_whatever_fails_once_stays_where_it_is(
+def test_single_fault_harms_only_its_own_request(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     sites_of: Callable[..., list[Site]],
@@ -467,7 +467,7 @@ def test_whatever_fails_once_stays_where_it_is(
     assert fired * 2 > len(picked)
 
 
-def test_the_recorded_run_goes_through_all_that_is_to_fail(sites_of: Callable[[str], list[Site]]) -> None:
+def test_recorded_run_passes_every_seam(sites_of: Callable[[str], list[Site]]) -> None:
     for storage in STORAGES:
         kinds = {(site.operation, site.target) for site in sites_of(storage)}
         assert {

@@ -153,7 +153,7 @@ async def attack(port: int, frames: list[bytes], chance: random.Random) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 @pytest.mark.parametrize(("seed", "has_tls"), [(1, False), (2, True)])
-def test_mutated_frames_do_no_harm(
+def test_mutated_frames_harm_no_ledger(
     tmp_path: Path, cluster: Cluster, pem: Path, seed: int, has_tls: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = BookieConfig(

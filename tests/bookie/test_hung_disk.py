@@ -133,7 +133,7 @@ def run(storage_class: str, tmp_path: Path, cluster: Cluster, disk: HungDisk, fi
 
 @pytest.mark.parametrize("scope", [0, 7])
 @pytest.mark.parametrize("protocol", list(Protocol), ids=lambda each: each.name)
-def test_adds_go_on_while_first_touches_of_other_ledgers_hang(
+def test_adds_continue_while_opening_other_ledgers_hangs(
     tmp_path: Path, cluster: Cluster, disk: HungDisk, storage_class: str, protocol: Protocol, scope: int
 ) -> None:
     if scope and protocol is Protocol.V2:
@@ -182,7 +182,7 @@ def test_adds_go_on_while_first_touches_of_other_ledgers_hang(
 
 
 @pytest.mark.parametrize("protocol", list(Protocol), ids=lambda each: each.name)
-def test_new_ledgers_are_made_while_reads_of_entries_hang(
+def test_new_ledgers_are_created_while_reads_of_entries_hang(
     tmp_path: Path, cluster: Cluster, disk: HungDisk, storage_class: str, protocol: Protocol
 ) -> None:
     cold = [LedgerId(0, 100 + number) for number in range(4 * READ_THREADS)]
@@ -210,7 +210,7 @@ def test_new_ledgers_are_made_while_reads_of_entries_hang(
     run(storage_class, tmp_path, cluster, disk, first, then)
 
 
-def test_a_deletion_keeps_its_place_among_the_requests_that_wait_for_the_ledger(
+def test_deletion_keeps_its_place_among_the_requests_that_wait_for_the_ledger(
     tmp_path: Path, cluster: Cluster, disk: HungDisk, storage_class: str
 ) -> None:
     ledger = LedgerId(7, 5)
@@ -245,7 +245,7 @@ def test_a_deletion_keeps_its_place_among_the_requests_that_wait_for_the_ledger(
     run(storage_class, tmp_path, cluster, disk, first, then)
 
 
-def test_a_stop_does_not_wait_for_requests_that_wait_for_a_ledger(
+def test_stop_does_not_wait_for_requests_that_wait_for_a_ledger(
     tmp_path: Path, cluster: Cluster, disk: HungDisk, storage_class: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bkctl.bookie.bookie.STOP_GRACE_S", 0.05)
@@ -272,7 +272,7 @@ def test_a_stop_does_not_wait_for_requests_that_wait_for_a_ledger(
     run(storage_class, tmp_path, cluster, disk, first, then)
 
 
-def test_an_index_that_cannot_be_read_answers_all_that_wait_for_it(
+def test_index_that_cannot_be_read_answers_all_that_wait_for_it(
     tmp_path: Path, cluster: Cluster, disk: HungDisk, storage_class: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger = LedgerId(0, 5)

@@ -49,7 +49,7 @@ def bookie_of(cluster: Cluster, directory: Path, files: Files | None = None, **s
 
 
 @pytest.mark.parametrize("storage", [SORTED, INTERLEAVED, DB])
-async def test_held_adds_go_on_without_another_request_or_checkpoint(
+async def test_held_adds_continue_without_another_request_or_checkpoint(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
 ) -> None:
     bookie = bookie_of(cluster, tmp_path, ledger_storage_class=storage)
@@ -63,7 +63,7 @@ async def test_held_adds_go_on_without_another_request_or_checkpoint(
     await bookie.stop()
 
 
-async def test_a_client_that_does_not_read_has_few_answers_in_memory(
+async def test_client_that_does_not_read_has_few_answers_in_memory(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protocol_server, "READS_IN_PROGRESS_MAX", 4)
@@ -109,7 +109,7 @@ class BrokenDisk(Files):
         return super().disk_usage(path)
 
 
-async def test_a_bookie_that_cannot_look_after_its_disks_gives_up(cluster: Cluster, tmp_path: Path) -> None:
+async def test_bookie_that_cannot_look_after_its_disks_gives_up(cluster: Cluster, tmp_path: Path) -> None:
     files = BrokenDisk()
     bookie = bookie_of(cluster, tmp_path, files, disk_check_interval=10)
     await bookie.start()
@@ -132,7 +132,7 @@ class ThreadEnd(BaseException):
 )
 # The thread's own traceback is to be seen, by whoever runs the bookie.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_bookie_gives_up_when_one_of_its_threads_dies(
+async def test_bookie_gives_up_when_one_of_its_threads_dies(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, kind: type[BaseException]
 ) -> None:
     def defect(*_: object, **__: object) -> None:
@@ -153,7 +153,7 @@ async def test_a_bookie_gives_up_when_one_of_its_threads_dies(
 # The thread's own traceback is to be seen, by whoever runs the bookie.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("stops", [False, True], ids=["at work", "while it stops"])
-async def test_nobody_waits_for_the_answers_of_a_bookie_that_failed(
+async def test_requests_to_a_failed_bookie_end(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool
 ) -> None:
     monkeypatch.setattr("bkctl.bookie.bookie.STOP_GRACE_S", 600.0)
@@ -179,7 +179,7 @@ async def test_nobody_waits_for_the_answers_of_a_bookie_that_failed(
     assert "a defect" in str(bookie.failure)
 
 
-async def test_a_bookie_that_turns_read_only_and_back_while_the_store_is_slow_stays_registered(
+async def test_bookie_that_turns_read_only_and_back_while_the_store_is_slow_stays_registered(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = threading.Event()
@@ -205,7 +205,7 @@ async def test_a_bookie_that_turns_read_only_and_back_while_the_store_is_slow_st
     await bookie.stop()
 
 
-async def test_a_stop_during_a_registration_leaves_no_ghost(
+async def test_stop_during_a_registration_leaves_no_ghost(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cluster is the caller's, so that no session ends with the bookie."""
@@ -234,7 +234,7 @@ async def test_a_stop_during_a_registration_leaves_no_ghost(
     assert found.state == "down"
 
 
-async def test_registrations_that_are_over_leave_nothing_behind(cluster: Cluster, tmp_path: Path) -> None:
+async def test_finished_registrations_leave_no_tasks(cluster: Cluster, tmp_path: Path) -> None:
     bookie = bookie_of(cluster, tmp_path)
     await bookie.start()
     before = len(bookie.registration.tasks)
@@ -366,7 +366,7 @@ async def test_memory_stays_bounded_when_a_client_never_reads_its_answers(
     await bookie.stop()
 
 
-async def test_adds_beyond_those_that_may_wait_are_refused_and_the_others_kept(
+async def test_adds_beyond_the_pending_limit_are_refused_and_earlier_ones_kept(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocked = threading.Event()
@@ -408,7 +408,7 @@ async def test_adds_beyond_those_that_may_wait_are_refused_and_the_others_kept(
     await bookie.stop()
 
 
-def test_a_deferred_add_is_answered_before_the_sync_and_force_after_it(cluster: Cluster, tmp_path: Path) -> None:
+def test_deferred_add_is_answered_before_the_sync_and_force_after_it(cluster: Cluster, tmp_path: Path) -> None:
     may_sync, syncs = threading.Event(), threading.Event()
 
     class HeldJournal(Files):

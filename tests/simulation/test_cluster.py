@@ -60,7 +60,7 @@ def test_nothing_acknowledged_is_lost_and_every_ledger_ends_once(world: Path, se
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_disk_that_lies_about_syncs_harms_only_ledgers_on_it(world: Path, seed: int) -> None:
+def test_disk_that_lies_about_syncs_harms_only_ledgers_on_it(world: Path, seed: int) -> None:
     """What an operator may rely on when a disk forgets what it said was synced, and the machine crashes:
 
     Ledgers without the bookie are whole; so is what all other bookies said they stored. Of ledgers with it nothing is
@@ -70,7 +70,7 @@ def test_a_disk_that_lies_about_syncs_harms_only_ledgers_on_it(world: Path, seed
     simulate(seed, LYING, world)
 
 
-def test_one_seed_is_one_run(world: Path) -> None:
+def test_same_seed_repeats_the_run(world: Path) -> None:
     """To the byte, in another process with other hashes too: or no failure could be looked into."""
     run, _ = simulate(SEEDS[0], SHORT, world)
     script = (
@@ -238,7 +238,7 @@ SLOW = {first_missing_is_the_end, marks_first}
     "mutant", [each for each in MUTANTS if each not in SLOW or "BKCTL_TEST_SEEDS" in os.environ],
     ids=lambda each: each.__name__,
 )  # fmt: skip
-def test_what_breaks_a_promise_is_found(world: Path, mutant: Callable[[], Any]) -> None:
+def test_checker_finds_every_mutant(world: Path, mutant: Callable[[], Any]) -> None:
     with mutant():
         for seed in range(1, 40):
             try:
