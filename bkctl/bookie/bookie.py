@@ -99,7 +99,7 @@ class Bookie:
         self.storage_is_open = False
         self._is_released = False
 
-    # --- what others see ---------------------------------------------------------------------------------------------
+    # --- state and changes by operators ------------------------------------------------------------------------------
 
     @property
     def config(self) -> BookieConfig:

@@ -30,6 +30,8 @@ from bkctl.errors import BkctlError, DirectoryInUse, NotFound, TimedOut, UsageEr
 if TYPE_CHECKING:
     import subprocess
 
+    from bkctl.metadata.cluster import Cluster
+
 BOOKIE_COUNT_DEFAULT: Final = 3
 BOOKIE_COUNT_MAX: Final = 64
 _POLL_S: Final = 0.05
@@ -170,30 +172,38 @@ class LocalCluster:
                 if bookie.pid is None:
                     progress(f"starting {bookie.bookie_id}")
                     started[bookie.bookie_id] = self._start(bookie)
-            waiting = {bookie.bookie_id: bookie for bookie in self.bookies()}
-            deadline = time.monotonic() + timeout_s
-            while waiting:
-                serving = {found.bookie_id for found in cluster.bookies.list() if found.state in ("rw", "ro")}
-                for bookie_id in sorted(serving & waiting.keys()):
-                    # A stale registration of a killed predecessor does not count: its own process must be alive.
-                    if bookie_id in started and started[bookie_id].poll() is not None:
-                        continue
-                    del waiting[bookie_id]
-                    deadline = time.monotonic() + timeout_s
-                    progress(f"{bookie_id} serves")
-                for bookie_id, process in started.items():
-                    if bookie_id in waiting and process.poll() is not None:
-                        raise self._died(waiting[bookie_id], process.returncode)
-                if waiting and time.monotonic() > deadline:
-                    names = ", ".join(sorted(waiting))
-                    raise TimedOut(
-                        f"{names} did not register within {timeout_s:g} s",
-                        hint=f"read {waiting[min(waiting)].log}",
-                    )
-                if waiting:
-                    time.sleep(_POLL_S)
+            self._wait_until_serving(cluster, started, timeout_s, progress)
         self._make_active()
         return self.bookies()
+
+    def _wait_until_serving(
+        self,
+        cluster: Cluster,
+        started: dict[str, subprocess.Popen[bytes]],
+        timeout_s: float,
+        progress: Callable[[str], None],
+    ) -> None:
+        waiting = {bookie.bookie_id: bookie for bookie in self.bookies()}
+        deadline = time.monotonic() + timeout_s
+        while waiting:
+            serving = {found.bookie_id for found in cluster.bookies.list() if found.state in ("rw", "ro")}
+            for bookie_id in sorted(serving & waiting.keys()):
+                # A stale registration of a killed predecessor does not count: its own process must be alive.
+                if bookie_id in started and started[bookie_id].poll() is not None:
+                    continue
+                del waiting[bookie_id]
+                deadline = time.monotonic() + timeout_s
+                progress(f"{bookie_id} serves")
+            for bookie_id, process in started.items():
+                if bookie_id in waiting and process.poll() is not None:
+                    raise self._died(waiting[bookie_id], process.returncode)
+            if waiting and time.monotonic() > deadline:
+                names = ", ".join(sorted(waiting))
+                raise TimedOut(
+                    f"{names} did not register within {timeout_s:g} s", hint=f"read {waiting[min(waiting)].log}"
+                )
+            if waiting:
+                time.sleep(_POLL_S)
 
     def down(
         self,

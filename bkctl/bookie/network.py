@@ -152,11 +152,11 @@ def tls_context(config: BookieConfig) -> ssl.SSLContext | None:
         if config.tls_trust_store:
             context.load_verify_locations(config.tls_trust_store)
         if config.tls_enabled_protocols:
-            unknown = [each for each in config.tls_enabled_protocols if each not in _TLS_VERSIONS]
+            unknown = [name for name in config.tls_enabled_protocols if name not in _TLS_VERSIONS]
             if unknown:
                 known = ", ".join(_TLS_VERSIONS)
                 raise UsageError(f"tlsEnabledProtocols names {', '.join(unknown)}", hint=f"known are {known}")
-            versions = [_TLS_VERSIONS[each] for each in config.tls_enabled_protocols]
+            versions = [_TLS_VERSIONS[name] for name in config.tls_enabled_protocols]
             context.minimum_version, context.maximum_version = min(versions), max(versions)
     except (OSError, ssl.SSLError) as error:
         raise UsageError(f"The TLS files cannot be used: {error}") from error

@@ -78,7 +78,7 @@ class RequestProcessor:
         if self._waiting and getattr(request, "ledger", None) in self._waiting:
             self.requests.serve_later(None, handler, request, respond)
             return
-        # As WaitingRequests.serve, without a call more for each request.
+        # As WaitingRequests.serve, which would cost one more call for each request.
         try:
             handler(request, respond)
         except NeedsDisk as need:

@@ -26,8 +26,7 @@ from bkctl.storage.ledger.ledger_storage import NeedsDisk
 
 log: Final = logging.getLogger("bkctl.bookie")
 
-#: Threads that open ledgers. Those that read entries are others: a hung disk of entries stops no ledger from being
-#: opened on another disk.
+#: Threads that open ledgers, beside those that read entries: while one disk hangs, ledgers open on others.
 OPEN_THREADS: Final = 4
 
 #: Called with None once the ledger or page is in memory, or with the error of reading it.

@@ -103,14 +103,14 @@ class WatchedRequests:
         self._processor.handle(request, _Watched(respond, self._watch(request)))
 
     def handle_adds(self, adds: AddRun, answer: AnswerAdds) -> None:
-        each = [
+        requests = [
             AddRequest(adds.ledger, entry_id, adds.master_key, body_of(record))
             for entry_id, record in zip(adds.entry_ids, adds.records, strict=True)
         ]
-        watching = [self._watch(request) for request in each]
+        watching = [self._watch(request) for request in requests]
 
         def answered(status: Status) -> None:
-            for request, seen in zip(each, watching, strict=True):
+            for request, seen in zip(requests, watching, strict=True):
                 seen(AddResponse(status, request.ledger, request.entry_id))
             answer(status)
 
