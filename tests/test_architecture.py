@@ -30,6 +30,7 @@ DIRECTION = [
     {"replication"},
     {"bookie"},
     {"http", "spark"},
+    {"daemon"},
     {"commands"},
 ]
 PLACE = {part: place for place, parts in enumerate(DIRECTION) for part in parts}

@@ -1,7 +1,7 @@
-"""Cookies: whether a bookie may start on its directories. Source: LegacyCookieValidation, Cookie.
+"""Cookies: the check that a bookie may start on its directories. Source: LegacyCookieValidation, Cookie.
 
-The same cookie stands in `current/VERSION` of every journal, ledger and index directory and in the metadata store. It
-keeps a bookie from starting with a directory missing or exchanged, under another name, or in another cluster.
+Every journal, ledger and index directory has the bookie's cookie in `current/VERSION`, and so has the metadata store.
+A bookie does not start with a directory missing or exchanged, under another id, or in another cluster.
 """
 
 from __future__ import annotations
@@ -23,45 +23,45 @@ from bkctl.metadata.store import NEW
 if TYPE_CHECKING:
     from bkctl.metadata.admin.undo import UndoFile
 
-_HINT: Final = "a bookie's id, cluster and directories stay as they were when it first started"
+_HINT: Final = "a bookie keeps the id, cluster and directories of its first start"
 
 
 class CookieMismatch(Conflict):
-    """The directories are not this bookie's, or not all of them."""
+    """The directories are another bookie's, or some are missing."""
 
 
 def stamp_or_verify(config: BookieConfig, bookie_id: str, cluster: Cluster, files: Files) -> bool:
-    """Verify the cookies, or write them where bookie and directories are new; True when it is a new bookie.
+    """Verify the cookies, or write them for a new bookie in new directories; return True for a new bookie.
 
     Raises CookieMismatch saying what differs from what; Corrupt or Unsupported for a cookie that cannot be read;
     OSError.
     """
     cookie = configured_cookie(config, bookie_id, cluster.instance_id())
-    found = {each: read_directory(each) for each in configured_directories(config)}
-    missing = [each for each, there in found.items() if there is None]
-    for each, there in found.items():
+    found = {directory: read_directory(directory) for directory in configured_directories(config)}
+    missing = [directory for directory, there in found.items() if there is None]
+    for directory, there in found.items():
         if there is not None:
-            _compare(cookie, there, f"Directory {each}", config.allow_storage_expansion)
+            _compare(cookie, there, f"Directory {directory}", config.allow_storage_expansion)
     stored = cluster.cookies.read(bookie_id)
     if stored is None:
-        for each, there in found.items():
-            # A start that died between the directories and the store left cookies, and nothing beside them.
-            if not _is_empty(each):
+        for directory, there in found.items():
+            # A start that was interrupted between the directories and the store left cookies and no other files.
+            if not _is_empty(directory):
                 cause = "is not empty and has no cookie" if there is None else "has a cookie"
                 raise CookieMismatch(
-                    f"Directory {each} {cause}, but the metadata store has no cookie of bookie {bookie_id}",
-                    hint="give it empty directories, or restore its cookie there",
+                    f"Directory {directory} {cause}, but the metadata store has no cookie of bookie {bookie_id}",
+                    hint="use empty directories, or restore the cookie in the metadata store",
                 )
         _write(cookie, list(found), files)
         cluster.cookies.write(bookie_id, cookie, NEW)
         return True
     _compare(cookie, stored.value, f"The metadata store's cookie of bookie {bookie_id}", config.allow_storage_expansion)
     known = {*stored.value.journal_dirs, *stored.value.ledger_dirs, *(stored.value.index_dirs or ())}
-    for each in missing:
-        if not config.allow_storage_expansion or each in known or not _is_empty(each):
+    for directory in missing:
+        if not config.allow_storage_expansion or directory in known or not _is_empty(directory):
             raise CookieMismatch(
-                f"Directory {each} of bookie {bookie_id} has no cookie: its data is gone, or the disk is not mounted",
-                hint="if the data is lost, recover the bookie's ledgers from the others before it starts anew",
+                f"Directory {directory} of bookie {bookie_id} has no cookie: its data is lost, or its disk not mounted",
+                hint="if the data is lost, recover the bookie's ledgers from other bookies before its new start",
             )
     if missing:
         _write(cookie, list(found), files)
@@ -76,12 +76,12 @@ def _compare(cookie: Cookie, other: Cookie, what: str, allow_expansion: bool) ->
 
 
 def version_file(directory: str) -> Path:
-    """Where a directory's cookie is."""
+    """Return the path of a directory's cookie."""
     return Path(directory) / CURRENT / COOKIE_NAME
 
 
 def read_directory(directory: str) -> Cookie | None:
-    """The cookie in a directory of a bookie; None where there is none. Raises Corrupt, Unsupported, OSError."""
+    """Return the cookie in a directory of a bookie, or None. Raises Corrupt, Unsupported, OSError."""
     path = version_file(directory)
     try:
         data = path.read_bytes()
@@ -96,17 +96,17 @@ def _is_empty(directory: str) -> bool:
 
 
 def _write(cookie: Cookie, directories: list[str], files: Files) -> None:
-    for each in directories:
-        current = Path(each) / CURRENT
+    for directory in directories:
+        current = Path(directory) / CURRENT
         files.make_directory(current)
         files.replace(current / COOKIE_NAME, cookie.serialize())
 
 
-# --- what operators do with cookies ---------------------------------------------------------------------------------
+# --- changes by operators ---------------------------------------------------------------------------------------
 
 
 def configured_cookie(config: BookieConfig, bookie_id: str, instance_id: str) -> Cookie:
-    """The cookie of a bookie with these settings in the cluster `instance_id` ("": of none)."""
+    """Return the cookie of a bookie with these settings in the cluster `instance_id` ("": in none)."""
     return Cookie(
         bookie_id,
         config.journal_directories,
@@ -117,12 +117,12 @@ def configured_cookie(config: BookieConfig, bookie_id: str, instance_id: str) ->
 
 
 def configured_directories(config: BookieConfig) -> list[str]:
-    """The directories that have a cookie each: journals, ledgers, indexes."""
+    """Return the directories that have a cookie: journals, ledgers, indexes."""
     return list(dict.fromkeys([*config.journal_directories, *config.ledger_directories, *config.index_directories]))
 
 
 def bookie_id_of(config: BookieConfig) -> str:
-    """The id of the bookie with these settings. Raises UsageError when its address cannot be told."""
+    """Return the id of the bookie with these settings. Raises UsageError when its address is unknown."""
     if config.bookie_id:
         return check_bookie_id(config.bookie_id)
     from bkctl.bookie.network import advertised_host
@@ -131,12 +131,12 @@ def bookie_id_of(config: BookieConfig) -> str:
 
 
 def cookie_path(bookie_id: str) -> str:
-    """Where the store keeps a bookie's cookie."""
+    """Return the path of a bookie's cookie in the metadata store."""
     return f"{COOKIES}/{check_bookie_id(bookie_id)}"
 
 
 def check_not_registered(cluster: Cluster, bookie_ids: Iterable[str]) -> None:
-    """Raises Conflict when one of the bookies is registered: it is running, and knows its cookie."""
+    """Raise Conflict when one of the bookies is registered: it is running."""
     for bookie_id in bookie_ids:
         bookie = cluster.bookies.get(bookie_id)
         if bookie is not None and bookie.state != "down":
@@ -144,7 +144,7 @@ def check_not_registered(cluster: Cluster, bookie_ids: Iterable[str]) -> None:
 
 
 class CookieFinding(NamedTuple):
-    """One field of one cookie that is not as it should be, and what that means.
+    """One field of one cookie that differs from the expected value, and what that means.
 
     `place` is a directory or "metadata store"; `field` is a field of the cookie, or "cookie" where all of it is missing
     or unreadable. `expected` is of the configuration, or of the store where there is none.
@@ -159,20 +159,20 @@ class CookieFinding(NamedTuple):
 
 STORE: Final = "metadata store"
 _MEANINGS: Final = {
-    "bookieId": "the cookie is another bookie's, or this one's id changed: set bookieId or advertisedAddress back, or "
-    "use 'bkctl cookie rename'",
-    "journalDirs": "a bookie keeps its journal directories: set them back, or move the files and write a new cookie "
-    "with 'bkctl cookie generate' and 'update'",
-    "instanceId": "the cookie is of another cluster, or this one was formatted since: check the metadata URI",
+    "bookieId": "the cookie is another bookie's, or the id of this bookie changed: restore bookieId or "
+    "advertisedAddress, or use 'bkctl cookie rename'",
+    "journalDirs": "a bookie keeps its journal directories: restore the setting, or move the files and write a "
+    "new cookie with 'bkctl cookie generate' and 'update'",
+    "instanceId": "the cookie is of another cluster, or this cluster was formatted since: check the metadata URI",
 }
 
 
 def verify(
     expected: Cookie, stored: Cookie | BkctlError | None, local: Mapping[str, Cookie | BkctlError | None]
 ) -> Iterator[CookieFinding]:
-    """Yield how the store's cookie and those in the directories differ from `expected`, field by field.
+    """Yield the fields in which the cookies of store and directories differ from `expected`.
 
-    None stands for a cookie that is not there, an error for one that cannot be read. Source: Cookie.verify.
+    None stands for a missing cookie, an error for one that cannot be read. Source: Cookie.verify.
     """
     known: set[str] = set()
     if isinstance(stored, Cookie):
@@ -190,10 +190,10 @@ def _missing(place: str, stored: Cookie | BkctlError | None, known: set[str]) ->
     if place == STORE:
         return "the bookie never started in this cluster, or its cookie was deleted: 'bkctl cookie create' restores it"
     if stored is None:
-        return "the bookie is new, or this directory is"
+        return "the bookie or the directory is new"
     if place in known:
-        return "its data is gone, or its disk is not mounted"
-    return "the directory is new: 'bkctl cookie expand' takes it in"
+        return "its data is lost, or its disk is not mounted"
+    return "the directory is new: 'bkctl cookie expand' adds it"
 
 
 def _differences(place: str, expected: Cookie, found: Cookie) -> Iterator[CookieFinding]:
@@ -216,16 +216,16 @@ def _differences(place: str, expected: Cookie, found: Cookie) -> Iterator[Cookie
 def _directories_meaning(dirs: Sequence[str], there: Sequence[str]) -> str:
     more, fewer = sorted(set(dirs) - set(there)), sorted(set(there) - set(dirs))
     if not more and not fewer:
-        return "the same directories in another order: set the order back"
+        return "the same directories in another order: restore the order"
     if not fewer:
-        return f"{', '.join(more)} came in: 'bkctl cookie expand' takes new empty directories in"
+        return f"{', '.join(more)} are new: 'bkctl cookie expand' adds new empty directories"
     if not more:
-        return f"{', '.join(fewer)} is left out: set it back, its ledgers would be missing"
-    return f"{', '.join(fewer)} is left out, {', '.join(more)} came in: set them back, or move the files"
+        return f"the configuration lacks {', '.join(fewer)}: add them, or their ledgers are lost"
+    return f"the configuration lacks {', '.join(fewer)}, and {', '.join(more)} are new: restore them, or move files"
 
 
 def expand(config: BookieConfig, bookie_id: str, cluster: Cluster, files: Files, *, undo: UndoFile | None) -> list[str]:
-    """Take the configuration's new, empty ledger and index directories into the cookies; returns those directories.
+    """Add the configuration's new, empty ledger and index directories to the cookies; return these directories.
 
     With `undo` None nothing is changed. Raises NotFound when the bookie has no cookie, CookieMismatch when more differs
     than new directories, Conflict when the bookie is running. Source: LegacyCookieValidation with
@@ -234,24 +234,24 @@ def expand(config: BookieConfig, bookie_id: str, cluster: Cluster, files: Files,
     check_not_registered(cluster, [bookie_id])
     stored = cluster.cookies.read(bookie_id)
     if stored is None:
-        raise NotFound(f"Bookie {bookie_id} has no cookie", hint="'bkctl cookie list' shows those that are there")
+        raise NotFound(f"Bookie {bookie_id} has no cookie", hint="'bkctl cookie list' shows all cookies")
     cookie = configured_cookie(config, bookie_id, cluster.instance_id())
     _compare(cookie, stored.value, f"The metadata store's cookie of bookie {bookie_id}", True)
     known = {*stored.value.journal_dirs, *stored.value.ledger_dirs, *(stored.value.index_dirs or ())}
     directories = configured_directories(config)
-    for each in directories:
-        there = read_directory(each)
+    for directory in directories:
+        there = read_directory(directory)
         if there is not None:
-            _compare(cookie, there, f"Directory {each}", True)
-        elif each in known or not _is_empty(each):
-            what = "has no cookie, and the bookie had it before" if each in known else "is not empty"
-            raise CookieMismatch(f"Directory {each} {what}", hint="only new, empty directories can be taken in")
-    new = [each for each in directories if each not in known]
+            _compare(cookie, there, f"Directory {directory}", True)
+        elif directory in known or not _is_empty(directory):
+            what = "has no cookie, and the bookie had it before" if directory in known else "is not empty"
+            raise CookieMismatch(f"Directory {directory} {what}", hint="only new, empty directories can be added")
+    new = [directory for directory in directories if directory not in known]
     if undo is not None and new:
         raw = cluster.store.get(cookie_path(bookie_id))
         undo.record(cookie_path(bookie_id), None if raw is None else raw.value, cookie.serialize())
-        for each in directories:
-            undo.record_file(version_file(each), cookie.serialize())
+        for directory in directories:
+            undo.record_file(version_file(directory), cookie.serialize())
         _write(cookie, directories, files)
         cluster.cookies.write(bookie_id, cookie, stored.version)
     return new
@@ -260,9 +260,9 @@ def expand(config: BookieConfig, bookie_id: str, cluster: Cluster, files: Files,
 def rename(
     cluster: Cluster, old: str, new: str, directories: Iterable[str], files: Files, *, undo: UndoFile | None
 ) -> list[str]:
-    """Give the bookie `old` the id `new` in the store and in the cookies of `directories`; returns those changed.
+    """Give the bookie `old` the id `new` in the store and in the cookies of `directories`; return the changed ones.
 
-    What was begun and broken off is completed. With `undo` None nothing is changed. Raises NotFound when `old` has no
+    An interrupted rename is completed. With `undo` None nothing is changed. Raises NotFound when `old` has no
     cookie, AlreadyExists when `new` has another one, Conflict when one of them is running, CookieMismatch for a
     directory of another bookie. Ledger metadata still names `old`.
     """
@@ -270,49 +270,49 @@ def rename(
     stored = cluster.cookies.read(old)
     there = cluster.cookies.read(new)
     if stored is None:
-        raise NotFound(f"Bookie {old} has no cookie", hint="'bkctl cookie list' shows those that are there")
+        raise NotFound(f"Bookie {old} has no cookie", hint="'bkctl cookie list' shows all cookies")
     cookie = replace(stored.value, bookie_id=new)
     if there is not None and there.value != cookie:
-        raise AlreadyExists(f"Bookie {new} has a cookie of its own", hint="give another id")
+        raise AlreadyExists(f"Bookie {new} has a cookie of its own", hint="choose another id")
     changed = []
-    for each in dict.fromkeys(directories):
-        local = read_directory(each)
+    for directory in dict.fromkeys(directories):
+        local = read_directory(directory)
         if local is None:
-            raise CookieMismatch(f"Directory {each} has no cookie")
+            raise CookieMismatch(f"Directory {directory} has no cookie")
         if local.bookie_id not in (old, new):
-            raise CookieMismatch(f"Directory {each} is bookie {local.bookie_id}'s, not {old}'s")
+            raise CookieMismatch(f"Directory {directory} is bookie {local.bookie_id}'s, not {old}'s")
         if local.bookie_id == old:
-            changed.append(each)
+            changed.append(directory)
     if undo is None:
         return changed
     raw = cluster.store.get(cookie_path(old))
     if there is None:
         undo.record(cookie_path(new), None, cookie.serialize())
         cluster.cookies.write(new, cookie, NEW)
-    for each in changed:
-        local = read_directory(each)
+    for directory in changed:
+        local = read_directory(directory)
         assert local is not None
         data = replace(local, bookie_id=new).serialize()
-        undo.record_file(version_file(each), data)
-        files.replace(version_file(each), data)
+        undo.record_file(version_file(directory), data)
+        files.replace(version_file(directory), data)
     undo.record(cookie_path(old), None if raw is None else raw.value, None)
     cluster.cookies.remove(old, stored.version)
     return changed
 
 
 def read_local(directories: Iterable[str]) -> dict[str, Cookie | BkctlError | None]:
-    """The cookie of each directory; an error where one cannot be read."""
+    """Return the cookie of each directory; an error for one that cannot be read."""
     found: dict[str, Cookie | BkctlError | None] = {}
-    for each in directories:
+    for directory in directories:
         try:
-            found[each] = read_directory(each)
+            found[directory] = read_directory(directory)
         except BkctlError as error:
-            found[each] = error
+            found[directory] = error
     return found
 
 
 def read_stored(cluster: Cluster, bookie_id: str) -> Cookie | BkctlError | None:
-    """The bookie's cookie in the store; an error where it cannot be read. Raises Unreachable."""
+    """Return the bookie's cookie in the store, an error if it cannot be read, or None. Raises Unreachable."""
     try:
         found = cluster.cookies.read(bookie_id)
     except Unreachable:

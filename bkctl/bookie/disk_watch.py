@@ -1,4 +1,4 @@
-"""How full a bookie's disks are, and what follows: which directories take new files, whether the bookie takes entries.
+"""The usage of a bookie's disks: the directories that take new files, and whether the bookie takes entries.
 
 Source: LedgerDirsMonitor, LedgerDirsManager, DiskChecker.
 """
@@ -18,10 +18,10 @@ log: Final = logging.getLogger("bkctl.bookie")
 
 
 class DiskState(NamedTuple):
-    """What the last look showed. Directories are given by their numbers in the configuration.
+    """The result of a look at the disks. Directories are given by their numbers in the configuration.
 
-    `writable` and `index_writable` take new files; where none is below the threshold, those with a minimum of space
-    do (they may be none). `full`: the bookie cannot take entries, with `allows_high_priority` only those of recovery.
+    `writable` and `index_writable` take new files: the directories below the threshold, else those with a minimum of
+    space, if any. `full`: the bookie takes no entries, with `allows_high_priority` only recoveries' entries.
     """
 
     writable: list[int]
@@ -33,7 +33,7 @@ class DiskState(NamedTuple):
 
 
 class DiskWatch:
-    """Looks at the disks of a bookie; remembers which directories were full. Raises UsageError for its thresholds."""
+    """Looks at a bookie's disks, and remembers which directories were full. Raises UsageError for its thresholds."""
 
     def __init__(
         self, config: BookieConfig, files: Files, ledger_directories: Sequence[Path], index_directories: Sequence[Path]
@@ -50,7 +50,7 @@ class DiskWatch:
         if resume is not None and resume > config.disk_usage_threshold:
             raise UsageError(
                 f"diskUsageLwmThreshold {resume} is above diskUsageThreshold {config.disk_usage_threshold}",
-                hint="a full disk is used again below the first, and no more above the second",
+                hint="a full disk is used again below the first; a disk counts as full above the second",
             )
         for_log = config.min_usable_size_for_entry_log_creation
         for_log = config.log_size_limit if for_log is None else for_log
@@ -59,22 +59,22 @@ class DiskWatch:
         self._for_index = config.min_usable_size_for_index_file_creation
         self._for_priority = for_log if for_priority is None else for_priority
         self._any_full_is_enough = config.read_only_mode_on_any_disk_full_enabled
-        for each in (self._ledgers, self._indexes):
-            each.use(config)
+        for directories in (self._ledgers, self._indexes):
+            directories.use(config)
 
     def look(self) -> DiskState:
         """Look at all disks. Raises OSError."""
         sets = (self._ledgers,) if self._indexes is self._ledgers else (self._ledgers, self._indexes)
-        for each in sets:
-            each.look()
-        any_full = any(each.any_full for each in sets)
+        for directories in sets:
+            directories.look()
+        any_full = any(directories.any_full for directories in sets)
         return DiskState(
             self._ledgers.writable or self._ledgers.with_more_than(self._for_log),
             self._indexes.writable or self._indexes.with_more_than(self._for_index),
-            any(not each.writable for each in sets) or (any_full and self._any_full_is_enough),
+            any(not directories.writable for directories in sets) or (any_full and self._any_full_is_enough),
             any_full,
-            any(each.almost_full for each in sets),
-            all(each.writable or each.with_more_than(self._for_priority) for each in sets),
+            any(directories.almost_full for directories in sets),
+            all(directories.writable or directories.with_more_than(self._for_priority) for directories in sets),
         )
 
 
@@ -99,10 +99,11 @@ class _Directories:
         return len(self.writable) < len(self._directories)
 
     def look(self) -> None:
-        """A directory is full above the threshold, and takes files again below it; where all are full, once their disks
-        together are used less than the low water mark.
+        """Look at the disks: a directory is full above the threshold, and takes files again below it.
+
+        Where all are full, they take files again once their disks together are used less than the low water mark.
         """
-        usages = self._usages = [self._files.disk_usage(each) for each in self._directories]
+        usages = self._usages = [self._files.disk_usage(path) for path in self._directories]
         below = [number for number, usage in enumerate(usages) if usage.ratio <= self._threshold]
         writable = [number for number in below if number in self.writable]
         if writable or total_usage(usages).ratio < self._resume:
@@ -113,7 +114,9 @@ class _Directories:
                 state = "takes new files again" if number in writable else "is full and takes no new files"
                 log.warning("Directory %s %s: %.1f %% are used", directory, state, usages[number].ratio * 100)
         if almost_full and not self.almost_full:
-            log.warning("Directories are almost full: %s", ", ".join(str(self._directories[each]) for each in writable))
+            log.warning(
+                "Directories are almost full: %s", ", ".join(str(self._directories[number]) for number in writable)
+            )
         self.writable, self.almost_full = writable, almost_full
 
     def with_more_than(self, size: int) -> list[int]:
@@ -121,6 +124,6 @@ class _Directories:
 
 
 def total_usage(usages: Iterable[DiskUsage]) -> DiskUsage:
-    """All disks together, each counted once. Source: DiskChecker.getTotalDiskUsage."""
+    """Return the sum of all disks, each counted once. Source: DiskChecker.getTotalDiskUsage."""
     disks = {usage.device: usage for usage in usages}
-    return DiskUsage(sum(each.total for each in disks.values()), sum(each.free for each in disks.values()), 0)
+    return DiskUsage(sum(disk.total for disk in disks.values()), sum(disk.free for disk in disks.values()), 0)

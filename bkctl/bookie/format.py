@@ -1,4 +1,4 @@
-"""A bookie's directories before its first start, and after its last: `init` makes them its own, `wipe` empties them.
+"""A bookie's directories before its first start and after its last: `init` creates its cookies, `wipe` empties them.
 
 Source: BookieImpl.format, BookKeeperAdmin.initBookie, LegacyCookieValidation.
 """
@@ -27,13 +27,13 @@ from bkctl.files.index import BookieIndexes
 from bkctl.formats.names import COOKIE_NAME, CURRENT
 from bkctl.metadata.cluster import Cluster
 
-#: What a file system has at its root, and no bookie.
+#: Directories that a file system, and not the bookie, creates.
 _NOT_OURS: Final = frozenset({"lost+found"})
 _METADATA_CACHE: Final = "gcEntryLogMetadataCachePath"
 
 
 class DirectoryContents(NamedTuple):
-    """What lies in one of a bookie's directories: `roles` of journal, ledger, index, metadataCache; sizes in bytes.
+    """The contents of one of a bookie's directories: `roles` of journal, ledger, index, metadataCache; sizes in bytes.
 
     `ledgers` and `scoped_ledgers` count those in its indexes, None where an index cannot be read.
     """
@@ -47,7 +47,7 @@ class DirectoryContents(NamedTuple):
 
 
 def roles_of(config: BookieConfig) -> dict[Path, tuple[str, ...]]:
-    """The directories of a bookie, each with what it is for."""
+    """Return the directories of a bookie, each with its roles."""
     roles: dict[Path, tuple[str, ...]] = {}
     cache = read_properties(config.conf_path).get(_METADATA_CACHE) if config.conf_path else None
     for name, directories in (
@@ -56,13 +56,13 @@ def roles_of(config: BookieConfig) -> dict[Path, tuple[str, ...]]:
         ("index", config.index_directories or config.ledger_directories),
         ("metadataCache", (cache,) if cache else ()),
     ):
-        for each in directories:
-            roles[Path(each)] = (*roles.get(Path(each), ()), name)
+        for directory in directories:
+            roles[Path(directory)] = (*roles.get(Path(directory), ()), name)
     return roles
 
 
 def contents(config: BookieConfig) -> Iterator[DirectoryContents]:
-    """Yield what lies in each directory of a bookie; one that does not exist has nothing. Raises OSError."""
+    """Yield the contents of each directory of a bookie; a missing one is empty. Raises OSError."""
     for path, roles in roles_of(config).items():
         count = size = 0
         for place, _, names in os.walk(path):
@@ -89,18 +89,18 @@ def _count_ledgers(path: Path) -> tuple[int | None, int | None]:
 
 
 def bookie_to_wipe(config: BookieConfig) -> str:
-    """The id of the bookie whose directories these are: the configuration's, and that of the cookies in them.
+    """Return the id of the bookie whose directories these are, by configuration and cookies.
 
-    Raises CookieMismatch where a directory is another bookie's; UsageError where nothing tells the id.
+    Raises CookieMismatch where a directory is another bookie's; UsageError where neither gives an id.
     """
     in_directories: dict[str, str] = {}
-    for each in configured_directories(config):
+    for directory in configured_directories(config):
         try:
-            cookie = read_directory(each)
+            cookie = read_directory(directory)
         except (BkctlError, OSError):
             continue
         if cookie is not None:
-            in_directories.setdefault(cookie.bookie_id, each)
+            in_directories.setdefault(cookie.bookie_id, directory)
     if len(in_directories) > 1:
         (one, first), (other, second) = list(in_directories.items())[:2]
         raise CookieMismatch(f"Directory {first} is bookie {one}'s, {second} is {other}'s", hint="check --conf")
@@ -116,9 +116,9 @@ def bookie_to_wipe(config: BookieConfig) -> str:
 
 
 def wipe(config: BookieConfig, files: Files) -> None:
-    """Remove all that is in a bookie's directories; they stay. The caller holds them. Raises OSError.
+    """Remove everything in a bookie's directories, which the caller holds; the directories stay. Raises OSError.
 
-    The cookies go first: killed halfway, what is left cannot be taken for a bookie.
+    The cookies go first: after a crash halfway, no bookie starts on the rest.
     """
     directories = [path for path in roles_of(config) if path.is_dir()]
     for path in directories:
@@ -144,14 +144,14 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
 
 
 class InitProblem(NamedTuple):
-    """What keeps a new bookie from its directories: `place` is a directory or the metadata store."""
+    """A reason why a new bookie may not have its directories: `place` is a directory or the metadata store."""
 
     place: str
     problem: str
 
 
 def problems_of_init(config: BookieConfig, bookie_id: str, cluster: Cluster) -> list[InitProblem]:
-    """What forbids a new bookie of that id to be made with these directories; empty when nothing does.
+    """Return the reasons why no new bookie of that id may be created with these directories.
 
     Directories have to be empty, or have no more than the cookie that is to be written. Raises NotFound where there is
     no cluster.
@@ -159,22 +159,24 @@ def problems_of_init(config: BookieConfig, bookie_id: str, cluster: Cluster) -> 
     cluster.layout()
     cookie = configured_cookie(config, bookie_id, cluster.instance_id())
     found = []
-    for each in configured_directories(config):
-        path = Path(each)
+    for directory in configured_directories(config):
+        path = Path(directory)
         if path.exists() and not path.is_dir():
-            found.append(InitProblem(each, "is no directory"))
+            found.append(InitProblem(directory, "is not a directory"))
             continue
         try:
-            there = read_directory(each)
+            there = read_directory(directory)
         except BkctlError as error:
-            found.append(InitProblem(each, str(error)))
+            found.append(InitProblem(directory, str(error)))
             continue
         names = [entry.name for entry in _entries(path) if entry.name != CURRENT]
         names += [f"{CURRENT}/{entry.name}" for entry in _entries(path / CURRENT) if entry.name != COOKIE_NAME]
         if names:
-            found.append(InitProblem(each, f"is not empty: {_some(sorted(names))}"))
+            found.append(InitProblem(directory, f"is not empty: {_shown(sorted(names))}"))
         elif there is not None and there != cookie:
-            found.append(InitProblem(each, f"has the cookie of bookie {there.bookie_id}, not the one to be written"))
+            found.append(
+                InitProblem(directory, f"has the cookie of bookie {there.bookie_id}, not the one to be written")
+            )
     bookie = cluster.bookies.get(bookie_id)
     if bookie is not None and bookie.state != "down":
         found.append(InitProblem(cluster.uri, f"bookie {bookie_id} is registered, so it is running"))
@@ -183,27 +185,25 @@ def problems_of_init(config: BookieConfig, bookie_id: str, cluster: Cluster) -> 
     return found
 
 
-def _some(names: list[str]) -> str:
+def _shown(names: list[str]) -> str:
     shown = ", ".join(names[:3])
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
 
 
 def init(config: BookieConfig, bookie_id: str, cluster: Cluster, files: Files) -> None:
-    """Make a new bookie: its directories where they are missing, and its cookie in all of them and the metadata store.
+    """Create a new bookie: missing directories, and its cookie in all of them and the metadata store.
 
-    The same as the first start of a bookie. Raises Conflict, naming the first problem; NotFound where there is no
+    The first start of a bookie does the same. Raises Conflict, naming the first problem; NotFound where there is no
     cluster; OSError.
     """
     found = problems_of_init(config, bookie_id, cluster)
     if found:
         first = found[0]
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise Conflict(
-            f"{first.place} {first.problem}{more}", hint="'bkctl bookie init --check' lists all that is wrong"
-        )
+        raise Conflict(f"{first.place} {first.problem}{more}", hint="'bkctl bookie init --check' lists all problems")
     stamp_or_verify(config, bookie_id, cluster, files)
 
 
 def existing(directories: Iterable[str | Path]) -> list[Path]:
-    """Those of `directories` that are there."""
+    """Return the `directories` that exist."""
     return [path for path in map(Path, directories) if path.is_dir()]

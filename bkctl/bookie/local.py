@@ -4,7 +4,7 @@
     DIR/metadata.db             the metadata store
     DIR/bookie-I/bk_server.conf bookie I's configuration; its id is `bookie-I`
     DIR/bookie-I/journal, ledgers
-    DIR/bookie-I/bookie.log     what its process printed
+    DIR/bookie-I/bookie.log     output of its process
     DIR/bookie-I/bookie.pid     process id and start time, while it runs
 
 The cluster that is up is named by a pointer file in the user's data directory, so that every command finds it.
@@ -30,6 +30,8 @@ from bkctl.errors import BkctlError, DirectoryInUse, NotFound, TimedOut, UsageEr
 if TYPE_CHECKING:
     import subprocess
 
+    from bkctl.metadata.cluster import Cluster
+
 BOOKIE_COUNT_DEFAULT: Final = 3
 BOOKIE_COUNT_MAX: Final = 64
 _POLL_S: Final = 0.05
@@ -46,7 +48,7 @@ STORAGE_CLASSES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class LocalBookie:
+class ClusterBookie:
     """One bookie of the local cluster; `pid` is None when it does not run."""
 
     index: int
@@ -57,41 +59,41 @@ class LocalBookie:
 
     @property
     def conf(self) -> Path:
-        """Its `bk_server.conf`."""
+        """The path of its `bk_server.conf`."""
         return self.directory / "bk_server.conf"
 
     @property
     def http_url(self) -> str | None:
-        """Where its HTTP server is; None when it has none."""
+        """The URL of its HTTP server, or None."""
         config = BookieConfig.load(self.conf)
         return f"http://127.0.0.1:{config.http_server_port}" if config.http_server_enabled else None
 
     @property
     def pid_file(self) -> Path:
-        """Its process id and start time, while it runs."""
+        """The path of the file with process id and start time, while the bookie runs."""
         return self.directory / "bookie.pid"
 
     @property
     def log(self) -> Path:
-        """What its process prints."""
+        """The path of the output of its process."""
         return self.directory / "bookie.log"
 
 
-class LocalBookieState(NamedTuple):
-    """A local bookie and what it does: `rw` or `ro` (serves), `starting` (runs, not registered), `down`."""
+class ClusterBookieState(NamedTuple):
+    """A local bookie and its state: `rw` or `ro` (serves), `starting` (runs, not registered), `down`."""
 
-    bookie: LocalBookie
+    bookie: ClusterBookie
     state: str
 
 
 def data_directory() -> Path:
-    """The user's data directory for bkctl: `$XDG_DATA_HOME/bkctl`, else `~/.local/share/bkctl`."""
+    """Return the user's data directory for bkctl: `$XDG_DATA_HOME/bkctl`, else `~/.local/share/bkctl`."""
     base = os.environ.get("XDG_DATA_HOME") or os.path.join(os.path.expanduser("~"), ".local", "share")
     return Path(base) / "bkctl"
 
 
 def active_cluster() -> LocalCluster | None:
-    """The local cluster that is up (last started and not taken down), or None."""
+    """Return the local cluster that is up (last started and not stopped), or None."""
     try:
         directory = Path((data_directory() / "local-cluster").read_text().strip())
     except (FileNotFoundError, NotADirectoryError):
@@ -108,31 +110,33 @@ class LocalCluster:
 
     @property
     def metadata_uri(self) -> str:
-        """The URI of its metadata store."""
+        """The URI of the metadata store."""
         return f"sqlite://{self.directory / 'metadata.db'}"
 
     def exists(self) -> bool:
-        """Whether `up` was ever completed far enough here that the cluster is described."""
+        """Return whether there is a cluster in the directory: `up` writes its description early."""
         return (self.directory / "cluster.json").is_file()
 
-    def bookies(self) -> list[LocalBookie]:
-        """The cluster's bookies by index, running or not. Raises NotFound when there is no cluster here."""
+    def bookies(self) -> list[ClusterBookie]:
+        """Return the cluster's bookies by index, running or not. Raises NotFound without a cluster here."""
         described = self._description()
         found = []
         for index, port in enumerate(described["ports"]):
             directory = self.directory / f"bookie-{index}"
-            found.append(LocalBookie(index, f"bookie-{index}", directory, port, _running_pid(directory / "bookie.pid")))
+            found.append(
+                ClusterBookie(index, f"bookie-{index}", directory, port, _running_pid(directory / "bookie.pid"))
+            )
         return found
 
-    def status(self, timeout_s: float = 30.0) -> list[LocalBookieState]:
-        """What each bookie does, by index. Raises NotFound when there is no cluster here."""
+    def status(self, timeout_s: float = 30.0) -> list[ClusterBookieState]:
+        """Return the state of each bookie, by index. Raises NotFound without a cluster here."""
         from bkctl.metadata.cluster import open_cluster
 
         bookies = self.bookies()
         with open_cluster(self.metadata_uri, timeout_s=timeout_s) as cluster:
             registered = {found.bookie_id: found.state for found in cluster.bookies.list(include_down=False)}
         return [
-            LocalBookieState(bookie, "down" if bookie.pid is None else registered.get(bookie.bookie_id, "starting"))
+            ClusterBookieState(bookie, "down" if bookie.pid is None else registered.get(bookie.bookie_id, "starting"))
             for bookie in bookies
         ]
 
@@ -145,14 +149,14 @@ class LocalCluster:
         auto_recovery: bool = False,
         timeout_s: float = 30.0,
         progress: Callable[[str], None] = lambda _: None,
-    ) -> list[LocalBookie]:
-        """Start every bookie that does not run, creating the cluster first where there is none; wait until all serve.
+    ) -> list[ClusterBookie]:
+        """Start every bookie that does not run, in a new cluster if there is none; wait until all serve.
 
-        `bookie_count` None keeps what is there (3 for a new cluster); more than there are adds bookies. With `http`
-        each new one has an HTTP server, with `auto_recovery` it takes part in auto-recovery. `progress` is told what is
-        waited for. Returns the bookies. Raises UsageError for a count or storage that does not fit what is there,
-        TimedOut when a bookie does not register within `timeout_s` of the last progress, BkctlError
-        with the end of its log when it died.
+        `bookie_count` None keeps the number of bookies (3 for a new cluster); a larger one adds bookies. With `http`
+        each new bookie has an HTTP server, with `auto_recovery` it takes part in auto-recovery. `progress` is called
+        with each step. Return the bookies. Raises UsageError for a count or storage that does not fit the cluster,
+        TimedOut when a bookie does not register within `timeout_s` of the last progress, BkctlError with the end of its
+        log for a bookie whose process ended.
         """
         from bkctl.metadata.cluster import open_cluster
 
@@ -168,30 +172,38 @@ class LocalCluster:
                 if bookie.pid is None:
                     progress(f"starting {bookie.bookie_id}")
                     started[bookie.bookie_id] = self._start(bookie)
-            waiting = {bookie.bookie_id: bookie for bookie in self.bookies()}
-            deadline = time.monotonic() + timeout_s
-            while waiting:
-                serving = {found.bookie_id for found in cluster.bookies.list() if found.state in ("rw", "ro")}
-                for bookie_id in sorted(serving & waiting.keys()):
-                    # A stale registration of a killed predecessor does not count: its own process must be alive.
-                    if bookie_id in started and started[bookie_id].poll() is not None:
-                        continue
-                    del waiting[bookie_id]
-                    deadline = time.monotonic() + timeout_s
-                    progress(f"{bookie_id} serves")
-                for bookie_id, process in started.items():
-                    if bookie_id in waiting and process.poll() is not None:
-                        raise self._died(waiting[bookie_id], process.returncode)
-                if waiting and time.monotonic() > deadline:
-                    names = ", ".join(sorted(waiting))
-                    raise TimedOut(
-                        f"{names} did not register within {timeout_s:g} s",
-                        hint=f"read {waiting[min(waiting)].log}",
-                    )
-                if waiting:
-                    time.sleep(_POLL_S)
+            self._wait_until_serving(cluster, started, timeout_s, progress)
         self._make_active()
         return self.bookies()
+
+    def _wait_until_serving(
+        self,
+        cluster: Cluster,
+        started: dict[str, subprocess.Popen[bytes]],
+        timeout_s: float,
+        progress: Callable[[str], None],
+    ) -> None:
+        waiting = {bookie.bookie_id: bookie for bookie in self.bookies()}
+        deadline = time.monotonic() + timeout_s
+        while waiting:
+            serving = {found.bookie_id for found in cluster.bookies.list() if found.state in ("rw", "ro")}
+            for bookie_id in sorted(serving & waiting.keys()):
+                # A stale registration of a killed predecessor does not count: its own process must be alive.
+                if bookie_id in started and started[bookie_id].poll() is not None:
+                    continue
+                del waiting[bookie_id]
+                deadline = time.monotonic() + timeout_s
+                progress(f"{bookie_id} serves")
+            for bookie_id, process in started.items():
+                if bookie_id in waiting and process.poll() is not None:
+                    raise self._died(waiting[bookie_id], process.returncode)
+            if waiting and time.monotonic() > deadline:
+                names = ", ".join(sorted(waiting))
+                raise TimedOut(
+                    f"{names} did not register within {timeout_s:g} s", hint=f"read {waiting[min(waiting)].log}"
+                )
+            if waiting:
+                time.sleep(_POLL_S)
 
     def down(
         self,
@@ -199,10 +211,10 @@ class LocalCluster:
         *,
         timeout_s: float = 30.0,
         progress: Callable[[str], None] = lambda _: None,
-    ) -> list[LocalBookie]:
+    ) -> list[ClusterBookie]:
         """Stop the cluster's bookies (or one of them) cleanly and wait; the data stays. Returns the bookies stopped.
 
-        Raises NotFound when there is no cluster, or no such bookie, here; TimedOut when a bookie does not stop.
+        Raises NotFound for a missing cluster or bookie; TimedOut when a bookie does not stop.
         """
         with self._lock():
             bookies = self.bookies()
@@ -234,13 +246,13 @@ class LocalCluster:
         return stopping
 
     def _make_directory(self) -> None:
-        """Make the cluster's directory, for this user only; one that is there is closed to others if it is a cluster's.
+        """Create the cluster's directory for this user only, or close an existing one to other users.
 
-        A directory of the user's own with other things in it keeps its mode: what is made in it is closed.
+        A directory with other files in it keeps its mode; the cluster's files in it are closed to other users.
         """
         self.directory.mkdir(_PRIVATE_MODE, parents=True, exist_ok=True)
         if self.exists() or not any(self.directory.iterdir()):
-            with contextlib.suppress(PermissionError):  # it is another user's, who lets us write there
+            with contextlib.suppress(PermissionError):  # it belongs to another user, who lets us write there
                 self.directory.chmod(_PRIVATE_MODE)
 
     def _description(self) -> dict[str, list[int]]:
@@ -268,7 +280,7 @@ class LocalCluster:
             directory = self.directory / f"bookie-{index}"
             if index < len(ports) and (directory / "bk_server.conf").exists():
                 self._check_storage(directory, storage)
-            else:  # It is new, or was removed after it left the cluster.
+            else:  # The bookie is new, or its directory was removed after it left the cluster.
                 if index == len(ports):
                     ports.append(_free_port())
                 self._write_conf(index, ports[index], storage or "interleaved", http, auto_recovery)
@@ -311,7 +323,7 @@ class LocalCluster:
 
         Files().replace(directory / "bk_server.conf", text.encode())
 
-    def _start(self, bookie: LocalBookie) -> subprocess.Popen[bytes]:
+    def _start(self, bookie: ClusterBookie) -> subprocess.Popen[bytes]:
         import subprocess
 
         environment = {key: value for key, value in os.environ.items() if not key.startswith("BKCTL_")}
@@ -329,12 +341,12 @@ class LocalCluster:
             file.write(f"{process.pid} {_start_time(process.pid)}\n")
         return process
 
-    def _died(self, bookie: LocalBookie, code: int) -> BkctlError:
+    def _died(self, bookie: ClusterBookie, code: int) -> BkctlError:
         path = bookie.log
         with open(path, "rb") as log:
             log.seek(max(0, path.stat().st_size - _LOG_TAIL_BYTES))
             lines = log.read().decode(errors="replace").strip().splitlines()
-        last = lines[-1] if lines else "it printed nothing"
+        last = lines[-1] if lines else "no output"
         return BkctlError(f"{bookie.bookie_id} stopped with exit code {code}: {last}", hint=f"read {path}")
 
     def _make_active(self) -> None:
@@ -379,7 +391,7 @@ def _free_port() -> int:
 
 
 def _start_time(pid: int) -> str:
-    """The kernel's start time of a process, which tells a reused process id apart; `-` where it cannot be read."""
+    """Return the start time of a process, so that a reused process id is noticed; `-` if it cannot be read."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

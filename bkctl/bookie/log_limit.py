@@ -1,4 +1,4 @@
-"""Bounds what a server logs, whatever its clients do: records of one place in the code, by number."""
+"""A bound on the log of a server, whatever its clients do: so many records a minute of one place in the code."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-#: Records that one place in the code logs in one stretch of time, by their least level; the rest is counted.
+#: Records that one place in the code logs in STRETCH_S, by their least level; the rest is counted.
 RECORDS_MAX: Final = {logging.WARNING: 10, logging.NOTSET: 1000}
 STRETCH_S: Final = 60.0
 
 
 class RepeatLimit(logging.Filter):
-    """Drops records that one place logs too often; the next one that passes says how many were dropped."""
+    """Drops records that one place logs too often; the next one that passes gives their number."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
         self._lock = threading.Lock()
-        #: By place: when its stretch began, and the records since.
+        #: By place: the time at which its stretch began, and the records since.
         self._seen: dict[tuple[str, int], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:

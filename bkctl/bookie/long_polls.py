@@ -3,82 +3,78 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+import typing
+from typing import Final
 
 from bkctl.protocol.messages import ReadRequest, Respond, Status, refusal
+from bkctl.protocol.server import BookieServer
 from bkctl.storage.ledger.ledger_storage import LedgerHandle
 
-if TYPE_CHECKING:
-    from bkctl.bookie.server import Bookie
-
 LONG_POLL_MS_MAX: Final = 3_600_000
-#: Long polls of all clients that wait at once; those beyond are answered as if their time was over.
+#: Long polls of all clients that wait at once; the next ones are answered as if their time was over.
 LONG_POLLS_MAX: Final = 50_000
+
+
+class FinishPoll(typing.Protocol):
+    """Answers a long poll whose wait is over; `updated`: because the LAC of `handle` advanced."""
+
+    def __call__(self, handle: LedgerHandle, request: ReadRequest, respond: Respond, *, updated: bool) -> None: ...
 
 
 class LongPolls:
     """The long polls of a bookie that wait."""
 
-    def __init__(self, bookie: Bookie) -> None:
-        self._bookie = bookie
-        self._waiting: dict[LongPoll, None] = {}
+    def __init__(self, server: BookieServer, finish: FinishPoll) -> None:
+        self.server = server
+        self.answer = finish
+        self.waiting: dict[LongPoll, None] = {}
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self.waiting)
 
     def wait(self, handle: LedgerHandle, request: ReadRequest, respond: Respond) -> bool:
         """Answer `request` once the LAC of `handle` passes the reader's, the ledger is fenced, or the time is over.
 
-        A reader that is gone waits no more. False, and nothing is done, when too many wait already.
+        A poll ends with its client's connection. Return False, and do nothing, when LONG_POLLS_MAX wait already.
         """
-        if len(self._waiting) >= LONG_POLLS_MAX:
+        if len(self.waiting) >= LONG_POLLS_MAX:
             return False
-        poll = LongPoll(self._bookie, handle, request, respond, self._waiting.pop)
-        self._waiting[poll] = None
+        self.waiting[LongPoll(self, handle, request, respond)] = None
         return True
 
     def finish(self) -> None:
         """Answer all of them now."""
-        for poll in list(self._waiting):
+        for poll in list(self.waiting):
             poll.finish(updated=False)
 
 
 class LongPoll:
-    """One of them."""
+    """One long poll, from its creation until it is answered."""
 
-    def __init__(
-        self,
-        bookie: Bookie,
-        handle: LedgerHandle,
-        request: ReadRequest,
-        respond: Respond,
-        over: Callable[[LongPoll], object],
-    ) -> None:
-        self._bookie = bookie
+    def __init__(self, polls: LongPolls, handle: LedgerHandle, request: ReadRequest, respond: Respond) -> None:
+        self._polls = polls
         self._handle = handle
         self._request = request
         self._respond = respond
-        self._tell_over = over
         self._loop = asyncio.get_running_loop()
-        self._over = False
-        self._on_lost = bookie.on_lost(respond)
+        self._is_over = False
+        self._on_lost = polls.server.on_lost(respond)
         self._on_lost[self._abandon] = None
         timeout_s = min(request.timeout_ms or 0, LONG_POLL_MS_MAX) / 1000
         self._timer = self._loop.call_later(timeout_s, self._finish_late)
-        handle.watchers[self._woken] = None
+        handle.watchers[self._wake] = None
 
-    def _woken(self) -> None:
-        # A handle without watchers may be evicted, and what comes after that does not wake us.
-        if not self._over:
-            self._handle.watchers[self._woken] = None
+    def _wake(self) -> None:
+        # A handle without watchers may be evicted, and later adds to its ledger would not wake this poll.
+        if not self._is_over:
+            self._handle.watchers[self._wake] = None
             self._loop.call_soon(self._look)
 
     def _look(self) -> None:
         previous = self._request.previous_lac
         assert previous is not None
         handle = self._handle
-        if not self._over and (handle.lac > previous or handle.fenced or handle.deleted):
+        if not self._is_over and (handle.lac > previous or handle.fenced or handle.deleted):
             self.finish(updated=handle.lac > previous and not handle.deleted)
 
     def _finish_late(self) -> None:
@@ -89,17 +85,16 @@ class LongPoll:
             self._respond(refusal(self._request, Status.EIO))
 
     def _end(self) -> bool:
-        if self._over:
+        if self._is_over:
             return False
-        self._over = True
+        self._is_over = True
         self._timer.cancel()
         self._on_lost.pop(self._abandon, None)
-        self._tell_over(self)
-        self._handle.watchers.pop(self._woken, None)
+        self._polls.waiting.pop(self)
+        self._handle.watchers.pop(self._wake, None)
         return True
 
     def finish(self, *, updated: bool) -> None:
-        """Answer now."""
-        if not self._end():
-            return
-        self._bookie.finish_poll(self._handle, self._request, self._respond, updated=updated)
+        """Answer now, unless it is answered; `updated`: because the LAC advanced."""
+        if self._end():
+            self._polls.answer(self._handle, self._request, self._respond, updated=updated)

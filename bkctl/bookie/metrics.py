@@ -1,4 +1,4 @@
-"""What a bookie counts, and how it says so: Prometheus text (version 0.0.4) under the names of Apache's bookie.
+"""The counters of a bookie, and their Prometheus text (version 0.0.4) under the names of Apache's bookie.
 
 Counters are plain integers that one thread increments, once a batch of adds, and any thread reads. Durations are kept
 in buckets (16 between a power of two and the next), so that a quantile is right to about 6%.
@@ -7,14 +7,17 @@ Source: BookKeeperServerStats, PrometheusMetricsProvider, PrometheusTextFormat.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
-#: Of Apache's summaries.
+log: Final = logging.getLogger("bkctl.bookie")
+
+#: The quantiles of Apache's summaries.
 QUANTILES: Final = (0.5, 0.75, 0.95, 0.99, 0.999, 0.9999, 1.0)
-#: Quantiles are of this last stretch of time, as Apache's (prometheusStatsLatencyRolloverSeconds).
+#: Quantiles cover this last stretch of time, as Apache's (prometheusStatsLatencyRolloverSeconds).
 ROLLOVER_S: Final = 60.0
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -34,7 +37,7 @@ _BUCKETS: Final = 40 << _SUB_BITS
 
 
 def _bucket(value: int) -> int:
-    """Below 16 each number has its own; above, the five highest bits count."""
+    """Return the bucket of a value: its own below 16, above by the five highest bits."""
     shift = value.bit_length() - _SUB_BITS - 1
     if shift < 0:
         return value
@@ -42,7 +45,7 @@ def _bucket(value: int) -> int:
 
 
 def _upper(bucket: int) -> int:
-    """The largest value that is in the bucket."""
+    """Return the largest value in the bucket."""
     if bucket < 2 << _SUB_BITS:
         return bucket
     shift, rest = divmod(bucket, 1 << _SUB_BITS)
@@ -50,7 +53,7 @@ def _upper(bucket: int) -> int:
 
 
 class Summary:
-    """Numbers that were observed: how many, their sum, and quantiles of the last minute or two. One thread observes."""
+    """Observed numbers: count, sum, and quantiles of the last minute or two. One thread observes."""
 
     __slots__ = ("_before", "_now", "_rolled_s", "count", "sum")
 
@@ -62,7 +65,7 @@ class Summary:
         self._rolled_s = time.monotonic()
 
     def observe(self, value: int, count: int = 1) -> None:
-        """Note `value` (0 or more), `count` times."""
+        """Add `value` (0 or more), `count` times."""
         self.count += count
         self.sum += value * count
         self._now[_bucket(value)] += count
@@ -77,7 +80,7 @@ class Summary:
         self._rolled_s = now_s
 
     def quantiles(self) -> list[float]:
-        """The values of QUANTILES in the last stretch; NaN where nothing was observed."""
+        """Return the values of QUANTILES in the last stretch; NaN where nothing was observed."""
         is_recent = time.monotonic() - self._rolled_s <= 2 * ROLLOVER_S
         counts = [one + other for one, other in zip(self._now, self._before, strict=True)] if is_recent else []
         total = sum(counts)
@@ -103,16 +106,16 @@ class Latency:
         self.failure = Summary()
 
     def observe(self, seconds: float, count: int = 1, *, ok: bool = True) -> None:
-        """Note a duration that `count` operations took."""
+        """Add a duration that `count` operations took."""
         (self.success if ok else self.failure).observe(int(seconds * 1_000_000), count)
 
     def answered(self, seconds: float, ok: bool) -> None:
-        """Note one request's duration."""
+        """Add one request's duration."""
         self.observe(seconds, ok=ok)
 
 
 class JournalMetrics:
-    """Of one journal, by its own thread: groups, what was in them, how long they took to write and sync."""
+    """Counters of one journal, written by its thread: groups, their contents, and the time to write and sync them."""
 
     def __init__(self) -> None:
         self.sync = Latency()
@@ -124,7 +127,7 @@ class JournalMetrics:
         self.waiting = 0
 
     def group_written(self, entries: int, size: int, seconds: float, *, ok: bool) -> None:
-        """A group was written and synced, or failed."""
+        """Add a group that was written and synced, or failed."""
         self.sync.observe(seconds, ok=ok)
         self.group_entries.observe(entries)
         self.group_bytes.observe(size)
@@ -133,14 +136,14 @@ class JournalMetrics:
 
 
 class BookieMetrics:
-    """The counters of one bookie. What changes in its event loop is incremented there, at most once a batch."""
+    """The counters of one bookie. Those of its event loop are incremented there, at most once a batch."""
 
     def __init__(self) -> None:
         #: From an entry's way into a batch until it is on disk and answered.
         self.add_entry = Latency()
         self.add_entry_bytes = Summary()
         self.read_entry = Latency()
-        #: Reads that needed no disk; `read_entry` has them from `settle_reads` on.
+        #: Reads that needed no disk, and that `settle_reads` has not added to `read_entry`.
         self.reads_from_memory = 0
         self.read_bytes = 0
         self.flush = Latency()
@@ -149,21 +152,26 @@ class BookieMetrics:
         #: Exceptions that neither a disk, a format nor a request explains: faults of this program, logged each.
         self.unexpected_errors = 0
         self.journals: list[JournalMetrics] = []
-        #: How many clients are connected, and the bytes of their unfinished requests.
+        #: Connected clients, and the bytes of their unfinished requests.
         self.clients: Callable[[], tuple[int, int]] = lambda: (0, 0)
         #: Connections that a server ended or turned away, by server (`bookie`, `http`) and reason.
         self.ended_connections: dict[str, Mapping[str, int]] = {}
-        #: Name, kind, value and labels of what auto-recovery in the bookie's process counted.
+        #: Name, kind, value and labels of the counters of auto-recovery in the bookie's process.
         self.auto_recovery: Callable[[], Iterable[tuple[str, str, float, Mapping[str, str]]]] = tuple
 
     def adds_settled(self, count: int, size: int, seconds: float, *, ok: bool) -> None:
-        """A batch of adds is on disk and answered, or failed."""
+        """Add a batch of adds that is on disk and answered, or failed."""
         self.add_entry.observe(seconds, count, ok=ok)
         if ok and count:
             self.add_entry_bytes.observe(size // count, count)
 
+    def note_unexpected(self, action: str, error: BaseException) -> None:
+        """Count and log a fault of this program: `action` failed with `error`."""
+        self.unexpected_errors += 1
+        log.error("%s failed with an unexpected error", action, exc_info=error)
+
     def settle_reads(self) -> None:
-        """Note the reads from memory as such that took no time."""
+        """Add the reads from memory to `read_entry`, as reads that took no time."""
         count, self.reads_from_memory = self.reads_from_memory, 0
         if count:
             self.read_entry.observe(0.0, count)
@@ -179,23 +187,23 @@ class PrometheusText:
         self._metrics: dict[str, list[str]] = {}
 
     def number(self, name: str, kind: str, value: float, labels: Mapping[str, str] | None = None) -> None:
-        """A sample of a `counter` or `gauge`."""
+        """Add a sample of a `counter` or `gauge`."""
         self._samples(name, kind).append(f"{name}{_labels(labels or {})} {_text(value)}")
 
     def counter(self, name: str, value: float, labels: Mapping[str, str] | None = None) -> None:
-        """A number that only grows."""
+        """Add a number that only grows."""
         self.number(name, "counter", value, labels)
 
     def gauge(self, name: str, value: float, labels: Mapping[str, str] | None = None) -> None:
-        """A number that goes up and down."""
+        """Add a number that goes up and down."""
         self.number(name, "gauge", value, labels)
 
     def latency(self, name: str, latency: Latency, labels: Mapping[str, str] | None = None) -> None:
-        """A summary in milliseconds, of failures and of successes."""
+        """Add a summary in milliseconds, of failures and of successes."""
         self._summary(name, {"false": latency.failure, "true": latency.success}, 1000, labels or {})
 
     def summary(self, name: str, summary: Summary, labels: Mapping[str, str] | None = None) -> None:
-        """A summary of plain numbers, all of them successes."""
+        """Add a summary of plain numbers, all of them successes."""
         self._summary(name, {"false": Summary(), "true": summary}, 1, labels or {})
 
     def _samples(self, name: str, kind: str) -> list[str]:
@@ -212,7 +220,7 @@ class PrometheusText:
             lines.append(f"{name}_sum{own} {_text(summary.sum / divisor)}")
 
     def text(self) -> str:
-        """All of it."""
+        """Return the whole text."""
         return "".join(f"{line}\n" for lines in self._metrics.values() for line in lines)
 
 
@@ -229,12 +237,12 @@ def _text(value: float) -> str:
 
 
 def metric_name(text: str) -> str:
-    """A part of a metric's name made of any text. Source: PrometheusMetricsProvider."""
+    """Return any text as a part of a metric's name. Source: PrometheusMetricsProvider."""
     return "".join(char if char.isascii() and (char.isalnum() or char in "_:") else "_" for char in text)
 
 
 def process_metrics(started_s: float) -> Iterator[tuple[str, str, float]]:
-    """Name, kind and value of what the operating system says of this process; nothing where it does not."""
+    """Yield name, kind and value of the operating system's counters of this process; nothing without /proc."""
     try:
         with open("/proc/self/statm") as file:
             pages = file.read().split()

@@ -1,4 +1,4 @@
-"""How a bookie is reached: where it listens, what it tells clients, its TLS settings and the limits of its server.
+"""A bookie's network: the addresses that it listens on and registers, its TLS settings, the limits of its server.
 
 Source: BookieImpl.getBookieAddress, BookieNettyServer, TLSContextFactory.
 """
@@ -22,15 +22,15 @@ from bkctl.metadata.store import load_certificate
 from bkctl.protocol.acceptor import share_of_descriptors
 from bkctl.protocol.server import ServerLimits
 
-#: Requests that are not answered yet, of all clients, unless journalMaxMemorySizeMb says otherwise.
+#: Bytes of requests without an answer, of all clients, unless journalMaxMemorySizeMb says otherwise.
 IN_FLIGHT_BYTES_MAX: Final = 256 << 20
 _TLS_VERSIONS: Final = {"TLSv1.2": ssl.TLSVersion.TLSv1_2, "TLSv1.3": ssl.TLSVersion.TLSv1_3}
-#: What Apache's bookie has without a bookieAuthProviderFactoryClass.
+#: The default of bookieAuthProviderFactoryClass in Apache's bookie.
 _NO_AUTH_CLASS: Final = "AuthenticationDisabledAuthProviderFactory"
 
 
 def server_limits(config: BookieConfig) -> ServerLimits:
-    """The limits that `config` sets. Clients get half of the process's file descriptors: a bookie needs files too."""
+    """Return the limits that `config` sets. Clients get half of the file descriptors: a bookie needs files too."""
     memory_mb = config.journal_max_memory_size_mb
     return ServerLimits(
         connections=share_of_descriptors(2, config.server_max_connections),
@@ -54,14 +54,14 @@ def server_limits(config: BookieConfig) -> ServerLimits:
 
 
 def allow_open_files() -> None:
-    """Let this process open as many files and connections as its hard limit allows, as Java does by itself."""
+    """Raise the limit of open files and connections to the hard limit, as Java does by itself."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # some systems do not mean the hard limit that they name
+    with contextlib.suppress(ValueError, OSError):  # some systems refuse the hard limit that they report
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def advertised_host(config: BookieConfig) -> str:
-    """The host that clients are told. Raises UsageError when there is none, or it is loopback and that is not allowed.
+    """Return the host that the bookie registers. Raises UsageError for an unknown host, or a forbidden loopback one.
 
     Source: BookieImpl.getBookieAddress.
     """
@@ -81,14 +81,14 @@ def advertised_host(config: BookieConfig) -> str:
         raise UsageError(problem, hint="set advertisedAddress") from error
     if is_loopback and not config.allow_loopback:
         raise UsageError(
-            f"This bookie's address {host} is a loopback address, where no other machine reaches it",
+            f"This bookie's address {host} is a loopback address, which other machines cannot reach",
             hint="set advertisedAddress or listeningInterface, or allowLoopback=true",
         )
     return host
 
 
 def _interface_address(name: str) -> str:
-    """The IPv4 address of a network interface. Raises UsageError."""
+    """Return the IPv4 address of a network interface. Raises UsageError."""
     import fcntl
     import struct
 
@@ -102,14 +102,14 @@ def _interface_address(name: str) -> str:
 
 
 def listening_host(config: BookieConfig, host: str) -> str:
-    """Every address, as Apache's, unless an interface is named or the bookie is for this machine only."""
+    """Return the address to listen on: every one, unless an interface is named or the bookie is on loopback."""
     if config.listening_interface:
         return _interface_address(config.listening_interface)
     return host if socket.gethostbyname(host).startswith("127.") else "0.0.0.0"
 
 
 def former_port(config: BookieConfig, host: str) -> int | None:
-    """The port in the bookie id of an earlier start, so that `bookiePort=0` keeps its id; None when there is none."""
+    """Return the port in the bookie id of an earlier start, so that `bookiePort=0` keeps its id, or None."""
     if config.bookie_id:
         return None
     path = Path(config.journal_directories[0]) / CURRENT / "VERSION"
@@ -122,7 +122,7 @@ def former_port(config: BookieConfig, host: str) -> int | None:
 
 
 def free_port(host: str) -> int:
-    """A port that nobody listens on at present."""
+    """Return a port that is free at present."""
     with socket.socket() as probe:
         probe.bind((host if socket.gethostbyname(host).startswith("127.") else "", 0))
         port: int = probe.getsockname()[1]
@@ -130,7 +130,7 @@ def free_port(host: str) -> int:
 
 
 def tls_context(config: BookieConfig) -> ssl.SSLContext | None:
-    """The server's TLS settings, None without tlsProviderFactoryClass. Raises Unsupported for Java's own key stores."""
+    """Return the TLS settings, None without tlsProviderFactoryClass. Raises Unsupported for Java's key stores."""
     if not config.tls_provider_factory_class:
         if config.tls_required:
             raise UsageError("tlsRequired needs tlsProviderFactoryClass, and a key and certificate")
@@ -152,23 +152,25 @@ def tls_context(config: BookieConfig) -> ssl.SSLContext | None:
         if config.tls_trust_store:
             context.load_verify_locations(config.tls_trust_store)
         if config.tls_enabled_protocols:
-            unknown = [each for each in config.tls_enabled_protocols if each not in _TLS_VERSIONS]
+            unknown = [name for name in config.tls_enabled_protocols if name not in _TLS_VERSIONS]
             if unknown:
                 known = ", ".join(_TLS_VERSIONS)
                 raise UsageError(f"tlsEnabledProtocols names {', '.join(unknown)}", hint=f"known are {known}")
-            versions = [_TLS_VERSIONS[each] for each in config.tls_enabled_protocols]
+            versions = [_TLS_VERSIONS[name] for name in config.tls_enabled_protocols]
             context.minimum_version, context.maximum_version = min(versions), max(versions)
     except (OSError, ssl.SSLError) as error:
         raise UsageError(f"The TLS files cannot be used: {error}") from error
     if config.tls_client_authentication:
         if not config.tls_trust_store:
-            raise UsageError("tlsClientAuthentication needs tlsTrustStore, the certificates of who may connect")
+            raise UsageError(
+                "tlsClientAuthentication needs tlsTrustStore, the authorities that sign clients' certificates"
+            )
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 
 
 def check_user(config: BookieConfig) -> None:
-    """Raises UsageError when this user may not start the bookie. Source: BookieServer.validateUser."""
+    """Raise UsageError when this user may not start the bookie. Source: BookieServer.validateUser."""
     user = pwd.getpwuid(os.geteuid()).pw_name
     permitted = config.permitted_startup_users
     if permitted and user not in permitted:
@@ -176,10 +178,10 @@ def check_user(config: BookieConfig) -> None:
 
 
 def check_authentication(config: BookieConfig) -> None:
-    """Raises Unsupported when the configuration asks clients to authenticate, other than by TLS certificates."""
+    """Raise Unsupported when the configuration asks clients to authenticate, other than by TLS certificates."""
     name = config.bookie_auth_provider_factory_class
     if name and not name.endswith(_NO_AUTH_CLASS):
         raise Unsupported(
             f"bookieAuthProviderFactoryClass {name}: our bookie has no authentication of its own",
-            hint="tlsProviderFactoryClass, tlsClientAuthentication and tlsRequired let in nobody without a certificate",
+            hint="tlsProviderFactoryClass, tlsClientAuthentication and tlsRequired admit only certified clients",
         )

@@ -1,4 +1,4 @@
-"""The bookie's threads beside its event loop: one a journal, which writes by groups, and others that run tasks.
+"""A bookie's threads beside its event loop: one a journal, which writes groups of adds, and others that run tasks.
 
 Source: Journal (its thread and ForceWriteThread), SyncThread.
 """
@@ -35,9 +35,9 @@ def disk_failure(error: Exception) -> OSError:
 
 
 class Worker:
-    """One thread that runs tasks in order. The loop is told `died` of each that raises; the next ones run all the same.
+    """One thread that runs tasks in order.
 
-    Only what is no Exception ends the thread.
+    For a task that raises, `died` is called in the event loop. An Exception does not end the thread.
     """
 
     def __init__(self, name: str, died: Callable[[BaseException], None]) -> None:
@@ -48,7 +48,7 @@ class Worker:
         self._thread.start()
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Run `task` behind what was submitted before."""
+        """Run `task` behind the tasks that were submitted before."""
         self._queue.put(task)
 
     def _run(self) -> None:
@@ -68,23 +68,23 @@ class Worker:
 
 
 class JournalListener(Protocol):
-    """Who hears from the journals, in the event loop."""
+    """Receives the reports of journal threads, in the event loop."""
 
     def written(self, group: list[Batch]) -> None:
-        """The system has the group, which has callers that wait for no more; it is not synced yet."""
+        """The group is written and not synced yet; some of its adds wait for no more (deferred sync)."""
 
     def committed(self, number: int, group: list[Batch], error: OSError | None) -> None:
         """The group is on disk, or failed."""
 
     def thread_died(self, error: BaseException) -> None:
-        """The journal's thread is gone, through a fault of ours."""
+        """The journal's thread ended, through a fault of this program."""
 
 
 class JournalThread:
     """Writes one journal: takes the batches that are there as one group, and reports them to the loop once on disk.
 
     A group is closed by its size in bytes or entries, by the time since its first batch, or, with
-    journalFlushWhenQueueEmpty, when no more batches wait. Source: Journal.run.
+    journalFlushWhenQueueEmpty, when no batch waits. Source: Journal.run.
     """
 
     def __init__(self, storage: BookieStorage, number: int, config: BookieConfig, listener: JournalListener) -> None:
@@ -105,7 +105,7 @@ class JournalThread:
 
     @property
     def is_full(self) -> bool:
-        """Whether journalQueueSize entries wait or more; in the loop."""
+        """True if journalQueueSize entries wait or more; in the loop."""
         return self._count >= self._count_max
 
     def put(self, batch: Batch) -> None:
@@ -115,7 +115,7 @@ class JournalThread:
         self._queue.put(batch)
 
     def taken(self, batch: Batch) -> None:
-        """Take note that `batch` was reported; in the loop."""
+        """Count `batch`, which was reported, as waiting no more; in the loop."""
         self.metrics.waiting = self._count = self._count - batch.count
 
     def _run(self) -> None:
@@ -155,13 +155,13 @@ class JournalThread:
         self.metrics.queue.observe(began - group[0].put_s)
         try:
             self._storage.commit(self._number, *group, written=self._written(group))
-        except Exception as failure:  # noqa: BLE001 - reported: whoever waits for the group is answered
+        except Exception as failure:  # noqa: BLE001 - reported: the adds of the group are answered
             error = disk_failure(failure)
         self.metrics.group_written(count, size, time.monotonic() - began, ok=error is None)
         self._loop.call_soon_threadsafe(self._listener.committed, self._number, group, error)
 
     def _written(self, group: list[Batch]) -> Callable[[], object] | None:
-        """What to call between writing and syncing; mostly nobody wants to know."""
+        """Return the report between writing and syncing; None unless an add of the group waits for it."""
         if not any(batch.written for batch in group):
             return None
         return functools.partial(self._loop.call_soon_threadsafe, self._listener.written, group)

@@ -42,8 +42,8 @@ from bkctl.http.endpoints import (
 from bkctl.redaction import is_secret_name, without_user_info
 
 if TYPE_CHECKING:
+    from bkctl.bookie.bookie import Bookie
     from bkctl.bookie.garbage_collector import GarbageCollectorThread
-    from bkctl.bookie.server import Bookie
 
 BOOKIE: Final = Endpoints(of_bookie=True)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from bkctl.bookie.metrics import PrometheusText, metric_name, process_metrics
 
 if TYPE_CHECKING:
-    from bkctl.bookie.server import Bookie
+    from bkctl.bookie.bookie import Bookie
     from bkctl.http.service import LocalBookie
 
 _USAGE_STEP: Final = 10

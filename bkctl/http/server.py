@@ -36,7 +36,7 @@ from bkctl.metadata.store import NO_SECURITY, StoreSecurity, client_tls, load_ce
 from bkctl.protocol.acceptor import Acceptor, share_of_descriptors
 
 if TYPE_CHECKING:
-    from bkctl.bookie.server import Bookie
+    from bkctl.bookie.bookie import Bookie
 
 log: Final = logging.getLogger("bkctl.http")
 

@@ -21,7 +21,7 @@ from bkctl.replication.departure import STANDING_AGAINST, Decommission
 if TYPE_CHECKING:
     import ssl
 
-    from bkctl.bookie.server import Bookie
+    from bkctl.bookie.bookie import Bookie
 
 T = TypeVar("T")
 

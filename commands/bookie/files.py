@@ -41,45 +41,19 @@ def start(run: Run) -> None:
 
     It is printed once it serves; what happens to it is on stderr.
     """
-    from bkctl.bookie.server import Bookie, serve
-    from bkctl.disk import restrict_new_files
+    from bkctl.daemon import BookieDaemon, prepare_process
 
     config = run.config()
     connection = run.connection()
     config = config.with_changes(metadata_service_uri=connection.uri)
     security = run.security(connection)
     run.log()
-    restrict_new_files()
-    http = recovery = None
-    if config.http_server_enabled:
-        from bkctl.http import load_server
-
-        http = load_server().BookieHttpServer(config)
-        config = http.config
-
-    def started(bookie: Bookie) -> None:
-        nonlocal recovery
-        if config.auto_recovery_daemon_enabled:
-            from bkctl.metadata.store import client_tls
-            from bkctl.replication.daemon import AutoRecoveryThread
-
-            tls = None
-            if config.tls_provider_factory_class and config.tls_trust_store:
-                tls = client_tls(config.tls_trust_store, config.tls_certificate_path, config.tls_key_store)
-            recovery = AutoRecoveryThread(config, bookie.bookie_id, security=security, tls=tls)
-            bookie.metrics.auto_recovery = recovery.samples
-            recovery.start()
-        if http is not None:
-            http.start(bookie, security)
-        run.show(bookie, STARTED_COLUMNS)
-
+    prepare_process()
+    daemon = BookieDaemon(config, security)
     try:
-        run.complete(serve(config, security=security, started=started))
+        run.complete(daemon.run(started=lambda bookie: run.show(bookie, STARTED_COLUMNS)))
     finally:
-        if recovery is not None:
-            recovery.stop()
-        if http is not None:
-            http.stop()
+        daemon.close()
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 from support.served_bookies import PLAIN, SCOPED, add, config_for, connected, digests, on_a_bookie, serving, statuses
 from support.servers import DB, INTERLEAVED, SORTED
 
-from bkctl.bookie.server import Bookie
+from bkctl.bookie.bookie import Bookie
 from bkctl.disk import Files, StorageFile
 from bkctl.files.rocksdb import LedgersDatabase
 from bkctl.formats.availability import Availability
@@ -65,7 +65,7 @@ def on_bookies(
 
 
 @pytest.mark.parametrize("ledger", [PLAIN, SCOPED], ids=str)
-def test_a_damaged_last_entry_keeps_no_other_entry_from_being_read(
+def test_damaged_last_entry_leaves_other_entries_readable(
     tmp_path: Path, cluster: Cluster, storage_class: str, ledger: LedgerId
 ) -> None:
     async def first(connection: BookieConnection) -> None:
@@ -143,7 +143,7 @@ def test_ledgers_in_limbo_give_no_negative_answer(tmp_path: Path, cluster: Clust
     on_bookies(tmp_path, cluster, DB, first, between, then)
 
 
-def test_an_unfinished_integrity_check_makes_a_bookie_read_only_and_its_negative_answers_unknown(
+def test_unfinished_integrity_check_makes_a_bookie_read_only_and_its_negative_answers_unknown(
     tmp_path: Path, cluster: Cluster
 ) -> None:
     async def first(connection: BookieConnection) -> None:
@@ -169,7 +169,7 @@ def test_an_unfinished_integrity_check_makes_a_bookie_read_only_and_its_negative
 
 
 @pytest.mark.parametrize("ledger", [PLAIN, SCOPED], ids=str)
-def test_lists_of_entries_take_time_for_entries_and_not_for_their_ids(
+def test_time_of_entry_lists_grows_with_entries_not_with_ids(
     tmp_path: Path, cluster: Cluster, storage_class: str, ledger: LedgerId
 ) -> None:
     ids = [0, 1, 5_000, 1 << 33, ENTRY_ID_MAX - 1, ENTRY_ID_MAX]
@@ -192,7 +192,7 @@ def test_lists_of_entries_take_time_for_entries_and_not_for_their_ids(
     on_bookies(tmp_path, cluster, storage_class, first, lambda _: None, then)
 
 
-def test_a_list_of_entries_ends_when_its_asker_is_gone(
+def test_entry_list_ends_when_its_client_is_gone(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, may_go_on, pages = threading.Event(), threading.Event(), []
@@ -213,17 +213,16 @@ def test_a_list_of_entries_ends_when_its_asker_is_gone(
             asking = leaving.send(ListEntriesRequest(PLAIN))
             assert await asyncio.to_thread(begun.wait, 60)
         asking.cancel()
-        while len(bookie._server.connections) > 1:
+        while len(bookie.server.connections) > 1:
             await asyncio.sleep(0.001)
         may_go_on.set()
-        assert bookie._readers is not None
-        await asyncio.to_thread(bookie._readers.shutdown)
+        await asyncio.to_thread(bookie.processor.reader.stop)
         assert pages == [0]
 
     on_a_bookie(tmp_path, cluster, body)
 
 
-def test_a_recovery_add_is_answered_after_the_sync_although_it_asks_for_a_deferred_one(
+def test_recovery_add_is_answered_after_the_sync_although_it_asks_for_a_deferred_one(
     tmp_path: Path, cluster: Cluster
 ) -> None:
     may_sync = threading.Event()

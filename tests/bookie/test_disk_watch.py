@@ -37,7 +37,7 @@ def test_with_space_everything_is_writable() -> None:
 
 
 @pytest.mark.parametrize("any_is_enough", [True, False])
-def test_a_full_directory_takes_no_files_and_may_make_the_bookie_read_only(any_is_enough: bool) -> None:
+def test_full_directory_takes_no_files_and_may_make_the_bookie_read_only(any_is_enough: bool) -> None:
     disks = Disks()
     watched = watch(disks, read_only_mode_on_any_disk_full_enabled=any_is_enough)
     disks.used[A] = 0.96
@@ -46,7 +46,7 @@ def test_a_full_directory_takes_no_files_and_may_make_the_bookie_read_only(any_i
     assert watched.look() == DiskState([0, 1], [0, 1], False, False, True, True), "another one was writable"
 
 
-def test_with_every_directory_full_it_is_what_all_disks_use_together_that_counts() -> None:
+def test_with_every_directory_full_the_usage_of_all_disks_counts() -> None:
     disks = Disks()
     watched = watch(disks, disk_usage_lwm_threshold=0.8)
     disks.used |= {A: 0.96, B: 0.97}
@@ -60,7 +60,7 @@ def test_with_every_directory_full_it_is_what_all_disks_use_together_that_counts
     assert (state.writable, state.full) == ([0, 1], False)
 
 
-def test_directories_without_the_least_space_take_no_files_and_nothing_of_high_priority() -> None:
+def test_directories_without_the_minimum_space_take_no_files_or_high_priority_writes() -> None:
     disks = Disks()
     settings = {"log_size_limit": 1000, "min_usable_size_for_index_file_creation": 100}
     watched = watch(disks, **settings)
@@ -75,7 +75,7 @@ def test_directories_without_the_least_space_take_no_files_and_nothing_of_high_p
     assert not less.look().allows_high_priority
 
 
-def test_almost_full_is_said_before_full() -> None:
+def test_almost_full_is_reported_before_full() -> None:
     disks = Disks()
     watched = watch(disks)
     disks.used[B] = 0.91

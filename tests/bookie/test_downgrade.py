@@ -116,7 +116,7 @@ def test_after_a_crash_and_a_downgrade_apaches_bookies_serve_scope_0_and_ours_al
         assert (answer.code, answer.out) == (0, b"".join(LINES))
 
 
-def test_a_downgrade_refuses_what_is_no_bookie_of_ours_or_runs(
+def test_downgrade_refuses_running_bookies_and_foreign_directories(
     cluster_uri: str, own_bookie: Callable[..., OwnBookie], tmp_path: Path
 ) -> None:
     bookie = own_bookie(cluster_uri)

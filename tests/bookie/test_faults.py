@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from bookie.test_server import add, config_for, connected, digests
+from bookie.test_bookie import add, config_for, connected, digests
 from support.servers import DB, INTERLEAVED, SORTED
 
-from bkctl.bookie.server import Bookie
+from bkctl.bookie.bookie import Bookie
 from bkctl.config import BookieConfig
 from bkctl.disk import DiskUsage, Files, StorageFile
 from bkctl.errors import BkctlError, BookieUnavailable, TimedOut
@@ -305,14 +305,14 @@ def metadata_of(bookie_id: str) -> LedgerMetadata:
 
 def counts(bookie: Bookie) -> dict[str, int]:
     """What counts requests under way."""
-    server = bookie._server
+    server = bookie.server
     return {
         "bytes in flight": server.in_flight_bytes,
         "reads waiting": server.reads_waiting,
         "requests in flight": sum(each._in_flight for each in server.connections),
         "reads in progress": sum(each._reads_in_progress for each in server.connections),
-        "entries of journals": sum(each._count for each in bookie._journals),
-        "long polls": len(bookie._polls),
+        "entries of journals": sum(each._count for each in bookie.commits.journals),
+        "long polls": len(bookie.processor.polls),
     }
 
 
@@ -349,8 +349,8 @@ async def run(root: Path, storage: str, seams: Seams, patch: pytest.MonkeyPatch)
             seams.is_armed = False
             if bookie.is_stuck:
                 return "the stop left a thread behind"
-        if bookie._server.in_flight_bytes:
-            return f"{bookie._server.in_flight_bytes} bytes are in flight behind the stop"
+        if bookie.server.in_flight_bytes:
+            return f"{bookie.server.in_flight_bytes} bytes are in flight behind the stop"
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         if tasks:
             return f"tasks are left: {tasks}"
@@ -370,7 +370,7 @@ async def run_start(root: Path, storage: str, seams: Seams, patch: pytest.Monkey
             await killed.checkpoint()
             fence = ReadRequest(FENCED, -1, digests(FENCED).master_key, fence=True)
             await client.ask(*(add(ledger, entry_id) for entry_id in range(5, 20) for ledger in LEDGERS), fence)
-        killed._fail(BkctlError("killed"))
+        killed.state_manager.fail(BkctlError("killed"))
         await killed.stop()
         bookie = Bookie(bookie_config(root, storage), cluster=cluster, files=SeamFiles(seams))
         with patch.context() as within:
@@ -443,7 +443,7 @@ def sites_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Sit
 @pytest.mark.parametrize("of", [run, run_start], ids=["at work", "at the start"])
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("storage", STORAGES)
-def test_whatever_fails_once_stays_where_it_is(
+def test_single_fault_harms_only_its_own_request(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     sites_of: Callable[..., list[Site]],
@@ -467,7 +467,7 @@ def test_whatever_fails_once_stays_where_it_is(
     assert fired * 2 > len(picked)
 
 
-def test_the_recorded_run_goes_through_all_that_is_to_fail(sites_of: Callable[[str], list[Site]]) -> None:
+def test_recorded_run_passes_every_seam(sites_of: Callable[[str], list[Site]]) -> None:
     for storage in STORAGES:
         kinds = {(site.operation, site.target) for site in sites_of(storage)}
         assert {

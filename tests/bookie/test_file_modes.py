@@ -55,7 +55,7 @@ def too_open(*roots: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("storage", [SORTED, INTERLEAVED, DB], ids=["sorted", "interleaved", "db"])
-def test_files_of_a_bookie_are_not_for_every_user(tmp_path: Path, storage: str) -> None:
+def test_bookie_files_are_closed_to_other_users(tmp_path: Path, storage: str) -> None:
     uri = f"sqlite://{tmp_path / 'metadata.db'}"
     open_cluster(uri, create=True).close()
     bookie = OwnBookie(uri, tmp_path / "bookie", storage=storage)
@@ -74,7 +74,7 @@ def test_files_of_a_bookie_are_not_for_every_user(tmp_path: Path, storage: str) 
         bookie.kill()
 
 
-def test_a_local_cluster_is_its_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_cluster_is_closed_to_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     local = LocalCluster()
     local.up(1, http=True)
@@ -89,7 +89,7 @@ def test_a_local_cluster_is_its_users_alone(tmp_path: Path, monkeypatch: pytest.
         local.down()
 
 
-def test_a_local_cluster_that_was_open_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_local_cluster_is_closed_to_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     old, shared = tmp_path / "old", tmp_path / "shared"
     for directory in (old, shared):

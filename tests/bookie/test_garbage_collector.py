@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from bkctl.bookie.garbage_collector import GarbageCollectorThread, NoSpaceForCheckpoint
-from bkctl.bookie.server import Bookie as RunningBookie
+from bkctl.bookie.bookie import Bookie as RunningBookie
+from bkctl.bookie.checkpoints import CheckpointRunner, NoSpaceForCheckpoint
+from bkctl.bookie.garbage_collector import GarbageCollectorThread
 from bkctl.client.ledger import BookKeeper
 from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError, Unreachable, UsageError
@@ -103,7 +104,7 @@ def create(cluster: Cluster, *ledgers: LedgerId, metadata: LedgerMetadata = OPEN
         cluster.ledgers.create(ledger, metadata)
 
 
-def test_deleted_ledgers_go_and_the_others_stay_in_every_scope(cluster: Cluster) -> None:
+def test_only_deleted_ledgers_are_collected_in_every_scope(cluster: Cluster) -> None:
     create(cluster, *PLAIN[:2], *SCOPED[1:], LedgerId(0, 77), LedgerId(8, 1))
     bookie = Bookie(cluster, Storage(*PLAIN, *SCOPED))
     bookie.collector.run_round()
@@ -113,7 +114,7 @@ def test_deleted_ledgers_go_and_the_others_stay_in_every_scope(cluster: Cluster)
     assert (stats.active_ledgers, bookie.held_back) == (6, "")
 
 
-def test_a_scope_without_ledgers_is_empty(cluster: Cluster) -> None:
+def test_scope_without_ledgers_is_empty(cluster: Cluster) -> None:
     create(cluster, LedgerId(8, 1))
     cluster.ledgers.remove(LedgerId(8, 1))
     bookie = Bookie(cluster, Storage(*SCOPED))
@@ -128,7 +129,7 @@ def test_without_a_scopes_tree_no_scoped_ledger_is_collected(zookeeper_cluster: 
     assert "no scopes tree" in bookie.held_back
 
 
-def test_a_scopes_tree_of_another_cluster_is_never_collected_on(zookeeper_cluster: Cluster) -> None:
+def test_scopes_tree_of_another_cluster_is_never_collected_on(zookeeper_cluster: Cluster) -> None:
     create(zookeeper_cluster, SCOPED[0])
     zookeeper_cluster.store.put("scopes", b"another instance", None)
     zookeeper_cluster._ledgers = None  # as a bookie that starts now
@@ -139,7 +140,7 @@ def test_a_scopes_tree_of_another_cluster_is_never_collected_on(zookeeper_cluste
 
 
 @pytest.mark.parametrize("change", ["gone", "foreign"])
-def test_a_scopes_tree_that_vanishes_during_the_round_proves_nothing(zookeeper_cluster: Cluster, change: str) -> None:
+def test_scopes_tree_that_vanishes_during_the_round_proves_nothing(zookeeper_cluster: Cluster, change: str) -> None:
     create(zookeeper_cluster, SCOPED[0])
     bookie = Bookie(zookeeper_cluster, Storage(*SCOPED))
     store = zookeeper_cluster.store
@@ -170,7 +171,7 @@ def test_the_scopes_tree_outlives_its_last_ledger(zookeeper_cluster: Cluster) ->
 
 
 @pytest.mark.parametrize("listed_before", [0, 1, 2])
-def test_an_error_while_listing_leaves_every_scoped_ledger(cluster: Cluster, listed_before: int) -> None:
+def test_error_while_listing_leaves_every_scoped_ledger(cluster: Cluster, listed_before: int) -> None:
     create(cluster, LedgerId(0, 2), SCOPED[1])
     bookie = Bookie(cluster, Storage(*PLAIN, *SCOPED))
     batches = cluster.ledgers.batches
@@ -208,7 +209,7 @@ def test_candidates_whose_metadata_cannot_be_read_again_stay(cluster: Cluster) -
     assert bookie.storage.ledgers == {SCOPED[1]}
 
 
-def test_a_ledger_created_during_the_round_is_never_deleted(cluster: Cluster) -> None:
+def test_ledger_created_during_the_round_is_never_deleted(cluster: Cluster) -> None:
     """Its metadata comes first, then the bookie gets it: before or behind the listing of what is here."""
     create(cluster, SCOPED[0])
     young = [LedgerId(0, 20), LedgerId(7, 20)]
@@ -224,7 +225,7 @@ def test_a_ledger_created_during_the_round_is_never_deleted(cluster: Cluster) ->
     assert bookie.storage.ledgers == {SCOPED[0], *young}
 
 
-def test_a_ledger_that_a_stale_listing_lacks_is_read_again_and_stays(cluster: Cluster) -> None:
+def test_ledger_that_a_stale_listing_lacks_is_read_again_and_stays(cluster: Cluster) -> None:
     create(cluster, *PLAIN, *SCOPED)
     bookie = Bookie(cluster, Storage(*PLAIN, *SCOPED))
     batches = cluster.ledgers.batches
@@ -236,7 +237,7 @@ def test_a_ledger_that_a_stale_listing_lacks_is_read_again_and_stays(cluster: Cl
     assert bookie.storage.ledgers == {*PLAIN, *SCOPED}
 
 
-def test_in_another_cluster_than_the_cookie_says_nothing_is_collected(cluster: Cluster) -> None:
+def test_nothing_is_collected_in_another_cluster_than_the_cookies(cluster: Cluster) -> None:
     bookie = Bookie(cluster, Storage(*PLAIN, *SCOPED))
     cluster.store.put(cluster.places.instance_id, b"formatted anew", None)
     bookie.collector.run_round(force=True, accept_scoped_deletes=True)
@@ -244,9 +245,7 @@ def test_in_another_cluster_than_the_cookie_says_nothing_is_collected(cluster: C
     assert bookie.collector.stats.failed_rounds == 1
 
 
-def test_about_ledgers_without_index_the_store_is_asked_once_a_round(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unindexed_ledgers_are_looked_up_once_a_round(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     alive, elsewhere, deleted, dead = PLAIN[0], PLAIN[1], PLAIN[2], SCOPED[1]
     create(cluster, alive, SCOPED[0])
     create(cluster, elsewhere, metadata=ELSEWHERE)
@@ -263,16 +262,16 @@ def test_about_ledgers_without_index_the_store_is_asked_once_a_round(
     impossible = LedgerId(0, 1 << 63)
     some = [alive, elsewhere, deleted, SCOPED[0], dead, impossible]
     for _ in range(2):
-        assert collector._collector.garbage_of(some) == {elsewhere, deleted, dead, impossible}
+        assert collector.unindexed.garbage_of(some) == {elsewhere, deleted, dead, impossible}
     assert asked.count(dead) == 1
     assert deleted not in asked
-    collector._collector.tell_unindexed()
+    collector.unindexed.report()
     assert collector.stats.unindexed_ledgers == 2
     collector.run_round()
     assert collector.stats.unindexed_ledgers == 0, "no log has them"
 
 
-def test_an_id_that_no_ledger_can_have_is_left_alone(cluster: Cluster) -> None:
+def test_id_that_no_ledger_can_have_is_left_alone(cluster: Cluster) -> None:
     impossible = LedgerId(0, 1 << 63)
     bookie = Bookie(cluster, Storage(impossible))
     bookie.collector.run_round()
@@ -282,7 +281,7 @@ def test_an_id_that_no_ledger_can_have_is_left_alone(cluster: Cluster) -> None:
 # --- the brake ------------------------------------------------------------------------------------------------------
 
 
-def test_too_many_scoped_deletions_at_once_stop_until_one_round_is_let_pass(cluster: Cluster) -> None:
+def test_too_many_scoped_deletions_wait_for_a_forced_round(cluster: Cluster) -> None:
     many = [LedgerId(7, number) for number in range(1, 11)]
     create(cluster, *many[:4])
     plain = PLAIN[0]
@@ -310,7 +309,9 @@ def test_too_many_scoped_deletions_at_once_stop_until_one_round_is_let_pass(clus
         ({}, True),
     ],
 )
-def test_the_brake_takes_both_a_number_and_a_part(cluster: Cluster, settings: dict[str, Any], goes: bool) -> None:
+def test_scoped_deletions_stop_beyond_both_count_and_ratio(
+    cluster: Cluster, settings: dict[str, Any], goes: bool
+) -> None:
     many = [LedgerId(7, number) for number in range(1, 11)]
     create(cluster, *many[:4])
     bookie = Bookie(cluster, Storage(*many), **settings)
@@ -321,7 +322,7 @@ def test_the_brake_takes_both_a_number_and_a_part(cluster: Cluster, settings: di
 # --- over-replicated ledgers ----------------------------------------------------------------------------------------
 
 
-def test_closed_ledgers_of_other_bookies_go_when_their_time_has_come(cluster: Cluster) -> None:
+def test_overreplicated_ledgers_are_deleted_after_their_wait_time(cluster: Cluster) -> None:
     elsewhere, still_open, here = [LedgerId(0, 1), LedgerId(7, 1)], [LedgerId(0, 2), LedgerId(7, 2)], LedgerId(0, 3)
     create(cluster, *elsewhere, metadata=ELSEWHERE)
     create(cluster, *still_open, metadata=replace(OPEN, ensembles=ELSEWHERE.ensembles))
@@ -336,7 +337,7 @@ def test_closed_ledgers_of_other_bookies_go_when_their_time_has_come(cluster: Cl
     assert list(LedgerUnderreplicationManager(cluster.store).locks()) == []
 
 
-def test_a_ledger_that_is_being_replicated_is_not_over_replicated(cluster: Cluster) -> None:
+def test_ledger_that_is_being_replicated_is_not_over_replicated(cluster: Cluster) -> None:
     ledgers = [LedgerId(0, 1), LedgerId(7, 1)]
     create(cluster, *ledgers, metadata=ELSEWHERE)
     underreplication = LedgerUnderreplicationManager(cluster.store)
@@ -349,7 +350,7 @@ def test_a_ledger_that_is_being_replicated_is_not_over_replicated(cluster: Clust
     assert [each.owner for each in underreplication.locks()] == ["worker", "worker"]
 
 
-def test_what_comes_back_before_the_lock_stays(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ledger_replicated_back_before_the_lock_stays(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = LedgerId(7, 1)
     create(cluster, ledger, metadata=ELSEWHERE)
     bookie = Bookie(cluster, Storage(ledger), gc_overreplicated_ledger_wait_time=60_000)
@@ -384,12 +385,12 @@ def test_settings_that_apache_refuses_are_refused(cluster: Cluster, settings: di
         Bookie(cluster, Storage(), **settings)
 
 
-def test_settings_of_a_compaction_that_is_off_are_not_looked_at(cluster: Cluster) -> None:
+def test_settings_of_a_disabled_compaction_are_ignored(cluster: Cluster) -> None:
     Bookie(cluster, Storage(), minor_compaction_interval=0, minor_compaction_threshold=0.9)
     Bookie(cluster, Storage(), major_compaction_threshold=0.0, major_compaction_interval=1)
 
 
-def test_a_forced_round_runs_in_the_thread_once_and_is_over(cluster: Cluster) -> None:
+def test_forced_round_runs_once_in_the_thread(cluster: Cluster) -> None:
     create(cluster, SCOPED[1])
     storage = Storage(*PLAIN, *SCOPED)
     bookie = Bookie(cluster, storage)
@@ -422,7 +423,7 @@ def test_a_forced_round_runs_in_the_thread_once_and_is_over(cluster: Cluster) ->
     assert not collector.force(), "nothing runs any more"
 
 
-def test_rounds_go_on_after_a_mistake_and_come_by_themselves(cluster: Cluster) -> None:
+def test_rounds_continue_after_an_exception(cluster: Cluster) -> None:
     storage = Storage(*PLAIN)
     bookie = Bookie(cluster, storage, gc_wait_time=1)
     failures = [ValueError("a mistake"), BkctlError("a failure")]
@@ -477,7 +478,7 @@ def test_compaction_runs_when_it_is_due_and_not_suspended(cluster: Cluster) -> N
     assert status.last_major_compaction_time == bookie.now_ms
 
 
-def test_compaction_that_is_off_runs_only_when_forced_and_allowed(cluster: Cluster) -> None:
+def test_disabled_compaction_runs_only_when_forced_and_allowed(cluster: Cluster) -> None:
     settings = {"minor_compaction_interval": 0, "major_compaction_interval": 0}
     bookie = Bookie(cluster, Storage(), **settings)
     bookie.now_ms += 1 << 40
@@ -559,7 +560,7 @@ def store(tmp_path: Path) -> Iterator[Cluster]:
 @pytest.mark.parametrize(
     ("storage_class", "transactional"), [*((each, False) for each in STORAGE_CLASSES), (STORAGE_CLASSES[1], True)]
 )
-def test_a_bookie_collects_and_compacts_while_it_serves(
+def test_bookie_collects_and_compacts_while_it_serves(
     tmp_path: Path, store: Cluster, storage_class: str, transactional: bool
 ) -> None:
     config = bookie_config(
@@ -670,7 +671,7 @@ def test_the_index_of_a_deleted_ledger_leaves_the_disk_before_its_logs(
 
 
 @pytest.mark.parametrize("storage_class", STORAGE_CLASSES)
-async def test_a_disk_without_space_for_a_checkpoint_is_freed_of_the_logs_of_deleted_ledgers(
+async def test_disk_without_space_for_a_checkpoint_is_freed_of_the_logs_of_deleted_ledgers(
     tmp_path: Path, store: Cluster, storage_class: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing else would free it, and the bookie would never take entries again."""
@@ -695,10 +696,10 @@ async def test_a_disk_without_space_for_a_checkpoint_is_freed_of_the_logs_of_del
     assert collector is not None
     with monkeypatch.context() as full:
 
-        async def no_space(_: RunningBookie) -> None:
+        async def no_space(_: CheckpointRunner) -> None:
             raise NoSpaceForCheckpoint("Bookie has no space for a checkpoint")
 
-        full.setattr(RunningBookie, "_checkpoint_from_now", no_space)
+        full.setattr(CheckpointRunner, "_run_another", no_space)
         assert collector.force(major=False, minor=False)
         while collector.is_in_force_gc:
             await asyncio.sleep(0.01)
@@ -747,16 +748,16 @@ async def test_ledgers_are_deleted_while_checkpoints_never_end(
     assert bookie.failure is None
 
 
-async def test_a_bookie_that_gave_up_collects_no_more(tmp_path: Path, store: Cluster) -> None:
+async def test_bookie_that_gave_up_collects_no_more(tmp_path: Path, store: Cluster) -> None:
     bookie = RunningBookie(bookie_config(tmp_path, gc_wait_time=1), cluster=store)
     await bookie.start()
-    bookie.thread_died(RuntimeError("a thread"))
+    bookie.state_manager.thread_died(RuntimeError("a thread"))
     assert bookie.garbage_collector is not None
     assert not bookie.garbage_collector.force()
     await bookie.stop()
 
 
-def test_a_bookie_does_not_start_with_settings_that_cannot_be(tmp_path: Path, store: Cluster) -> None:
+def test_bookie_refuses_impossible_compaction_settings(tmp_path: Path, store: Cluster) -> None:
     async def run() -> None:
         bookie = RunningBookie(bookie_config(tmp_path, minor_compaction_interval=1), cluster=store)
         with pytest.raises(UsageError, match="minorCompactionInterval"):

@@ -14,7 +14,8 @@ import pytest
 from support.served_bookies import add, config_for, connected, digests, serving, statuses
 from support.servers import DB, INTERLEAVED, SORTED
 
-from bkctl.bookie.server import OPEN_THREADS, READ_THREADS
+from bkctl.bookie.reads import READ_THREADS
+from bkctl.bookie.waiting_requests import OPEN_THREADS
 from bkctl.disk import Files, StorageFile
 from bkctl.formats.availability import Availability
 from bkctl.formats.layout import Buffer
@@ -132,7 +133,7 @@ def run(storage_class: str, tmp_path: Path, cluster: Cluster, disk: HungDisk, fi
 
 @pytest.mark.parametrize("scope", [0, 7])
 @pytest.mark.parametrize("protocol", list(Protocol), ids=lambda each: each.name)
-def test_adds_go_on_while_first_touches_of_other_ledgers_hang(
+def test_adds_continue_while_opening_other_ledgers_hangs(
     tmp_path: Path, cluster: Cluster, disk: HungDisk, storage_class: str, protocol: Protocol, scope: int
 ) -> None:
     if scope and protocol is Protocol.V2:
@@ -181,7 +182,7 @@ def test_adds_go_on_while_first_touches_of_other_ledgers_hang(
 
 
 @pytest.mark.parametrize("protocol", list(Protocol), ids=lambda each: each.name)
-def test_new_ledgers_are_made_while_reads_of_entries_hang(
+def test_new_ledgers_are_created_while_reads_of_entries_hang(
     tmp_path: Path, cluster: Cluster, disk: HungDisk, storage_class: str, protocol: Protocol
 ) -> None:
     cold = [LedgerId(0, 100 + number) for number in range(4 * READ_THREADS)]
@@ -209,7 +210,7 @@ def test_new_ledgers_are_made_while_reads_of_entries_hang(
     run(storage_class, tmp_path, cluster, disk, first, then)
 
 
-def test_a_deletion_keeps_its_place_among_the_requests_that_wait_for_the_ledger(
+def test_deletion_keeps_its_place_among_the_requests_that_wait_for_the_ledger(
     tmp_path: Path, cluster: Cluster, disk: HungDisk, storage_class: str
 ) -> None:
     ledger = LedgerId(7, 5)
@@ -221,15 +222,15 @@ def test_a_deletion_keeps_its_place_among_the_requests_that_wait_for_the_ledger(
         async with connected(bookie) as connection:
             disk.hang(".idx", of_indexes=True)
             early = [asyncio.ensure_future(connection.send(each)) for each in (add(ledger, 2), ReadRequest(ledger, 2))]
-            while not disk.waiting or len(bookie._waiting.get(ledger, ())) < 2:
+            while not disk.waiting or len(bookie.processor.requests.by_ledger.get(ledger, ())) < 2:
                 await asyncio.sleep(0.001)
-            deletion = asyncio.ensure_future(bookie._delete_in_turn([ledger]))
+            deletion = asyncio.ensure_future(bookie.deleter.delete_all([ledger]))
             await asyncio.sleep(0)
             late = [
                 asyncio.ensure_future(connection.send(each))
                 for each in (ReadRequest(ledger, 0), add(ledger, 7), ReadRequest(ledger, 7), ReadRequest(ledger, 1))
             ]
-            while len(bookie._waiting[ledger]) < 7:
+            while len(bookie.processor.requests.by_ledger[ledger]) < 7:
                 await asyncio.sleep(0.001)
             disk.free()
             assert [each.status for each in await asyncio.gather(*early)] == [Status.EOK, Status.EOK]
@@ -239,15 +240,15 @@ def test_a_deletion_keeps_its_place_among_the_requests_that_wait_for_the_ledger(
             ]  # fmt: skip
             listed = await connection.send(ListEntriesRequest(ledger))
             assert list(Availability.parse(listed.availability)) == [7]
-            assert not bookie._waiting
+            assert not bookie.processor.requests.by_ledger
 
     run(storage_class, tmp_path, cluster, disk, first, then)
 
 
-def test_a_stop_does_not_wait_for_requests_that_wait_for_a_ledger(
+def test_stop_does_not_wait_for_requests_that_wait_for_a_ledger(
     tmp_path: Path, cluster: Cluster, disk: HungDisk, storage_class: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bkctl.bookie.server.STOP_GRACE_S", 0.05)
+    monkeypatch.setattr("bkctl.bookie.bookie.STOP_GRACE_S", 0.05)
     ledger = LedgerId(0, 5)
 
     async def first(connection: Any) -> None:
@@ -260,7 +261,7 @@ def test_a_stop_does_not_wait_for_requests_that_wait_for_a_ledger(
             while not disk.waiting:
                 await asyncio.sleep(0.001)
             stopping = asyncio.ensure_future(bookie.stop())
-            while bookie._storage_is_open:
+            while bookie.storage_is_open:
                 await asyncio.sleep(0.001)
             disk.free()
             await stopping
@@ -271,7 +272,7 @@ def test_a_stop_does_not_wait_for_requests_that_wait_for_a_ledger(
     run(storage_class, tmp_path, cluster, disk, first, then)
 
 
-def test_an_index_that_cannot_be_read_answers_all_that_wait_for_it(
+def test_index_that_cannot_be_read_answers_all_that_wait_for_it(
     tmp_path: Path, cluster: Cluster, disk: HungDisk, storage_class: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger = LedgerId(0, 5)
@@ -296,9 +297,9 @@ def test_an_index_that_cannot_be_read_answers_all_that_wait_for_it(
                 ]  # fmt: skip
                 assert set(await statuses(connection, *requests)) == {Status.EIO}
                 with pytest.raises(OSError, match="Input/output"):
-                    await bookie._delete(ledger)
+                    await bookie.deleter.delete(ledger)
         async with connected(bookie) as connection:
             assert await statuses(connection, add(ledger, 2), ReadRequest(ledger, 0)) == [Status.EOK, Status.EOK]
-            assert not bookie._waiting
+            assert not bookie.processor.requests.by_ledger
 
     run(storage_class, tmp_path, cluster, disk, first, then)

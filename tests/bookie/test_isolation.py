@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bookie.test_server import add, config_for, connected, digests, on_a_bookie, serving, statuses
+from bookie.test_bookie import add, config_for, connected, digests, on_a_bookie, serving, statuses
 from support.servers import DB, INTERLEAVED, SORTED
 
-from bkctl.bookie import server
-from bkctl.bookie.server import Bookie
+from bkctl.bookie.bookie import Bookie
 from bkctl.disk import Files, StorageFile
 from bkctl.errors import AlreadyExists, BadRequest, BkctlError, Corrupt, UnknownLedgerState, Unsupported
 from bkctl.ids import LedgerId
@@ -27,7 +26,7 @@ STORAGES = pytest.mark.parametrize("storage", [SORTED, INTERLEAVED, DB], ids=["s
 
 
 def in_flight(bookie: Bookie) -> int:
-    return bookie._server.in_flight_bytes + sum(each._in_flight for each in bookie._server.connections)
+    return bookie.server.in_flight_bytes + sum(each._in_flight for each in bookie.server.connections)
 
 
 # --- master keys -----------------------------------------------------------------------------------------------------
@@ -35,7 +34,7 @@ def in_flight(bookie: Bookie) -> int:
 
 @STORAGES
 @pytest.mark.parametrize("size", [0, 1, 19, 21, 1000, 1120, 1 << 20])
-def test_a_master_key_that_is_not_20_bytes_is_refused_at_every_entry_point(
+def test_master_key_that_is_not_20_bytes_is_refused_at_every_entry_point(
     tmp_path: Path, cluster: Cluster, storage: str, size: int
 ) -> None:
     key = b"k" * size
@@ -64,7 +63,7 @@ def test_a_master_key_that_is_not_20_bytes_is_refused_at_every_entry_point(
 
 
 @STORAGES
-def test_a_bookie_starts_with_a_journal_that_holds_long_master_keys(
+def test_bookie_starts_with_a_journal_that_holds_long_master_keys(
     tmp_path: Path, cluster: Cluster, storage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As earlier releases wrote it; 60 of them of 4 MB once filled the memory."""
@@ -80,7 +79,7 @@ def test_a_bookie_starts_with_a_journal_that_holds_long_master_keys(
             answers = await statuses(connection, *(add(ledger, 0, master_key=key) for ledger, key in keys.items()))
             assert set(answers) == {Status.EOK}
             monkeypatch.undo()
-        bookie._fail(BkctlError("killed"))
+        bookie.state_manager.fail(BkctlError("killed"))
         await bookie.stop()
 
     async def read() -> None:
@@ -110,7 +109,7 @@ ERRORS: list[tuple[Exception, Status]] = [
 
 @pytest.mark.parametrize("protocol", list(Protocol), ids=lambda each: each.name)
 @pytest.mark.parametrize(("error", "status"), ERRORS, ids=lambda each: type(each).__name__)
-def test_a_fencing_read_that_fails_after_the_commit_leaves_its_group_answered(
+def test_fencing_read_that_fails_after_the_commit_leaves_its_group_answered(
     tmp_path: Path,
     cluster: Cluster,
     monkeypatch: pytest.MonkeyPatch,
@@ -141,7 +140,7 @@ def test_a_fencing_read_that_fails_after_the_commit_leaves_its_group_answered(
 
 
 @STORAGES
-def test_a_flipped_byte_of_an_entry_stays_with_its_ledger(tmp_path: Path, cluster: Cluster, storage: str) -> None:
+def test_flipped_byte_of_an_entry_stays_with_its_ledger(tmp_path: Path, cluster: Cluster, storage: str) -> None:
     config = config_for(tmp_path, ledger_storage_class=storage)
 
     async def write() -> None:
@@ -165,7 +164,7 @@ def test_a_flipped_byte_of_an_entry_stays_with_its_ledger(tmp_path: Path, cluste
 
 
 @pytest.mark.parametrize("protocol", list(Protocol), ids=lambda each: each.name)
-def test_an_unexpected_exception_of_a_handler_is_answered_logged_and_counted(
+def test_unexpected_exception_of_a_handler_is_answered_logged_and_counted(
     tmp_path: Path,
     cluster: Cluster,
     monkeypatch: pytest.MonkeyPatch,
@@ -189,7 +188,7 @@ def test_an_unexpected_exception_of_a_handler_is_answered_logged_and_counted(
     on_a_bookie(tmp_path, cluster, body, protocol)
 
 
-def test_an_exception_of_one_answer_keeps_nothing_from_the_others(tmp_path: Path, cluster: Cluster) -> None:
+def test_exception_of_one_answer_leaves_the_other_answers(tmp_path: Path, cluster: Cluster) -> None:
     async def body(bookie: Bookie, connection: BookieConnection) -> None:
         def defect(_: object) -> None:
             raise RuntimeError("a defect")
@@ -200,7 +199,7 @@ def test_an_exception_of_one_answer_keeps_nothing_from_the_others(tmp_path: Path
         bookie.storage.add(OTHER, 0, body.master_key, body.body, defect)
         bookie.storage.force(OTHER, defect)
         bookie.storage.when_written(OTHER, defect)
-        bookie._flush_soon()
+        bookie.commits.flush_soon()
         assert (await asyncio.wait_for(added, 60)).status is Status.EOK
         assert in_flight(bookie) == 0
 
@@ -210,7 +209,7 @@ def test_an_exception_of_one_answer_keeps_nothing_from_the_others(tmp_path: Path
 # --- stops -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_stop_leaves_the_list_of_bookies_before_it_writes(
+def test_stop_leaves_the_list_of_bookies_before_it_writes(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed: list[bool] = []
@@ -254,11 +253,11 @@ class _HangingFile(StorageFile):
 
 
 @pytest.mark.parametrize("when", ["at work", "as it stops"])
-async def test_a_stop_ends_in_bounded_time_while_a_disk_hangs(
+async def test_stop_ends_in_bounded_time_while_a_disk_hangs(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    monkeypatch.setattr(server, "STOP_S", 1.0)
-    monkeypatch.setattr(server, "STOP_GRACE_S", 0.2)
+    monkeypatch.setattr("bkctl.bookie.bookie.STOP_S", 1.0)
+    monkeypatch.setattr("bkctl.bookie.bookie.STOP_GRACE_S", 0.2)
     files = HangingFiles()
 
     bookie = Bookie(config_for(tmp_path), cluster=cluster, files=files)
@@ -283,7 +282,7 @@ async def test_a_stop_ends_in_bounded_time_while_a_disk_hangs(
 
 @pytest.mark.parametrize("method", ["begin_checkpoint", "checkpoint", "end_checkpoint", "write_entries", "close"])
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "a disk"), BadRequest("odd"), RuntimeError("a defect")], ids=repr)
-def test_whoever_waits_for_a_task_that_fails_with_anything_hears_of_it(
+def test_failed_task_ends_every_wait_for_it(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, method: str, error: Exception
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -296,8 +295,7 @@ def test_whoever_waits_for_a_task_that_fails_with_anything_hears_of_it(
             assert await statuses(connection, add(PLAIN, 0)) == [Status.EOK]
             monkeypatch.setattr(bookie.storage, method, fail)
             if method == "write_entries":
-                assert bookie._entries is not None
-                bookie._entries.submit(bookie._write_entries)
+                bookie.commits.write_entries_soon()
             await asyncio.wait_for(bookie.checkpoint(), 60)
             await asyncio.wait_for(bookie.stop(), 60)
         assert bookie.failure is not None
@@ -316,7 +314,7 @@ def test_whoever_waits_for_a_task_that_fails_with_anything_hears_of_it(
 # --- registrations ---------------------------------------------------------------------------------------------------
 
 
-def test_a_bookie_stops_when_another_process_holds_its_registration_after_a_lost_session(
+def test_bookie_stops_when_another_process_holds_its_registration_after_a_lost_session(
     tmp_path: Path, cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = cluster.store
@@ -347,9 +345,7 @@ def test_a_bookie_stops_when_another_process_holds_its_registration_after_a_lost
     asyncio.run(run())
 
 
-def test_a_bookie_whose_session_is_lost_and_that_holds_its_registration_again_goes_on(
-    tmp_path: Path, cluster: Cluster
-) -> None:
+def test_bookie_that_registered_again_after_a_lost_session_continues(tmp_path: Path, cluster: Cluster) -> None:
     store = cluster.store
     assert isinstance(store, SqliteStore)
 
@@ -364,7 +360,7 @@ def test_a_bookie_whose_session_is_lost_and_that_holds_its_registration_again_go
         async with asyncio.timeout(60):
             while (found := cluster.bookies.get(bookie.bookie_id)) is None or found.state != "rw":
                 await asyncio.sleep(0.05)
-        bookie._check_registration()
+        bookie.registration.check_usurper()
         assert bookie.failure is None
 
     on_a_bookie(tmp_path, cluster, body, zk_timeout=500, disk_check_interval=50)

@@ -329,7 +329,7 @@ def scenario(body: Awaitable[Any]) -> Any:
 
 @pytest.mark.timeout(900 + 10 * KILLS)
 @pytest.mark.parametrize("storage", [SORTED, INTERLEAVED, DB], ids=["sorted", "interleaved", "db"])
-def test_a_bookie_that_is_killed_at_random_points_keeps_its_word(
+def test_bookie_killed_at_random_points_loses_nothing_acknowledged(
     own_bookie: Callable[..., OwnBookie], cluster: Cluster, storage: str
 ) -> None:
     seed = int(os.environ.get("BKCTL_TEST_SEED") or random.SystemRandom().randrange(1 << 32))

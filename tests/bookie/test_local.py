@@ -33,7 +33,7 @@ def states(cluster: LocalCluster) -> list[str]:
     return [each.state for each in cluster.status()]
 
 
-def test_a_cluster_comes_up_serves_goes_down_and_comes_back_on_the_same_ports(cluster: LocalCluster) -> None:
+def test_cluster_comes_up_serves_goes_down_and_comes_back_on_the_same_ports(cluster: LocalCluster) -> None:
     told: list[str] = []
     first = cluster.up(2, progress=told.append)
     assert [bookie.bookie_id for bookie in first] == ["bookie-0", "bookie-1"]
@@ -68,7 +68,7 @@ def test_a_cluster_comes_up_serves_goes_down_and_comes_back_on_the_same_ports(cl
     cluster.down()
 
 
-def test_one_bookie_stops_and_up_starts_what_is_down_and_adds_what_is_new(cluster: LocalCluster) -> None:
+def test_up_starts_stopped_bookies_and_adds_new_ones(cluster: LocalCluster) -> None:
     cluster.up(1)
     cluster.up(2)
     assert states(cluster) == ["rw", "rw"]
@@ -110,21 +110,21 @@ def test_fewer_bookies_other_storage_and_unknown_storage_are_refused(cluster: Lo
     cluster.down()
 
 
-def test_where_there_is_no_cluster_it_says_so(cluster: LocalCluster) -> None:
+def test_missing_cluster_is_reported(cluster: LocalCluster) -> None:
     for call in (cluster.bookies, cluster.status, cluster.down):
         with pytest.raises(NotFound, match="cluster up"):
             call()
     assert active_cluster() is None
 
 
-def test_an_unknown_bookie_is_not_found(cluster: LocalCluster) -> None:
+def test_unknown_bookie_is_not_found(cluster: LocalCluster) -> None:
     cluster.up(1)
     with pytest.raises(NotFound, match="bookie-7"):
         cluster.down("bookie-7")
     cluster.down()
 
 
-def test_a_bookie_that_dies_at_its_start_is_reported_with_its_last_words(cluster: LocalCluster) -> None:
+def test_bookie_that_dies_at_start_is_reported_with_the_end_of_its_log(cluster: LocalCluster) -> None:
     cluster.up(1)
     cluster.down()
     conf = cluster.bookies()[0].conf
@@ -133,7 +133,7 @@ def test_a_bookie_that_dies_at_its_start_is_reported_with_its_last_words(cluster
         cluster.up()
 
 
-def test_a_damaged_description_is_refused_not_replaced(cluster: LocalCluster) -> None:
+def test_damaged_description_is_refused_not_replaced(cluster: LocalCluster) -> None:
     cluster.directory.mkdir()
     for text in ("{", "[]", '{"ports": "all"}', json.dumps({"ports": ["1"]})):
         (cluster.directory / "cluster.json").write_text(text)
@@ -148,7 +148,7 @@ def test_two_commands_at_once_do_not_start_a_bookie_twice(cluster: LocalCluster)
         LocalCluster(cluster.directory).up(1)
 
 
-def test_a_reused_process_id_is_not_taken_for_a_bookie(cluster: LocalCluster) -> None:
+def test_reused_process_id_is_not_taken_for_a_bookie(cluster: LocalCluster) -> None:
     cluster.up(1)
     cluster.down()
     pid_file = cluster.bookies()[0].directory / "bookie.pid"

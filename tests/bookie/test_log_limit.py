@@ -12,7 +12,7 @@ def record(line: int, text: str, level: int = logging.WARNING) -> logging.LogRec
     return logging.LogRecord("bkctl", level, log_limit.__file__, line, text, (), None)
 
 
-def test_one_place_logs_so_much_and_says_later_what_was_left_out() -> None:
+def test_repeated_records_are_dropped_and_counted() -> None:
     now_s = 0.0
     limit = RepeatLimit(clock=lambda: now_s)
     passed = [limit.filter(record(1, f"client {number}")) for number in range(5 * WARNINGS)]

@@ -13,7 +13,7 @@ import pytest
 from support.command_line import CommandLine
 from support.servers import DB, INTERLEAVED, SORTED, apache_settings, free_port, write_conf
 
-from bkctl.bookie.server import Bookie
+from bkctl.bookie.bookie import Bookie
 from bkctl.client.ledger import BookKeeper
 from bkctl.config import BookieConfig
 from bkctl.errors import Unreachable

@@ -10,7 +10,7 @@ from bkctl.bookie import metrics
 from bkctl.bookie.metrics import QUANTILES, BookieMetrics, Latency, PrometheusText, Summary
 
 
-def test_quantiles_are_right_to_some_percent() -> None:
+def test_quantiles_are_right_to_seven_percent() -> None:
     summary = Summary()
     for value in range(100_000):
         summary.observe(value)
@@ -45,7 +45,7 @@ def test_quantiles_are_of_the_last_minutes(monkeypatch: pytest.MonkeyPatch) -> N
     assert summary.count == 3
 
 
-def test_reads_from_memory_count_as_such_that_took_no_time() -> None:
+def test_reads_from_memory_count_with_no_duration() -> None:
     counted = BookieMetrics()
     counted.reads_from_memory = 3
     counted.read_entry.observe(0.002)
@@ -56,7 +56,7 @@ def test_reads_from_memory_count_as_such_that_took_no_time() -> None:
     assert counted.read_entry.success.quantiles()[-1] == pytest.approx(2000, rel=0.07)
 
 
-def test_the_text_is_as_prometheus_reads_it() -> None:
+def test_text_parses_as_prometheus_text() -> None:
     latency = Latency()
     latency.observe(0.004, 2)
     latency.observe(1.5, ok=False)

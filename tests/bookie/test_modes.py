@@ -15,7 +15,7 @@ import pytest
 from support.descriptors import descriptors_used_up
 from support.servers import DB, INTERLEAVED, SORTED
 
-from bkctl.bookie.server import Bookie
+from bkctl.bookie.bookie import Bookie
 from bkctl.config import BookieConfig
 from bkctl.disk import DiskUsage, Files, StorageFile
 from bkctl.errors import BkctlError, UsageError
@@ -115,7 +115,7 @@ async def nothing(bookie: Bookie, connection: BookieConnection) -> None:
     """Start and stop."""
 
 
-def test_a_read_only_bookie_reads_fences_and_recovers_but_takes_nothing_new(tmp_path: Path, cluster: Cluster) -> None:
+def test_read_only_bookie_reads_fences_and_recovers_but_takes_nothing_new(tmp_path: Path, cluster: Cluster) -> None:
     async def body(bookie: Bookie, connection: BookieConnection) -> None:
         for ledger in (PLAIN, SCOPED):
             assert (await connection.send(add(ledger, 0))).status is Status.EOK
@@ -156,9 +156,7 @@ def test_a_read_only_bookie_reads_fences_and_recovers_but_takes_nothing_new(tmp_
 
 
 @pytest.mark.parametrize("persists", [True, False])
-def test_a_restart_remembers_what_an_operator_said_when_it_is_told_to(
-    tmp_path: Path, cluster: Cluster, persists: bool
-) -> None:
+def test_restart_keeps_read_only_mode_with_persisted_status(tmp_path: Path, cluster: Cluster, persists: bool) -> None:
     async def become(bookie: Bookie, connection: BookieConnection) -> None:
         await bookie.set_read_only(True)
 
@@ -193,7 +191,7 @@ def test_a_restart_remembers_what_an_operator_said_when_it_is_told_to(
         (b"", b"\xff\xff", False),
     ],
 )
-def test_the_latest_status_that_can_be_read_counts(
+def test_latest_readable_status_counts(
     tmp_path: Path, cluster: Cluster, one: bytes, other: bytes | None, read_only: bool
 ) -> None:
     async def body(bookie: Bookie, connection: BookieConnection) -> None:
@@ -206,7 +204,7 @@ def test_the_latest_status_that_can_be_read_counts(
     on_a_bookie(tmp_path, cluster, body, persist_bookie_status_enabled=True)
 
 
-def test_a_bookie_that_an_operator_made_read_only_stays_so_when_its_disks_have_space(
+def test_bookie_that_an_operator_made_read_only_stays_so_when_its_disks_have_space(
     tmp_path: Path, cluster: Cluster
 ) -> None:
     disks = Disks()
@@ -217,11 +215,11 @@ def test_a_bookie_that_an_operator_made_read_only_stays_so_when_its_disks_have_s
             await asyncio.sleep(0.01)
         await bookie.set_read_only(True)
         disks.used = 0.5
-        while bookie._disks_full:
+        while bookie.state_manager.disks_full:
             await asyncio.sleep(0.01)
         assert bookie.read_only
         disks.used = 0.99
-        while not bookie._disks_full:
+        while not bookie.state_manager.disks_full:
             await asyncio.sleep(0.01)
         await bookie.set_read_only(False)
         assert bookie.read_only, "for its disks"
@@ -232,7 +230,7 @@ def test_a_bookie_that_an_operator_made_read_only_stays_so_when_its_disks_have_s
     on_a_bookie(tmp_path, cluster, body, disks, persist_bookie_status_enabled=True)
 
 
-def test_what_the_configuration_says_no_operator_changes(tmp_path: Path, cluster: Cluster) -> None:
+def test_operator_cannot_override_the_configured_mode(tmp_path: Path, cluster: Cluster) -> None:
     async def forced(bookie: Bookie, connection: BookieConnection) -> None:
         assert bookie.read_only
         with pytest.raises(UsageError, match="forceReadOnlyBookie"):
@@ -292,7 +290,7 @@ class FullFile(StorageFile):
 
 
 @pytest.mark.parametrize("names", [("journal/current/",), ("lastMark",)], ids=["journal", "marks"])
-def test_a_disk_that_fills_up_all_at_once_makes_it_read_only_until_there_is_space(
+def test_suddenly_full_disk_makes_a_bookie_read_only_until_there_is_space(
     tmp_path: Path, cluster: Cluster, names: tuple[str, ...]
 ) -> None:
     files = FullFiles(*names)
@@ -326,7 +324,7 @@ def test_a_disk_that_fills_up_all_at_once_makes_it_read_only_until_there_is_spac
 
 
 @pytest.mark.parametrize("storage", [SORTED, INTERLEAVED, DB], ids=["sorted", "interleaved", "db"])
-def test_a_process_without_free_descriptors_is_read_only_until_files_are_closed(
+def test_process_without_free_descriptors_is_read_only_until_files_are_closed(
     tmp_path: Path, cluster: Cluster, storage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept: list[int] = []
@@ -373,7 +371,7 @@ def test_a_process_without_free_descriptors_is_read_only_until_files_are_closed(
 
 async def die(bookie: Bookie) -> None:
     """Nothing is written from here on, as if it were killed."""
-    bookie.failure = BkctlError("killed")
+    bookie.state_manager.failure = BkctlError("killed")
 
 
 def journals(tmp_path: Path) -> list[Path]:
@@ -396,7 +394,7 @@ def full(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tup
     return request.param, files
 
 
-def test_a_bookie_that_starts_on_a_full_disk_serves_what_it_has_and_takes_entries_when_there_is_space(
+def test_bookie_that_starts_on_a_full_disk_serves_what_it_has_and_takes_entries_when_there_is_space(
     tmp_path: Path, cluster: Cluster, full: tuple[str, FullFiles]
 ) -> None:
     storage_class, files = full
@@ -449,7 +447,7 @@ def test_a_bookie_that_starts_on_a_full_disk_serves_what_it_has_and_takes_entrie
     on_a_bookie(tmp_path, cluster, read, files, ledger_storage_class=storage_class)
 
 
-def test_a_bookie_starts_where_only_the_disk_of_its_journal_is_full(tmp_path: Path, cluster: Cluster) -> None:
+def test_bookie_starts_where_only_the_disk_of_its_journal_is_full(tmp_path: Path, cluster: Cluster) -> None:
     files = FullFiles("journal/current/")
 
     async def write(bookie: Bookie, connection: BookieConnection) -> None:
@@ -488,7 +486,7 @@ def test_a_bookie_starts_where_only_the_disk_of_its_journal_is_full(tmp_path: Pa
     on_a_bookie(tmp_path, cluster, read, files)
 
 
-def test_more_than_memory_may_hold_is_not_replayed_without_space_for_it(
+def test_replay_beyond_the_memory_bound_needs_space(
     tmp_path: Path, cluster: Cluster, full: tuple[str, FullFiles], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage_class, files = full
@@ -541,9 +539,7 @@ def test_one_full_directory_may_miss_a_mark(tmp_path: Path, cluster: Cluster) ->
 
 
 @pytest.mark.parametrize("storage_class", [SORTED, INTERLEAVED])
-def test_an_entry_log_leaves_a_disk_that_fills_up_under_it(
-    tmp_path: Path, cluster: Cluster, storage_class: str
-) -> None:
+def test_entry_log_leaves_a_disk_that_fills_up_under_it(tmp_path: Path, cluster: Cluster, storage_class: str) -> None:
     """The log that is written meets ENOSPC while another directory has room: no read-only, and nothing is lost."""
     files = FullFiles()
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from support.servers import DB, INTERLEAVED, SORTED
 
-from bkctl.bookie import long_polls, server
-from bkctl.bookie.server import Bookie
+from bkctl.bookie import long_polls
+from bkctl.bookie.bookie import Bookie
 from bkctl.client.ledger import BookKeeper
 from bkctl.config import BookieConfig
 from bkctl.disk import DiskUsage, Files, StorageFile
@@ -49,7 +49,7 @@ def bookie_of(cluster: Cluster, directory: Path, files: Files | None = None, **s
 
 
 @pytest.mark.parametrize("storage", [SORTED, INTERLEAVED, DB])
-async def test_held_adds_go_on_without_another_request_or_checkpoint(
+async def test_held_adds_continue_without_another_request_or_checkpoint(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
 ) -> None:
     bookie = bookie_of(cluster, tmp_path, ledger_storage_class=storage)
@@ -63,7 +63,7 @@ async def test_held_adds_go_on_without_another_request_or_checkpoint(
     await bookie.stop()
 
 
-async def test_a_client_that_does_not_read_has_few_answers_in_memory(
+async def test_client_that_does_not_read_has_few_answers_in_memory(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protocol_server, "READS_IN_PROGRESS_MAX", 4)
@@ -109,7 +109,7 @@ class BrokenDisk(Files):
         return super().disk_usage(path)
 
 
-async def test_a_bookie_that_cannot_look_after_its_disks_gives_up(cluster: Cluster, tmp_path: Path) -> None:
+async def test_bookie_that_cannot_look_after_its_disks_gives_up(cluster: Cluster, tmp_path: Path) -> None:
     files = BrokenDisk()
     bookie = bookie_of(cluster, tmp_path, files, disk_check_interval=10)
     await bookie.start()
@@ -132,7 +132,7 @@ class ThreadEnd(BaseException):
 )
 # The thread's own traceback is to be seen, by whoever runs the bookie.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_bookie_gives_up_when_one_of_its_threads_dies(
+async def test_bookie_gives_up_when_one_of_its_threads_dies(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, kind: type[BaseException]
 ) -> None:
     def defect(*_: object, **__: object) -> None:
@@ -153,10 +153,10 @@ async def test_a_bookie_gives_up_when_one_of_its_threads_dies(
 # The thread's own traceback is to be seen, by whoever runs the bookie.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("stops", [False, True], ids=["at work", "while it stops"])
-async def test_nobody_waits_for_the_answers_of_a_bookie_that_failed(
+async def test_requests_to_a_failed_bookie_end(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool
 ) -> None:
-    monkeypatch.setattr(server, "STOP_GRACE_S", 600.0)
+    monkeypatch.setattr("bkctl.bookie.bookie.STOP_GRACE_S", 600.0)
     entered, go_on = threading.Event(), threading.Event()
 
     def defect(*_: object, **__: object) -> None:
@@ -179,7 +179,7 @@ async def test_nobody_waits_for_the_answers_of_a_bookie_that_failed(
     assert "a defect" in str(bookie.failure)
 
 
-async def test_a_bookie_that_turns_read_only_and_back_while_the_store_is_slow_stays_registered(
+async def test_bookie_that_turns_read_only_and_back_while_the_store_is_slow_stays_registered(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = threading.Event()
@@ -194,8 +194,8 @@ async def test_a_bookie_that_turns_read_only_and_back_while_the_store_is_slow_st
     monkeypatch.setattr(cluster.store, "delete", delete)
     moves = []
     for read_only in (True, False):
-        bookie.read_only = read_only
-        moves.append(asyncio.create_task(bookie._register()))
+        bookie.state_manager.read_only = read_only
+        moves.append(asyncio.create_task(bookie.registration.update()))
         await asyncio.sleep(0.3)
     await asyncio.gather(*moves)
     slow.set()
@@ -205,7 +205,7 @@ async def test_a_bookie_that_turns_read_only_and_back_while_the_store_is_slow_st
     await bookie.stop()
 
 
-async def test_a_stop_during_a_registration_leaves_no_ghost(
+async def test_stop_during_a_registration_leaves_no_ghost(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cluster is the caller's, so that no session ends with the bookie."""
@@ -221,8 +221,8 @@ async def test_a_stop_during_a_registration_leaves_no_ghost(
     bookie = bookie_of(cluster, tmp_path)
     await bookie.start()
     monkeypatch.setattr(cluster.bookies, "register", register)
-    bookie.read_only = True
-    bookie._register_soon()
+    bookie.state_manager.read_only = True
+    bookie.registration.update_soon()
     await asyncio.to_thread(entered.wait, 60)
     stopping = asyncio.create_task(bookie.stop())
     await asyncio.sleep(0.3)
@@ -234,14 +234,14 @@ async def test_a_stop_during_a_registration_leaves_no_ghost(
     assert found.state == "down"
 
 
-async def test_registrations_that_are_over_leave_nothing_behind(cluster: Cluster, tmp_path: Path) -> None:
+async def test_finished_registrations_leave_no_tasks(cluster: Cluster, tmp_path: Path) -> None:
     bookie = bookie_of(cluster, tmp_path)
     await bookie.start()
-    before = len(bookie._tasks)
+    before = len(bookie.registration.tasks)
     for _ in range(20):
-        bookie._register_soon()
+        bookie.registration.update_soon()
     async with asyncio.timeout(60):
-        while len(bookie._tasks) > before:
+        while len(bookie.registration.tasks) > before:
             await asyncio.sleep(0.01)
     await bookie.stop()
 
@@ -320,7 +320,7 @@ def test_memory_stays_bounded_when_clients_write_faster_than_the_disk(
         while not pouring.done():
             most = max(most, resident_bytes() - before)
             # One receive buffer beyond the bound for each connection.
-            assert bookie._server.in_flight_bytes <= (8 << 20) + clients * (512 << 10)
+            assert bookie.server.in_flight_bytes <= (8 << 20) + clients * (512 << 10)
             # What came in one turn of the loop more than its bound, from all connections.
             assert bookie.storage.unwritten_bytes <= (8 << 20) + (8 << 20) + clients * (512 << 10)
             await asyncio.sleep(0.01)
@@ -366,7 +366,7 @@ async def test_memory_stays_bounded_when_a_client_never_reads_its_answers(
     await bookie.stop()
 
 
-async def test_adds_beyond_those_that_may_wait_are_refused_and_the_others_kept(
+async def test_adds_beyond_the_pending_limit_are_refused_and_earlier_ones_kept(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocked = threading.Event()
@@ -387,9 +387,9 @@ async def test_adds_beyond_those_that_may_wait_are_refused_and_the_others_kept(
         return client.send(AddRequest(LedgerId(0, 5), entry_id, bytes(20), body, **flags))
 
     async def turn() -> None:
-        seen = bookie._server.in_flight_bytes
+        seen = bookie.server.in_flight_bytes
         await client.send(ReadRequest(LedgerId(0, 99), 0))
-        assert bookie._server.in_flight_bytes >= seen
+        assert bookie.server.in_flight_bytes >= seen
 
     kept = []
     for entry_id in range(10):
@@ -408,7 +408,7 @@ async def test_adds_beyond_those_that_may_wait_are_refused_and_the_others_kept(
     await bookie.stop()
 
 
-def test_a_deferred_add_is_answered_before_the_sync_and_force_after_it(cluster: Cluster, tmp_path: Path) -> None:
+def test_deferred_add_is_answered_before_the_sync_and_force_after_it(cluster: Cluster, tmp_path: Path) -> None:
     may_sync, syncs = threading.Event(), threading.Event()
 
     class HeldJournal(Files):
@@ -468,7 +468,7 @@ async def test_long_polls_are_bounded_in_number_and_end_with_their_clients(
         answer.add_done_callback(lambda done: done.exception())
     clients[0].close()
     async with asyncio.timeout(60):
-        while len(bookie._polls):
+        while len(bookie.processor.polls):
             await asyncio.sleep(0.01)
     assert not bookie.storage.ledgers.handles[LedgerId(0, 5)].watchers
     again = clients[1].send(poll)

@@ -54,7 +54,7 @@ def bkctl() -> CommandLine:
     return CommandLine(None)
 
 
-def test_repaired_again_and_again(own_bookie: Callable[..., OwnBookie], tmp_path: Path, bkctl: CommandLine) -> None:
+def test_bookie_survives_repairs(own_bookie: Callable[..., OwnBookie], tmp_path: Path, bkctl: CommandLine) -> None:
     uri = f"sqlite://{tmp_path / 'metadata.db'}"
     with open_cluster(uri, create=True) as cluster:
         bookie = own_bookie(uri)

@@ -89,13 +89,13 @@ def groups_of(batches: list[Batch], storage: Storage | None = None, **settings: 
     ],
     ids=str,
 )
-def test_a_group_ends_with_enough_bytes_or_entries(settings: dict[str, int], expected: list[int]) -> None:
+def test_group_ends_with_enough_bytes_or_entries(settings: dict[str, int], expected: list[int]) -> None:
     found, listener = groups_of([batch(100, 5) for _ in range(10)], **settings)
     assert found == expected
     assert listener.heard == [("committed", count) for count in (1, *expected)]
 
 
-def test_a_group_waits_for_more_no_longer_than_its_time() -> None:
+def test_group_waits_no_longer_than_its_time() -> None:
     storage, listener = Storage(), Listener()
     storage.go_on.set()
 
@@ -112,14 +112,14 @@ def test_a_group_waits_for_more_no_longer_than_its_time() -> None:
     assert listener.heard == [("committed", 1)]
 
 
-def test_who_waits_for_the_write_alone_hears_before_the_others() -> None:
+def test_deferred_adds_are_reported_before_the_sync() -> None:
     waiting = batch(100, 1)
     waiting.written.append(lambda _: None)
     _, listener = groups_of([waiting, batch(100, 1)])
     assert listener.heard == [("committed", 1), ("written", 2), ("committed", 2)]
 
 
-def test_a_failed_group_is_reported_and_the_next_is_tried() -> None:
+def test_failed_group_is_reported_and_the_next_is_tried() -> None:
     storage = Storage()
     storage.error = OSError("a disk")
     _, listener = groups_of([batch(100, 1), batch(1 << 30, 1), batch(100, 1)], storage)

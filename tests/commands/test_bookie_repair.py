@@ -277,7 +277,7 @@ def test_init_names_all_that_is_in_the_way(cli: Cli, conf: Path, tmp_path: Path)
     assert result.code == 3
     assert result.rows == [
         {"place": f"{tmp_path}/ledgers", "problem": "is not empty: current/0.log"},
-        {"place": f"{tmp_path}/index", "problem": "is no directory"},
+        {"place": f"{tmp_path}/index", "problem": "is not a directory"},
     ]
     assert cli("bookie", "init", "--conf", conf).code == 5
     assert not (tmp_path / "journal").exists()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.servers import BOOKKEEPER_VERSION, INTERLEAVED, SORTED, ApacheBookie, Java, ZooKeeperServer, format_cluster
 
-from bkctl.bookie.server import Bookie
+from bkctl.bookie.bookie import Bookie
 from bkctl.config import BookieConfig
 from bkctl.files.journal import JournalReader
 from bkctl.formats.entry import DigestManager, DigestType

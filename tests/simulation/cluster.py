@@ -20,7 +20,7 @@ from simulation.runtime import Process, World
 from simulation.store import Session, Tree
 from support.simulated_disk import Fault
 
-from bkctl.bookie.server import Bookie
+from bkctl.bookie.bookie import Bookie
 from bkctl.client.ledger import BookKeeper, LedgerEntry, ReadHandle
 from bkctl.config import BookieConfig
 from bkctl.errors import (
@@ -91,27 +91,30 @@ class _Watched:
         self.__wrapped__(response)
 
 
-class WatchedBookie(Bookie):
-    """The bookie as it is; what it is asked and answers is also given to the checker."""
+class WatchedRequests:
+    """Serves a bookie's requests as they are; requests and answers are also given to the checker."""
 
-    host: BookieHost
+    def __init__(self, bookie: Bookie, host: BookieHost) -> None:
+        self.host = host
+        self._processor = bookie.processor
+        self.adds_at_once = bookie.processor.adds_at_once
 
     def handle(self, request: Any, respond: Any) -> None:
-        super().handle(request, _Watched(respond, self._watch(request)))
+        self._processor.handle(request, _Watched(respond, self._watch(request)))
 
     def handle_adds(self, adds: AddRun, answer: AnswerAdds) -> None:
-        each = [
+        requests = [
             AddRequest(adds.ledger, entry_id, adds.master_key, body_of(record))
             for entry_id, record in zip(adds.entry_ids, adds.records, strict=True)
         ]
-        watching = [self._watch(request) for request in each]
+        watching = [self._watch(request) for request in requests]
 
         def answered(status: Status) -> None:
-            for request, seen in zip(each, watching, strict=True):
+            for request, seen in zip(requests, watching, strict=True):
                 seen(AddResponse(status, request.ledger, request.entry_id))
             answer(status)
 
-        super().handle_adds(adds, answered)
+        self._processor.handle_adds(adds, answered)
 
     def _watch(self, request: Any) -> Callable[[Any], None]:
         """Tell the checker of a request, and by what is returned of its answer."""
@@ -150,7 +153,7 @@ class BookieHost:
         self.root.mkdir()
         self.process: Process | None = None
         self.files: WorldFiles | None = None
-        self.bookie: WatchedBookie | None = None
+        self.bookie: Bookie | None = None
         self.session: Session | None = None
         self.incarnation = 0
         self.lies = 0.0
@@ -204,8 +207,8 @@ class BookieHost:
         session = self.session = Session(self.cluster.tree, process)
         cluster = Cluster(parse_uri(URI), session)
         while True:
-            bookie = WatchedBookie(self.config, cluster=cluster, files=self.files)
-            bookie.host = self
+            bookie = Bookie(self.config, cluster=cluster, files=self.files)
+            bookie.server.handler = WatchedRequests(bookie, self)
             process.at_death.append(bookie._held.close)
             try:
                 await bookie.start()

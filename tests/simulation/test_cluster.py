@@ -60,7 +60,7 @@ def test_nothing_acknowledged_is_lost_and_every_ledger_ends_once(world: Path, se
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_disk_that_lies_about_syncs_harms_only_ledgers_on_it(world: Path, seed: int) -> None:
+def test_disk_that_lies_about_syncs_harms_only_ledgers_on_it(world: Path, seed: int) -> None:
     """What an operator may rely on when a disk forgets what it said was synced, and the machine crashes:
 
     Ledgers without the bookie are whole; so is what all other bookies said they stored. Of ledgers with it nothing is
@@ -70,7 +70,7 @@ def test_a_disk_that_lies_about_syncs_harms_only_ledgers_on_it(world: Path, seed
     simulate(seed, LYING, world)
 
 
-def test_one_seed_is_one_run(world: Path) -> None:
+def test_same_seed_repeats_the_run(world: Path) -> None:
     """To the byte, in another process with other hashes too: or no failure could be looked into."""
     run, _ = simulate(SEEDS[0], SHORT, world)
     script = (
@@ -162,8 +162,8 @@ def wrong_length() -> Iterator[None]:
     """Recovery closes with a length that is not that of the entries."""
     real = recovery._make_safe
 
-    async def make_safe(access: Any) -> Any:
-        pipeline, length = await real(access)
+    async def make_safe(access: Any, accept_loss: Any) -> Any:
+        pipeline, length = await real(access, accept_loss)
         return pipeline, length + 1 if length else 0
 
     with mock.patch.object(recovery, "_make_safe", make_safe):
@@ -204,8 +204,9 @@ def marks_first() -> Iterator[None]:
 @contextlib.contextmanager
 def no_second_look() -> Iterator[None]:
     """Garbage collection goes by a listing from before, and does not ask for a ledger again before it deletes it."""
-    from bkctl.bookie import garbage_collector
     from bkctl.metadata.ledgers import LedgerManager
+    from bkctl.metadata.liveness import Liveness
+    from bkctl.model import LedgerLiveness
 
     real = LedgerManager.ranges
     earlier: dict[int, list[Any]] = {}
@@ -216,11 +217,11 @@ def no_second_look() -> Iterator[None]:
         return before
 
     def states(self: Any, ledgers: Any) -> Any:
-        return dict.fromkeys(ledgers, garbage_collector.LedgerState.DEAD)
+        return dict.fromkeys(ledgers, LedgerLiveness.DEAD)
 
     with (
         mock.patch.object(LedgerManager, "ranges", ranges),
-        mock.patch.object(garbage_collector.Liveness, "states", states),
+        mock.patch.object(Liveness, "states", states),
     ):
         yield
 
@@ -237,7 +238,7 @@ SLOW = {first_missing_is_the_end, marks_first}
     "mutant", [each for each in MUTANTS if each not in SLOW or "BKCTL_TEST_SEEDS" in os.environ],
     ids=lambda each: each.__name__,
 )  # fmt: skip
-def test_what_breaks_a_promise_is_found(world: Path, mutant: Callable[[], Any]) -> None:
+def test_checker_finds_every_mutant(world: Path, mutant: Callable[[], Any]) -> None:
     with mutant():
         for seed in range(1, 40):
             try:

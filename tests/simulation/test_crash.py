@@ -231,7 +231,7 @@ def start_and_work(
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("keep", "tear"), [(0.0, False), (0.5, False), (0.5, True)], ids=["forget", "some", "torn"])
-def test_no_crash_loses_what_was_acknowledged(tmp_path: Path, seed: int, keep: float, tear: bool) -> None:
+def test_no_crash_loses_acknowledged_entries(tmp_path: Path, seed: int, keep: float, tear: bool) -> None:
     journals = 1 + seed % 2
     total = start_and_work(tmp_path / "whole", seed, Acknowledged(), journals, None).operations
     assert total > 200, "the workload does something"
@@ -247,7 +247,7 @@ def test_no_crash_loses_what_was_acknowledged(tmp_path: Path, seed: int, keep: f
 
 
 @pytest.mark.parametrize("seed", SEEDS[:3])
-def test_a_kill_and_then_a_power_failure_lose_nothing(tmp_path: Path, seed: int) -> None:
+def test_kill_and_then_a_power_failure_lose_nothing(tmp_path: Path, seed: int) -> None:
     """What a killed bookie wrote and did not sync is there for the next start, and not on the disk."""
     journals = 1 + seed % 2
     total = start_and_work(tmp_path / "whole", seed, Acknowledged(), journals, None).operations
@@ -265,7 +265,7 @@ def test_a_kill_and_then_a_power_failure_lose_nothing(tmp_path: Path, seed: int)
             raise
 
 
-def test_a_clean_stop_after_a_journal_that_found_no_space(tmp_path: Path) -> None:
+def test_clean_stop_after_a_journal_that_found_no_space(tmp_path: Path) -> None:
     """The stop's last journal takes the number of one that was half made: it is the one that the mark names."""
     root = tmp_path / "work"
     root.mkdir()
@@ -287,7 +287,7 @@ def test_a_clean_stop_after_a_journal_that_found_no_space(tmp_path: Path) -> Non
     check(again, promised)
 
 
-def test_a_layer_that_lies_about_syncs_is_found_out(tmp_path: Path) -> None:
+def test_checker_finds_a_layer_that_lies_about_syncs(tmp_path: Path) -> None:
     """The simulation itself: without syncs something acknowledged is lost, or these tests would prove nothing."""
 
     class Liar(SimulatedFiles):
@@ -309,7 +309,7 @@ def test_a_layer_that_lies_about_syncs_is_found_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_full_disk_corrupts_nothing(tmp_path: Path, seed: int) -> None:
+def test_full_disk_corrupts_nothing(tmp_path: Path, seed: int) -> None:
     """Space runs out at a random moment and comes back: failed groups were not acknowledged, all others are there."""
     for capacity in random.Random(seed).sample(range(1_000, 60_000), 8):
         root = tmp_path / f"capacity-{capacity}"
@@ -338,7 +338,7 @@ def test_a_full_disk_corrupts_nothing(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_full_disk_keeps_no_bookie_from_starting(tmp_path: Path, seed: int) -> None:
+def test_bookie_starts_on_a_full_disk(tmp_path: Path, seed: int) -> None:
     """After a crash, with no byte or few to write: what was acknowledged is served, and the journals stay until there
     is space."""
     root = tmp_path / "work"
@@ -372,7 +372,7 @@ def test_a_full_disk_keeps_no_bookie_from_starting(tmp_path: Path, seed: int) ->
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_failing_operations_fail_what_they_must_and_no_more(tmp_path: Path, seed: int) -> None:
+def test_failing_disk_operation_fails_only_its_requests(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     root = tmp_path / "work"
     root.mkdir()
@@ -398,7 +398,7 @@ def test_failing_operations_fail_what_they_must_and_no_more(tmp_path: Path, seed
     survive(image, promised, 1, seed, torn=False)
 
 
-def test_a_failed_journal_sync_ends_the_journal(tmp_path: Path) -> None:
+def test_failed_journal_sync_ends_the_journal(tmp_path: Path) -> None:
     """After a failed sync the system may have dropped the data and forgotten it: nothing is acknowledged any more."""
     root = tmp_path / "work"
     root.mkdir()
@@ -420,7 +420,7 @@ def test_a_failed_journal_sync_ends_the_journal(tmp_path: Path) -> None:
     assert promised.entries == before
 
 
-def test_real_files_and_simulated_ones_make_the_same_bytes(tmp_path: Path) -> None:
+def test_real_and_simulated_files_hold_the_same_bytes(tmp_path: Path) -> None:
     trees = []
     for name, simulated in (("real", False), ("simulated", True)):
         root = tmp_path / name

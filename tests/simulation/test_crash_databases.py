@@ -42,7 +42,7 @@ def databases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("keep", "tear"), [(0.0, False), (0.5, True)], ids=["forget", "torn"])
-def test_no_crash_around_a_write_of_a_database_loses_what_was_acknowledged(
+def test_no_crash_around_a_database_write_loses_acknowledged_entries(
     tmp_path: Path, seed: int, keep: float, tear: bool
 ) -> None:
     journals = 1 + seed % 2
@@ -62,7 +62,7 @@ def test_no_crash_around_a_write_of_a_database_loses_what_was_acknowledged(
             raise
 
 
-def test_a_layer_that_forgets_databases_is_found_out(tmp_path: Path) -> None:
+def test_checker_finds_a_layer_that_forgets_databases(tmp_path: Path) -> None:
     """The simulation itself: a bookie that did not wait for its databases would lose what was acknowledged."""
 
     class Forgetful(SimulatedFiles):
@@ -86,10 +86,10 @@ def test_a_layer_that_forgets_databases_is_found_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS[:1])
-def test_a_full_disk_corrupts_nothing(tmp_path: Path, seed: int) -> None:
+def test_full_disk_corrupts_nothing(tmp_path: Path, seed: int) -> None:
     crash.test_a_full_disk_corrupts_nothing(tmp_path, seed)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_failing_operations_fail_what_they_must_and_no_more(tmp_path: Path, seed: int) -> None:
-    crash.test_failing_operations_fail_what_they_must_and_no_more(tmp_path, seed)
+def test_failing_disk_operation_fails_only_its_requests(tmp_path: Path, seed: int) -> None:
+    crash.test_failing_disk_operation_fails_only_its_requests(tmp_path, seed)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from bkctl.bookie.server import Bookie
+from bkctl.bookie.bookie import Bookie
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
 from bkctl.formats.entry import DigestManager, DigestType

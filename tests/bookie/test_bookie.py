@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from support.served_bookies import PLAIN, SCOPED, add, config_for, connected, digests, on_a_bookie, serving, statuses
 
+from bkctl.bookie.bookie import Bookie
 from bkctl.bookie.cookies import CookieMismatch
-from bkctl.bookie.server import Bookie
 from bkctl.disk import DiskUsage, Files
 from bkctl.errors import BkctlError, DirectoryInUse, IllegalOperation, Unsupported, UsageError
 from bkctl.files.journal import JournalReader, read_last_mark
@@ -65,7 +65,7 @@ def test_entries_are_read_back_as_they_were_added(
 
 
 @pytest.mark.parametrize("ledger", LEDGERS, ids=str)
-def test_refusals(tmp_path: Path, cluster: Cluster, ledger: LedgerId) -> None:
+def test_requests_are_refused_with_apaches_status_codes(tmp_path: Path, cluster: Cluster, ledger: LedgerId) -> None:
     other = LedgerId(ledger.scope_id, ledger.ledger_id + 1)
     wrong_key = digests(ledger, b"wrong").master_key
 
@@ -119,7 +119,7 @@ def test_bodies_of_another_format_than_the_scopes_store_nothing(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("ledger", LEDGERS, ids=str)
-def test_a_fenced_ledger_takes_recovery_adds_only_and_stays_fenced(
+def test_fenced_ledger_takes_recovery_adds_only_and_stays_fenced(
     tmp_path: Path, cluster: Cluster, ledger: LedgerId
 ) -> None:
     key = digests(ledger).master_key
@@ -140,7 +140,7 @@ def test_a_fenced_ledger_takes_recovery_adds_only_and_stays_fenced(
     on_a_bookie(tmp_path, cluster, after)
 
 
-def test_fencing_makes_a_ledger_that_was_not_there(tmp_path: Path, cluster: Cluster) -> None:
+def test_fencing_creates_a_missing_ledger(tmp_path: Path, cluster: Cluster) -> None:
     async def body(bookie: Bookie, connection: BookieConnection) -> None:
         for ledger in LEDGERS:
             fence = ReadRequest(ledger, LAST_ENTRY, digests(ledger).master_key, fence=True)
@@ -174,7 +174,7 @@ def test_scopes_never_mix(tmp_path: Path, cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("ledger", LEDGERS, ids=str)
-def test_explicit_lac(tmp_path: Path, cluster: Cluster, ledger: LedgerId) -> None:
+def test_explicit_lac_is_kept_and_answered(tmp_path: Path, cluster: Cluster, ledger: LedgerId) -> None:
     by = digests(ledger)
 
     async def before(bookie: Bookie, connection: BookieConnection) -> None:
@@ -225,7 +225,7 @@ def test_long_poll_ends_with_an_update_a_fence_or_its_time(tmp_path: Path, clust
     on_a_bookie(tmp_path, cluster, body)
 
 
-def test_a_ledger_stays_in_memory_while_a_long_poll_of_it_wakes(tmp_path: Path, cluster: Cluster) -> None:
+def test_ledger_stays_in_memory_while_a_long_poll_of_it_wakes(tmp_path: Path, cluster: Cluster) -> None:
     async def body(bookie: Bookie, connection: BookieConnection) -> None:
         await statuses(connection, add(PLAIN, 0), add(SCOPED, 0))
         await bookie.checkpoint()
@@ -246,7 +246,7 @@ def test_a_ledger_stays_in_memory_while_a_long_poll_of_it_wakes(tmp_path: Path, 
     on_a_bookie(tmp_path, cluster, body)
 
 
-def test_deferred_sync_is_made_good_by_force(tmp_path: Path, cluster: Cluster) -> None:
+def test_force_syncs_deferred_adds(tmp_path: Path, cluster: Cluster) -> None:
     async def body(bookie: Bookie, connection: BookieConnection) -> None:
         requests = [add(PLAIN, entry_id, deferred_sync=True) for entry_id in range(20)]
         assert set(await statuses(connection, *requests)) == {Status.EOK}
@@ -277,7 +277,7 @@ def test_list_of_entries_and_disk_sizes(tmp_path: Path, cluster: Cluster) -> Non
     on_a_bookie(tmp_path, cluster, body)
 
 
-def test_the_rarer_requests_are_timed_apart(tmp_path: Path, cluster: Cluster) -> None:
+def test_rare_requests_have_latencies_of_their_own(tmp_path: Path, cluster: Cluster) -> None:
     async def body(bookie: Bookie, connection: BookieConnection) -> None:
         ledger, key = LEDGERS[-1], digests(LEDGERS[-1]).master_key
         absent = LedgerId(0, 999)
@@ -308,7 +308,7 @@ def test_the_rarer_requests_are_timed_apart(tmp_path: Path, cluster: Cluster) ->
     on_a_bookie(tmp_path, cluster, body)
 
 
-def test_batch_read(tmp_path: Path, cluster: Cluster) -> None:
+def test_batch_read_keeps_count_and_size(tmp_path: Path, cluster: Cluster) -> None:
     async def body(bookie: Bookie, connection: BookieConnection) -> None:
         await statuses(connection, *(add(PLAIN, entry_id) for entry_id in [*range(10), 11]))
         size = len(add(PLAIN, 0).body)
@@ -329,7 +329,7 @@ def test_batch_read(tmp_path: Path, cluster: Cluster) -> None:
     on_a_bookie(tmp_path, cluster, body, Protocol.V2)
 
 
-def test_a_bookie_that_was_stopped_or_died_has_everything_again(tmp_path: Path, cluster: Cluster) -> None:
+def test_restart_after_stop_or_kill_restores_every_ledger(tmp_path: Path, cluster: Cluster) -> None:
     async def write(bookie: Bookie, connection: BookieConnection) -> None:
         for ledger in LEDGERS:
             await statuses(connection, *(add(ledger, entry_id) for entry_id in range(2000)))
@@ -345,7 +345,7 @@ def test_a_bookie_that_was_stopped_or_died_has_everything_again(tmp_path: Path, 
         on_a_bookie(tmp_path, cluster, read)
 
 
-def test_a_clean_stop_leaves_only_what_apaches_bookie_reads(tmp_path: Path, cluster: Cluster) -> None:
+def test_clean_stop_leaves_only_what_apaches_bookie_reads(tmp_path: Path, cluster: Cluster) -> None:
     async def body(bookie: Bookie, connection: BookieConnection) -> None:
         await statuses(connection, *(add(ledger, 0) for ledger in LEDGERS))
 
@@ -369,7 +369,7 @@ def test_a_clean_stop_leaves_only_what_apaches_bookie_reads(tmp_path: Path, clus
         assert cluster.bookies.list(include_down=False) == []
 
 
-def test_a_bookie_without_scoped_ledgers_leaves_version_6_and_nothing_of_ours(tmp_path: Path, cluster: Cluster) -> None:
+def test_bookie_without_scoped_ledgers_leaves_version_6_and_nothing_of_ours(tmp_path: Path, cluster: Cluster) -> None:
     async def body(bookie: Bookie, connection: BookieConnection) -> None:
         await statuses(connection, add(PLAIN, 0))
         assert (tmp_path / "ledgers" / "current" / "DIRTY").exists()
@@ -388,7 +388,7 @@ def test_a_bookie_without_scoped_ledgers_leaves_version_6_and_nothing_of_ours(tm
     }
 
 
-def test_it_registers_what_it_can(tmp_path: Path, cluster: Cluster) -> None:
+def test_registration_has_addresses_and_ledger_scopes(tmp_path: Path, cluster: Cluster) -> None:
     async def body(bookie: Bookie, connection: BookieConnection) -> None:
         (found,) = await asyncio.to_thread(cluster.bookies.list)
         assert (found.bookie_id, found.state, found.ledger_scopes) == (bookie.bookie_id, "rw", True)
@@ -410,7 +410,7 @@ class FullDisks(Files):
         return DiskUsage(1 << 40, int((1 - self.used) * (1 << 40)), 1)
 
 
-def test_full_disks_make_it_read_only_until_there_is_space(tmp_path: Path, cluster: Cluster) -> None:
+def test_full_disks_make_a_bookie_read_only_until_there_is_space(tmp_path: Path, cluster: Cluster) -> None:
     disks = FullDisks()
 
     async def until(state: str) -> None:
@@ -460,7 +460,7 @@ def test_cookies_keep_a_bookie_to_its_directories(tmp_path: Path, cluster: Clust
     on_a_bookie(tmp_path, cluster, nothing, bookie_id="one", ledger_directories=more, allow_storage_expansion=True)
     on_a_bookie(tmp_path, cluster, nothing, bookie_id="one", ledger_directories=more)
     (tmp_path / "more" / "current" / "VERSION").unlink()
-    refused("has no cookie: its data is gone", ledger_directories=more)
+    refused("has no cookie: its data is lost", ledger_directories=more)
     cluster.cookies.remove("one", None)
     refused("metadata store has no cookie", ledger_directories=more)
 
@@ -476,7 +476,7 @@ def test_two_bookies_never_share_a_directory(tmp_path: Path, cluster: Cluster) -
     on_a_bookie(tmp_path, cluster, body)
 
 
-def test_what_cannot_be_served_is_refused_at_the_start(tmp_path: Path, cluster: Cluster) -> None:
+def test_unsupported_settings_are_refused_at_the_start(tmp_path: Path, cluster: Cluster) -> None:
     async def nothing(bookie: Bookie, connection: BookieConnection) -> None:
         pytest.fail("it started")
 
@@ -497,7 +497,7 @@ def test_what_cannot_be_served_is_refused_at_the_start(tmp_path: Path, cluster: 
     assert not list(tmp_path.glob("journal"))
 
 
-def test_a_taken_port_is_said(tmp_path: Path, cluster: Cluster) -> None:
+def test_taken_port_is_reported(tmp_path: Path, cluster: Cluster) -> None:
     async def body(bookie: Bookie, connection: BookieConnection) -> None:
         config = config_for(tmp_path / "second", bookie_port=bookie.address[1], bookie_id="second")
         with pytest.raises(BkctlError, match="cannot listen on port"):
@@ -506,7 +506,7 @@ def test_a_taken_port_is_said(tmp_path: Path, cluster: Cluster) -> None:
     on_a_bookie(tmp_path, cluster, body)
 
 
-def test_several_journals_and_ledger_directories(tmp_path: Path, cluster: Cluster) -> None:
+def test_bookie_spreads_over_several_journals_and_ledger_directories(tmp_path: Path, cluster: Cluster) -> None:
     directories: dict[str, Any] = {
         "journal_directories": tuple(str(tmp_path / f"j{number}") for number in range(3)),
         "ledger_directories": tuple(str(tmp_path / f"l{number}") for number in range(2)),
@@ -535,7 +535,7 @@ def test_several_journals_and_ledger_directories(tmp_path: Path, cluster: Cluste
     }
 
 
-async def test_tls_with_pem_files(tmp_path: Path, cluster: Cluster) -> None:
+async def test_bookie_serves_tls_with_pem_files(tmp_path: Path, cluster: Cluster) -> None:
     import datetime
     import ssl
 

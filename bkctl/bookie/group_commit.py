@@ -1,0 +1,215 @@
+"""Group commit: the adds of one turn of the event loop go to the journals together, and are answered once on disk.
+
+Source: Journal, SyncThread, SortedLedgerStorage (whose memory table holds adds back while the disk is behind).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Iterable
+from typing import Final
+
+from bkctl.bookie.checkpoints import CheckpointRunner
+from bkctl.bookie.disk_space import DiskSpaceMonitor
+from bkctl.bookie.metrics import BookieMetrics
+from bkctl.bookie.state_manager import BookieStateManager
+from bkctl.bookie.workers import JournalThread, Worker, disk_failure
+from bkctl.disk import NO_SPACE
+from bkctl.errors import BkctlError, TooManyRequests
+from bkctl.protocol.add_runs import AnswerAdds
+from bkctl.protocol.messages import Status
+from bkctl.storage.bookie_storage import Batch, BookieStorage
+
+log: Final = logging.getLogger("bkctl.bookie")
+
+
+class GroupCommit:
+    """Hands batches to the journals' threads, sealed entries to the thread of entry logs, and begins due checkpoints.
+
+    Its threads run between `start` and `stop`; all else happens in the event loop.
+    """
+
+    def __init__(
+        self, storage: BookieStorage, state: BookieStateManager, metrics: BookieMetrics, space: DiskSpaceMonitor
+    ) -> None:
+        self._storage = storage
+        self._state = state
+        self._metrics = metrics
+        self._space = space
+        self.checkpoints = CheckpointRunner(
+            storage, state, metrics, space, failed=self.storage_failed, ended=self._resume
+        )
+        self.journals: list[JournalThread] = []
+        self._entries: Worker | None = None
+        self._flush_due = False
+        #: Ledger storage holds as much in memory as it may: adds wait until entries are written.
+        self._waits_for_entries = False
+        #: A journal's queue is full.
+        self._waits_for_journals = False
+        #: The disks are behind, for one of these reasons.
+        self.is_behind = False
+        config = state.config
+        self._pending_adds_max = (
+            config.num_add_worker_threads * config.max_pending_add_requests_per_thread or sys.maxsize
+        )
+
+    def start(self) -> None:
+        """Start the threads."""
+        self._loop = asyncio.get_running_loop()
+        storage, config = self._storage, self._state.config
+        self.journals = [JournalThread(storage, number, config, self) for number in range(len(storage.journals))]
+        self._metrics.journals = [journal.metrics for journal in self.journals]
+        self._entries = Worker("entries", self._state.thread_died)
+        self.checkpoints.start()
+
+    def stop(self) -> None:
+        """Return when everything handed over is on disk, or failed; in another thread than the event loop's."""
+        for journal in self.journals:
+            journal.stop()
+        self.journals = []
+        if self._entries is not None:
+            self._entries.stop()
+            self._entries = None
+        self.checkpoints.stop()
+
+    # --- from the loop to the threads --------------------------------------------------------------------------------
+
+    def flush_soon(self) -> None:
+        """Run `flush` at the end of this turn of the loop."""
+        if not self._flush_due:
+            self._flush_due = True
+            self._loop.call_soon(self.flush)
+
+    def flush(self) -> None:
+        """Hand the adds of this turn of the loop to the journals' threads."""
+        self._flush_due = False
+        storage, state = self._storage, self._state
+        is_full = storage.unwritten_bytes > storage.ledgers.unwritten_bytes_max
+        if is_full and not (state.is_stopping or state.lacks_space or state.failure):
+            self._hold_back()
+            return
+        self._waits_for_journals = False
+        for number, journal in enumerate(self.journals):
+            if journal.is_full and not state.is_stopping:
+                self._waits_for_journals = True
+                continue
+            batch = storage.take_batch(number)
+            if batch is not None:
+                journal.put(batch)
+        self.is_behind = self._waits_for_entries or self._waits_for_journals
+        if storage.seal_entries():
+            self.write_entries_soon()
+        if storage.is_checkpoint_due and not self.checkpoints.is_running:
+            self.checkpoints.begin()
+
+    def _hold_back(self) -> None:
+        """Keep unacknowledged adds, and with them their connections, waiting until entries are written.
+
+        The writes under way may end before they see that, so one more is begun.
+        """
+        if self._waits_for_entries or self._entries is None:
+            return
+        self._waits_for_entries = self.is_behind = True
+        if self._storage.ledgers.writes_ahead:
+            self._storage.seal_entries(1)
+            self.write_entries_soon()
+        elif not self.checkpoints.is_running:
+            self.checkpoints.begin()
+
+    def write_entries_soon(self) -> None:
+        """Have the thread of entry logs write what is sealed."""
+        if self._entries is not None:
+            self._entries.submit(self._write_entries)
+
+    def _write_entries(self) -> None:
+        try:
+            self._storage.write_entries()
+        except Exception as error:  # noqa: BLE001 - the bookie gives up, or has no space
+            self._loop.call_soon_threadsafe(self.storage_failed, disk_failure(error))
+        if self._waits_for_entries:
+            self._loop.call_soon_threadsafe(self._resume)
+
+    def _resume(self) -> None:
+        if self._waits_for_entries:
+            self._waits_for_entries = False
+            self.is_behind = self._waits_for_journals
+            self.flush_soon()
+
+    # --- adds that wait while the disks are behind -------------------------------------------------------------------
+
+    @property
+    def _pending_adds(self) -> int:
+        return sum(batch.count for batch in self._storage.batches)
+
+    def adds_at_once(self) -> int:
+        """Return how many adds may come in one run; 1 or more. Those that wait for the disks have a bound."""
+        if self.is_behind:
+            return max(1, self._pending_adds_max - self._pending_adds)
+        return sys.maxsize
+
+    def check_pending(self) -> None:
+        """Raise TooManyRequests when as many adds wait as maxPendingAddRequestsPerThread allows."""
+        if self._pending_adds >= self._pending_adds_max:
+            raise TooManyRequests(f"Bookie {self._state.bookie_id} is behind with its disks")
+
+    # --- from the threads to the loop: JournalListener ---------------------------------------------------------------
+
+    def written(self, group: list[Batch]) -> None:
+        """Answer the adds of `group` that wait for no sync (deferred sync)."""
+        for batch in group:
+            batch.tell_written(None)
+
+    def committed(self, number: int, group: list[Batch], error: OSError | None) -> None:
+        """Answer a group of journal `number`: it is on disk, or failed with `error`."""
+        now_s = time.monotonic()
+        for batch in group:
+            if self.journals:
+                self.journals[number].taken(batch)
+            self._metrics.adds_settled(batch.count, batch.size, now_s - batch.put_s, ok=error is None)
+            doomed = self._storage.settle(number, batch, error)
+            self._answer(batch.tokens, Status.EOK if error is None else Status.EIO)
+            if doomed is not None:
+                self._answer(doomed.tokens, Status.EIO)
+        if error is not None:
+            self._journal_failed(number, error)
+        if self._waits_for_journals:
+            self.flush_soon()
+
+    def thread_died(self, error: BaseException) -> None:
+        """Give up: a journal's thread ended."""
+        self._state.thread_died(error)
+
+    def _answer(self, answers: Iterable[AnswerAdds | None], status: Status) -> None:
+        """Call every answer with `status`; one that fails is logged, and the next ones are called all the same."""
+        for answer in answers:
+            if answer is not None:
+                try:
+                    answer(status)
+                except Exception as error:  # noqa: BLE001 - logged and counted
+                    self._metrics.note_unexpected("An answer", error)
+
+    def _journal_failed(self, number: int, error: OSError) -> None:
+        journal = self._storage.journals[number]
+        if journal.failed is not None:
+            self._state.fail(BkctlError(f"Journal {journal.directory} failed: {journal.failed}"))
+        elif error.errno in NO_SPACE:
+            self._space.run_out(f"Journal {journal.directory} cannot grow ({error.strerror})")
+        else:
+            log.warning("Journal %s: %s", journal.directory, error)
+
+    def storage_failed(self, error: OSError) -> None:
+        """Go to another ledger directory, wait for space, or give up, after ledger storage could not be written."""
+        if error.errno in NO_SPACE and self._storage.leave_full_disk():
+            log.warning(
+                "%s takes no more (%s): its entries go to another ledger directory", error.filename or "A disk",
+                error.strerror,
+            )  # fmt: skip
+            if not self.checkpoints.is_running:
+                self.write_entries_soon()
+        elif error.errno in NO_SPACE:
+            self._space.run_out(f"Ledger storage cannot grow ({error})")
+        else:
+            self._state.fail(BkctlError(f"Ledger storage of bookie {self._state.bookie_id} failed: {error}"))

@@ -1,0 +1,117 @@
+"""Requests about a ledger as a whole (LAC, force, list of entries), and about the bookie's disks.
+
+Source: WriteLacProcessorV3, ReadLacProcessorV3, ForceLedgerProcessorV3, GetListOfEntriesOfLedgerProcessorV3,
+GetBookieInfoProcessorV3.
+"""
+
+from __future__ import annotations
+
+from bkctl.bookie.disk_watch import total_usage
+from bkctl.bookie.group_commit import GroupCommit
+from bkctl.bookie.reads import EntryFetcher
+from bkctl.bookie.state_manager import BookieStateManager
+from bkctl.disk import DiskUsage, Files
+from bkctl.errors import EntryNotFound, LedgerNotFound
+from bkctl.protocol.messages import (
+    BookieInfoFlags,
+    BookieInfoRequest,
+    BookieInfoResponse,
+    ForceLedgerRequest,
+    ForceLedgerResponse,
+    ListEntriesRequest,
+    ListEntriesResponse,
+    ReadLacRequest,
+    ReadLacResponse,
+    Respond,
+    Status,
+    WriteLacRequest,
+    WriteLacResponse,
+)
+from bkctl.protocol.server import BookieServer
+from bkctl.storage.bookie_storage import BookieStorage
+
+
+class LedgerRequestHandler:
+    """Serves the requests that are rare beside adds and reads. Every method raises BkctlError for a refusal."""
+
+    def __init__(
+        self,
+        files: Files,
+        storage: BookieStorage,
+        state: BookieStateManager,
+        commits: GroupCommit,
+        reader: EntryFetcher,
+        server: BookieServer,
+    ) -> None:
+        self._files = files
+        self._storage = storage
+        self._state = state
+        self._commits = commits
+        self._reader = reader
+        self._server = server
+
+    def write_lac(self, request: WriteLacRequest, respond: Respond) -> None:
+        """Keep an explicit LAC; answer once it is on disk."""
+        if self._state.read_only:
+            raise self._state.refuse_writes()
+        ledger = request.ledger
+
+        def done(error: BaseException | None) -> None:
+            respond(WriteLacResponse(Status.EOK if error is None else Status.EIO, ledger))
+
+        self._storage.write_lac(ledger, request.lac, request.master_key, request.body, done)
+        self._commits.flush_soon()
+
+    def read_lac(self, request: ReadLacRequest, respond: Respond) -> None:
+        """Answer the explicit LAC and the last entry."""
+        try:
+            handle = self._reader.handle(request.ledger)
+        except LedgerNotFound as error:
+            raise EntryNotFound(error.message) from error
+        lac_body = handle.explicit_lac or None
+        last_entry = self._storage.last_entry(handle)
+        if last_entry < 0:
+            # Apache's answer: an explicit LAC without any entry is an I/O error that carries the LAC.
+            respond(ReadLacResponse(Status.ENOENTRY if lac_body is None else Status.EIO, request.ledger, lac_body))
+            return
+        self._reader.read_entry(
+            handle,
+            last_entry,
+            request,
+            respond,
+            lambda body: respond(ReadLacResponse(Status.EOK, request.ledger, lac_body, body)),
+        )
+
+    def force(self, request: ForceLedgerRequest, respond: Respond) -> None:
+        """Answer once every earlier add of the ledger is on disk."""
+
+        def done(error: BaseException | None) -> None:
+            respond(ForceLedgerResponse(Status.EOK if error is None else Status.EIO, request.ledger))
+
+        self._storage.force(request.ledger, done)
+        self._commits.flush_soon()
+
+    def list_entries(self, request: ListEntriesRequest, respond: Respond) -> None:
+        """Answer the ids of a ledger's entries; a client that is gone ends the search."""
+        handle = self._reader.handle(request.ledger)
+        availability = self._storage.availability(handle, lambda: not self._server.is_lost(respond))
+        self._reader.in_thread(
+            lambda: availability().serialize(),
+            request,
+            respond,
+            lambda data: respond(ListEntriesResponse(Status.EOK, request.ledger, data)),
+        )
+
+    def bookie_info(self, request: BookieInfoRequest, respond: Respond) -> None:
+        """Answer the capacity and free space of the ledger directories' disks."""
+
+        def take(disks: DiskUsage) -> None:
+            requested = request.requested
+            total = disks.total if requested & BookieInfoFlags.TOTAL_DISK_CAPACITY else None
+            free = disks.free if requested & BookieInfoFlags.FREE_DISK_SPACE else None
+            respond(BookieInfoResponse(Status.EOK, total, free))
+
+        directories = self._storage.ledger_directories
+        self._reader.in_thread(
+            lambda: total_usage(self._files.disk_usage(directory) for directory in directories), request, respond, take
+        )

@@ -1,0 +1,331 @@
+"""Reads of entries: plain, fencing, long polls and batches. An entry that is not in memory is read by a thread.
+
+Source: ReadEntryProcessor, ReadEntryProcessorV3, LongPollReadEntryProcessorV3, BatchedReadEntryProcessor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from bkctl.bookie.group_commit import GroupCommit
+from bkctl.bookie.long_polls import LongPolls
+from bkctl.bookie.metrics import BookieMetrics
+from bkctl.bookie.state_manager import BookieStateManager
+from bkctl.bookie.waiting_requests import WaitingRequests
+from bkctl.errors import BadRequest, BkctlError, EntryNotFound, Unauthorized
+from bkctl.formats.layout import Buffer
+from bkctl.ids import LedgerId
+from bkctl.protocol.messages import (
+    LAST_ENTRY,
+    BatchReadRequest,
+    BatchReadResponse,
+    ReadRequest,
+    ReadResponse,
+    Request,
+    Respond,
+    Status,
+    refusal,
+)
+from bkctl.protocol.server import BookieServer
+from bkctl.storage.bookie_storage import BookieStorage
+from bkctl.storage.ledger.ledger_storage import LedgerHandle
+
+#: Threads that read entries.
+READ_THREADS: Final = 4
+#: A batch read counts this much for the response itself, and 4 bytes an entry. Source: BatchedReadEntryProcessor.
+BATCH_READ_OVERHEAD_BYTES: Final = 36
+BATCH_READ_COUNT_MAX: Final = 10_000
+
+_EOK: Final = Status.EOK
+
+
+class EntryFetcher:
+    """Finds an entry in memory, or has a thread read it."""
+
+    def __init__(
+        self, storage: BookieStorage, metrics: BookieMetrics, requests: WaitingRequests, server: BookieServer
+    ) -> None:
+        self._storage = storage
+        self._metrics = metrics
+        self._requests = requests
+        self._server = server
+        self._threads = ThreadPoolExecutor(READ_THREADS, "read")
+
+    def stop(self) -> None:
+        """Return when no thread reads, in another thread than the event loop's."""
+        self._threads.shutdown()
+
+    def handle(self, ledger: LedgerId) -> LedgerHandle:
+        """Return the handle of a ledger. Raises NeedsDisk, LedgerNotFound or UnknownLedgerState."""
+        handle = self._storage.get(ledger)
+        if handle is None:
+            raise self._storage.missing(ledger)
+        return handle
+
+    def read_entry(
+        self,
+        handle: LedgerHandle,
+        entry_id: int,
+        request: Request,
+        respond: Respond,
+        take: Callable[[Buffer], None],
+        absent: Callable[[], None] | None = None,
+    ) -> None:
+        """Give the entry to `take`, at once or when a thread has read it.
+
+        A missing entry: call `absent`, or without it answer ENOENTRY or raise EntryNotFound. Raises
+        UnknownLedgerState.
+        """
+        try:
+            body = self._storage.find(handle, entry_id)
+        except EntryNotFound:
+            if absent is None:
+                raise
+            absent()
+            return
+        if body is not None and not self._server.is_congested(respond):
+            self._metrics.reads_from_memory += 1
+            self._metrics.read_bytes += len(body)
+            take(body)
+        else:
+            self.in_thread(functools.partial(self._storage.read, handle, entry_id), request, respond, take, absent)
+
+    def in_thread(
+        self,
+        read: Callable[[], Any],
+        request: Request,
+        respond: Respond,
+        take: Callable[[Any], None],
+        absent: Callable[[], None] | None = None,
+    ) -> None:
+        """Give to `take` what `read` returns in a thread; answer the error that it raises.
+
+        For EntryNotFound call `absent` where it is given.
+        """
+        began_s = time.monotonic()
+
+        def done(future: asyncio.Future[Any]) -> None:
+            error = future.exception()
+            self._metrics.read_entry.observe(time.monotonic() - began_s, ok=error is None)
+            if error is None:
+                self._requests.resume(request, respond, take, future.result())
+            elif absent is not None and isinstance(error, EntryNotFound):
+                absent()
+            else:
+                self._requests.refuse(request, respond, error)
+
+        def start() -> asyncio.Future[Any]:
+            future = asyncio.get_running_loop().run_in_executor(self._threads, read)
+            future.add_done_callback(done)
+            return future
+
+        if not self._server.read(respond, start):
+            respond(refusal(request, Status.ETOOMANYREQUESTS))
+
+
+class ReadHandler:
+    """Serves reads; `polls` are the long polls that wait."""
+
+    def __init__(
+        self,
+        storage: BookieStorage,
+        state: BookieStateManager,
+        commits: GroupCommit,
+        requests: WaitingRequests,
+        reader: EntryFetcher,
+        server: BookieServer,
+    ) -> None:
+        self._storage = storage
+        self._state = state
+        self._commits = commits
+        self._requests = requests
+        self._reader = reader
+        self._server = server
+        self.polls = LongPolls(server, self._finish_poll)
+
+    def read(self, request: ReadRequest, respond: Respond) -> None:
+        """Serve one read. Raises BkctlError for a refusal, NeedsDisk."""
+        if request.fence:
+            self._requests.serve_timed("READ_ENTRY_FENCE", self._fence_and_read, request, respond)
+        elif request.previous_lac is not None:
+            self._requests.serve_timed("READ_ENTRY_LONG_POLL", self._long_poll, request, respond)
+        else:
+            self._read_plain(request, respond)
+
+    def _entry_id(self, handle: LedgerHandle, entry_id: int) -> int:
+        """Return the entry that a request means. Raises UnknownLedgerState if the last entry may be lost."""
+        return self._storage.last_entry(handle) if entry_id == LAST_ENTRY else entry_id
+
+    # --- plain -------------------------------------------------------------------------------------------------------
+
+    def _read_plain(self, request: ReadRequest, respond: Respond) -> None:
+        reader = self._reader
+        handle = reader.handle(request.ledger)
+        entry_id = self._entry_id(handle, request.entry_id)
+
+        def take(body: Buffer) -> None:
+            max_lac = handle.lac if handle.lac_is_known else None
+            respond(ReadResponse(_EOK, request.ledger, request.entry_id, body, max_lac))
+
+        if handle.lac_is_known or handle.unknown or not self._server.carries_lac(respond):
+            reader.read_entry(handle, entry_id, request, respond, take)
+            return
+
+        def take_both(found: tuple[Buffer, int | None]) -> None:
+            body, lac = found
+            if lac is not None:
+                self._storage.learn_lac(handle, lac)
+            take(body)
+
+        reader.in_thread(functools.partial(self._read_with_lac, handle, entry_id), request, respond, take_both)
+
+    def _read_with_lac(self, handle: LedgerHandle, entry_id: int) -> tuple[Buffer, int | None]:
+        """Return an entry and the ledger's LAC; None for the LAC if the last entry cannot be read."""
+        body = self._storage.read(handle, entry_id)
+        try:
+            return body, self._storage.read_lac(handle)
+        except (OSError, BkctlError):
+            return body, None
+
+    # --- fencing -----------------------------------------------------------------------------------------------------
+
+    def _fence(
+        self,
+        request: ReadRequest | BatchReadRequest,
+        master_key: bytes | None,
+        take: Callable[[LedgerHandle], None],
+        respond: Respond,
+    ) -> None:
+        """Fence the ledger, and give its handle to `take` once that is on disk. Raises Unauthorized."""
+        if master_key is None:
+            raise Unauthorized(f"Fencing ledger {request.ledger} needs its master key")
+
+        def done(error: BaseException | None) -> None:
+            if error is not None:
+                respond(refusal(request, Status.EIO))
+            else:
+                self._requests.resume(request, respond, take, handle)
+
+        handle = self._storage.fence(request.ledger, master_key, done)
+        self._commits.flush_soon()
+
+    def _fence_and_read(self, request: ReadRequest, respond: Respond) -> None:
+        self._fence(request, request.master_key, functools.partial(self._read_fenced, request, respond), respond)
+
+    def _read_fenced(self, request: ReadRequest, respond: Respond, handle: LedgerHandle) -> None:
+        self._reader.read_entry(
+            handle,
+            self._entry_id(handle, request.entry_id),
+            request,
+            respond,
+            lambda body: respond(ReadResponse(_EOK, request.ledger, request.entry_id, body)),
+        )
+
+    # --- long polls --------------------------------------------------------------------------------------------------
+
+    def _long_poll(self, request: ReadRequest, respond: Respond) -> None:
+        """Answer once the LAC passes the reader's, or the time is over. Source: LongPollReadEntryProcessorV3."""
+        if request.piggyback and request.entry_id != LAST_ENTRY:
+            raise BadRequest("A long poll with piggyback reads the last entry, entry id -1")
+        handle = self._reader.handle(request.ledger)
+        self._storage.last_entry(handle)  # raises UnknownLedgerState: the LAC is as unknown as the last entry
+        if handle.lac_is_known:
+            self._wait_for_lac(handle, request, respond)
+            return
+
+        def take(lac: int) -> None:
+            self._storage.learn_lac(handle, lac)
+            self._long_poll(request, respond)
+
+        self._reader.in_thread(functools.partial(self._storage.read_lac, handle), request, respond, take)
+
+    def _wait_for_lac(self, handle: LedgerHandle, request: ReadRequest, respond: Respond) -> None:
+        previous = request.previous_lac
+        assert previous is not None
+        waits = request.timeout_ms is not None and request.timeout_ms > 0
+        waits = waits and handle.lac <= previous and not handle.fenced
+        if not (waits and self.polls.wait(handle, request, respond)):
+            self._answer_poll(handle, request, respond, updated=False)
+
+    def _finish_poll(self, handle: LedgerHandle, request: ReadRequest, respond: Respond, *, updated: bool) -> None:
+        """Answer a long poll whose wait is over; `updated`: because the LAC advanced."""
+
+        def answer(handle: LedgerHandle) -> None:
+            if handle.deleted:
+                raise self._storage.missing(request.ledger)
+            self._answer_poll(handle, request, respond, updated=updated)
+
+        self._requests.resume(request, respond, answer, handle)
+
+    def _answer_poll(self, handle: LedgerHandle, request: ReadRequest, respond: Respond, *, updated: bool) -> None:
+        lac = handle.lac
+        timestamp = time.time_ns() // 1_000_000 if updated else None
+        previous = request.previous_lac
+        assert previous is not None
+        echoed = request.entry_id
+        entry_id = handle.last_entry if echoed == LAST_ENTRY else echoed
+        absent: Callable[[], None] | None = None
+        if request.piggyback:
+            nothing = ReadResponse(_EOK, request.ledger, LAST_ENTRY, None, lac, timestamp)
+            if lac <= previous:
+                respond(nothing)
+                return
+            absent = functools.partial(respond, nothing)
+            entry_id = echoed = previous + 1
+        self._reader.read_entry(
+            handle,
+            entry_id,
+            request,
+            respond,
+            lambda body: respond(ReadResponse(_EOK, request.ledger, echoed, body, lac, timestamp)),
+            absent,
+        )
+
+    # --- batches -----------------------------------------------------------------------------------------------------
+
+    def read_batch(self, request: BatchReadRequest, respond: Respond) -> None:
+        """Serve a read of consecutive entries. Raises BkctlError for a refusal, NeedsDisk."""
+        if request.fence:
+            self._fence(request, request.master_key, functools.partial(self._read_batch, request, respond), respond)
+        else:
+            self._read_batch(request, respond, self._reader.handle(request.ledger))
+
+    def _read_batch(self, request: BatchReadRequest, respond: Respond, handle: LedgerHandle) -> None:
+        first = self._entry_id(handle, request.entry_id)
+        size_max = min(request.max_size, self._state.config.max_batch_read_size)
+        count_max = min(request.max_count, BATCH_READ_COUNT_MAX) if request.max_count > 0 else BATCH_READ_COUNT_MAX
+        self._reader.in_thread(
+            functools.partial(self._gather, handle, first, size_max, count_max),
+            request,
+            respond,
+            lambda bodies: respond(
+                BatchReadResponse(_EOK, request.ledger, request.entry_id, request.request_id, bodies)
+            ),
+        )
+
+    def _gather(self, handle: LedgerHandle, first: int, size_max: int, count_max: int) -> tuple[Buffer, ...]:
+        """Return entries from `first` on, up to a count and a size, and at least one.
+
+        The size of the first one stands for the others'. Source: BatchedReadEntryProcessor.
+        """
+        bodies: list[Buffer] = []
+        size = BATCH_READ_OVERHEAD_BYTES
+        while len(bodies) < count_max:
+            try:
+                body = self._storage.read(handle, first + len(bodies))
+            except (OSError, BkctlError):
+                if not bodies:
+                    raise
+                break
+            size += len(body) + 4
+            if not bodies:
+                count_max = min(count_max, 1 + max(0, size_max - size) // (len(body) + 4))
+            elif size > size_max:
+                break
+            bodies.append(body)
+        return tuple(bodies)

@@ -1,0 +1,141 @@
+"""Requests that cannot be answered at once: they wait for a ledger to be opened, an index page, an entry, a sync.
+
+A thread opens the ledger or reads the page. Every later request about the same ledger waits behind the first, so the
+requests of a ledger keep their order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeAlias
+
+from bkctl.bookie.metrics import BookieMetrics
+from bkctl.bookie.state_manager import BookieStateManager
+from bkctl.errors import BkctlError
+from bkctl.ids import LedgerId
+from bkctl.protocol.messages import AddRequest, Request, Respond, Status, refusal
+from bkctl.protocol.server import BookieServer, status_of
+from bkctl.storage.bookie_storage import BookieStorage
+from bkctl.storage.ledger.ledger_storage import NeedsDisk
+
+log: Final = logging.getLogger("bkctl.bookie")
+
+#: Threads that open ledgers, beside those that read entries: while one disk hangs, ledgers open on others.
+OPEN_THREADS: Final = 4
+
+#: Called with None once the ledger or page is in memory, or with the error of reading it.
+Waiter: TypeAlias = Callable[[BaseException | None], None]
+#: Serves one request: calls `respond` now or later, or raises the error to answer.
+Handler: TypeAlias = Callable[[Any, Respond], None]
+
+
+class WaitingRequests:
+    """Queues of requests by ledger, and the answers of requests that fail after a wait."""
+
+    def __init__(
+        self, storage: BookieStorage, state: BookieStateManager, metrics: BookieMetrics, server: BookieServer
+    ) -> None:
+        self._storage = storage
+        self._state = state
+        self._metrics = metrics
+        self._server = server
+        self._openers = ThreadPoolExecutor(OPEN_THREADS, "open")
+        #: By ledger that is being opened: its waiters in order.
+        self.by_ledger: dict[LedgerId, list[Waiter]] = {}
+
+    def stop(self) -> None:
+        """Return when no ledger is being opened, in another thread than the event loop's."""
+        self._openers.shutdown()
+
+    # --- queues ------------------------------------------------------------------------------------------------------
+
+    def once_read(self, need: NeedsDisk, waiter: Waiter) -> None:
+        """Call `waiter` once a thread has read what `need` says, behind all waiters of the same ledger."""
+        waiting = self.by_ledger.get(need.ledger)
+        if waiting is not None:
+            waiting.append(waiter)
+            return
+        self.by_ledger[need.ledger] = [waiter]
+        future = asyncio.get_running_loop().run_in_executor(self._openers, need.read)
+        future.add_done_callback(functools.partial(self._call_waiters, need.ledger))
+
+    def _call_waiters(self, ledger: LedgerId, future: asyncio.Future[Any]) -> None:
+        """Call the waiters of `ledger` in order. One of them may wait again: the rest then waits behind it."""
+        waiting = self.by_ledger.pop(ledger)
+        error = future.exception()
+        if self._state.is_stopping:  # storage is being closed
+            error = BkctlError(f"Bookie {self._state.bookie_id} stops")
+        with contextlib.nullcontext() if error is not None else self._storage.supplied(future.result()):
+            for waiter in waiting:
+                if ledger in self.by_ledger:
+                    self.by_ledger[ledger].append(waiter)
+                else:
+                    waiter(error)
+
+    def serve_later(self, need: NeedsDisk | None, handler: Handler, request: Any, respond: Respond) -> None:
+        """Give the request to `handler` again once `need` is in memory; None: behind the waiters of its ledger."""
+        if isinstance(request, AddRequest) and isinstance(request.body, memoryview):
+            request = request._replace(body=bytes(request.body))  # it is in the connection's buffer
+
+        def serve(error: BaseException | None) -> None:
+            if error is not None:
+                self.refuse(request, respond, error)
+            else:
+                self.serve(handler, request, respond)
+
+        if need is None:
+            self.by_ledger[request.ledger].append(serve)
+        else:
+            self.once_read(need, serve)
+
+    # --- answers -----------------------------------------------------------------------------------------------------
+
+    def serve(self, handler: Handler, request: Any, respond: Respond) -> None:
+        """Give the request to `handler`: now, again when it needs the disk, and answer the error that it raises."""
+        try:
+            handler(request, respond)
+        except NeedsDisk as need:
+            self.serve_later(need, handler, request, respond)
+        except Exception as error:  # noqa: BLE001 - answered, logged and counted
+            self.refuse(request, respond, error)
+
+    def resume(self, request: Request, respond: Respond, take: Callable[[Any], None], found: Any) -> None:
+        """Give `found` to `take` after a wait; errors that it raises are answered to this request alone."""
+        try:
+            take(found)
+        except NeedsDisk as need:
+            self.serve_later(need, lambda *_: take(found), request, respond)
+        except Exception as error:  # noqa: BLE001 - answered, logged and counted
+            self.refuse(request, respond, error)
+
+    def serve_timed(self, name: str, handler: Handler, request: Request, respond: Respond) -> None:
+        """Give the request to `handler`, and observe as `name` how long its answer takes."""
+        latency = self._metrics.requests[name]
+        began_s = time.monotonic()
+        timed = self._server.timed(respond, latency.answered)
+        try:
+            handler(request, timed)
+        except NeedsDisk as need:
+            self.serve_later(need, handler, request, timed)
+        except Exception:
+            latency.observe(time.monotonic() - began_s, ok=False)
+            raise
+
+    def refuse(self, request: Request, respond: Respond, error: BaseException) -> None:
+        """Answer `request` with the status of `error`; log an error that is not a plain refusal."""
+        respond(refusal(request, self.status_after(type(request).__name__, error)))
+
+    def status_after(self, name: str, error: BaseException) -> Status:
+        """Return the status that answers `error`; log failures of the disk and unexpected errors of request `name`."""
+        status = status_of(error)
+        if not isinstance(error, (OSError, BkctlError)):
+            self._metrics.note_unexpected(name, error)
+        elif status is Status.EIO:
+            log.warning("%s: %s", name, error)
+        return status

@@ -1,0 +1,105 @@
+"""The process of a bookie: the bookie, its HTTP server and auto-recovery, until a signal ends them.
+
+Source: BookieServer's Main, AutoRecoveryService, HttpService.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from bkctl.bookie.bookie import Bookie
+from bkctl.bookie.network import allow_open_files
+from bkctl.config import BookieConfig
+from bkctl.disk import restrict_new_files
+from bkctl.metadata.store import NO_SECURITY, StoreSecurity, client_tls
+
+if TYPE_CHECKING:
+    from bkctl.http.server import BookieHttpServer
+    from bkctl.replication.daemon import AutoRecoveryThread
+
+#: Threads of a busy bookie take turns this often: Python's default of 5 ms is longer than a sync.
+SWITCH_INTERVAL_S: Final = 0.0005
+#: Python looks for cycles this seldom: entries wait in memory by the ten thousands, and none is part of a cycle.
+GC_THRESHOLDS: Final = (20_000, 20, 50)
+
+
+class BookieDaemon:
+    """A bookie as `config` describes it, with HTTP server and auto-recovery where they are enabled.
+
+    Creating one listens on the HTTP port, so that the bookie can register it. Raises UsageError, Unsupported (packages
+    of the HTTP server are missing), BkctlError (the address is taken).
+    """
+
+    def __init__(self, config: BookieConfig, security: StoreSecurity = NO_SECURITY) -> None:
+        self._security = security
+        self._config = config
+        self._http: BookieHttpServer | None = None
+        self._recovery: AutoRecoveryThread | None = None
+        if config.http_server_enabled:
+            from bkctl.http import load_server
+
+            self._http = load_server().BookieHttpServer(config)
+            self._config = self._http.config
+
+    async def run(self, started: Callable[[Bookie], None] = lambda _: None) -> None:
+        """Serve until SIGTERM or SIGINT, then stop cleanly; `started` is called once the bookie is registered.
+
+        Raises the errors of `Bookie.start`, and the failure that made the bookie give up.
+        """
+        bookie = Bookie(self._config, security=self._security)
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGTERM, signal.SIGINT)
+        for number in signals:
+            loop.add_signal_handler(number, bookie.stopped.set)
+        try:
+            await bookie.start()
+            gc.freeze()
+            self._start_services(bookie)
+            started(bookie)
+            await bookie.stopped.wait()
+            await bookie.stop()
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+        if bookie.is_stuck:
+            # Python would wait at its exit for threads that a disk holds.
+            logging.shutdown()
+            os._exit(1)
+        if bookie.failure is not None:
+            raise bookie.failure
+
+    def _start_services(self, bookie: Bookie) -> None:
+        config = self._config
+        if config.auto_recovery_daemon_enabled:
+            from bkctl.replication.daemon import AutoRecoveryThread
+
+            tls = None
+            if config.tls_provider_factory_class and config.tls_trust_store:
+                tls = client_tls(config.tls_trust_store, config.tls_certificate_path, config.tls_key_store)
+            self._recovery = AutoRecoveryThread(config, bookie.bookie_id, security=self._security, tls=tls)
+            bookie.metrics.auto_recovery = self._recovery.samples
+            self._recovery.start()
+        if self._http is not None:
+            self._http.start(bookie, self._security)
+
+    def close(self) -> None:
+        """Stop auto-recovery and the HTTP server, which outlive the bookie: they answer until it stopped."""
+        if self._recovery is not None:
+            self._recovery.stop()
+        if self._http is not None:
+            self._http.stop()
+
+
+def prepare_process() -> None:
+    """Set up this process for a bookie: file modes, open files, Python's thread switches and garbage collection."""
+    restrict_new_files()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.set_threshold(*GC_THRESHOLDS)
+    allow_open_files()
