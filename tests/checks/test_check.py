@@ -13,10 +13,11 @@ import pytest
 from support import golden
 from support.golden import DATA, GoldenBookie
 
-import bkctl.checks.check as check_module
-from bkctl.checks.check import IndexCheck, Rate
+from bkctl.checks import index_rows, location_rows, log_records, recheck, throttle
+from bkctl.checks.check import IndexCheck
 from bkctl.checks.digests import DigestChecker
 from bkctl.checks.findings import Finding, FindingKind
+from bkctl.checks.throttle import Rate
 from bkctl.errors import Corrupt
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.index import BookieIndexes
@@ -230,7 +231,7 @@ def test_an_entry_that_no_index_has(bookie: Bookie) -> None:
     assert kinds(bookie.check(ledgers=[PLAIN])[0]) == [(FindingKind.NOT_INDEXED, PLAIN, 2)]
     assert bookie.check(ledgers=[LedgerId(0, 6)])[0] == []
     assert bookie.check(sample=1.0)[0] == []
-    assert "acknowledged to nobody" in findings[0].reason, "the log has no ledgers map, so it was cut"
+    assert "never have been acknowledged" in findings[0].reason, "the log has no ledgers map, so it was cut"
     path = findings[0].path
     data = path.read_bytes()
     header = entry_log.write_header(1, len(data), 1)
@@ -478,7 +479,7 @@ def test_a_rate_holds_reading_back(bookie: Bookie, monkeypatch: pytest.MonkeyPat
         now[0] += seconds
 
     # In this module only: threads of servers that other tests left up sleep, too.
-    monkeypatch.setattr(check_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(throttle, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     _, job = bookie.check(rate=Rate(bytes_per_s=100.0))
     assert sum(slept) == pytest.approx(job.counts.bytes_read / 100)
     slept.clear()
@@ -492,8 +493,10 @@ def test_more_rows_than_one_run(bookie: Bookie, monkeypatch: pytest.MonkeyPatch)
     bookie.point(PLAIN, 4, bookie.where[PLAIN, 0])
     expected = kinds(bookie.check()[0])
     assert len(expected) == 2
-    for name in ("RUN_ROWS", "WINDOW_RECORDS", "RETRY_ENTRIES"):
-        monkeypatch.setattr(check_module, name, 2)
+    monkeypatch.setattr(location_rows, "RUN_ROWS", 2)
+    monkeypatch.setattr(index_rows, "BATCH_ITEMS", 2)
+    monkeypatch.setattr(log_records, "WINDOW_RECORDS", 2)
+    monkeypatch.setattr(recheck, "RETRY_ENTRIES", 2)
     assert sorted(kinds(bookie.check()[0])) == sorted(expected)
     assert sorted(kinds(bookie.check(ledgers=[PLAIN])[0])) == sorted(expected)
 
