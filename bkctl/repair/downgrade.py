@@ -49,7 +49,7 @@ def config_of(directories: BookieDirectories) -> BookieConfig:
 
     Raises UsageError where their order cannot be told, NotFound for a missing one.
     """
-    from bkctl.repair.parts import layout_of
+    from bkctl.repair.layout import layout_of
 
     layout = layout_of(directories)
 

@@ -20,22 +20,11 @@ from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.formats.index import LedgerData
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerFacts, LedgerFactsLookup, LedgerLiveness
-from bkctl.repair.parts import (
-    BookieLayout,
-    DamagedLogs,
-    Findings,
-    JournalFacts,
-    Progress,
-    Storage,
-    decide,
-    entries_of,
-    is_ledger,
-    ledgers_of,
-    read_journals,
-    swap,
-    time_stamp,
-    unfinished,
-)
+from bkctl.repair.findings import Findings, Progress
+from bkctl.repair.layout import BookieLayout, Storage
+from bkctl.repair.ledger_facts import JournalFacts, decide_ledger_data, is_ledger, read_journals
+from bkctl.repair.log_entries import DamagedLogs, entries_of, ledgers_of
+from bkctl.repair.replacement import prepare_building, replace_directory, time_stamp
 
 LEDGERS: Final = "ledgers"
 LOCATIONS: Final = "locations"
@@ -186,7 +175,9 @@ class _Work:
                 if known is not None and known.liveness is LedgerLiveness.DEAD:
                     row.left_out += 1
                     continue
-                data, guessed = decide(old.get(ledger), facts.get(ledger), known, old_is_complete=is_complete)
+                data, guessed = decide_ledger_data(
+                    old.get(ledger), facts.get(ledger), known, old_is_complete=is_complete
+                )
                 row.ledgers += 1
                 row.guessed_fences += guessed
                 row.without_key += not data.master_key
@@ -310,7 +301,7 @@ class _Work:
         self.result.databases.append(row)
         if self._dry_run:
             return nullcontext()
-        building = unfinished(row.path)
+        building = prepare_building(row.path)
         self._built.append((row, building))
         return kind.create(building, scoped=scoped)
 
@@ -318,7 +309,7 @@ class _Work:
         stamp = time_stamp()
         while self._built:
             row, _ = self._built[0]
-            row.backup = swap(self._files, row.path, stamp)
+            row.backup = replace_directory(self._files, row.path, stamp)
             del self._built[0]
         self.result.swapped = True
 

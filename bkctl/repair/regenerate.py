@@ -23,21 +23,11 @@ from bkctl.formats.index import ENTRY_ID_MAX, PAGE_SIZE_DEFAULT, VERSION_CURRENT
 from bkctl.formats.names import UNFINISHED_SUFFIX
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerFacts, LedgerFactsLookup, LedgerLiveness
-from bkctl.repair.parts import (
-    BookieLayout,
-    DamagedLogs,
-    Findings,
-    Progress,
-    backup_name,
-    decide,
-    entries_of,
-    is_ledger,
-    ledgers_of,
-    put_in_place,
-    read_journals,
-    sync_tree,
-    time_stamp,
-)
+from bkctl.repair.findings import Findings, Progress
+from bkctl.repair.layout import BookieLayout
+from bkctl.repair.ledger_facts import decide_ledger_data, is_ledger, read_journals
+from bkctl.repair.log_entries import DamagedLogs, entries_of, ledgers_of
+from bkctl.repair.replacement import backup_name, replace_with_backup, sync_tree, time_stamp
 from bkctl.storage.ledger.index_pages import IndexInMemPageMgr
 from bkctl.storage.ledger.index_persistence import IndexedHandle, IndexPersistenceMgr
 
@@ -172,7 +162,7 @@ class _Work:
             path = paths.get(ledger) or self._new_path(ledger)
             row = RegeneratedIndex(ledger, path.with_name(path.name.removesuffix(RELOCATION_SUFFIX)))
             old = self._old_header(row, path) if ledger in paths else None
-            data, guessed = decide(old, facts.get(ledger), told, old_is_complete=False)
+            data, guessed = decide_ledger_data(old, facts.get(ledger), told, old_is_complete=False)
             key = master_key if master_key is not None else data.master_key
             if not key:
                 result.without_key.append(ledger)
@@ -309,7 +299,7 @@ class _Work:
             if row.path.exists():
                 backup = backups[current] / row.path.relative_to(current)
                 self._files.make_directory(backup.parent)
-                put_in_place(self._files, new, row.path, backup)
+                replace_with_backup(self._files, new, row.path, backup)
                 row.backup = backup
                 changed[backup.parent] = None
             else:
@@ -382,21 +372,24 @@ class IndexFileBuilder:
         if len(self._handles) >= _HANDLES_MAX:
             self.flush()
 
-    def put(self, ledger: LedgerId, places: Iterable[tuple[int, int]]) -> None:
-        """Say where entries of a ledger that was added are: (entry id, location); a later place replaces one."""
+    def put(self, ledger: LedgerId, places: Iterable[tuple[int, int]]) -> int:
+        """Set places (entry id, location) of entries of an added ledger; a later place wins. Return their number."""
         handle = self._handles.get(ledger)
         if handle is None:
             handle = self._files.load(ledger)
             assert handle is not None, f"ledger {ledger} was not added"
             self._handles[ledger] = handle
+        count = 0
         waiting = iter(places)
-        while some := list(islice(waiting, _PLACES_AT_ONCE)):
-            fitting = [place for place in some if place[0] <= ENTRY_ID_MAX]
-            self.refused += len(some) - len(fitting)
+        while batch := list(islice(waiting, _PLACES_AT_ONCE)):
+            count += len(batch)
+            fitting = [place for place in batch if place[0] <= ENTRY_ID_MAX]
+            self.refused += len(batch) - len(fitting)
             if fitting:
                 self._pages.put(handle, *map(list, zip(*fitting, strict=True)))
             if self._pages.changed_count >= _CHANGED_PAGES_MAX:
                 self.flush()
+        return count
 
     def location(self, ledger: LedgerId, entry_id: int) -> int:
         """Where an entry is said to be so far; 0 where it is not."""

@@ -24,7 +24,8 @@ from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import write_header, write_ledgers_map
 from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
-from bkctl.repair.parts import Findings, entries_of
+from bkctl.repair.findings import Findings
+from bkctl.repair.log_entries import entries_of
 from bkctl.spark.sources.entry_logs import EntryLogSource
 from bkctl.storage import scan
 from bkctl.storage.compaction import EntryLogCompactor, Throttler

@@ -25,7 +25,7 @@ from bkctl.formats.index import ENTRY_ID_MAX, LedgerData
 from bkctl.formats.names import CONVERSION_NAME
 from bkctl.ids import LedgerId
 from bkctl.repair.convert import DB, INTERLEAVED, convert
-from bkctl.repair.parts import BookieLayout, layout_of
+from bkctl.repair.layout import BookieLayout, layout_of
 from bkctl.repair.rebuild import rebuild
 
 KEY = master_key(b"secret")
@@ -216,7 +216,7 @@ def test_an_entry_id_that_no_file_has_room_for(current: Path) -> None:
     convert(layout_at(current.parent), DB, discard_old=True)
     with LocationsDatabase.edit(current / "locations") as locations:
         locations.put(A, ENTRY_ID_MAX + 1, 1028)
-    with pytest.raises(Unsupported, match="no index file has room"):
+    with pytest.raises(Unsupported, match="index files end at entry"):
         convert(layout_at(current.parent), INTERLEAVED)
     assert file_index(current) == {}
 
@@ -286,7 +286,7 @@ def test_a_damaged_index_is_not_converted(current: Path) -> None:
 def test_failed_anywhere_it_goes_on(
     current: Path, tmp_path: Path, to: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bkctl.repair.convert.LEDGERS_PER_STEP", 1)
+    monkeypatch.setattr("bkctl.repair.conversion.LEDGERS_PER_CHECKPOINT", 1)
     layout = layout_at(current.parent)
     old, new = (file_index, database_index) if to == DB else (database_index, file_index)
     if to == INTERLEAVED:
@@ -329,12 +329,13 @@ def _copy_new(source: str, target: str) -> None:
 KILLED = """
 import os, sys
 from pathlib import Path
-from bkctl.repair import convert
+from bkctl.repair import conversion
+from bkctl.repair.convert import convert
 from bkctl.files.directories import BookieDirectories
 from bkctl.disk import Files
-from bkctl.repair.parts import layout_of
+from bkctl.repair.layout import layout_of
 
-convert.LEDGERS_PER_STEP = 1
+conversion.LEDGERS_PER_CHECKPOINT = 1
 left = int(sys.argv[2])
 
 class Killer(Files):
@@ -346,7 +347,7 @@ class Killer(Files):
         super().rename(source, target)
 
 base = Path(sys.argv[1])
-convert.convert(layout_of(BookieDirectories([base / "journal"], [base / "ledgers"])), sys.argv[3], files=Killer())
+convert(layout_of(BookieDirectories([base / "journal"], [base / "ledgers"])), sys.argv[3], files=Killer())
 """
 
 
@@ -385,7 +386,7 @@ def test_the_progress_file_is_something_unfinished(current: Path) -> None:
 
 
 def test_a_bookie_that_ran_in_between_makes_it_begin_again(current: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bkctl.repair.convert.LEDGERS_PER_STEP", 1)
+    monkeypatch.setattr("bkctl.repair.conversion.LEDGERS_PER_CHECKPOINT", 1)
     layout = layout_at(current.parent)
     with pytest.raises(SimulatedCrash):
         convert(layout, DB, files=FailingFiles(8, SimulatedCrash()))
@@ -400,5 +401,5 @@ def test_a_bookie_that_ran_in_between_makes_it_begin_again(current: Path, monkey
 def test_the_other_direction_waits(current: Path) -> None:
     with pytest.raises(SimulatedCrash):
         convert(layout_at(current.parent), DB, files=FailingFiles(8, SimulatedCrash()))
-    with pytest.raises(Conflict, match="conversion to db is under way"):
+    with pytest.raises(Conflict, match="conversion to db is unfinished"):
         convert(layout_at(current.parent), INTERLEAVED)

@@ -22,7 +22,7 @@ from bkctl.formats.entry import DigestManager, DigestType, master_key
 from bkctl.formats.index import LedgerData
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerFacts, LedgerLiveness
-from bkctl.repair.parts import BookieLayout, layout_of
+from bkctl.repair.layout import BookieLayout, layout_of
 from bkctl.repair.rebuild import Rebuild, rebuild
 
 GOLDEN = [bookie for bookie in golden.bookies() if bookie.name == "db"]

@@ -21,7 +21,7 @@ from bkctl.formats.entry import DigestManager, DigestType, master_key
 from bkctl.formats.index import ENTRY_ID_MAX
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerFacts, LedgerLiveness
-from bkctl.repair.parts import BookieLayout, layout_of
+from bkctl.repair.layout import BookieLayout, layout_of
 from bkctl.repair.regenerate import regenerate
 
 KEY, OTHER_KEY = master_key(b"secret"), master_key(b"other")

@@ -14,7 +14,9 @@ from bkctl.formats.index import LedgerData
 from bkctl.formats.metadata import Cookie
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerFacts, LedgerLiveness
-from bkctl.repair.parts import BookieLayout, Findings, JournalFacts, decide, later_lac, layout_of, read_journals
+from bkctl.repair.findings import Findings
+from bkctl.repair.layout import BookieLayout, layout_of
+from bkctl.repair.ledger_facts import JournalFacts, decide_ledger_data, later_lac, read_journals
 
 KEY, OTHER_KEY = master_key(b"secret"), master_key(b"other")
 A = LedgerId(0, 4)
@@ -41,7 +43,7 @@ def test_directories_are_told_apart_by_what_is_in_them(directories: dict[str, Pa
 
 def test_a_directory_beside_that_of_a_bookie_is_not_repaired(directories: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "ledgers/current").mkdir(parents=True)
-    with pytest.raises(UsageError, match=r"no directory of a bookie.*ledgers"):
+    with pytest.raises(UsageError, match=r"not a bookie's directory.*ledgers"):
         layout_of(BookieDirectories([tmp_path / "j"], [tmp_path]))
 
 
@@ -107,7 +109,7 @@ def test_what_is_said_of_a_ledger(
     complete: bool,
     expected: tuple[bool, bytes, bool],
 ) -> None:
-    data, guessed = decide(old, facts, known, old_is_complete=complete)
+    data, guessed = decide_ledger_data(old, facts, known, old_is_complete=complete)
     assert (data.fenced, data.master_key, guessed) == expected
 
 
