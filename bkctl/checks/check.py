@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from bkctl.checks.digests import DigestChecker
 from bkctl.checks.findings import Counts, Finding, FindingKind
-from bkctl.checks.index_rows import IndexRowsReader, Selection
+from bkctl.checks.index_rows import EntrySelection, IndexRowsReader
 from bkctl.checks.indexed_logs import IndexedLogs, list_indexed_logs
 from bkctl.checks.location_rows import LedgerNumbers, LocationRows
 from bkctl.checks.log_records import LogWindow, RecordLookup, digest_reason
 from bkctl.checks.recheck import Recheck
-from bkctl.checks.throttle import NO_LIMIT, Rate, Throttle
+from bkctl.checks.throttle import NO_LIMIT, Rate, ReadThrottle
 from bkctl.errors import BkctlError, NotFound
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.entry_log import EntryLogReader
@@ -67,9 +67,9 @@ class IndexCheck:
     ) -> None:
         self.counts = Counts()
         self._directories = directories
-        self._selection = Selection(ledgers, scope_id, sample, seed)
+        self._selection = EntrySelection(ledgers, scope_id, sample, seed)
         self._digests = digests
-        self._throttle = Throttle(rate)
+        self._throttle = ReadThrottle(rate)
         self._advance = advance or (lambda _: None)
         self._recheck = Recheck(directories, self.counts, digests)
         self._unindexed: dict[LedgerId, _UnindexedLedger] = {}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 BATCH_ITEMS: Final = 1 << 17
 
 
-class Selection:
+class EntrySelection:
     """The ledgers and the share of their entries that a check looks at.
 
     `ledgers` None: all; `scope_id` None: every scope; `sample` None: every entry, else a share from 0 to 1.
@@ -48,7 +48,7 @@ class Selection:
 class IndexRowsReader:
     """Reads indexes into rows. Errors of single indexes are noted in `counts`."""
 
-    def __init__(self, directories: BookieDirectories, selection: Selection, counts: Counts) -> None:
+    def __init__(self, directories: BookieDirectories, selection: EntrySelection, counts: Counts) -> None:
         self._directories, self._selection, self._counts = directories, selection, counts
 
     def read(self, indexes: BookieIndexes, logs: IndexedLogs, rows: LocationRows) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ class Rate(NamedTuple):
 NO_LIMIT: Final = Rate()
 
 
-class Throttle:
+class ReadThrottle:
     """Slows its caller down to a rate, counted from the first call of `take`."""
 
     def __init__(self, rate: Rate) -> None:

@@ -23,7 +23,7 @@ from bkctl.ids import LedgerId
 FILLER_TYPES: Final = frozenset((RecordType.PADDING, RecordType.LEDGERS_MAP))
 
 
-class LogState(StrEnum):
+class LogStage(StrEnum):
     """How far a log has come; the values are the words of every output."""
 
     #: Allocated, and not yet written to.
@@ -46,7 +46,7 @@ class EntryLogSummary(NamedTuple):
 
     file: BookieFile
     version: int | None
-    state: LogState | None
+    state: LogStage | None
     ledgers_map_offset: int | None
     ledgers_count: int | None
     error: BkctlError | None = None
@@ -74,12 +74,12 @@ def entry_log_summaries(directories: BookieDirectories) -> Iterator[EntryLogSumm
             continue
         compaction = compaction_of(file.path.name)
         if compaction is not None:
-            state = LogState.COMPACTING if compaction.source_id is None else LogState.COMPACTED
+            state = LogStage.COMPACTING if compaction.source_id is None else LogStage.COMPACTED
         elif header is None:
-            state = LogState.EMPTY
+            state = LogStage.EMPTY
         else:
             closed = header.ledgers_map_offset and header.version != VERSION_WITHOUT_MAP
-            state = LogState.CLOSED if closed else LogState.OPEN
+            state = LogStage.CLOSED if closed else LogStage.OPEN
         if header is not None and header.ledgers_map_offset and header.version != VERSION_WITHOUT_MAP:
             counts: tuple[int | None, int | None] = header.ledgers_map_offset, header.ledgers_count
         else:

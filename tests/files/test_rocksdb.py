@@ -9,7 +9,8 @@ import pytest
 from support.golden import DATA, bookies
 
 from bkctl.errors import AlreadyExists, BkctlError, Corrupt, DirectoryInUse, NotFound
-from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase, check_write_ahead_logs
+from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
+from bkctl.files.rocksdb_files import check_write_ahead_logs
 from bkctl.formats.entry_log import unpack_location
 from bkctl.formats.index import LedgerData, ledger_key
 from bkctl.ids import LedgerId

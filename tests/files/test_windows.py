@@ -15,7 +15,7 @@ from bkctl.errors import Corrupt
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.journal import JournalReader
-from bkctl.files.journals import check_journal
+from bkctl.files.journal_check import check_journal
 from bkctl.files.windows import WINDOW_SIZE_BYTES, FileReader
 
 
