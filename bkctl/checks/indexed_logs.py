@@ -46,7 +46,7 @@ class IndexedLogs:
 def list_indexed_logs(directories: BookieDirectories, indexes: BookieIndexes, counts: Counts) -> list[IndexedLogs]:
     """Return the logs of each pair of databases, then the logs of the index files, scope 0 before scoped.
 
-    Databases that cannot be opened are noted in `counts`. Raises UsageError if a database's logs cannot be told.
+    Databases that cannot be opened are noted in `counts`. Raises UsageError if the logs of a database are ambiguous.
     """
     currents = list(dict.fromkeys(map(current_of, directories.ledger_dirs)))
     pairs = indexes.databases()

@@ -65,7 +65,7 @@ class RecordLookup:
         """
         log_id, offset = unpack_location(location)
         path = self._paths.get(log_id)
-        missing = f"there is no entry log {log_id} (0x{log_id:x})"
+        missing = f"entry log {log_id} (0x{log_id:x}) does not exist"
         if path is None:
             return RecordProblem(FindingKind.LOG_MISSING, self._logs.missing_path(log_id), missing), 0
         try:

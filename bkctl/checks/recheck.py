@@ -128,7 +128,7 @@ def _batches(items: Iterable[T]) -> Iterator[list[T]]:
 def _current_locations(indexes: BookieIndexes, entries: Iterable[EntryKey]) -> Iterator[tuple[EntryKey, int]]:
     """Yield (entry, location) ledger by ledger; location 0: not indexed.
 
-    Entries of ledgers without an index are left out, and so are those of a damaged index: it is an error already.
+    Entries of ledgers without an index are left out, and so are entries of a damaged index, which is an error already.
     """
     grouped: dict[LedgerId, list[int]] = {}
     for ledger, entry_id in entries:

@@ -80,7 +80,7 @@ def latest_marks(directories: BookieDirectories) -> LastMarks:
             latest[file.id] = JournalMark(file.id, mark, file)
     if not latest and not damaged:
         where = ", ".join(map(str, directories.ledger_dirs))
-        raise NotFound(f"There is no lastMark in {where}", hint="give the ledger directories")
+        raise NotFound(f"No lastMark found in {where}", hint="give the ledger directories")
     return LastMarks([latest[index] for index in sorted(latest)], damaged)
 
 

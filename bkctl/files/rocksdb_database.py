@@ -89,7 +89,7 @@ class Database:
         Raises DirectoryInUse if a bookie or another command has it open, NotFound, Corrupt.
         """
         if not (path / "CURRENT").exists():
-            raise NotFound(f"There is no database in {path}")
+            raise NotFound(f"{path} has no database")
         return cls._open_to_write(path, scoped)
 
     @classmethod

@@ -20,7 +20,7 @@ def list_files(path: Path) -> list[str]:
     try:
         return [entry.name for entry in os.scandir(path) if _FILE(entry.name)]
     except FileNotFoundError:
-        raise NotFound(f"There is no database in {path}") from None
+        raise NotFound(f"{path} has no database") from None
     except OSError as error:
         raise BkctlError(f"{path} cannot be listed: {error.strerror or error}") from error
 

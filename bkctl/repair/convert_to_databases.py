@@ -96,7 +96,7 @@ class DatabaseConverter(IndexConverter):
     def check(self) -> None:
         if not self.paths:
             where = ", ".join(str(storage.index_dir) for storage in self.storages)
-            raise UsageError(f"There are no index files in {where}", hint="is the bookie converted already?")
+            raise UsageError(f"No index files found in {where}", hint="is the bookie converted already?")
         for storage in self.storages:
             _refuse_links(storage.index_dir)
         for storage in self.storages:

@@ -53,7 +53,7 @@ class IndexFileConverter(IndexConverter):
             )
         if not any((storage.index_dir / "ledgers").is_dir() for storage in self.storages):
             where = ", ".join(str(storage.index_dir) for storage in self.storages)
-            raise UsageError(f"There are no databases of ledgers in {where}", hint="is the bookie converted already?")
+            raise UsageError(f"No databases of ledgers found in {where}", hint="is the bookie converted already?")
         self._check_log_ids()
         for storage in self.storages:
             for prefix in ("", "scoped-"):

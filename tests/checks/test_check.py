@@ -191,7 +191,7 @@ def test_an_index_entry_that_points_at_the_wrong_place(
         (right + 3, FindingKind.NO_RECORD, ""),
         (right + (1 << 20), FindingKind.NO_RECORD, "the log ends before"),
         (pack_location(right >> 32, 4), FindingKind.NO_RECORD, ""),
-        (pack_location(77, right & 0xFFFFFFFF), FindingKind.LOG_MISSING, "no entry log 77"),
+        (pack_location(77, right & 0xFFFFFFFF), FindingKind.LOG_MISSING, "entry log 77 (0x4d) does not exist"),
         ((1 << 63) - 1, FindingKind.LOG_MISSING, ""),
     ):
         bookie.point(ledger, 1, location)

@@ -229,7 +229,7 @@ def test_what_is_no_file_does_not_open(tmp_path):
     with pytest.raises(UsageError, match="directory"):
         JournalReader.open(tmp_path)
     os.mkfifo(tmp_path / "2.txn")
-    with pytest.raises(UsageError, match="no file"):
+    with pytest.raises(UsageError, match="not a regular file"):
         JournalReader.open(tmp_path / "2.txn")
     with pytest.raises(UsageError):
         JournalReader.open("a\0b")

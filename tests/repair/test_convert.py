@@ -162,9 +162,9 @@ def test_a_dry_run_changes_nothing(current: Path) -> None:
 def test_nothing_to_convert_and_two_indexes(current: Path) -> None:
     (current / "empty").mkdir()
     empty = layout_of(BookieDirectories([current.parent.parent / "journal"], [current / "empty"]))
-    with pytest.raises(UsageError, match="no databases"):
+    with pytest.raises(UsageError, match="No databases"):
         convert(empty, INTERLEAVED)
-    with pytest.raises(UsageError, match="no index files"):
+    with pytest.raises(UsageError, match="No index files"):
         convert(empty, DB)
     convert(layout_at(current.parent), DB)
     with pytest.raises(UsageError, match="converted already"):
@@ -375,7 +375,7 @@ def test_a_progress_file_with_other_values_is_corrupt(current: Path, change: dic
         convert(layout_at(current.parent), DB, files=FailingFiles(8, SimulatedCrash()))
     path = current / CONVERSION_NAME
     path.write_text(json.dumps(json.loads(path.read_bytes()) | change))
-    with pytest.raises(Corrupt, match="is not what a conversion leaves"):
+    with pytest.raises(Corrupt, match="is not a progress file of a conversion"):
         convert(layout_at(current.parent), DB)
 
 

@@ -234,7 +234,7 @@ def test_entries_that_no_file_has_room_for(bookie: Bookie) -> None:
     bookie.index(A, {})
     done = regenerate(bookie.layout)
     assert all_said(bookie.current)[A].places == {0: places[0]}
-    assert any("no index file has room" in note for note in done.findings.notes)
+    assert any("index files cannot hold them" in note for note in done.findings.notes)
 
 
 def test_many_pages_do_not_stay_in_memory(bookie: Bookie, monkeypatch: pytest.MonkeyPatch) -> None:
