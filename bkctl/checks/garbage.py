@@ -63,16 +63,16 @@ class LogUse(NamedTuple):
 
     def size_of(self, *states: LedgerLiveness) -> int:
         """Return the bytes of the ledgers in these states."""
-        return sum(each.size_bytes for each in self.ledgers if each.state in states)
+        return sum(use.size_bytes for use in self.ledgers if use.state in states)
 
     def count_of(self, state: LedgerLiveness) -> int:
         """Return the number of ledgers in this state."""
-        return sum(each.state is state for each in self.ledgers)
+        return sum(use.state is state for use in self.ledgers)
 
     @property
     def total_size_bytes(self) -> int:
         """Return the bytes of all entries with their size fields, as a bookie counts them: no header, no map."""
-        return sum(each.size_bytes for each in self.ledgers)
+        return sum(use.size_bytes for use in self.ledgers)
 
     @property
     def remaining_size_bytes(self) -> int:

@@ -88,7 +88,7 @@ class IndexScan:
             header = reader.header
             self.counts.fenced_ledgers += header.fenced
             if self._ledgers:
-                yield from _about_ledger(ledger, path, header.master_key, header.explicit_lac)
+                yield from _check_ledger_facts(ledger, path, header.master_key, header.explicit_lac)
             if not self._locations:
                 return
             entries = 0
@@ -152,7 +152,7 @@ class IndexScan:
                 self.counts.fenced_ledgers += data.fenced
             last = ledger
             known.add(ledger)
-            yield from _about_ledger(ledger, path, data.master_key, data.explicit_lac)
+            yield from _check_ledger_facts(ledger, path, data.master_key, data.explicit_lac)
 
     def _scan_locations(self, database: LocationsDatabase, known: set[LedgerId] | None) -> Iterator[Finding]:
         path, name = database.path, str(database.path)
@@ -188,7 +188,9 @@ class IndexScan:
         yield Finding(FindingKind.NO_LEDGER, ledger, None, None, path, reason)
 
 
-def _about_ledger(ledger: LedgerId, path: Path, master_key: bytes, explicit_lac: bytes | None) -> Iterator[Finding]:
+def _check_ledger_facts(
+    ledger: LedgerId, path: Path, master_key: bytes, explicit_lac: bytes | None
+) -> Iterator[Finding]:
     if not master_key.strip(b"\0"):
         reason = "the ledger has no master key: the bookie accepts the key of the next writer"
         yield Finding(FindingKind.NO_MASTER_KEY, ledger, None, None, path, reason)

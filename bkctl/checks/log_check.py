@@ -143,12 +143,14 @@ def check_entry_log(path: Path, checker: DigestChecker | None = None, *, is_newe
     except BkctlError as error:
         check.state, check.error = LogState.UNREADABLE, error
     if checker is not None and before is not None:
-        for each in checker.late_findings():
-            _keep(check, each)
+        for mismatch in checker.late_findings():
+            _keep(check, mismatch)
         after = checker.counts()
-        matched = {each: count - before.matched.get(each, 0) for each, count in after.matched.items()}
+        matched = {
+            digest_type: count - before.matched.get(digest_type, 0) for digest_type, count in after.matched.items()
+        }
         check.digests = DigestCounts(
-            {each: count for each, count in matched.items() if count},
+            {digest_type: count for digest_type, count in matched.items() if count},
             after.mismatched - before.mismatched,
             after.unprotected - before.unprotected,
             max(0, after.unknown - before.unknown),
@@ -178,8 +180,8 @@ def _check_records(reader: EntryLogReader, check: LogCheck, checker: DigestCheck
             for key, size in batch.sizes_by_ledger().items():
                 sums[key] = sums.get(key, 0) + size
             if checker is not None:
-                for each in checker.check_batch(batch, reader.name):
-                    _keep(check, each)
+                for mismatch in checker.check_batch(batch, reader.name):
+                    _keep(check, mismatch)
     except (Corrupt, Unsupported) as error:
         check.error = error
     check.good_end, check.state = reader.position, LogState(reader.end.value)
@@ -189,28 +191,28 @@ def _check_records(reader: EntryLogReader, check: LogCheck, checker: DigestCheck
     if behind_map:
         check.contradictions.append(f"{behind_map:,} entries follow the ledgers map at byte {map_at}")
     try:
-        said = reader.ledgers_map()
+        mapped = reader.ledgers_map()
     except Corrupt as error:
         check.error = error
         return
     header = reader.header
     assert header is not None
-    if said is None:
+    if mapped is None:
         if map_at is not None and header.ledgers_map_offset == 0:
             check.contradictions.append(f"The header does not know of the ledgers map at byte {map_at}")
         return
-    if said and map_at != header.ledgers_map_offset:
+    if mapped and map_at != header.ledgers_map_offset:
         check.contradictions.append(
             f"The header says the ledgers map is at byte {header.ledgers_map_offset}, the first one is at {map_at}"
         )
-    check.contradictions += _compare(said, {LedgerId(*key): size for key, size in sums.items()})
+    check.contradictions += _compare(mapped, {LedgerId(*key): size for key, size in sums.items()})
 
 
-def _compare(said: dict[LedgerId, int], counted: dict[LedgerId, int]) -> list[str]:
+def _compare(mapped: dict[LedgerId, int], counted: dict[LedgerId, int]) -> list[str]:
     """Return the contradictions between the ledgers map and the records."""
     problems: list[str] = []
-    for ledger in sorted(said.keys() | counted.keys()):
-        expected, found = said.get(ledger), counted.get(ledger)
+    for ledger in sorted(mapped.keys() | counted.keys()):
+        expected, found = mapped.get(ledger), counted.get(ledger)
         if expected is None:
             problems.append(f"The ledgers map lacks ledger {ledger}, which has {found:,} bytes")
         elif found is None:

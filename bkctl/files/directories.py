@@ -93,7 +93,7 @@ class BookieDirectories:
         A directory that only contains directories of a bookie (`bookie-0` with `journal` and `ledgers`) stands for
         those.
         """
-        places = [each for directory in directories for each in _bookie_directories(Path(directory))]
+        places = [place for directory in directories for place in _bookie_directories(Path(directory))]
         return cls(places, places, places)
 
     def of_a_bookie(self) -> BookieDirectories:
@@ -149,7 +149,7 @@ class BookieDirectories:
     def index_of(self, ledger: LedgerId) -> BookieFile:
         """Return the index file of `ledger`. Raises NotFound; UsageError if several directories have one."""
         currents = dict.fromkeys(map(current_of, self.index_dirs))
-        paths = [path for each in currents if (path := each / index.index_path(ledger)).is_file()]
+        paths = [path for current in currents if (path := current / index.index_path(ledger)).is_file()]
         path = _only(paths, f"of ledger {ledger}", "index file", self.index_dirs)
         found = describe(FileKind.INDEX, ledger, path, scoped=ledger.is_scoped)
         if found is None:
@@ -173,7 +173,7 @@ class BookieDirectories:
 
     def _of_kind(self, directories: Iterable[Path], kind: FileKind) -> list[BookieFile]:
         currents = dict.fromkeys(map(current_of, directories))
-        return [each for directory in currents for each in _sorted(_plain_files(directory)) if each.kind is kind]
+        return [file for directory in currents for file in _sorted(_plain_files(directory)) if file.kind is kind]
 
     def _resolve(
         self,
@@ -187,12 +187,12 @@ class BookieDirectories:
         subdirectory, slash, rest = text.rpartition("/")
         number = _parse_id(rest)
         if number is not None and subdirectory in ("", SCOPED_DIRECTORY) and (slash == "") == (not subdirectory):
-            places = [each / subdirectory for each in currents]
+            places = [current / subdirectory for current in currents]
             candidates = [place / name_of(number) for place in places]
         elif subdirectory in ("", SCOPED_DIRECTORY) and id_of(rest) is not None:
-            places = [each / subdirectory for each in currents]
+            places = [current / subdirectory for current in currents]
             if not subdirectory:
-                places += [each / SCOPED_DIRECTORY for each in currents]
+                places += [current / SCOPED_DIRECTORY for current in currents]
             candidates = [place / rest for place in places] + [Path(text)]
         elif "\0" in text or not text:
             raise UsageError(f"Not the name of any {what}: {text!r}", hint="give an id, a file name or a path")
@@ -253,8 +253,8 @@ def _parse_id(text: str) -> int | None:
 
 
 def _sorted(files: Iterable[BookieFile]) -> list[BookieFile]:
-    def key(each: BookieFile) -> tuple[str, bool, int, str]:
-        return each.kind.value, each.scoped, each.id if isinstance(each.id, int) else -1, each.path.name
+    def key(file: BookieFile) -> tuple[str, bool, int, str]:
+        return file.kind.value, file.scoped, file.id if isinstance(file.id, int) else -1, file.path.name
 
     return sorted(files, key=key)
 
@@ -263,8 +263,8 @@ def _plain_files(current: Path) -> Iterator[BookieFile]:
     """Yield the files in `current` and `current/scoped`, without the index files."""
     for entry in _list(current):
         if entry.name == SCOPED_DIRECTORY and _is_directory(entry):
-            for each in _list(Path(entry.path)):
-                if file := _plain_file(each, scoped=True):
+            for inner in _list(Path(entry.path)):
+                if file := _plain_file(inner, scoped=True):
                     yield file
         elif not (_LEVEL.fullmatch(entry.name) and _is_directory(entry)) and (file := _plain_file(entry, scoped=False)):
             yield file

@@ -384,7 +384,7 @@ class EntryLogReader(FileReader):
                     before = found
         digest_types = [*DigestType] if record.digest_type is None else [record.digest_type]
         header = HEADER_SIZE_V1 if record.format_version == 1 else HEADER_SIZE_V2
-        overheads = [header + each.code_length for each in digest_types]
+        overheads = [header + digest_type.code_length for digest_type in digest_types]
         return before is not None and size - (record.length - before) in overheads
 
     def _is_boundary(self, at: int) -> bool:

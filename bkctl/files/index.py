@@ -297,13 +297,13 @@ class BookieIndexes:
         `.idx.rloc`, a leftover of a relocation, counts if the ledger has no other index file: a bookie's start renames
         it.
         """
-        for each in self._directories.indexes():
-            if each.kind is FileKind.INDEX:
-                yield each
+        for file in self._directories.indexes():
+            if file.kind is FileKind.INDEX:
+                yield file
                 continue
-            ledger = ledger_of_index_path(str(each.path).removesuffix(RELOCATION_SUFFIX))
+            ledger = ledger_of_index_path(str(file.path).removesuffix(RELOCATION_SUFFIX))
             if ledger is not None and not self._paths(ledger):
-                yield each._replace(id=ledger)
+                yield file._replace(id=ledger)
 
     def databases(self) -> list[IndexDatabases]:
         """Return the pairs of databases that can be opened; `problems` has the errors of the others.
@@ -332,7 +332,7 @@ class BookieIndexes:
         """
         found = self.find(ledger)
         if found is None:
-            where = ", ".join(str(each) for each in self._directories.index_dirs)
+            where = ", ".join(str(directory) for directory in self._directories.index_dirs)
             raise LedgerNotFound(f"Ledger {ledger} has no index in {where}", hint=f"looked for {index_path(ledger)}")
         return found
 
@@ -360,7 +360,7 @@ class BookieIndexes:
         if not found and self.problems:
             raise self.problems[0]
         if len(found) > 1 and not first:
-            listed = ", ".join(str(each.path) for each in found)
+            listed = ", ".join(str(index.path) for index in found)
             raise UsageError(f"{len(found)} databases have ledger {ledger}: {listed}", hint="give one directory")
         return found[0] if found else None
 
@@ -369,7 +369,7 @@ class BookieIndexes:
 
         Raises NotFound for a missing directory, Corrupt.
         """
-        found = {each.id for each in self.files() if isinstance(each.id, LedgerId)}
+        found = {file.id for file in self.files() if isinstance(file.id, LedgerId)}
         for pair in self.databases():
             found.update(ledger for ledger, _ in pair.ledgers.ledgers())
         if self.problems:
@@ -379,4 +379,4 @@ class BookieIndexes:
     def _paths(self, ledger: LedgerId, suffix: str = "") -> list[Path]:
         name = index_path(ledger) + suffix
         currents = dict.fromkeys(map(current_of, self._directories.index_dirs))
-        return [path for each in currents if (path := each / name).exists()]
+        return [path for current in currents if (path := current / name).exists()]

@@ -435,10 +435,10 @@ class JournalReader(FileReader):
         for _ in range(_STILL_ATTEMPTS_MAX):
             if window and window[-1]:
                 break
-            again = self.window(at, needed)
-            if again == window:
+            reread = self.window(at, needed)
+            if reread == window:
                 break
-            window = again
+            window = reread
         return window
 
     def _padding_count(self, window: bytes, begin: int, offset: int) -> int:
@@ -608,8 +608,8 @@ def read_last_mark(dirs: Iterable[Path | str], journal_index: int = 0, journal_c
     reads the whole journal. Source: Journal.LastLogMark.readLog.
     """
     highest = LogMark(0, 0)
-    for each in dirs:
-        directory = Path(each)
+    for name in dirs:
+        directory = Path(name)
         current = directory / "current"
         path = (current if current.is_dir() else directory) / last_mark_name(journal_index, journal_count)
         try:

@@ -69,22 +69,22 @@ def check_journals(directories: BookieDirectories, files: Iterable[Path] | None 
     Each last mark must name an existing journal, and a place between two of its records. Missing files are reported
     only without `files`. Raises NotFound for a missing directory.
     """
-    chosen = [each.path for each in directories.journals()] if files is None else list(files)
+    chosen = [file.path for file in directories.journals()] if files is None else list(files)
     latest = LastMarks([], [])
     with suppress(NotFound):
         latest = latest_marks(directories)
     for damaged, error in latest.damaged:
         yield JournalCheck(damaged, None, state=JournalState.UNREADABLE, problem=_problem(error), error=error)
-    marked = [(path, each) for each in latest.marks if (path := _marked_file(directories, each)) is not None]
+    marked = [(path, mark) for mark in latest.marks if (path := _marked_file(directories, mark)) is not None]
     by_directory: dict[Path, list[Path]] = {}
     for path in [*chosen, *(path for path, _ in marked if files is None)]:
         by_directory.setdefault(path.parent, []).append(path)
     for parent, paths in by_directory.items():
-        marks_here = [(path, each) for path, each in marked if path.parent.resolve() == parent.resolve()]
+        marks_here = [(path, mark) for path, mark in marked if path.parent.resolve() == parent.resolve()]
         if files is None:
             yield from _missing_in(parent, paths, marks_here)
         for path in dict.fromkeys(paths):
-            offsets = [each.mark.offset for marked_path, each in marks_here if marked_path.name == path.name]
+            offsets = [mark.mark.offset for marked_path, mark in marks_here if marked_path.name == path.name]
             check = check_journal(path, offsets)
             if check is not None:
                 yield check
@@ -95,33 +95,33 @@ def _marked_file(directories: BookieDirectories, mark: JournalMark) -> Path | No
     if mark.mark.journal_id == 0:
         return None
     name = file_name(mark.mark.journal_id)
-    places = list(dict.fromkeys(current_of(each) for each in directories.journal_dirs))
+    places = list(dict.fromkeys(current_of(directory) for directory in directories.journal_dirs))
     indexes = journal_indexes(directories)
     for current in places:
         if indexes.get(current.resolve()) == mark.journal_index:
             return current / name
-    there = [each / name for each in places if (each / name).is_file()]
+    there = [current / name for current in places if (current / name).is_file()]
     if there:
         return there[0]
     # Ledger directories given without journal directories lack no journal.
-    journals = list(dict.fromkeys(each.path.parent for each in directories.journals() if not each.scoped))
+    journals = list(dict.fromkeys(file.path.parent for file in directories.journals() if not file.scoped))
     return journals[0] / name if len(journals) == 1 else None
 
 
 def _missing_in(parent: Path, paths: list[Path], marks: list[tuple[Path, JournalMark]]) -> Iterator[JournalCheck]:
     """Yield a check for each missing file of `parent`: one that `marks` name, or a gap in the ids of `paths`."""
-    for path, each in marks:
+    for path, mark in marks:
         if not path.is_file():
-            problem = f"{each.file.path} points at it, byte {each.mark.offset}, and it is not there"
-            yield JournalCheck(path, each.mark.journal_id, mark=each.mark.offset, problem=problem)
+            problem = f"{mark.file.path} points at it, byte {mark.mark.offset}, and it is not there"
+            yield JournalCheck(path, mark.mark.journal_id, mark=mark.mark.offset, problem=problem)
     if not marks:
         return
-    marked_id = min(each.mark.journal_id for _, each in marks)
+    marked_id = min(mark.mark.journal_id for _, mark in marks)
     ids = sorted({found for path in paths if (found := journal_id_of(path.name)) is not None})
     for before, after in pairwise(ids):
         # Journal ids count up one by one, and a bookie deletes the oldest journals first, up to the mark.
         if before >= marked_id and 1 < after - before <= _GAP_MAX:
-            names = [file_name(each) for each in range(before + 1, after)]
+            names = [file_name(journal_id) for journal_id in range(before + 1, after)]
             missing = f"{names[0]} is" if len(names) == 1 else f"{names[0]} to {names[-1]} are"
             problem = f"{missing} not there, although {file_name(before)} and {file_name(after)} are"
             yield JournalCheck(parent / names[0], before + 1, problem=problem)

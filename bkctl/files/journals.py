@@ -93,7 +93,7 @@ def files_after_marks(directories: BookieDirectories, files: Iterable[Path]) -> 
     latest = latest_marks(directories)
     if not latest.marks:
         raise latest.damaged[0][1]
-    marks = {each.journal_index: each.mark for each in latest.marks}
+    marks = {mark.journal_index: mark.mark for mark in latest.marks}
     index_of = journal_indexes(directories)
     starts: dict[Path, int] = {}
     for path in files:
@@ -119,9 +119,9 @@ def journal_indexes(directories: BookieDirectories) -> dict[Path, int]:
     Directories that are given in all roles get their index from the bookie's cookie, if they stand at the paths that
     it names. (A copy of the directories stands elsewhere; the named paths may be another bookie's.)
     """
-    currents = [current_of(each).resolve() for each in directories.journal_dirs]
+    currents = [current_of(directory).resolve() for directory in directories.journal_dirs]
     if directories.journal_dirs and directories.journal_dirs != directories.ledger_dirs:
-        return {each: index for index, each in enumerate(currents) if currents.count(each) == 1}
+        return {current: index for index, current in enumerate(currents) if currents.count(current) == 1}
     from bkctl.formats.metadata import Cookie
 
     found: dict[Path, int] = {}

@@ -161,14 +161,14 @@ class RecordFilter(NamedTuple):
 
     def of_entry_log(self, reader: EntryLogReader) -> Iterator[Record]:
         """Return the matching records of an entry log."""
-        special = self.types is not None and any(each in self.types for each in FILLER_TYPES)
+        special = self.types is not None and any(filler in self.types for filler in FILLER_TYPES)
         end = None if self.position_last is None else self.position_last + 1
         return self._choose(reader.records(self._first(HEADER_SIZE, reader.name), end, special=special))
 
     def batches_of_entry_log(self, reader: EntryLogReader) -> Iterator[RecordBatch]:
         """Return the records of `of_entry_log` as columns."""
         types, last = self.types, self.position_last
-        special = types is not None and any(each in types for each in FILLER_TYPES)
+        special = types is not None and any(filler in types for filler in FILLER_TYPES)
         end = None if last is None else last + 1
         return self._choose_batches(reader.batches(self._first(HEADER_SIZE, reader.name), end, special=special))
 

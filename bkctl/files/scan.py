@@ -190,7 +190,10 @@ class RecordBatch:
                 return None
             overhead = HEADER_SIZE_V1 + digest_type.code_length
             return [size - overhead if size >= overhead else None for size in self.sizes]
-        overheads = {0xA0: HEADER_SIZE_V2, **{0xA0 | each: HEADER_SIZE_V2 + each.code_length for each in DigestType}}
+        overheads = {
+            0xA0: HEADER_SIZE_V2,
+            **{0xA0 | digest_type: HEADER_SIZE_V2 + digest_type.code_length for digest_type in DigestType},
+        }
         needed = map(overheads.__getitem__, self._flat[1 :: self._width])
         return [size - over if size >= over else None for size, over in zip(self.sizes, needed, strict=True)]
 

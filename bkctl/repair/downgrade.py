@@ -54,10 +54,10 @@ def config_of(directories: BookieDirectories) -> BookieConfig:
     layout = layout_of(directories)
 
     def configured(currents: tuple[Path, ...]) -> tuple[str, ...]:
-        for each in currents:
-            if each.name != CURRENT:
-                raise UsageError(f"{each} is not a bookie's directory: it lacks {CURRENT}")
-        return tuple(str(each.parent) for each in currents)
+        for current in currents:
+            if current.name != CURRENT:
+                raise UsageError(f"{current} is not a bookie's directory: it lacks {CURRENT}")
+        return tuple(str(current.parent) for current in currents)
 
     index_dirs = configured(layout.index_dirs)
     ledger_dirs = configured(layout.ledger_dirs)
@@ -93,9 +93,9 @@ def downgrade(config: BookieConfig, *, dry_run: bool = False) -> list[Downgraded
 
 def _checked(config: BookieConfig) -> BookieDirectories:
     directories = BookieDirectories(config.journal_directories, config.ledger_directories, config.index_directories)
-    for each in (*directories.journal_dirs, *directories.ledger_dirs, *directories.index_dirs):
-        if not (each / CURRENT / COOKIE_NAME).is_file():
-            raise NotFound(f"{each / CURRENT / COOKIE_NAME} does not exist", hint="are all of its disks mounted?")
+    for directory in (*directories.journal_dirs, *directories.ledger_dirs, *directories.index_dirs):
+        if not (directory / CURRENT / COOKIE_NAME).is_file():
+            raise NotFound(f"{directory / CURRENT / COOKIE_NAME} does not exist", hint="are all of its disks mounted?")
     databases = _databases(directories)
     if databases and config.ledger_storage != "db":
         raise UsageError(
@@ -114,8 +114,8 @@ def _plan(directories: BookieDirectories) -> Iterator[Downgraded]:
     starts = {file.path: 0 for file in journals}
     with suppress(NotFound):
         starts = files_after_marks(directories, list(starts))
-    for each in directories.journal_dirs:
-        row = Downgraded(each / CURRENT, [], 0)
+    for directory in directories.journal_dirs:
+        row = Downgraded(directory / CURRENT, [], 0)
         for file in journals:
             if file.path.parent != row.path or file.kind is not FileKind.JOURNAL:
                 continue

@@ -48,7 +48,7 @@ def holders(directories: Iterable[Path]) -> list[Holder]:
     Any file below a directory counts, open to read or to write. Only root sees the files of other users' processes;
     their locks are visible to all. Directories that do not exist have no holders.
     """
-    roots = [each.resolve() for each in directories if each.is_dir()]
+    roots = [directory.resolve() for directory in directories if directory.is_dir()]
     found: dict[int | None, Holder] = {}
     for holder in _by_locks(roots):
         found.setdefault(holder.pid, holder)
@@ -66,7 +66,7 @@ def hold(directories: Iterable[Path], files: Files | None = None) -> Iterator[No
     and other commands cannot start on them, nor can Apache's bookie with DbLedgerStorage.
     Raises DirectoryInUse, naming the process; NotFound for a directory that does not exist.
     """
-    given = list(dict.fromkeys(current_of(each) for each in directories))
+    given = list(dict.fromkeys(current_of(directory) for directory in directories))
     watched = [*given, *_siblings(given)]
     _refuse(watched)
     with contextlib.ExitStack() as held:
@@ -85,7 +85,7 @@ def hold(directories: Iterable[Path], files: Files | None = None) -> Iterator[No
 
 def check_not_held(directories: Iterable[Path]) -> None:
     """Raise DirectoryInUse, naming the process, if one holds `directories` or others of the same bookie."""
-    given = list(dict.fromkeys(current_of(each) for each in directories))
+    given = list(dict.fromkeys(current_of(directory) for directory in directories))
     _refuse([*given, *_siblings(given)])
 
 
@@ -112,11 +112,11 @@ def _siblings(currents: Sequence[Path]) -> list[Path]:
         except (OSError, BkctlError):
             continue
         named = []
-        for each in (*cookie.journal_dirs, *cookie.ledger_dirs, *(cookie.index_dirs or ())):
+        for directory in (*cookie.journal_dirs, *cookie.ledger_dirs, *(cookie.index_dirs or ())):
             with contextlib.suppress(NotFound, UsageError):
-                named.append(current_of(Path(each)))
-        if any(_is_same(current, each) for each in named):
-            found.update(dict.fromkeys(each for each in named if each not in currents))
+                named.append(current_of(Path(directory)))
+        if any(_is_same(current, path) for path in named):
+            found.update(dict.fromkeys(path for path in named if path not in currents))
     return list(found)
 
 

@@ -55,7 +55,7 @@ class BookieLayout(NamedTuple):
 
     def logs(self, *, scoped: bool) -> list[Path]:
         """Return all entry logs in id order; InterleavedLedgerStorage has one id space for all directories."""
-        found = [path for each in self.ledger_dirs for path in Storage(0, each, each).logs(scoped=scoped)]
+        found = [path for current in self.ledger_dirs for path in Storage(0, current, current).logs(scoped=scoped)]
         return sorted(found, key=lambda path: log_id_of(path.name) or 0)
 
 
@@ -67,20 +67,21 @@ def layout_of(directories: BookieDirectories) -> BookieLayout:
     journal_dirs = tuple(dict.fromkeys(map(current_of, directories.journal_dirs)))
     ledger_dirs = tuple(dict.fromkeys(map(current_of, directories.ledger_dirs)))
     index_dirs = tuple(dict.fromkeys(map(current_of, directories.index_dirs)))
-    for each in (*ledger_dirs, *index_dirs):
+    for current in (*ledger_dirs, *index_dirs):
         for name in ROCKSDB_NAMES:
             # A directory named like a database, with `current` in it, holds all files of a bookie.
-            if (each / name / "current").is_dir():
+            if (current / name / "current").is_dir():
                 raise UsageError(
-                    f"{each} is not a bookie's directory, but contains one: {each / name}", hint="name that directory"
+                    f"{current} is not a bookie's directory, but contains one: {current / name}",
+                    hint="name that directory",
                 )
     if directories.journal_dirs != directories.ledger_dirs:
         return BookieLayout(journal_dirs, ledger_dirs, index_dirs)
     by_cookie = _layout_by_cookie(ledger_dirs)
     if by_cookie is not None:
         return by_cookie
-    journals = tuple(each for each in ledger_dirs if any(name.endswith(".txn") for name in os.listdir(each)))
-    rest = tuple(each for each in ledger_dirs if each not in journals) or ledger_dirs
+    journals = tuple(current for current in ledger_dirs if any(name.endswith(".txn") for name in os.listdir(current)))
+    rest = tuple(current for current in ledger_dirs if current not in journals) or ledger_dirs
     with_ledgers = tuple(current for current in ledger_dirs if _has_ledgers(current)) or rest
     if len(with_ledgers) > 1:
         listed = ", ".join(map(str, with_ledgers))
@@ -105,15 +106,15 @@ def _layout_by_cookie(given: tuple[Path, ...]) -> BookieLayout | None:
 
         def find(named: tuple[str, ...]) -> tuple[Path, ...] | None:
             found = []
-            for each in named:
-                place = Path(each) / "current"
+            for name in named:
+                place = Path(name) / "current"
                 same = [one for one in given if place.is_dir() and one.samefile(place)]
                 if not same:
                     return None
                 found.append(same[0])
             return tuple(found)
 
-        journals = tuple(one for each in cookie.journal_dirs for one in find((each,)) or ())
+        journals = tuple(one for name in cookie.journal_dirs for one in find((name,)) or ())
         ledgers = find(cookie.ledger_dirs)
         indexes = find(cookie.index_dirs) if cookie.index_dirs else ledgers
         if ledgers and indexes:

@@ -34,7 +34,7 @@ def read_journals(directories: Iterable[Path], findings: Findings, progress: Pro
     facts: dict[LedgerId, JournalFacts] = {}
     for directory in directories:
         found = BookieDirectories(journal_dirs=[directory]).journals()
-        for file in sorted(found, key=lambda each: each.id if isinstance(each.id, int) else 0):
+        for file in sorted(found, key=lambda journal: journal.id if isinstance(journal.id, int) else 0):
             try:
                 with JournalReader.open(file.path) as reader:
                     _read_journal(reader, facts)

@@ -84,7 +84,7 @@ def rebuild(
     directories of another storage class, OSError and BkctlError; after an error nothing has changed.
     """
     storages = layout.storages()
-    if not any((each.index_dir / name).is_dir() for each in storages for name in (LEDGERS, LOCATIONS)):
+    if not any((storage.index_dir / name).is_dir() for storage in storages for name in (LEDGERS, LOCATIONS)):
         _check_storage_class(layout)
     work = _Work(storages, files or Files(), metadata, progress, dry_run)
     try:
@@ -101,10 +101,10 @@ def rebuild(
 
 def size_to_read(layout: BookieLayout, *, ledgers: bool, locations: bool) -> int:
     """Return about how many bytes `rebuild` reads, for its progress."""
-    logs = [path for scoped in (False, True) for each in layout.storages() for path in each.logs(scoped=scoped)]
+    logs = [path for scoped in (False, True) for storage in layout.storages() for path in storage.logs(scoped=scoped)]
     size = sum(path.stat().st_size for path in logs) * (ledgers + locations)
     if ledgers:
-        size += sum(path.stat().st_size for each in layout.journal_dirs for path in each.glob("**/*.txn"))
+        size += sum(path.stat().st_size for directory in layout.journal_dirs for path in directory.glob("**/*.txn"))
     return size
 
 
@@ -267,10 +267,10 @@ class _Work:
                     for batch in database.batches():
                         count += len(batch)
                 else:
-                    for each in database.locations():
+                    for entry in database.locations():
                         count += 1
-                        if damaged.has(*each):
-                            yield each
+                        if damaged.has(*entry):
+                            yield entry
         except NotFound:
             return
         except Corrupt as error:

@@ -109,7 +109,7 @@ def regenerate(
 def size_to_read(layout: BookieLayout) -> int:
     """Return about how many bytes `regenerate` reads, for its progress."""
     logs = [*layout.logs(scoped=False), *layout.logs(scoped=True)]
-    journals = [path for each in layout.journal_dirs for path in each.glob("**/*.txn")]
+    journals = [path for directory in layout.journal_dirs for path in directory.glob("**/*.txn")]
     return sum(path.stat().st_size for path in (*logs, *journals))
 
 
@@ -278,7 +278,7 @@ class _Work:
                     row.entries_saved += 1
 
     def _number_of(self, path: Path) -> int:
-        return next(number for number, each in enumerate(self._layout.index_dirs) if each in path.parents)
+        return next(number for number, current in enumerate(self._layout.index_dirs) if current in path.parents)
 
     def _building(self, current: Path) -> Path:
         return current / f"{INDEX}{UNFINISHED_SUFFIX}"

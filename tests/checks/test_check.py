@@ -223,7 +223,7 @@ def test_a_wrong_location_in_the_files_of_an_apache_bookie(name: str, tmp_path: 
     assert kinds(findings) == [(FindingKind.WRONG_ENTRY, ledger, second.entry_id)]
 
 
-def test_an_entry_that_no_index_has(bookie: Bookie) -> None:
+def test_an_unindexed_entry_is_a_finding(bookie: Bookie) -> None:
     bookie.point(PLAIN, 2, 0)
     findings, _ = bookie.check()
     assert kinds(findings) == [(FindingKind.NOT_INDEXED, PLAIN, 2)]
@@ -248,7 +248,7 @@ def test_a_deleted_ledger_is_a_note(bookie: Bookie) -> None:
     assert (findings[0].is_problem, job.counts.findings, job.counts.notes) == (False, 0, 1)
 
 
-def test_a_second_copy_of_an_entry_is_no_finding(bookie: Bookie) -> None:
+def test_a_second_copy_of_an_entry_is_not_a_finding(bookie: Bookie) -> None:
     """A compaction has copied it, and not yet deleted the log that it came from."""
     bookie.log(2, [(PLAIN, 0), (PLAIN, 1)])
     bookie.point(PLAIN, 0, bookie.where[PLAIN, 0])
@@ -257,7 +257,7 @@ def test_a_second_copy_of_an_entry_is_no_finding(bookie: Bookie) -> None:
     assert job.counts.copies == 2
 
 
-def test_a_missing_log(bookie: Bookie) -> None:
+def test_a_missing_log_is_a_finding(bookie: Bookie) -> None:
     (bookie.current / "1.log").unlink()
     findings, _ = bookie.check()
     assert sorted(kinds(findings)) == [
@@ -298,7 +298,7 @@ def test_a_wrong_location_in_front_of_damage_is_a_finding_of_its_own(bookie: Boo
     assert "; 3 entries of 2 ledgers that" in damaged.reason
 
 
-def test_digests(bookie: Bookie) -> None:
+def test_a_digest_mismatch_is_a_finding(bookie: Bookie) -> None:
     path = bookie.current / "0.log"
     data = bytearray(path.read_bytes())
     data[(bookie.where[PLAIN, 1] & 0xFFFFFFFF) + 30] ^= 1
@@ -311,7 +311,7 @@ def test_digests(bookie: Bookie) -> None:
             assert "CRC32C" in findings[0].reason
 
 
-def test_locations_without_their_ledger(tmp_path: Path) -> None:
+def test_locations_without_their_ledger_are_a_note(tmp_path: Path) -> None:
     bookie = Bookie(tmp_path, "databases")
     bookie.log(0, [(PLAIN, 0), (PLAIN, 1)])
     bookie.write_index()
@@ -323,7 +323,7 @@ def test_locations_without_their_ledger(tmp_path: Path) -> None:
     assert not findings[0].is_problem  # DbLedgerStorage leaves them when it is killed after a deletion
 
 
-def test_an_index_that_cannot_be_read_is_an_error_and_the_rest_is_checked(bookie: Bookie) -> None:
+def test_a_damaged_index_is_an_error_and_the_check_continues(bookie: Bookie) -> None:
     bookie.point(SCOPED, 1, bookie.where[SCOPED, 0])
     if bookie.storage == "files":
         path = bookie.current / index_path(PLAIN)
@@ -342,7 +342,7 @@ def test_an_index_that_cannot_be_read_is_an_error_and_the_rest_is_checked(bookie
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 @pytest.mark.parametrize("options", [{}, {"sample": 1.0}])
-def test_what_is_no_file_or_not_ours_to_read_is_an_error_and_the_rest_is_checked(
+def test_an_unreadable_index_is_an_error_and_the_check_continues(
     obstacle: str, options: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = Bookie(tmp_path, "files")
@@ -359,7 +359,7 @@ def test_what_is_no_file_or_not_ours_to_read_is_an_error_and_the_rest_is_checked
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
-def test_a_log_that_is_no_file_or_not_ours_to_read_is_a_finding(
+def test_an_unreadable_log_is_a_finding(
     bookie: Bookie, obstacle: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = bookie.current / "0.log"
@@ -375,7 +375,7 @@ def test_a_log_that_is_no_file_or_not_ours_to_read_is_a_finding(
 # --- running --------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_restart_would_replay_is_not_flushed(bookie: Bookie) -> None:
+def test_entries_that_a_restart_would_replay_count_as_not_flushed(bookie: Bookie) -> None:
     bookie.log(2, [(PLAIN, 10), (PLAIN, 11), (SCOPED, 10)])
     records = b"".join(
         journal.write_record(DigestManager(ledger, DigestType.CRC32C).seal(entry_id, -1, 0, b""))
@@ -412,7 +412,7 @@ def test_without_journals_a_log_that_changed_since_the_last_mark_is_not_flushed(
     assert missing() == [10]
 
 
-def test_an_entry_that_a_compaction_moves_meanwhile(bookie: Bookie, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_moved_by_a_compaction_meanwhile_is_not_a_finding(bookie: Bookie, monkeypatch: pytest.MonkeyPatch) -> None:
     """The index is read; then log 0 is compacted into log 9, and deleted."""
     read_index = IndexCheck._check_logs
     compacted = []
@@ -432,7 +432,7 @@ def test_an_entry_that_a_compaction_moves_meanwhile(bookie: Bookie, monkeypatch:
     assert findings == []
 
 
-def test_a_ledger_that_is_deleted_meanwhile(bookie: Bookie, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ledger_deleted_meanwhile_is_not_a_finding(bookie: Bookie, monkeypatch: pytest.MonkeyPatch) -> None:
     read_index = IndexCheck._check_logs
     deleted: list[bool] = []
 
@@ -471,7 +471,7 @@ def test_a_sample_is_the_same_for_the_same_seed(tmp_path: Path, storage: str) ->
     assert bookie.check(sample=1.0)[1].counts.entries == 2000
 
 
-def test_a_rate_holds_reading_back(bookie: Bookie, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rate_slows_reading_down(bookie: Bookie, monkeypatch: pytest.MonkeyPatch) -> None:
     now, slept = [100.0], []
 
     def sleep(seconds: float) -> None:
@@ -487,7 +487,7 @@ def test_a_rate_holds_reading_back(bookie: Bookie, monkeypatch: pytest.MonkeyPat
     assert sum(slept) == pytest.approx(9 / 2)
 
 
-def test_more_rows_than_one_run(bookie: Bookie, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_runs_of_rows_give_the_same_findings(bookie: Bookie, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sorted runs on disk, windows of two records, two second looks: the same answer."""
     bookie.point(PLAIN, 1, bookie.where[PLAIN, 0])
     bookie.point(PLAIN, 4, bookie.where[PLAIN, 0])
