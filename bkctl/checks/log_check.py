@@ -166,7 +166,7 @@ def _keep(check: LogCheck, mismatch: DigestMismatchAt) -> None:
 
 def _check_records(reader: EntryLogReader, check: LogCheck, checker: DigestChecker | None) -> None:
     """Read the log to its end: count, check digests, compare with the ledgers map, look behind damage."""
-    sums: dict[tuple[int, int], int] = {}
+    sizes: dict[tuple[int, int], int] = {}
     map_at: int | None = None
     behind_map = 0
     try:
@@ -178,7 +178,7 @@ def _check_records(reader: EntryLogReader, check: LogCheck, checker: DigestCheck
             check.entry_count += len(batch)
             behind_map += len(batch) if map_at is not None else 0
             for key, size in batch.sizes_by_ledger().items():
-                sums[key] = sums.get(key, 0) + size
+                sizes[key] = sizes.get(key, 0) + size
             if checker is not None:
                 for mismatch in checker.check_batch(batch, reader.name):
                     _keep(check, mismatch)
@@ -190,6 +190,11 @@ def _check_records(reader: EntryLogReader, check: LogCheck, checker: DigestCheck
         return
     if behind_map:
         check.contradictions.append(f"{behind_map:,} entries follow the ledgers map at byte {map_at}")
+    _check_map(reader, check, map_at, {LedgerId(*key): size for key, size in sizes.items()})
+
+
+def _check_map(reader: EntryLogReader, check: LogCheck, map_at: int | None, counted: dict[LedgerId, int]) -> None:
+    """Compare the ledgers map with the header and the `counted` bytes; the scan found a map at byte `map_at`."""
     try:
         mapped = reader.ledgers_map()
     except Corrupt as error:
@@ -205,7 +210,7 @@ def _check_records(reader: EntryLogReader, check: LogCheck, checker: DigestCheck
         check.contradictions.append(
             f"The header says the ledgers map is at byte {header.ledgers_map_offset}, the first one is at {map_at}"
         )
-    check.contradictions += _compare(mapped, {LedgerId(*key): size for key, size in sums.items()})
+    check.contradictions += _compare(mapped, counted)
 
 
 def _compare(mapped: dict[LedgerId, int], counted: dict[LedgerId, int]) -> list[str]:

@@ -86,17 +86,17 @@ def rebuild(
     storages = layout.storages()
     if not any((storage.index_dir / name).is_dir() for storage in storages for name in (LEDGERS, LOCATIONS)):
         _check_storage_class(layout)
-    work = _Work(storages, files or Files(), metadata, progress, dry_run)
+    run = _RebuildRun(storages, files or Files(), metadata, progress, dry_run)
     try:
         if ledgers:
-            work.build_ledgers(layout.journal_dirs)
+            run.build_ledgers(layout.journal_dirs)
         if locations:
-            work.build_locations()
+            run.build_locations()
         if not dry_run:
-            work.swap()
+            run.swap()
     finally:
-        work.clean_up()
-    return work.result
+        run.clean_up()
+    return run.result
 
 
 def size_to_read(layout: BookieLayout, *, ledgers: bool, locations: bool) -> int:
@@ -118,7 +118,7 @@ def _check_storage_class(layout: BookieLayout) -> None:
         )
 
 
-class _Work:
+class _RebuildRun:
     """One rebuild: the databases built so far, and their sources."""
 
     def __init__(
@@ -216,7 +216,7 @@ class _Work:
 
     def _build_locations(self, row: RebuiltDatabase, logs: list[Path], scoped: bool) -> None:
         findings = self.result.findings
-        chosen = _Choice(self._ledgers_to_index(row.path, scoped), self._ask, scoped=scoped)
+        chosen = _LedgerChoice(self._ledgers_to_index(row.path, scoped), self._ask, scoped=scoped)
         damaged_before = len(findings.damage)
         entries = 0
         with self._create(LocationsDatabase, row, scoped) as database:
@@ -317,7 +317,7 @@ class _Work:
             shutil.rmtree(building, ignore_errors=True)
 
 
-class _Choice:
+class _LedgerChoice:
     """Chooses ledgers whose entries are indexed: `listed` (None: all) and not dead. Asks once for each ledger."""
 
     def __init__(

@@ -26,7 +26,7 @@ from bkctl.ids import LedgerId
 from bkctl.model import LedgerFacts, LedgerFactsLookup, LedgerLiveness
 from bkctl.repair.findings import Findings, Progress
 from bkctl.repair.layout import BookieLayout
-from bkctl.repair.ledger_facts import decide_ledger_data, is_ledger, read_journals
+from bkctl.repair.ledger_facts import JournalFacts, decide_ledger_data, is_ledger, read_journals
 from bkctl.repair.log_entries import DamagedLogs, entries_of, ledgers_of
 from bkctl.repair.replacement import backup_name, replace_with_backup, sync_tree, time_stamp
 from bkctl.storage.ledger.index_pages import IndexInMemPageMgr
@@ -95,15 +95,15 @@ def regenerate(
     and BkctlError. After an error before the swap nothing has changed; in the swap each ledger has its old or new file.
     """
     _check_storage_class(layout)
-    work = _Work(layout, files or Files(), metadata, progress)
+    run = _RegenerationRun(layout, files or Files(), metadata, progress)
     try:
-        work.choose(ledgers, scope_id, master_key)
-        work.build(page_size, version, dry_run=dry_run)
+        run.choose(ledgers, scope_id, master_key)
+        run.build(page_size, version, dry_run=dry_run)
         if not dry_run:
-            work.swap()
+            run.swap()
     finally:
-        work.clean_up()
-    return work.result
+        run.clean_up()
+    return run.result
 
 
 def size_to_read(layout: BookieLayout) -> int:
@@ -122,7 +122,7 @@ def _check_storage_class(layout: BookieLayout) -> None:
             )
 
 
-class _Work:
+class _RegenerationRun:
     """One regeneration: its ledgers, their facts, and the files built so far."""
 
     def __init__(
@@ -153,32 +153,42 @@ class _Work:
                 f"{len(unlisted)} ledgers in the logs have no index file: some may be deleted "
                 "(--metadata-uri leaves deleted ledgers out)"
             )
-        known = self._ask(chosen)
+        stored = self._ask(chosen)
         for ledger in chosen:
             if ledger not in paths and ledger not in in_logs and ledger not in facts:
                 raise NotFound(f"Ledger {ledger} has neither an index file nor entries in this bookie")
-            facts_in_store = known.get(ledger)
-            if facts_in_store is not None and facts_in_store.liveness is LedgerLiveness.DEAD:
-                result.dead.append(ledger)
-                continue
-            path = paths.get(ledger) or self._new_path(ledger)
-            row = RegeneratedIndex(ledger, path.with_name(path.name.removesuffix(RELOCATION_SUFFIX)))
-            old = self._old_header(row, path) if ledger in paths else None
-            data, guessed = decide_ledger_data(old, facts.get(ledger), facts_in_store, old_is_complete=False)
-            key = master_key if master_key is not None else data.master_key
-            if not key:
-                result.without_key.append(ledger)
-                continue
-            row.fenced, row.fence_guessed = data.fenced, guessed
-            self._data[ledger] = LedgerData(True, data.fenced, key, data.explicit_lac)
-            self._rows[ledger] = row
-            result.indexes.append(row)
+            self._add(ledger, paths.get(ledger), facts.get(ledger), stored.get(ledger), master_key)
         if ledgers is not None and result.without_key:
             named = ", ".join(map(str, result.without_key))
             raise UsageError(
                 f"The master key of ledger {named} is unknown",
                 hint="give its password with --password-file, or --metadata-uri",
             )
+
+    def _add(
+        self,
+        ledger: LedgerId,
+        old_path: Path | None,
+        journal: JournalFacts | None,
+        stored: LedgerFacts | None,
+        master_key: bytes | None,
+    ) -> None:
+        """Decide the header of a ledger's new index; leave out a dead ledger, and one without a master key."""
+        if stored is not None and stored.liveness is LedgerLiveness.DEAD:
+            self.result.dead.append(ledger)
+            return
+        path = old_path or self._new_path(ledger)
+        row = RegeneratedIndex(ledger, path.with_name(path.name.removesuffix(RELOCATION_SUFFIX)))
+        old = None if old_path is None else self._old_header(row, path)
+        data, row.fence_guessed = decide_ledger_data(old, journal, stored, old_is_complete=False)
+        row.fenced = data.fenced
+        key = master_key if master_key is not None else data.master_key
+        if not key:
+            self.result.without_key.append(ledger)
+            return
+        self._data[ledger] = LedgerData(True, data.fenced, key, data.explicit_lac)
+        self._rows[ledger] = row
+        self.result.indexes.append(row)
 
     def _index_files(self) -> dict[LedgerId, Path]:
         found: dict[LedgerId, Path] = {}
