@@ -10,7 +10,7 @@ from typing import Final
 
 from bkctl.errors import BkctlError, Corrupt, CorruptRecord, EntryNotFound, Unsupported
 from bkctl.files.scan import ROW_SIZE_MAX, RecordBatch, take_entries
-from bkctl.files.windows import FileReader
+from bkctl.files.windows import FileReader, WindowCursor
 from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, OVERHEAD_SIZE_MAX, DigestType
 from bkctl.formats.entry_log import (
     DIRECT_ALIGNMENT,
@@ -224,67 +224,73 @@ class EntryLogReader(FileReader):
         """
         if self.header is None:
             return
-        has_map = complete and self.header.version > VERSION_WITHOUT_MAP and not self._is_closed_empty(self.header)
-        map_offset = self.header.ledgers_map_offset if has_map else 0
-        at, begin = max(start, HEADER_SIZE), 0
-        window = self.window(at)
-        limit = len(window)
+        cursor = WindowCursor(self.window, max(start, HEADER_SIZE))
         self.end = LogEnd.DAMAGED
         while True:
-            self.position = at + begin
-            begins, begin = take(window, begin)
+            self.position = cursor.offset
+            begins, cursor.begin = take(cursor.window, cursor.begin)
             if begins:
-                self.position = at + begin
-                yield window, at, begins, False
-            if end is not None and at + begin >= end:
+                self.position = cursor.offset
+                yield cursor.window, cursor.at, begins, False
+            if end is not None and cursor.offset >= end:
                 return
-            if begin + 4 > limit:
-                if begin == 0:
+            if cursor.begin + 4 > cursor.limit:
+                if cursor.begin == 0:
                     break
-                at, begin = at + begin, 0
-                window = self.window(at)
-                limit = len(window)
+                cursor.reload()
                 continue
-            (size,) = RECORD_SIZE.unpack_from(window, begin)
-            stop = begin + 4 + size
-            if size > 0 and stop <= limit and (begin == 0 or begin + ROW_SIZE_MAX <= limit):
-                self._check_size(at + begin, size)
-                yield window, at, (begin,), True
-                begin = stop
-                self.position = at + begin
-            elif size > 0:
-                # The record crosses the end of the window, or is too near to it for `take`.
-                at, begin, crosses = at + begin, 0, stop > limit
-                if crosses:
-                    self._check_size(at, size)
-                window = self.window(at, 4 + size)
-                limit = len(window)
-                if limit < 4 + size:
-                    break
-            elif size == 0:
-                at += begin
-                limit = 0
-                data = self.next_data(at)
-                if data is None:
-                    break
-                raise CorruptRecord(
-                    f"Zeros, and then data again at byte {data}: a hole", offset=at, where=self.name, hint=_HINT
-                )
-            else:
-                offset = at + begin
-                begin += self._skip_direct_padding(offset, size) - offset
-                if begin > limit:
-                    at, begin = at + begin, 0
-                    window = self.window(at)
-                    limit = len(window)
-        if map_offset and (limit or at <= map_offset):
+            stop = self._end_of_single(cursor)
+            if stop is None:
+                break
+            if stop:
+                yield cursor.window, cursor.at, (cursor.begin,), True
+                cursor.begin = stop
+                self.position = cursor.offset
+        if complete:
+            self._check_map_is_reached(self.header, cursor)
+        is_at_end = cursor.at >= self.size()
+        self.end = LogEnd.TORN if cursor.limit else LogEnd.END_OF_FILE if is_at_end else LogEnd.ZEROS
+
+    def _end_of_single(self, cursor: WindowCursor) -> int | None:
+        """Return where the record at the cursor ends in the window.
+
+        Returns 0 after moving the cursor, None at the end of the records. Raises CorruptRecord.
+        """
+        (size,) = RECORD_SIZE.unpack_from(cursor.window, cursor.begin)
+        if size > 0:
+            stop: int = cursor.begin + 4 + size
+            if stop <= cursor.limit and (cursor.begin == 0 or cursor.begin + ROW_SIZE_MAX <= cursor.limit):
+                self._check_size(cursor.offset, size)
+                return stop
+            # The record crosses the end of the window, or is too near to it for `take`.
+            if stop > cursor.limit:
+                self._check_size(cursor.offset, size)
+            cursor.reload(4 + size)
+            return None if cursor.limit < 4 + size else 0
+        if size == 0:
+            cursor.at, cursor.begin, cursor.limit = cursor.offset, 0, 0
+            data = self.next_data(cursor.at)
+            if data is None:
+                return None
             raise CorruptRecord(
-                f"Entry log was closed with a ledgers map at byte {map_offset}, but ends",
-                offset=at,
+                f"Zeros, and then data again at byte {data}: a hole", offset=cursor.at, where=self.name, hint=_HINT
+            )
+        cursor.begin += self._skip_direct_padding(cursor.offset, size) - cursor.offset
+        if cursor.begin > cursor.limit:
+            cursor.reload()
+        return 0
+
+    def _check_map_is_reached(self, header: EntryLogHeader, cursor: WindowCursor) -> None:
+        """Raise CorruptRecord if the records end before the ledgers map that the header promises."""
+        if header.version == VERSION_WITHOUT_MAP or self._is_closed_empty(header) or not header.ledgers_map_offset:
+            return
+        if cursor.limit or cursor.at <= header.ledgers_map_offset:
+            raise CorruptRecord(
+                f"Entry log was closed with a ledgers map at byte {header.ledgers_map_offset}, but ends",
+                offset=cursor.at,
                 where=self.name,
                 hint=_HINT,
             )
-        self.end = LogEnd.TORN if limit else LogEnd.END_OF_FILE if at >= self.size() else LogEnd.ZEROS
 
     def _skip_direct_padding(self, at: int, size: int) -> int:
         gap = -at % DIRECT_ALIGNMENT

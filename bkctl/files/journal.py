@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, TypeVar
 from bkctl.disk import SECTOR_SIZE_BYTES
 from bkctl.errors import BkctlError, Corrupt, CorruptRecord, Unsupported
 from bkctl.files.scan import ROW_SIZE_MAX, RecordBatch, end_of_padding, take_journal_entries
-from bkctl.files.windows import WINDOW_SIZE_BYTES, FileReader
+from bkctl.files.windows import WINDOW_SIZE_BYTES, FileReader, WindowCursor
 from bkctl.formats.entry import OVERHEAD_SIZE_MAX
 from bkctl.formats.journal import (
     ALIGNMENT_DEFAULT,
@@ -361,72 +361,73 @@ class JournalReader(FileReader):
         `take` returns the records of a window that belong together, and the byte of the next record: that record (or
         padding) is yielded alone. Raises as `records` does, and sets `end` to the reason why the records end.
         """
-        at, begin = max(start, self.header_size), 0
-        self.position, self.end = at, JournalEnd.DAMAGED
+        self.position, self.end = max(start, self.header_size), JournalEnd.DAMAGED
         self._window_starts.clear()
-        self._known_group = at
-        window = self._still_window(at)
-        limit = len(window)
+        self._known_group = self.position
+        cursor = WindowCursor(self._still_window, self.position)
         if self.size() < (self.header_size or HEADER.size):
             # Too short for a record; maybe the first bytes of a header.
             self.end = JournalEnd.TORN if self.size() else JournalEnd.END_OF_FILE
             return
         while True:
-            begins, begin = take(window, begin)
+            begins, cursor.begin = take(cursor.window, cursor.begin)
             if begins:
-                yield window, at, begins
-            self.position = at + begin
-            if begin + 4 > limit:
-                if begin == 0:
-                    self.end = JournalEnd.TORN if limit else JournalEnd.END_OF_FILE
+                yield cursor.window, cursor.at, begins
+            self.position = cursor.offset
+            if cursor.begin + 4 > cursor.limit:
+                if cursor.begin == 0:
+                    self.end = JournalEnd.TORN if cursor.limit else JournalEnd.END_OF_FILE
                     return
-                at, begin = at + begin, 0
-                window = self._still_window(at)
-                limit = len(window)
+                cursor.reload()
                 continue
-            (size,) = RECORD_SIZE.unpack_from(window, begin)
-            end = begin + 4 + size
-            if size > 0 and end <= limit and (begin == 0 or begin + ROW_SIZE_MAX <= limit):
-                yield window, at, (begin,)
-                begin = end
-            elif size > 0:
-                # The record crosses the end of the window, or is too near to it for `take`.
-                at, begin, crosses = at + begin, 0, end > limit
-                if crosses and self._is_torn(at, size):
-                    self.end = JournalEnd.TORN
-                    return
-                window = self._still_window(at, 4 + size)
-                limit = len(window)
-                if limit < 4 + size:
-                    self.end = JournalEnd.TORN
-                    return
-            elif size == 0:
-                if self._is_end(at + begin):
-                    self.end = JournalEnd.ZEROS
-                    return
-                at, begin = at + begin, 0
-                window = self._still_window(at)
-                limit = len(window)
-            elif size == PADDING_MASK and self.version >= VERSION_PADDING:
-                if begin + PADDING_HEADER_SIZE > limit:
-                    at, begin = at + begin, 0
-                    window = self._still_window(at)
-                    limit = len(window)
-                    if limit < PADDING_HEADER_SIZE:
-                        self.end = JournalEnd.TORN
-                        return
-                end = begin + PADDING_HEADER_SIZE + self._padding_count(window, begin, at + begin)
-                if end > limit and at + end > self.size():
-                    self.end = JournalEnd.TORN
-                    return
-                yield window, at, (begin,)
-                begin = end
-                if begin > limit:
-                    at, begin = at + begin, 0
-                    window = self._still_window(at)
-                    limit = len(window)
-            else:
-                raise CorruptRecord(f"Record has length {size}", offset=at + begin, where=self.name, hint=_READ_ON_HINT)
+            stop = self._end_of_single(cursor)
+            if stop is None:
+                return
+            if stop:
+                yield cursor.window, cursor.at, (cursor.begin,)
+                cursor.begin = stop
+                if stop > cursor.limit:
+                    cursor.reload()
+
+    def _end_of_single(self, cursor: WindowCursor) -> int | None:
+        """Return where the record or padding at the cursor ends in the window.
+
+        Returns 0 after moving the cursor, None at the end of the records (`end` has the reason). Raises CorruptRecord.
+        """
+        (size,) = RECORD_SIZE.unpack_from(cursor.window, cursor.begin)
+        if size > 0:
+            stop: int = cursor.begin + 4 + size
+            if stop <= cursor.limit and (cursor.begin == 0 or cursor.begin + ROW_SIZE_MAX <= cursor.limit):
+                return stop
+            # The record crosses the end of the window, or is too near to it for `take`.
+            is_torn = stop > cursor.limit and self._is_torn(cursor.offset, size)
+            if not is_torn:
+                cursor.reload(4 + size)
+                is_torn = cursor.limit < 4 + size
+            if not is_torn:
+                return 0
+            self.end = JournalEnd.TORN
+            return None
+        if size == 0:
+            if self._is_end(cursor.offset):
+                self.end = JournalEnd.ZEROS
+                return None
+            cursor.reload()
+            return 0
+        if size == PADDING_MASK and self.version >= VERSION_PADDING:
+            return self._end_of_padding(cursor)
+        raise CorruptRecord(f"Record has length {size}", offset=cursor.offset, where=self.name, hint=_READ_ON_HINT)
+
+    def _end_of_padding(self, cursor: WindowCursor) -> int | None:
+        if cursor.begin + PADDING_HEADER_SIZE > cursor.limit:
+            cursor.reload()
+        if cursor.limit >= PADDING_HEADER_SIZE:
+            count = self._padding_count(cursor.window, cursor.begin, cursor.offset)
+            stop = cursor.begin + PADDING_HEADER_SIZE + count
+            if stop <= cursor.limit or cursor.at + stop <= self.size():
+                return stop
+        self.end = JournalEnd.TORN
+        return None
 
     def _still_window(self, at: int, needed: int = 0) -> bytes:
         """Return a window that no bookie writes to now: half of a record would pass for a whole one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -141,3 +142,25 @@ def _file_error(error: OSError | OverflowError, name: str) -> BkctlError:
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return NotFound(f"{name} does not exist")
     return BkctlError(f"{name} cannot be read: {error.strerror or error}")
+
+
+class WindowCursor:
+    """The place of a scan: byte `begin` of `window`, which is at byte `at` of its file and has `limit` bytes."""
+
+    __slots__ = ("_load", "at", "begin", "limit", "window")
+
+    def __init__(self, load: Callable[[int, int], bytes], at: int) -> None:
+        self._load = load
+        self.at, self.begin = at, 0
+        self.reload()
+
+    @property
+    def offset(self) -> int:
+        """Return the file offset of the place."""
+        return self.at + self.begin
+
+    def reload(self, needed: int = 0) -> None:
+        """Load the window that begins at the place, with at least `needed` bytes unless the file ends."""
+        self.at, self.begin = self.at + self.begin, 0
+        self.window = self._load(self.at, needed)
+        self.limit = len(self.window)

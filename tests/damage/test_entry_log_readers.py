@@ -27,7 +27,7 @@ from bkctl.ids import LedgerId
 from bkctl.repair.findings import Findings
 from bkctl.repair.log_entries import entries_of
 from bkctl.spark.sources.entry_logs import EntryLogSource
-from bkctl.storage import scan
+from bkctl.files import scan
 from bkctl.storage.compaction import EntryLogCompactor, Throttler
 from bkctl.storage.entry_log_metadata import EntryLogMetadata
 from bkctl.storage.entry_logger import EntryLogger
