@@ -359,9 +359,7 @@ def test_an_unreadable_index_is_an_error_and_the_check_continues(
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
-def test_an_unreadable_log_is_a_finding(
-    bookie: Bookie, obstacle: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_log_is_a_finding(bookie: Bookie, obstacle: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = bookie.current / "0.log"
     obstruct(path, obstacle, monkeypatch)
     findings, job = bookie.check()
@@ -412,7 +410,9 @@ def test_without_journals_a_log_that_changed_since_the_last_mark_is_not_flushed(
     assert missing() == [10]
 
 
-def test_an_entry_moved_by_a_compaction_meanwhile_is_not_a_finding(bookie: Bookie, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_moved_by_a_compaction_meanwhile_is_not_a_finding(
+    bookie: Bookie, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The index is read; then log 0 is compacted into log 9, and deleted."""
     read_index = IndexCheck._check_logs
     compacted = []

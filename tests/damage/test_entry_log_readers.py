@@ -17,6 +17,7 @@ from bkctl.checks.log_check import check_entry_log
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
 from bkctl.errors import BkctlError
+from bkctl.files import scan
 from bkctl.files.entry_log import EntryLogReader, LogEnd
 from bkctl.files.listing import log_contents
 from bkctl.files.windows import WINDOW_SIZE_BYTES
@@ -27,7 +28,6 @@ from bkctl.ids import LedgerId
 from bkctl.repair.findings import Findings
 from bkctl.repair.log_entries import entries_of
 from bkctl.spark.sources.entry_logs import EntryLogSource
-from bkctl.files import scan
 from bkctl.storage.compaction import EntryLogCompactor, Throttler
 from bkctl.storage.entry_log_metadata import EntryLogMetadata
 from bkctl.storage.entry_logger import EntryLogger

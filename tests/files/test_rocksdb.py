@@ -233,9 +233,7 @@ def test_a_damaged_write_ahead_log_is_reported(tmp_path: Path) -> None:
         ("IO error: While open a file for random read: /b/ledgers/000008.sst: Permission denied", BkctlError),
     ],
 )
-def test_rocksdb_errors_are_told_apart(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, kind: type
-) -> None:
+def test_rocksdb_errors_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, kind: type) -> None:
     def fail(*_: object, **__: object) -> None:
         raise Exception(text)
 
