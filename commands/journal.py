@@ -19,7 +19,9 @@ from .kit.records import DirOption, Records, ShowSecretsOption, print_records, r
 
 if TYPE_CHECKING:
     from bkctl.files.directories import BookieDirectories, BookieFile
-    from bkctl.files.journals import JournalCheck, JournalStatistics, JournalSummary
+    from bkctl.files.journal_check import JournalCheck
+    from bkctl.files.journal_statistics import JournalStatistics
+    from bkctl.files.journals import JournalSummary
     from bkctl.files.listing import RecordFilter
 
 app = group()
@@ -228,7 +230,7 @@ def verify(run: Run, names: JournalNames = None, directories: DirOption = None) 
     damage; 3 for a journal that a last mark names, or that its neighbours enclose, and that is not there, and for a
     mark inside a record.
     """
-    from bkctl.files.journals import check_journals
+    from bkctl.files.journal_check import check_journals
 
     given, files = _journals(run, names, directories)
     if files is None:
@@ -359,7 +361,7 @@ def stats(
 
 
 def _statistics(files: list[Path], errors: list[BkctlError]) -> Iterator[JournalStatistics]:
-    from bkctl.files.journals import journal_statistics
+    from bkctl.files.journal_statistics import journal_statistics
 
     for path in files:
         found = journal_statistics(path)

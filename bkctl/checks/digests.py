@@ -1,6 +1,6 @@
-"""Whether the entries of a bookie's files match their digests, where only the entries are there to say.
+"""Checks of entries against their digests, where only the entries themselves are at hand.
 
-An entry of a scoped ledger (V2) says its digest type itself. One of scope 0 (V1) does not: the type comes from the
+An entry of a scoped ledger (V2) contains its digest type. An entry of scope 0 (V1) does not: the type comes from the
 caller, from metadata, or from trying. Source: DigestManager.verifyDigest; BP-35.
 """
 
@@ -17,16 +17,16 @@ from bkctl.formats.layout import Buffer
 from bkctl.formats.record import Record, RecordType
 from bkctl.ids import LedgerId
 
-#: The types that are tried where nobody says one, the most likely first.
+#: The types to try without a given one, the most likely first.
 _TRIED: Final = (DigestType.CRC32C, DigestType.CRC32, DigestType.HMAC)
-#: Entries of one ledger that are kept until its digest type is found, or until the end.
+#: Entries of one ledger that are kept until its digest type is known.
 _PENDING_MAX: Final = 1000
 _PLACE_OF_PAYLOAD: Final = HEADER_SIZE_V1 + DigestType.CRC32C.code_length
 _PASSWORD_HINT: Final = "HMAC needs the ledger's own password: add --password-file"
 
 
 class DigestMismatchAt(NamedTuple):
-    """An entry that does not match its digest: a finding. `offset` is that of its record in the file `where`."""
+    """An entry that does not match its digest. `offset` is the offset of its record in the file `where`."""
 
     ledger: LedgerId
     entry_id: int
@@ -42,10 +42,10 @@ class DigestMismatchAt(NamedTuple):
 
 
 class DigestCounts(NamedTuple):
-    """How many entries matched (by digest type), did not, or could not be checked.
+    """Numbers of entries that matched (by digest type), did not match, or could not be checked.
 
-    `unprotected` have no digest (DUMMY, or V2 without), `unknown` are of ledgers whose digest is neither said nor
-    found, `without_password` of HMAC ledgers whose password is not given.
+    `unprotected` have no digest (DUMMY, or V2 without), `unknown` are of ledgers with an unknown digest type,
+    `without_password` of HMAC ledgers without a given password.
     """
 
     matched: dict[DigestType, int]
@@ -56,14 +56,14 @@ class DigestCounts(NamedTuple):
 
 
 class _Digest(NamedTuple):
-    """How to compute a digest; not `certain` for HMAC with the empty password, because nobody gave another."""
+    """A digest function; not `certain` for HMAC with the empty password because no other was given."""
 
     function: Callable[[bytes, Buffer], bytes]
     certain: bool = True
 
 
 class _Ledger:
-    """What is known about a ledger of scope 0; `digest_type` None: not yet."""
+    """The state of a ledger of scope 0; `digest_type` is None until it is known."""
 
     __slots__ = ("digest", "digest_type", "pending", "pending_count")
 
@@ -74,13 +74,13 @@ class _Ledger:
 
 
 class DigestChecker:
-    """Checks entries against their digests, and learns each ledger's digest type where nobody says it.
+    """Checks entries against their digests, and finds each ledger's digest type if it is not given.
 
-    `digest_type` holds for all ledgers of scope 0; else `digest_of` (metadata) says a ledger's, or None. Without either
-    CRC32C and CRC32 are tried, then HMAC; the one that an entry matches is its ledger's, and
-    then an entry that does not match is a mismatch, wherever it stands. Entries of ledgers where none ever fits are
-    unknown, which is no finding. `password_of` says a ledger's password, `password` is that of all others; None: not
-    known. Then HMAC is tried with the empty one, and where that does not fit the entry could not be checked.
+    `digest_type` holds for all ledgers of scope 0; else `digest_of` (metadata) returns a ledger's type, or None.
+    Without either, CRC32C, CRC32 and HMAC are tried. The type that an entry matches becomes its ledger's; any other
+    entry of the ledger must match it too. Entries of ledgers without a match are unknown, and do not count as findings.
+    `password_of` returns a ledger's password, `password` is the password of all others. Without a password HMAC is
+    tried with the empty one; entries that do not match it count as unchecked.
     """
 
     def __init__(
@@ -100,16 +100,16 @@ class DigestChecker:
         self._mismatched = self._unprotected = self._without_password = 0
 
     def check(self, record: Record, where: str = "") -> DigestMismatchAt | None:
-        """Check one record; None where it matches, cannot be checked, or is no entry. `where` names its file.
+        """Check one record of the file `where`; return None if it matches, cannot be checked, or is not an entry.
 
-        A ledger's entries before the first that matches are looked at again then: `late_findings` has them.
+        A ledger's entries before its first match are checked again then: `late_findings` yields their mismatches.
         """
         if record.type is not RecordType.ENTRY:
             return None
         return self._check(record.ledger, record.entry_id, record.offset, record.body, record.digest_type, where)
 
     def check_batch(self, batch: RecordBatch, where: str = "") -> list[DigestMismatchAt]:
-        """Check the records of a batch, as `check` does."""
+        """Check the records of a batch as `check` does; return the mismatches."""
         if batch.record is not None:
             found = self.check(batch.record, where)
             return [] if found is None else [found]
@@ -125,7 +125,7 @@ class DigestChecker:
         return findings
 
     def late_findings(self) -> Iterator[DigestMismatchAt]:
-        """The mismatches that came before their ledger's digest type was found; call it when all is checked."""
+        """Yield the mismatches that preceded the discovery of their ledger's digest type. Call it after all checks."""
         for ledger, state in self._ledgers.items():
             if state.digest_type is not None and state.pending:
                 self._mismatched += state.pending_count
@@ -134,22 +134,22 @@ class DigestChecker:
                 state.pending, state.pending_count = [], 0
 
     def counts(self) -> DigestCounts:
-        """What was found so far; whole after `late_findings`."""
+        """Return the numbers so far; they are final after `late_findings`."""
         unknown = sum(state.pending_count for state in self._ledgers.values())
         matched = {digest_type: count for digest_type, count in self._matched.items() if count}
         return DigestCounts(matched, self._mismatched, self._unprotected, unknown, self._without_password)
 
     def digest_type_of(self, ledger: LedgerId) -> DigestType | None:
-        """The digest type of a ledger of scope 0 that was said or found; None while it is unknown."""
+        """Return the given or discovered digest type of a ledger of scope 0; None while it is unknown."""
         state = self._ledgers.get(ledger)
         return None if state is None else state.digest_type
 
     def unknown_ledgers(self) -> list[LedgerId]:
-        """The ledgers with entries that match no digest that was tried."""
+        """Return the ledgers whose entries match none of the tried digests, sorted."""
         return sorted(ledger for ledger, state in self._ledgers.items() if state.pending_count)
 
     def hint(self) -> str | None:
-        """What to try where entries could not be checked; None where all could."""
+        """Return advice for entries that could not be checked; None if all could."""
         if self._without_password:
             return _PASSWORD_HINT
         if any(state.pending_count for state in self._ledgers.values()):
@@ -213,7 +213,7 @@ class DigestChecker:
         for digest_type in _TRIED:
             digest = self._digest(ledger, digest_type)
             if _matches(body, HEADER_SIZE_V1, digest_type, digest.function):
-                # What fits is the ledger's, whoever gave the password.
+                # A match is certain, even with the empty password.
                 state.digest_type, state.digest = digest_type, _Digest(digest.function)
                 self._matched[digest_type] += 1
                 return None

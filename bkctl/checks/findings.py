@@ -1,4 +1,4 @@
-"""What checks of a bookie's files find, and what they count on the way."""
+"""Findings of a check of a bookie's files, and the numbers that it counts."""
 
 from __future__ import annotations
 
@@ -7,50 +7,50 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from bkctl.errors import BkctlError, Corrupt
+from bkctl.errors import BkctlError, Conflict, Corrupt, NotFound, Unreachable, Unsupported
 from bkctl.formats.entry_log import unpack_location
 from bkctl.ids import LedgerId
 
-#: Errors that are kept one by one.
+#: Errors that are kept; all are counted.
 ERRORS_MAX: Final = 100
 
 
 class FindingKind(StrEnum):
-    """What a finding is; the values are the words of every output."""
+    """The kind of a finding; the values are the words of every output."""
 
     #: The index points at a record of another ledger or entry.
     WRONG_ENTRY = "wrongEntry"
-    #: The index points at a place where no record is.
+    #: The index points at a byte where no record begins.
     NO_RECORD = "noRecord"
-    #: The index points into a log that is not here.
+    #: The index points into a missing log.
     LOG_MISSING = "logMissing"
     #: The entry does not match its digest.
     DIGEST = "digest"
-    #: An entry is in a log, its ledger has an index, and that does not have it. In a log that a killed bookie wrote it
-    #: may be one that reached no journal, and so was acknowledged to nobody: nothing that is left proves that.
+    #: An entry is in a log and missing in the index of its ledger. In the log of a killed bookie the entry may never
+    #: have reached a journal, and so was never acknowledged; the files that are left cannot prove that.
     NOT_INDEXED = "notIndexed"
     #: A log cannot be read to its end.
     LOG_DAMAGED = "logDamaged"
-    #: There are locations of a ledger that the ledgers database does not have: DbLedgerStorage deletes the ledger at
-    #: once and its locations at a later flush, and one that is killed in between, or has nothing to flush, keeps them.
+    #: The locations database has locations of a ledger that the ledgers database lacks. DbLedgerStorage deletes a
+    #: ledger at once and its locations at a later flush: a bookie killed in between, or without a flush, keeps them.
     NO_LEDGER = "noLedger"
-    #: A ledger without a master key takes that of the next writer, whoever it is.
+    #: A ledger has no master key: the bookie accepts the key of the next writer, whoever it is.
     NO_MASTER_KEY = "noMasterKey"
     #: A ledger has two indexes, or two keys in the ledgers database.
     TWICE = "twice"
-    #: A key, value or slot that no bookie writes.
+    #: A key, value or slot is not in a form that a bookie writes.
     BAD_ITEM = "badItem"
-    #: A table that the MANIFEST does not name: left over, or the MANIFEST lost it.
+    #: A table is missing in the MANIFEST: left over, or lost by the MANIFEST.
     STRAY_TABLE = "strayTable"
-    #: A ledger that is in a log and has no index: deleted, most likely.
+    #: A ledger in a log has no index: probably deleted.
     UNINDEXED = "unindexed"
-    #: What a relocation left behind.
+    #: A file is left over from a relocation.
     RELOCATION = "relocation"
-    #: The bookie itself says that it must check its integrity.
+    #: The storage flags say that the bookie must check its integrity.
     NEEDS_CHECK = "needsIntegrityCheck"
 
 
-#: What is told, and is no finding: a healthy bookie has them too.
+#: Kinds that are reported as notes and do not count as findings: a healthy bookie has them too.
 NOTES: Final = frozenset(
     (
         FindingKind.UNINDEXED,
@@ -64,7 +64,7 @@ NOTES: Final = frozenset(
 
 
 class Finding(NamedTuple):
-    """Something in an index or a log that does not fit; `path` is the file or database that it is in."""
+    """A contradiction in an index or a log; `path` is the file or database that has it."""
 
     kind: FindingKind
     ledger: LedgerId | None
@@ -75,27 +75,29 @@ class Finding(NamedTuple):
 
     @property
     def is_problem(self) -> bool:
-        """Whether it is a finding; else it is a note."""
+        """Return True for a finding, False for a note."""
         return self.kind not in NOTES
 
     @property
     def log_id(self) -> int | None:
-        """The entry log that the location names."""
+        """Return the id of the entry log that the location names; None without a location."""
         return None if self.location is None else unpack_location(self.location)[0]
 
     @property
     def offset(self) -> int | None:
-        """The byte offset of the record (its size field) in that log."""
+        """Return the byte offset of the record (its size field) in that log; None without a location."""
         return None if self.location is None else unpack_location(self.location)[1] - 4
 
 
 def as_damage(error: BkctlError) -> BkctlError:
-    """The error of a file that a walk came upon: Corrupt also for one that is no file, or not ours to read."""
-    return Corrupt(error.message, hint=error.hint) if error.exit_code in (1, 2) else error
+    """Return the error of a file that a walk found: Corrupt if the file is unreadable or not a regular file."""
+    if isinstance(error, Corrupt | Unsupported | NotFound | Conflict | Unreachable):
+        return error
+    return Corrupt(error.message, hint=error.hint)
 
 
 class Counts:
-    """What a check saw. `errors` says which indexes could not be read; the rest was checked all the same."""
+    """The numbers of a check. `errors` are the indexes that could not be read; the check continued with the others."""
 
     def __init__(self) -> None:
         self.ledgers = 0
@@ -104,12 +106,12 @@ class Counts:
         #: Records of logs that were compared with the index.
         self.records = 0
         self.bytes_read = 0
-        #: Entries that only the journals hold for certain: the bookie runs, or was killed.
+        #: Entries that may be in the journals only: the bookie runs, or was killed.
         self.not_flushed = 0
-        #: Ledgers of which no entry is here, and those that are fenced (in a check of the indexes alone).
+        #: Ledgers without entries, and fenced ledgers (counted by a check of the indexes alone).
         self.empty_ledgers = 0
         self.fenced_ledgers = 0
-        #: Records of entries whose index points at another copy: a compaction, or a replayed journal.
+        #: Records whose entry is indexed at another copy, after a compaction or a journal replay.
         self.copies = 0
         self.findings = 0
         self.notes = 0
@@ -117,16 +119,16 @@ class Counts:
         self.error_count = 0
 
     def note_error(self, error: BkctlError) -> None:
-        """Keep an error, as long as there are not too many."""
+        """Count an error, and keep it while there are fewer than ERRORS_MAX."""
         self.error_count += 1
         if len(self.errors) < ERRORS_MAX:
             self.errors.append(as_damage(error))
 
     def watch(self, findings: Iterable[Finding]) -> Iterator[Finding]:
-        """The findings, counted."""
-        for each in findings:
-            if each.is_problem:
+        """Yield `findings`, and count each as a finding or a note."""
+        for finding in findings:
+            if finding.is_problem:
                 self.findings += 1
             else:
                 self.notes += 1
-            yield each
+            yield finding

@@ -1,7 +1,7 @@
-"""How much of each entry log is still of use: its ledgers' bytes against which of them are alive.
+"""Usage of entry logs: the bytes of live ledgers against all bytes.
 
-Whether a ledger is alive is the metadata store's to say (`bkctl.metadata.liveness`); here it is one function.
-Source: GarbageCollectorThread, EntryLogMetadata, ListActiveLedgersCommand.
+`bkctl.metadata.liveness` knows which ledgers are alive; here it is one function. Source: GarbageCollectorThread,
+EntryLogMetadata, ListActiveLedgersCommand.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from bkctl.formats.entry_log import content_id_of
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerLiveness, LivenessLookup
 
-#: A log whose usage is below is compacted every hour, every day. Source: ServerConfiguration.
+#: Logs with a usage below these are compacted every hour (minor) or every day (major). Source: ServerConfiguration.
 MINOR_COMPACTION_THRESHOLD: Final = 0.2
 MAJOR_COMPACTION_THRESHOLD: Final = 0.8
 
 
 class Compaction(StrEnum):
-    """What a bookie does about a log's garbage; the values are the words of every output."""
+    """The action of a bookie on a log's garbage; the values are the words of every output."""
 
     #: No ledger is alive: garbage collection deletes the log.
     DELETE = "delete"
-    #: Minor compaction rewrites what is alive, and so does major.
+    #: Minor compaction rewrites the live entries, and so does major compaction.
     MINOR = "minor"
     MAJOR = "major"
 
 
 class Thresholds(NamedTuple):
-    """Below which usage a log is compacted; 0 or less: never."""
+    """The usage below which a log is compacted; 0 or less: never."""
 
     minor: float = MINOR_COMPACTION_THRESHOLD
     major: float = MAJOR_COMPACTION_THRESHOLD
@@ -49,9 +49,9 @@ class LedgerUse(NamedTuple):
 
 
 class LogUse(NamedTuple):
-    """The ledgers of one log, in order. `log_id` is what the file's name says (None for another name).
+    """The ledgers of one log, in order. `log_id` comes from the file's name (None for another name).
 
-    `error` says what is wrong with the log: if not `complete`, only the records before that are counted.
+    `error` is the damage of the log. If it is not `complete`, only the records before the damage are counted.
     """
 
     path: Path
@@ -62,38 +62,38 @@ class LogUse(NamedTuple):
     error: BkctlError | None
 
     def size_of(self, *states: LedgerLiveness) -> int:
-        """The bytes of the ledgers in these states."""
-        return sum(each.size_bytes for each in self.ledgers if each.state in states)
+        """Return the bytes of the ledgers in these states."""
+        return sum(use.size_bytes for use in self.ledgers if use.state in states)
 
     def count_of(self, state: LedgerLiveness) -> int:
-        """How many ledgers are in this state."""
-        return sum(each.state is state for each in self.ledgers)
+        """Return the number of ledgers in this state."""
+        return sum(use.state is state for use in self.ledgers)
 
     @property
     def total_size_bytes(self) -> int:
-        """The bytes of all entries and their size fields, as a bookie counts them (no header, no ledgers map)."""
-        return sum(each.size_bytes for each in self.ledgers)
+        """Return the bytes of all entries with their size fields, as a bookie counts them: no header, no map."""
+        return sum(use.size_bytes for use in self.ledgers)
 
     @property
     def remaining_size_bytes(self) -> int:
-        """What is not garbage: a bookie keeps the ledgers that are alive, and those that it cannot ask about."""
+        """Return the bytes that a bookie keeps: of live ledgers, and of ledgers in an unknown state."""
         return self.size_of(LedgerLiveness.ALIVE, LedgerLiveness.UNKNOWN)
 
     @property
     def garbage_size_bytes(self) -> int:
-        """The bytes of dead ledgers."""
+        """Return the bytes of dead ledgers."""
         return self.size_of(LedgerLiveness.DEAD)
 
     @property
     def usage(self) -> float | None:
-        """Remaining bytes by total bytes; None for a log without entries. Source: EntryLogMetadata.getUsage."""
+        """Return remaining bytes by total bytes; None for a log without entries. Source: EntryLogMetadata.getUsage."""
         total = self.total_size_bytes
         return self.remaining_size_bytes / total if total else None
 
     def compaction(self, thresholds: Thresholds) -> Compaction | None:
-        """What garbage collection will do about the log; None: nothing, or what is in it is not known for sure.
+        """Return the action of garbage collection on the log; None for no action, or if its content is uncertain.
 
-        A log that a bookie writes at present is spared until it is finished. Source: GarbageCollectorThread.
+        A bookie spares the log that it writes until the log is finished. Source: GarbageCollectorThread.
         """
         usage = self.usage
         if usage is None or not self.complete or not self.garbage_size_bytes:
@@ -105,15 +105,15 @@ class LogUse(NamedTuple):
         return Compaction.MAJOR if usage < thresholds.major else None
 
     def reclaimable_size_bytes(self, thresholds: Thresholds) -> int:
-        """The bytes that this frees."""
+        """Return the bytes that garbage collection frees."""
         return self.garbage_size_bytes if self.compaction(thresholds) else 0
 
 
 def log_uses(paths: Iterable[Path], states: LivenessLookup) -> Iterator[LogUse]:
-    """Yield the use of each log in the order given. Each log is read before its ledgers are asked for.
+    """Yield the use of each log in the order given. Each log is read before its ledgers are looked up.
 
-    Logs are read one by one, so memory does not grow with their number. One that is gone is left out, since a running
-    bookie deletes logs; one that cannot be read is yielded with its error.
+    Logs are read one by one, so memory does not grow with their number. Skips a log that a running bookie deletes;
+    yields an unreadable log with its error.
     """
     for path in paths:
         log_id = content_id_of(path.name)

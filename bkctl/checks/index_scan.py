@@ -1,4 +1,4 @@
-"""A check of a bookie's indexes on their own: does each key, value, header and slot say something that a bookie writes.
+"""A check of a bookie's indexes alone: every key, value, header and slot must have a form that a bookie writes.
 
 Source: LedgersIndexCheckOp (which reads the ledgers database alone).
 """
@@ -13,7 +13,8 @@ from bkctl.checks.findings import Counts, Finding, FindingKind
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported
 from bkctl.files.directories import BookieDirectories, FileKind
 from bkctl.files.index import BookieIndexes, IndexDatabases, LedgerIndexReader
-from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase, check_write_ahead_logs
+from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
+from bkctl.files.rocksdb_files import check_write_ahead_logs
 from bkctl.formats.entry import read_lac_header
 from bkctl.formats.entry_log import HEADER_SIZE as LOG_HEADER_SIZE
 from bkctl.formats.index import (
@@ -32,9 +33,9 @@ FIRST_OFFSET: Final = LOG_HEADER_SIZE + 4
 
 
 class IndexScan:
-    """Reads every key, value, header and slot of a bookie's indexes; `counts` tells what was seen.
+    """Reads every key, value, header and slot of a bookie's indexes; `counts` has the numbers.
 
-    RocksDB verifies the checksum of each block that is read. `ledgers` and `locations` say which halves to read.
+    RocksDB verifies the checksum of each block that is read. `ledgers` and `locations` choose the halves to read.
     """
 
     def __init__(self, directories: BookieDirectories, *, ledgers: bool = True, locations: bool = True) -> None:
@@ -43,7 +44,7 @@ class IndexScan:
         self._ledgers, self._locations = ledgers, locations
 
     def findings(self) -> Iterator[Finding]:
-        """Yield what no bookie writes, index by index; an index that cannot be read is in `counts.errors`. Once.
+        """Yield the invalid items, index by index. Call it once. An unreadable index is noted in `counts.errors`.
 
         Raises NotFound for a missing directory.
         """
@@ -71,7 +72,9 @@ class IndexScan:
                 yield Finding(FindingKind.RELOCATION, ledger, None, None, file.path, reason)
             other = seen.setdefault(ledger, file.path)
             if other is not file.path:
-                yield Finding(FindingKind.TWICE, ledger, None, None, file.path, f"the ledger's index is {other} too")
+                yield Finding(
+                    FindingKind.TWICE, ledger, None, None, file.path, f"the ledger also has the index {other}"
+                )
             try:
                 yield from self._scan_file(ledger, file.path)
             except NotFound:
@@ -85,7 +88,7 @@ class IndexScan:
             header = reader.header
             self.counts.fenced_ledgers += header.fenced
             if self._ledgers:
-                yield from _about_ledger(ledger, path, header.master_key, header.explicit_lac)
+                yield from _check_ledger_facts(ledger, path, header.master_key, header.explicit_lac)
             if not self._locations:
                 return
             entries = 0
@@ -138,7 +141,7 @@ class IndexScan:
                 continue
             if ledger is None or data is None:
                 if key != STORAGE_FLAGS_KEY:
-                    reason = f"a key that is no ledger's: {key.hex()}"
+                    reason = f"not the key of a ledger: {key.hex()}"
                     yield Finding(FindingKind.BAD_ITEM, None, None, None, path, reason)
                 continue
             if ledger == last:
@@ -149,7 +152,7 @@ class IndexScan:
                 self.counts.fenced_ledgers += data.fenced
             last = ledger
             known.add(ledger)
-            yield from _about_ledger(ledger, path, data.master_key, data.explicit_lac)
+            yield from _check_ledger_facts(ledger, path, data.master_key, data.explicit_lac)
 
     def _scan_locations(self, database: LocationsDatabase, known: set[LedgerId] | None) -> Iterator[Finding]:
         path, name = database.path, str(database.path)
@@ -181,13 +184,15 @@ class IndexScan:
                     pair.ledgers.get(ledger) is not None or pair.locations.last_entry_id(ledger) < 0
                 ):
                     return
-        reason = "locations of a ledger that the ledgers database does not have: deleted, most likely"
+        reason = "locations of a ledger that is not in the ledgers database: probably deleted"
         yield Finding(FindingKind.NO_LEDGER, ledger, None, None, path, reason)
 
 
-def _about_ledger(ledger: LedgerId, path: Path, master_key: bytes, explicit_lac: bytes | None) -> Iterator[Finding]:
+def _check_ledger_facts(
+    ledger: LedgerId, path: Path, master_key: bytes, explicit_lac: bytes | None
+) -> Iterator[Finding]:
     if not master_key.strip(b"\0"):
-        reason = "the ledger has no master key: the bookie takes that of the next writer"
+        reason = "the ledger has no master key: the bookie accepts the key of the next writer"
         yield Finding(FindingKind.NO_MASTER_KEY, ledger, None, None, path, reason)
     if explicit_lac is not None:
         try:

@@ -1,7 +1,7 @@
-"""What is good in an entry log, where that ends and why, and what can be saved behind it.
+"""Checks of entry logs: the sound records, the end and its reason, and the entries that can be saved behind damage.
 
-A log is sound where its records follow each other to its end, the ledgers map at the end says what the records say, and
-each entry matches its digest. Apache's readers do not ask: they slide on byte by byte behind damage. Source:
+A log is sound if its records follow each other to its end, the ledgers map at the end matches the records, and each
+entry matches its digest. Apache's readers do not check: behind damage they advance byte by byte. Source:
 DefaultEntryLogger.scanEntryLog, extractEntryLogMetadataFromIndex.
 """
 
@@ -21,31 +21,31 @@ from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.formats.record import NO_LEDGER, RecordType
 from bkctl.ids import LedgerId
 
-#: Mismatches of one log that are kept one by one; all are counted.
+#: Mismatches of one log that are kept; all are counted.
 MISMATCHES_MAX: Final = 1000
-#: How often over the rest of a log is read at most to find what is good in it.
+#: Reads of the rest of a damaged log at most, as multiples of its size and in bytes.
 _READS_MAX: Final = 4
 _READS_MIN_BYTES: Final = 256 << 20
 
 
 class LogState(StrEnum):
-    """What `verify` says of an entry log; the values are the words of every output. Four are those of LogEnd."""
+    """The state of an entry log; the values are the words of every output. Four are the values of LogEnd."""
 
     END_OF_FILE = "endOfFile"
     ZEROS = "zeros"
     TORN = "torn"
     DAMAGED = "damaged"
-    #: Allocated and not yet written to.
+    #: Allocated and still unwritten.
     EMPTY = "empty"
-    #: It has no header that a reader knows, or that the disk gives.
+    #: Its header is unknown or unreadable.
     UNREADABLE = "unreadable"
 
 
 class Salvage(NamedTuple):
-    """What lies behind the place where a log's records end.
+    """The bytes behind the end of a log's records.
 
-    `size_bytes` to the end of the file; at least `entry_count` entries in it can be saved, `entries_size_bytes` with
-    their size fields, the first at byte `resumes_at` (None: none). A payload that holds entries counts as such.
+    `size_bytes` up to the end of the file; at least `entry_count` entries in them can be saved (`entries_size_bytes`
+    with their size fields), the first at byte `resumes_at` (None: none). A payload that holds entries counts too.
     """
 
     size_bytes: int = 0
@@ -56,12 +56,12 @@ class Salvage(NamedTuple):
 
 @dataclass
 class LogCheck:
-    """What is known of one entry log.
+    """The result of checking one entry log.
 
-    Its `entry_count` entries are good up to byte `good_end`, where they end because of `state`. `problem` says in words
-    why a damaged log ends there, and `error` is that damage. `contradictions` are what else does not fit: the ledgers
-    map, a tail that is cut where no bookie writes any more. `mismatches` has the first MISMATCHES_MAX entries that do
-    not match their digests (`digests` counts all); those of other logs too, whose ledger's digest type came out here.
+    The `entry_count` entries are sound up to byte `good_end`, where they end because of `state`. `problem` describes
+    the damage in words, `error` is the damage. `contradictions` are the other faults: of the ledgers map, or a cut tail
+    where no bookie writes. `mismatches` has the first MISMATCHES_MAX entries that do not match their digests (`digests`
+    counts all), among them entries of earlier logs whose ledger's digest type became known here.
     """
 
     path: Path
@@ -80,22 +80,22 @@ class LogCheck:
 
     @property
     def problem(self) -> str | None:
-        """The damage, in words; else the first contradiction."""
+        """Return the damage in words, else the first contradiction; None for a sound log."""
         if self.error is not None:
             return self.error.message.removeprefix(f"{self.path}: ")
         return self.contradictions[0] if self.contradictions else None
 
     @property
     def finding_count(self) -> int:
-        """Digests that do not match, and contradictions; damage is none of them."""
+        """Return the number of digest mismatches and contradictions; damage does not count."""
         mismatched = max(len(self.mismatches), 0 if self.digests is None else self.digests.mismatched)
         return mismatched + len(self.contradictions)
 
 
 def check_entry_logs(paths: Iterable[Path], checker: DigestChecker | None = None) -> Iterator[LogCheck]:
-    """Yield what is known of each log, in the order of `paths`; `checker` None: digests are not looked at.
+    """Yield the check of each log in the order of `paths`; without `checker` digests are not checked.
 
-    Logs that a running bookie deletes meanwhile are left out.
+    Skips logs that a running bookie deletes meanwhile.
     """
     newest: dict[Path, int] = {}
     for path in paths:
@@ -108,7 +108,7 @@ def check_entry_logs(paths: Iterable[Path], checker: DigestChecker | None = None
 
 
 def _newest_log_id(directory: Path) -> int:
-    """The highest id of a log of this directory that something was written to; -1 where there is none."""
+    """Return the highest id of the nonempty logs in a directory; -1 without one."""
     found = -1
     for path in directory.iterdir():
         log_id = log_id_of(path.name)
@@ -123,9 +123,9 @@ def _newest_log_id(directory: Path) -> int:
 
 
 def check_entry_log(path: Path, checker: DigestChecker | None = None, *, is_newest: bool = True) -> LogCheck | None:
-    """What is known of one entry log; None where it went away meanwhile.
+    """Check one entry log; return None if it was just deleted.
 
-    `is_newest` says that a bookie may still write to it, so that its tail may be cut.
+    `is_newest`: a bookie may still write to the log, so its tail may be cut.
     """
     check = LogCheck(path, content_id_of(path.name), scoped=path.parent.name == SCOPED_DIRECTORY)
     before = None if checker is None else checker.counts()
@@ -143,12 +143,14 @@ def check_entry_log(path: Path, checker: DigestChecker | None = None, *, is_newe
     except BkctlError as error:
         check.state, check.error = LogState.UNREADABLE, error
     if checker is not None and before is not None:
-        for each in checker.late_findings():
-            _keep(check, each)
+        for mismatch in checker.late_findings():
+            _keep(check, mismatch)
         after = checker.counts()
-        matched = {each: count - before.matched.get(each, 0) for each, count in after.matched.items()}
+        matched = {
+            digest_type: count - before.matched.get(digest_type, 0) for digest_type, count in after.matched.items()
+        }
         check.digests = DigestCounts(
-            {each: count for each, count in matched.items() if count},
+            {digest_type: count for digest_type, count in matched.items() if count},
             after.mismatched - before.mismatched,
             after.unprotected - before.unprotected,
             max(0, after.unknown - before.unknown),
@@ -164,7 +166,7 @@ def _keep(check: LogCheck, mismatch: DigestMismatchAt) -> None:
 
 def _check_records(reader: EntryLogReader, check: LogCheck, checker: DigestChecker | None) -> None:
     """Read the log to its end: count, check digests, compare with the ledgers map, look behind damage."""
-    sums: dict[tuple[int, int], int] = {}
+    sizes: dict[tuple[int, int], int] = {}
     map_at: int | None = None
     behind_map = 0
     try:
@@ -176,10 +178,10 @@ def _check_records(reader: EntryLogReader, check: LogCheck, checker: DigestCheck
             check.entry_count += len(batch)
             behind_map += len(batch) if map_at is not None else 0
             for key, size in batch.sizes_by_ledger().items():
-                sums[key] = sums.get(key, 0) + size
+                sizes[key] = sizes.get(key, 0) + size
             if checker is not None:
-                for each in checker.check_batch(batch, reader.name):
-                    _keep(check, each)
+                for mismatch in checker.check_batch(batch, reader.name):
+                    _keep(check, mismatch)
     except (Corrupt, Unsupported) as error:
         check.error = error
     check.good_end, check.state = reader.position, LogState(reader.end.value)
@@ -188,29 +190,34 @@ def _check_records(reader: EntryLogReader, check: LogCheck, checker: DigestCheck
         return
     if behind_map:
         check.contradictions.append(f"{behind_map:,} entries follow the ledgers map at byte {map_at}")
+    _check_map(reader, check, map_at, {LedgerId(*key): size for key, size in sizes.items()})
+
+
+def _check_map(reader: EntryLogReader, check: LogCheck, map_at: int | None, counted: dict[LedgerId, int]) -> None:
+    """Compare the ledgers map with the header and the `counted` bytes; the scan found a map at byte `map_at`."""
     try:
-        said = reader.ledgers_map()
+        mapped = reader.ledgers_map()
     except Corrupt as error:
         check.error = error
         return
     header = reader.header
     assert header is not None
-    if said is None:
+    if mapped is None:
         if map_at is not None and header.ledgers_map_offset == 0:
             check.contradictions.append(f"The header does not know of the ledgers map at byte {map_at}")
         return
-    if said and map_at != header.ledgers_map_offset:
+    if mapped and map_at != header.ledgers_map_offset:
         check.contradictions.append(
             f"The header says the ledgers map is at byte {header.ledgers_map_offset}, the first one is at {map_at}"
         )
-    check.contradictions += _compare(said, {LedgerId(*key): size for key, size in sums.items()})
+    check.contradictions += _compare(mapped, counted)
 
 
-def _compare(said: dict[LedgerId, int], counted: dict[LedgerId, int]) -> list[str]:
-    """What the ledgers map says otherwise than the records."""
+def _compare(mapped: dict[LedgerId, int], counted: dict[LedgerId, int]) -> list[str]:
+    """Return the contradictions between the ledgers map and the records."""
     problems: list[str] = []
-    for ledger in sorted(said.keys() | counted.keys()):
-        expected, found = said.get(ledger), counted.get(ledger)
+    for ledger in sorted(mapped.keys() | counted.keys()):
+        expected, found = mapped.get(ledger), counted.get(ledger)
         if expected is None:
             problems.append(f"The ledgers map lacks ledger {ledger}, which has {found:,} bytes")
         elif found is None:
@@ -221,7 +228,7 @@ def _compare(said: dict[LedgerId, int], counted: dict[LedgerId, int]) -> list[st
 
 
 def _check_end(reader: EntryLogReader, check: LogCheck, *, is_newest: bool) -> None:
-    """Say where a tail is cut that nobody goes on with."""
+    """Note a cut tail that no bookie will complete."""
     if check.state is not LogState.TORN:
         return
     size_bytes = max(0, reader.size() - reader.position)
@@ -234,11 +241,10 @@ def _check_end(reader: EntryLogReader, check: LogCheck, *, is_newest: bool) -> N
 
 
 def look_behind(reader: EntryLogReader, start: int) -> Salvage:
-    """What can be saved from byte `start` on, where a log's records ended.
+    """Return what can be saved from byte `start` on, where a log's records ended.
 
-    Entries count where two or more follow each other, or one that the end of the file, zeros, padding or a ledgers map
-    follows. What the disk does not give is jumped over. Reads a few times the rest of the log at most, whatever is in
-    it.
+    Entries count if two or more follow each other, or if zeros, padding, a ledgers map or the end of the file follows
+    one. Skips bytes that the disk cannot read. Reads the rest of the log a few times at most.
     """
     end = reader.size()
     budget = max(_READS_MIN_BYTES, _READS_MAX * (end - start))
@@ -259,7 +265,7 @@ def look_behind(reader: EntryLogReader, start: int) -> Salvage:
 
 
 def _count_on(reader: EntryLogReader, at: int) -> tuple[int, int, int]:
-    """The entries that follow each other from byte `at`: how many, their bytes, and where they end."""
+    """Return the entries that follow each other from byte `at`: their number, their bytes, and their end."""
     count = size = 0
     stop = at
     try:

@@ -19,10 +19,11 @@ _QUALIFIED_NAME: Final = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
 class ConversionState(NamedTuple):
-    """The progress file: for which files it holds, the last ledger that is on disk, whether the swap has begun.
+    """The progress file of a conversion to `to`.
 
-    `after` is that ledger's qualified name, `number` its directory. `counts` are the ledgers and entries of each
-    directory, once all are there.
+    `stamp` is the time in the names of its backups, `fingerprint` the state of the bookie's files at its start. `after`
+    is the qualified name of the last ledger on disk, `number` its directory. `swapping`: the new index is complete, and
+    `counts` has the ledgers and entries of each directory.
     """
 
     to: str
@@ -34,7 +35,10 @@ class ConversionState(NamedTuple):
     counts: tuple[tuple[int, int], ...] = ()
 
     def has(self, ledger: LedgerId, number: int, *, by_directory: bool) -> bool:
-        """Whether the ledger is on disk, where they come in order, or directory by directory (scoped ones last)."""
+        """Return True if the ledger is on disk.
+
+        Ledgers come in id order, or with `by_directory` directory by directory, scoped ledgers last.
+        """
         if self.after is None:
             return False
         last = LedgerId.from_value(int(self.after, 16))
@@ -44,22 +48,22 @@ class ConversionState(NamedTuple):
 
     @classmethod
     def read(cls, path: Path) -> ConversionState | None:
-        """The state in `path`; None where there is none. Raises Corrupt."""
+        """Return the state in `path`; None if the file is missing. Raises Corrupt."""
         try:
             state = cls(**json.loads(path.read_bytes()))
             if not state._is_sound():
-                raise ValueError("another type of value than is written")
+                raise ValueError("a value has a type that no conversion writes")
             return state
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, RecursionError) as error:
             raise Corrupt(
-                f"{path} is not what a conversion leaves",
+                f"{path} is not a progress file of a conversion",
                 hint=f"if no conversion was in its last step, remove it and all *{UNFINISHED_SUFFIX}",
             ) from error
 
     def _is_sound(self) -> bool:
-        """Whether all values are of the types that `write` writes, whatever the annotations say."""
+        """Return True if every value has a type that `write` writes."""
         to, stamp, fingerprint, after, number, swapping, counts = cast("tuple[Any, ...]", self)
         return (
             to in (DB, INTERLEAVED)
@@ -78,8 +82,11 @@ class ConversionState(NamedTuple):
 
 
 def check_conversion(index_directory: Path) -> None:
-    """Raises Conflict where a conversion stopped in its last step: the index in the first `current` directory is partly
-    one storage class's and partly the other's. Corrupt where that cannot be told."""
+    """Refuse an index that is partly one storage class's and partly the other's.
+
+    Raises Conflict if a conversion stopped in its last step in the first `current` directory, Corrupt if its progress
+    file is damaged.
+    """
     state = ConversionState.read(index_directory / CONVERSION_NAME)
     if state is not None and state.swapping:
         raise Conflict(

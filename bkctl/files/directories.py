@@ -1,8 +1,8 @@
-"""What lies in a bookie's directories: journals, entry logs, indexes, marks and cookies, found and named.
+"""The contents of a bookie's directories: journals, entry logs, indexes, marks and cookies, found and named.
 
     <journal dir>/current/  VERSION, <hex>.txn                        scoped/<hex>.txn, set aside by a downgrade
     <ledger dir>/current/   VERSION, <hex>.log, lastId, lastMark[.n]  scoped/<hex>.log, scoped/lastId
-    <index dir>/current/    VERSION, index files in two levels of directories, those of scoped ledgers in four,
+    <index dir>/current/    VERSION, index files in two levels of directories (four for scoped ledgers),
                             or the RocksDB directories of DbLedgerStorage
 
 Source: LedgerDirsManager, Journal.listJournalIds, DefaultEntryLogger, IndexPersistenceMgr, DbLedgerStorage; BP-35.
@@ -23,11 +23,11 @@ from bkctl.formats import entry_log, index, journal
 from bkctl.formats.names import CONVERSION_NAME, COOKIE_NAME, LAST_ID_NAME, ROCKSDB_NAMES, SCOPED_DIRECTORY, STATUS_NAME
 from bkctl.ids import LedgerId
 
-#: What rebuilds put aside: those of Apache's shell beside a database, ours beside whatever they replace.
+#: Backups of rebuilds: Apache's shell leaves them beside a database, ours beside any replaced file or directory.
 _BACKUP = re.compile(
     r"(?:ledgers\.PREV|locations\.BACKUP)-[0-9TZ:.\-]+|.+\.backup-[0-9]{8}T[0-9]{6}Z(?:-[0-9]+)?", re.ASCII
 )
-#: What they build, until it takes its place.
+#: Unfinished results of rebuilds and conversions.
 _UNFINISHED = re.compile(rf"ledgers\.TEMP-[0-9TZ:.\-]+|.+\.(?:unfinished|new)|{re.escape(CONVERSION_NAME)}", re.ASCII)
 _LAST_MARK = re.compile(r"lastMark(?:\.([0-9]{1,9}))?", re.ASCII)
 _LEVEL = re.compile(r"[0-9a-f]{1,2}|[0-9a-f]{8}", re.ASCII)
@@ -36,7 +36,7 @@ _HEX = re.compile(r"0[xX]([0-9a-fA-F]{1,16})", re.ASCII)
 
 
 class FileKind(StrEnum):
-    """What a file or directory of a bookie is; the values are the words of every output."""
+    """The kind of a file or directory of a bookie; the values are the words of every output."""
 
     JOURNAL = "journal"
     ENTRY_LOG = "entryLog"
@@ -51,15 +51,15 @@ class FileKind(StrEnum):
     RELOCATION = "relocation"
     BACKUP = "backup"
     UNFINISHED = "unfinished"
-    #: Nothing that a bookie leaves.
+    #: Not a file of a bookie.
     UNKNOWN = "unknown"
 
 
 class BookieFile(NamedTuple):
     """One file of a bookie. `id` is a journal's or log's id, an index file's ledger, the journal index of a last mark.
 
-    `size` is in bytes (a directory: of the files in it), `mtime_ms` since the epoch. `scoped` files hold scoped
-    ledgers, and have an id space of their own.
+    `size` is in bytes (of a directory: of the files in it), `mtime_ms` since the epoch. `scoped` files are for scoped
+    ledgers and have an id space of their own.
     """
 
     kind: FileKind
@@ -71,7 +71,7 @@ class BookieFile(NamedTuple):
 
 
 class BookieDirectories:
-    """The directories of one bookie, or any directories to look at. Each may be given with or without its `current`.
+    """The directories of one bookie, or any directories to look at; each with or without its `current`.
 
     The same directory may be given in several roles; its files are found once.
     """
@@ -88,67 +88,68 @@ class BookieDirectories:
 
     @classmethod
     def at(cls, *directories: Path | str) -> BookieDirectories:
-        """The directories given on a command line, each of which may hold anything.
+        """Return the directories of a command line, each in every role.
 
-        One that is none of a bookie's, but has some in it (`bookie-0` with `journal` and `ledgers`), stands for those.
+        A directory that only contains directories of a bookie (`bookie-0` with `journal` and `ledgers`) stands for
+        those.
         """
-        places = [each for directory in directories for each in _bookie_directories(Path(directory))]
+        places = [place for directory in directories for place in _bookie_directories(Path(directory))]
         return cls(places, places, places)
 
     def of_a_bookie(self) -> BookieDirectories:
-        """The same. Raises NotFound where nothing in any of them is a bookie's: there is nothing to check or repair."""
+        """Return self. Raises NotFound if no directory has a file of a bookie: there is nothing to check or repair."""
         if all(file.kind is FileKind.UNKNOWN for file in self.files()):
             places = dict.fromkeys(self.journal_dirs + self.ledger_dirs + self.index_dirs)
             raise NotFound(f"There is nothing of a bookie in {', '.join(map(str, places))}")
         return self
 
     def files(self) -> Iterator[BookieFile]:
-        """Yield all that belongs to the bookie, directory by directory, in each by kind, then by id.
+        """Yield the bookie's files, directory by directory, in each by kind, then by id.
 
-        Raises NotFound for a directory that does not exist.
+        Raises NotFound for a missing directory.
         """
         for directory in dict.fromkeys(map(current_of, self.journal_dirs + self.ledger_dirs + self.index_dirs)):
             yield from _sorted(_plain_files(directory))
             yield from _index_files(directory)
 
     def journals(self) -> list[BookieFile]:
-        """The journal files in order of their ids, directory by directory. Raises NotFound."""
+        """Return the journal files in order of their ids, directory by directory. Raises NotFound."""
         return self._of_kind(self.journal_dirs, FileKind.JOURNAL)
 
     def entry_logs(self) -> list[BookieFile]:
-        """The entry logs in order of their ids, directory by directory, scoped ones last in each. Raises NotFound."""
+        """Return the entry logs in order of their ids, directory by directory, scoped ones last. Raises NotFound."""
         return self._of_kind(self.ledger_dirs, FileKind.ENTRY_LOG)
 
     def compaction_logs(self) -> list[BookieFile]:
-        """The files of a transactional compaction that was not finished, as `entry_logs` orders them. Raises NotFound.
+        """Return the files of unfinished transactional compactions, in the order of `entry_logs`. Raises NotFound.
 
-        They hold copies of entries that stand in a log as well.
+        They hold copies of entries that are in a log too.
         """
         return self._of_kind(self.ledger_dirs, FileKind.COMPACTION)
 
     def last_marks(self) -> list[BookieFile]:
-        """The last mark files of the ledger directories. Raises NotFound."""
+        """Return the last mark files of the ledger directories. Raises NotFound."""
         return self._of_kind(self.ledger_dirs, FileKind.LAST_MARK)
 
     def cookies(self) -> list[BookieFile]:
-        """The `VERSION` files of all directories. Raises NotFound."""
+        """Return the `VERSION` files of all directories. Raises NotFound."""
         return self._of_kind(self.journal_dirs + self.ledger_dirs + self.index_dirs, FileKind.COOKIE)
 
     def rocksdbs(self) -> list[BookieFile]:
-        """DbLedgerStorage's database directories. Raises NotFound."""
+        """Return DbLedgerStorage's database directories. Raises NotFound."""
         return self._of_kind(self.index_dirs, FileKind.ROCKSDB)
 
     def indexes(self) -> Iterator[BookieFile]:
-        """Yield the ledger index files, and those that are being moved, sorted level by level. Raises NotFound."""
+        """Yield the ledger index files, relocated ones too, sorted level by level. Raises NotFound."""
         for directory in dict.fromkeys(map(current_of, self.index_dirs)):
             for file in _index_files(directory):
                 if file.kind in (FileKind.INDEX, FileKind.RELOCATION):
                     yield file
 
     def index_of(self, ledger: LedgerId) -> BookieFile:
-        """The index file of `ledger`. Raises NotFound; UsageError where several directories have one."""
+        """Return the index file of `ledger`. Raises NotFound; UsageError if several directories have one."""
         currents = dict.fromkeys(map(current_of, self.index_dirs))
-        paths = [path for each in currents if (path := each / index.index_path(ledger)).is_file()]
+        paths = [path for current in currents if (path := current / index.index_path(ledger)).is_file()]
         path = _only(paths, f"of ledger {ledger}", "index file", self.index_dirs)
         found = describe(FileKind.INDEX, ledger, path, scoped=ledger.is_scoped)
         if found is None:
@@ -156,22 +157,23 @@ class BookieDirectories:
         return found
 
     def resolve_journal(self, text: str) -> Path:
-        """The journal file that `text` names: decimal or 0x id, `scoped/ID`, file name, or path.
+        """Return the journal file that `text` names: decimal or 0x id, `scoped/ID`, file name, or path.
 
-        Raises NotFound; UsageError for a text that is none of these, or fits several files.
+        Raises NotFound; UsageError for another text, or one that fits several files.
         """
         return self._resolve(text, "journal", self.journal_dirs, journal.file_name, journal.journal_id_of)
 
     def resolve_entry_log(self, text: str) -> Path:
-        """The entry log file that `text` names: decimal or 0x id, `scoped/ID`, file name (a compaction's too), path.
+        """Return the entry log file that `text` names: decimal or 0x id, `scoped/ID`, file name or path.
 
-        Raises NotFound; UsageError for a text that is none of these, or fits several files.
+        File names of compactions count too. Raises NotFound; UsageError for another text, or one that fits several
+        files.
         """
         return self._resolve(text, "entry log", self.ledger_dirs, entry_log.file_name, entry_log.content_id_of)
 
     def _of_kind(self, directories: Iterable[Path], kind: FileKind) -> list[BookieFile]:
         currents = dict.fromkeys(map(current_of, directories))
-        return [each for directory in currents for each in _sorted(_plain_files(directory)) if each.kind is kind]
+        return [file for directory in currents for file in _sorted(_plain_files(directory)) if file.kind is kind]
 
     def _resolve(
         self,
@@ -185,12 +187,12 @@ class BookieDirectories:
         subdirectory, slash, rest = text.rpartition("/")
         number = _parse_id(rest)
         if number is not None and subdirectory in ("", SCOPED_DIRECTORY) and (slash == "") == (not subdirectory):
-            places = [each / subdirectory for each in currents]
+            places = [current / subdirectory for current in currents]
             candidates = [place / name_of(number) for place in places]
         elif subdirectory in ("", SCOPED_DIRECTORY) and id_of(rest) is not None:
-            places = [each / subdirectory for each in currents]
+            places = [current / subdirectory for current in currents]
             if not subdirectory:
-                places += [each / SCOPED_DIRECTORY for each in currents]
+                places += [current / SCOPED_DIRECTORY for current in currents]
             candidates = [place / rest for place in places] + [Path(text)]
         elif "\0" in text or not text:
             raise UsageError(f"Not the name of any {what}: {text!r}", hint="give an id, a file name or a path")
@@ -209,9 +211,9 @@ class BookieDirectories:
 
 
 def current_of(directory: Path) -> Path:
-    """The directory that holds a bookie's files: `directory/current`, or `directory` itself where there is none.
+    """Return the directory of a bookie's files: `directory/current`, or `directory` itself if that is missing.
 
-    Raises NotFound when `directory` does not exist, UsageError when it is a file.
+    Raises NotFound if `directory` does not exist, UsageError if it is a file.
     """
     if _has_current(directory):
         return directory / "current"
@@ -223,7 +225,7 @@ def current_of(directory: Path) -> Path:
 
 
 def _bookie_directories(directory: Path) -> list[Path]:
-    """`directory` itself, or where it has no `current`, and directories in it have one, those."""
+    """Return the directories with a `current` in `directory`; `directory` itself if it has one, or none has."""
     if _has_current(directory) or not directory.is_dir():
         return [directory]
     found = [Path(entry.path) for entry in _list(directory) if _is_directory(entry) and _has_current(Path(entry.path))]
@@ -251,18 +253,18 @@ def _parse_id(text: str) -> int | None:
 
 
 def _sorted(files: Iterable[BookieFile]) -> list[BookieFile]:
-    def key(each: BookieFile) -> tuple[str, bool, int, str]:
-        return each.kind.value, each.scoped, each.id if isinstance(each.id, int) else -1, each.path.name
+    def key(file: BookieFile) -> tuple[str, bool, int, str]:
+        return file.kind.value, file.scoped, file.id if isinstance(file.id, int) else -1, file.path.name
 
     return sorted(files, key=key)
 
 
 def _plain_files(current: Path) -> Iterator[BookieFile]:
-    """Yield what lies in `current` and `current/scoped`, without the index files."""
+    """Yield the files in `current` and `current/scoped`, without the index files."""
     for entry in _list(current):
         if entry.name == SCOPED_DIRECTORY and _is_directory(entry):
-            for each in _list(Path(entry.path)):
-                if file := _plain_file(each, scoped=True):
+            for inner in _list(Path(entry.path)):
+                if file := _plain_file(inner, scoped=True):
                     yield file
         elif not (_LEVEL.fullmatch(entry.name) and _is_directory(entry)) and (file := _plain_file(entry, scoped=False)):
             yield file
@@ -332,7 +334,7 @@ def _list(directory: Path) -> list[os.DirEntry[str]]:
         with os.scandir(directory) as entries:
             return sorted(entries, key=lambda entry: entry.name)
     except FileNotFoundError:
-        # A running bookie removes directories while we walk.
+        # A running bookie may remove the directory meanwhile.
         return []
     except OSError as error:
         raise BkctlError(f"{directory} cannot be listed: {error.strerror or error}") from error
@@ -346,9 +348,9 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
 
 
 def describe(kind: FileKind, number: int | LedgerId | None, path: Path, *, scoped: bool) -> BookieFile | None:
-    """A file (or a directory that counts as one) of a bookie as it is now; None where it went away meanwhile.
+    """Return a file (or a directory that counts as one) as it is now; None if it was just deleted.
 
-    A directory's size is that of the files in it; 0 where nobody knows whose it is, since it may be a file system.
+    A directory's size is the size of the files in it; 0 for an unknown directory, which may be a whole file system.
     """
     try:
         status = path.stat()

@@ -10,7 +10,7 @@ from typing import Final
 
 from bkctl.errors import BkctlError, Corrupt, CorruptRecord, EntryNotFound, Unsupported
 from bkctl.files.scan import ROW_SIZE_MAX, RecordBatch, take_entries
-from bkctl.files.windows import FileReader
+from bkctl.files.windows import FileReader, WindowCursor
 from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, OVERHEAD_SIZE_MAX, DigestType
 from bkctl.formats.entry_log import (
     DIRECT_ALIGNMENT,
@@ -37,14 +37,13 @@ from bkctl.formats.record import (
 from bkctl.ids import LedgerId
 
 _LEDGERS_MAP_SIZE_MAX: Final = 20 + 24 * LEDGERS_MAP_ITEMS_MAX
-_HINT: Final = "what stands before it is undamaged"
-#: How far behind a record that the end of the file cuts short others are looked for, and what each costs that is none.
+_HINT: Final = "the records before it are undamaged"
+#: Bytes behind a cut record that are searched for entries, and the cost in bytes of each rejected candidate.
 _PROOF_SIZE_BYTES_MAX: Final = 64 << 20
 _CANDIDATE_COST_BYTES: Final = 4096
 
 _HEAD_SIZE: Final = 45
-#: What an entry begins with, as far as all have it in common: a size from 16 bytes to 256 MiB, ids, LAC and length
-#: below what they could be at most.
+#: The common start of all entries: a size from 16 bytes to 256 MiB, then ids, LAC and length below plausible limits.
 _HEAD: Final = re.compile(
     rb"(?!\x00{3}[\x00-\x0f])[\x00-\x0f].{3}(?:[\x00-\x7f].{7}|[\xa0-\xa4].{16})"
     rb"(?P<numbers>\x00\x00.{6}(?:\x00\x00.{6}|\xff{8})\x00\x00.{6})",
@@ -55,7 +54,7 @@ _Take = Callable[[bytes, int], tuple[Sequence[int], int]]
 
 
 class LogEnd(StrEnum):
-    """Why the records of an entry log end where they do; the values are the words of every output."""
+    """The reason why the records of an entry log end; the values are the words of every output."""
 
     #: The file ends behind a whole record.
     END_OF_FILE = "endOfFile"
@@ -63,16 +62,16 @@ class LogEnd(StrEnum):
     ZEROS = "zeros"
     #: The last record is cut: the bookie stopped while it wrote, or still writes.
     TORN = "torn"
-    #: What follows is no record.
+    #: The next bytes are not a record.
     DAMAGED = "damaged"
 
 
 class EntryLogReader(FileReader):
     """One entry log file, written by the default or the direct I/O logger, header version 0 to 2.
 
-    `header` is None for an empty file, which is what a log is that was allocated and not yet written to; `log_id` is
-    what the file's name says (None for another name). `position` is the offset behind the last record that a scan came
-    to, and `end` why it ended there.
+    `header` is None for an empty file: a log that is allocated but still unwritten. `log_id` comes from the file's name
+    (None for another name). After a scan, `position` is the offset behind the last record and `end` the reason why it
+    ended.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -91,7 +90,7 @@ class EntryLogReader(FileReader):
     def open(cls, path: Path | str) -> EntryLogReader:
         """Open an entry log file.
 
-        Raises NotFound, UsageError (a directory), CorruptRecord (no entry log), TruncatedRecord (part of a header),
+        Raises NotFound, UsageError (a directory), CorruptRecord (not an entry log), TruncatedRecord (part of a header),
         Unsupported (an unknown version).
         """
         return cls(path)
@@ -99,10 +98,10 @@ class EntryLogReader(FileReader):
     def records(self, start: int = 0, end: int | None = None, *, special: bool = False) -> Iterator[Record]:
         """Yield the entries in file order whose size field is at byte `start` or later (0: all) and before `end`.
 
-        `start` must be where a record begins. With `special` also the ledgers map and the direct I/O logger's padding
-        records. Zeros to the end of the file end the scan quietly, and so does a record that the end of a log without
-        ledgers map cuts short: the bookie stopped, or still writes, there. Raises CorruptRecord elsewhere, where
-        others follow behind such a record too, for its size is what is wrong then; and Unsupported at an entry of an
+        A record must begin at `start`. With `special`, also yield the ledgers map and the direct I/O logger's padding
+        records. The scan ends without an error at zeros up to the end of the file, and at a record cut by the end of a
+        log without ledgers map: its bookie was killed there, or still writes. Raises CorruptRecord for anything else,
+        and for such a record if others begin within it (its size is damaged). Raises Unsupported at an entry of an
         unknown format version.
         """
         for batch in self.batches(start, end, special=special):
@@ -111,7 +110,7 @@ class EntryLogReader(FileReader):
     def batches(
         self, start: int = 0, end: int | None = None, *, special: bool = False, complete: bool = True
     ) -> Iterator[RecordBatch]:
-        """Yield what `records` yields, and raise what it raises, as columns: several times as fast.
+        """Yield the records of `records` as columns, several times as fast; raise the same errors.
 
         All records before damage are in the batches before the error. Without `complete` a log may end before the
         ledgers map that its header promises.
@@ -142,9 +141,9 @@ class EntryLogReader(FileReader):
             yield from batch.parts()
 
     def entry_at(self, offset: int) -> Record:
-        """The record of the entry at byte `offset`, the offset part of its location.
+        """Return the record of the entry at byte `offset`, the offset part of its location.
 
-        Raises EntryNotFound when that is behind the end, CorruptRecord when no entry begins there.
+        Raises EntryNotFound if the offset is behind the end, CorruptRecord if no entry begins there.
         """
         if offset < HEADER_SIZE + 4:
             raise CorruptRecord("An entry cannot begin in the header", offset=offset, where=self.name)
@@ -157,10 +156,10 @@ class EntryLogReader(FileReader):
         return read_record(self.read(offset, size), 0, size, offset - 4, self.name)
 
     def ledgers_map(self) -> dict[LedgerId, int] | None:
-        """Each ledger's bytes in this log, as the ledgers map at its end says; None for a log without one.
+        """Return each ledger's bytes in this log from the ledgers map at its end; None for a log without a map.
 
-        A log that was closed before any entry came (Apache's SortedLedgerStorage may) has no ledgers and no map.
-        Raises CorruptRecord when the map contradicts itself or the header.
+        A log that was closed without entries (Apache's SortedLedgerStorage may do that) has neither ledgers nor a map.
+        Raises CorruptRecord if the map contradicts itself or the header.
         """
         header = self.header
         if header is None or header.version == VERSION_WITHOUT_MAP or header.ledgers_map_offset == 0:
@@ -180,7 +179,7 @@ class EntryLogReader(FileReader):
                 raise CorruptRecord(f"Ledgers map has length {size}", offset=at, where=self.name)
             for ledger, ledger_size in read_ledgers_map(self.read(at + 4, size), header.version, at, self.name):
                 if ledger in sizes or ledger_size <= 0:
-                    # Zeros, where a crash came before the map was synced: the log may have other ledgers.
+                    # Zeros after a crash before the map was synced: the log may have other ledgers.
                     raise CorruptRecord(f"Ledgers map says {ledger_size} bytes of {ledger}", offset=at, where=self.name)
                 sizes[ledger] = ledger_size
             at += 4 + size
@@ -196,9 +195,9 @@ class EntryLogReader(FileReader):
         return header.ledgers_map_offset == HEADER_SIZE and header.ledgers_count == 0
 
     def scan_ledgers(self, *, complete: bool = True) -> dict[LedgerId, int]:
-        """Each ledger's bytes in this log (entries and their size fields), counted from the records themselves.
+        """Return each ledger's bytes in this log (entries and their size fields), counted from the records.
 
-        Raises as `records` does; without `complete` not for a log that ends before its ledgers map.
+        Raises as `records` does, but without `complete` a log may end before its ledgers map.
         """
         sums: dict[tuple[int, int], int] = {}
         for batch in self.batches(complete=complete):
@@ -207,7 +206,7 @@ class EntryLogReader(FileReader):
         return {LedgerId(*key): size for key, size in sums.items()}
 
     def ledgers(self) -> dict[LedgerId, int]:
-        """Each ledger's bytes in this log: from a good ledgers map, else by a scan, as Apache does."""
+        """Return each ledger's bytes in this log: from a sound ledgers map, else by a scan, as Apache does."""
         try:
             sizes = self.ledgers_map()
         except CorruptRecord:
@@ -217,75 +216,81 @@ class EntryLogReader(FileReader):
     def _runs(
         self, start: int, take: _Take, end: int | None = None, *, complete: bool = True
     ) -> Iterator[tuple[bytes, int, Sequence[int], bool]]:
-        """Yield (window, its file offset, where records begin in it, alone) over the whole log from byte `start` on.
+        """Yield (window, its file offset, where records begin in it, is single) over the log from byte `start` on.
 
-        `take` says which records of a window belong together, and where the first stands that does not: that one
-        comes alone, and need not be what `take` wants. What begins at byte `end` is not looked at. With `complete` a
-        log whose header says where its ledgers map is must reach so far.
+        `take` returns the records of a window that belong together, and the byte of the next record: that record is
+        yielded as a single one, whatever it is. Ends at a record that begins at byte `end` or later. With `complete` a
+        log must reach the ledgers map that its header promises.
         """
         if self.header is None:
             return
-        has_map = complete and self.header.version > VERSION_WITHOUT_MAP and not self._is_closed_empty(self.header)
-        map_offset = self.header.ledgers_map_offset if has_map else 0
-        at, begin = max(start, HEADER_SIZE), 0
-        window = self.window(at)
-        limit = len(window)
+        cursor = WindowCursor(self.window, max(start, HEADER_SIZE))
         self.end = LogEnd.DAMAGED
         while True:
-            self.position = at + begin
-            begins, begin = take(window, begin)
+            self.position = cursor.offset
+            begins, cursor.begin = take(cursor.window, cursor.begin)
             if begins:
-                self.position = at + begin
-                yield window, at, begins, False
-            if end is not None and at + begin >= end:
+                self.position = cursor.offset
+                yield cursor.window, cursor.at, begins, False
+            if end is not None and cursor.offset >= end:
                 return
-            if begin + 4 > limit:
-                if begin == 0:
+            if cursor.begin + 4 > cursor.limit:
+                if cursor.begin == 0:
                     break
-                at, begin = at + begin, 0
-                window = self.window(at)
-                limit = len(window)
+                cursor.reload()
                 continue
-            (size,) = RECORD_SIZE.unpack_from(window, begin)
-            stop = begin + 4 + size
-            if size > 0 and stop <= limit and (begin == 0 or begin + ROW_SIZE_MAX <= limit):
-                self._check_size(at + begin, size)
-                yield window, at, (begin,), True
-                begin = stop
-                self.position = at + begin
-            elif size > 0:
-                # It goes on behind the window, or is too near to its end to be taken with others.
-                at, begin, crosses = at + begin, 0, stop > limit
-                if crosses:
-                    self._check_size(at, size)
-                window = self.window(at, 4 + size)
-                limit = len(window)
-                if limit < 4 + size:
-                    break
-            elif size == 0:
-                at += begin
-                limit = 0
-                data = self.next_data(at)
-                if data is None:
-                    break
-                raise CorruptRecord(
-                    f"Zeros, and then data again at byte {data}: a hole", offset=at, where=self.name, hint=_HINT
-                )
-            else:
-                offset = at + begin
-                begin += self._skip_direct_padding(offset, size) - offset
-                if begin > limit:
-                    at, begin = at + begin, 0
-                    window = self.window(at)
-                    limit = len(window)
-        if map_offset and (limit or at <= map_offset):
+            stop = self._end_of_single(cursor)
+            if stop is None:
+                break
+            if stop:
+                yield cursor.window, cursor.at, (cursor.begin,), True
+                cursor.begin = stop
+                self.position = cursor.offset
+        if complete:
+            self._check_map_is_reached(self.header, cursor)
+        is_at_end = cursor.at >= self.size()
+        self.end = LogEnd.TORN if cursor.limit else LogEnd.END_OF_FILE if is_at_end else LogEnd.ZEROS
+
+    def _end_of_single(self, cursor: WindowCursor) -> int | None:
+        """Return where the record at the cursor ends in the window.
+
+        Returns 0 after moving the cursor, None at the end of the records. Raises CorruptRecord.
+        """
+        (size,) = RECORD_SIZE.unpack_from(cursor.window, cursor.begin)
+        if size > 0:
+            stop: int = cursor.begin + 4 + size
+            if stop <= cursor.limit and (cursor.begin == 0 or cursor.begin + ROW_SIZE_MAX <= cursor.limit):
+                self._check_size(cursor.offset, size)
+                return stop
+            # The record crosses the end of the window, or is too near to it for `take`.
+            if stop > cursor.limit:
+                self._check_size(cursor.offset, size)
+            cursor.reload(4 + size)
+            return None if cursor.limit < 4 + size else 0
+        if size == 0:
+            cursor.at, cursor.begin, cursor.limit = cursor.offset, 0, 0
+            data = self.next_data(cursor.at)
+            if data is None:
+                return None
             raise CorruptRecord(
-                f"Entry log was closed with a ledgers map at byte {map_offset}, but ends",
-                offset=at,
+                f"Zeros, and then data again at byte {data}: a hole", offset=cursor.at, where=self.name, hint=_HINT
+            )
+        cursor.begin += self._skip_direct_padding(cursor.offset, size) - cursor.offset
+        if cursor.begin > cursor.limit:
+            cursor.reload()
+        return 0
+
+    def _check_map_is_reached(self, header: EntryLogHeader, cursor: WindowCursor) -> None:
+        """Raise CorruptRecord if the records end before the ledgers map that the header promises."""
+        if header.version == VERSION_WITHOUT_MAP or self._is_closed_empty(header) or not header.ledgers_map_offset:
+            return
+        if cursor.limit or cursor.at <= header.ledgers_map_offset:
+            raise CorruptRecord(
+                f"Entry log was closed with a ledgers map at byte {header.ledgers_map_offset}, but ends",
+                offset=cursor.at,
                 where=self.name,
                 hint=_HINT,
             )
-        self.end = LogEnd.TORN if limit else LogEnd.END_OF_FILE if at >= self.size() else LogEnd.ZEROS
 
     def _skip_direct_padding(self, at: int, size: int) -> int:
         gap = -at % DIRECT_ALIGNMENT
@@ -295,10 +300,10 @@ class EntryLogReader(FileReader):
         return at + gap
 
     def next_entry(self, at: int, end: int, budget: int) -> tuple[int | None, int]:
-        """Where from byte `at` on and before `end` a plausible entry begins, with something plausible behind it.
+        """Find a plausible entry from byte `at` on and before `end`, with a plausible record behind it.
 
-        None where there is none, or where to look for it costs more than `budget` bytes, of which the second value
-        is what is left. Bytes that the disk does not give are jumped over.
+        Returns its offset and the rest of `budget`. The offset is None if there is none, or finding it would cost more
+        than `budget` bytes of reads. Skips bytes that the disk cannot read.
         """
         window, begin = b"", 0
         while budget > 0:
@@ -324,7 +329,7 @@ class EntryLogReader(FileReader):
         return None, budget
 
     def _is_entry(self, at: int) -> bool:
-        """Whether a plausible entry begins at byte `at`, with something plausible behind it."""
+        """Return True if a plausible entry begins at byte `at`, with a plausible record behind it."""
         try:
             head = self.read(at, _HEAD_SIZE)
             match = _HEAD.match(head)
@@ -349,7 +354,7 @@ class EntryLogReader(FileReader):
         head = self.read(at, 4 + OVERHEAD_SIZE_MAX)
         is_wrong = size > RECORD_SIZE_BYTES_MAX
         if not is_wrong and contradicts_size(head[4:], size):
-            # Or whoever sent the entry said a wrong length of its ledger: where the record ends something else begins.
+            # A client may have sent a wrong ledger length; then another record begins where this one ends.
             is_wrong = rest < size or not self._is_boundary(at + 4 + size)
         elif not is_wrong and rest < size:
             is_cut = len(head) < 4 + OVERHEAD_SIZE_MAX or self._begins_record(head, at)
@@ -360,15 +365,17 @@ class EntryLogReader(FileReader):
             )
 
     def _holds_records(self, at: int, size: int) -> bool:
-        """Whether others begin in the `size` bytes behind the size field at byte `at`; what comes later is not asked:
-        a bookie may have written on."""
+        """Return True if entries begin in the `size` bytes behind the size field at byte `at`.
+
+        Later bytes do not count: a bookie may have written them meanwhile.
+        """
         found, _ = self.next_entry(at + 4 + BODY_SIZE_MIN, at + 4 + size, _PROOF_SIZE_BYTES_MAX)
         return found is not None
 
     def _fits_its_ledger(self, at: int, size: int) -> bool:
-        """Whether the record at byte `at` has just the bytes by which it makes its ledger longer.
+        """Return True if the size of the record at byte `at` matches the growth of its ledger's length.
 
-        Then it is cut indeed, and what looks like entries is its payload. Reads the log up to there.
+        Then the record is really cut, and entries found in it are its payload. Reads the log up to the record.
         """
         try:
             record = read_record(self.read(at + 4, OVERHEAD_SIZE_MAX), 0, OVERHEAD_SIZE_MAX, at, self.name)
@@ -383,11 +390,11 @@ class EntryLogReader(FileReader):
                     before = found
         digest_types = [*DigestType] if record.digest_type is None else [record.digest_type]
         header = HEADER_SIZE_V1 if record.format_version == 1 else HEADER_SIZE_V2
-        overheads = [header + each.code_length for each in digest_types]
+        overheads = [header + digest_type.code_length for digest_type in digest_types]
         return before is not None and size - (record.length - before) in overheads
 
     def _is_boundary(self, at: int) -> bool:
-        """Whether a record may end before byte `at`: another begins there, or the ledgers map, or the log ends."""
+        """Return True if a record may end before byte `at`: at a record, at the ledgers map, or at the log's end."""
         head = self.read(at, 4 + OVERHEAD_SIZE_MAX)
         size = RECORD_SIZE.unpack_from(head)[0] if len(head) >= 4 else 0
         if size == 0:
@@ -395,7 +402,7 @@ class EntryLogReader(FileReader):
         return BODY_SIZE_MIN <= size <= self.size() - at - 4 and self._begins_record(head, at)
 
     def _begins_record(self, head: bytes, at: int) -> bool:
-        """Whether `head` at byte `at` may be the size field and the ids of an entry or a ledgers map."""
+        """Return True if `head` at byte `at` may be the size field and ids of an entry or a ledgers map."""
         try:
             record = read_record(head, 4, len(head) - 4, at, self.name)
         except (CorruptRecord, Unsupported):

@@ -1,4 +1,4 @@
-"""A bookie's ledger indexes, read offline or beside the bookie: one ledger's, or all, whatever the storage class.
+"""The ledger indexes of a bookie, read offline or beside the bookie: of one ledger or all, for every storage class.
 
 The index of a ledger is a file of its own (Interleaved, Sorted), or in the RocksDBs of DbLedgerStorage.
 
@@ -32,7 +32,7 @@ from bkctl.formats.index import (
 )
 from bkctl.ids import LedgerId
 
-#: What a relocation leaves behind: the index itself, where no index file of the ledger is anywhere.
+#: Suffix of the leftover of a relocation; it is the index itself if the ledger has no other index file.
 RELOCATION_SUFFIX: Final = ".rloc"
 
 _SLOTS_PER_READ: Final = 1024
@@ -40,9 +40,9 @@ _SLOT: Final = Struct(">q")
 
 
 class LedgerIndexReader(FileReader):
-    """One ledger's index file: `header` (master key, fenced, explicit LAC packet) and where its entries are.
+    """The index file of one ledger: `header` (master key, fenced, explicit LAC packet) and the locations of entries.
 
-    `ledger` is what the file's place below `current` says; None elsewhere.
+    `ledger` is the ledger of the file's place below `current`; None for a file elsewhere.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -64,7 +64,7 @@ class LedgerIndexReader(FileReader):
 
     @property
     def slot_count(self) -> int:
-        """Entries that the file has a slot for; a part of a slot at the end does not count."""
+        """Return the number of whole slots in the file, one for each entry id."""
         return max(0, self.size() - HEADER_SIZE) // SLOT_SIZE
 
     def locations(
@@ -72,8 +72,8 @@ class LedgerIndexReader(FileReader):
     ) -> Iterator[tuple[int, int]]:
         """Yield (entry id, location) in order for the entries `first` to `last` (None: to the file's end).
 
-        A location is the log id and the offset of the entry (`entry_log.unpack_location`); 0: the entry is not here,
-        and is left out with `skip_absent`.
+        A location is the log id and the offset of the entry (`entry_log.unpack_location`); 0 marks a missing entry,
+        which `skip_absent` leaves out.
         """
         end = self.slot_count if last is None else min(self.slot_count, last + 1)
         entry_id = max(first, 0)
@@ -101,7 +101,7 @@ class LedgerIndexReader(FileReader):
             entry_id += count
 
     def pages(self, first: int = 0, end: int | None = None) -> Iterator[tuple[int, array[int]]]:
-        """Yield (first entry id, locations) in order, windows of slots at once; holes of the file are left out.
+        """Yield (first entry id, locations) in order, a window of slots at a time; skip holes of the file.
 
         From entry `first` on, and before entry `end` (None: to the file's end).
         """
@@ -124,7 +124,7 @@ class LedgerIndexReader(FileReader):
             entry_id += count
 
     def location_of(self, entry_id: int) -> int:
-        """The location of an entry; 0 where it is not here."""
+        """Return the location of an entry; 0 if the entry is missing."""
         if not 0 <= entry_id < self.slot_count:
             return 0
         data = self.read(slot_offset(entry_id), SLOT_SIZE)
@@ -132,7 +132,7 @@ class LedgerIndexReader(FileReader):
 
     @property
     def last_entry_id(self) -> int:
-        """The highest entry that is here; -1 where there is none. Source: LedgerEntryPage.getLastEntry."""
+        """Return the highest entry id with a location; -1 without entries. Source: LedgerEntryPage.getLastEntry."""
         for begin, data_end in reversed(self.data(HEADER_SIZE)):
             first = (begin - HEADER_SIZE) // SLOT_SIZE
             end = min(self.slot_count, -(-(data_end - HEADER_SIZE) // SLOT_SIZE))
@@ -146,31 +146,31 @@ class LedgerIndexReader(FileReader):
 
 
 class EntryLocation(NamedTuple):
-    """Where an entry is: in log `log_id`, its record at byte `offset` (of the size field); `location` as stored."""
+    """The location of an entry as stored: its record is in log `log_id`, the size field at byte `offset`."""
 
     entry_id: int
     location: int
 
     @property
     def log_id(self) -> int:
-        """The entry log's id."""
+        """Return the entry log's id."""
         return unpack_location(self.location)[0]
 
     @property
     def offset(self) -> int:
-        """The byte offset of the record in the log: 4 before the entry that the location points at."""
+        """Return the byte offset of the record in the log: 4 before the entry that the location points at."""
         return unpack_location(self.location)[1] - 4
 
 
 class Gap(NamedTuple):
-    """Entries `first_entry_id` to `last_entry_id`, both included, that are not here although later ones are."""
+    """The missing entries `first_entry_id` to `last_entry_id`, both included, with later entries behind them."""
 
     first_entry_id: int
     last_entry_id: int
 
 
 class LedgerIndex:
-    """What a bookie's index says about one ledger. A context manager; made by `BookieIndexes`."""
+    """The index of one ledger. Use as a context manager. Created by `BookieIndexes`."""
 
     ledger: LedgerId
     #: The index file, or the directory of the locations database.
@@ -180,15 +180,15 @@ class LedgerIndex:
     _explicit_lac_packet: bytes | None
 
     def locations(self) -> Iterator[EntryLocation]:
-        """Yield the entries that are here, in order. Raises Corrupt."""
+        """Yield the present entries, in order. Raises Corrupt."""
         raise AssertionError
 
     def location_of(self, entry_id: int) -> int:
-        """The location of an entry; 0 where it is not here. Raises Corrupt."""
+        """Return the location of an entry; 0 if the entry is missing. Raises Corrupt."""
         raise AssertionError
 
     def gaps(self) -> Iterator[Gap]:
-        """Yield the runs of entries before the last that are not here, in order."""
+        """Yield the runs of missing entries before the last entry, in order."""
         expected = 0
         for entry_id, _ in self.locations():
             if entry_id > expected:
@@ -196,14 +196,14 @@ class LedgerIndex:
             expected = entry_id + 1
 
     def extent(self) -> tuple[int, int]:
-        """How many entries are here, and the last one's id (-1: none)."""
+        """Return the number of entries and the last entry's id (-1: none)."""
         count, last = 0, -1
         for entry_id, _ in self.locations():
             count, last = count + 1, entry_id
         return count, last
 
     def explicit_lac(self) -> int | None:
-        """The last add confirmed that the writer told by itself; None when it told none. Raises Corrupt."""
+        """Return the last add confirmed that the writer sent explicitly; None without one. Raises Corrupt."""
         packet = self._explicit_lac_packet
         return None if packet is None else read_lac_header(packet).last_add_confirmed
 
@@ -256,28 +256,28 @@ class _DatabaseIndex(LedgerIndex):
 
 
 class IndexDatabases(NamedTuple):
-    """The two databases of one directory, for ledgers of scope 0 or for scoped ones, as they were when opened."""
+    """The two databases of one directory, for ledgers of scope 0 or for scoped ledgers, as they were when opened."""
 
     ledgers: LedgersDatabase
     locations: LocationsDatabase
 
     @property
     def scoped(self) -> bool:
-        """Whether they are those of scoped ledgers."""
+        """Return True if the databases are for scoped ledgers."""
         return self.ledgers.scoped
 
 
 class BookieIndexes:
-    """All ledger indexes in a bookie's index directories, as they are now. A context manager.
+    """All ledger indexes in a bookie's index directories, as they are now. Use as a context manager.
 
-    Databases are opened when first asked for, and show what was in them then.
+    Databases are opened at first use, and keep the content of that moment.
     """
 
     def __init__(self, directories: BookieDirectories) -> None:
         self._directories = directories
         self._stack = ExitStack()
         self._databases: list[IndexDatabases] | None = None
-        #: Why databases could not be opened, once `databases` was asked for.
+        #: Errors of databases that could not be opened, filled by `databases`.
         self.problems: list[BkctlError] = []
 
     def __enter__(self) -> Self:
@@ -294,19 +294,22 @@ class BookieIndexes:
     def files(self) -> Iterator[BookieFile]:
         """Yield the ledger index files, directory by directory. Raises NotFound for a missing directory.
 
-        `.idx.rloc`, which a relocation leaves behind, counts where the ledger has no index file of another name: a
-        bookie's start renames it to that.
+        `.idx.rloc`, a leftover of a relocation, counts if the ledger has no other index file: a bookie's start renames
+        it.
         """
-        for each in self._directories.indexes():
-            if each.kind is FileKind.INDEX:
-                yield each
+        for file in self._directories.indexes():
+            if file.kind is FileKind.INDEX:
+                yield file
                 continue
-            ledger = ledger_of_index_path(str(each.path).removesuffix(RELOCATION_SUFFIX))
+            ledger = ledger_of_index_path(str(file.path).removesuffix(RELOCATION_SUFFIX))
             if ledger is not None and not self._paths(ledger):
-                yield each._replace(id=ledger)
+                yield file._replace(id=ledger)
 
     def databases(self) -> list[IndexDatabases]:
-        """The pairs of databases that can be opened; `problems` says why others cannot. Raises NotFound (directory)."""
+        """Return the pairs of databases that can be opened; `problems` has the errors of the others.
+
+        Raises NotFound for a missing directory.
+        """
         if self._databases is None:
             self._databases, self.problems = [], []
             for file in self._directories.rocksdbs():
@@ -323,22 +326,20 @@ class BookieIndexes:
         return self._databases
 
     def open(self, ledger: LedgerId) -> LedgerIndex:
-        """The index of `ledger`, wherever the directories keep it; valid until these are closed.
+        """Return the index of `ledger` in any of the directories; valid until these indexes are closed.
 
-        Raises LedgerNotFound; UsageError where several directories have one; what reading its header raises.
+        Raises LedgerNotFound; UsageError if several directories have one; the errors of reading its header.
         """
         found = self.find(ledger)
         if found is None:
-            where = ", ".join(str(each) for each in self._directories.index_dirs)
-            raise LedgerNotFound(
-                f"There is no index of ledger {ledger} in {where}", hint=f"looked for {index_path(ledger)}"
-            )
+            where = ", ".join(str(directory) for directory in self._directories.index_dirs)
+            raise LedgerNotFound(f"Ledger {ledger} has no index in {where}", hint=f"looked for {index_path(ledger)}")
         return found
 
     def find(self, ledger: LedgerId, *, first: bool = False) -> LedgerIndex | None:
-        """The index of `ledger`; None where the bookie has none. Raises as `open` does.
+        """Return the index of `ledger`; None if the bookie has none. Raises as `open` does.
 
-        Of several the `first` on request, which is the one that a bookie takes.
+        With `first`, return the first of several indexes, which a bookie uses too.
         """
         paths = self._paths(ledger) or self._paths(ledger, RELOCATION_SUFFIX)[:1]
         if len(paths) > 1 and not first:
@@ -347,9 +348,9 @@ class BookieIndexes:
         if paths:
             try:
                 return _FileIndex(ledger, paths[0])
-            except NotFound:  # The bookie deleted the ledger just now.
+            except NotFound:  # The bookie has just deleted the ledger.
                 return None
-            except UsageError as error:  # A directory or a pipe, which nobody asked for by its name.
+            except UsageError as error:  # A directory or a pipe has the name of the index; the user did not name it.
                 raise Corrupt(error.message) from error
         found: list[LedgerIndex] = []
         for pair in self.databases():
@@ -359,16 +360,16 @@ class BookieIndexes:
         if not found and self.problems:
             raise self.problems[0]
         if len(found) > 1 and not first:
-            listed = ", ".join(str(each.path) for each in found)
+            listed = ", ".join(str(index.path) for index in found)
             raise UsageError(f"{len(found)} databases have ledger {ledger}: {listed}", hint="give one directory")
         return found[0] if found else None
 
     def ledgers(self, scope_id: int | None = None) -> list[LedgerId]:
-        """The ledgers that the bookie has, in order; with `scope_id` those of one scope.
+        """Return the ledgers of the bookie in order; with `scope_id` only of that scope.
 
         Raises NotFound for a missing directory, Corrupt.
         """
-        found = {each.id for each in self.files() if isinstance(each.id, LedgerId)}
+        found = {file.id for file in self.files() if isinstance(file.id, LedgerId)}
         for pair in self.databases():
             found.update(ledger for ledger, _ in pair.ledgers.ledgers())
         if self.problems:
@@ -378,4 +379,4 @@ class BookieIndexes:
     def _paths(self, ledger: LedgerId, suffix: str = "") -> list[Path]:
         name = index_path(ledger) + suffix
         currents = dict.fromkeys(map(current_of, self._directories.index_dirs))
-        return [path for each in currents if (path := each / name).exists()]
+        return [path for current in currents if (path := current / name).exists()]

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, TypeVar
 from bkctl.disk import SECTOR_SIZE_BYTES
 from bkctl.errors import BkctlError, Corrupt, CorruptRecord, Unsupported
 from bkctl.files.scan import ROW_SIZE_MAX, RecordBatch, end_of_padding, take_journal_entries
-from bkctl.files.windows import WINDOW_SIZE_BYTES, FileReader
+from bkctl.files.windows import WINDOW_SIZE_BYTES, FileReader, WindowCursor
 from bkctl.formats.entry import OVERHEAD_SIZE_MAX
 from bkctl.formats.journal import (
     ALIGNMENT_DEFAULT,
@@ -38,14 +38,14 @@ from bkctl.formats.record import (
     read_record,
 )
 
-#: How much before a sector border is looked at: more than the padding at the default alignment.
+#: Bytes that are examined before a sector border: more than the padding at the default alignment.
 _TAIL_SIZE: Final = 2 * SECTOR_SIZE_BYTES
 _PADDING_START: Final = RECORD_SIZE.pack(PADDING_MASK)
-#: What the padding of one group takes at most: alignments go up to 1 MiB.
+#: The largest padding of a group: alignments go up to 1 MiB.
 _PADDING_SIZE_BYTES_MAX: Final = (1 << 20) + PADDING_HEADER_SIZE
-#: How often the end of a journal is read anew while a bookie writes there.
+#: Reads of the end of a journal while a bookie writes there.
 _STILL_ATTEMPTS_MAX: Final = 20
-_READ_ON_HINT: Final = "what stands before it is undamaged, 'bkctl journal verify' tells what is behind it"
+_READ_ON_HINT: Final = "the records before it are undamaged, 'bkctl journal verify' shows what is behind it"
 _GAP_HINT: Final = (
     f"{_READ_ON_HINT}. A bookie with journalSyncData=false, and Apache's with several groups under way, can leave such "
     "a gap after a power failure"
@@ -54,8 +54,8 @@ _GAP_HINT: Final = (
 _ROW_V1: Final = Struct(">iQqqq")
 _ROW_V2: Final = Struct(">iBQQqqq")
 _HEAD_SIZE: Final = _ROW_V2.size
-#: What a record begins with, as far as all have it in common: a size from 16 bytes to 256 MiB, ids below what they
-#: could be at most, an entry's LAC and length.
+#: The common start of all records: a size from 16 bytes to 256 MiB, ids below plausible limits, an entry's LAC and
+#: length.
 _HEAD: Final = re.compile(
     rb"(?!\x00{3}[\x00-\x0f])[\x00-\x0f].{3}"
     rb"(?:[\x00-\x7f].{7}|[\xa0-\xa4].{16})"
@@ -69,7 +69,7 @@ _Take = Callable[[bytes, int], tuple[Sequence[int], int]]
 
 
 class JournalEnd(StrEnum):
-    """Why a journal's records end where they do; the values are the words of every output."""
+    """The reason why a journal's records end; the values are the words of every output."""
 
     #: The file ends behind a whole record.
     END_OF_FILE = "endOfFile"
@@ -82,10 +82,10 @@ class JournalEnd(StrEnum):
 
 
 class Behind(NamedTuple):
-    """What lies behind the place where a journal's records end.
+    """The bytes behind the end of a journal's records.
 
-    `size_bytes` up to the last byte that is not zero; `record_count` plausible records in it, `entry_count` of them
-    entries, the first of all at byte `resumes_at`. A payload that looks like records counts as such.
+    `size_bytes` up to the last nonzero byte; `record_count` plausible records in them, `entry_count` of them entries,
+    the first at byte `resumes_at`. A payload that looks like records counts too.
     """
 
     size_bytes: int = 0
@@ -97,8 +97,8 @@ class Behind(NamedTuple):
 class JournalReader(FileReader):
     """One journal file of any version, 1 to 7.
 
-    `version` is the file's, `journal_id` what its name says (None for another name), `position` the offset after the
-    last record that was read: what a last mark would point at. `end` tells why, once `records` or `batches` ended.
+    `version` is the file's; `journal_id` comes from its name (None for another name). `position` is the offset after
+    the last record that was read, as a last mark has it. Once `records` or `batches` ended, `end` has the reason.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -112,9 +112,9 @@ class JournalReader(FileReader):
         self.header_size = header_size(self.version)
         self.position = self.header_size
         self.end = JournalEnd.DAMAGED
-        #: Where the windows of the scan begin: between two records.
+        #: Offsets of the scan's windows; each is between two records.
         self._window_starts: list[int] = []
-        #: The group that was looked for last begins here.
+        #: Start of the group that `_group_start` found last.
         self._known_group = self.header_size
 
     @classmethod
@@ -125,9 +125,9 @@ class JournalReader(FileReader):
     def records(self, start: int = 0, *, padding: bool = False) -> Iterator[Record]:
         """Yield records in file order from byte `start` (0: just after the header), padding only if asked for.
 
-        Zeros to the end of the file end the scan quietly, and so does an incomplete group of records that nothing
-        follows: the bookie stopped writing there (see `_is_incomplete_group`). Raises CorruptRecord at anything else
-        that is not a record, Unsupported at an entry of an unknown format version.
+        The scan ends without an error at zeros up to the end of the file, and at an incomplete last group of records:
+        the bookie stopped writing there (see `_to_incomplete_group`). Raises CorruptRecord at anything else that is not
+        a record, Unsupported at an entry of an unknown format version.
         """
         return self._to_incomplete_group(self._records(start, padding=padding))
 
@@ -153,10 +153,10 @@ class JournalReader(FileReader):
                 yield record
 
     def batches(self, start: int = 0, end: int | None = None, *, padding: bool = False) -> Iterator[RecordBatch]:
-        """Yield what `records` yields, and raise what it raises, as columns: several times as fast.
+        """Yield the records of `records` as columns, several times as fast; raise the same errors.
 
-        With `end` only records that begin before that byte. All records before damage are in the batches before the
-        error. Padding, special records and the few entries that need a second look come in batches of their own.
+        With `end`, only records that begin before that byte. All records before damage are in the batches before the
+        error. Padding, special records and the few entries that need a closer look come in batches of their own.
         """
         return self._to_incomplete_group(self._batches(start, end, padding=padding))
 
@@ -196,9 +196,9 @@ class JournalReader(FileReader):
             yield RecordBatch.of_record(record, window, begin)
 
     def _to_incomplete_group(self, rows: Iterator[_Row]) -> Iterator[_Row]:
-        """Yield `rows`; an error at an incomplete last group ends them quietly.
+        """Yield `rows`; end without an error at an incomplete last group.
 
-        Raises CorruptRecord where records that end quietly reach over later groups: one of their sizes is wrong.
+        Raises CorruptRecord if the last records reach over later groups: one of their sizes is wrong.
         """
         try:
             yield from rows
@@ -217,12 +217,12 @@ class JournalReader(FileReader):
     # A group of records is written as one and synced before the next group is written, so only the last group of a
     # journal can be incomplete. Groups begin at sector borders (version 5 and later), and a disk writes sectors whole
     # or not at all: an incomplete group has the right bytes in some sectors and zeros in the others. Its chain of
-    # records therefore breaks only at a size field of which a part is in a sector of zeros, or behind the file's end.
-    # A break elsewhere is damage. So is a break in a group that another one follows, which shows by the padding that
-    # ends a group, or by records that begin where the zeros end.
+    # records therefore breaks only at a size field that is partly in a sector of zeros, or behind the file's end.
+    # A break elsewhere is damage, and so is a break before a later group. Padding that ends a group, or records that
+    # begin where zeros end, show a later group.
 
     def _check_last_group(self) -> None:
-        """Raise CorruptRecord where the last group has no padding at its end, and another group begins in it."""
+        """Raise CorruptRecord if the last group has no padding at its end, and another group begins in it."""
         start = max(0, self.position - _TAIL_SIZE)
         tail = self.read(start, self.position - start)
         at = tail.rfind(_PADDING_START)
@@ -240,7 +240,7 @@ class JournalReader(FileReader):
             )  # fmt: skip
 
     def _fields(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the offset of each record and padding from `start` to `stop`, its size, and the bytes of its fields."""
+        """Yield (offset, size, bytes of the size fields) of each record and padding from `start` to `stop`."""
         at = start
         while at < stop:
             head = self.read(at, PADDING_HEADER_SIZE).ljust(PADDING_HEADER_SIZE, b"\0")
@@ -269,14 +269,14 @@ class JournalReader(FileReader):
         return stop
 
     def is_in_last_group(self, at: int) -> bool:
-        """Return whether the record at byte `at` may be of the last group: the one that a crash can leave incomplete.
+        """Return True if the record at byte `at` may be in the last group, which a crash can leave incomplete.
 
-        True before version 5, where nothing tells groups apart.
+        Always True before version 5, where groups cannot be told apart.
         """
         return self.version < VERSION_PADDING or self.find_later_group(self._group_start(at)) is None
 
     def _has_lost_field(self, start: int, at: int) -> bool:
-        """Return whether a part of a size field, from byte `start` to the one at `at`, is in a sector of zeros."""
+        """Return True if any size field from byte `start` to byte `at` is partly in a sector of zeros."""
         for offset, _, size in self._fields(start, at + 1):
             for sector in range(offset - offset % SECTOR_SIZE_BYTES, offset + size, SECTOR_SIZE_BYTES):
                 data = self.read(sector, SECTOR_SIZE_BYTES)
@@ -285,7 +285,7 @@ class JournalReader(FileReader):
         return False
 
     def find_later_group(self, start: int) -> int | None:
-        """Return where a group begins behind the one that begins at byte `start`; None where nothing shows one.
+        """Return where a group begins behind the one at byte `start`; None if none shows.
 
         A group begins behind padding of zeros that ends at a sector border, and may begin behind a sector of zeros.
         Version 5 and later. Reads the rest of the file once. A payload can look like the end of a group.
@@ -307,7 +307,7 @@ class JournalReader(FileReader):
         return None
 
     def _padded_border(self, window: bytes, at: int) -> int | None:
-        """Return the first sector border behind padding that begins in `window`, where data follows."""
+        """Return the first sector border behind padding in `window` that data follows; None without one."""
         begin = -1
         while (begin := window.find(_PADDING_START, begin + 1)) >= 0:
             head = window[begin : begin + PADDING_HEADER_SIZE]
@@ -327,9 +327,9 @@ class JournalReader(FileReader):
         return None
 
     def _records_behind_zeros(self, window: bytes, at: int, start: int) -> int | None:
-        """Return the first sector border of `window` where a record begins behind what the end of a group can be.
+        """Return the first sector border of `window` where a record begins behind a possible end of a group.
 
-        That is a sector of zeros, or the count and the zeros of a padding record.
+        A group can end with a sector of zeros, or with the count and the zeros of a padding record.
         """
         for begin in range(-at % SECTOR_SIZE_BYTES, len(window), SECTOR_SIZE_BYTES):
             border = at + begin
@@ -346,7 +346,7 @@ class JournalReader(FileReader):
         return Record(offset, count, RecordType.PADDING, NO_LEDGER, NO_ENTRY, None, None, 1, None, b"")
 
     def _record(self, window: bytes, begin: int, size: int, offset: int) -> Record | None:
-        """The record at `begin`; None where only its size reached the disk, and the journal ends."""
+        """Return the record at `begin`; None at the journal's end, where only a size reached the disk."""
         record = read_record(window, begin + 4, size, offset, self.name)
         if record.format_version == 2 and self.version < VERSION_SCOPED:
             raise CorruptRecord(f"Scoped record in a journal of version {self.version}", offset=offset, where=self.name)
@@ -356,93 +356,94 @@ class JournalReader(FileReader):
         return record
 
     def _runs(self, start: int, take: _Take) -> Iterator[tuple[bytes, int, Sequence[int]]]:
-        """Yield (window, its file offset, where records begin in it) over the whole journal from byte `start` on.
+        """Yield (window, its file offset, where records begin in it) over the journal from byte `start` on.
 
-        `take` says which records of a window belong together, and where the first stands that does not: that one
-        comes alone, padding too. Raises as `records` does, and says in `end` why there are no more.
+        `take` returns the records of a window that belong together, and the byte of the next record: that record (or
+        padding) is yielded alone. Raises as `records` does, and sets `end` to the reason why the records end.
         """
-        at, begin = max(start, self.header_size), 0
-        self.position, self.end = at, JournalEnd.DAMAGED
+        self.position, self.end = max(start, self.header_size), JournalEnd.DAMAGED
         self._window_starts.clear()
-        self._known_group = at
-        window = self._still_window(at)
-        limit = len(window)
+        self._known_group = self.position
+        cursor = WindowCursor(self._still_window, self.position)
         if self.size() < (self.header_size or HEADER.size):
-            # Too short for a record, and maybe the first bytes of a header.
+            # Too short for a record; maybe the first bytes of a header.
             self.end = JournalEnd.TORN if self.size() else JournalEnd.END_OF_FILE
             return
         while True:
-            begins, begin = take(window, begin)
+            begins, cursor.begin = take(cursor.window, cursor.begin)
             if begins:
-                yield window, at, begins
-            self.position = at + begin
-            if begin + 4 > limit:
-                if begin == 0:
-                    self.end = JournalEnd.TORN if limit else JournalEnd.END_OF_FILE
+                yield cursor.window, cursor.at, begins
+            self.position = cursor.offset
+            if cursor.begin + 4 > cursor.limit:
+                if cursor.begin == 0:
+                    self.end = JournalEnd.TORN if cursor.limit else JournalEnd.END_OF_FILE
                     return
-                at, begin = at + begin, 0
-                window = self._still_window(at)
-                limit = len(window)
+                cursor.reload()
                 continue
-            (size,) = RECORD_SIZE.unpack_from(window, begin)
-            end = begin + 4 + size
-            if size > 0 and end <= limit and (begin == 0 or begin + ROW_SIZE_MAX <= limit):
-                yield window, at, (begin,)
-                begin = end
-            elif size > 0:
-                # It goes on behind the window, or is too near to its end to be taken with others.
-                at, begin, crosses = at + begin, 0, end > limit
-                if crosses and self._is_torn(at, size):
-                    self.end = JournalEnd.TORN
-                    return
-                window = self._still_window(at, 4 + size)
-                limit = len(window)
-                if limit < 4 + size:
-                    self.end = JournalEnd.TORN
-                    return
-            elif size == 0:
-                if self._is_end(at + begin):
-                    self.end = JournalEnd.ZEROS
-                    return
-                at, begin = at + begin, 0
-                window = self._still_window(at)
-                limit = len(window)
-            elif size == PADDING_MASK and self.version >= VERSION_PADDING:
-                if begin + PADDING_HEADER_SIZE > limit:
-                    at, begin = at + begin, 0
-                    window = self._still_window(at)
-                    limit = len(window)
-                    if limit < PADDING_HEADER_SIZE:
-                        self.end = JournalEnd.TORN
-                        return
-                end = begin + PADDING_HEADER_SIZE + self._padding_count(window, begin, at + begin)
-                if end > limit and at + end > self.size():
-                    self.end = JournalEnd.TORN
-                    return
-                yield window, at, (begin,)
-                begin = end
-                if begin > limit:
-                    at, begin = at + begin, 0
-                    window = self._still_window(at)
-                    limit = len(window)
-            else:
-                raise CorruptRecord(f"Record has length {size}", offset=at + begin, where=self.name, hint=_READ_ON_HINT)
+            stop = self._end_of_single(cursor)
+            if stop is None:
+                return
+            if stop:
+                yield cursor.window, cursor.at, (cursor.begin,)
+                cursor.begin = stop
+                if stop > cursor.limit:
+                    cursor.reload()
+
+    def _end_of_single(self, cursor: WindowCursor) -> int | None:
+        """Return where the record or padding at the cursor ends in the window.
+
+        Returns 0 after moving the cursor, None at the end of the records (`end` has the reason). Raises CorruptRecord.
+        """
+        (size,) = RECORD_SIZE.unpack_from(cursor.window, cursor.begin)
+        if size > 0:
+            stop: int = cursor.begin + 4 + size
+            if stop <= cursor.limit and (cursor.begin == 0 or cursor.begin + ROW_SIZE_MAX <= cursor.limit):
+                return stop
+            # The record crosses the end of the window, or is too near to it for `take`.
+            is_torn = stop > cursor.limit and self._is_torn(cursor.offset, size)
+            if not is_torn:
+                cursor.reload(4 + size)
+                is_torn = cursor.limit < 4 + size
+            if not is_torn:
+                return 0
+            self.end = JournalEnd.TORN
+            return None
+        if size == 0:
+            if self._is_end(cursor.offset):
+                self.end = JournalEnd.ZEROS
+                return None
+            cursor.reload()
+            return 0
+        if size == PADDING_MASK and self.version >= VERSION_PADDING:
+            return self._end_of_padding(cursor)
+        raise CorruptRecord(f"Record has length {size}", offset=cursor.offset, where=self.name, hint=_READ_ON_HINT)
+
+    def _end_of_padding(self, cursor: WindowCursor) -> int | None:
+        if cursor.begin + PADDING_HEADER_SIZE > cursor.limit:
+            cursor.reload()
+        if cursor.limit >= PADDING_HEADER_SIZE:
+            count = self._padding_count(cursor.window, cursor.begin, cursor.offset)
+            stop = cursor.begin + PADDING_HEADER_SIZE + count
+            if stop <= cursor.limit or cursor.at + stop <= self.size():
+                return stop
+        self.end = JournalEnd.TORN
+        return None
 
     def _still_window(self, at: int, needed: int = 0) -> bytes:
-        """A window that no bookie is writing to at this moment: part of a record would pass for a whole one."""
+        """Return a window that no bookie writes to now: half of a record would pass for a whole one."""
         self._window_starts.append(at)
         window = self.window(at, needed)
         for _ in range(_STILL_ATTEMPTS_MAX):
             if window and window[-1]:
                 break
-            again = self.window(at, needed)
-            if again == window:
+            reread = self.window(at, needed)
+            if reread == window:
                 break
-            window = again
+            window = reread
         return window
 
     def _padding_count(self, window: bytes, begin: int, offset: int) -> int:
-        """Bytes of the padding at file `offset`. Raises CorruptRecord where they may be the records of other groups."""
+        """Return the size of the padding at file `offset`. Raises CorruptRecord if it may cover later groups."""
         count: int = RECORD_SIZE.unpack_from(window, begin + 4)[0]
         end = offset + PADDING_HEADER_SIZE + count
         is_padding = 0 <= count < SECTOR_SIZE_BYTES and end % SECTOR_SIZE_BYTES == 0
@@ -454,9 +455,9 @@ class JournalReader(FileReader):
         return count
 
     def look_behind(self, start: int) -> Behind:
-        """What lies from byte `start` on, where the records ended: bytes, and plausible records among them.
+        """Return the bytes and plausible records from byte `start` on, where the records ended.
 
-        Reads the rest of the file about once, whatever is in it; what the disk does not give is jumped over.
+        Reads the rest of the file about once, and skips bytes that the disk cannot read.
         """
         record_count = entry_count = 0
         data_end, resumes_at = start, None
@@ -489,9 +490,9 @@ class JournalReader(FileReader):
             begin = end - at
 
     def _chain(self, at: int) -> tuple[int, int, int]:
-        """Where plausible records end that follow each other from byte `at`; how many they are, and how many entries.
+        """Follow plausible records from byte `at`; return (end, number of records, number of entries).
 
-        One alone counts where padding (before version 5: zeros) or the end of the file follows it.
+        A single record counts if padding (before version 5: zeros) or the end of the file follows it.
         """
         size_bytes = self.size()
         records = entries = 0
@@ -525,12 +526,12 @@ class JournalReader(FileReader):
         return (at, records, entries) if records > 1 or ended else (at, 0, 0)
 
     def _is_torn(self, at: int, size: int) -> bool:
-        """Whether the record at `at` goes on behind the file's end. Raises CorruptRecord where its size is damage."""
+        """Return True if the file ends within the record at `at`. Raises CorruptRecord if its size is damaged."""
         if size > RECORD_SIZE_BYTES_MAX:
             raise CorruptRecord(f"Record has length {size}", offset=at, where=self.name, hint=_READ_ON_HINT)
         rest = self.size() - at - 4
         contradiction = contradicts_size(self.read(at + 4, OVERHEAD_SIZE_MAX), size)
-        # Whoever sent the entry may have said any length of its ledger: where the record ends something else begins.
+        # A client may have sent a wrong ledger length; then another record begins where this one ends.
         if rest >= size and (not contradiction or self._is_boundary(at + 4 + size)):
             return False
         if contradiction or (
@@ -542,7 +543,7 @@ class JournalReader(FileReader):
         return True
 
     def _is_boundary(self, at: int) -> bool:
-        """Whether a record may end before byte `at`: another begins there, or padding, or the file ends."""
+        """Return True if a record may end before byte `at`: at a record, at padding, or at the file's end."""
         head = self.read(at, _HEAD_SIZE)
         if len(head) < PADDING_HEADER_SIZE:
             return not any(head)
@@ -556,7 +557,7 @@ class JournalReader(FileReader):
         return _HEAD.match(head) is not None and size <= self.size() - at - 4
 
     def _is_end(self, at: int) -> bool:
-        """Whether only zeros follow from `at`, where there was one; False where a bookie has written on meanwhile."""
+        """Return True if only zeros follow from `at`, where one was; False if a bookie has written there meanwhile."""
         data = self.next_data(at)
         if data is None:
             return True
@@ -568,7 +569,7 @@ class JournalReader(FileReader):
 
 
 def _ends_group(tail: bytes) -> bool:
-    """Return whether `tail`, before a sector border, can end a group: by a sector of zeros, or by padding."""
+    """Return True if `tail`, the bytes before a sector border, can end a group: by a sector of zeros, or by padding."""
     zeros = len(tail) - len(tail.rstrip(b"\0"))
     if zeros >= SECTOR_SIZE_BYTES:
         return True
@@ -577,9 +578,9 @@ def _ends_group(tail: bytes) -> bool:
 
 
 def _take_frames(window: bytes, begin: int, skips_padding: bool) -> tuple[list[int], int]:
-    """Where records begin in `window` from byte `begin`, and where the first stands that is not whole or has no size.
+    """Return where records begin in `window` from byte `begin`, and the byte of the first cut or empty one.
 
-    With `skips_padding` that is over padding of zeros, too.
+    `skips_padding` also skips padding of zeros.
     """
     begins: list[int] = []
     add, read_size = begins.append, RECORD_SIZE.unpack_from
@@ -602,14 +603,14 @@ def _take_frames(window: bytes, begin: int, skips_padding: bool) -> tuple[list[i
 
 
 def read_last_mark(dirs: Iterable[Path | str], journal_index: int = 0, journal_count: int = 1) -> LogMark:
-    """The last mark of one of a bookie's journal directories: the highest that its ledger directories keep.
+    """Return the last mark of one of a bookie's journal directories: the highest of its ledger directories.
 
-    Files that are missing or of another size do not count, as in Apache's bookie; without any it is (0, 0), which
-    means that the whole journal counts. Source: Journal.LastLogMark.readLog.
+    Ignores missing files and files of another size, as Apache's bookie does. Without any mark it is (0, 0): a replay
+    reads the whole journal. Source: Journal.LastLogMark.readLog.
     """
     highest = LogMark(0, 0)
-    for each in dirs:
-        directory = Path(each)
+    for name in dirs:
+        directory = Path(name)
         current = directory / "current"
         path = (current if current.is_dir() else directory) / last_mark_name(journal_index, journal_count)
         try:

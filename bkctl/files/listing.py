@@ -1,4 +1,4 @@
-"""What the listing commands show of a bookie's files: entry logs at a glance, some records.
+"""Summaries of entry logs, their contents by ledger, and the filter for records to show.
 
 Source: ReadJournalCommand, ReadLogCommand.
 """
@@ -19,49 +19,49 @@ from bkctl.formats.entry_log import HEADER_SIZE, VERSION_WITHOUT_MAP, compaction
 from bkctl.formats.record import Record, RecordType
 from bkctl.ids import LedgerId
 
-#: Records that belong to no ledger are left out unless asked for by type, as Apache's tools leave them out.
+#: Records without a ledger are left out unless asked for by type, as in Apache's tools.
 FILLER_TYPES: Final = frozenset((RecordType.PADDING, RecordType.LEDGERS_MAP))
 
 
-class LogState(StrEnum):
-    """How far a log has come; the values are the words of every output."""
+class LogStage(StrEnum):
+    """The stage of a log in its life; the values are the words of every output."""
 
-    #: Allocated, and not yet written to.
+    #: Allocated and still unwritten.
     EMPTY = "empty"
-    #: Without a ledgers map: being written, left so when the bookie stopped, or of header version 0.
+    #: Without a ledgers map: being written, unfinished when the bookie stopped, or of header version 0.
     OPEN = "open"
     #: Finished with a ledgers map.
     CLOSED = "closed"
-    #: `<id>.log.compacting`: a compaction writes it, or did not live to finish it; a bookie's start deletes it.
+    #: `<id>.log.compacting`: written by a compaction that runs or was killed; a bookie's start deletes it.
     COMPACTING = "compacting"
-    #: `<id>.log.<source>.compacted`: complete, while the index may still point at the source; a start goes on there.
+    #: `<id>.log.<source>.compacted`: complete, but the index may still point at the source; a start resumes there.
     COMPACTED = "compacted"
 
 
 class EntryLogSummary(NamedTuple):
-    """An entry log and what its header says; `ledgers_count` is None where the log has no ledgers map.
+    """An entry log and its header; `ledgers_count` is None without a ledgers map.
 
-    `version` is None for an empty file and where `error` says why it is not known; then `state` is None too.
+    `version` is None for an empty file. With `error` (the version is unknown) `version` and `state` are None.
     """
 
     file: BookieFile
     version: int | None
-    state: LogState | None
+    state: LogStage | None
     ledgers_map_offset: int | None
     ledgers_count: int | None
     error: BkctlError | None = None
 
     @property
     def source_id(self) -> int | None:
-        """The log that was compacted into this one, as the name of a compaction's file says."""
+        """Return the id of the log that was compacted into this file, from the file's name; None for other files."""
         compaction = compaction_of(self.file.path.name)
         return None if compaction is None else compaction.source_id
 
 
 def entry_log_summaries(directories: BookieDirectories) -> Iterator[EntryLogSummary]:
-    """Yield the entry logs in order, scoped ones last in each directory, then what compactions left unfinished.
+    """Yield the entry logs in order, scoped ones last in each directory, then files of unfinished compactions.
 
-    A log that a running bookie deletes meanwhile is left out. Raises NotFound for a missing directory.
+    Skips a log that a running bookie deletes meanwhile. Raises NotFound for a missing directory.
     """
     for file in [*directories.entry_logs(), *directories.compaction_logs()]:
         try:
@@ -74,12 +74,12 @@ def entry_log_summaries(directories: BookieDirectories) -> Iterator[EntryLogSumm
             continue
         compaction = compaction_of(file.path.name)
         if compaction is not None:
-            state = LogState.COMPACTING if compaction.source_id is None else LogState.COMPACTED
+            state = LogStage.COMPACTING if compaction.source_id is None else LogStage.COMPACTED
         elif header is None:
-            state = LogState.EMPTY
+            state = LogStage.EMPTY
         else:
             closed = header.ledgers_map_offset and header.version != VERSION_WITHOUT_MAP
-            state = LogState.CLOSED if closed else LogState.OPEN
+            state = LogStage.CLOSED if closed else LogStage.OPEN
         if header is not None and header.ledgers_map_offset and header.version != VERSION_WITHOUT_MAP:
             counts: tuple[int | None, int | None] = header.ledgers_map_offset, header.ledgers_count
         else:
@@ -90,8 +90,8 @@ def entry_log_summaries(directories: BookieDirectories) -> Iterator[EntryLogSumm
 class LogContents(NamedTuple):
     """The ledgers of a log, in order, with their bytes (entries and their size fields).
 
-    `from_map` False: counted by a scan. `error` says what is wrong: with the ledgers map, then `complete` is True and
-    the scan told all there is; or with the records, then `sizes` counts those that stand before.
+    `from_map` is False after a scan. `error` is the damage: of the ledgers map if `complete` (the scan read every
+    record), else of the records (`sizes` has the records before it).
     """
 
     sizes: dict[LedgerId, int]
@@ -101,12 +101,12 @@ class LogContents(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of all ledgers."""
+        """Return the bytes of all ledgers."""
         return sum(self.sizes.values())
 
 
 def log_contents(reader: EntryLogReader) -> LogContents:
-    """What a log holds: its ledgers map says, or a scan where it has none or a damaged one.
+    """Return the contents of a log: from its ledgers map, or by a scan if the map is missing or damaged.
 
     Source: DefaultEntryLogger.getEntryLogMetadata.
     """
@@ -133,10 +133,10 @@ def _sizes_before_damage(reader: EntryLogReader) -> dict[LedgerId, int]:
 
 
 class RecordFilter(NamedTuple):
-    """Which records to show; None asks for nothing. `types` None: all but padding and ledgers maps.
+    """The records to show; None matches any. `types` None: all but padding and ledgers maps.
 
-    `position_first` is where the first one begins (0: behind the header), `position_last` the last offset at which a
-    shown one may begin. All methods raise CorruptRecord for a first position within the header.
+    `position_first` is the byte at which the first record begins (0: behind the header), `position_last` the last byte
+    at which a record may begin. All methods raise CorruptRecord for a first position within the header.
     """
 
     ledger: LedgerId | None = None
@@ -147,28 +147,28 @@ class RecordFilter(NamedTuple):
     position_last: int | None = None
 
     def of_journal(self, reader: JournalReader, start: int = 0) -> Iterator[Record]:
-        """The chosen records of a journal, from byte `start` on."""
+        """Return the matching records of a journal, from byte `start` on."""
         padding = self.types is not None and RecordType.PADDING in self.types
         first = max(start, self._first(reader.header_size, reader.name))
         return self._choose(reader.records(first, padding=padding))
 
     def batches_of_journal(self, reader: JournalReader, start: int = 0) -> Iterator[RecordBatch]:
-        """The same as `of_journal`, as columns."""
+        """Return the records of `of_journal` as columns."""
         types, last = self.types, self.position_last
         padding = types is not None and RecordType.PADDING in types
         first = max(start, self._first(reader.header_size, reader.name))
         return self._choose_batches(reader.batches(first, None if last is None else last + 1, padding=padding))
 
     def of_entry_log(self, reader: EntryLogReader) -> Iterator[Record]:
-        """The chosen records of an entry log."""
-        special = self.types is not None and any(each in self.types for each in FILLER_TYPES)
+        """Return the matching records of an entry log."""
+        special = self.types is not None and any(filler in self.types for filler in FILLER_TYPES)
         end = None if self.position_last is None else self.position_last + 1
         return self._choose(reader.records(self._first(HEADER_SIZE, reader.name), end, special=special))
 
     def batches_of_entry_log(self, reader: EntryLogReader) -> Iterator[RecordBatch]:
-        """The same as `of_entry_log`, as columns."""
+        """Return the records of `of_entry_log` as columns."""
         types, last = self.types, self.position_last
-        special = types is not None and any(each in types for each in FILLER_TYPES)
+        special = types is not None and any(filler in types for filler in FILLER_TYPES)
         end = None if last is None else last + 1
         return self._choose_batches(reader.batches(self._first(HEADER_SIZE, reader.name), end, special=special))
 

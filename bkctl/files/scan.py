@@ -1,7 +1,7 @@
-"""Where the records of an entry log are, as columns: the inner loop of everything that looks at whole logs.
+"""Records of an entry log or journal as columns: the inner loop of every reader of whole files.
 
-`take_entries` walks the records of a window from one size field to the next and stops at the first that is no plain
-entry; what that means (the window's end, padding, a ledgers map, damage) is for its caller. Source:
+`take_entries` walks the records of a window by their size fields and stops at the first record that is not a plain
+entry. The caller decides what that record means: the window's end, padding, a ledgers map, or damage. Source:
 DefaultEntryLogger.scanEntryLog.
 """
 
@@ -16,14 +16,14 @@ from bkctl.formats.journal import PADDING_HEADER_SIZE, PADDING_MASK
 from bkctl.formats.record import RECORD_SIZE, Record, RecordType, read_record
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
 
-#: Rows in one batch at most: what bounds the memory of those who turn columns into lists.
+#: Rows in one batch at most; this bounds the memory of readers that turn columns into lists.
 BATCH_ROWS_MAX: Final = 16_384
 
 _ROW_V1: Final = Struct(">iQqqq")
 _ROW_V2: Final = Struct(">iBQQqqq")
-#: Bytes that the fields of a record take at most, its size field included.
+#: Bytes of a record's fields at most, its size field included.
 ROW_SIZE_MAX: Final = _ROW_V2.size
-#: What `_scan` must say of itself: one that was built from other sources, or none at all, is not used.
+#: The version that `_scan` must have: a module built from other sources is not used.
 COMPILED_API: Final = 4
 try:
     from bkctl.files import _scan as compiled
@@ -33,21 +33,22 @@ else:
     if getattr(compiled, "API", None) != COMPILED_API:
         compiled = None  # type: ignore[assignment]
 
-#: Where the fields of a row are that every version has; negative: from its end.
+#: Positions in a row of the fields that every version has; negative: from its end.
 _PLACES: Final = {"sizes": 0, "entry_ids": -3, "last_add_confirmed": -2, "lengths": -1}
 
 _new_ledger = LedgerId._make
 
 
 class RecordBatch:
-    """Records of one entry log in file order, as columns: lists of one length, made when first asked for.
+    """Records of one file in file order, as columns: lists of one length, built at first use.
 
-    Nearly every batch holds plain entries only (`types` is None). Any other record (a ledgers map, padding, an entry
-    too short for its header) comes in a batch of its own, with `last_add_confirmed` and `lengths` None where it has
-    none, as in the Record of `EntryLogReader.records`.
+    Nearly every batch has plain entries only (`types` is None). Any other record (a ledgers map, padding, an entry too
+    short for its header) comes in a batch of its own; its `last_add_confirmed` and `lengths` are None if it has none,
+    as in the Record of `EntryLogReader.records`.
 
-    `offsets` are those of the size fields in the file (an entry's location is that + 4), `sizes` the size fields,
-    `format_version` 1 or 2 for all of them. `scope_ids` and `ledger_ids` are unsigned, `ledgers` the same as LedgerId.
+    `offsets` are the file offsets of the size fields (an entry's location is 4 more), `sizes` the size fields,
+    `format_version` is 1 or 2 for all records. `scope_ids` and `ledger_ids` are unsigned; `ledgers` has both as
+    LedgerId.
     """
 
     __slots__ = ("_at", "_begins", "_columns", "_flat", "_ledgers", "_record", "_width", "_window", "format_version")
@@ -65,7 +66,7 @@ class RecordBatch:
 
     @classmethod
     def of_record(cls, record: Record, window: bytes, begin: int) -> RecordBatch:
-        """The batch that holds `record` alone, whose size field is at byte `begin` of `window`."""
+        """Return a batch of `record` alone; its size field is at byte `begin` of `window`."""
         return cls(window, record.offset - begin, [begin], (), record.format_version, record)
 
     def __len__(self) -> int:
@@ -73,63 +74,63 @@ class RecordBatch:
 
     @property
     def window(self) -> bytes:
-        """The part of the file that holds these records."""
+        """Return the part of the file that has these records."""
         return self._window
 
     @property
     def window_offset(self) -> int:
-        """Where `window` is in the file."""
+        """Return the file offset of `window`."""
         return self._at
 
     @property
     def begins(self) -> Sequence[int]:
-        """Where in `window` their size fields are."""
+        """Return the offsets of the size fields in `window`."""
         return self._begins
 
     @property
     def fields(self) -> Sequence[int]:
-        """The fields of all records, one after the other, as `take_entries` gives them; empty where `record` is there.
+        """Return the fields of all records in a row, as `take_entries` does; empty for a single `record`.
 
-        A memoryview of int64 where the compiled loop made it.
+        A memoryview of int64 if the compiled loop built it.
         """
         return self._flat
 
     @property
     def record(self) -> Record | None:
-        """The one record of a batch that holds no plain entries; None where all are."""
+        """Return the record of a batch without plain entries; None if all are plain entries."""
         return self._record
 
     @property
     def types(self) -> list[RecordType] | None:
-        """The records' types; None where all are entries with a whole header."""
+        """Return the records' types; None if all are entries with a whole header."""
         return None if self._record is None else [self._record.type]
 
     @property
     def offsets(self) -> list[int]:
-        """Byte offsets of the size fields in the file."""
+        """Return the file offsets of the size fields."""
         at = self._at
         return self._column("offsets", lambda: [at + begin for begin in self._begins])
 
     @property
     def sizes(self) -> list[int]:
-        """The size fields: bytes of each record behind its size field."""
+        """Return the size fields: the bytes of each record behind its size field."""
         return self._field("sizes", 0, lambda record: record.record_size)
 
     @property
     def scope_ids(self) -> list[int]:
-        """Scope ids, unsigned; all 0 in format version 1."""
+        """Return the scope ids, unsigned; all 0 in format version 1."""
         if self.format_version == 1:
             return self._column("scopes", lambda: [0] * len(self))
         return self._field("scopes", 2, lambda record: record.ledger.scope_id)
 
     @property
     def ledger_ids(self) -> list[int]:
-        """Ledger ids, unsigned; 2^64−1 where a record belongs to no ledger."""
+        """Return the ledger ids, unsigned; 2^64−1 for a record without a ledger."""
         return self._field("ledgers", self._width - 4, lambda record: record.ledger.ledger_id)
 
     @property
     def ledgers(self) -> list[LedgerId]:
-        """The ledger of each record, NO_LEDGER where it belongs to none."""
+        """Return the ledger of each record; NO_LEDGER for a record without one."""
         if self._ledgers is None:
             ids = self.ledger_ids
             if self.format_version == 1 and self._record is None:
@@ -143,25 +144,25 @@ class RecordBatch:
 
     @property
     def entry_ids(self) -> list[int]:
-        """Entry ids; negative where the record is no entry."""
+        """Return the entry ids; negative for a record that is not an entry."""
         return self._field("entries", self._width - 3, lambda record: record.entry_id)
 
     @property
     def last_add_confirmed(self) -> list[int] | list[None]:
-        """Each entry's last add confirmed; None in a record that has none."""
+        """Return each entry's last add confirmed; None for a record without it."""
         if self._record is not None and self._record.last_add_confirmed is None:
             return [None]
         return self._field("lacs", self._width - 2, lambda record: record.last_add_confirmed or 0)
 
     @property
     def lengths(self) -> list[int] | list[None]:
-        """The ledger's payload bytes up to and with each entry, as the entry says; None in a record without."""
+        """Return the ledger's length after each entry, in payload bytes, as the entry has it; None without it."""
         if self._record is not None and self._record.length is None:
             return [None]
         return self._field("lengths", self._width - 1, lambda record: record.length or 0)
 
     def numbers(self, name: str) -> Sequence[int]:
-        """The column `sizes`, `entry_ids`, `last_add_confirmed` or `lengths` of plain entries, as it is at hand.
+        """Return the column `sizes`, `entry_ids`, `last_add_confirmed` or `lengths` of plain entries.
 
         A memoryview of int64 where that costs less than a list.
         """
@@ -172,7 +173,7 @@ class RecordBatch:
 
     @property
     def digest_types(self) -> list[DigestType | None]:
-        """What each record itself says: None for all in format version 1."""
+        """Return the digest type in each record; None for all in format version 1."""
         if self._record is not None:
             return [self._record.digest_type]
         if self.format_version == 1:
@@ -181,7 +182,7 @@ class RecordBatch:
         return [digest_of_flags(window[begin + 4]) for begin in self._begins]
 
     def payload_sizes(self, digest_type: DigestType | None = None) -> list[int | None] | None:
-        """What Record.payload_size says of each; None where it is None for all."""
+        """Return each record's payload size as Record.payload_size does; None if it is None for all."""
         if self._record is not None:
             return [self._record.payload_size(digest_type)]
         if self.format_version == 1:
@@ -189,12 +190,15 @@ class RecordBatch:
                 return None
             overhead = HEADER_SIZE_V1 + digest_type.code_length
             return [size - overhead if size >= overhead else None for size in self.sizes]
-        overheads = {0xA0: HEADER_SIZE_V2, **{0xA0 | each: HEADER_SIZE_V2 + each.code_length for each in DigestType}}
+        overheads = {
+            0xA0: HEADER_SIZE_V2,
+            **{0xA0 | digest_type: HEADER_SIZE_V2 + digest_type.code_length for digest_type in DigestType},
+        }
         needed = map(overheads.__getitem__, self._flat[1 :: self._width])
         return [size - over if size >= over else None for size, over in zip(self.sizes, needed, strict=True)]
 
     def records(self) -> Iterator[Record]:
-        """The same as values of their own."""
+        """Return the records as Record objects."""
         if self._record is not None:
             yield self._record
             return
@@ -205,7 +209,7 @@ class RecordBatch:
     def select(
         self, ledger: LedgerId | None = None, scope_id: int | None = None, entry_id: int | None = None
     ) -> RecordBatch:
-        """The records of this ledger, this scope and with this entry id; None asks for nothing."""
+        """Return the records of this ledger, of this scope and with this entry id; None matches any."""
         chosen: Iterable[int] = range(len(self))
         if ledger is not None:
             scope_id = ledger.scope_id
@@ -227,17 +231,17 @@ class RecordBatch:
         )
 
     def body(self, index: int) -> bytes:
-        """The record `index` behind its size field."""
+        """Return record `index` without its size field."""
         begin = self._begins[index] + 4
         return self._window[begin : begin + self.sizes[index]]
 
     def bodies(self) -> list[bytes]:
-        """All records behind their size fields."""
+        """Return all records without their size fields."""
         window = self._window
         return [window[at + 4 : at + 4 + size] for at, size in zip(self._begins, self.sizes, strict=True)]
 
     def sizes_by_ledger(self) -> dict[tuple[int, int], int]:
-        """(scope id, ledger id) → bytes of its records here, size fields included."""
+        """Return (scope id, ledger id) → bytes of its records in the batch, size fields included."""
         if compiled is not None and isinstance(self._flat, memoryview) and self._record is None:
             return compiled.sizes_by_ledger(self._flat, self.format_version)
         sums: dict[tuple[int, int], int] = {}
@@ -252,24 +256,24 @@ class RecordBatch:
         return sums
 
     def before(self, end: int) -> RecordBatch:
-        """Those records that begin before file offset `end`."""
+        """Return the records that begin before file offset `end`."""
         from bisect import bisect_left
 
         return self.first(bisect_left(self._begins, end - self._at))
 
     def first(self, count: int) -> RecordBatch:
-        """The first `count` of these records."""
+        """Return the first `count` records."""
         return self if count >= len(self) else self.part(0, count)
 
     def parts(self) -> list[RecordBatch]:
-        """These records as batches of at most BATCH_ROWS_MAX."""
+        """Return the records as batches of at most BATCH_ROWS_MAX."""
         count = len(self)
         if count <= BATCH_ROWS_MAX:
             return [self]
         return [self.part(first, first + BATCH_ROWS_MAX) for first in range(0, count, BATCH_ROWS_MAX)]
 
     def part(self, first: int, last: int) -> RecordBatch:
-        """The records from index `first` on and before `last`."""
+        """Return the records from index `first` on and before `last`."""
         flat = self._flat[first * self._width : last * self._width]
         return RecordBatch(self._window, self._at, self._begins[first:last], flat, self.format_version, self._record)
 
@@ -297,13 +301,12 @@ class RecordBatch:
 
 
 def take_entries(window: bytes, begin: int, format_version: int) -> tuple[Sequence[int], Sequence[int], int]:
-    """The plain entries of `format_version` in `window` from byte `begin` on.
+    """Take the plain entries of `format_version` in `window` from byte `begin` on.
 
-    Returns where they begin; their fields, record after record (size, ledger, entry, LAC, length; in version 2 size,
-    flags, scope, ledger, entry, LAC, length); and the byte where the first record stands that is none: it is not
-    whole, its size is absurd or more than its ledger's length, its header is cut short, its flags byte or its entry id
-    are others. Ids above 2^63 may
-    be negative here; RecordBatch says them unsigned.
+    Returns the byte where each begins; their fields, record after record (size, ledger, entry, LAC, length; in version
+    2 size, flags, scope, ledger, entry, LAC, length); and the byte of the first record that is not a plain entry: it is
+    cut, its size is absurd or more than its ledger's length, its header is cut, or its flags byte or entry id is
+    special. Ids from 2^63 may be negative here; RecordBatch returns them unsigned.
     """
     if compiled is None:
         return take_entries_plainly(window, begin, format_version)
@@ -314,9 +317,9 @@ def take_entries(window: bytes, begin: int, format_version: int) -> tuple[Sequen
 def take_journal_entries(
     window: bytes, begin: int, format_version: int, *, skips_padding: bool
 ) -> tuple[Sequence[int], Sequence[int], int]:
-    """What `take_entries` returns, of a journal: with `skips_padding` over padding of zeros, too.
+    """Take the plain entries of a journal as `take_entries` does; `skips_padding` skips padding of zeros.
 
-    An entry of zeros is left to be looked at: only its size may have reached the disk.
+    Stops at an entry of zeros, which the caller must examine: maybe only its size reached the disk.
     """
     if compiled is None:
         return take_journal_entries_plainly(window, begin, format_version, skips_padding=skips_padding)
@@ -325,7 +328,7 @@ def take_journal_entries(
 
 
 def take_entries_plainly(window: bytes, begin: int, format_version: int) -> tuple[list[int], list[int], int]:
-    """What `take_entries` returns, in Python."""
+    """Do the work of `take_entries` in Python."""
     begins: list[int] = []
     flat: list[int] = []
     layout, size_min = (_ROW_V1, HEADER_SIZE_V1) if format_version == 1 else (_ROW_V2, HEADER_SIZE_V2)
@@ -350,7 +353,7 @@ def take_entries_plainly(window: bytes, begin: int, format_version: int) -> tupl
 
 
 def _plain_count(flat: list[int], format_version: int, count: int) -> int:
-    """How many rows pass before the first that is no plain entry."""
+    """Return the number of rows before the first row that is not a plain entry."""
     if format_version == 1:
         ledgers, entries = flat[1::5], flat[2::5]
         if max(ledgers) <= I64_MAX and min(entries) >= 0:
@@ -363,7 +366,7 @@ def _plain_count(flat: list[int], format_version: int, count: int) -> int:
 
 
 def end_of_padding(window: bytes, begin: int) -> int | None:
-    """Return where in `window` the padding that begins at byte `begin` ends; None unless it is whole and all zeros."""
+    """Return the end in `window` of the padding at byte `begin`; None unless it is whole and all zeros."""
     (count,) = RECORD_SIZE.unpack_from(window, begin + 4)
     start = begin + PADDING_HEADER_SIZE
     end = start + count
@@ -373,7 +376,7 @@ def end_of_padding(window: bytes, begin: int) -> int | None:
 def take_journal_entries_plainly(
     window: bytes, begin: int, format_version: int, *, skips_padding: bool
 ) -> tuple[list[int], list[int], int]:
-    """What `take_journal_entries` returns, in Python."""
+    """Do the work of `take_journal_entries` in Python."""
     begins: list[int] = []
     flat: list[int] = []
     plain = format_version == 1

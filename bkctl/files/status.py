@@ -1,6 +1,6 @@
-"""The small files of a bookie, and the first bytes of its large ones: what each says, in a few words.
+"""The facts in the small files of a bookie, and in the first bytes of its large ones.
 
-A file that says nothing a bookie would write gives one error. Source: Cookie, LastLogMark, BookieStatus,
+A file in a form that no bookie writes gives one error. Source: Cookie, LastLogMark, BookieStatus,
 EntryLoggerAllocator, TransactionalEntryLogCompactor, JournalChannel.
 """
 
@@ -17,32 +17,32 @@ from bkctl.files.windows import FileReader
 from bkctl.formats import entry_log
 from bkctl.formats.status import BookieStatus
 
-#: What a file says: JSON name → value.
+#: The facts in a file: JSON name → value.
 Detail = Mapping[str, str | int | bool | list[str] | None]
 T = TypeVar("T")
 _ATTEMPTS_MAX: Final = 5
 _PAUSE_S: Final = 0.01
-#: Far more than any of these files has.
+#: Far above the size of any of these files.
 _SIZE_BYTES_MAX: Final = 1 << 20
 
 
 def read_detail(file: BookieFile) -> Detail | None:
-    """What `file` says; None for kinds that say nothing for themselves (indexes, databases).
+    """Return the facts in `file` by JSON name; None for kinds without facts of their own (indexes, databases).
 
     Cookie: layoutVersion, bookieId, journalDirs, ledgerDirs, indexDirs, instanceId. Last mark: journalId, journalIdHex,
     offset. Last id: logId, logIdHex. Status: mode, updated (ms), manual. Journal and entry log: version. Compaction:
-    logId, and sourceLogId once it is known.
-    Raises Corrupt or Unsupported, naming file and byte; NotFound where it went away; BkctlError where it is unreadable.
+    logId, and sourceLogId once it is known. Raises Corrupt or Unsupported, naming file and byte; NotFound if the file
+    was just deleted; BkctlError if unreadable.
     """
     reader = _READERS.get(file.kind)
     return None if reader is None else reader(file)
 
 
 def read_small(path: Path, parse: Callable[[bytes, str], T]) -> T:
-    """What `parse` (given the bytes and the file's name) makes of a small file.
+    """Read a small file and return the result of `parse`, which gets the bytes and the file's name.
 
-    A bookie that runs empties such a file and writes it anew, so damage is looked at again before it is believed.
-    Raises what `parse` does; NotFound; BkctlError where the file is unreadable.
+    A running bookie truncates and rewrites such a file, so damage is confirmed by further reads. Raises the errors of
+    `parse`, NotFound, BkctlError for an unreadable file.
     """
     for attempt in range(_ATTEMPTS_MAX):
         with FileReader(path) as reader:
@@ -86,7 +86,7 @@ def _parse_last_id(data: bytes, where: str) -> int:
     if log_id is None and data.strip().strip(b"0") == b"" != data.strip():
         log_id = 0
     if log_id is None:
-        # A bookie looks at its logs then.
+        # A bookie then lists its logs instead.
         shown = repr(data[:40].decode("ascii", "backslashreplace"))
         raise CorruptRecord(f"Last log id is {shown}, not a hexadecimal number", offset=0, where=where)
     return log_id

@@ -1,10 +1,11 @@
-"""Files read front to back in windows: memory stays flat, and a file that shrinks meanwhile only ends sooner."""
+"""Files read front to back in windows: memory stays flat, and a file that shrinks meanwhile just ends sooner."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -14,18 +15,18 @@ from bkctl.errors import BkctlError, Corrupt, NotFound, UsageError
 
 WINDOW_SIZE_BYTES: Final = 1 << 20
 _WINDOW_SIZE_MIN_BYTES: Final = 512
-#: Steps over lost bytes, the first ones short, then each twice as long up to a window: a failing disk may take seconds
+#: The first step over lost bytes. Each further step is twice as long, up to a window: a failing disk may take seconds
 #: for every read.
 _JUMPS_MAX: Final = 64
 _JUMPS_SHORT: Final = 8
-#: What a sick disk, or a file system that keeps checksums, says of bytes that are lost.
+#: Errors of a failing disk, or of a file system that verifies checksums, for lost bytes.
 _LOST: Final = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
 
 
 class FileReader:
-    """One file, open to read; a context manager. Subclasses say what is in it. `path` is as given, `name` for messages.
+    """One file, open to read. Use as a context manager. `path` is as given, `name` the path for messages.
 
-    Raises NotFound, UsageError (a directory), BkctlError (no permission), and reading it Corrupt (the disk failed).
+    Raises NotFound, UsageError (not a regular file), BkctlError (no permission); reads raise Corrupt if the disk fails.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -33,16 +34,18 @@ class FileReader:
         self.name = name = str(path)
         self._fd = -1
         try:
-            # A pipe without a writer must not hold us.
+            # Do not wait for a pipe without a writer.
             self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             mode = os.fstat(self._fd).st_mode
         except OSError as error:
             raise _file_error(error, self.name) from error
         except ValueError as error:
-            raise UsageError(f"{self.name!r} is no file name") from error
+            raise UsageError(f"{self.name!r} is not a file name") from error
         if not stat.S_ISREG(mode):
             self.close()
-            raise UsageError(f"{name} is a directory, a file is needed" if stat.S_ISDIR(mode) else f"{name} is no file")
+            raise UsageError(
+                f"{name} is a directory, a file is needed" if stat.S_ISDIR(mode) else f"{name} is not a regular file"
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -53,7 +56,7 @@ class FileReader:
         self.close()
 
     def close(self) -> None:
-        """Close the file; safe to call again."""
+        """Close the file. Safe to call again."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -62,11 +65,11 @@ class FileReader:
         self.close()
 
     def size(self) -> int:
-        """The file's bytes at present."""
+        """Return the present size of the file in bytes."""
         return os.fstat(self._fd).st_size
 
     def read(self, at: int, size: int) -> bytes:
-        """The `size` bytes from offset `at`; fewer at the end of the file, which bounds what is allocated."""
+        """Return the `size` bytes from offset `at`; fewer at the end of the file, which bounds the allocation."""
         data = b""
         try:
             data = os.pread(self._fd, min(size, max(0, self.size() - at)) if size > WINDOW_SIZE_BYTES else size, at)
@@ -79,9 +82,9 @@ class FileReader:
         return data
 
     def window(self, at: int, needed: int = 0) -> bytes:
-        """A window of 1 MiB from offset `at`, or `needed` bytes if that is more; fewer at the end of the file.
+        """Return a window from offset `at`: 1 MiB, or `needed` bytes if that is more; less at the end of the file.
 
-        Where the disk fails in it, a smaller one of at least `needed` bytes ends before; raises Corrupt when none does.
+        If the disk fails within it, the window ends before; raises Corrupt if that leaves less than `needed` bytes.
         """
         size = max(needed, WINDOW_SIZE_BYTES)
         while True:
@@ -93,9 +96,9 @@ class FileReader:
                     raise
 
     def next_window(self, at: int) -> tuple[int, bytes]:
-        """A window as `window` gives it and its offset: `at`, or behind it the first that the disk gives.
+        """Return (offset, window): the first readable window at or behind `at`.
 
-        It is empty at the end of the file, and where the disk gives nothing for long.
+        The window is empty at the end of the file, and if the disk fails over a long range.
         """
         step = _WINDOW_SIZE_MIN_BYTES
         for attempt in range(_JUMPS_MAX):
@@ -109,7 +112,7 @@ class FileReader:
         return at, b""
 
     def next_data(self, at: int) -> int | None:
-        """The offset of the first byte from `at` on that is not zero; None when only zeros follow, or nothing."""
+        """Return the offset of the first nonzero byte from `at` on; None if only zeros or nothing follow."""
         while True:
             hole_end = self.skip_hole(at)
             if hole_end is None or not (window := self.window(hole_end)):
@@ -119,14 +122,14 @@ class FileReader:
             at = hole_end + len(window)
 
     def skip_hole(self, at: int) -> int | None:
-        """`at`, or where data begins again if the file has a hole at `at`; None when no data follows."""
+        """Return `at`, or the end of the file's hole at `at`; None if no data follows."""
         try:
             return skip_hole(self._fd, at)
         except OSError as error:
             raise _file_error(error, self.name) from error
 
     def data(self, at: int) -> list[tuple[int, int]]:
-        """Where data begins and ends, from `at` on: what is between are holes of the file."""
+        """Return (begin, end) of each range of data from `at` on; the file has holes between them."""
         try:
             return list(data_of(self._fd, at))
         except OSError as error:
@@ -139,3 +142,25 @@ def _file_error(error: OSError | OverflowError, name: str) -> BkctlError:
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return NotFound(f"{name} does not exist")
     return BkctlError(f"{name} cannot be read: {error.strerror or error}")
+
+
+class WindowCursor:
+    """The place of a scan: byte `begin` of `window`, which is at byte `at` of its file and has `limit` bytes."""
+
+    __slots__ = ("_load", "at", "begin", "limit", "window")
+
+    def __init__(self, load: Callable[[int, int], bytes], at: int) -> None:
+        self._load = load
+        self.at, self.begin = at, 0
+        self.reload()
+
+    @property
+    def offset(self) -> int:
+        """Return the file offset of the place."""
+        return self.at + self.begin
+
+    def reload(self, needed: int = 0) -> None:
+        """Load the window that begins at the place, with at least `needed` bytes unless the file ends."""
+        self.at, self.begin = self.at + self.begin, 0
+        self.window = self._load(self.at, needed)
+        self.limit = len(self.window)

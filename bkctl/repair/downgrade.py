@@ -1,7 +1,8 @@
-"""The clean stop of our bookie, made offline: afterwards Apache's bookie starts on the directories and loses nothing.
+"""An offline clean stop of our bookie: afterwards Apache's bookie starts on the directories and loses nothing.
 
 Everything behind the last marks goes into ledger storage, an empty version-6 journal begins, LastLogMark points behind
-its header, and the version-7 journals, which Apache's refuses, move to `current/scoped`. Source: BP-35's downgrade.
+its header, and the version-7 journals, which Apache's bookie refuses, move to `current/scoped`. Source: BP-35's
+downgrade.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ _DB_CLASS: Final = "org.apache.bookkeeper.bookie.storage.ldb.DbLedgerStorage"
 
 @dataclass(slots=True)
 class Downgraded:
-    """One journal directory (`path` is its `current`): what there was to do, and what was done.
+    """The result for one journal directory; `path` is its `current`.
 
     `journal_ids` are the version-7 files that were moved, or would be; `record_count` the records behind the last mark.
-    `mark` is the last mark now; None where nothing was done. `error` is the damage that stands behind the mark.
+    `mark` is the new last mark; None if nothing was done. `error` is the damage behind the mark.
     """
 
     path: Path
@@ -43,21 +44,20 @@ class Downgraded:
 
 
 def config_of(directories: BookieDirectories) -> BookieConfig:
-    """The settings of a bookie of which only the directories are known: Java's defaults for all others.
+    """Return the settings of a bookie from its directories alone, with Java's defaults for all others.
 
-    Databases in them say that its storage class is DbLedgerStorage.
-
-    Raises UsageError where their order cannot be told, NotFound for a missing one.
+    The storage class is DbLedgerStorage if the directories have databases. Raises UsageError if their order is unclear,
+    NotFound for a missing directory.
     """
-    from bkctl.repair.parts import layout_of
+    from bkctl.repair.layout import layout_of
 
     layout = layout_of(directories)
 
     def configured(currents: tuple[Path, ...]) -> tuple[str, ...]:
-        for each in currents:
-            if each.name != CURRENT:
-                raise UsageError(f"{each} is no directory of a bookie: it has no {CURRENT}")
-        return tuple(str(each.parent) for each in currents)
+        for current in currents:
+            if current.name != CURRENT:
+                raise UsageError(f"{current} is not a bookie's directory: it lacks {CURRENT}")
+        return tuple(str(current.parent) for current in currents)
 
     index_dirs = configured(layout.index_dirs)
     ledger_dirs = configured(layout.ledger_dirs)
@@ -70,11 +70,11 @@ def config_of(directories: BookieDirectories) -> BookieConfig:
 
 
 def downgrade(config: BookieConfig, *, dry_run: bool = False) -> list[Downgraded]:
-    """Make the clean stop in the directories of `config`; a row for each of its journal directories.
+    """Make the clean stop in the directories of `config`; return a row for each of its journal directories.
 
-    Where none has a journal of version 7 nothing is done: Apache's bookie replays what is there. Nothing is lost
-    wherever it is interrupted, and it can be made again. Raises NotFound for a directory that is missing or has no
-    cookie, DirectoryInUse, Corrupt (what a start of the bookie would refuse), UsageError (another storage class).
+    Without journals of version 7 nothing is done: Apache's bookie can replay the journals. An interrupted run loses
+    nothing and can be repeated. Raises NotFound for a missing directory or cookie, DirectoryInUse, Corrupt (damage that
+    a start of the bookie would refuse), UsageError (another storage class).
     """
     directories = _checked(config)
     if dry_run:
@@ -86,20 +86,20 @@ def downgrade(config: BookieConfig, *, dry_run: bool = False) -> list[Downgraded
                 _stop_cleanly(config, rows)
             except OSError as error:
                 raise BkctlError(
-                    f"The clean stop failed, nothing is lost: {error}", hint="make room, try again"
+                    f"The clean stop failed, but nothing is lost: {error}", hint="free disk space and try again"
                 ) from error
         return rows
 
 
 def _checked(config: BookieConfig) -> BookieDirectories:
     directories = BookieDirectories(config.journal_directories, config.ledger_directories, config.index_directories)
-    for each in (*directories.journal_dirs, *directories.ledger_dirs, *directories.index_dirs):
-        if not (each / CURRENT / COOKIE_NAME).is_file():
-            raise NotFound(f"{each / CURRENT / COOKIE_NAME} does not exist", hint="are all of its disks mounted?")
+    for directory in (*directories.journal_dirs, *directories.ledger_dirs, *directories.index_dirs):
+        if not (directory / CURRENT / COOKIE_NAME).is_file():
+            raise NotFound(f"{directory / CURRENT / COOKIE_NAME} does not exist", hint="are all of its disks mounted?")
     databases = _databases(directories)
     if databases and config.ledger_storage != "db":
         raise UsageError(
-            f"{databases[0]} is DbLedgerStorage's, and ledgerStorageClass is {config.ledger_storage_class}",
+            f"{databases[0]} belongs to DbLedgerStorage, but ledgerStorageClass is {config.ledger_storage_class}",
             hint="is it the bookie's configuration?",
         )
     return directories
@@ -114,8 +114,8 @@ def _plan(directories: BookieDirectories) -> Iterator[Downgraded]:
     starts = {file.path: 0 for file in journals}
     with suppress(NotFound):
         starts = files_after_marks(directories, list(starts))
-    for each in directories.journal_dirs:
-        row = Downgraded(each / CURRENT, [], 0)
+    for directory in directories.journal_dirs:
+        row = Downgraded(directory / CURRENT, [], 0)
         for file in journals:
             if file.path.parent != row.path or file.kind is not FileKind.JOURNAL:
                 continue
@@ -133,14 +133,14 @@ def _plan(directories: BookieDirectories) -> Iterator[Downgraded]:
 
 def _stop_cleanly(config: BookieConfig, rows: list[Downgraded]) -> None:
     files = Files()
-    # Nothing but one empty file a directory is written; it needs no space ahead.
+    # Only an empty journal is written in each directory, so nothing is preallocated.
     storage = BookieStorage(config.with_changes(journal_pre_alloc_size_mb=0), files=files)
     storage.open()
     for ledger, error in storage.set_aside.items():
         storage.ledgers.close()
         raise Corrupt(
-            f"Ledger {ledger} has records to replay, and its own state cannot be read: {error.message}",
-            hint="mend its index with 'bkctl bookie index', or delete the ledger",
+            f"Ledger {ledger} has records to replay, but its state cannot be read: {error.message}",
+            hint="repair its index with 'bkctl bookie index', or delete the ledger",
         )
     storage.close()
     for directory in storage.ledger_directories:

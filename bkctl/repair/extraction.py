@@ -1,7 +1,7 @@
 """The entries of one ledger, gathered from all entry logs of a bookie.
 
-An entry may stand in several logs: compaction copies it, and so does a bookie that replays its journal. The last copy,
-by log id and offset, is the one that a bookie's index points at. Source: EntryLogCompactor.
+Several logs may have a copy of an entry: compaction copies entries, and so does a replay of the journal. A bookie's
+index points at the last copy, by log id and offset. Source: EntryLogCompactor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DIGESTS_TRIED: Final = 5
 
 
 class Extracted(NamedTuple):
-    """One copy of an entry, and the log that it stands in (its id None where the file's name says none)."""
+    """One copy of an entry, and its log (the log id is None if the file's name has none)."""
 
     path: Path
     log_id: int | None
@@ -39,14 +39,14 @@ class Extracted(NamedTuple):
 
 
 class LedgerExtraction:
-    """The entries `first` to `last` (None: all there are) of `ledger` in the logs given, in order of their ids.
+    """The entries `first` to `last` (None: all) of `ledger` in the given logs, in order of their ids.
 
-    Of several copies of an entry the last is taken, with `all_copies` each of them, oldest first. The logs are scanned
-    once when this is made, but for those whose ledgers map does not name the ledger (`trust_maps` False: those too, as
-    a map has no checksum); what is kept of each copy are 28 bytes. A context manager: it holds files open, so that a
-    running bookie may delete them meanwhile.
+    Of several copies of an entry the last is taken; with `all_copies` every copy, oldest first. The constructor scans
+    the logs once, except logs whose ledgers map lacks the ledger; with `trust_maps` False also those, as a map has no
+    checksum. Each copy takes 28 bytes of memory. Use as a context manager: it keeps files open, so that a running
+    bookie may delete them meanwhile.
 
-    `problems` are the errors of damaged logs: what stands before the damage is taken. A log that is gone is left out.
+    `problems` are the errors of damaged logs, whose entries before the damage are taken. A deleted log is skipped.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class LedgerExtraction:
         self._trust_maps = trust_maps
         self._paths: list[Path] = []
         self._readers: OrderedDict[int, EntryLogReader] = OrderedDict()
-        #: Of each copy: entry id, index in `_paths`, offset of the size field, size.
+        #: For each copy: entry id, index in `_paths`, offset of the size field, size.
         self._entry_ids, self._logs, self._offsets, self._sizes = array("q"), array("q"), array("q"), array("i")
         try:
             for path in sorted(paths, key=_age):
@@ -89,38 +89,38 @@ class LedgerExtraction:
             self._readers.popitem()[1].close()
 
     def __len__(self) -> int:
-        """How many copies are taken."""
+        """Return the number of copies that are taken."""
         return len(self._order)
 
     @property
     def entry_ids(self) -> Iterator[int]:
-        """The id of each copy that is taken, ascending; an id comes again for each further copy."""
+        """Return the entry id of each copy that is taken, ascending, with repetitions."""
         return (self._entry_ids[index] for index in self._order)
 
     @property
     def entries_count(self) -> int:
-        """How many different entries there are."""
+        """Return the number of distinct entries."""
         if not self._order:
             return 0
         return 1 + sum(one != other for one, other in pairwise(self.entry_ids))
 
     @property
     def last_entry_id(self) -> int:
-        """The last entry there is; -1 without any."""
+        """Return the last entry's id; -1 without entries."""
         return self._entry_ids[self._order[-1]] if self._order else -1
 
     @property
     def log_paths(self) -> list[Path]:
-        """The logs that have entries of the ledger, oldest first."""
+        """Return the logs with entries of the ledger, oldest first."""
         return list(self._paths)
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of what is taken: records with their size fields."""
+        """Return the bytes of the taken records with their size fields."""
         return sum(4 + self._sizes[index] for index in self._order)
 
     def gaps(self) -> Iterator[Gap]:
-        """Yield what is missing from `first` on: up to `last` if that was given, else before the last entry."""
+        """Yield the missing entries from `first` on: up to `last` if given, else before the last entry."""
         expected = self.first
         for entry_id in self.entry_ids:
             if entry_id > expected:
@@ -130,9 +130,9 @@ class LedgerExtraction:
             yield Gap(expected, self.last)
 
     def entries(self) -> Iterator[Extracted]:
-        """Yield what is taken, in order of entry ids.
+        """Yield the taken copies in order of entry ids.
 
-        Raises Corrupt, or NotFound, where a log changed since it was scanned.
+        Raises Corrupt or NotFound if a log changed since the scan.
         """
         ids = [entry_log.content_id_of(path.name) for path in self._paths]
         for index in self._order:
@@ -146,7 +146,7 @@ class LedgerExtraction:
             yield Extracted(self._paths[log], ids[log], record)
 
     def find_digest_type(self) -> DigestType | None:
-        """The digest type without a secret key (CRC32C, CRC32) that fits the first entries; None where neither does."""
+        """Return the digest type without a key (CRC32C, CRC32) that the first entries match; None without one."""
         for digest_type in (DigestType.CRC32C, DigestType.CRC32):
             manager = DigestManager(self.ledger, digest_type)
             for _, _, record in islice(self.entries(), _DIGESTS_TRIED):
@@ -160,8 +160,8 @@ class LedgerExtraction:
     def write_log(self, write: Callable[[bytes], object]) -> int | None:
         """Write an entry log that Apache's tools and bookies read (header, records, ledgers map), in one pass.
 
-        Scoped ledgers make one of version 2. Returns the first entry id that found no room below 2 GiB, else None.
-        Raises as `entries`.
+        Scoped ledgers give a log of version 2. Returns the first entry id that does not fit below 2 GiB, else None.
+        Raises as `entries` does.
         """
         version = entry_log.VERSION_SCOPED if self.ledger.is_scoped else entry_log.VERSION_CURRENT
         room = LOG_SIZE_BYTES_MAX - entry_log.HEADER_SIZE - 64
@@ -232,7 +232,7 @@ class LedgerExtraction:
         ids = self._entry_ids
         if all(one < other for one, other in pairwise(ids)):
             return range(len(ids))
-        # Stable: copies of one entry stay in the order of the logs.
+        # A stable sort keeps copies of one entry in the order of the logs.
         order = array("q", sorted(range(len(ids)), key=ids.__getitem__))
         if all_copies:
             return order
@@ -249,7 +249,7 @@ class LedgerExtraction:
                 reader = EntryLogReader.open(self._paths[log])
             except NotFound as error:
                 raise NotFound(
-                    f"{self._paths[log]} went away while it was read", hint="the bookie runs: try again"
+                    f"{self._paths[log]} was deleted while it was read", hint="the bookie is running: try again"
                 ) from error
             self._keep(log, reader)
         else:
@@ -263,6 +263,6 @@ class LedgerExtraction:
 
 
 def _age(path: Path) -> tuple[bool, int, bool, str]:
-    """Sorts logs by their ids, a compaction's file before the log that it becomes, other names first."""
+    """Return a sort key: log id, the file of a compaction before the log that it becomes, other names first."""
     log_id = entry_log.content_id_of(path.name)
     return log_id is not None, log_id or 0, entry_log.log_id_of(path.name) is not None, str(path)

@@ -1,7 +1,7 @@
-"""Who holds a bookie's directories: any process that has a file open there, or a lock on a database or directory.
+"""The processes that hold a bookie's directories: with a file open there, or a lock on a database or directory.
 
-Apache's bookie locks nothing but its RocksDBs, so what it has open is what tells; it always has a journal open. Ours
-also locks its directories. Source: JournalChannel, KeyValueStorageRocksDB; `Files.lock`.
+Apache's bookie locks only its RocksDBs, so open files are the evidence; it always has a journal open. Our bookie also
+locks its directories. Source: JournalChannel, KeyValueStorageRocksDB; `Files.lock`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _HINT: Final = "stop it first, then try again"
 
 
 class Holder(NamedTuple):
-    """A process that uses a directory: `path` is what it has open or locked.
+    """A process that uses a directory: `path` is the file or directory that it has open or locked.
 
-    `pid` is None for a process that cannot be seen from here (another container's, or another user's).
+    `pid` is None for a process that is not visible here (in another container, or of another user).
     """
 
     pid: int | None
@@ -43,12 +43,12 @@ class Holder(NamedTuple):
 
 
 def holders(directories: Iterable[Path]) -> list[Holder]:
-    """The processes, this one excepted, that hold any of `directories`, each once, by process id.
+    """Return the other processes that hold any of `directories`, each once, by process id.
 
-    A directory is a bookie's, or any below it: all that is open in it counts, read or written. The processes of other
-    users are seen by root only; their locks are seen by all. Directories that do not exist are held by nobody.
+    Any file below a directory counts, open to read or to write. Only root sees the files of other users' processes;
+    their locks are visible to all. Directories that do not exist have no holders.
     """
-    roots = [each.resolve() for each in directories if each.is_dir()]
+    roots = [directory.resolve() for directory in directories if directory.is_dir()]
     found: dict[int | None, Holder] = {}
     for holder in _by_locks(roots):
         found.setdefault(holder.pid, holder)
@@ -62,18 +62,18 @@ def holders(directories: Iterable[Path]) -> list[Holder]:
 def hold(directories: Iterable[Path], files: Files | None = None) -> Iterator[None]:
     """Keep `directories` (each with or without `current`) for this process while it changes them.
 
-    Nobody else may hold them, or the directories that belong to the same bookie (as their cookies say). Our own bookie
-    and other commands cannot start on them meanwhile, nor can Apache's with DbLedgerStorage.
+    No other process may hold them, or other directories of the same bookie (by their cookies). Meanwhile our own bookie
+    and other commands cannot start on them, nor can Apache's bookie with DbLedgerStorage.
     Raises DirectoryInUse, naming the process; NotFound for a directory that does not exist.
     """
-    given = list(dict.fromkeys(current_of(each) for each in directories))
+    given = list(dict.fromkeys(current_of(directory) for directory in directories))
     watched = [*given, *_siblings(given)]
     _refuse(watched)
     with contextlib.ExitStack() as held:
         try:
             held.enter_context((files or Files()).lock(sorted(given)))
             _refuse(watched)
-            # Last: looking who has such a lock, as `_refuse` does, would give up ours.
+            # Locked last: looking for the owner of such a lock, as `_refuse` does, would release ours.
             for current in given:
                 for name in ROCKSDB_NAMES:
                     _lock_database(current / name, held)
@@ -84,8 +84,8 @@ def hold(directories: Iterable[Path], files: Files | None = None) -> Iterator[No
 
 
 def check_not_held(directories: Iterable[Path]) -> None:
-    """Raises DirectoryInUse, naming the process, when somebody holds `directories` or others of the same bookie."""
-    given = list(dict.fromkeys(current_of(each) for each in directories))
+    """Raise DirectoryInUse, naming the process, if one holds `directories` or others of the same bookie."""
+    given = list(dict.fromkeys(current_of(directory) for directory in directories))
     _refuse([*given, *_siblings(given)])
 
 
@@ -99,9 +99,9 @@ def _refuse(directories: Sequence[Path]) -> None:
 
 
 def _siblings(currents: Sequence[Path]) -> list[Path]:
-    """The other directories of the bookies whose directories are given, as the cookies in them say.
+    """Return the other directories of the same bookies, from the cookies in `directories`.
 
-    A copy of a bookie's directories has the cookie too, but is none of the directories that it names.
+    A copy of a bookie's directories has its cookie too, but is not one of the directories that the cookie names.
     """
     from bkctl.formats.metadata import Cookie
 
@@ -112,11 +112,11 @@ def _siblings(currents: Sequence[Path]) -> list[Path]:
         except (OSError, BkctlError):
             continue
         named = []
-        for each in (*cookie.journal_dirs, *cookie.ledger_dirs, *(cookie.index_dirs or ())):
+        for directory in (*cookie.journal_dirs, *cookie.ledger_dirs, *(cookie.index_dirs or ())):
             with contextlib.suppress(NotFound, UsageError):
-                named.append(current_of(Path(each)))
-        if any(_is_same(current, each) for each in named):
-            found.update(dict.fromkeys(each for each in named if each not in currents))
+                named.append(current_of(Path(directory)))
+        if any(_is_same(current, path) for path in named):
+            found.update(dict.fromkeys(path for path in named if path not in currents))
     return list(found)
 
 
@@ -131,7 +131,7 @@ def _is_same(one: Path, other: Path) -> bool:
 
 
 def _lock_database(database: Path, held: contextlib.ExitStack) -> None:
-    """Take RocksDB's own lock of a database, so that nobody opens it to write."""
+    """Take RocksDB's own lock of a database, so that no process opens it to write."""
     if not (database / LOCK_NAME).is_file():
         return
     fd = os.open(database / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
@@ -153,7 +153,7 @@ def _by_locks(roots: Sequence[Path]) -> Iterator[Holder]:
 
 
 def _lock_owner(path: Path) -> int | None:
-    """The process that has a POSIX lock on a file (0: one that is not visible here); None when none has."""
+    """Return the process with a POSIX lock on a file (0: not visible here); None without a lock."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
@@ -169,7 +169,7 @@ def _lock_owner(path: Path) -> int | None:
 
 
 def _flocks(roots: Sequence[Path]) -> Iterator[tuple[Path, int]]:
-    """(directory, process id) of those of `roots`, or their `current`, that have a lock of a bookie of ours."""
+    """Yield (directory, process id) for each of `roots`, or its `current`, that a bookie of ours has locked."""
     places = {}
     for path in [*roots, *(root / "current" for root in roots)]:
         with contextlib.suppress(OSError):
@@ -196,7 +196,7 @@ def _by_open_files(roots: Sequence[Path]) -> Iterator[Holder]:
         if not process.isdecimal() or int(process) == os.getpid():
             continue
         directory = _PROC / process / "fd"
-        # In another mount namespace (a container) the same file has another path.
+        # The same file has another path in another mount namespace (a container).
         is_elsewhere = _link(_PROC / process / "ns/mnt") not in (None, namespace)
         for name in _names(directory):
             target = _link(directory / name)
@@ -252,7 +252,7 @@ def _holder(pid: int, path: Path) -> Holder:
 
 
 def _command_of(pid: int) -> str:
-    """The command line in short; of Java the main class."""
+    """Return a short form of a process's command line; for Java the main class."""
     try:
         words = (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:

@@ -1,7 +1,7 @@
 """New databases for DbLedgerStorage, from its entry logs and journals: `locations` and `ledgers`, scoped ones too.
 
-Apache's rebuild leaves every ledger fenced and without its master key; this one keeps what the old database, the
-journals or the metadata store know. Everything is built first, in all directories, then everything is swapped.
+Apache's rebuild leaves every ledger fenced and without its master key; this one keeps the facts in the old database,
+the journals and the metadata store. All databases are built first, in all directories, then all are swapped.
 Source: LocationsIndexRebuildOp, LedgersIndexRebuildOp; BP-35.
 """
 
@@ -20,41 +20,29 @@ from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.formats.index import LedgerData
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerFacts, LedgerFactsLookup, LedgerLiveness
-from bkctl.repair.parts import (
-    BookieLayout,
-    DamagedLogs,
-    Findings,
-    JournalFacts,
-    Progress,
-    Storage,
-    decide,
-    entries_of,
-    is_ledger,
-    ledgers_of,
-    read_journals,
-    swap,
-    time_stamp,
-    unfinished,
-)
+from bkctl.repair.findings import Findings, Progress
+from bkctl.repair.layout import BookieLayout, Storage
+from bkctl.repair.ledger_facts import JournalFacts, decide_ledger_data, is_ledger, read_journals
+from bkctl.repair.log_entries import DamagedLogs, entries_of, ledgers_of
+from bkctl.repair.replacement import prepare_building, replace_directory, time_stamp
 
 LEDGERS: Final = "ledgers"
 LOCATIONS: Final = "locations"
 SCOPED_PREFIX: Final = "scoped-"
 _SCOPES: Final = ((False, ""), (True, SCOPED_PREFIX))
-#: Ledgers that the metadata store is asked for at once.
+#: Ledgers in one request to the metadata store.
 _ASK_MAX: Final = 1000
 _D = TypeVar("_D", LedgersDatabase, LocationsDatabase)
 
 
 @dataclass(slots=True)
 class RebuiltDatabase:
-    """One database: `path`, what is in the new one, and where the old one is kept (None: there was none, or not yet).
+    """One database at `path`: the numbers of the new one, and the backup of the old one (None: none, or not yet).
 
-    `ledgers_before` and `entries_before` are of the old one, None where it cannot be read to its end or was not there.
-    `entries_saved` of the entries stand behind damage in a log, and are known from the old database alone.
-    `guessed_fences` counts ledgers that are fenced only since nothing says that they are not, `without_key` those
-    whose master key nothing says. `left_out` counts ledgers of logs or journals that are not in the new database. In a
-    dry run each copy of an entry counts as one.
+    `ledgers_before` and `entries_before` are of the old database, None if it is missing or damaged. `entries_saved` of
+    the entries are behind damage in a log: only the old database knows them. `guessed_fences` counts ledgers that are
+    fenced because no source says otherwise, `without_key` ledgers whose master key is unknown. `left_out` counts
+    ledgers of logs or journals that are not in the new database. In a dry run each copy of an entry counts.
     """
 
     path: Path
@@ -72,7 +60,7 @@ class RebuiltDatabase:
 
 @dataclass(slots=True)
 class Rebuild:
-    """What was rebuilt, and what was found out on the way; `swapped` is False after a dry run."""
+    """The result of a rebuild, and its findings; `swapped` is False after a dry run."""
 
     databases: list[RebuiltDatabase] = field(default_factory=list)
     findings: Findings = field(default_factory=Findings)
@@ -89,34 +77,34 @@ def rebuild(
     files: Files | None = None,
     progress: Progress = lambda _: None,
 ) -> Rebuild:
-    """Rebuild the databases chosen, in every directory; the caller holds the directories.
+    """Rebuild the chosen databases in every directory. The caller holds the directories.
 
-    Of ledgers that the metadata store says are dead nothing is kept. Without it, `locations` are kept of the ledgers
-    that the `ledgers` database has (as Apache does), and every ledger found in a log or journal is in `ledgers`.
-    Raises UsageError for directories of another storage class, OSError and BkctlError: then nothing has changed.
+    Ledgers that are dead in the metadata store are dropped. Without a store, `locations` has the ledgers that the
+    `ledgers` database has (as in Apache's), and `ledgers` every ledger found in a log or journal. Raises UsageError for
+    directories of another storage class, OSError and BkctlError; after an error nothing has changed.
     """
     storages = layout.storages()
-    if not any((each.index_dir / name).is_dir() for each in storages for name in (LEDGERS, LOCATIONS)):
+    if not any((storage.index_dir / name).is_dir() for storage in storages for name in (LEDGERS, LOCATIONS)):
         _check_storage_class(layout)
-    work = _Work(storages, files or Files(), metadata, progress, dry_run)
+    run = _RebuildRun(storages, files or Files(), metadata, progress, dry_run)
     try:
         if ledgers:
-            work.build_ledgers(layout.journal_dirs)
+            run.build_ledgers(layout.journal_dirs)
         if locations:
-            work.build_locations()
+            run.build_locations()
         if not dry_run:
-            work.swap()
+            run.swap()
     finally:
-        work.clean_up()
-    return work.result
+        run.clean_up()
+    return run.result
 
 
 def size_to_read(layout: BookieLayout, *, ledgers: bool, locations: bool) -> int:
-    """About how many bytes `rebuild` reads, for its progress."""
-    logs = [path for scoped in (False, True) for each in layout.storages() for path in each.logs(scoped=scoped)]
+    """Return about how many bytes `rebuild` reads, for its progress."""
+    logs = [path for scoped in (False, True) for storage in layout.storages() for path in storage.logs(scoped=scoped)]
     size = sum(path.stat().st_size for path in logs) * (ledgers + locations)
     if ledgers:
-        size += sum(path.stat().st_size for each in layout.journal_dirs for path in each.glob("**/*.txn"))
+        size += sum(path.stat().st_size for directory in layout.journal_dirs for path in directory.glob("**/*.txn"))
     return size
 
 
@@ -125,13 +113,13 @@ def _check_storage_class(layout: BookieLayout) -> None:
 
     if next(BookieDirectories(index_dirs=layout.index_dirs).indexes(), None) is not None:
         raise UsageError(
-            f"{layout.index_dirs[0]} has index files, and no database: its bookie has no DbLedgerStorage",
-            hint="'bkctl bookie index regenerate' makes index files anew",
+            f"{layout.index_dirs[0]} has index files but no database: its bookie does not use DbLedgerStorage",
+            hint="'bkctl bookie index regenerate' rebuilds index files",
         )
 
 
-class _Work:
-    """One rebuild: the databases that are built so far, and what they were built from."""
+class _RebuildRun:
+    """One rebuild: the databases built so far, and their sources."""
 
     def __init__(
         self,
@@ -155,7 +143,7 @@ class _Work:
         findings = self.result.findings
         facts = read_journals(journal_dirs, findings, self._progress)
         if not journal_dirs:
-            findings.notes.append("No journal is among the directories: what only journals know is missing")
+            findings.notes.append("No journal directory is given: facts that only journals have are missing")
         for storage in self._storages:
             for scoped, prefix in _SCOPES:
                 target = storage.index_dir / f"{prefix}{LEDGERS}"
@@ -186,7 +174,9 @@ class _Work:
                 if known is not None and known.liveness is LedgerLiveness.DEAD:
                     row.left_out += 1
                     continue
-                data, guessed = decide(old.get(ledger), facts.get(ledger), known, old_is_complete=is_complete)
+                data, guessed = decide_ledger_data(
+                    old.get(ledger), facts.get(ledger), known, old_is_complete=is_complete
+                )
                 row.ledgers += 1
                 row.guessed_fences += guessed
                 row.without_key += not data.master_key
@@ -198,7 +188,7 @@ class _Work:
         self._ledgers[row.path] = kept
 
     def _old_ledgers(self, row: RebuiltDatabase) -> tuple[dict[LedgerId, LedgerData], bool, int | None]:
-        """What the old database says, whether that is all of it, and the storage flags."""
+        """Return the ledgers of the old database, True if it is complete, and its storage flags."""
         old: dict[LedgerId, LedgerData] = {}
         flags: int | None = None
         try:
@@ -208,7 +198,7 @@ class _Work:
         except NotFound:
             return old, False, None
         except Corrupt as error:
-            self.result.findings.notes.append(f"{error}; of it {len(old)} ledgers are known")
+            self.result.findings.notes.append(f"{error}; {len(old)} of its ledgers were read")
             return old, False, flags
         row.ledgers_before = len(old)
         return old, True, flags
@@ -226,7 +216,7 @@ class _Work:
 
     def _build_locations(self, row: RebuiltDatabase, logs: list[Path], scoped: bool) -> None:
         findings = self.result.findings
-        chosen = _Choice(self._ledgers_to_index(row.path, scoped), self._ask, scoped=scoped)
+        chosen = _LedgerChoice(self._ledgers_to_index(row.path, scoped), self._ask, scoped=scoped)
         damaged_before = len(findings.damage)
         entries = 0
         with self._create(LocationsDatabase, row, scoped) as database:
@@ -245,17 +235,17 @@ class _Work:
                         row.entries_saved += 1
                         if database is not None:
                             database.put(ledger, entry_id, place)
-            # Copies of an entry in several logs are one entry.
+            # Count copies of an entry in several logs as one.
             row.entries = entries + row.entries_saved if database is None else sum(map(len, database.batches()))
         row.ledgers, row.left_out = len(chosen.taken), len(chosen.refused)
         if chosen.unlisted:
             findings.notes.append(
-                f"{len(chosen.unlisted)} ledgers that exist are in logs of {row.path.parent} and not in its ledgers "
-                "database: rebuild that too (--ledgers)"
+                f"{len(chosen.unlisted)} ledgers of the metadata store are in logs of {row.path.parent} but not in its "
+                "ledgers database: rebuild it too (--ledgers)"
             )
 
     def _ledgers_to_index(self, path: Path, scoped: bool) -> set[LedgerId] | None:
-        """The ledgers of the new or old database beside `path`; None where there is none that can be read."""
+        """Return the ledgers of the new or old database beside `path`; None if neither is readable."""
         beside = path.with_name(f"{SCOPED_PREFIX if scoped else ''}{LEDGERS}")
         if beside in self._ledgers:
             return self._ledgers[beside]
@@ -264,12 +254,12 @@ class _Work:
                 return {ledger for ledger, _ in database.ledgers()}
         except (NotFound, Corrupt) as error:
             self.result.findings.notes.append(
-                f"{error}: the entries of every ledger in the logs are indexed, deleted ones too"
+                f"{error}: the entries of every ledger in the logs are indexed, of deleted ledgers too"
             )
             return None
 
     def _old_locations(self, row: RebuiltDatabase, damaged: DamagedLogs) -> Iterator[tuple[LedgerId, int, int]]:
-        """Those entries of the old database that stand in damaged logs; counts all of them."""
+        """Yield the entries of the old database in damaged logs; count all its entries in `row`."""
         count = 0
         try:
             with LocationsDatabase.open(row.path) as database:
@@ -277,10 +267,10 @@ class _Work:
                     for batch in database.batches():
                         count += len(batch)
                 else:
-                    for each in database.locations():
+                    for entry in database.locations():
                         count += 1
-                        if damaged.has(*each):
-                            yield each
+                        if damaged.has(*entry):
+                            yield entry
         except NotFound:
             return
         except Corrupt as error:
@@ -290,27 +280,27 @@ class _Work:
 
     # --- the metadata store -----------------------------------------------------------------------------------------
 
-    def _ask(self, ledger: LedgerId, others: Iterable[LedgerId] = ()) -> LedgerFacts | None:
+    def _ask(self, ledger: LedgerId, batch: Iterable[LedgerId] = ()) -> LedgerFacts | None:
         if self._metadata is None:
             return None
         if ledger not in self._known:
-            self._ask_many([ledger, *(each for each in others if each not in self._known)])
+            self._ask_many([ledger, *(other for other in batch if other not in self._known)])
         return self._known[ledger]
 
     def _ask_many(self, ledgers: Iterable[LedgerId]) -> None:
         assert self._metadata is not None
-        missing = sorted({each for each in ledgers if each not in self._known})
+        missing = sorted({ledger for ledger in ledgers if ledger not in self._known})
         for start in range(0, len(missing), _ASK_MAX):
             self._known.update(self._metadata(missing[start : start + _ASK_MAX]))
 
     # --- building and swapping --------------------------------------------------------------------------------------
 
     def _create(self, kind: type[_D], row: RebuiltDatabase, scoped: bool) -> AbstractContextManager[_D | None]:
-        """The new database, to be filled; None in a dry run."""
+        """Return the new database to fill; None in a dry run."""
         self.result.databases.append(row)
         if self._dry_run:
             return nullcontext()
-        building = unfinished(row.path)
+        building = prepare_building(row.path)
         self._built.append((row, building))
         return kind.create(building, scoped=scoped)
 
@@ -318,7 +308,7 @@ class _Work:
         stamp = time_stamp()
         while self._built:
             row, _ = self._built[0]
-            row.backup = swap(self._files, row.path, stamp)
+            row.backup = replace_directory(self._files, row.path, stamp)
             del self._built[0]
         self.result.swapped = True
 
@@ -327,8 +317,8 @@ class _Work:
             shutil.rmtree(building, ignore_errors=True)
 
 
-class _Choice:
-    """Which ledgers' entries are indexed: those that are `listed` (None: all) and not dead; asked for once each."""
+class _LedgerChoice:
+    """Chooses ledgers whose entries are indexed: `listed` (None: all) and not dead. Asks once for each ledger."""
 
     def __init__(
         self, listed: set[LedgerId] | None, ask: Callable[[LedgerId], LedgerFacts | None], *, scoped: bool
@@ -336,11 +326,11 @@ class _Choice:
         self._listed, self._ask, self._scoped = listed, ask, scoped
         self.taken: set[LedgerId] = set()
         self.refused: set[LedgerId] = set()
-        #: Of the refused ones those that exist all the same.
+        #: Refused ledgers that the metadata store has.
         self.unlisted: set[LedgerId] = set()
 
     def takes(self, ledger: LedgerId) -> bool:
-        """Whether the ledger's entries are indexed."""
+        """Return True if the ledger's entries are indexed."""
         if ledger in self.taken:
             return True
         if ledger in self.refused or ledger.is_scoped != self._scoped or not is_ledger(ledger):
@@ -356,7 +346,7 @@ class _Choice:
         return False
 
     def of_batch(self, batch: tuple[list[LedgerId], list[int], list[int]]) -> Iterable[tuple[LedgerId, int, int]]:
-        """Those of a log's entries that are indexed."""
+        """Return the entries of a log's batch that are indexed."""
         ledgers = set(batch[0])
         wanted = {ledger for ledger in ledgers if self.takes(ledger)}
         rows = zip(*batch, strict=True)

@@ -1,8 +1,9 @@
 """New index files for Interleaved and SortedLedgerStorage, from their entry logs.
 
-Apache's command fences every ledger and needs the password of all of them; this one keeps master key, fence and
-explicit LAC that the old index file, the journals or the metadata store know. Built beside, then swapped ledger by
-ledger: each has its old or its new index at any time. Source: InterleavedStorageRegenerateIndexOp; BP-35.
+Apache's command fences every ledger and needs the password of all of them; this one keeps the master key, fence and
+explicit LAC that the old index file, the journals or the metadata store have. New files are built beside the old ones
+and swapped ledger by ledger: each ledger always has its old or its new index. Source:
+InterleavedStorageRegenerateIndexOp; BP-35.
 """
 
 from __future__ import annotations
@@ -23,28 +24,18 @@ from bkctl.formats.index import ENTRY_ID_MAX, PAGE_SIZE_DEFAULT, VERSION_CURRENT
 from bkctl.formats.names import UNFINISHED_SUFFIX
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerFacts, LedgerFactsLookup, LedgerLiveness
-from bkctl.repair.parts import (
-    BookieLayout,
-    DamagedLogs,
-    Findings,
-    Progress,
-    backup_name,
-    decide,
-    entries_of,
-    is_ledger,
-    ledgers_of,
-    put_in_place,
-    read_journals,
-    sync_tree,
-    time_stamp,
-)
+from bkctl.repair.findings import Findings, Progress
+from bkctl.repair.layout import BookieLayout
+from bkctl.repair.ledger_facts import JournalFacts, decide_ledger_data, is_ledger, read_journals
+from bkctl.repair.log_entries import DamagedLogs, entries_of, ledgers_of
+from bkctl.repair.replacement import backup_name, replace_with_backup, sync_tree, time_stamp
 from bkctl.storage.ledger.index_pages import IndexInMemPageMgr
 from bkctl.storage.ledger.index_persistence import IndexedHandle, IndexPersistenceMgr
 
-#: Below `current`: what is being built, and (with a time) where old index files are kept.
+#: Directory below `current` for unfinished index files and, with a time, for backups of old ones.
 INDEX: Final = "index"
 _ASK_MAX: Final = 1000
-#: Ledgers, and changed pages (8 KiB each as a rule), that are kept in memory while files are built.
+#: Ledgers and changed pages (usually 8 KiB each) in memory during a build.
 _HANDLES_MAX: Final = 20_000
 _CHANGED_PAGES_MAX: Final = 4096
 _PLACES_AT_ONCE: Final = 256
@@ -52,10 +43,10 @@ _PLACES_AT_ONCE: Final = 256
 
 @dataclass(slots=True)
 class RegeneratedIndex:
-    """One ledger's index file: `path`, what is in the new one, and where the old one is kept (None: there was none).
+    """The index file of one ledger at `path`: the numbers of the new file, and the backup of the old one (None: none).
 
-    `entries_before` is None where there was none that can be read. `entries_saved` of the entries stand behind damage
-    in a log, and are known from the old index alone. `fence_guessed`: it is fenced only since nothing says it is not.
+    `entries_before` is None without a readable old file. `entries_saved` of the entries are behind damage in a log:
+    only the old index knows them. `fence_guessed`: the ledger is fenced because no source says otherwise.
     """
 
     ledger: LedgerId
@@ -71,9 +62,10 @@ class RegeneratedIndex:
 
 @dataclass(slots=True)
 class Regeneration:
-    """What was regenerated; `without_key` are ledgers left as they are since nothing says their master key.
+    """The result of a regeneration; `swapped` is False after a dry run.
 
-    `dead` are those that the metadata store does not have any more. `swapped` is False after a dry run.
+    `without_key` are ledgers left unchanged because their master key is unknown, `dead` are ledgers that are no longer
+    in the metadata store.
     """
 
     indexes: list[RegeneratedIndex] = field(default_factory=list)
@@ -96,28 +88,28 @@ def regenerate(
     files: Files | None = None,
     progress: Progress = lambda _: None,
 ) -> Regeneration:
-    """Make the index files of `ledgers` anew (None: of all that have one, or entries in a log, in `scope_id` if given).
+    """Rebuild the index files of `ledgers` (None: every ledger with an index or entries, in `scope_id` if given).
 
-    `master_key` is that of all of them; None: it is looked for, ledger by ledger. The caller holds the directories.
-    Raises NotFound for a ledger that is nowhere, UsageError where `ledgers` has one whose key is not known, OSError and
-    BkctlError: before the swap nothing has changed, in it each ledger has its old or its new index file.
+    `master_key` is the key of all of them; None: it is looked up for each ledger. The caller holds the directories.
+    Raises NotFound for a ledger without index and entries, UsageError if `ledgers` has one with an unknown key, OSError
+    and BkctlError. After an error before the swap nothing has changed; in the swap each ledger has its old or new file.
     """
     _check_storage_class(layout)
-    work = _Work(layout, files or Files(), metadata, progress)
+    run = _RegenerationRun(layout, files or Files(), metadata, progress)
     try:
-        work.choose(ledgers, scope_id, master_key)
-        work.build(page_size, version, dry_run=dry_run)
+        run.choose(ledgers, scope_id, master_key)
+        run.build(page_size, version, dry_run=dry_run)
         if not dry_run:
-            work.swap()
+            run.swap()
     finally:
-        work.clean_up()
-    return work.result
+        run.clean_up()
+    return run.result
 
 
 def size_to_read(layout: BookieLayout) -> int:
-    """About how many bytes `regenerate` reads, for its progress."""
+    """Return about how many bytes `regenerate` reads, for its progress."""
     logs = [*layout.logs(scoped=False), *layout.logs(scoped=True)]
-    journals = [path for each in layout.journal_dirs for path in each.glob("**/*.txn")]
+    journals = [path for directory in layout.journal_dirs for path in directory.glob("**/*.txn")]
     return sum(path.stat().st_size for path in (*logs, *journals))
 
 
@@ -125,13 +117,13 @@ def _check_storage_class(layout: BookieLayout) -> None:
     for current in layout.index_dirs:
         if (current / "ledgers").is_dir() and (current / "locations").is_dir():
             raise UsageError(
-                f"{current} has the databases of DbLedgerStorage, which keeps no index files",
-                hint="'bkctl bookie index rebuild' makes them anew",
+                f"{current} has the databases of DbLedgerStorage, which has no index files",
+                hint="'bkctl bookie index rebuild' rebuilds them",
             )
 
 
-class _Work:
-    """One regeneration: which ledgers, what is known of them, and what is built."""
+class _RegenerationRun:
+    """One regeneration: its ledgers, their facts, and the files built so far."""
 
     def __init__(
         self, layout: BookieLayout, files: Files, metadata: LedgerFactsLookup | None, progress: Progress
@@ -141,13 +133,13 @@ class _Work:
         self._rows: dict[LedgerId, RegeneratedIndex] = {}
         self._data: dict[LedgerId, LedgerData] = {}
         self._builder: IndexFileBuilder | None = None
-        #: Where the old index is, of those that can be read; else than `path` where a relocation was cut short.
+        #: Readable old index files; they differ from `path` after an interrupted relocation.
         self._old: dict[LedgerId, Path] = {}
 
     # --- which ledgers ----------------------------------------------------------------------------------------------
 
     def choose(self, ledgers: Collection[LedgerId] | None, scope_id: int | None, master_key: bytes | None) -> None:
-        """Decide which ledgers get a new index, and its header."""
+        """Choose the ledgers that get a new index, and their headers."""
         result = self.result
         facts = read_journals(self._layout.journal_dirs, result.findings, self._progress)
         paths = self._index_files()
@@ -158,35 +150,45 @@ class _Work:
         chosen = sorted(paths.keys() | in_logs if ledgers is None else set(ledgers))
         if ledgers is None and self._metadata is None and (unlisted := in_logs - paths.keys()):
             result.findings.notes.append(
-                f"{len(unlisted)} ledgers are in the logs and have no index file: deleted ones may be among them "
-                "(--metadata-uri leaves those out)"
+                f"{len(unlisted)} ledgers in the logs have no index file: some may be deleted "
+                "(--metadata-uri leaves deleted ledgers out)"
             )
-        known = self._ask(chosen)
+        stored = self._ask(chosen)
         for ledger in chosen:
             if ledger not in paths and ledger not in in_logs and ledger not in facts:
-                raise NotFound(f"Ledger {ledger} has neither an index file nor entries here")
-            told = known.get(ledger)
-            if told is not None and told.liveness is LedgerLiveness.DEAD:
-                result.dead.append(ledger)
-                continue
-            path = paths.get(ledger) or self._new_path(ledger)
-            row = RegeneratedIndex(ledger, path.with_name(path.name.removesuffix(RELOCATION_SUFFIX)))
-            old = self._old_header(row, path) if ledger in paths else None
-            data, guessed = decide(old, facts.get(ledger), told, old_is_complete=False)
-            key = master_key if master_key is not None else data.master_key
-            if not key:
-                result.without_key.append(ledger)
-                continue
-            row.fenced, row.fence_guessed = data.fenced, guessed
-            self._data[ledger] = LedgerData(True, data.fenced, key, data.explicit_lac)
-            self._rows[ledger] = row
-            result.indexes.append(row)
+                raise NotFound(f"Ledger {ledger} has neither an index file nor entries in this bookie")
+            self._add(ledger, paths.get(ledger), facts.get(ledger), stored.get(ledger), master_key)
         if ledgers is not None and result.without_key:
             named = ", ".join(map(str, result.without_key))
             raise UsageError(
-                f"Nothing here says the master key of ledger {named}",
+                f"The master key of ledger {named} is unknown",
                 hint="give its password with --password-file, or --metadata-uri",
             )
+
+    def _add(
+        self,
+        ledger: LedgerId,
+        old_path: Path | None,
+        journal: JournalFacts | None,
+        stored: LedgerFacts | None,
+        master_key: bytes | None,
+    ) -> None:
+        """Decide the header of a ledger's new index; leave out a dead ledger, and one without a master key."""
+        if stored is not None and stored.liveness is LedgerLiveness.DEAD:
+            self.result.dead.append(ledger)
+            return
+        path = old_path or self._new_path(ledger)
+        row = RegeneratedIndex(ledger, path.with_name(path.name.removesuffix(RELOCATION_SUFFIX)))
+        old = None if old_path is None else self._old_header(row, path)
+        data, row.fence_guessed = decide_ledger_data(old, journal, stored, old_is_complete=False)
+        row.fenced = data.fenced
+        key = master_key if master_key is not None else data.master_key
+        if not key:
+            self.result.without_key.append(ledger)
+            return
+        self._data[ledger] = LedgerData(True, data.fenced, key, data.explicit_lac)
+        self._rows[ledger] = row
+        self.result.indexes.append(row)
 
     def _index_files(self) -> dict[LedgerId, Path]:
         found: dict[LedgerId, Path] = {}
@@ -231,7 +233,7 @@ class _Work:
     # --- building ---------------------------------------------------------------------------------------------------
 
     def build(self, page_size: int, version: int, *, dry_run: bool) -> None:
-        """Read the logs, and build the index files beside the old ones; in a dry run only count."""
+        """Read the logs and build the index files beside the old ones; in a dry run only count."""
         findings = self.result.findings
         self.clean_up()
         if not dry_run:
@@ -260,7 +262,7 @@ class _Work:
                 self._count(row)
             if self._builder.refused:
                 findings.notes.append(
-                    f"{self._builder.refused} entries have ids above {ENTRY_ID_MAX}: no index file has room for them"
+                    f"{self._builder.refused} entries have ids above {ENTRY_ID_MAX}: index files cannot hold them"
                 )
 
     def _put(self, row: RegeneratedIndex, places: list[tuple[int, int]]) -> None:
@@ -277,7 +279,7 @@ class _Work:
             row.last_entry_id = reader.last_entry_id
 
     def _save(self, row: RegeneratedIndex, damaged: DamagedLogs) -> None:
-        """Take over from the old index what stands behind damage."""
+        """Copy entries behind damage from the old index."""
         with LedgerIndexReader.open(self._old[row.ledger]) as old:
             for entry_id, location in old.locations(skip_absent=True):
                 is_there = self._builder is not None and self._builder.location(row.ledger, entry_id)
@@ -286,7 +288,7 @@ class _Work:
                     row.entries_saved += 1
 
     def _number_of(self, path: Path) -> int:
-        return next(number for number, each in enumerate(self._layout.index_dirs) if each in path.parents)
+        return next(number for number, current in enumerate(self._layout.index_dirs) if current in path.parents)
 
     def _building(self, current: Path) -> Path:
         return current / f"{INDEX}{UNFINISHED_SUFFIX}"
@@ -294,7 +296,7 @@ class _Work:
     # --- swapping ---------------------------------------------------------------------------------------------------
 
     def swap(self) -> None:
-        """Put the new index files in the place of the old ones."""
+        """Move the new index files into place, and the old ones to the backups."""
         stamp = time_stamp()
         backups = {current: backup_name(current / INDEX, stamp) for current in self._layout.index_dirs}
         for current in self._layout.index_dirs:
@@ -309,7 +311,7 @@ class _Work:
             if row.path.exists():
                 backup = backups[current] / row.path.relative_to(current)
                 self._files.make_directory(backup.parent)
-                put_in_place(self._files, new, row.path, backup)
+                replace_with_backup(self._files, new, row.path, backup)
                 row.backup = backup
                 changed[backup.parent] = None
             else:
@@ -320,7 +322,7 @@ class _Work:
         self.result.swapped = True
 
     def clean_up(self) -> None:
-        """Remove what is left of the building."""
+        """Remove unfinished index files."""
         for current in self._layout.index_dirs:
             shutil.rmtree(self._building(current), ignore_errors=True)
 
@@ -341,7 +343,7 @@ class _UnsyncedFile(StorageFile):
     __slots__ = ()
 
     def sync(self) -> None:
-        """Nothing: all is synced at the end."""
+        """Do nothing: the caller syncs the whole tree at the end."""
 
 
 class _UnsyncedFiles(Files):
@@ -350,13 +352,13 @@ class _UnsyncedFiles(Files):
         return _UnsyncedFile(path, fd)
 
     def sync_directory(self, path: Path) -> None:
-        """Nothing: all is synced at the end."""
+        """Do nothing: the caller syncs the whole tree at the end."""
 
 
 class IndexFileBuilder:
-    """Index files that are built below `directories`, with as much memory as a bookie has for changed pages.
+    """Builds index files below `directories`, with as much memory for changed pages as a bookie uses.
 
-    Nothing is on disk before the caller syncs the directories. `refused` counts entries of ids too high for a file.
+    The caller syncs the directories. `refused` counts entries with ids too high for an index file.
     """
 
     def __init__(self, directories: list[Path], page_size: int, version: int) -> None:
@@ -374,7 +376,7 @@ class IndexFileBuilder:
         self._handles: dict[LedgerId, IndexedHandle] = {}
 
     def add(self, ledger: LedgerId, data: LedgerData, directory: int) -> None:
-        """Begin a ledger's file in the directory of that number."""
+        """Begin a ledger's file in the directory with that number."""
         self._directory = directory
         handle = self._files.create(ledger, data.master_key)
         handle.fenced, handle.explicit_lac = data.fenced, data.explicit_lac or b""
@@ -382,28 +384,31 @@ class IndexFileBuilder:
         if len(self._handles) >= _HANDLES_MAX:
             self.flush()
 
-    def put(self, ledger: LedgerId, places: Iterable[tuple[int, int]]) -> None:
-        """Say where entries of a ledger that was added are: (entry id, location); a later place replaces one."""
+    def put(self, ledger: LedgerId, places: Iterable[tuple[int, int]]) -> int:
+        """Set places (entry id, location) of entries of an added ledger; a later place wins. Return their number."""
         handle = self._handles.get(ledger)
         if handle is None:
             handle = self._files.load(ledger)
             assert handle is not None, f"ledger {ledger} was not added"
             self._handles[ledger] = handle
+        count = 0
         waiting = iter(places)
-        while some := list(islice(waiting, _PLACES_AT_ONCE)):
-            fitting = [place for place in some if place[0] <= ENTRY_ID_MAX]
-            self.refused += len(some) - len(fitting)
+        while batch := list(islice(waiting, _PLACES_AT_ONCE)):
+            count += len(batch)
+            fitting = [place for place in batch if place[0] <= ENTRY_ID_MAX]
+            self.refused += len(batch) - len(fitting)
             if fitting:
                 self._pages.put(handle, *map(list, zip(*fitting, strict=True)))
             if self._pages.changed_count >= _CHANGED_PAGES_MAX:
                 self.flush()
+        return count
 
     def location(self, ledger: LedgerId, entry_id: int) -> int:
-        """Where an entry is said to be so far; 0 where it is not."""
+        """Return the location of an entry set so far; 0 without one."""
         return self._pages.location(ledger, entry_id)
 
     def flush(self) -> None:
-        """Write what is in memory. Raises OSError."""
+        """Write the files in memory. Raises OSError."""
         pages = self._pages.take_changes()
         written = False
         try:

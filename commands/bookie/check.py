@@ -115,7 +115,7 @@ Sample = Annotated[
 
 
 def _rate(values: Mapping[str, Any]) -> Any:
-    from bkctl.checks.check import NO_LIMIT, Rate
+    from bkctl.checks.throttle import NO_LIMIT, Rate
 
     text = values["rate_limit"]
     if text is None:

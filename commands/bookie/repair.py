@@ -22,7 +22,8 @@ from .files import AnyLedgers, index_app
 
 if TYPE_CHECKING:
     from bkctl.metadata.stored_ledgers import StoredLedgers
-    from bkctl.repair.parts import BookieLayout, Findings
+    from bkctl.repair.findings import Findings
+    from bkctl.repair.layout import BookieLayout
     from bkctl.repair.rebuild import RebuiltDatabase
 
 app = group()
@@ -50,7 +51,7 @@ def _held(run: Run, layout: BookieLayout, *, dry_run: bool) -> Iterator[None]:
 
 
 def _layout(run: Run, directories: list[Path] | None) -> BookieLayout:
-    from bkctl.repair.parts import layout_of
+    from bkctl.repair.layout import layout_of
 
     return layout_of(run.directories(directories).of_a_bookie())
 

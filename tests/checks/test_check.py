@@ -13,10 +13,11 @@ import pytest
 from support import golden
 from support.golden import DATA, GoldenBookie
 
-import bkctl.checks.check as check_module
-from bkctl.checks.check import IndexCheck, Rate
+from bkctl.checks import index_rows, location_rows, log_records, recheck, throttle
+from bkctl.checks.check import IndexCheck
 from bkctl.checks.digests import DigestChecker
 from bkctl.checks.findings import Finding, FindingKind
+from bkctl.checks.throttle import Rate
 from bkctl.errors import Corrupt
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.index import BookieIndexes
@@ -190,7 +191,7 @@ def test_an_index_entry_that_points_at_the_wrong_place(
         (right + 3, FindingKind.NO_RECORD, ""),
         (right + (1 << 20), FindingKind.NO_RECORD, "the log ends before"),
         (pack_location(right >> 32, 4), FindingKind.NO_RECORD, ""),
-        (pack_location(77, right & 0xFFFFFFFF), FindingKind.LOG_MISSING, "no entry log 77"),
+        (pack_location(77, right & 0xFFFFFFFF), FindingKind.LOG_MISSING, "entry log 77 (0x4d) does not exist"),
         ((1 << 63) - 1, FindingKind.LOG_MISSING, ""),
     ):
         bookie.point(ledger, 1, location)
@@ -222,7 +223,7 @@ def test_a_wrong_location_in_the_files_of_an_apache_bookie(name: str, tmp_path: 
     assert kinds(findings) == [(FindingKind.WRONG_ENTRY, ledger, second.entry_id)]
 
 
-def test_an_entry_that_no_index_has(bookie: Bookie) -> None:
+def test_an_unindexed_entry_is_a_finding(bookie: Bookie) -> None:
     bookie.point(PLAIN, 2, 0)
     findings, _ = bookie.check()
     assert kinds(findings) == [(FindingKind.NOT_INDEXED, PLAIN, 2)]
@@ -230,7 +231,7 @@ def test_an_entry_that_no_index_has(bookie: Bookie) -> None:
     assert kinds(bookie.check(ledgers=[PLAIN])[0]) == [(FindingKind.NOT_INDEXED, PLAIN, 2)]
     assert bookie.check(ledgers=[LedgerId(0, 6)])[0] == []
     assert bookie.check(sample=1.0)[0] == []
-    assert "acknowledged to nobody" in findings[0].reason, "the log has no ledgers map, so it was cut"
+    assert "never have been acknowledged" in findings[0].reason, "the log has no ledgers map, so it was cut"
     path = findings[0].path
     data = path.read_bytes()
     header = entry_log.write_header(1, len(data), 1)
@@ -247,7 +248,7 @@ def test_a_deleted_ledger_is_a_note(bookie: Bookie) -> None:
     assert (findings[0].is_problem, job.counts.findings, job.counts.notes) == (False, 0, 1)
 
 
-def test_a_second_copy_of_an_entry_is_no_finding(bookie: Bookie) -> None:
+def test_a_second_copy_of_an_entry_is_not_a_finding(bookie: Bookie) -> None:
     """A compaction has copied it, and not yet deleted the log that it came from."""
     bookie.log(2, [(PLAIN, 0), (PLAIN, 1)])
     bookie.point(PLAIN, 0, bookie.where[PLAIN, 0])
@@ -256,7 +257,7 @@ def test_a_second_copy_of_an_entry_is_no_finding(bookie: Bookie) -> None:
     assert job.counts.copies == 2
 
 
-def test_a_missing_log(bookie: Bookie) -> None:
+def test_a_missing_log_is_a_finding(bookie: Bookie) -> None:
     (bookie.current / "1.log").unlink()
     findings, _ = bookie.check()
     assert sorted(kinds(findings)) == [
@@ -297,7 +298,7 @@ def test_a_wrong_location_in_front_of_damage_is_a_finding_of_its_own(bookie: Boo
     assert "; 3 entries of 2 ledgers that" in damaged.reason
 
 
-def test_digests(bookie: Bookie) -> None:
+def test_a_digest_mismatch_is_a_finding(bookie: Bookie) -> None:
     path = bookie.current / "0.log"
     data = bytearray(path.read_bytes())
     data[(bookie.where[PLAIN, 1] & 0xFFFFFFFF) + 30] ^= 1
@@ -310,7 +311,7 @@ def test_digests(bookie: Bookie) -> None:
             assert "CRC32C" in findings[0].reason
 
 
-def test_locations_without_their_ledger(tmp_path: Path) -> None:
+def test_locations_without_their_ledger_are_a_note(tmp_path: Path) -> None:
     bookie = Bookie(tmp_path, "databases")
     bookie.log(0, [(PLAIN, 0), (PLAIN, 1)])
     bookie.write_index()
@@ -322,7 +323,7 @@ def test_locations_without_their_ledger(tmp_path: Path) -> None:
     assert not findings[0].is_problem  # DbLedgerStorage leaves them when it is killed after a deletion
 
 
-def test_an_index_that_cannot_be_read_is_an_error_and_the_rest_is_checked(bookie: Bookie) -> None:
+def test_a_damaged_index_is_an_error_and_the_check_continues(bookie: Bookie) -> None:
     bookie.point(SCOPED, 1, bookie.where[SCOPED, 0])
     if bookie.storage == "files":
         path = bookie.current / index_path(PLAIN)
@@ -341,7 +342,7 @@ def test_an_index_that_cannot_be_read_is_an_error_and_the_rest_is_checked(bookie
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 @pytest.mark.parametrize("options", [{}, {"sample": 1.0}])
-def test_what_is_no_file_or_not_ours_to_read_is_an_error_and_the_rest_is_checked(
+def test_an_unreadable_index_is_an_error_and_the_check_continues(
     obstacle: str, options: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = Bookie(tmp_path, "files")
@@ -358,9 +359,7 @@ def test_what_is_no_file_or_not_ours_to_read_is_an_error_and_the_rest_is_checked
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
-def test_a_log_that_is_no_file_or_not_ours_to_read_is_a_finding(
-    bookie: Bookie, obstacle: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_log_is_a_finding(bookie: Bookie, obstacle: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = bookie.current / "0.log"
     obstruct(path, obstacle, monkeypatch)
     findings, job = bookie.check()
@@ -374,7 +373,7 @@ def test_a_log_that_is_no_file_or_not_ours_to_read_is_a_finding(
 # --- running --------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_restart_would_replay_is_not_flushed(bookie: Bookie) -> None:
+def test_entries_that_a_restart_would_replay_count_as_not_flushed(bookie: Bookie) -> None:
     bookie.log(2, [(PLAIN, 10), (PLAIN, 11), (SCOPED, 10)])
     records = b"".join(
         journal.write_record(DigestManager(ledger, DigestType.CRC32C).seal(entry_id, -1, 0, b""))
@@ -411,7 +410,9 @@ def test_without_journals_a_log_that_changed_since_the_last_mark_is_not_flushed(
     assert missing() == [10]
 
 
-def test_an_entry_that_a_compaction_moves_meanwhile(bookie: Bookie, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_moved_by_a_compaction_meanwhile_is_not_a_finding(
+    bookie: Bookie, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The index is read; then log 0 is compacted into log 9, and deleted."""
     read_index = IndexCheck._check_logs
     compacted = []
@@ -431,7 +432,7 @@ def test_an_entry_that_a_compaction_moves_meanwhile(bookie: Bookie, monkeypatch:
     assert findings == []
 
 
-def test_a_ledger_that_is_deleted_meanwhile(bookie: Bookie, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ledger_deleted_meanwhile_is_not_a_finding(bookie: Bookie, monkeypatch: pytest.MonkeyPatch) -> None:
     read_index = IndexCheck._check_logs
     deleted: list[bool] = []
 
@@ -470,7 +471,7 @@ def test_a_sample_is_the_same_for_the_same_seed(tmp_path: Path, storage: str) ->
     assert bookie.check(sample=1.0)[1].counts.entries == 2000
 
 
-def test_a_rate_holds_reading_back(bookie: Bookie, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rate_slows_reading_down(bookie: Bookie, monkeypatch: pytest.MonkeyPatch) -> None:
     now, slept = [100.0], []
 
     def sleep(seconds: float) -> None:
@@ -478,7 +479,7 @@ def test_a_rate_holds_reading_back(bookie: Bookie, monkeypatch: pytest.MonkeyPat
         now[0] += seconds
 
     # In this module only: threads of servers that other tests left up sleep, too.
-    monkeypatch.setattr(check_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(throttle, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     _, job = bookie.check(rate=Rate(bytes_per_s=100.0))
     assert sum(slept) == pytest.approx(job.counts.bytes_read / 100)
     slept.clear()
@@ -486,14 +487,16 @@ def test_a_rate_holds_reading_back(bookie: Bookie, monkeypatch: pytest.MonkeyPat
     assert sum(slept) == pytest.approx(9 / 2)
 
 
-def test_more_rows_than_one_run(bookie: Bookie, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_runs_of_rows_give_the_same_findings(bookie: Bookie, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sorted runs on disk, windows of two records, two second looks: the same answer."""
     bookie.point(PLAIN, 1, bookie.where[PLAIN, 0])
     bookie.point(PLAIN, 4, bookie.where[PLAIN, 0])
     expected = kinds(bookie.check()[0])
     assert len(expected) == 2
-    for name in ("RUN_ROWS", "WINDOW_RECORDS", "RETRY_ENTRIES"):
-        monkeypatch.setattr(check_module, name, 2)
+    monkeypatch.setattr(location_rows, "RUN_ROWS", 2)
+    monkeypatch.setattr(index_rows, "BATCH_ITEMS", 2)
+    monkeypatch.setattr(log_records, "WINDOW_RECORDS", 2)
+    monkeypatch.setattr(recheck, "RETRY_ENTRIES", 2)
     assert sorted(kinds(bookie.check()[0])) == sorted(expected)
     assert sorted(kinds(bookie.check(ledgers=[PLAIN])[0])) == sorted(expected)
 

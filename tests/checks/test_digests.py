@@ -60,7 +60,7 @@ def test_one_flipped_bit_is_one_finding(digest_type: DigestType, said: str) -> N
 
 
 @pytest.mark.parametrize("digest_type", [CRC32, CRC32C])
-def test_what_came_before_the_type_was_found_is_found_late(digest_type: DigestType) -> None:
+def test_mismatches_before_the_digest_type_is_known_are_late_findings(digest_type: DigestType) -> None:
     checker = DigestChecker()
     bodies = [body(LEDGER, digest_type, number, spoiled=number < 2) for number in range(3)]
     assert check(checker, *bodies) == [(0, 1024), (1, 1028 + len(bodies[0]))]
@@ -68,7 +68,7 @@ def test_what_came_before_the_type_was_found_is_found_late(digest_type: DigestTy
     assert list(checker.late_findings()) == []
 
 
-def test_where_nothing_ever_fits_it_is_unknown_and_no_finding() -> None:
+def test_entries_without_a_matching_digest_are_unknown() -> None:
     checker = DigestChecker()
     assert check(checker, body(LEDGER, HMAC), body(LEDGER, HMAC, 1), body(OTHER, CRC32C), body(OTHER, DUMMY, 1)) == [
         (1, 1024 + 3 * 4 + 2 * len(body(LEDGER, HMAC)) + len(body(OTHER, CRC32C)))
@@ -80,7 +80,7 @@ def test_where_nothing_ever_fits_it_is_unknown_and_no_finding() -> None:
 
 
 @pytest.mark.parametrize("ledger", [LEDGER, SCOPED])
-def test_hmac_without_its_password_is_not_checked_and_says_so(ledger: LedgerId) -> None:
+def test_hmac_without_its_password_is_reported_as_unchecked(ledger: LedgerId) -> None:
     checker = DigestChecker(digest_of=lambda _: HMAC)
     assert check(checker, body(ledger, HMAC), body(ledger, HMAC, 1, spoiled=True)) == []
     assert checker.counts() == DigestCounts({}, 0, 0, 0, 2)
@@ -105,7 +105,7 @@ def test_an_entry_too_short_for_its_digest_does_not_match(size: int) -> None:
     assert len(found) == 1
 
 
-def test_records_that_are_no_entries_have_no_digest() -> None:
+def test_special_records_have_no_digest() -> None:
     checker = DigestChecker(CRC32C)
     record = read_record(struct.pack(">Qq", 5, -0x1000) + bytes(24), 0, 40, 0)
     assert record.type is RecordType.LEDGER_KEY

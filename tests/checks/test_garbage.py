@@ -86,7 +86,7 @@ def test_thresholds_that_are_off(tmp_path: Path) -> None:
     assert found.compaction(Thresholds(0, 0.5)) is Compaction.MAJOR
 
 
-def test_what_is_not_known_is_kept(tmp_path: Path) -> None:
+def test_ledgers_in_an_unknown_state_are_kept(tmp_path: Path) -> None:
     found = use(log(tmp_path / "0.log", [ONE, TWO]), Ledgers(L1=UNKNOWN, L2=UNKNOWN))
     assert (found.garbage_size_bytes, found.usage, found.compaction(Thresholds())) == (0, 1.0, None)
 
@@ -97,7 +97,7 @@ def test_an_empty_log_has_no_usage(tmp_path: Path) -> None:
     assert (found.usage, found.compaction(Thresholds()), found.ledgers) == (None, None, [])
 
 
-def test_a_damaged_map_is_counted_again_and_said(tmp_path: Path) -> None:
+def test_a_log_with_a_damaged_map_is_scanned_and_reported(tmp_path: Path) -> None:
     path = log(tmp_path / "0.log", [ONE, TWO])
     data = bytearray(path.read_bytes())
     data[-33] ^= 1  # the count of its ledgers
@@ -108,7 +108,7 @@ def test_a_damaged_map_is_counted_again_and_said(tmp_path: Path) -> None:
     assert found.usage == 0.5
 
 
-def test_a_log_with_damaged_records_is_never_called_free_to_go(tmp_path: Path) -> None:
+def test_a_log_with_damaged_records_is_never_deletable(tmp_path: Path) -> None:
     path = log(tmp_path / "0.log", [TWO, TWO, ONE], closed=False)
     data = bytearray(path.read_bytes())
     data[1024 + 2 * RECORD : 1024 + 2 * RECORD + 4] = b"\xff\xff\xff\xff"
@@ -119,7 +119,7 @@ def test_a_log_with_damaged_records_is_never_called_free_to_go(tmp_path: Path) -
     assert found.compaction(Thresholds()) is None
 
 
-def test_logs_that_are_no_logs_or_went_away(tmp_path: Path) -> None:
+def test_invalid_and_deleted_logs(tmp_path: Path) -> None:
     (tmp_path / "1.log").write_bytes(b"BKLE" + bytes(1020))
     good = log(tmp_path / "2.log", [ONE])
     states = Ledgers(L1=ALIVE)
@@ -130,7 +130,7 @@ def test_logs_that_are_no_logs_or_went_away(tmp_path: Path) -> None:
     assert states.asked == [[ONE]]
 
 
-def test_a_log_is_read_before_its_ledgers_are_asked_for(tmp_path: Path) -> None:
+def test_a_log_is_read_before_its_ledgers_are_looked_up(tmp_path: Path) -> None:
     first, second = log(tmp_path / "0.log", [ONE]), log(tmp_path / "1.log", [TWO])
     states = Ledgers(L1=ALIVE, L2=DEAD)
     uses = log_uses([first, second], states)

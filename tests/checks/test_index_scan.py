@@ -37,7 +37,7 @@ def lac_of(ledger: LedgerId) -> bytes:
 
 
 @pytest.mark.parametrize("bookie", golden.bookies(), ids=lambda bookie: f"{bookie.version}-{bookie.name}")
-def test_a_healthy_bookie(bookie: GoldenBookie) -> None:
+def test_a_healthy_bookie_has_no_findings(bookie: GoldenBookie) -> None:
     found, counts = scan(bookie.ledger_dir)
     assert [kind for kind, _ in found if kind not in (FindingKind.STRAY_TABLE,)] == []
     assert counts.entries == sum(len(answer["locations"]) for answer in bookie.indexes.values())
@@ -45,7 +45,7 @@ def test_a_healthy_bookie(bookie: GoldenBookie) -> None:
     assert counts.errors == []
 
 
-def test_index_files(tmp_path: Path) -> None:
+def test_invalid_items_of_index_files_are_findings(tmp_path: Path) -> None:
     def write(ledger: LedgerId, header: bytes, *locations: int, below: str = "one", suffix: str = "") -> Path:
         path = tmp_path / below / "current" / (index_path(ledger) + suffix)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def test_index_files(tmp_path: Path) -> None:
     assert counts.ledgers == 1
 
 
-def test_databases(tmp_path: Path) -> None:
+def test_invalid_items_of_databases_are_findings(tmp_path: Path) -> None:
     current = tmp_path / "current"
     with LedgersDatabase.create(current / "ledgers") as ledgers:
         ledgers.put(LEDGER, data())
@@ -136,7 +136,7 @@ def test_scoped_databases_have_longer_keys(tmp_path: Path) -> None:
     assert scan(tmp_path)[0] == [(FindingKind.BAD_ITEM, None)]
 
 
-def test_a_table_that_the_manifest_lost(tmp_path: Path) -> None:
+def test_a_table_missing_in_the_manifest_is_a_note(tmp_path: Path) -> None:
     shutil.copytree(DATA / "4.18.0" / "db" / "ledgers", tmp_path / "ledgers")
     table = tmp_path / "ledgers" / "current" / "locations" / "999999.sst"
     table.write_bytes(b"?")
@@ -145,7 +145,7 @@ def test_a_table_that_the_manifest_lost(tmp_path: Path) -> None:
     assert (note.kind, note.path, note.is_problem) == (FindingKind.STRAY_TABLE, table, False)
 
 
-def test_a_block_that_fails_its_checksum(tmp_path: Path) -> None:
+def test_a_block_with_a_wrong_checksum_is_an_error(tmp_path: Path) -> None:
     shutil.copytree(DATA / "4.18.0" / "db" / "ledgers", tmp_path / "ledgers")
     tables = sorted((tmp_path / "ledgers" / "current" / "locations").glob("*.sst"))
     for table in tables:

@@ -75,7 +75,7 @@ def test_zeros_behind_the_records_are_space_allocated_ahead(verify) -> None:
     assert (check.state, check.good_end, check.problem) == (LogState.ZEROS, len(data), None)
 
 
-def test_a_log_that_was_allocated_only_and_one_that_is_none(verify) -> None:
+def test_an_allocated_log_is_empty_and_another_file_unreadable(verify) -> None:
     assert (verify(b"").state, verify(b"").problem) == (LogState.EMPTY, None)
     check = verify(b"BKLO")
     assert (check.state, check.good_end) == (LogState.UNREADABLE, None)
@@ -105,7 +105,7 @@ def grown(entry_id: int, ledger: LedgerId, payload: bytes = b"hello " * 9) -> by
 @pytest.mark.parametrize("ledger", [LEDGERS[0], SCOPED[0]])
 @pytest.mark.parametrize("number", [0, 10, COUNT - 2])
 @pytest.mark.parametrize("tail", ["nothing", "zeros", "torn"])
-def test_a_size_that_reaches_over_the_end_is_damage_where_records_follow(verify, ledger, number, tail) -> None:
+def test_a_size_beyond_the_end_is_damage_if_records_follow(verify, ledger, number, tail) -> None:
     records = [grown(at, ledger) for at in range(COUNT)]
     behind = {"nothing": b"", "zeros": bytes(5000), "torn": grown(COUNT, ledger)[:60]}[tail]
     data = bytearray(write_header(2 if ledger.is_scoped else 1) + b"".join(records) + behind)
@@ -131,7 +131,7 @@ def test_a_torn_tail_whose_payload_is_an_entry_log_is_torn(verify, ledger, entry
     assert verify(data).state is LogState.END_OF_FILE
 
 
-def test_what_the_end_cuts_short_must_begin_as_a_record_does(verify) -> None:
+def test_a_torn_record_must_begin_like_a_record(verify) -> None:
     """Where a size is broken the scan may come to any bytes at all."""
     data, _ = log(closed=False)
     check = verify(bytes(data) + struct.pack(">i", 5000) + b"\x41" * 200)
@@ -154,7 +154,7 @@ def test_which_log_of_a_directory_is_the_newest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "size", [0, -1, 7, 0x7FFFFFFF, 1 << 26, -0x0F0F0F10], ids=["zero", "negative", "short", "absurd", "large", "filler"]
 )
-def test_behind_a_damaged_size_the_next_records_are_found(verify, ledgers, size) -> None:
+def test_records_behind_a_damaged_size_are_found(verify, ledgers, size) -> None:
     data, offsets = log(ledgers)
     struct.pack_into(">i", data, offsets[10], size)
     check = verify(data)
@@ -186,21 +186,21 @@ def test_bytes_cut_out_of_the_middle(verify) -> None:
     assert check.entry_count - 7 in (0, 1)
 
 
-def test_nothing_plausible_behind_is_said_so(verify) -> None:
+def test_damage_without_records_behind_it(verify) -> None:
     data, offsets = log(closed=False)
     check = verify(data[: offsets[3]] + b"\xff" * 5000)
     assert (check.behind, check.entry_count) == (Salvage(5000), 3)
 
 
 @pytest.mark.parametrize("filler", [b"\1", b"\0\0\0\x30" + bytes(44), entry(3)[:30] * 2, b"\0\0\1"])
-def test_looking_behind_ends_soon_whatever_is_there(tmp_path: Path, filler: bytes) -> None:
+def test_look_behind_reads_a_bounded_number_of_bytes(tmp_path: Path, filler: bytes) -> None:
     path = tmp_path / "1.log"
     path.write_bytes(write_header() + b"\xff\xff\xff\xfe" + filler * ((3 << 20) // len(filler)))
     with EntryLogReader.open(path) as reader:
         assert look_behind(reader, 1024).size_bytes == path.stat().st_size - 1024
 
 
-def test_digests_that_do_not_match_are_findings_with_their_place(verify) -> None:
+def test_digest_mismatches_are_findings_with_their_offset(verify) -> None:
     data, offsets = log()
     for number in (0, 12):
         data[offsets[number] + 4 + 40] ^= 1
@@ -223,13 +223,13 @@ SIZES = dict.fromkeys(LEDGERS, 20 * len(entry(0)))
         (SIZES | {LEDGERS[1]: 5}, "gives 5 bytes to ledger 2, which has 1,"),
     ],
 )
-def test_a_ledgers_map_that_says_otherwise_than_the_records(verify, said, problem) -> None:
+def test_a_ledgers_map_that_contradicts_the_records(verify, said, problem) -> None:
     check = verify(log(said=said)[0])
     assert (check.error, check.finding_count) == (None, 1)
     assert problem in str(check.problem)
 
 
-def test_a_log_that_was_closed_before_any_entry_came_is_good(verify) -> None:
+def test_a_log_closed_without_entries_is_sound(verify) -> None:
     check = verify(write_header(1, 1024, 0))
     assert (check.error, check.state, check.problem) == (None, LogState.END_OF_FILE, None)
 
@@ -242,7 +242,7 @@ def test_a_damaged_ledgers_map_is_damage(verify) -> None:
     assert "Ledgers map names 2 ledgers, the header says 7" in str(check.problem)
 
 
-def test_a_map_that_the_header_does_not_know_or_misplaces(verify) -> None:
+def test_a_map_that_the_header_lacks_or_misplaces(verify) -> None:
     data, _ = log()
     unknown = verify(data[:8] + bytes(12) + data[20:])
     assert "does not know of the ledgers map" in str(unknown.problem)

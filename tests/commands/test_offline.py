@@ -212,7 +212,7 @@ def test_what_is_no_index_file_is_told_and_hides_no_other(cli: Cli, bookie: Path
     for command, rows in whole.items():
         result = cli("bookie", *command, *place)
         assert (result.code, result.rows) == (7, rows)
-        assert f"{pipe} is no file" in result.err
+        assert f"{pipe} is not a regular file" in result.err
         assert "2b2c.idx is a directory" in result.err
     named = cli("bookie", "index", "show", str(0x2B2B), *place)
     assert (named.code, str(pipe) in named.err) == (7, True)

@@ -21,7 +21,7 @@ from bkctl.config import BookieConfig
 from bkctl.disk import SECTOR_SIZE_BYTES, Files
 from bkctl.errors import BkctlError, Corrupt
 from bkctl.files.journal import JournalEnd, JournalReader
-from bkctl.files.journals import JournalState, check_journal
+from bkctl.files.journal_check import JournalState, check_journal
 from bkctl.formats import journal
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.record import Record, RecordType, record_of

@@ -11,7 +11,8 @@ from damage import matrix
 from support import golden
 from support.command_line import CommandLine
 
-from bkctl.files.journals import JournalState, check_journal, journal_statistics
+from bkctl.files.journal_check import JournalState, check_journal
+from bkctl.files.journal_statistics import journal_statistics
 from bkctl.formats import journal
 from bkctl.formats.entry import DigestManager, DigestType, master_key
 from bkctl.formats.journal import write_padding, write_record

@@ -64,7 +64,7 @@ def test_files_by_kind(bookie, directories):
     ]  # fmt: skip
 
 
-def test_all_files_once(bookie):
+def test_files_given_in_several_roles_are_listed_once(bookie):
     given = [bookie / "journal", bookie / "l1", bookie / "l1/current", bookie / "l2"]
     found = list(BookieDirectories.at(*given).files())
     assert len(found) == len({file.path for file in found})
@@ -100,13 +100,13 @@ def test_a_name_that_fits_several_files_is_refused_with_their_paths(bookie, dire
 
 
 @pytest.mark.parametrize("text", ["7", "0x99", "99.txn", "scoped/7", "sub/1.txn", "/nowhere/1.txn"])
-def test_a_journal_that_is_not_there_is_not_found(directories, text):
+def test_a_missing_journal_is_not_found(directories, text):
     with pytest.raises(NotFound):
         directories.resolve_journal(text)
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "-1", "0x", "1f", "a\0b", "3.14"])
-def test_what_is_no_name_is_refused(directories, text):
+def test_invalid_names_are_refused(directories, text):
     with pytest.raises(UsageError):
         directories.resolve_journal(text)
 
@@ -131,7 +131,7 @@ def test_index_files_of_a_ledger(bookie, directories):
         directories.index_of(LEDGERS[0])
 
 
-def test_directories_that_are_not_there(bookie):
+def test_missing_directories_are_refused(bookie):
     with pytest.raises(NotFound):
         list(BookieDirectories.at(bookie / "none").files())
     with pytest.raises(UsageError):
@@ -140,7 +140,7 @@ def test_directories_that_are_not_there(bookie):
 
 
 @pytest.mark.parametrize("apache", golden.bookies(), ids=lambda bookie: f"{bookie.version}-{bookie.name}")
-def test_apaches_directories(apache):
+def test_files_of_an_apache_bookie_are_found(apache):
     found = BookieDirectories([apache.journal_dir], [apache.ledger_dir])
     assert [file.path for file in found.journals()] == sorted(apache.journals)
     assert [file.path for file in found.entry_logs()] == sorted(apache.entry_logs)
@@ -157,12 +157,12 @@ def test_a_directory_with_directories_of_a_bookie_stands_for_them(bookie):
     assert BookieDirectories.at(bookie / "none").ledger_dirs == (bookie / "none",)
 
 
-def test_a_directory_of_a_bookie_is_no_database_whatever_its_name(tmp_path):
+def test_a_bookies_directory_is_never_taken_for_a_database(tmp_path):
     (tmp_path / "ledgers/current").mkdir(parents=True)
     assert [file.kind for file in BookieDirectories(ledger_dirs=[tmp_path]).files()] == [FileKind.UNKNOWN]
 
 
-def test_directories_without_anything_of_a_bookie_are_none(bookie):
+def test_directories_without_bookie_files_are_refused(bookie):
     assert BookieDirectories.at(bookie).of_a_bookie().ledger_dirs
     (bookie / "other").mkdir()
     (bookie / "other/notes.txt").touch()

@@ -60,7 +60,7 @@ def read(reader: EntryLogReader, **options):
     return rows, error
 
 
-def test_entries_that_say_a_wrong_length_of_their_ledger_end_no_log(open_log):
+def test_entries_with_a_wrong_ledger_length_do_not_end_the_log(open_log):
     """Any client can send such, and the log would never be compacted."""
     records = []
     for number in range(6):
@@ -104,7 +104,7 @@ def test_a_log_of_every_version(open_log, version, ledgers):
 
 
 @pytest.mark.parametrize(("version", "ledgers"), [(1, LEDGERS), (2, SCOPED)])
-def test_a_closed_log_says_its_ledgers(open_log, version, ledgers):
+def test_ledgers_of_a_closed_log_come_from_its_map(open_log, version, ledgers):
     sizes = {ledger: len(entry(0, ledger=ledger)) for ledger in ledgers}
     reader = open_log(closed_log([entry(0, ledger=ledger) for ledger in ledgers], sizes, version))
     assert reader.header is not None
@@ -114,7 +114,7 @@ def test_a_closed_log_says_its_ledgers(open_log, version, ledgers):
     assert ids(read(reader, special=True)[0]) == [("entry", 0), ("entry", 0), ("ledgersMap", -2)]
 
 
-def test_a_log_that_was_closed_before_any_entry_came_is_whole(open_log):
+def test_a_log_closed_without_entries_is_sound(open_log):
     reader = open_log(write_header(1, 1024, 0))
     assert reader.ledgers_map() == reader.ledgers() == reader.scan_ledgers() == {}
     assert read(reader) == ([], None)
@@ -129,7 +129,7 @@ def test_a_ledgers_map_of_several_records(open_log):
 
 
 @pytest.mark.parametrize("ledgers", [1, 2, 40, 1000])
-def test_a_ledgers_map_of_which_a_crash_left_zeros_is_not_believed(open_log, ledgers):
+def test_a_ledgers_map_of_zeros_is_rejected(open_log, ledgers):
     """Garbage collection would delete the log, for it would not know of all ledgers in it."""
     records = [entry(0, ledger=LedgerId(0, 100 + number)) for number in range(ledgers)]
     sizes = {LedgerId(0, 100 + number): len(record) for number, record in enumerate(records)}
@@ -173,7 +173,7 @@ def test_a_damaged_ledgers_map_is_found_and_the_log_counted_instead(open_log, da
         assert reader.ledgers() == sizes
 
 
-def test_a_log_that_was_allocated_only(open_log):
+def test_an_allocated_log_is_empty(open_log):
     reader = open_log(b"")
     assert reader.header is None
     assert (read(reader), reader.ledgers(), reader.ledgers_map()) == (([], None), {}, None)
@@ -186,13 +186,13 @@ def test_a_log_that_was_allocated_only(open_log):
         (b"BKLE" + bytes(2000), CorruptRecord), (b"BKLO\0\0\0\3" + bytes(1016), Unsupported),
     ],
 )  # fmt: skip
-def test_what_is_no_log_does_not_open(open_log, data, error):
+def test_other_files_do_not_open_as_entry_logs(open_log, data, error):
     with pytest.raises(error, match=r"1f\.log: "):
         open_log(data)
 
 
 @pytest.mark.parametrize("tail", [b"", bytes(3), bytes(5000), entry(9)[:-1], entry(9)[:3], entry(9)[:14]])
-def test_where_the_bookie_stopped_writing_the_log_ends(open_log, tail):
+def test_a_log_ends_where_the_bookie_stopped_writing(open_log, tail):
     rows, error = read(open_log(write_header() + entry(0) + tail))
     assert (ids(rows), error) == ([("entry", 0)], None)
 
@@ -225,7 +225,7 @@ def test_a_damaged_length_ends_the_scan_with_one_error(open_log, length, problem
         reader.scan_ledgers()
 
 
-def test_point_reads_of_what_is_not_there(open_log):
+def test_reads_at_offsets_without_an_entry_raise(open_log):
     reader = open_log(write_header() + entry(0) + entry(1))
     end = reader.size()
     for offset in (end + 4, end + 5000, 1 << 50):
@@ -307,7 +307,7 @@ GOOD = closed_log([entry(n, ledger=ledger) for n in range(2) for ledger in LEDGE
 
 
 @given(st.integers(0, len(GOOD) - 1), st.binary(min_size=1, max_size=6), st.booleans())
-def test_only_our_errors_come_out_of_any_bytes(tmp_path_factory, at, data, cut):
+def test_any_bytes_raise_only_our_errors(tmp_path_factory, at, data, cut):
     path = tmp_path_factory.getbasetemp() / "hypothesis.log"
     path.write_bytes(GOOD[:at] + data + (b"" if cut else GOOD[at + len(data) :]))
     seen = []
@@ -366,7 +366,7 @@ def test_apaches_entries_open_with_the_ledgers_own_digest(bookie):
 
 
 @pytest.mark.parametrize("bookie", golden.bookies(), ids=lambda bookie: f"{bookie.version}-{bookie.name}")
-def test_apaches_indexes_are_those_of_apaches_shell(bookie):
+def test_apaches_indexes_match_apaches_shell(bookie):
     found = {}
     for file in BookieDirectories.at(bookie.ledger_dir).indexes():
         with LedgerIndexReader.open(file.path) as reader:

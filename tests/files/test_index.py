@@ -37,7 +37,7 @@ def slots(*locations: int) -> bytes:
 
 @pytest.mark.parametrize("ledger", [LedgerId(0, 0x1234), LedgerId(7, 1)])
 @pytest.mark.parametrize("version", [0, 1])
-def test_an_index_file(index, ledger, version):
+def test_an_index_file_returns_header_and_locations(index, ledger, version):
     packet = DigestManager(ledger, DigestType.CRC32C).seal_lac(3)
     header = write_header(KEY, fenced=True, explicit_lac=packet if version else None, version=version)
     reader = index(header + slots(0x404, 0, 0x500) + bytes(8192 - 24), ledger)
@@ -89,7 +89,7 @@ def test_more_slots_than_a_window(index):
     assert reader.last_entry_id == present[-1][0]
 
 
-def test_what_is_no_index_does_not_open(index, tmp_path):
+def test_other_files_do_not_open_as_indexes(index, tmp_path):
     with pytest.raises(CorruptRecord, match=r"1234\.idx: .*BKLE"):
         index(bytes(2000))
     with pytest.raises(TruncatedRecord, match=r"1234\.idx: "):
@@ -98,6 +98,6 @@ def test_what_is_no_index_does_not_open(index, tmp_path):
         LedgerIndexReader.open(tmp_path / "none.idx")
 
 
-def test_elsewhere_the_ledger_is_unknown(tmp_path):
+def test_an_index_outside_its_place_has_no_ledger(tmp_path):
     (tmp_path / "copy.idx").write_bytes(write_header(KEY))
     assert LedgerIndexReader.open(tmp_path / "copy.idx").ledger is None

@@ -68,7 +68,7 @@ def test_every_version_is_read(read, version):
     assert position == len(header) + 2 * len(entry(0))
 
 
-def test_every_kind_of_record_is_told(read):
+def test_every_kind_of_record_is_read(read):
     packet = DigestManager(V1, DigestType.CRC32).seal_lac(3)
     data = flushed(write_header(7), journal.ledger_key_record(V1, KEY), entry(0), journal.fence_record(V1))
     first_padding = len(data.rstrip(b"\0"))
@@ -113,7 +113,7 @@ def test_reading_starts_where_a_mark_points(read):
         entry(9)[:4] + bytes(6000),
     ],
 )
-def test_where_the_bookie_stopped_writing_the_journal_ends(read, tail):
+def test_a_journal_ends_where_the_bookie_stopped_writing(read, tail):
     rows, error, position = read(write_header(6) + entry(0) + tail)
     assert error is None
     assert ids(rows) == [("entry", 0)]
@@ -184,7 +184,7 @@ def test_padding_before_version_5_is_a_negative_length(read):
     assert isinstance(error, CorruptRecord)
 
 
-def test_what_is_in_padding_does_not_count(read):
+def test_records_within_padding_are_skipped(read):
     data = write_header(6) + entry(0)
     padding = write_padding(len(data))
     damaged = padding[:8] + b"\xff" * (len(padding) - 8)
@@ -223,13 +223,13 @@ def test_other_versions_do_not_open(tmp_path, version):
         JournalReader.open(path)
 
 
-def test_what_is_no_file_does_not_open(tmp_path):
+def test_missing_and_irregular_files_do_not_open(tmp_path):
     with pytest.raises(NotFound):
         JournalReader.open(tmp_path / "1.txn")
     with pytest.raises(UsageError, match="directory"):
         JournalReader.open(tmp_path)
     os.mkfifo(tmp_path / "2.txn")
-    with pytest.raises(UsageError, match="no file"):
+    with pytest.raises(UsageError, match="not a regular file"):
         JournalReader.open(tmp_path / "2.txn")
     with pytest.raises(UsageError):
         JournalReader.open("a\0b")
@@ -244,7 +244,7 @@ def test_records_larger_than_a_window_and_at_its_edges(read):
         assert [row.payload(DigestType.CRC32C) for row in rows] == [*payloads, bytes(shift), b"hello"]
 
 
-def test_entries_that_say_a_wrong_length_of_their_ledger_end_no_journal(read):
+def test_entries_with_a_wrong_ledger_length_do_not_end_the_journal(read):
     """Any client can send such, and no restart may fail for it."""
 
     def lying(entry_id: int, size: int) -> bytes:
@@ -264,7 +264,7 @@ def test_entries_that_say_a_wrong_length_of_their_ledger_end_no_journal(read):
 
 
 @given(st.integers(0, len(GOOD) - 1), st.binary(min_size=1, max_size=6), st.booleans())
-def test_only_our_errors_come_out_of_any_bytes(tmp_path_factory, at, data, cut):
+def test_any_bytes_raise_only_our_errors(tmp_path_factory, at, data, cut):
     path = tmp_path_factory.getbasetemp() / "hypothesis.txn"
     damaged = GOOD[:at] + data + (b"" if cut else GOOD[at + len(data) :])
     path.write_bytes(damaged)
@@ -301,7 +301,7 @@ def test_apaches_journals_give_the_rows_of_apaches_shell(bookie):
 
 
 @pytest.mark.parametrize("bookie", golden.bookies(), ids=lambda bookie: f"{bookie.version}-{bookie.name}")
-def test_apaches_last_marks_are_those_of_apaches_shell(bookie):
+def test_apaches_last_marks_match_apaches_shell(bookie):
     assert read_last_mark([bookie.ledger_dir]) == bookie.last_mark
     assert read_last_mark([bookie.ledger_dir / "current"]) == bookie.last_mark
 
@@ -390,7 +390,7 @@ def test_batches_of_any_bytes_are_the_records(tmp_path_factory, at, data, cut):
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: f"{path.parts[-5]}-{path.parts[-4]}-{path.name}")
-def test_looking_behind_finds_every_record_of_a_journal(path):
+def test_look_behind_finds_every_record_of_a_journal(path):
     with JournalReader.open(path) as reader:
         rows = []
         try:
@@ -403,7 +403,7 @@ def test_looking_behind_finds_every_record_of_a_journal(path):
     assert behind.resumes_at == (rows[0].offset if rows else None)
 
 
-def test_a_bookie_that_writes_on_while_its_journal_is_read(tmp_path, monkeypatch):
+def test_reading_a_journal_while_a_bookie_writes_it(tmp_path, monkeypatch):
     data = flushed(write_header(6), entry(0), entry(1))
     path = tmp_path / "1.txn"
     path.write_bytes(data + bytes(4096))

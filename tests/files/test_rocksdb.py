@@ -9,7 +9,8 @@ import pytest
 from support.golden import DATA, bookies
 
 from bkctl.errors import AlreadyExists, BkctlError, Corrupt, DirectoryInUse, NotFound
-from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase, check_write_ahead_logs
+from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
+from bkctl.files.rocksdb_files import check_write_ahead_logs
 from bkctl.formats.entry_log import unpack_location
 from bkctl.formats.index import LedgerData, ledger_key
 from bkctl.ids import LedgerId
@@ -32,7 +33,7 @@ def current(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("bookie", GOLDEN, ids=lambda bookie: bookie.version)
-def test_the_databases_of_a_bookie_say_what_its_shell_says(bookie) -> None:
+def test_a_bookies_databases_match_apaches_shell(bookie) -> None:
     with LocationsDatabase.open(bookie.ledger_dir / "current" / "locations") as locations:
         found: dict[str, dict[int, tuple[int, int]]] = {}
         for ledger, entry_id, location in locations.locations():
@@ -66,7 +67,7 @@ def test_opening_a_database_leaves_no_trace(current: Path) -> None:
 
 
 @pytest.mark.parametrize("scope_id", [0, 7])
-def test_what_is_written_is_read_back(tmp_path: Path, scope_id: int) -> None:
+def test_written_locations_are_read_back(tmp_path: Path, scope_id: int) -> None:
     path = tmp_path / ("scoped-locations" if scope_id else "locations")
     one, two, three = (LedgerId(scope_id, number) for number in (1, 2, (1 << 63) - 1))
     with LocationsDatabase.create(path) as locations:
@@ -117,7 +118,7 @@ def test_ledgers_are_written_and_read_back(tmp_path: Path, scope_id: int) -> Non
         assert ledgers.storage_flags() is None
 
 
-def test_storage_flags_are_no_ledger(tmp_path: Path) -> None:
+def test_storage_flags_are_not_listed_as_a_ledger(tmp_path: Path) -> None:
     with LedgersDatabase.create(tmp_path / "ledgers") as ledgers:
         ledgers.put(LedgerId(0, 1), data())
         ledgers.put_storage_flags(1)
@@ -126,7 +127,7 @@ def test_storage_flags_are_no_ledger(tmp_path: Path) -> None:
         assert [ledger for ledger, _ in ledgers.ledgers()] == [LedgerId(0, 1)]
 
 
-def test_of_two_keys_of_a_ledger_the_later_counts_as_for_apache(tmp_path: Path) -> None:
+def test_the_later_of_two_keys_of_a_ledger_counts_as_in_apache(tmp_path: Path) -> None:
     """Apache's rebuild writes keys of 16 bytes, which shadow those of 8 when its bookie loads them."""
     one, two = LedgerId(0, 1), LedgerId(0, 2)
     with LedgersDatabase.create(tmp_path / "ledgers") as ledgers:
@@ -142,7 +143,7 @@ def test_of_two_keys_of_a_ledger_the_later_counts_as_for_apache(tmp_path: Path) 
         assert [ledger for ledger, _ in ledgers.ledgers()] == [two]
 
 
-def test_a_database_belongs_to_one_who_writes(tmp_path: Path) -> None:
+def test_a_database_has_one_writer(tmp_path: Path) -> None:
     path = tmp_path / "locations"
     with pytest.raises(NotFound):
         LocationsDatabase.edit(path)
@@ -159,7 +160,7 @@ def test_a_database_belongs_to_one_who_writes(tmp_path: Path) -> None:
             assert beside.get(LedgerId(0, 1), 0) == 5
 
 
-def test_what_an_exception_interrupts_is_not_written(tmp_path: Path) -> None:
+def test_an_exception_discards_pending_writes(tmp_path: Path) -> None:
     path = tmp_path / "locations"
 
     def interrupted() -> None:
@@ -184,7 +185,7 @@ def test_keys_of_another_size_are_corrupt(tmp_path: Path) -> None:
 # --- damage ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_manifest_that_rocksdb_would_never_end_to_read_is_corrupt(current: Path) -> None:
+def test_a_manifest_that_would_hang_rocksdb_is_corrupt(current: Path) -> None:
     (manifest,) = (current / "ledgers").glob("MANIFEST-*")
     size = manifest.stat().st_size
     manifest.write_bytes(manifest.read_bytes() + b"\x17\x2a\x80\xff" * 800_000)
@@ -201,7 +202,7 @@ def test_a_manifest_that_is_being_written_can_be_read(current: Path) -> None:
             assert len(list(ledgers.ledgers())) > 20
 
 
-def test_a_damaged_write_ahead_log_is_told(tmp_path: Path) -> None:
+def test_a_damaged_write_ahead_log_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "locations"
     locations = LocationsDatabase.create(path)
     locations.put_all((LedgerId(0, 1), entry, 5) for entry in range(50_000))
@@ -232,9 +233,7 @@ def test_a_damaged_write_ahead_log_is_told(tmp_path: Path) -> None:
         ("IO error: While open a file for random read: /b/ledgers/000008.sst: Permission denied", BkctlError),
     ],
 )
-def test_what_rocksdb_says_is_told_apart(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, kind: type
-) -> None:
+def test_rocksdb_errors_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, kind: type) -> None:
     def fail(*_: object, **__: object) -> None:
         raise Exception(text)
 

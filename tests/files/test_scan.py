@@ -61,7 +61,7 @@ logs = st.lists(st.one_of(entries, entries, entries, others), max_size=20).map(b
 @given(logs, st.integers(0, 60), st.sampled_from((1, 2)))
 @example(entry(SCOPED[1], 0, b"")[:44], 0, 2)
 @example(b"", 5, 1)
-def test_the_compiled_loop_says_what_the_plain_one_says(window: bytes, begin: int, version: int) -> None:
+def test_the_compiled_loop_matches_the_plain_one(window: bytes, begin: int, version: int) -> None:
     begins, flat, stop = take_entries(window, begin, version)
     plain_begins, plain_flat, plain_stop = take_entries_plainly(window, begin, version)
     assert (list(begins), stop) == (plain_begins, plain_stop)
@@ -85,7 +85,7 @@ journals = st.lists(st.one_of(entries, entries, whole_padding, padding, others),
 @example(struct.pack(">i", 40) + bytes(80), 0, 1, True)
 @example(struct.pack(">ii", PADDING_MASK, 2**31 - 1) + bytes(80), 0, 1, True)
 @example(struct.pack(">ii", PADDING_MASK, 50) + bytes(50) + entry(LEDGERS[0], 0, b""), 0, 1, True)
-def test_the_compiled_loop_says_what_the_plain_one_says_of_journals(
+def test_the_compiled_loop_matches_the_plain_one_for_journals(
     window: bytes, begin: int, version: int, skips_padding: bool
 ) -> None:
     begins, flat, stop = take_journal_entries(window, begin, version, skips_padding=skips_padding)
@@ -104,7 +104,7 @@ COLUMNS = (
 
 @pytest.mark.parametrize("compiled", [True, False])
 @given(logs, st.sampled_from((1, 2)), st.booleans(), st.sampled_from((0, 1100, 1024)), st.none() | st.integers(0, 2000))
-def test_batches_are_the_records(
+def test_batches_match_the_records(
     tmp_path_factory: pytest.TempPathFactory, compiled: bool, log: bytes, version: int, special: bool, start: int,
     end: int | None,
 ) -> None:  # fmt: skip

@@ -15,7 +15,7 @@ from bkctl.errors import Corrupt
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.journal import JournalReader
-from bkctl.files.journals import check_journal
+from bkctl.files.journal_check import check_journal
 from bkctl.files.windows import WINDOW_SIZE_BYTES, FileReader
 
 
@@ -69,7 +69,7 @@ def test_records_before_lost_bytes_are_read(reader, lose) -> None:
     assert len(read) >= sum(1 for end in ends if end <= offset - 512)
 
 
-def test_a_check_goes_on_behind_an_index_that_is_lost(tmp_path: Path, lose) -> None:
+def test_a_check_continues_after_a_lost_index(tmp_path: Path, lose) -> None:
     bookie = next(one for one in golden.bookies() if one.name == "sorted")
     directories = BookieDirectories.at(bookie.ledger_dir)
     lose(bookie.ledger_dir / "current/0/3/3.idx", 1024)
@@ -79,7 +79,7 @@ def test_a_check_goes_on_behind_an_index_that_is_lost(tmp_path: Path, lose) -> N
     assert check.counts.ledgers > 1
 
 
-def test_a_check_gives_a_log_that_is_lost_in_part_one_row(lose) -> None:
+def test_a_check_reports_a_partly_lost_log_once(lose) -> None:
     bookie = next(one for one in golden.bookies() if one.name == "sorted")
     path = max(bookie.ledger_dir.rglob("*.log"), key=lambda each: each.stat().st_size)
     with EntryLogReader.open(path) as file:
@@ -93,7 +93,7 @@ def test_a_check_gives_a_log_that_is_lost_in_part_one_row(lose) -> None:
 
 
 @pytest.mark.parametrize("reader", [EntryLogReader, JournalReader])
-def test_what_is_behind_lost_bytes_is_told(reader, lose) -> None:
+def test_records_behind_lost_bytes_are_counted(reader, lose) -> None:
     bookie = next(one for one in golden.bookies() if one.name == "sorted")
     kind, directory = ("*.log", bookie.ledger_dir) if reader is EntryLogReader else ("*.txn", bookie.journal_dir)
     path = max(directory.rglob(kind), key=lambda each: each.stat().st_size)
@@ -115,7 +115,7 @@ def test_what_is_behind_lost_bytes_is_told(reader, lose) -> None:
     assert 10 < surely - 1 <= found <= possibly
 
 
-def test_a_disk_that_gives_nothing_any_more_ends_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_disk_ends_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x")
     os.truncate(path, 1 << 40)

@@ -25,7 +25,7 @@ from bkctl.formats.index import ENTRY_ID_MAX, LedgerData
 from bkctl.formats.names import CONVERSION_NAME
 from bkctl.ids import LedgerId
 from bkctl.repair.convert import DB, INTERLEAVED, convert
-from bkctl.repair.parts import BookieLayout, layout_of
+from bkctl.repair.layout import BookieLayout, layout_of
 from bkctl.repair.rebuild import rebuild
 
 KEY = master_key(b"secret")
@@ -127,14 +127,14 @@ def test_repairs_within_one_second_keep_backups_of_their_own(current: Path, monk
     }  # fmt: skip
 
 
-def test_the_old_index_goes_on_request(current: Path) -> None:
+def test_discard_old_removes_the_old_index(current: Path) -> None:
     done = convert(layout_at(current.parent), DB, discard_old=True)
     assert done.directories[0].backups == []
     assert not list(current.glob("*.backup*"))
 
 
 @pytest.mark.parametrize("golden_bookie", golden.bookies(), ids=lambda bookie: f"{bookie.version}-{bookie.name}")
-def test_what_apaches_bookies_wrote(golden_bookie: GoldenBookie, tmp_path: Path) -> None:
+def test_indexes_of_apache_bookies_are_converted(golden_bookie: GoldenBookie, tmp_path: Path) -> None:
     shutil.copytree(golden_bookie.journal_dir, tmp_path / "journal")
     shutil.copytree(golden_bookie.ledger_dir, tmp_path / "ledgers")
     current = tmp_path / "ledgers" / "current"
@@ -159,12 +159,12 @@ def test_a_dry_run_changes_nothing(current: Path) -> None:
 # --- what cannot be ---------------------------------------------------------------------------------------------------
 
 
-def test_nothing_to_convert_and_two_indexes(current: Path) -> None:
+def test_no_index_or_two_indexes_are_refused(current: Path) -> None:
     (current / "empty").mkdir()
     empty = layout_of(BookieDirectories([current.parent.parent / "journal"], [current / "empty"]))
-    with pytest.raises(UsageError, match="no databases"):
+    with pytest.raises(UsageError, match="No databases"):
         convert(empty, INTERLEAVED)
-    with pytest.raises(UsageError, match="no index files"):
+    with pytest.raises(UsageError, match="No index files"):
         convert(empty, DB)
     convert(layout_at(current.parent), DB)
     with pytest.raises(UsageError, match="converted already"):
@@ -195,7 +195,7 @@ def test_databases_without_a_ledger_are_moved_away(current: Path) -> None:
     ("data", "problem"),
     [(LedgerData(True, False, KEY, None, True), "limbo"), (LedgerData(True, False, b""), "no master key")],
 )
-def test_what_index_files_cannot_say(current: Path, data: LedgerData, problem: str) -> None:
+def test_facts_that_index_files_cannot_hold_are_refused(current: Path, data: LedgerData, problem: str) -> None:
     shutil.rmtree(current / "0")
     shutil.rmtree(current / "00000000")
     with LedgersDatabase.create(current / "ledgers") as ledgers:
@@ -212,11 +212,11 @@ def test_ledgers_without_locations_are_not_converted_to_nothing(current: Path) -
         convert(layout_at(current.parent), INTERLEAVED)
 
 
-def test_an_entry_id_that_no_file_has_room_for(current: Path) -> None:
+def test_an_entry_id_too_high_for_an_index_file_is_refused(current: Path) -> None:
     convert(layout_at(current.parent), DB, discard_old=True)
     with LocationsDatabase.edit(current / "locations") as locations:
         locations.put(A, ENTRY_ID_MAX + 1, 1028)
-    with pytest.raises(Unsupported, match="no index file has room"):
+    with pytest.raises(Unsupported, match="index files end at entry"):
         convert(layout_at(current.parent), INTERLEAVED)
     assert file_index(current) == {}
 
@@ -244,7 +244,7 @@ def test_several_directories_where_each_log_is_at_home(tmp_path: Path) -> None:
     assert [file_index(each) for each in (first, second)] == [{A: even}, {B: odd}]
 
 
-def test_several_directories_with_logs_where_databases_would_not_look(tmp_path: Path) -> None:
+def test_logs_where_databases_would_not_look_are_refused(tmp_path: Path) -> None:
     first, second = two_directories(tmp_path)
     (second / "0.log").write_bytes(entry_log.write_header())
     write_files(first, {A: (KEY, False, None, {0: 1028})})
@@ -262,7 +262,7 @@ def test_several_directories_with_an_index_of_one_ledger_each(tmp_path: Path) ->
         convert(layout_at(first.parent, second.parent), DB)
 
 
-def test_several_directories_with_logs_of_one_id(tmp_path: Path) -> None:
+def test_directories_with_equal_log_ids_are_refused(tmp_path: Path) -> None:
     first, second = two_directories(tmp_path)
     for current in (first, second):
         (current / "0.log").write_bytes(entry_log.write_header())
@@ -283,10 +283,10 @@ def test_a_damaged_index_is_not_converted(current: Path) -> None:
 
 @pytest.mark.parametrize("to", [DB, INTERLEAVED])
 @pytest.mark.parametrize("error", [SimulatedCrash(), OSError(errno.ENOSPC, "No space left")], ids=["crash", "full"])
-def test_failed_anywhere_it_goes_on(
+def test_a_conversion_resumes_after_any_failure(
     current: Path, tmp_path: Path, to: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bkctl.repair.convert.LEDGERS_PER_STEP", 1)
+    monkeypatch.setattr("bkctl.repair.conversion.LEDGERS_PER_CHECKPOINT", 1)
     layout = layout_at(current.parent)
     old, new = (file_index, database_index) if to == DB else (database_index, file_index)
     if to == INTERLEAVED:
@@ -329,12 +329,13 @@ def _copy_new(source: str, target: str) -> None:
 KILLED = """
 import os, sys
 from pathlib import Path
-from bkctl.repair import convert
+from bkctl.repair import conversion
+from bkctl.repair.convert import convert
 from bkctl.files.directories import BookieDirectories
 from bkctl.disk import Files
-from bkctl.repair.parts import layout_of
+from bkctl.repair.layout import layout_of
 
-convert.LEDGERS_PER_STEP = 1
+conversion.LEDGERS_PER_CHECKPOINT = 1
 left = int(sys.argv[2])
 
 class Killer(Files):
@@ -346,12 +347,12 @@ class Killer(Files):
         super().rename(source, target)
 
 base = Path(sys.argv[1])
-convert.convert(layout_of(BookieDirectories([base / "journal"], [base / "ledgers"])), sys.argv[3], files=Killer())
+convert(layout_of(BookieDirectories([base / "journal"], [base / "ledgers"])), sys.argv[3], files=Killer())
 """
 
 
 @pytest.mark.parametrize("at", [2, 3, 5, 7])
-def test_killed_it_goes_on(current: Path, at: int) -> None:
+def test_a_killed_conversion_resumes(current: Path, at: int) -> None:
     base = current.parent.parent
     done = subprocess.run([sys.executable, "-c", KILLED, base, str(at), DB], check=False)
     assert done.returncode == 9
@@ -374,18 +375,18 @@ def test_a_progress_file_with_other_values_is_corrupt(current: Path, change: dic
         convert(layout_at(current.parent), DB, files=FailingFiles(8, SimulatedCrash()))
     path = current / CONVERSION_NAME
     path.write_text(json.dumps(json.loads(path.read_bytes()) | change))
-    with pytest.raises(Corrupt, match="is not what a conversion leaves"):
+    with pytest.raises(Corrupt, match="is not a progress file of a conversion"):
         convert(layout_at(current.parent), DB)
 
 
-def test_the_progress_file_is_something_unfinished(current: Path) -> None:
+def test_the_progress_file_is_listed_as_unfinished(current: Path) -> None:
     (current / CONVERSION_NAME).write_text("{}")
     kinds = {file.path.name: file.kind for file in BookieDirectories.at(current.parent).files()}
     assert kinds[CONVERSION_NAME] is FileKind.UNFINISHED
 
 
-def test_a_bookie_that_ran_in_between_makes_it_begin_again(current: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bkctl.repair.convert.LEDGERS_PER_STEP", 1)
+def test_a_bookie_that_ran_in_between_restarts_the_conversion(current: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bkctl.repair.conversion.LEDGERS_PER_CHECKPOINT", 1)
     layout = layout_at(current.parent)
     with pytest.raises(SimulatedCrash):
         convert(layout, DB, files=FailingFiles(8, SimulatedCrash()))
@@ -397,8 +398,8 @@ def test_a_bookie_that_ran_in_between_makes_it_begin_again(current: Path, monkey
     assert database_index(current) == INDEX | {LedgerId(0, 1): INDEX[A]}
 
 
-def test_the_other_direction_waits(current: Path) -> None:
+def test_the_other_direction_is_refused_meanwhile(current: Path) -> None:
     with pytest.raises(SimulatedCrash):
         convert(layout_at(current.parent), DB, files=FailingFiles(8, SimulatedCrash()))
-    with pytest.raises(Conflict, match="conversion to db is under way"):
+    with pytest.raises(Conflict, match="conversion to db is unfinished"):
         convert(layout_at(current.parent), INTERLEAVED)

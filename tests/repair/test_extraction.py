@@ -55,7 +55,7 @@ def logs(tmp_path: Path) -> list[Path]:
     ]
 
 
-def test_entries_come_in_order_and_of_copies_the_last(logs: list[Path]) -> None:
+def test_entries_come_in_order_with_the_last_copy_of_each(logs: list[Path]) -> None:
     with LedgerExtraction(logs, ONE) as found:
         assert taken(found) == [b"1:0", b"b:2", b"a:3", b"a:9"]
         assert list(found.entry_ids) == [0, 2, 3, 9]
@@ -86,7 +86,7 @@ def test_ranges_include_both_ends(logs: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("all_copies", [False, True])
-def test_the_log_that_is_written_is_one(logs: list[Path], tmp_path: Path, all_copies: bool) -> None:
+def test_the_written_log_is_valid(logs: list[Path], tmp_path: Path, all_copies: bool) -> None:
     stream = io.BytesIO()
     with LedgerExtraction(logs, ONE, all_copies=all_copies) as found:
         assert found.write_log(stream.write) is None
@@ -115,7 +115,7 @@ def test_scoped_ledgers_make_a_log_of_version_2(tmp_path: Path) -> None:
         assert [record.entry_id for record in reader.records()] == [0, 1]
 
 
-def test_a_log_that_would_be_too_large_says_where_it_ended(
+def test_a_log_that_would_be_too_large_returns_the_first_missing_entry(
     logs: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(extraction, "LOG_SIZE_BYTES_MAX", 1024 + 64 + 100)
@@ -128,7 +128,7 @@ def test_a_log_that_would_be_too_large_says_where_it_ended(
         assert reader.ledgers_map() == reader.scan_ledgers()
 
 
-def test_damaged_logs_give_what_stands_before(logs: list[Path]) -> None:
+def test_damaged_logs_give_the_entries_before_the_damage(logs: list[Path]) -> None:
     data = bytearray(logs[2].read_bytes())
     data[-43:-39] = b"\xff" * 4  # the size of entry 9
     logs[2].write_bytes(data)
@@ -148,7 +148,7 @@ def test_a_damaged_map_hides_nothing(logs: list[Path]) -> None:
         assert "edgers map" in str(found.problems[0])
 
 
-def test_logs_that_go_away_meanwhile_are_read_to_the_end(logs: list[Path]) -> None:
+def test_logs_deleted_meanwhile_are_read_to_the_end(logs: list[Path]) -> None:
     with LedgerExtraction(logs, ONE) as found:
         for path in logs:
             path.unlink()
@@ -183,7 +183,7 @@ def test_the_digest_type_is_found_by_trying(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bookie", golden.bookies(), ids=lambda bookie: f"{bookie.version}-{bookie.name}")
-def test_apaches_logs_give_what_apaches_index_names(bookie: GoldenBookie) -> None:
+def test_apaches_logs_give_the_entries_of_apaches_index(bookie: GoldenBookie) -> None:
     checked = 0
     for ledger_id, answer in bookie.indexes.items():
         with LedgerExtraction(bookie.entry_logs, LedgerId(0, int(ledger_id))) as found:

@@ -43,14 +43,14 @@ def ledgers(tmp_path: Path) -> Path:
     return tmp_path / "ledgers"
 
 
-def test_nobody_holds_what_nobody_has_open(ledgers: Path) -> None:
+def test_unopened_directories_have_no_holders(ledgers: Path) -> None:
     with (ledgers / "current" / "0.log").open("rb"):
         assert holders([ledgers]) == []
     with hold([ledgers]):
         assert holders([ledgers]) == []
 
 
-def test_directories_that_are_not_there_are_held_by_nobody(tmp_path: Path) -> None:
+def test_missing_directories_have_no_holders(tmp_path: Path) -> None:
     assert holders([tmp_path / "none"]) == []
 
 
@@ -71,7 +71,7 @@ def test_a_removed_file_that_is_open_still_counts(ledgers: Path) -> None:
         assert [holder.pid for holder in holders([ledgers])] == [pid]
 
 
-def test_a_directory_whose_name_only_begins_alike_does_not_count(ledgers: Path) -> None:
+def test_a_directory_with_the_same_prefix_does_not_count(ledgers: Path) -> None:
     other = ledgers.with_name("ledgers2")
     other.mkdir()
     (other / "file").touch()

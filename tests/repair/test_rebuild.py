@@ -22,7 +22,7 @@ from bkctl.formats.entry import DigestManager, DigestType, master_key
 from bkctl.formats.index import LedgerData
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerFacts, LedgerLiveness
-from bkctl.repair.parts import BookieLayout, layout_of
+from bkctl.repair.layout import BookieLayout, layout_of
 from bkctl.repair.rebuild import Rebuild, rebuild
 
 GOLDEN = [bookie for bookie in golden.bookies() if bookie.name == "db"]
@@ -128,7 +128,7 @@ def metadata_of(
 
 
 @pytest.mark.parametrize("golden_bookie", GOLDEN, ids=lambda bookie: bookie.version)
-def test_rebuilt_databases_say_what_apaches_said(golden_bookie: GoldenBookie, tmp_path: Path) -> None:
+def test_rebuilt_databases_match_apaches(golden_bookie: GoldenBookie, tmp_path: Path) -> None:
     layout = golden_layout(golden_bookie, tmp_path)
     current = tmp_path / "ledgers" / "current"
     locations, ledgers = locations_in(current / "locations"), ledgers_in(current / "ledgers")
@@ -147,7 +147,7 @@ def test_rebuilt_databases_say_what_apaches_said(golden_bookie: GoldenBookie, tm
 
 
 @pytest.mark.parametrize("golden_bookie", GOLDEN, ids=lambda bookie: bookie.version)
-def test_without_the_old_ledgers_the_journals_know_the_keys(golden_bookie: GoldenBookie, tmp_path: Path) -> None:
+def test_keys_come_from_the_journals_without_the_old_ledgers(golden_bookie: GoldenBookie, tmp_path: Path) -> None:
     layout = golden_layout(golden_bookie, tmp_path)
     current = tmp_path / "ledgers" / "current"
     ledgers = ledgers_in(current / "ledgers")
@@ -203,7 +203,7 @@ def test_metadata_knows_key_and_fence_where_the_old_index_is_gone(bookie: Bookie
     assert done.databases[0].guessed_fences == 0
 
 
-def test_a_ledger_that_exists_and_is_not_in_the_index_is_said(bookie: Bookie) -> None:
+def test_an_existing_ledger_missing_in_the_index_is_noted(bookie: Bookie) -> None:
     bookie.log(0, (A, 0), (B, 0))
     bookie.database({A: OPEN}, {})
     alive = metadata_of(dict.fromkeys((A, B), LedgerFacts(LedgerLiveness.ALIVE, KEY, False)))
@@ -211,7 +211,7 @@ def test_a_ledger_that_exists_and_is_not_in_the_index_is_said(bookie: Bookie) ->
     assert any("--ledgers" in note for note in done.findings.notes)
 
 
-def test_what_the_journal_knows_of_a_ledger(bookie: Bookie) -> None:
+def test_facts_of_a_ledger_come_from_the_journal(bookie: Bookie) -> None:
     packet = DigestManager(B, DigestType.CRC32C, b"secret").seal_lac(9)
     bookie.journal(
         1,
@@ -266,7 +266,7 @@ def test_each_directory_gets_its_own_ledgers(tmp_path: Path) -> None:
     assert [locations_in(bookie.current(number) / "locations") for number in (0, 1)] == [first, second]
 
 
-def test_a_bookie_with_index_files_is_told_what_it_needs(tmp_path: Path) -> None:
+def test_a_bookie_with_index_files_is_refused_with_a_hint(tmp_path: Path) -> None:
     interleaved = next(one for one in golden.bookies() if one.name == "interleaved")
     with pytest.raises(UsageError, match="regenerate"):
         rebuild(golden_layout(interleaved, tmp_path), ledgers=False, locations=True)
@@ -292,7 +292,7 @@ def test_entries_behind_damage_are_taken_from_the_old_index(bookie: Bookie) -> N
     assert (done.databases[0].entries, done.databases[0].entries_saved) == (9, 5)
 
 
-def test_a_log_that_is_none_is_reported_and_what_the_old_index_knows_is_kept(bookie: Bookie) -> None:
+def test_an_invalid_log_is_reported_and_its_indexed_entries_are_kept(bookie: Bookie) -> None:
     places = bookie.log(0, (A, 0), (A, 1)) | bookie.log(1, (A, 2))
     bookie.database({A: OPEN}, places)
     log = bookie.current() / "0.log"
@@ -303,7 +303,7 @@ def test_a_log_that_is_none_is_reported_and_what_the_old_index_knows_is_kept(boo
 
 
 @pytest.mark.parametrize("name", ["ledgers", "locations"])
-def test_a_damaged_database_is_rebuilt_all_the_same(bookie: Bookie, name: str) -> None:
+def test_a_damaged_database_is_rebuilt(bookie: Bookie, name: str) -> None:
     places = bookie.log(0, (A, 0), (B, 1))
     bookie.journal(1, journal.ledger_key_record(A, KEY), journal.ledger_key_record(B, KEY))
     bookie.database({A: OPEN, B: OPEN}, places)
@@ -368,7 +368,7 @@ def test_a_crash_anywhere_leaves_the_old_or_the_new(bookie: Bookie, tmp_path: Pa
     assert seen == {True, False}
 
 
-def test_where_names_cannot_be_exchanged_they_are_renamed(bookie: Bookie) -> None:
+def test_names_are_renamed_if_they_cannot_be_exchanged(bookie: Bookie) -> None:
     class OldFiles(Files):
         def exchange(self, one: Path, other: Path) -> None:
             raise OSError(errno.EINVAL, "Invalid argument")

@@ -21,7 +21,7 @@ from bkctl.formats.entry import DigestManager, DigestType, master_key
 from bkctl.formats.index import ENTRY_ID_MAX
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerFacts, LedgerLiveness
-from bkctl.repair.parts import BookieLayout, layout_of
+from bkctl.repair.layout import BookieLayout, layout_of
 from bkctl.repair.regenerate import regenerate
 
 KEY, OTHER_KEY = master_key(b"secret"), master_key(b"other")
@@ -98,7 +98,7 @@ GOLDEN = [bookie for bookie in golden.bookies() if bookie.name != "db"]
 
 
 @pytest.mark.parametrize("golden_bookie", GOLDEN, ids=lambda bookie: f"{bookie.version}-{bookie.name}")
-def test_regenerated_files_say_what_apaches_said(golden_bookie: GoldenBookie, tmp_path: Path) -> None:
+def test_regenerated_files_match_apaches(golden_bookie: GoldenBookie, tmp_path: Path) -> None:
     shutil.copytree(golden_bookie.journal_dir, tmp_path / "journal")
     shutil.copytree(golden_bookie.ledger_dir, tmp_path / "ledgers")
     layout = layout_of(BookieDirectories([tmp_path / "journal"], [tmp_path / "ledgers"]))
@@ -120,7 +120,7 @@ def test_regenerated_files_say_what_apaches_said(golden_bookie: GoldenBookie, tm
 
 
 @pytest.mark.parametrize("golden_bookie", GOLDEN, ids=lambda bookie: f"{bookie.version}-{bookie.name}")
-def test_lost_files_come_back_with_the_journals_keys(golden_bookie: GoldenBookie, tmp_path: Path) -> None:
+def test_lost_files_are_rebuilt_with_the_journals_keys(golden_bookie: GoldenBookie, tmp_path: Path) -> None:
     shutil.copytree(golden_bookie.journal_dir, tmp_path / "journal")
     shutil.copytree(golden_bookie.ledger_dir, tmp_path / "ledgers")
     layout = layout_of(BookieDirectories([tmp_path / "journal"], [tmp_path / "ledgers"]))
@@ -150,14 +150,14 @@ def test_scoped_ledgers_and_a_named_one(bookie: Bookie) -> None:
     assert all_said(bookie.current)[A] == Said(KEY, False, None, places)
 
 
-def test_a_given_key_counts_for_all(bookie: Bookie) -> None:
+def test_a_given_key_is_used_for_all_ledgers(bookie: Bookie) -> None:
     places = bookie.log(0, A, 0)
     bookie.index(A, {}, key=b"")
     regenerate(bookie.layout, [A], master_key=OTHER_KEY)
     assert all_said(bookie.current) == {A: Said(OTHER_KEY, False, None, places)}
 
 
-def test_a_ledger_whose_key_nobody_knows(bookie: Bookie) -> None:
+def test_a_ledger_with_an_unknown_key(bookie: Bookie) -> None:
     bookie.log(0, A, 0)
     with pytest.raises(UsageError, match=r"master key of ledger 4.*--password-file"):
         regenerate(bookie.layout, [A])
@@ -177,7 +177,7 @@ def test_the_journal_knows_key_fence_and_lac(bookie: Bookie) -> None:
     assert all_said(bookie.current) == {A: Said(KEY, True, PACKET, places)}
 
 
-def test_a_ledger_that_is_nowhere_and_one_that_is_dead(bookie: Bookie) -> None:
+def test_a_missing_ledger_and_a_dead_one(bookie: Bookie) -> None:
     with pytest.raises(NotFound, match="Ledger 4 "):
         regenerate(bookie.layout, [A])
     path = bookie.index(A, {0: 99})
@@ -192,7 +192,7 @@ def test_a_ledger_without_entries_keeps_its_header(bookie: Bookie) -> None:
     assert said(path) == Said(KEY, True, PACKET, {})
 
 
-def test_a_file_that_cannot_be_read_is_replaced(bookie: Bookie) -> None:
+def test_an_unreadable_file_is_replaced(bookie: Bookie) -> None:
     places = bookie.log(0, A, 0)
     path = bookie.index(A, {0: 99})
     path.write_bytes(b"XXXX")
@@ -206,7 +206,7 @@ def test_a_file_that_cannot_be_read_is_replaced(bookie: Bookie) -> None:
     assert row.backup.read_bytes() == b"XXXX"
 
 
-def test_a_file_that_a_relocation_left_is_the_old_one(bookie: Bookie) -> None:
+def test_a_leftover_of_a_relocation_counts_as_the_old_file(bookie: Bookie) -> None:
     places = bookie.log(0, A, 0)
     path = bookie.index(A, {0: 99}, fenced=True)
     path.rename(f"{path}.rloc")
@@ -229,12 +229,12 @@ def test_entries_behind_damage_are_taken_from_the_old_file(bookie: Bookie) -> No
     assert said(path).places == places
 
 
-def test_entries_that_no_file_has_room_for(bookie: Bookie) -> None:
+def test_entry_ids_too_high_for_an_index_file_are_noted(bookie: Bookie) -> None:
     places = bookie.log(0, A, 0, ENTRY_ID_MAX + 1)
     bookie.index(A, {})
     done = regenerate(bookie.layout)
     assert all_said(bookie.current)[A].places == {0: places[0]}
-    assert any("no index file has room" in note for note in done.findings.notes)
+    assert any("index files cannot hold them" in note for note in done.findings.notes)
 
 
 def test_many_pages_do_not_stay_in_memory(bookie: Bookie, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -775,12 +775,12 @@ def _stands(world: World) -> dict[int, Any]:
 @contextlib.contextmanager
 def _databases_die_with_their_process(world: World) -> Iterator[None]:
     """RocksDB has threads and open files of its own: close it when its process is killed, wherever it is."""
-    from bkctl.files.rocksdb import _Database
+    from bkctl.files.rocksdb_database import Database
 
-    real = _Database._open_to_write.__func__  # type: ignore[attr-defined]
+    real = Database._open_to_write.__func__  # type: ignore[attr-defined]
 
-    def open_to_write(cls: type[_Database], *arguments: Any, **options: Any) -> _Database:
-        database: _Database = real(cls, *arguments, **options)
+    def open_to_write(cls: type[Database], *arguments: Any, **options: Any) -> Database:
+        database: Database = real(cls, *arguments, **options)
 
         def close() -> None:
             rocks, database._database = database._database, None
@@ -790,7 +790,7 @@ def _databases_die_with_their_process(world: World) -> Iterator[None]:
         world.current.process.at_death.append(close)
         return database
 
-    with mock.patch.object(_Database, "_open_to_write", classmethod(open_to_write)):
+    with mock.patch.object(Database, "_open_to_write", classmethod(open_to_write)):
         yield
 
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.journal import JournalReader
-from bkctl.files.journals import JournalCheck, JournalState, check_journals, files_after_marks
+from bkctl.files.journal_check import JournalCheck, JournalState, check_journals
+from bkctl.files.journals import files_after_marks
 from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId

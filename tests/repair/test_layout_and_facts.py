@@ -14,7 +14,9 @@ from bkctl.formats.index import LedgerData
 from bkctl.formats.metadata import Cookie
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerFacts, LedgerLiveness
-from bkctl.repair.parts import BookieLayout, Findings, JournalFacts, decide, later_lac, layout_of, read_journals
+from bkctl.repair.findings import Findings
+from bkctl.repair.layout import BookieLayout, layout_of
+from bkctl.repair.ledger_facts import JournalFacts, decide_ledger_data, later_lac, read_journals
 
 KEY, OTHER_KEY = master_key(b"secret"), master_key(b"other")
 A = LedgerId(0, 4)
@@ -30,7 +32,7 @@ def directories(tmp_path: Path) -> dict[str, Path]:
     return found
 
 
-def test_directories_are_told_apart_by_what_is_in_them(directories: dict[str, Path], tmp_path: Path) -> None:
+def test_roles_of_directories_follow_from_their_files(directories: dict[str, Path], tmp_path: Path) -> None:
     j, l1, l2 = directories.values()
     (l1 / "0.log").touch()
     assert layout_of(BookieDirectories.at(tmp_path / "l2", tmp_path / "l1", j)) == BookieLayout((j,), (l1,), (l1,))
@@ -39,13 +41,13 @@ def test_directories_are_told_apart_by_what_is_in_them(directories: dict[str, Pa
     assert layout_of(BookieDirectories.at(l2)) == BookieLayout((), (l2,), (l2,))
 
 
-def test_a_directory_beside_that_of_a_bookie_is_not_repaired(directories: dict[str, Path], tmp_path: Path) -> None:
+def test_a_parent_of_a_bookies_directory_is_refused(directories: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "ledgers/current").mkdir(parents=True)
-    with pytest.raises(UsageError, match=r"no directory of a bookie.*ledgers"):
+    with pytest.raises(UsageError, match=r"not a bookie's directory.*ledgers"):
         layout_of(BookieDirectories([tmp_path / "j"], [tmp_path]))
 
 
-def test_a_cookie_says_the_order_of_directories(directories: dict[str, Path], tmp_path: Path) -> None:
+def test_the_order_of_directories_comes_from_the_cookie(directories: dict[str, Path], tmp_path: Path) -> None:
     j, l1, l2 = directories.values()
     for each in (l1, l2):
         (each / "0.log").touch()
@@ -60,7 +62,7 @@ def test_a_cookie_says_the_order_of_directories(directories: dict[str, Path], tm
         layout_of(BookieDirectories.at(l1, l2, j))
 
 
-def test_a_configuration_says_it_all(directories: dict[str, Path]) -> None:
+def test_a_configuration_gives_roles_and_order(directories: dict[str, Path]) -> None:
     j, l1, l2 = directories.values()
     layout = layout_of(BookieDirectories([j.parent], [l2.parent, l1.parent], [l1.parent]))
     assert layout == BookieLayout((j,), (l2, l1), (l1,))
@@ -69,7 +71,7 @@ def test_a_configuration_says_it_all(directories: dict[str, Path]) -> None:
         layout.storages()
 
 
-def test_damaged_journals_say_what_stands_before_the_damage(directories: dict[str, Path]) -> None:
+def test_damaged_journals_give_the_facts_before_the_damage(directories: dict[str, Path]) -> None:
     path = directories["j"] / "1.txn"
     key = journal.ledger_key_record(A, KEY)
     path.write_bytes(journal.write_header(6) + key + b"\x80\0\0\0" + key)
@@ -100,14 +102,14 @@ OLD = LedgerData(True, False, KEY)
         (None, None, LedgerFacts(LedgerLiveness.UNKNOWN), False, (True, b"", True)),
     ],
 )
-def test_what_is_said_of_a_ledger(
+def test_ledger_data_is_decided_from_all_sources(
     old: LedgerData | None,
     facts: JournalFacts | None,
     known: LedgerFacts | None,
     complete: bool,
     expected: tuple[bool, bytes, bool],
 ) -> None:
-    data, guessed = decide(old, facts, known, old_is_complete=complete)
+    data, guessed = decide_ledger_data(old, facts, known, old_is_complete=complete)
     assert (data.fenced, data.master_key, guessed) == expected
 
 

@@ -1,0 +1,157 @@
+"""A second look at entries that did not fit: in the index as it is now, and in the journals."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Final, TypeVar
+
+from bkctl.checks.digests import DigestChecker
+from bkctl.checks.findings import Counts, Finding, FindingKind
+from bkctl.checks.indexed_logs import IndexedLogs
+from bkctl.checks.log_records import RecordLookup
+from bkctl.checks.unflushed import EntryKey, UnflushedEntries
+from bkctl.errors import BkctlError
+from bkctl.files.directories import BookieDirectories
+from bkctl.files.entry_log import EntryLogReader
+from bkctl.files.index import BookieIndexes, LedgerIndex
+from bkctl.ids import U64_MAX, LedgerId
+
+#: Entries that are looked up together.
+RETRY_ENTRIES: Final = 4096
+_ROUNDS: Final = 3
+_PAUSE_S: Final = 0.1
+_NOT_INDEXED: Final = "the entry is in the log, but not in the index of its ledger"
+_MAYBE_UNACKNOWLEDGED: Final = (
+    "; the bookie was killed while it wrote this log, so the entry may never have been acknowledged"
+)
+T = TypeVar("T")
+
+
+class Recheck:
+    """Confirms findings while the bookie may add, compact and delete.
+
+    `counts` gets the entries that are not flushed, and the old copies.
+    """
+
+    def __init__(self, directories: BookieDirectories, counts: Counts, digests: DigestChecker | None) -> None:
+        self._directories, self._counts, self._digests = directories, counts, digests
+        self._unflushed = UnflushedEntries(directories)
+
+    def entries(self, logs: IndexedLogs, entries: Iterable[EntryKey]) -> Iterator[Finding]:
+        """Yield the findings about indexed `entries` that do not fit the log that the index names now."""
+        for batch in _batches(entries):
+            problems = self._lasting_problems(logs, batch)
+            yield from self._flushed(problems).values()
+
+    def _lasting_problems(self, logs: IndexedLogs, entries: list[EntryKey]) -> dict[EntryKey, Finding]:
+        problems: dict[EntryKey, Finding] = {}
+        for attempt in range(_ROUNDS):
+            before, problems = problems, self._problems(logs, entries)
+            if not problems or (problems == before and not self._unflushed.is_running):
+                break
+            entries = list(problems)
+            if attempt < _ROUNDS - 1 and self._unflushed.is_running:
+                time.sleep(_PAUSE_S)
+        return problems
+
+    def _problems(self, logs: IndexedLogs, entries: list[EntryKey]) -> dict[EntryKey, Finding]:
+        problems: dict[EntryKey, Finding] = {}
+        with BookieIndexes(self._directories) as indexes, RecordLookup(logs, self._digests) as records:
+            for (ledger, entry_id), location in _current_locations(indexes, entries):
+                if location:
+                    problem, _ = records.check(ledger, entry_id, location & U64_MAX)
+                    if problem is not None:
+                        problems[ledger, entry_id] = problem.as_finding(ledger, entry_id, location)
+        return problems
+
+    def _flushed(self, findings: dict[EntryKey, Finding]) -> dict[EntryKey, Finding]:
+        """Return the findings about entries that a restart would not replay; count the other entries."""
+        if not findings:
+            return findings
+        unflushed = self._unflushed.find_in(findings)
+        self._counts.not_flushed += len(unflushed)
+        return {key: finding for key, finding in findings.items() if key not in unflushed}
+
+    def unindexed_records(self, path: Path, records: Iterable[tuple[EntryKey, int]]) -> Iterator[Finding]:
+        """Yield the findings about records (entry, location) of the log `path` that the index of now does not have."""
+        for batch in _batches(records):
+            findings = self._not_indexed(path, dict(batch))
+            if not findings:
+                continue
+            reason = _NOT_INDEXED
+            if _is_incomplete(path):
+                # A lost entry looks the same: the journal is gone, and neither index nor log has the time of a write.
+                reason += _MAYBE_UNACKNOWLEDGED
+            for finding in findings.values():
+                yield finding._replace(reason=reason)
+
+    def _not_indexed(self, path: Path, records: dict[EntryKey, int]) -> dict[EntryKey, Finding]:
+        # Two passes: an entry that reaches the index after the look there and before the look at the journals is in
+        # neither.
+        findings: dict[EntryKey, Finding] = {}
+        for _ in range(2):
+            entries = list(findings) or list(records)
+            findings = {}
+            with BookieIndexes(self._directories) as indexes:
+                for (ledger, entry_id), location in _current_locations(indexes, entries):
+                    if location:
+                        self._counts.copies += 1
+                    else:
+                        findings[ledger, entry_id] = Finding(
+                            FindingKind.NOT_INDEXED, ledger, entry_id, records[ledger, entry_id], path, _NOT_INDEXED
+                        )
+            findings = self._flushed(findings)
+            if not findings:
+                break
+        return findings
+
+    def ledgers_without_index(self, ledgers: Iterable[LedgerId]) -> Iterator[LedgerId]:
+        """Yield the ledgers that still have no index, in id order."""
+        with BookieIndexes(self._directories) as indexes:
+            for ledger in sorted(ledgers):
+                with suppress(BkctlError):
+                    if indexes.find(ledger, first=True) is not None:
+                        continue
+                yield ledger
+
+
+def _batches(items: Iterable[T]) -> Iterator[list[T]]:
+    iterator = iter(items)
+    while batch := list(islice(iterator, RETRY_ENTRIES)):
+        yield batch
+
+
+def _current_locations(indexes: BookieIndexes, entries: Iterable[EntryKey]) -> Iterator[tuple[EntryKey, int]]:
+    """Yield (entry, location) ledger by ledger; location 0: not indexed.
+
+    Entries of ledgers without an index are left out, and so are entries of a damaged index, which is an error already.
+    """
+    grouped: dict[LedgerId, list[int]] = {}
+    for ledger, entry_id in entries:
+        grouped.setdefault(ledger, []).append(entry_id)
+    for ledger, entry_ids in grouped.items():
+        index: LedgerIndex | None = None
+        with suppress(BkctlError):
+            index = indexes.find(ledger, first=True)
+        if index is None:
+            continue
+        with index:
+            for entry_id in entry_ids:
+                try:
+                    location = index.location_of(entry_id)
+                except BkctlError:
+                    continue
+                yield (ledger, entry_id), location
+
+
+def _is_incomplete(path: Path) -> bool:
+    """Return True if the log was not completed: its bookie writes to it, or was killed."""
+    try:
+        with EntryLogReader.open(path) as reader:
+            return reader.header is not None and not reader.header.ledgers_map_offset
+    except BkctlError:
+        return False

@@ -1,0 +1,200 @@
+"""Checks of journal files and of the last marks that point into them.
+
+Source: Journal.scanJournal, Journal.replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+from bkctl.errors import BkctlError, Corrupt, CorruptRecord, NotFound, Unsupported
+from bkctl.files.directories import BookieDirectories, current_of
+from bkctl.files.journal import Behind, JournalEnd, JournalReader
+from bkctl.files.journals import JournalMark, LastMarks, journal_indexes, latest_marks
+from bkctl.formats.journal import ALIGNMENT_DEFAULT, VERSION_PADDING, file_name, journal_id_of
+from bkctl.formats.names import SCOPED_DIRECTORY
+from bkctl.formats.record import RecordType
+
+#: Larger gaps between ids are normal: bookies up to 4.1 named each journal by its time.
+_GAP_MAX: Final = 1000
+_REUSED_HINT: Final = "or the file was reused (journalReuseFiles), and the bytes behind are from its earlier use"
+
+
+class JournalState(StrEnum):
+    """The state of a journal; the values are the words of every output. The first four are the values of JournalEnd."""
+
+    END_OF_FILE = "endOfFile"
+    ZEROS = "zeros"
+    TORN = "torn"
+    DAMAGED = "damaged"
+    #: Of an unknown version, or with an unreadable header.
+    UNREADABLE = "unreadable"
+    #: Missing, although a mark or the neighbouring ids show that it must exist.
+    MISSING = "missing"
+
+
+@dataclass
+class JournalCheck:
+    """The result of checking one journal file.
+
+    The records are sound up to byte `good_end`, where they end because of `state`; `behind` describes the bytes after
+    it. `mark` is the offset at which a last mark points into the file. `problem` describes every fault in words (None:
+    sound); `error` is the damage.
+    """
+
+    path: Path
+    journal_id: int | None
+    scoped: bool = False
+    version: int | None = None
+    size_bytes: int | None = None
+    state: JournalState = JournalState.MISSING
+    good_end: int | None = None
+    record_count: int = 0
+    entry_count: int = 0
+    behind: Behind = field(default_factory=Behind)
+    mark: int | None = None
+    problem: str | None = None
+    error: BkctlError | None = None
+
+
+def check_journals(directories: BookieDirectories, files: Iterable[Path] | None = None) -> Iterator[JournalCheck]:
+    """Yield the check of each journal file (`files`, else all in the directories) and of each missing file.
+
+    Each last mark must name an existing journal, and a place between two of its records. Missing files are reported
+    only without `files`. Raises NotFound for a missing directory.
+    """
+    chosen = [file.path for file in directories.journals()] if files is None else list(files)
+    latest = LastMarks([], [])
+    with suppress(NotFound):
+        latest = latest_marks(directories)
+    for damaged, error in latest.damaged:
+        yield JournalCheck(damaged, None, state=JournalState.UNREADABLE, problem=_problem(error), error=error)
+    marked = [(path, mark) for mark in latest.marks if (path := _marked_file(directories, mark)) is not None]
+    by_directory: dict[Path, list[Path]] = {}
+    for path in [*chosen, *(path for path, _ in marked if files is None)]:
+        by_directory.setdefault(path.parent, []).append(path)
+    for parent, paths in by_directory.items():
+        marks_here = [(path, mark) for path, mark in marked if path.parent.resolve() == parent.resolve()]
+        if files is None:
+            yield from _missing_in(parent, paths, marks_here)
+        for path in dict.fromkeys(paths):
+            offsets = [mark.mark.offset for marked_path, mark in marks_here if marked_path.name == path.name]
+            check = check_journal(path, offsets)
+            if check is not None:
+                yield check
+
+
+def _marked_file(directories: BookieDirectories, mark: JournalMark) -> Path | None:
+    """Return the path of the journal that `mark` names; None if it names none, or its directory is unknown."""
+    if mark.mark.journal_id == 0:
+        return None
+    name = file_name(mark.mark.journal_id)
+    places = list(dict.fromkeys(current_of(directory) for directory in directories.journal_dirs))
+    indexes = journal_indexes(directories)
+    for current in places:
+        if indexes.get(current.resolve()) == mark.journal_index:
+            return current / name
+    there = [current / name for current in places if (current / name).is_file()]
+    if there:
+        return there[0]
+    # Ledger directories given without journal directories lack no journal.
+    journals = list(dict.fromkeys(file.path.parent for file in directories.journals() if not file.scoped))
+    return journals[0] / name if len(journals) == 1 else None
+
+
+def _missing_in(parent: Path, paths: list[Path], marks: list[tuple[Path, JournalMark]]) -> Iterator[JournalCheck]:
+    """Yield a check for each missing file of `parent`: one that `marks` name, or a gap in the ids of `paths`."""
+    for path, mark in marks:
+        if not path.is_file():
+            problem = f"{mark.file.path} points at it, byte {mark.mark.offset}, and it is not there"
+            yield JournalCheck(path, mark.mark.journal_id, mark=mark.mark.offset, problem=problem)
+    if not marks:
+        return
+    marked_id = min(mark.mark.journal_id for _, mark in marks)
+    ids = sorted({found for path in paths if (found := journal_id_of(path.name)) is not None})
+    for before, after in pairwise(ids):
+        # Journal ids count up one by one, and a bookie deletes the oldest journals first, up to the mark.
+        if before >= marked_id and 1 < after - before <= _GAP_MAX:
+            names = [file_name(journal_id) for journal_id in range(before + 1, after)]
+            missing = f"{names[0]} is" if len(names) == 1 else f"{names[0]} to {names[-1]} are"
+            problem = f"{missing} not there, although {file_name(before)} and {file_name(after)} are"
+            yield JournalCheck(parent / names[0], before + 1, problem=problem)
+
+
+def check_journal(path: Path, marks: Iterable[int] = ()) -> JournalCheck | None:
+    """Check one journal file; last marks point at its bytes `marks`. Return None if the file was just deleted."""
+    check = JournalCheck(path, journal_id_of(path.name), scoped=path.parent.name == SCOPED_DIRECTORY)
+    wanted = set(marks)
+    borders: set[int] = set()
+    try:
+        with JournalReader.open(path) as reader:
+            check.version, check.size_bytes = reader.version, reader.size()
+            borders.add(reader.header_size)
+            try:
+                for batch in reader.batches():
+                    check.record_count += len(batch)
+                    if batch.types is None or batch.types[0] is RecordType.ENTRY:
+                        check.entry_count += len(batch)
+                    if wanted:
+                        borders |= wanted.intersection(batch.offsets)
+                        borders.add(reader.position)
+            except (Corrupt, Unsupported) as error:
+                check.error = error
+            check.good_end, check.state = reader.position, JournalState(reader.end.value)
+            borders.add(reader.position)
+            if check.error is not None:
+                check.problem = _problem(check.error)
+                check.behind = reader.look_behind(reader.position)
+                if reader.version >= VERSION_PADDING and reader.position % ALIGNMENT_DEFAULT == 0 < check.record_count:
+                    check.problem += f"; {_REUSED_HINT}"
+            elif reader.end is JournalEnd.TORN:
+                check.behind = Behind(max(0, check.size_bytes - reader.position))
+            for offset in sorted(wanted):
+                check.mark = offset
+                problem = _mark_problem(reader, check, offset, borders)
+                if problem is not None:
+                    check.problem = problem if check.problem is None else f"{check.problem}; {problem}"
+    except NotFound:
+        return None
+    except BkctlError as error:
+        check.state, check.error, check.problem = JournalState.UNREADABLE, error, _problem(error)
+        check.mark = next(iter(wanted), None)
+    return check
+
+
+def _problem(error: BkctlError) -> str:
+    """Return the message of an error without the file's name."""
+    return f"{error.problem} at byte {error.offset}" if isinstance(error, CorruptRecord) else error.message
+
+
+def _mark_problem(reader: JournalReader, check: JournalCheck, offset: int, borders: set[int]) -> str | None:
+    """Return the problem of a mark at byte `offset`; None if a replay can begin there."""
+    assert check.good_end is not None
+    assert check.size_bytes is not None
+    if offset in borders or offset == 0:
+        return None
+    if offset > check.size_bytes:
+        return f"the last mark points at byte {offset}, behind its end at byte {check.size_bytes}"
+    if offset > check.good_end:
+        # Java's replay leaves the mark behind the zeros or the torn record at which it stopped.
+        return None if check.error is None else f"the last mark points at byte {offset}, behind the damage"
+    if _is_border(reader, offset):
+        return None
+    return f"the last mark points at byte {offset}, inside a record"
+
+
+def _is_border(reader: JournalReader, offset: int) -> bool:
+    """Return True if a record or padding begins or ends at byte `offset`."""
+    with suppress(Corrupt, Unsupported):
+        for record in reader.records(padding=True):
+            if record.offset >= offset:
+                return record.offset == offset
+            if reader.position >= offset:
+                return reader.position == offset
+    return reader.position == offset

@@ -1,0 +1,271 @@
+"""One RocksDB of DbLedgerStorage: opened to read, to change, or to serve from; items in order, batches of writes.
+
+A database is read beside a running bookie without a trace in its directory, and written so that Apache's bookie opens
+it. A bookie that serves from a database (`serve`) reads it from any thread, and changes it by `write` alone.
+
+Source: KeyValueStorageRocksDB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final, Self
+
+from bkctl.config import BookieConfig
+from bkctl.disk import DIRECTORY_MODE
+from bkctl.errors import AlreadyExists, BkctlError, Corrupt, NotFound
+from bkctl.files.rocksdb_files import check_manifest, link_files
+from bkctl.files.rocksdb_options import open_read_only, rocksdb_errors, write_options
+
+#: Puts and deletes that reach the database together.
+BATCH_OPERATIONS: Final = 10_000
+
+_OPEN_ATTEMPTS: Final = 5
+#: rocksdict leaves this file beside RocksDB's own files.
+_BINDING_FILE: Final = "rocksdict-config.json"
+
+
+class Database:
+    """A RocksDB in the directory `path`; `scoped` if its keys are of scoped ledgers. Use as a context manager."""
+
+    path: Path
+    scoped: bool
+    _is_for_locations = False
+
+    def __init__(self, path: Path, database: Any, view: Any, *, scoped: bool, writes: bool) -> None:
+        self.path, self.scoped = path, scoped
+        self._name = str(path)
+        self._database, self._view, self._writes = database, view, writes
+        self._pending: Any = None
+
+    @classmethod
+    def open(cls, path: Path, *, scoped: bool | None = None) -> Self:
+        """Open the present state of the database in the directory `path` to read; a bookie may be running on it.
+
+        Even a read-only RocksDB writes its log (and rocksdict its settings) into the directory it opens, so a temporary
+        directory with links to the files is opened. `scoped` None: the directory's name decides.
+        Raises NotFound, Corrupt.
+        """
+        from tempfile import TemporaryDirectory
+
+        problem: BkctlError | None = None
+        for _ in range(_OPEN_ATTEMPTS):
+            view = TemporaryDirectory(prefix="bkctl-")
+            try:
+                link_files(path, Path(view.name))
+                check_manifest(path)
+                with rocksdb_errors(path, "cannot be opened", view.name):
+                    database = open_read_only(view.name)
+            except Corrupt as error:
+                # A running bookie may have replaced files meanwhile; real damage is there at the next attempt too.
+                view.cleanup()
+                problem = error
+            except BaseException:
+                view.cleanup()
+                raise
+            else:
+                return cls(path, database, view, scoped=_is_scoped(path, scoped), writes=False)
+        assert problem is not None
+        raise problem
+
+    @classmethod
+    def create(cls, path: Path, *, scoped: bool | None = None) -> Self:
+        """Create a database in the directory `path`; it is complete and on disk once it is closed without an error.
+
+        Raises AlreadyExists if the directory has a database.
+        """
+        if (path / "CURRENT").exists():
+            raise AlreadyExists(f"{path} already holds a database")
+        path.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
+        return cls._open_to_write(path, scoped)
+
+    @classmethod
+    def edit(cls, path: Path, *, scoped: bool | None = None) -> Self:
+        """Open the database in the directory `path` to read and to change in place.
+
+        Raises DirectoryInUse if a bookie or another command has it open, NotFound, Corrupt.
+        """
+        if not (path / "CURRENT").exists():
+            raise NotFound(f"{path} has no database")
+        return cls._open_to_write(path, scoped)
+
+    @classmethod
+    def serve(cls, path: Path, config: BookieConfig) -> Self:
+        """Open or create the database in the directory `path` as a bookie with these settings uses it.
+
+        Raises DirectoryInUse if another process has it open, Corrupt.
+        """
+        if (path / "CURRENT").exists():
+            # RocksDB may never return from a damaged MANIFEST.
+            check_manifest(path)
+        database = cls._open_to_write(path, None, config)
+        # A killed bookie must leave only RocksDB's own files.
+        (path / _BINDING_FILE).unlink(missing_ok=True)
+        return database
+
+    @classmethod
+    def _open_to_write(cls, path: Path, scoped: bool | None, config: BookieConfig | None = None) -> Self:
+        from rocksdict import DBRecoveryMode, Rdict
+
+        with rocksdb_errors(path, "cannot be opened"):
+            options = write_options(cls._is_for_locations, config or BookieConfig())
+            if config is not None:
+                # RocksDB's default silently drops synced records behind damage in its log.
+                options.set_wal_recovery_mode(DBRecoveryMode.tolerate_corrupted_tail_records())
+            database = Rdict(str(path), options=options)
+        return cls(path, database, None, scoped=_is_scoped(path, scoped), writes=True)
+
+    def close(self) -> None:
+        """Write everything to disk and close the database. Safe to call again. Raises BkctlError."""
+        if self._database is None:
+            return
+        try:
+            if self._writes:
+                self.flush()
+        finally:
+            database, self._database = self._database, None
+            with rocksdb_errors(self.path, "cannot be closed"):
+                database.close()
+            if self._view is not None:
+                self._view.cleanup()
+            else:
+                (self.path / _BINDING_FILE).unlink(missing_ok=True)
+
+    def abandon(self) -> None:
+        """Close a database that failed, without another write; batches that `write` returned from are on disk."""
+        database, self._database = self._database, None
+        if database is not None:
+            # RocksDB repeats the error that it failed with.
+            with suppress(BkctlError), rocksdb_errors(self.path, "cannot be closed"):
+                database.close()
+            if self._view is not None:
+                self._view.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._pending = None
+            self._writes = False
+        self.close()
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def items(self, first: bytes = b"", end: bytes | None = None) -> Iterator[tuple[bytes, bytes]]:
+        """Yield (key, value) in order, from key `first` on and before `end` (None: to the last). Raises Corrupt."""
+        self._write_pending()
+        with self._reading():
+            items = self._iterator(end)
+            items.seek(first)
+        valid, key, value, step = items.valid, items.key, items.value, items.next
+        # Not around the loop: an error of the caller is not RocksDB's.
+        while valid():
+            yield key(), value()
+            step()
+        with self._reading():
+            items.status()
+
+    def batches(
+        self, first: bytes = b"", end: bytes | None = None, *, count: int = BATCH_OPERATIONS
+    ) -> Iterator[list[tuple[bytes, bytes]]]:
+        """Yield the items from key `first` on and before `end` in lists of at most `count`."""
+        items = self.items(first, end)
+        while batch := list(islice(items, count)):
+            yield batch
+
+    def last_item(self, first: bytes, end: bytes) -> tuple[bytes, bytes] | None:
+        """Return the item with the greatest key from `first` on and before `end`; None if there is none."""
+        self._write_pending()
+        with self._reading():
+            items = self._iterator(None)
+            items.seek_for_prev(end)
+            if items.valid() and items.key() == end:
+                items.prev()
+            found = (items.key(), items.value()) if items.valid() else None
+            items.status()
+        return found if found is not None and found[0] >= first else None
+
+    def value_of(self, key: bytes) -> bytes | None:
+        """Return the value of a key; None if the key is missing."""
+        self._write_pending()
+        with self._reading():
+            value: bytes | None = self._database.get(key)
+        return value
+
+    def values_of(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """Return the values of many keys in their order; None for a missing key."""
+        self._write_pending()
+        with self._reading():
+            values: list[bytes | None] = self._database.get(list(keys))
+        return values
+
+    def stray_tables(self) -> list[Path]:
+        """Return the tables in the directory that the MANIFEST did not name when the database was opened.
+
+        A running RocksDB deletes obsolete tables; another stray table was lost by a damaged MANIFEST.
+        """
+        live = {str(table["name"]).lstrip("/") for table in self._database.live_files()}
+        directory = self.path if self._view is None else Path(self._view.name)
+        names = (path.name for path in directory.iterdir() if path.name.endswith(".sst"))
+        return [self.path / name for name in sorted(names) if name not in live]
+
+    def _iterator(self, end: bytes | None) -> Any:
+        from rocksdict import ReadOptions
+
+        options = ReadOptions()
+        options.set_verify_checksums(True)
+        if end is not None:
+            options.set_iterate_upper_bound(end)
+        return self._database.iter(options)
+
+    def _reading(self) -> Any:
+        return rocksdb_errors(self.path, "cannot be read to its end", None if self._view is None else self._view.name)
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Write everything to disk. Raises BkctlError."""
+        self._write_pending()
+        with rocksdb_errors(self.path, "cannot be written"):
+            self._database.flush(True)
+
+    def write(self, batch: Any) -> None:
+        """Write one batch (rocksdict's WriteBatch) atomically and sync it to disk.
+
+        Any thread may call it. Raises BkctlError.
+        """
+        from rocksdict import WriteOptions
+
+        options = WriteOptions()
+        options.sync = True
+        with rocksdb_errors(self.path, "cannot be written"):
+            self._database.write(batch, options)
+
+    def compact(self) -> None:
+        """Merge all tables and drop deleted items; return when RocksDB is done. Raises BkctlError."""
+        with rocksdb_errors(self.path, "cannot be compacted"):
+            self._database.compact_range(None, None)
+
+    def _batch(self) -> Any:
+        if self._pending is None:
+            from rocksdict import WriteBatch
+
+            self._pending = WriteBatch(raw_mode=True)
+        elif len(self._pending) >= BATCH_OPERATIONS:
+            self._write_pending()
+            return self._batch()
+        return self._pending
+
+    def _write_pending(self) -> None:
+        if self._pending is not None:
+            batch, self._pending = self._pending, None
+            with rocksdb_errors(self.path, "cannot be written"):
+                self._database.write(batch)
+
+
+def _is_scoped(path: Path, scoped: bool | None) -> bool:
+    return path.name.startswith("scoped-") if scoped is None else scoped

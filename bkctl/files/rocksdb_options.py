@@ -1,0 +1,91 @@
+"""RocksDB's options and errors, as a bookie's databases use them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from bkctl.config import BookieConfig
+from bkctl.errors import BkctlError, Corrupt, DirectoryInUse
+
+_CACHE_BYTES: Final = 32 << 20
+_WRITE_BUFFER_BYTES: Final = 64 << 20
+
+
+def open_read_only(directory: str) -> Any:
+    """Open the database in `directory` to read, with a small cache."""
+    from rocksdict import AccessType, BlockBasedOptions, Cache, Options, Rdict
+
+    table = BlockBasedOptions()
+    table.set_block_cache(Cache(_CACHE_BYTES))
+    # Without this the filters of all tables stay in memory: 10 bits an entry.
+    table.set_cache_index_and_filter_blocks(True)
+    options = Options(raw_mode=True)
+    options.set_block_based_table_factory(table)
+    return Rdict(directory, options=options, access_type=AccessType.read_only(False))
+
+
+def write_options(for_locations: bool, config: BookieConfig) -> Any:
+    """Return RocksDB's options as Apache's bookie sets them. Source: KeyValueStorageRocksDB."""
+    from rocksdict import BlockBasedOptions, ChecksumType, DBCompressionType, Options
+
+    table = BlockBasedOptions()
+    table.set_format_version(config.db_storage_rocksdb_format_version)
+    table.set_checksum_type(ChecksumType.xxhash())
+    options = Options(raw_mode=True)
+    options.create_if_missing(True)
+    if for_locations:
+        _set_location_options(options, table, config)
+    else:
+        options.set_write_buffer_size(_WRITE_BUFFER_BYTES)
+        options.set_compression_type(DBCompressionType.snappy())
+    options.set_block_based_table_factory(table)
+    if config.db_storage_rocksdb_log_path:
+        options.set_db_log_dir(config.db_storage_rocksdb_log_path)
+    options.set_keep_log_file_num(30)
+    options.set_log_file_time_to_roll(24 * 3600)
+    return options
+
+
+def _set_location_options(options: Any, table: Any, config: BookieConfig) -> None:
+    from rocksdict import Cache, DBCompressionType
+
+    table.set_block_size(config.db_storage_rocksdb_block_size)
+    if config.db_storage_rocksdb_bloom_filter_bits_per_key > 0:
+        table.set_bloom_filter(config.db_storage_rocksdb_bloom_filter_bits_per_key, False)
+    cache_bytes = config.db_storage_rocksdb_block_cache_size
+    table.set_block_cache(Cache(_CACHE_BYTES if cache_bytes is None else cache_bytes))
+    table.set_cache_index_and_filter_blocks(True)
+    if config.db_storage_rocksdb_lz4_compression_enabled:
+        options.set_compression_type(DBCompressionType.lz4())
+
+
+#: RocksDB's errors are texts. ("block checksum mismatch" must not match.)
+_LOCKED: Final = re.compile(r"\block\b", re.IGNORECASE)
+_NOT_DAMAGE: Final = re.compile(
+    "|".join(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EMFILE)))
+)
+
+
+@contextmanager
+def rocksdb_errors(path: Path, problem: str, view: str | None = None) -> Iterator[None]:
+    """Raise errors of RocksDB as DirectoryInUse, Corrupt or BkctlError about the database `path`.
+
+    `problem` is the failed operation ("cannot be opened"). Texts name `path` instead of the linked directory `view`.
+    """
+    try:
+        yield
+    except BkctlError:
+        raise
+    except Exception as error:  # rocksdict raises Exception itself
+        text = str(error) if view is None else str(error).replace(view, str(path))
+        if view is None and _LOCKED.search(text):
+            raise DirectoryInUse(f"{path} is in use: {text}", hint="stop the bookie first") from error
+        if _NOT_DAMAGE.search(text):
+            raise BkctlError(f"{path} {problem}: {text}") from error
+        raise Corrupt(f"{path} {problem}: {text}") from error

@@ -1,0 +1,122 @@
+"""The directories of a bookie by role and in order, as a repair needs them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from bkctl.errors import BkctlError, UsageError
+from bkctl.files.directories import BookieDirectories, current_of
+from bkctl.formats.entry_log import log_id_of
+from bkctl.formats.metadata import Cookie
+from bkctl.formats.names import COOKIE_NAME, ROCKSDB_NAMES, SCOPED_DIRECTORY
+
+
+class Storage(NamedTuple):
+    """A ledger directory and its index directory, both `current`; `number` is the position in the settings, from 0."""
+
+    number: int
+    ledger_dir: Path
+    index_dir: Path
+
+    def logs(self, *, scoped: bool) -> list[Path]:
+        """Return the entry logs of the directory in id order."""
+        directory = self.ledger_dir / SCOPED_DIRECTORY if scoped else self.ledger_dir
+        try:
+            names = os.listdir(directory)
+        except FileNotFoundError:
+            return []
+        ids = {name: log_id for name in names if (log_id := log_id_of(name)) is not None}
+        return [directory / name for name in sorted(ids, key=lambda name: ids[name])]
+
+
+class BookieLayout(NamedTuple):
+    """A bookie's directories (each `current`) in the order of its configuration."""
+
+    journal_dirs: tuple[Path, ...]
+    ledger_dirs: tuple[Path, ...]
+    index_dirs: tuple[Path, ...]
+
+    @property
+    def all(self) -> list[Path]:
+        """Return every directory once."""
+        return list(dict.fromkeys((*self.journal_dirs, *self.ledger_dirs, *self.index_dirs)))
+
+    def storages(self) -> list[Storage]:
+        """Return the ledger directories with their index directories. Raises UsageError if their numbers differ."""
+        if len(self.ledger_dirs) != len(self.index_dirs):
+            raise UsageError(
+                f"{len(self.ledger_dirs)} ledger directories and {len(self.index_dirs)} index directories: "
+                "DbLedgerStorage has one for each"
+            )
+        pairs = zip(self.ledger_dirs, self.index_dirs, strict=True)
+        return [Storage(number, *pair) for number, pair in enumerate(pairs)]
+
+    def logs(self, *, scoped: bool) -> list[Path]:
+        """Return all entry logs in id order; InterleavedLedgerStorage has one id space for all directories."""
+        found = [path for current in self.ledger_dirs for path in Storage(0, current, current).logs(scoped=scoped)]
+        return sorted(found, key=lambda path: log_id_of(path.name) or 0)
+
+
+def layout_of(directories: BookieDirectories) -> BookieLayout:
+    """Return the directories of a bookie by role: in the order of the configuration, else of the cookie.
+
+    Raises NotFound for a missing directory, UsageError if the roles or the order are unclear.
+    """
+    journal_dirs = tuple(dict.fromkeys(map(current_of, directories.journal_dirs)))
+    ledger_dirs = tuple(dict.fromkeys(map(current_of, directories.ledger_dirs)))
+    index_dirs = tuple(dict.fromkeys(map(current_of, directories.index_dirs)))
+    for current in (*ledger_dirs, *index_dirs):
+        for name in ROCKSDB_NAMES:
+            # A directory named like a database, with `current` in it, holds all files of a bookie.
+            if (current / name / "current").is_dir():
+                raise UsageError(
+                    f"{current} is not a bookie's directory, but contains one: {current / name}",
+                    hint="name that directory",
+                )
+    if directories.journal_dirs != directories.ledger_dirs:
+        return BookieLayout(journal_dirs, ledger_dirs, index_dirs)
+    by_cookie = _layout_by_cookie(ledger_dirs)
+    if by_cookie is not None:
+        return by_cookie
+    journals = tuple(current for current in ledger_dirs if any(name.endswith(".txn") for name in os.listdir(current)))
+    rest = tuple(current for current in ledger_dirs if current not in journals) or ledger_dirs
+    with_ledgers = tuple(current for current in ledger_dirs if _has_ledgers(current)) or rest
+    if len(with_ledgers) > 1:
+        listed = ", ".join(map(str, with_ledgers))
+        raise UsageError(f"The order of {listed} is unknown: no cookie has it", hint="use --conf bk_server.conf")
+    return BookieLayout(journals, with_ledgers, with_ledgers)
+
+
+def _has_ledgers(current: Path) -> bool:
+    """Return True if a directory has entry logs, a last mark, or an index."""
+    for name in os.listdir(current):
+        if log_id_of(name) is not None or name.startswith("lastMark") or name in ROCKSDB_NAMES:
+            return True
+    return next(BookieDirectories(index_dirs=[current]).indexes(), None) is not None
+
+
+def _layout_by_cookie(given: tuple[Path, ...]) -> BookieLayout | None:
+    for current in given:
+        try:
+            cookie = Cookie.parse((current / COOKIE_NAME).read_bytes())
+        except (OSError, BkctlError):
+            continue
+
+        def find(named: tuple[str, ...]) -> tuple[Path, ...] | None:
+            found = []
+            for name in named:
+                place = Path(name) / "current"
+                same = [one for one in given if place.is_dir() and one.samefile(place)]
+                if not same:
+                    return None
+                found.append(same[0])
+            return tuple(found)
+
+        journals = tuple(one for name in cookie.journal_dirs for one in find((name,)) or ())
+        ledgers = find(cookie.ledger_dirs)
+        indexes = find(cookie.index_dirs) if cookie.index_dirs else ledgers
+        if ledgers and indexes:
+            return BookieLayout(journals, ledgers, indexes)
+    return None
