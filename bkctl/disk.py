@@ -13,7 +13,7 @@ import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import BinaryIO, Final, NamedTuple
 
 from bkctl.errors import DirectoryInUse
 from bkctl.formats.layout import Buffer
@@ -260,18 +260,33 @@ class Files:
             os.unlink(path)
 
     def replace(self, path: Path, data: bytes) -> None:
-        """Give `path` the content `data` in one durable step: after a crash it is the old or the new one."""
-        beside = path.with_name(path.name + ".new")
+        """Replace the content of `path` by `data` in one durable step: a crash leaves the old or the new content.
+
+        A crash may also leave `<name>.new` beside it; the next call overwrites that file.
+        """
+        with self.naming(self.open(path.with_name(path.name + ".new"), create=True), path) as file:
+            file.truncate(0)
+            file.write(0, (data,))
+
+    @contextlib.contextmanager
+    def naming(self, file: StorageFile, path: Path, *, overwrite: bool = True) -> Iterator[StorageFile]:
+        """Write `file` within; then sync it and give it the name `path`, durably. After an error, remove it.
+
+        Raises OSError; FileExistsError for a `path` that exists, unless `overwrite`.
+        """
         try:
-            with self.open(beside, create=True) as file:
-                file.truncate(0)
-                file.write(0, (data,))
+            with file:
+                yield file
                 file.sync()
-        except OSError:
+            if overwrite:
+                self.rename(file.path, path)
+            else:
+                os.link(file.path, path)
+                self.remove(file.path)
+        except BaseException:
             with contextlib.suppress(OSError):
-                self.remove(beside)
+                self.remove(file.path)
             raise
-        self.rename(beside, path)
         self.sync_directory(path.parent)
 
     def note_written(self, directory: Path) -> None:
@@ -321,4 +336,14 @@ def create_unfinished(path: Path, *, mode: int = 0o600) -> tuple[Path, int]:
     return unfinished, os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
 
-# --- the simulation ------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def atomic_write(path: Path, *, mode: int = 0o600, overwrite: bool = True) -> Iterator[BinaryIO]:
+    """Yield a stream whose content gets the name `path`, durably, once the block ends; an error removes the content.
+
+    Safe in a directory that other users write to. Raises OSError; FileExistsError for a `path` that exists, unless
+    `overwrite`.
+    """
+    unfinished, descriptor = create_unfinished(path, mode=mode)
+    naming = Files().naming(StorageFile(unfinished, descriptor), path, overwrite=overwrite)
+    with naming, open(descriptor, "wb", closefd=False) as stream:
+        yield stream

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.simulated_disk import SimulatedFiles
 
-from bkctl.disk import Files, create_unfinished
+from bkctl.disk import Files, atomic_write, create_unfinished
 
 
 @pytest.fixture(autouse=True)
@@ -63,3 +63,42 @@ def test_an_unfinished_file_is_never_one_that_is_there(tmp_path: Path, monkeypat
     with pytest.raises(FileExistsError):
         create_unfinished(tmp_path / "target")
     assert not victim.exists()
+
+
+def test_an_atomic_write_gives_the_name_to_the_whole_content(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(b"old")
+    with atomic_write(target) as stream:
+        stream.write(b"new")
+        assert target.read_bytes() == b"old"
+    assert target.read_bytes() == b"new"
+    assert mode(target) == 0o600
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_failed_atomic_write_leaves_the_directory_as_it_was(tmp_path: Path, overwrite: bool) -> None:
+    target = tmp_path / "target"
+
+    def write() -> None:
+        with atomic_write(target, overwrite=overwrite) as stream:
+            stream.write(b"part")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_atomic_write_refuses_a_file_created_meanwhile(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+
+    def write() -> None:
+        with atomic_write(target, overwrite=False) as stream:
+            stream.write(b"mine")
+            target.write_bytes(b"theirs")
+
+    with pytest.raises(FileExistsError):
+        write()
+    assert target.read_bytes() == b"theirs"
+    assert list(tmp_path.iterdir()) == [target]
