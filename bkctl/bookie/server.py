@@ -94,7 +94,8 @@ from bkctl.protocol.messages import (
     refusal,
 )
 from bkctl.protocol.server import BookieServer, status_of
-from bkctl.storage.bookie_storage import Batch, BookieStorage
+from bkctl.storage.bookie_storage import BookieStorage
+from bkctl.storage.group_commit import Batch
 from bkctl.storage.ledger.ledger_storage import LedgerHandle, NeedsDisk
 
 log: Final = logging.getLogger("bkctl.bookie")

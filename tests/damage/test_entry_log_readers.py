@@ -17,6 +17,7 @@ from bkctl.checks.log_check import check_entry_log
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
 from bkctl.errors import BkctlError
+from bkctl.files import scan
 from bkctl.files.entry_log import EntryLogReader, LogEnd
 from bkctl.files.listing import log_contents
 from bkctl.files.windows import WINDOW_SIZE_BYTES
@@ -26,7 +27,6 @@ from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
 from bkctl.repair.parts import Findings, entries_of
 from bkctl.spark.sources.entry_logs import EntryLogSource
-from bkctl.storage import scan
 from bkctl.storage.compaction import EntryLogCompactor, Throttler
 from bkctl.storage.entry_log_metadata import EntryLogMetadata
 from bkctl.storage.entry_logger import EntryLogger

@@ -378,9 +378,9 @@ def test_a_deleted_ledger_is_gone_and_may_come_again(tmp_path: Path) -> None:
 
 
 def test_a_ledger_that_was_fenced_and_deleted_takes_no_writes_for_a_week(tmp_path: Path) -> None:
-    storage = open_storage(tmp_path)
     now_ms = 1_700_000_000_000
-    storage._clock_ms = lambda: now_ms
+    storage = BookieStorage(config_for(tmp_path), clock_ms=lambda: now_ms)
+    storage.open()
     for ledger in (PLAIN, SCOPED):
         add(storage, ledger, 0)
         storage.fence(ledger, key_of(ledger), lambda _: None)

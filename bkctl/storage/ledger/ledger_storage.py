@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
+from bkctl.disk import NO_SPACE
 from bkctl.formats.layout import Buffer
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.storage.entry_logger import EntryLogger, Move
@@ -83,6 +84,12 @@ class LedgerHandle:
         self.journal = 0
         self.watchers: dict[Callable[[], None], None] = {}
         self.deleted = False
+
+    def wake(self) -> None:
+        """Call, once, each watcher of the ledger's LAC."""
+        watchers, self.watchers = self.watchers, {}
+        for watcher in watchers:
+            watcher()
 
 
 Handle = TypeVar("Handle", bound=LedgerHandle)
@@ -230,6 +237,33 @@ class LedgerStorage(ABC, Generic[Handle]):
     @abstractmethod
     def end_flush(self, flush: Any, *, written: bool) -> None:
         """Take note that `flush` is done, or failed (E)."""
+
+    def run_flush(self) -> None:
+        """Run a whole flush in the calling thread. Raises OSError."""
+        flush = self.begin_flush()
+        if flush is not None:
+            written = False
+            try:
+                self.flush(flush)
+                written = True
+            finally:
+                self.end_flush(flush, written=written)
+
+    def write_where_space(self, write: Callable[[], object]) -> OSError | None:
+        """Call `write`, again for each full directory that can be left; return the error if none has space.
+
+        Raises OSError for any other error.
+        """
+        while True:
+            try:
+                write()
+            except OSError as error:
+                if error.errno not in NO_SPACE:
+                    raise
+                if not self.leave_full_disk():
+                    return error
+            else:
+                return None
 
     # --- garbage collection ------------------------------------------------------------------------------------------
 
