@@ -71,7 +71,7 @@ class StorageFile:
                 while written < expected:
                     count = self._write_some(at + written, (rest[written:],))
                     if count == 0:
-                        raise OSError(errno.EIO, "The system writes nothing", str(self.path))
+                        raise OSError(errno.EIO, "The system wrote 0 bytes", str(self.path))
                     written += count
             at += expected
         return at - offset

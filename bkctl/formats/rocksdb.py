@@ -28,7 +28,7 @@ def manifest_name(current: bytes, where: str = "") -> str:
     name = current.decode("ascii", "replace")
     number = name.removeprefix(MANIFEST_NAME_PREFIX).removesuffix("\n")
     if name != f"{MANIFEST_NAME_PREFIX}{number}\n" or not number.isdecimal():
-        raise CorruptRecord("No name of a MANIFEST", offset=0, where=where)
+        raise CorruptRecord("CURRENT does not name a MANIFEST", offset=0, where=where)
     return name[:-1]
 
 

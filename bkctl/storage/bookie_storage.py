@@ -41,7 +41,7 @@ from bkctl.formats.layout import Buffer
 from bkctl.formats.names import CURRENT
 from bkctl.formats.record import record_of
 from bkctl.ids import I64_MAX, LedgerId
-from bkctl.storage.checkpoints import Checkpoint, Checkpointer, LastMarks
+from bkctl.storage.checkpoints import Checkpoint, Checkpointer, LastMarkFiles
 from bkctl.storage.group_commit import Batch, Done, GroupCommit
 from bkctl.storage.journal_writer import JournalWriter
 from bkctl.storage.ledger.factory import check_index, open_ledger_storage
@@ -85,7 +85,7 @@ class BookieStorage:
         self._open_ledgers = OpenLedgers(
             self.ledgers, self.journals, len(self.journal_directories), FencedAndDeleted(clock_ms)
         )
-        self._last_marks = LastMarks(self.files, self.ledger_directories, len(self.journal_directories))
+        self._last_marks = LastMarkFiles(self.files, self.ledger_directories, len(self.journal_directories))
         #: (entries, records skipped for want of a ledger key) of the replay at start.
         self.replayed = (0, 0)
         #: Ledgers whose state `open` could not read, so that it could not replay their records, and why.

@@ -17,7 +17,7 @@ from bkctl.storage.journal_writer import JournalWriter
 from bkctl.storage.ledger.ledger_storage import LedgerStorage
 
 
-class LastMarks:
+class LastMarkFiles:
     """The `lastMark` files: the place in each journal up to which ledger storage has everything."""
 
     def __init__(self, files: Files, directories: Sequence[Path], journal_count: int) -> None:
@@ -79,7 +79,7 @@ class Checkpointer:
         self,
         storage: LedgerStorage[Any],
         journals: Sequence[JournalWriter],
-        last_marks: LastMarks,
+        last_marks: LastMarkFiles,
         marks: tuple[LogMark, ...],
         pins: Mapping[int, LogMark],
     ) -> None:

@@ -138,11 +138,7 @@ class JournalWriter:
             if written is not None:
                 written()
             return
-        self._scoped = self._scoped or scoped
-        wrong_version = scoped and self._version != formats.VERSION_SCOPED
-        if self._file is None or self._position > self._size_max or wrong_version:
-            self._open_next()
-        assert self._file is not None
+        file = self._file_for(scoped=scoped)
         start = self._position
         end = start + size
         if self._version >= formats.VERSION_PADDING:
@@ -151,22 +147,31 @@ class JournalWriter:
             padding = formats.write_padding(end, self._alignment, always=True)
             records.append(padding)
             end += len(padding)
-        self._allocate(self._file, end)
+        self._allocate(file, end)
         try:
-            self._file.write(start, records)
+            file.write(start, records)
         except Exception:
-            self._drop_tail(self._file, start)
+            self._drop_tail(file, start)
             raise
         self._position = end
         if written is not None:
             written()
         if self._sync_data or self._is_sync_due():
             try:
-                self._file.sync()
+                file.sync()
             except Exception as error:
                 self.failed = error
                 raise
         self.mark = LogMark(self._journal_id, end)
+
+    def _file_for(self, *, scoped: bool) -> StorageFile:
+        """Return the file for the next group: a new one if the open one is full, or too old for scoped records."""
+        self._scoped = self._scoped or scoped
+        is_too_old = scoped and self._version != formats.VERSION_SCOPED
+        if self._file is None or self._position > self._size_max or is_too_old:
+            self._open_next()
+        assert self._file is not None
+        return self._file
 
     def _is_sync_due(self) -> bool:
         now_ms = self._clock_ms()

@@ -24,7 +24,7 @@ from bkctl.formats.entry import ENTRY_V1, MASTER_KEY_SIZE, read_entry_header, re
 from bkctl.formats.journal import LogMark, file_name
 from bkctl.formats.record import RECORD_SIZE, Record, RecordType, record_of
 from bkctl.ids import I64_MAX, LedgerId
-from bkctl.storage.checkpoints import LastMarks
+from bkctl.storage.checkpoints import LastMarkFiles
 from bkctl.storage.journal_writer import journal_ids
 from bkctl.storage.ledger.ledger_storage import LedgerHandle, LedgerStorage
 from bkctl.storage.open_ledgers import OpenLedgers
@@ -64,7 +64,7 @@ class JournalReplay:
         #: Why replayed entries remain in memory: a disk is full.
         self.no_space: OSError | None = None
 
-    def run(self, directories: Sequence[Path], last_marks: LastMarks) -> tuple[LogMark, ...]:
+    def run(self, directories: Sequence[Path], last_marks: LastMarkFiles) -> tuple[LogMark, ...]:
         """Replay the journals in `directories`, and return the last mark of each.
 
         Raises OSError; Corrupt for a journal that is missing or damaged; BkctlError where the disks have no space for

@@ -58,8 +58,8 @@ def check_index(config: BookieConfig) -> None:
     if found is not None:
         to = "db" if config.ledger_storage == "db" else "interleaved"
         raise UsageError(
-            f"{found} is another storage class's than {config.ledger_storage_class.rpartition('.')[2]}",
-            hint=f"set ledgerStorageClass as it was, or convert the index: 'bkctl bookie convert --to {to}'",
+            f"{found} belongs to another storage class than {config.ledger_storage_class.rpartition('.')[2]}",
+            hint=f"set ledgerStorageClass to the earlier value, or convert the index: 'bkctl bookie convert --to {to}'",
         )
 
 
