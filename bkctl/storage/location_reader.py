@@ -56,7 +56,7 @@ class LocationReader:
             return None
         where = f"Entry {entry_id} of ledger {ledger}: {file.path}"
         if offset < formats.HEADER_SIZE + 4:
-            raise CorruptRecord("No entry can stand", offset=offset, where=where)
+            raise CorruptRecord("The index points into the file header", offset=offset, where=where)
         read = file.read_cached if cached else file.read
         data = read(offset - 4, 4 + self._read_guess)
         if cached and (data is None or len(data) < 4):
@@ -85,7 +85,7 @@ class LocationReader:
         if len(body) < at + 8:
             raise TruncatedRecord("Entry id", offset=offset + at, needed=8, present=len(body) - at, where=where)
         if found != ledger or int.from_bytes(body[at : at + 8], "big", signed=True) != entry_id:
-            raise CorruptRecord("Another entry stands", offset=offset, where=where)
+            raise CorruptRecord("The index points to another entry", offset=offset, where=where)
         return body
 
     def read_following(self, location: int, ledger: LedgerId, *, size_max: int) -> list[tuple[int, memoryview]]:
