@@ -1,8 +1,6 @@
 """The disk seam: everything a bookie does to files and directories goes through `Files`.
 
-`Files` is the real thing. `SimulatedFiles` works on a real directory too, but keeps apart what was synced from what was
-only written, fails on request, and can lay out what a crash would have left: without anything that was not synced, or
-with an arbitrary part of it.
+`Files` is the real disk. The tests replace it by a simulated one that loses unsynced changes and fails on request.
 """
 
 from __future__ import annotations
@@ -13,21 +11,21 @@ import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import BinaryIO, Final, NamedTuple
 
 from bkctl.errors import DirectoryInUse
 from bkctl.formats.layout import Buffer
 
-#: Buffers that one pwritev takes.
+#: Most buffers of one pwritev.
 IOV_MAX: Final = min(os.sysconf("SC_IOV_MAX"), 1024) if hasattr(os, "sysconf") else 16
 #: A disk writes at least this many bytes whole or not at all.
 SECTOR_SIZE_BYTES: Final = 512
-#: Of what a bookie creates, less what the umask takes: entries and metadata are not for every local user.
+#: Modes of what a bookie creates, less the umask: other local users must not read entries and metadata.
 FILE_MODE: Final = 0o640
 DIRECTORY_MODE: Final = 0o750
-#: Errors of a disk that is full: another directory may have room.
+#: Errors of a full disk: another directory may have room.
 DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-#: Errors of a write that pass without a repair: there is room again once files are deleted, or descriptors closed.
+#: Errors of a write that end without a repair, once files are deleted or descriptors closed.
 NO_SPACE: Final = DISK_FULL | {errno.EMFILE, errno.ENFILE}
 _RWF_NOWAIT: Final = getattr(os, "RWF_NOWAIT", 0)
 _AT_FDCWD: Final = -100
@@ -43,12 +41,12 @@ class DiskUsage(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """The used part, 0.0 to 1.0. Source: DiskChecker.checkDiskFull (usable space counts, not free blocks)."""
+        """Return the used part, 0.0 to 1.0. Source: DiskChecker.checkDiskFull (usable space, not free blocks)."""
         return 1.0 - self.free / self.total if self.total else 0.0
 
 
 class StorageFile:
-    """One open file; every method raises OSError as the system does. It closes itself when nobody holds it."""
+    """One open file; every method raises OSError as the system does. Garbage collection closes it."""
 
     __slots__ = ("_can_read_cached", "fd", "path")
 
@@ -58,11 +56,11 @@ class StorageFile:
         self._can_read_cached = bool(_RWF_NOWAIT)
 
     def size(self) -> int:
-        """Bytes in the file."""
+        """Return the size of the file in bytes."""
         return os.fstat(self.fd).st_size
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> int:
-        """Write `buffers` one after the other at byte `offset`, all of them; the bytes written. Nothing is synced."""
+        """Write all `buffers` one after the other at byte `offset`, unsynced; return the number of bytes."""
         at = offset
         for start in range(0, len(buffers), IOV_MAX):
             group = buffers[start : start + IOV_MAX]
@@ -73,7 +71,7 @@ class StorageFile:
                 while written < expected:
                     count = self._write_some(at + written, (rest[written:],))
                     if count == 0:
-                        raise OSError(errno.EIO, "The system writes nothing", str(self.path))
+                        raise OSError(errno.EIO, "The system wrote 0 bytes", str(self.path))
                     written += count
             at += expected
         return at - offset
@@ -82,7 +80,7 @@ class StorageFile:
         return os.pwritev(self.fd, buffers, offset)
 
     def read(self, offset: int, size: int) -> Buffer:
-        """At most `size` bytes from byte `offset`; fewer only at the end of the file."""
+        """Return `size` bytes from byte `offset`; fewer only at the end of the file."""
         data = os.pread(self.fd, size, offset)
         while len(data) < size:
             more = os.pread(self.fd, size - len(data), offset + len(data))
@@ -92,7 +90,7 @@ class StorageFile:
         return data
 
     def read_cached(self, offset: int, size: int) -> Buffer | None:
-        """Up to `size` bytes at `offset`, as many as need no disk; None when none, or where the system cannot tell."""
+        """Return up to `size` bytes at `offset` that need no disk; None without any, or if the system cannot tell."""
         if not self._can_read_cached:
             return None
         buffer = bytearray(size)
@@ -108,7 +106,7 @@ class StorageFile:
         return buffer if count == size else memoryview(buffer)[:count]
 
     def data(self, offset: int) -> Iterator[tuple[int, int]]:
-        """Yield where data begins and ends, from `offset` on: what is between are holes of the file, zeros."""
+        """Yield begin and end of each range of data, from `offset` on; between them are holes, zeros."""
         return data_of(self.fd, offset)
 
     def sync(self) -> None:
@@ -126,7 +124,7 @@ class StorageFile:
             os.ftruncate(self.fd, end)
 
     def forget_cache(self, end: int) -> None:
-        """Tell the system that nobody will read the bytes below `end` soon."""
+        """Advise the system to drop its cache of the bytes below `end`."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.fd, 0, end, os.POSIX_FADV_DONTNEED)
 
@@ -151,9 +149,9 @@ class StorageFile:
 
 
 def skip_hole(fd: int, offset: int) -> int | None:
-    """Return `offset`, or where data begins again if the file has a hole there; None when no data follows.
+    """Return `offset`, or the next offset with data if the file has a hole there; None when no data follows.
 
-    A file system that cannot tell holes from data has none. Raises OSError.
+    File systems without holes have data everywhere. Raises OSError.
     """
     try:
         return os.lseek(fd, offset, os.SEEK_DATA)
@@ -166,7 +164,7 @@ def skip_hole(fd: int, offset: int) -> int | None:
 
 
 def data_of(fd: int, offset: int) -> Iterator[tuple[int, int]]:
-    """Yield where data begins and ends in a file, from `offset` on; holes, zeros, are between. Raises OSError."""
+    """Yield begin and end of each range of data in a file, from `offset` on; between are holes. Raises OSError."""
     begin = skip_hole(fd, offset)
     while begin is not None:
         try:
@@ -183,7 +181,7 @@ class Files:
     """Real files. Paths are absolute or relative to the working directory; errors are OSError."""
 
     def open(self, path: Path, *, create: bool = False) -> StorageFile:
-        """Open `path` for reading and writing; `create` makes a missing file (its name needs a directory sync)."""
+        """Open `path` for reading and writing; `create` creates a missing file (its name needs a directory sync)."""
         return StorageFile(path, os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), FILE_MODE))
 
     def open_to_read(self, path: Path) -> StorageFile:
@@ -191,9 +189,9 @@ class Files:
         return StorageFile(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
 
     def make_directory(self, path: Path, *, unsynced: dict[Path, None] | None = None) -> None:
-        """Make `path` and what is missing above it, each name durable in its parent when this returns.
+        """Create `path` and its missing parents, each name durable in its parent.
 
-        With `unsynced`, those parents are put there instead: the caller syncs them, each once.
+        With `unsynced`, add the directories to sync there instead: the caller syncs each of them once.
         """
         missing = []
         while not path.is_dir():
@@ -211,7 +209,7 @@ class Files:
             os.mkdir(path, DIRECTORY_MODE)
 
     def sync_directory(self, path: Path) -> None:
-        """Make the names in `path` durable: created, renamed and removed ones."""
+        """Make created, renamed and removed names in `path` durable."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -219,7 +217,7 @@ class Files:
             os.close(fd)
 
     def sync_file_system(self, path: Path) -> None:
-        """Make everything durable that anybody wrote to the file system below `path` before: contents and names."""
+        """Make all contents and names durable that any process wrote to the file system of `path`."""
         import ctypes
 
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -227,7 +225,7 @@ class Files:
             try:
                 sync = ctypes.CDLL(None, use_errno=True).syncfs
             except AttributeError:
-                os.sync()  # no Linux: all file systems
+                os.sync()  # other systems than Linux: all file systems
                 return
             if sync(fd):
                 code = ctypes.get_errno()
@@ -236,11 +234,11 @@ class Files:
             os.close(fd)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Rename a file over `target`, in one step; both directories need a sync."""
+        """Rename a file to `target`, which it replaces, in one step; both directories need a sync."""
         os.rename(source, target)
 
     def exchange(self, one: Path, other: Path) -> None:
-        """Let two names change places in one step, directories too; their directories need a sync.
+        """Swap the names of two files or directories in one step; both parent directories need a sync.
 
         Raises OSError, with EINVAL or ENOSYS where the system or the file system cannot.
         """
@@ -255,27 +253,42 @@ class Files:
             raise OSError(code, os.strerror(code), str(one), None, str(other))
 
     def remove(self, path: Path) -> None:
-        """Remove a file; nothing happens when it is gone."""
+        """Remove a file; a missing file is ignored."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
     def replace(self, path: Path, data: bytes) -> None:
-        """Give `path` the content `data` in one durable step: after a crash it is the old or the new one."""
-        beside = path.with_name(path.name + ".new")
+        """Replace the content of `path` by `data` in one durable step: a crash leaves the old or the new content.
+
+        A crash may also leave `<name>.new` beside it; the next call overwrites that file.
+        """
+        with self.naming(self.open(path.with_name(path.name + ".new"), create=True), path) as file:
+            file.truncate(0)
+            file.write(0, (data,))
+
+    @contextlib.contextmanager
+    def naming(self, file: StorageFile, path: Path, *, overwrite: bool = True) -> Iterator[StorageFile]:
+        """Write `file` within; then sync it and give it the name `path`, durably. After an error, remove it.
+
+        Raises OSError; FileExistsError for a `path` that exists, unless `overwrite`.
+        """
         try:
-            with self.open(beside, create=True) as file:
-                file.truncate(0)
-                file.write(0, (data,))
+            with file:
+                yield file
                 file.sync()
-        except OSError:
+            if overwrite:
+                self.rename(file.path, path)
+            else:
+                os.link(file.path, path)
+                self.remove(file.path)
+        except BaseException:
             with contextlib.suppress(OSError):
-                self.remove(beside)
+                self.remove(file.path)
             raise
-        self.rename(beside, path)
         self.sync_directory(path.parent)
 
     def note_written(self, directory: Path) -> None:
-        """A library has written files in `directory` by itself, and synced them. Nothing to do on a real disk."""
+        """Record that a library wrote and synced files in `directory`. A real disk needs nothing."""
 
     def has_descriptors(self) -> bool:
         """Return whether this process can open another file."""
@@ -286,13 +299,13 @@ class Files:
         return True
 
     def disk_usage(self, path: Path) -> DiskUsage:
-        """How full the file system below `path` is."""
+        """Return the usage of the file system of `path`."""
         found = os.statvfs(path)
         return DiskUsage(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize, os.stat(path).st_dev)
 
     @contextlib.contextmanager
     def lock(self, paths: Sequence[Path]) -> Iterator[None]:
-        """Hold the directories `paths` for one process. Raises DirectoryInUse when another has one of them."""
+        """Lock the directories `paths` for one process. Raises DirectoryInUse if another process has locked one."""
         with contextlib.ExitStack() as held:
             for path in paths:
                 fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -307,18 +320,28 @@ class Files:
 
 
 def restrict_new_files() -> None:
-    """Have what libraries create in this process (RocksDB) have FILE_MODE and DIRECTORY_MODE at most."""
+    """Restrict new files of this process (RocksDB's too) to FILE_MODE and new directories to DIRECTORY_MODE."""
     os.umask(os.umask(0o077) | (0o777 & ~DIRECTORY_MODE))
 
 
 def create_unfinished(path: Path, *, mode: int = 0o600) -> tuple[Path, int]:
-    """Create a file beside `path` for content that takes that name once it is whole; return its path and descriptor.
+    """Create a file beside `path` for content that gets that name once it is whole; return its path and descriptor.
 
-    Its name cannot be guessed and nothing stood there before, neither a file nor a link. The caller renames or removes
-    it. Raises OSError.
+    Its name cannot be guessed, and neither a file nor a link had it before. The caller renames or removes it. Raises
+    OSError.
     """
     unfinished = path.with_name(f".{path.name}.{os.urandom(8).hex()}.partial")
     return unfinished, os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
 
-# --- the simulation ------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def atomic_write(path: Path, *, mode: int = 0o600, overwrite: bool = True) -> Iterator[BinaryIO]:
+    """Yield a stream whose content gets the name `path`, durably, once the block ends; an error removes the content.
+
+    Safe in a directory that other users write to. Raises OSError; FileExistsError for a `path` that exists, unless
+    `overwrite`.
+    """
+    unfinished, descriptor = create_unfinished(path, mode=mode)
+    naming = Files().naming(StorageFile(unfinished, descriptor), path, overwrite=overwrite)
+    with naming, open(descriptor, "wb", closefd=False) as stream:
+        yield stream

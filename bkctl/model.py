@@ -10,15 +10,15 @@ from bkctl.ids import LedgerId
 
 
 class LedgerLiveness(StrEnum):
-    """Whether a ledger exists in the metadata store. The values are the words of every output."""
+    """Existence of a ledger in the metadata store. The values are the words in every output."""
 
     ALIVE = "alive"
     DEAD = "dead"
-    #: The metadata store did not answer, or is not entitled to: never treat such a ledger as dead.
+    #: The metadata store did not answer, or has no authority over the ledger: never treat such a ledger as dead.
     UNKNOWN = "unknown"
 
 
-#: Looks up the liveness of each ledger it is given.
+#: Looks up the liveness of each given ledger.
 LivenessLookup = Callable[[Collection[LedgerId]], Mapping[LedgerId, LedgerLiveness]]
 
 
@@ -33,5 +33,5 @@ class LedgerFacts(NamedTuple):
     fenced: bool | None = None
 
 
-#: Looks up the facts about each ledger it is given.
+#: Looks up the facts about each given ledger.
 LedgerFactsLookup = Callable[[Collection[LedgerId]], Mapping[LedgerId, LedgerFacts]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import StrEnum
@@ -877,21 +876,10 @@ def _target(run: Run, file: Path) -> Iterator[Callable[[bytes], object]]:
         if not file.is_file():
             raise UsageError(f"{file} is no file, and would be replaced by one", hint="write to -, and redirect that")
         run.confirm(f"{file} exists and would be replaced")
-    from bkctl.disk import create_unfinished
+    from bkctl.disk import atomic_write
 
     try:
-        partial, descriptor = create_unfinished(file, mode=0o666)  # as the umask says, like any file of the user
+        with atomic_write(file, mode=0o666) as stream:  # as the umask says, like any file of the user
+            yield stream.write
     except OSError as error:
         raise BkctlError(f"{file} cannot be written: {error.strerror or error}") from error
-    try:
-        try:
-            with open(descriptor, "wb") as stream:
-                yield stream.write
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(partial, file)
-        except OSError as error:
-            raise BkctlError(f"{file} cannot be written: {error.strerror or error}") from error
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise

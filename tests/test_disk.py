@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.simulated_disk import SimulatedFiles
 
-from bkctl.disk import Files, create_unfinished
+from bkctl.disk import Files, atomic_write, create_unfinished
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def mode(path: Path) -> int:
 
 
 @pytest.mark.parametrize("make", [lambda root: Files(), SimulatedFiles], ids=["real", "simulated"])
-def test_new_files_and_directories_are_not_for_every_user(tmp_path: Path, make: type[SimulatedFiles]) -> None:
+def test_new_files_are_hidden_from_other_users(tmp_path: Path, make: type[SimulatedFiles]) -> None:
     root = tmp_path / "disk"
     root.mkdir()
     files = make(root)
@@ -36,14 +36,14 @@ def test_new_files_and_directories_are_not_for_every_user(tmp_path: Path, make: 
     assert mode(root / "a" / "b" / "file") == mode(root / "a" / "replaced") == 0o640
 
 
-def test_a_stricter_umask_holds(tmp_path: Path) -> None:
+def test_stricter_umask_applies(tmp_path: Path) -> None:
     os.umask(0o077)
     Files().make_directory(tmp_path / "a")
     Files().open(tmp_path / "a" / "file", create=True).close()
     assert (mode(tmp_path / "a"), mode(tmp_path / "a" / "file")) == (0o700, 0o600)
 
 
-def test_an_unfinished_file_has_a_name_that_cannot_be_planted(tmp_path: Path) -> None:
+def test_unfinished_file_has_a_random_name(tmp_path: Path) -> None:
     target = tmp_path / "target"
     made = [create_unfinished(target) for _ in range(20)]
     assert len({path for path, _ in made}) == 20
@@ -53,7 +53,7 @@ def test_an_unfinished_file_has_a_name_that_cannot_be_planted(tmp_path: Path) ->
         os.close(descriptor)
 
 
-def test_an_unfinished_file_is_never_one_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_file_never_follows_a_planted_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "urandom", bytes)  # a name that was guessed
     victim = tmp_path / "victim"
     planted, descriptor = create_unfinished(tmp_path / "target")
@@ -63,3 +63,42 @@ def test_an_unfinished_file_is_never_one_that_is_there(tmp_path: Path, monkeypat
     with pytest.raises(FileExistsError):
         create_unfinished(tmp_path / "target")
     assert not victim.exists()
+
+
+def test_atomic_write_replaces_the_whole_content(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(b"old")
+    with atomic_write(target) as stream:
+        stream.write(b"new")
+        assert target.read_bytes() == b"old"
+    assert target.read_bytes() == b"new"
+    assert mode(target) == 0o600
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_failed_atomic_write_leaves_the_directory_unchanged(tmp_path: Path, overwrite: bool) -> None:
+    target = tmp_path / "target"
+
+    def write() -> None:
+        with atomic_write(target, overwrite=overwrite) as stream:
+            stream.write(b"part")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_atomic_write_refuses_a_file_created_meanwhile(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+
+    def write() -> None:
+        with atomic_write(target, overwrite=False) as stream:
+            stream.write(b"mine")
+            target.write_bytes(b"theirs")
+
+    with pytest.raises(FileExistsError):
+        write()
+    assert target.read_bytes() == b"theirs"
+    assert list(tmp_path.iterdir()) == [target]

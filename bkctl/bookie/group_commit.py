@@ -21,7 +21,8 @@ from bkctl.disk import NO_SPACE
 from bkctl.errors import BkctlError, TooManyRequests
 from bkctl.protocol.add_runs import AnswerAdds
 from bkctl.protocol.messages import Status
-from bkctl.storage.bookie_storage import Batch, BookieStorage
+from bkctl.storage.bookie_storage import BookieStorage
+from bkctl.storage.group_commit import Batch
 
 log: Final = logging.getLogger("bkctl.bookie")
 

@@ -19,7 +19,8 @@ from typing import Final, Protocol
 from bkctl.bookie.metrics import JournalMetrics
 from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError
-from bkctl.storage.bookie_storage import Batch, BookieStorage
+from bkctl.storage.bookie_storage import BookieStorage
+from bkctl.storage.group_commit import Batch
 
 log: Final = logging.getLogger("bkctl.bookie")
 

@@ -1,9 +1,9 @@
-"""Which entries of a ledger a bookie has, as it answers GET_LIST_OF_ENTRIES_OF_LEDGER.
+"""The list of a ledger's entries in a bookie's response to GET_LIST_OF_ENTRIES_OF_LEDGER.
 
     version i32 (0) | group count i32 | 56 zero bytes | group count × group
     group: first sequence start i64 | last sequence start i64 | sequence size i32 | sequence period i32
 
-A group is runs of `sequence size` consecutive entries that start at first, first + period, …, last.
+A group has runs of `sequence size` consecutive entries; they start at first, first + period, …, last.
 Source: AvailabilityOfEntriesOfLedger.
 """
 
@@ -26,7 +26,7 @@ class _Header(NamedTuple):
 
 
 class SequenceGroup(NamedTuple):
-    """Runs of entries at a regular distance; `sequence_period` is 0 where there is one run only."""
+    """Runs of entries at a regular distance; `sequence_period` is 0 for a single run."""
 
     first_sequence_start: Annotated[int, "q"]
     last_sequence_start: Annotated[int, "q"]
@@ -39,19 +39,19 @@ _GROUP: Final = Layout(SequenceGroup)
 
 
 class Availability:
-    """A set of entry ids; `in` and iteration (ascending within a group) never unfold the groups in memory."""
+    """A set of entry ids; `in` and iteration (ascending within a group) never expand the groups in memory."""
 
     __slots__ = ("_starts", "groups")
 
     def __init__(self, groups: Iterable[SequenceGroup]) -> None:
-        # Java keeps the groups in a map by first entry: the last of equal ones counts.
+        # Java keeps the groups in a map by first entry: the last of several with one first entry counts.
         by_start = {group.first_sequence_start: group for group in groups}
         self.groups: tuple[SequenceGroup, ...] = tuple(by_start[start] for start in sorted(by_start))
         self._starts = [group.first_sequence_start for group in self.groups]
 
     @classmethod
     def of(cls, entry_ids: Iterable[int]) -> Availability:
-        """The set of `entry_ids` (ascending), one group a run, which is what Java's writer makes of them."""
+        """Return the set of `entry_ids` (ascending), one group a run, as Java's writer does."""
         groups: list[SequenceGroup] = []
         start = end = -1
         for entry_id in entry_ids:
@@ -69,9 +69,9 @@ class Availability:
 
     @classmethod
     def parse(cls, data: Buffer, where: str = "") -> Availability:
-        """The set in a bookie's answer.
+        """Return the set in a bookie's response.
 
-        Raises TruncatedRecord, CorruptRecord (a group that makes no sense), Unsupported (another version).
+        Raises TruncatedRecord, CorruptRecord (an impossible group), Unsupported (another version).
         """
         header = _HEADER.unpack_from(data, 0, where)
         if header.version > 0:
@@ -90,7 +90,7 @@ class Availability:
         return cls(groups)
 
     def serialize(self) -> bytes:
-        """The bytes that a bookie sends."""
+        """Return the bytes that a bookie sends."""
         return _HEADER.pack(_Header(0, len(self.groups))) + b"".join(_GROUP.pack(group) for group in self.groups)
 
     def __contains__(self, entry_id: object) -> bool:
@@ -110,5 +110,5 @@ class Availability:
                 yield from range(start, start + size)
 
     def count(self) -> int:
-        """Entries in the set, as Java counts them."""
+        """Return the number of entries in the set, as Java counts them."""
         return sum(((last - first) // period + 1 if period else 1) * size for first, last, size, period in self.groups)

@@ -6,7 +6,7 @@
     LAC packet V2  flags u8 | scope u64 | ledger u64 | LAC i64 | digest                                  25 bytes header
 
 The digest covers the header, then the payload. The flags byte is 0xA0 + the digest type's number, so a first byte of
-0x80 or more is never V1; that is decided before any id is looked at. Source: DigestManager; BP-35.
+0x80 or more is never V1; readers decide that before they read any id. Source: DigestManager; BP-35.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MASTER_KEY_SIZE: Final = 20
 #: High nibble of a V2 flags byte: the always-1 bit and version 2.
 FLAGS_V2: Final = 0xA0
 INVALID_ENTRY_ID: Final = -1
-#: What a single entry may take at most, anywhere: above every frame size that a bookie can be configured to.
+#: Upper limit of one entry: above every frame size that a bookie can be configured to.
 ENTRY_SIZE_BYTES_MAX: Final = (1 << 30) - 1
 
 ENTRY_V1: Final = Struct(">Qqqq")
@@ -44,7 +44,7 @@ _AFTER_LEDGER: Final = Struct(">qqq")
 
 
 class DigestType(IntEnum):
-    """How an entry is protected; the numbers are those of ledger metadata and of the flags byte."""
+    """The digest that protects an entry, by its number in ledger metadata and in the flags byte."""
 
     CRC32 = 1
     HMAC = 2
@@ -53,12 +53,12 @@ class DigestType(IntEnum):
 
     @property
     def code_length(self) -> int:
-        """Bytes that the digest takes (`macCodeLength`)."""
+        """Return the size of the digest in bytes (`macCodeLength`)."""
         return _CODE_LENGTHS[self]
 
     @classmethod
     def parse(cls, text: str) -> DigestType:
-        """The type of that name, in any case; `MAC` is HMAC, as Java's client names it. Raises UsageError."""
+        """Return the type named `text`, in any case; `MAC` is HMAC, as in Java's client. Raises UsageError."""
         name = text.strip().upper()
         found = cls.__members__.get("HMAC" if name == "MAC" else name)
         if found is None:
@@ -67,11 +67,11 @@ class DigestType(IntEnum):
 
 
 _CODE_LENGTHS: Final = {DigestType.CRC32: 8, DigestType.HMAC: 20, DigestType.CRC32C: 4, DigestType.DUMMY: 0}
-_DIGEST_TYPES: Final[dict[int, DigestType | None]] = {0: None, **{int(each): each for each in DigestType}}
+_DIGEST_TYPES: Final[dict[int, DigestType | None]] = {0: None, **{int(kind): kind for kind in DigestType}}
 
 
 def master_key(password: bytes) -> bytes:
-    """The 20 bytes that a bookie compares to let a client write, fence or recover. Source: generateMasterKey."""
+    """Return the 20 bytes that let a client write, fence or recover a ledger. Source: generateMasterKey."""
     import hashlib
 
     return hashlib.sha1(b"ledger" + password, usedforsecurity=False).digest()
@@ -84,9 +84,9 @@ def _mac_key(password: bytes) -> bytes:
 
 
 class EntryHeader(NamedTuple):
-    """What stands before an entry's digest; `size` is 32 (V1) or 41 (V2) bytes.
+    """The header before an entry's digest; `size` is 32 (V1) or 41 (V2) bytes.
 
-    `digest_type` is None where the header does not say it: V1, or V2 without a digest.
+    `digest_type` is None where the header does not have it: V1, or V2 without a digest.
     """
 
     ledger: LedgerId
@@ -98,14 +98,14 @@ class EntryHeader(NamedTuple):
     size: int
 
     def payload_offset(self, digest_type: DigestType | None = None) -> int | None:
-        """Bytes before the payload; V1 needs the ledger's `digest_type`, and gives None without."""
+        """Return the bytes before the payload; None for V1 without the ledger's `digest_type`."""
         if self.format_version == 2:
             return self.size + (0 if self.digest_type is None else self.digest_type.code_length)
         return None if digest_type is None else self.size + digest_type.code_length
 
 
 class LacHeader(NamedTuple):
-    """What stands before a LAC packet's digest; `size` is 16 (V1) or 25 (V2) bytes."""
+    """The header before a LAC packet's digest; `size` is 16 (V1) or 25 (V2) bytes."""
 
     ledger: LedgerId
     last_add_confirmed: int
@@ -115,7 +115,7 @@ class LacHeader(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """An opened entry; `length` is the ledger's payload bytes up to and with it, `payload` points into the blob."""
+    """A verified entry; `length` is the ledger's payload bytes including this entry's, `payload` a view of the blob."""
 
     entry_id: int
     last_add_confirmed: int
@@ -123,14 +123,14 @@ class Entry(NamedTuple):
     payload: memoryview
 
 
-#: Every flags byte that an entry of format V2 may have: no digest, or one of the types.
-ENTRY_FLAGS_V2: Final = frozenset({FLAGS_V2, *(FLAGS_V2 | each for each in DigestType)})
+#: The flags bytes of entries of format V2: without a digest, or with one of the types.
+ENTRY_FLAGS_V2: Final = frozenset({FLAGS_V2, *(FLAGS_V2 | kind for kind in DigestType)})
 
 
 def digest_of_flags(flags: int, at: int = 0, where: str = "") -> DigestType | None:
-    """The digest type in a V2 flags byte; None: no digest.
+    """Return the digest type in a V2 flags byte, None without a digest.
 
-    Raises Unsupported when the high nibble is not version 2, or the low one is no digest type.
+    Raises Unsupported when the high nibble is not version 2, or the low one is an unknown digest type.
     """
     try:
         if flags & 0xF0 == FLAGS_V2:
@@ -143,7 +143,7 @@ def digest_of_flags(flags: int, at: int = 0, where: str = "") -> DigestType | No
 
 
 def read_ledger(buffer: Buffer, at: int = 0, where: str = "") -> tuple[LedgerId, int]:
-    """The ledger that the record at byte `at` belongs to, and the offset after its id (where the entry id stands).
+    """Return the ledger of the record at byte `at`, and the offset of the entry id, which follows the ledger id.
 
     Raises TruncatedRecord, and Unsupported for a first byte of 0x80 or more that is not V2's.
     """
@@ -159,7 +159,7 @@ def read_ledger(buffer: Buffer, at: int = 0, where: str = "") -> tuple[LedgerId,
 
 
 def read_entry_header(buffer: Buffer, at: int = 0, where: str = "") -> EntryHeader:
-    """The header of the entry at byte `at` of `buffer`.
+    """Return the header of the entry at byte `at` of `buffer`.
 
     Raises TruncatedRecord, and Unsupported for a first byte of 0x80 or more that is not V2's.
     """
@@ -178,7 +178,7 @@ def read_entry_header(buffer: Buffer, at: int = 0, where: str = "") -> EntryHead
 
 
 def read_lac_header(packet: Buffer, at: int = 0, where: str = "") -> LacHeader:
-    """The header of the LAC packet at byte `at`; the digest is not looked at.
+    """Return the header of the LAC packet at byte `at`, without checking the digest.
 
     Raises TruncatedRecord, and Unsupported for a first byte of 0x80 or more that is not V2's.
     """
@@ -225,7 +225,7 @@ def _hmac_sha1(key: bytes) -> Callable[[bytes, Buffer], bytes]:
 
 
 def digest_function(digest_type: DigestType, password: bytes = b"") -> Callable[[bytes, Buffer], bytes]:
-    """The function (header, payload) → digest of entries of that type; only HMAC looks at the password."""
+    """Return the function (header, payload) → digest of entries of that type; only HMAC uses the password."""
     if digest_type is DigestType.CRC32C:
         return _crc32c
     if digest_type is DigestType.CRC32:
@@ -262,7 +262,7 @@ class DigestManager:
         self.overhead_size = self.header_size + digest_type.code_length
 
     def seal(self, entry_id: int, last_add_confirmed: int, length: int, payload: Buffer) -> bytes:
-        """Header and digest of an entry, without the payload, so that both can be written without joining them.
+        """Return header and digest of an entry, without the payload: a caller can write both without a copy.
 
         `length` is the ledger's payload bytes including this entry's.
         """
@@ -270,7 +270,7 @@ class DigestManager:
         return header + self._digest(header, payload)
 
     def open(self, blob: Buffer, entry_id: int | None) -> Entry:
-        """The entry in `blob` (header, digest, payload), verified; None skips the entry id check.
+        """Return the entry in `blob` (header, digest, payload), verified; None skips the entry id check.
 
         Raises DigestMismatch: too short, of another ledger or entry, or not what was sealed; Unsupported: of an
         unknown format version.
@@ -297,12 +297,12 @@ class DigestManager:
         return Entry(found_id, last_add_confirmed, length, payload)
 
     def seal_lac(self, last_add_confirmed: int) -> bytes:
-        """The whole LAC packet: 16 bytes and the digest in scope 0, else 25 and the digest."""
+        """Return the whole LAC packet: 16 bytes and the digest in scope 0, else 25 and the digest."""
         header = self._prefix + last_add_confirmed.to_bytes(8, "big", signed=True)
         return header + self._digest(header, b"")
 
     def open_lac(self, packet: Buffer) -> int:
-        """The last add confirmed in a LAC packet, verified.
+        """Return the last add confirmed in a LAC packet, verified.
 
         Raises DigestMismatch: too short, of another ledger, or not what was sealed; Unsupported: unknown version.
         """

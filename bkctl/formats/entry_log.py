@@ -7,8 +7,8 @@
 
 An entry's location is its log's id and the byte offset of the entry itself, behind the size.
 
-Transactional compaction of log S into log T goes by names: `T.log.compacting` while it is written, then a hard link
-`T.log.S.compacted` while the index is updated, `T.log` from then on; the other two and `S.log` go last.
+Transactional compaction of log S into log T names its file `T.log.compacting` while it is written, adds a hard link
+`T.log.S.compacted` while the index is updated, and the link `T.log` then; the first two and `S.log` are deleted last.
 Source: DefaultEntryLogger, DirectEntryLogger, TransactionalEntryLogCompactor; BP-35.
 """
 
@@ -34,7 +34,7 @@ LOG_ID_MAX: Final = (1 << 31) - 1
 #: Ledgers in one record of the ledgers map.
 LEDGERS_MAP_ITEMS_MAX: Final = 10_000
 LEDGERS_MAP_HEADER_SIZE: Final = 20
-#: What the direct I/O logger aligns to, and the byte it fills with (read as a size it is negative).
+#: Alignment of the direct I/O logger, and its fill byte (a negative number, read as a size).
 DIRECT_ALIGNMENT: Final = 4096
 DIRECT_PADDING_BYTE: Final = 0xF0
 
@@ -59,7 +59,7 @@ _MAP_ITEM_V2: Final = Struct(">QQq")
 
 
 def read_header(start: Buffer, where: str = "") -> EntryLogHeader:
-    """The header in a log's first 1024 bytes.
+    """Return the header in a log's first 1024 bytes.
 
     Raises TruncatedRecord, CorruptRecord (no fingerprint), Unsupported (unknown version).
     """
@@ -73,12 +73,12 @@ def read_header(start: Buffer, where: str = "") -> EntryLogHeader:
 
 
 def write_header(version: int = VERSION_CURRENT, ledgers_map_offset: int = 0, ledgers_count: int = 0) -> bytes:
-    """The 1024 bytes that begin a log."""
+    """Return the 1024 bytes that begin a log."""
     return HEADER.pack(EntryLogHeader(FINGERPRINT, version, ledgers_map_offset, ledgers_count))
 
 
 def write_ledgers_map(sizes: Mapping[LedgerId, int], version: int = VERSION_CURRENT) -> Iterator[bytes]:
-    """The records (size included) that list each ledger's bytes in a log, at most 10,000 ledgers a record."""
+    """Return the records (size included) that list each ledger's bytes in a log, at most 10,000 ledgers a record."""
     items = iter(sizes.items())
     while batch := list(islice(items, LEDGERS_MAP_ITEMS_MAX)):
         if version == VERSION_SCOPED:
@@ -91,7 +91,7 @@ def write_ledgers_map(sizes: Mapping[LedgerId, int], version: int = VERSION_CURR
 
 
 def read_ledgers_map(body: Buffer, version: int, offset: int = 0, where: str = "") -> list[tuple[LedgerId, int]]:
-    """The ledgers and their bytes in one record of the ledgers map; `offset` is the record's, for messages.
+    """Return the ledgers and their bytes in one record of the ledgers map; `offset` is the record's, for messages.
 
     Raises CorruptRecord when its marks or its size contradict the format.
     """
@@ -111,30 +111,30 @@ def read_ledgers_map(body: Buffer, version: int, offset: int = 0, where: str = "
 
 
 def pack_location(log_id: int, offset: int) -> int:
-    """The location of the entry that is `offset` bytes from the start of log `log_id`; 0 never occurs."""
+    """Return the location of the entry that is `offset` bytes from the start of log `log_id`; 0 never occurs."""
     return log_id << 32 | offset
 
 
 def unpack_location(location: int) -> tuple[int, int]:
-    """The log id and the byte offset of the entry at `location`."""
+    """Return the log id and the byte offset of the entry at `location`."""
     return location >> 32 & 0xFFFFFFFF, location & 0xFFFFFFFF
 
 
 def file_name(log_id: int) -> str:
-    """The name of an entry log file, `<hex id>.log`."""
+    """Return the name of an entry log file, `<hex id>.log`."""
     return f"{log_id:x}.log"
 
 
 def log_id_of(name: str) -> int | None:
-    """The id that an entry log file's name says; None when it is no entry log file's name."""
+    """Return the id in an entry log file's name; None for any other name."""
     match = _FILE_NAME.fullmatch(name)
     return int(match[1], 16) if match else None
 
 
 class CompactionName(NamedTuple):
-    """What the name of a transactional compaction's file says.
+    """The ids in the name of a transactional compaction's file.
 
-    `source_id` is the log that was compacted; None while the file is being written, when its name does not say.
+    `source_id` is the compacted log; None in the name of a file that is being written.
     """
 
     log_id: int
@@ -142,7 +142,7 @@ class CompactionName(NamedTuple):
 
 
 def compaction_of(name: str) -> CompactionName | None:
-    """What `<hex>.log.compacting` or `<hex>.log.<hex>.compacted` says; None for any other name."""
+    """Return the ids in `<hex>.log.compacting` or `<hex>.log.<hex>.compacted`; None for any other name."""
     match = _COMPACTION_NAME.fullmatch(name)
     if match is None:
         return None
@@ -150,17 +150,17 @@ def compaction_of(name: str) -> CompactionName | None:
 
 
 def content_id_of(name: str) -> int | None:
-    """The id of the log that the file `name` holds, finished or in compaction; None when it holds none."""
+    """Return the id of the log in the file `name`, finished or in compaction; None for any other name."""
     compaction = compaction_of(name)
     return log_id_of(name) if compaction is None else compaction.log_id
 
 
 def write_last_id(log_id: int) -> bytes:
-    """The bytes of a `lastId` file."""
+    """Return the bytes of a `lastId` file."""
     return b"%x\n" % log_id
 
 
 def read_last_id(data: bytes) -> int | None:
-    """The log id in a `lastId` file; None where a bookie would look at the logs instead (unreadable, 0 or less)."""
+    """Return the log id in a `lastId` file; None if a bookie lists the logs instead (unreadable, 0 or less)."""
     match = _LAST_ID.fullmatch(data.decode("ascii", "replace"))
     return int(match[1], 16) or None if match else None

@@ -1,6 +1,6 @@
 """A bookie's indexes: ledger index files (Interleaved, Sorted) and the values of DbLedgerStorage's databases.
 
-    index file  header (1024 bytes) | location i64 of entry 0, 1, 2, …        0: the entry is not here
+    index file  header (1024 bytes) | location i64 of entry 0, 1, 2, …        0: no such entry
     header      "BKLE" | version i32 | key size i32 | master key | state bits i32
                 | version 1: explicit LAC size i32 | LAC packet | zeros
     ledgers     ledger i64 → LedgerData                 scoped-ledgers     scope | ledger → LedgerData
@@ -25,7 +25,7 @@ from bkctl.formats.entry import LAC_HEADER_SIZE_V1
 from bkctl.formats.layout import Buffer, Layout
 from bkctl.ids import LedgerId
 
-#: The largest entry id that an index file has a slot for: behind it is where file systems end.
+#: The largest entry id with a slot in an index file: beyond it, file systems end.
 ENTRY_ID_MAX: Final = (1 << 40) - 1
 
 FINGERPRINT: Final = b"BKLE"
@@ -34,9 +34,9 @@ VERSION_CURRENT: Final = 1
 STATE_FENCED: Final = 0x1
 SLOT_SIZE: Final = 8
 PAGE_SIZE_DEFAULT: Final = 8192
-#: Stands for the storage flags in the `ledgers` database; no negative id is a ledger's there.
+#: Key of the storage flags in the `ledgers` database, which has no ledgers of negative ids.
 STORAGE_FLAGS_LEDGER_ID: Final = -0xEEFD
-#: Bit of the storage flags: the bookie must check its integrity before it says that it lacks something.
+#: Bit of the storage flags: the bookie must check its data before it denies having a ledger or entry.
 NEEDS_INTEGRITY_CHECK: Final = 0x1
 
 _INT: Final = Struct(">i")
@@ -56,7 +56,7 @@ _FIXED_HEADER: Final = Layout(_FixedHeader)
 
 
 class IndexHeader(NamedTuple):
-    """What a ledger's index file says about the ledger; `explicit_lac` is a whole LAC packet. Source: FileInfo."""
+    """The header of a ledger's index file; `explicit_lac` is a whole LAC packet. Source: FileInfo."""
 
     version: int
     master_key: bytes
@@ -65,14 +65,14 @@ class IndexHeader(NamedTuple):
 
     @property
     def fenced(self) -> bool:
-        """Whether the ledger takes no more ordinary adds."""
+        """Return whether the ledger refuses ordinary adds."""
         return bool(self.state_bits & STATE_FENCED)
 
 
 def read_header(start: Buffer, where: str = "") -> IndexHeader:
-    """The header in an index file's first 1024 bytes (or fewer, if that is all it has).
+    """Return the header in an index file's first 1024 bytes (or fewer, if that is all it has).
 
-    Raises TruncatedRecord, CorruptRecord (fingerprint or a length that no bookie writes), Unsupported (version).
+    Raises TruncatedRecord, CorruptRecord (wrong fingerprint, impossible length), Unsupported (version).
     """
     if len(start) < _FIXED_HEADER.size:
         raise TruncatedRecord(
@@ -107,7 +107,7 @@ def read_header(start: Buffer, where: str = "") -> IndexHeader:
 def write_header(
     master_key: bytes, *, fenced: bool = False, explicit_lac: bytes | None = None, version: int = VERSION_CURRENT
 ) -> bytes:
-    """The 1024 bytes that begin an index file. Raises UsageError when key and packet do not fit them."""
+    """Return the first 1024 bytes of an index file. Raises UsageError when key and packet do not fit."""
     packet = explicit_lac or b""
     data = _FIXED_HEADER.pack(_FixedHeader(FINGERPRINT, version, len(master_key))) + master_key
     data += _INT.pack(STATE_FENCED if fenced else 0)
@@ -119,12 +119,12 @@ def write_header(
 
 
 def slot_offset(entry_id: int) -> int:
-    """The byte offset of an entry's location in its ledger's index file."""
+    """Return the byte offset of an entry's location in its ledger's index file."""
     return HEADER_SIZE + entry_id * SLOT_SIZE
 
 
 def index_path(ledger: LedgerId) -> str:
-    """The path of a ledger's index file below `current`: `12/34/1234.idx`, or the four levels of a scoped ledger."""
+    """Return the path of a ledger's index file below `current`: `12/34/1234.idx`, or four levels for a scope."""
     if ledger.is_scoped:
         name = ledger.qualified_name
         return f"{name[:8]}/{name[8:16]}/{name[16:24]}/{name[24:]}.idx"
@@ -133,7 +133,7 @@ def index_path(ledger: LedgerId) -> str:
 
 
 def ledger_of_index_path(path: PurePath | str) -> LedgerId | None:
-    """The ledger whose index file stands at `path`; None when the path is not where an index file stands."""
+    """Return the ledger whose index file is at `path`; None for a path that no index file has."""
     text = path if isinstance(path, str) else path.as_posix()
     if match := _FOUR_LEVELS.fullmatch(text):
         ledger = LedgerId.from_value(int("".join(match.groups()), 16))
@@ -157,7 +157,7 @@ class LedgerData:
 
     @classmethod
     def parse(cls, data: bytes, where: str = "") -> LedgerData:
-        """The value in the database. Raises Corrupt."""
+        """Return the value in the database. Raises Corrupt."""
         from google.protobuf.message import DecodeError
 
         from bkctl.formats.data_formats_pb2 import LedgerData as Message
@@ -179,7 +179,7 @@ class LedgerData:
         )
 
     def serialize(self) -> bytes:
-        """The bytes of the value."""
+        """Return the bytes of the value."""
         from bkctl.formats.data_formats_pb2 import LedgerData as Message
 
         message = Message(
@@ -194,21 +194,21 @@ class LedgerData:
 
 
 def ledger_key(ledger: LedgerId, *, scoped: bool | None = None) -> bytes:
-    """A ledger's key: 8 bytes in `ledgers` (scope 0), 16 in `scoped-ledgers`.
+    """Return a ledger's key: 8 bytes in `ledgers` (scope 0), 16 in `scoped-ledgers`.
 
-    `scoped` says which of the two; a ledger of the other is a mistake of ours.
+    `scoped` is the database that the caller means: an assertion fails for a ledger of the other one.
     """
     assert scoped is None or scoped == ledger.is_scoped, f"ledger {ledger} is kept elsewhere"
     return ledger.value.to_bytes(16 if ledger.is_scoped else 8, "big")
 
 
 def location_key(ledger: LedgerId, entry_id: int, *, scoped: bool | None = None) -> bytes:
-    """An entry's key: 16 bytes in `locations` (scope 0), 24 in `scoped-locations`; `scoped` as for `ledger_key`."""
+    """Return an entry's key: 16 bytes in `locations` (scope 0), 24 in `scoped-locations`; see `ledger_key`."""
     return ledger_key(ledger, scoped=scoped) + _LONG.pack(entry_id)
 
 
 def location_keys(runs: Sequence[tuple[LedgerId, int]], entry_ids: array[int], *, scoped: bool) -> list[bytes]:
-    """The keys of many entries at once: `runs` says how many of `entry_ids` each ledger has, one after the other."""
+    """Return the keys of many entries: `runs` has the number of `entry_ids` of each ledger, in order."""
     ids = entry_ids[:]
     if sys.byteorder == "little":
         ids.byteswap()
@@ -220,12 +220,12 @@ def location_keys(runs: Sequence[tuple[LedgerId, int]], entry_ids: array[int], *
         end = begin + count * _LONG.size
         keys += [prefix + tails[at : at + _LONG.size] for at in range(begin, end, _LONG.size)]
         begin = end
-    assert len(keys) == len(entry_ids), "the runs are those of the entries"
+    assert len(keys) == len(entry_ids), "runs and entries differ in number"
     return keys
 
 
 def location_values(locations: array[int]) -> list[bytes]:
-    """The values of many entries at once."""
+    """Return the values of many entries."""
     values = locations[:]
     if sys.byteorder == "little":
         values.byteswap()
@@ -234,9 +234,9 @@ def location_values(locations: array[int]) -> list[bytes]:
 
 
 def read_ledger_key(key: bytes, where: str = "", *, scoped: bool = False) -> LedgerId | None:
-    """The ledger of a key of `ledgers`, or with `scoped` of `scoped-ledgers`; None for keys that are no ledger's.
+    """Return the ledger of a key of `ledgers`, or with `scoped` of `scoped-ledgers`; None for other keys.
 
-    In `ledgers` a key of 16 bytes is what Apache's rebuild leaves: only its first 8 count. Raises Corrupt.
+    Apache's rebuild leaves keys of 16 bytes in `ledgers`: only their first 8 count. Raises Corrupt.
     """
     if len(key) != 16 and (scoped or len(key) != 8):
         raise Corrupt(f"{where + ': ' if where else ''}A ledger key has {len(key)} bytes: {key[:32].hex()}")
@@ -246,7 +246,7 @@ def read_ledger_key(key: bytes, where: str = "", *, scoped: bool = False) -> Led
 
 
 def read_location_key(key: bytes, where: str = "", *, scoped: bool = False) -> tuple[LedgerId, int]:
-    """Ledger and entry of a key of `locations`, or with `scoped` of `scoped-locations`. Raises Corrupt."""
+    """Return ledger and entry of a key of `locations`, or with `scoped` of `scoped-locations`. Raises Corrupt."""
     at = f"{where}: " if where else ""
     if len(key) != (24 if scoped else 16):
         raise Corrupt(f"{at}A location key has {len(key)} bytes: {key[:32].hex()}")
@@ -257,7 +257,7 @@ def read_location_key(key: bytes, where: str = "", *, scoped: bool = False) -> t
 
 
 def read_storage_flags(value: bytes, where: str = "") -> int:
-    """The storage flags in the value of STORAGE_FLAGS_KEY. Raises Corrupt. Source: LedgerMetadataIndex."""
+    """Return the storage flags in the value of STORAGE_FLAGS_KEY. Raises Corrupt. Source: LedgerMetadataIndex."""
     if len(value) != _LONG.size:
         raise Corrupt(f"{where + ': ' if where else ''}Storage flags have {len(value)} bytes, not 8")
     flags: int = _LONG.unpack(value)[0]
@@ -265,17 +265,17 @@ def read_storage_flags(value: bytes, where: str = "") -> int:
 
 
 def write_storage_flags(flags: int) -> bytes:
-    """The value of STORAGE_FLAGS_KEY."""
+    """Return the value of STORAGE_FLAGS_KEY."""
     return _LONG.pack(flags)
 
 
 def write_location(location: int) -> bytes:
-    """The value of an entry's key, and its slot in an index file."""
+    """Return the value of an entry's key, which is also its slot in an index file."""
     return _LONG.pack(location)
 
 
 def read_location(value: bytes, where: str = "") -> int:
-    """The location in an entry's value. Raises Corrupt for another size than 8 bytes."""
+    """Return the location in an entry's value. Raises Corrupt for another size than 8 bytes."""
     if len(value) != _LONG.size:
         raise Corrupt(f"{where + ': ' if where else ''}A location has {len(value)} bytes, not 8")
     location: int = _LONG.unpack(value)[0]

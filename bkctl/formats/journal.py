@@ -1,4 +1,4 @@
-"""The journal: file header, records, alignment, the bookie's own notes, and the last mark.
+"""The journal: file header, records, alignment, special records, and the last mark.
 
     file     header | records …                       header: none (version 1), 8 bytes (2 to 4), 512 bytes (5 to 7)
     header   "BKLG" | version i32 | zeros
@@ -28,7 +28,7 @@ from bkctl.ids import LedgerId
 
 MAGIC: Final = b"BKLG"
 VERSION_MIN: Final = 1
-#: What a bookie without scoped ledgers writes, and what one with them does.
+#: The versions that a bookie writes without scoped ledgers, and with them.
 VERSION_CURRENT: Final = 6
 VERSION_SCOPED: Final = 7
 #: The first versions that may hold each kind of record.
@@ -57,19 +57,19 @@ HEADER: Final = Layout(JournalHeader)
 
 
 def header_size(version: int) -> int:
-    """Bytes before the first record."""
+    """Return the bytes before the first record."""
     return 0 if version < 2 else HEADER_SIZE_V2 if version < VERSION_PADDING else HEADER_SIZE_V5
 
 
 def write_header(version: int) -> bytes:
-    """The bytes that begin a journal file of `version` (2 to 7); 8 or 512 of them."""
+    """Return the header of a journal file of `version` (2 to 7), 8 or 512 bytes."""
     if not 2 <= version <= VERSION_SCOPED:
         raise UsageError(f"Journal version {version} is not 2 to {VERSION_SCOPED}")
     return HEADER.pack(JournalHeader(MAGIC, version)).ljust(header_size(version), b"\0")
 
 
 def read_header(start: Buffer, where: str = "") -> int:
-    """The version of a journal file whose first 8 bytes (or all that it has) are `start`.
+    """Return the version of a journal file whose first 8 bytes (or fewer, if it is shorter) are `start`.
 
     A file without the magic, or with fewer than 8 bytes, is version 1. Raises Unsupported for an unknown version.
     """
@@ -83,14 +83,14 @@ def read_header(start: Buffer, where: str = "") -> int:
 
 
 def write_record(body: bytes) -> bytes:
-    """A record: the size, then `body`."""
+    """Return a record: the size, then `body`."""
     return RECORD_SIZE.pack(len(body)) + body
 
 
 def write_padding(position: int, alignment: int = ALIGNMENT_DEFAULT, *, always: bool = False) -> bytes:
-    """The padding record that brings a file of `position` bytes to a multiple of `alignment`; empty if it is one.
+    """Return the record that pads a file of `position` bytes to a multiple of `alignment`; empty if it is one.
 
-    With `always` it is `alignment` bytes then. Source: Journal.writePaddingBytes.
+    With `always`, return `alignment` bytes in place of an empty record. Source: Journal.writePaddingBytes.
     """
     gap = -position % alignment
     if gap == 0:
@@ -104,32 +104,32 @@ def write_padding(position: int, alignment: int = ALIGNMENT_DEFAULT, *, always: 
 
 
 def ledger_key_record(ledger: LedgerId, master_key: bytes) -> bytes:
-    """The record that makes a ledger's master key known before its first entry; 44 bytes in scope 0, else 53."""
+    """Return the record of a ledger's master key, which precedes its first entry; 44 bytes in scope 0, else 53."""
     return write_record(write_ids(ledger, LEDGER_KEY_ENTRY_ID) + RECORD_SIZE.pack(len(master_key)) + master_key)
 
 
 def fence_record(ledger: LedgerId) -> bytes:
-    """The record that fences a ledger; 20 bytes in scope 0, else 29."""
+    """Return the record that fences a ledger; 20 bytes in scope 0, else 29."""
     return write_record(write_ids(ledger, FENCE_ENTRY_ID))
 
 
 def force_ledger_record(ledger: LedgerId) -> bytes:
-    """The record that Apache's bookie queues, and never writes, to sync a ledger's entries."""
+    """Return the record that Apache's bookie queues, and never writes, to sync a ledger's entries."""
     return write_record(write_ids(ledger, FORCE_LEDGER_ENTRY_ID))
 
 
 def explicit_lac_record(ledger: LedgerId, packet: bytes) -> bytes:
-    """The record that keeps a ledger's explicit LAC; `packet` is the whole LAC packet."""
+    """Return the record that keeps a ledger's explicit LAC; `packet` is the whole LAC packet."""
     return write_record(write_ids(ledger, EXPLICIT_LAC_ENTRY_ID) + RECORD_SIZE.pack(len(packet)) + packet)
 
 
 def file_name(journal_id: int) -> str:
-    """The name of a journal file, `<hex id>.txn`."""
+    """Return the name of a journal file, `<hex id>.txn`."""
     return f"{journal_id:x}.txn"
 
 
 def journal_id_of(name: str) -> int | None:
-    """The id that a journal file's name says; None when it is no journal file's name."""
+    """Return the id in a journal file's name; None for any other name."""
     match = _FILE_NAME.fullmatch(name)
     return int(match[1], 16) if match else None
 
@@ -141,12 +141,12 @@ class LogMark(NamedTuple):
     offset: Annotated[int, "q"]
 
     def serialize(self) -> bytes:
-        """The 16 bytes of a `lastMark` file."""
+        """Return the 16 bytes of a `lastMark` file."""
         return LAST_MARK.pack(self)
 
     @classmethod
     def parse(cls, data: Buffer, where: str = "") -> LogMark:
-        """The mark in a `lastMark` file. Raises CorruptRecord for another size than 16 bytes, or a negative number."""
+        """Return the mark in a `lastMark` file. Raises CorruptRecord unless it has 16 bytes and no negative number."""
         if len(data) != LAST_MARK.size:
             raise CorruptRecord(f"Last mark has {len(data)} bytes, not {LAST_MARK.size}", offset=0, where=where)
         mark = LAST_MARK.unpack_from(data)
@@ -159,5 +159,5 @@ LAST_MARK: Final = Layout(LogMark)
 
 
 def last_mark_name(journal_index: int = 0, journal_count: int = 1) -> str:
-    """The name of the file that keeps the last mark of the journal directory `journal_index` of `journal_count`."""
+    """Return the name of the last mark's file of the journal directory `journal_index` of `journal_count`."""
     return "lastMark" if journal_count == 1 else f"lastMark.{journal_index}"

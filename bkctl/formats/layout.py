@@ -1,4 +1,4 @@
-"""Fixed-width records, each declared once: reading, writing, size and offsets come from the same declaration.
+"""Fixed-width records: one declaration gives reading, writing, size and offsets of each.
 
 class EntryLogHeader(NamedTuple):
     fingerprint: Annotated[bytes, "4s"]
@@ -22,7 +22,7 @@ R = TypeVar("R", bound=NamedTuple)
 class Layout(Generic[R]):
     """The bytes of a NamedTuple whose fields are `Annotated[type, struct code]`, big-endian.
 
-    `size` is in bytes (a larger one than the fields need pads with zeros); `offsets` maps a field to its byte offset.
+    `size` is in bytes, padded with zeros behind the fields; `offsets` maps a field to its byte offset.
     """
 
     def __init__(self, record: type[R], *, size: int | None = None) -> None:
@@ -42,11 +42,11 @@ class Layout(Generic[R]):
         self.size = self.struct.size
 
     def pack(self, record: R) -> bytes:
-        """The record's `size` bytes."""
+        """Return the record's `size` bytes."""
         return self.struct.pack(*cast(Iterable[Any], record))
 
     def unpack_from(self, buffer: Buffer, at: int = 0, where: str = "") -> R:
-        """The record at byte `at` of `buffer`.
+        """Return the record at byte `at` of `buffer`.
 
         Raises TruncatedRecord (offset, bytes needed, bytes present) when the buffer is too short; `where` names it.
         """

@@ -1,6 +1,6 @@
-"""What BookKeeper keeps in its metadata store: ledger metadata, cookies, layout, bookie registration.
+"""The values in BookKeeper's metadata store: ledger metadata, cookies, layout, bookie registration.
 
-Every writer's bytes equal those of Apache BookKeeper. Source: LedgerMetadataSerDe, Cookie, LedgerLayout,
+Every function that writes gives the same bytes as Apache BookKeeper. Source: LedgerMetadataSerDe, Cookie, LedgerLayout,
 BookieServiceInfo, DataFormats.proto.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound="Message")
 
-#: Larger than any metadata store takes in one value; what is larger is refused before it is parsed.
+#: Above the value size limit of every metadata store; larger values are refused before they are parsed.
 METADATA_SIZE_BYTES_MAX: Final = 64 << 20
 METADATA_FORMAT_VERSION_MAX: Final = 3
 COOKIE_LAYOUT_VERSION: Final = 5
@@ -46,7 +46,7 @@ _LAYOUT_TYPES = {
 
 
 class LedgerState(IntEnum):
-    """Where a ledger is in its life; the numbers are those of the metadata."""
+    """The state of a ledger, by its number in the metadata."""
 
     OPEN = 1
     IN_RECOVERY = 2
@@ -54,7 +54,7 @@ class LedgerState(IntEnum):
 
 
 class Fragment(NamedTuple):
-    """Entries from `first_entry_id` on are on `bookies`, one a position of the ensemble."""
+    """The entries from `first_entry_id` on, striped over the ensemble `bookies`."""
 
     first_entry_id: int
     bookies: tuple[str, ...]
@@ -66,7 +66,7 @@ class LedgerMetadata:
 
     `ensembles` is in order of the first entry id. `digest_type` and `password` are both known or both None (ledgers
     of BookKeeper 4.1 and metadata version 1). `length` (bytes) and `last_entry_id` are 0 and -1 unless CLOSED.
-    `ctime_ms` is None where the creation time is not stored in the metadata itself, `c_token` where it carries none.
+    `ctime_ms` is None where the metadata itself lacks the creation time, `c_token` where it lacks a token.
     Source: LedgerMetadataImpl, LedgerMetadataFormat.
     """
 
@@ -86,9 +86,9 @@ class LedgerMetadata:
 
     @classmethod
     def parse(cls, data: bytes, where: str = "") -> LedgerMetadata:
-        """The metadata that a store's value `data` holds, in any of the versions 1 to 3.
+        """Return the metadata in a store's value `data`, in any of the versions 1 to 3.
 
-        Raises Unsupported for another version or an unknown digest type, Corrupt for all else; `where` names the value.
+        Raises Unsupported for another version or an unknown digest type, else Corrupt; `where` names the value.
         """
         at = f"{where}: " if where else ""
         if len(data) > METADATA_SIZE_BYTES_MAX:
@@ -111,10 +111,10 @@ class LedgerMetadata:
         return metadata
 
     def serialize(self) -> bytes:
-        """The bytes that a store keeps, in `format_version`.
+        """Return the bytes that a store keeps, in `format_version`.
 
-        Version 1 has no place for password, digest, ack quorum, ctime and custom metadata; only version 3 has one for
-        `c_token`. Raises UsageError when the values contradict each other.
+        Version 1 drops password, digest, ack quorum, ctime and custom metadata; only version 3 keeps `c_token`.
+        Raises UsageError when the values contradict each other.
         """
         if problem := self._problem():
             raise UsageError(f"Ledger metadata cannot be written: {problem}")
@@ -129,7 +129,7 @@ class LedgerMetadata:
         return header + _varint(len(body)) + body
 
     def fragment_of(self, entry_id: int) -> Fragment:
-        """The fragment that entry `entry_id` is in. Raises UsageError for an entry before the first fragment."""
+        """Return the fragment of entry `entry_id`. Raises UsageError for an entry before the first fragment."""
         index = bisect_right(self.ensembles, entry_id, key=lambda fragment: fragment.first_entry_id)
         if index == 0:
             raise UsageError(f"Entry {entry_id} is before the ledger's first entry")
@@ -137,12 +137,12 @@ class LedgerMetadata:
 
     @property
     def last_fragment(self) -> Fragment:
-        """The fragment that the next entry of an open ledger goes to."""
+        """Return the fragment for the next entry of an open ledger."""
         return self.ensembles[-1]
 
     @property
     def is_closed(self) -> bool:
-        """Whether `length` and `last_entry_id` are final."""
+        """Return whether `length` and `last_entry_id` are final."""
         return self.state is LedgerState.CLOSED
 
     def _problem(self) -> str | None:
@@ -158,7 +158,7 @@ class LedgerMetadata:
         if (self.digest_type is None) != (self.password is None):
             return "only one of digest type and password is known"
         if not self.ensembles:
-            return "there is no ensemble"
+            return "the list of ensembles is empty"
         previous = None
         for first_entry_id, bookies in self.ensembles:
             if len(bookies) != self.ensemble_size:
@@ -273,7 +273,7 @@ def _parse_v3(body: bytes, at: str) -> LedgerMetadataFormat:
 
 
 def _check_no_unknown_digest_type(message: LedgerMetadataFormat, at: str) -> None:
-    """A number that the enumeration lacks is no field to protobuf, and would pass for an absent digest type."""
+    """Refuse an unknown digest type: protobuf drops unknown numbers, so it would pass for an absent one."""
     from google.protobuf.unknown_fields import UnknownFieldSet
 
     from bkctl.formats.data_formats_pb2 import LedgerMetadataFormat
@@ -291,8 +291,8 @@ def _from_message(message: LedgerMetadataFormat, version: int, at: str) -> Ledge
     closed = state is LedgerState.CLOSED
     has_password = message.HasField("password")
     try:
-        ensembles = tuple(Fragment(each.firstEntryId, tuple(each.ensembleMember)) for each in message.segment)
-        custom_metadata = {each.key: each.value for each in message.customMetadata}
+        ensembles = tuple(Fragment(segment.firstEntryId, tuple(segment.ensembleMember)) for segment in message.segment)
+        custom_metadata = {item.key: item.value for item in message.customMetadata}
         texts = chain(custom_metadata, *(fragment.bookies for fragment in ensembles))
         is_utf8 = all(isinstance(text, str) for text in texts)
     except UnicodeDecodeError:
@@ -318,7 +318,7 @@ def _from_message(message: LedgerMetadataFormat, version: int, at: str) -> Ledge
 
 @dataclass(frozen=True, slots=True)
 class Cookie:
-    """What ties a bookie's directories to its id, kept as `VERSION` in each directory and in the metadata store.
+    """The cookie that ties a bookie's directories to its id: `VERSION` in each directory, a node in the store.
 
     Directories are as configured, without `/current`; `index_dirs` and `instance_id` may be unknown. Source: Cookie.
     """
@@ -332,7 +332,7 @@ class Cookie:
 
     @classmethod
     def parse(cls, data: bytes, where: str = "") -> Cookie:
-        """The cookie in a `VERSION` file or a store's value.
+        """Return the cookie in a `VERSION` file or a store's value.
 
         Raises Unsupported for a layout older than 3, else Corrupt; `where` names the file or node.
         """
@@ -367,7 +367,7 @@ class Cookie:
         )
 
     def serialize(self) -> bytes:
-        """The bytes of the `VERSION` file, in today's layout (a layout 3 cookie keeps its plain lines, as Apache's)."""
+        """Return the bytes of the `VERSION` file, in the current layout (as plain lines for a cookie of layout 3)."""
         if self.layout_version == 3:
             lines = (self.bookie_id, ",".join(self.journal_dirs), _encode_dirs(self.ledger_dirs))
             return f"{COOKIE_LAYOUT_VERSION}\n{lines[0]}\n{lines[1]}\n{lines[2]}\n".encode()
@@ -383,9 +383,9 @@ class Cookie:
         return f"{COOKIE_LAYOUT_VERSION}\n{print_text(message)}".encode("ascii")
 
     def differences(self, stored: Cookie, *, allow_expansion: bool = False) -> list[str]:
-        """What forbids a bookie configured as `self` to start where `stored` lies; empty when it may.
+        """Return why a bookie configured as `self` must not start with the cookie `stored`; empty if it may.
 
-        With `allow_expansion` the ledger and index directories may be more than the stored ones. Source: Cookie.verify.
+        With `allow_expansion`, ledger and index directories may be added. Source: Cookie.verify.
         """
         found = []
         for name, mine, theirs in (
@@ -418,7 +418,7 @@ def _decode_dirs(text: str, at: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LedgerLayout:
-    """The `LAYOUT` node: which ledger manager lays out a cluster's ledgers. Source: LedgerLayout."""
+    """The `LAYOUT` node, which names the ledger manager of a cluster. Source: LedgerLayout."""
 
     format_version: int
     factory_class: str
@@ -426,7 +426,7 @@ class LedgerLayout:
 
     @classmethod
     def parse(cls, data: bytes, where: str = "") -> LedgerLayout:
-        """The layout in a store's value. Raises Unsupported for a format version other than 1 or 2, else Corrupt."""
+        """Return the layout in a store's value. Raises Unsupported for format versions except 1 and 2, else Corrupt."""
         at = f"{where}: " if where else ""
         try:
             lines = bytes(data).decode().split("\n")
@@ -441,12 +441,12 @@ class LedgerLayout:
         return cls(version, _LAYOUT_TYPES.get(factory_class, factory_class), _integer(number, 32, f"{at}Layout: "))
 
     def serialize(self) -> bytes:
-        """The bytes of the `LAYOUT` node, in format version 2, without a line end at the end."""
+        """Return the bytes of the `LAYOUT` node, in format version 2, without a final line end."""
         return f"{LAYOUT_FORMAT_VERSION}\n{self.factory_class}:{self.manager_version}".encode()
 
 
 class Endpoint(NamedTuple):
-    """An address that a bookie serves `protocol` at (`bookie-rpc`, `http`). Source: BookieServiceInfo.Endpoint."""
+    """An address where a bookie serves `protocol` (`bookie-rpc`, `http`). Source: BookieServiceInfo.Endpoint."""
 
     id: str
     port: int
@@ -458,33 +458,33 @@ class Endpoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BookieServiceInfo:
-    """What a bookie publishes about itself when it registers. Source: BookieServiceInfo."""
+    """The endpoints and properties that a bookie registers. Source: BookieServiceInfo."""
 
     endpoints: tuple[Endpoint, ...] = ()
     properties: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, data: bytes, where: str = "") -> BookieServiceInfo:
-        """The service info in a registration node; empty bytes (a legacy bookie) give an empty one. Raises Corrupt."""
+        """Return the service info in a registration node, an empty one for empty bytes (legacy). Raises Corrupt."""
         from bkctl.formats.data_formats_pb2 import BookieServiceInfoFormat
 
         at = f"{where}: " if where else ""
         message = parse_message(BookieServiceInfoFormat, data, f"{at}Bookie service info")
         return cls(
             tuple(
-                Endpoint(each.id, each.port, each.host, each.protocol, tuple(each.auth), tuple(each.extensions))
-                for each in message.endpoints
+                Endpoint(found.id, found.port, found.host, found.protocol, tuple(found.auth), tuple(found.extensions))
+                for found in message.endpoints
             ),
             dict(message.properties),
         )
 
     def serialize(self) -> bytes:
-        """The bytes of the registration node."""
+        """Return the bytes of the registration node."""
         from bkctl.formats.data_formats_pb2 import BookieServiceInfoFormat
 
         message = BookieServiceInfoFormat(properties=self.properties)
-        for each in self.endpoints:
-            message.endpoints.add(**each._asdict())
+        for endpoint in self.endpoints:
+            message.endpoints.add(**endpoint._asdict())
         return message.SerializeToString(deterministic=True)
 
 
@@ -505,10 +505,10 @@ def _varint(value: int) -> bytes:
 
 
 def parse_message(kind: type[M], data: bytes, what: str, *, texts_are_read: bool = False) -> M:
-    """The protobuf message that `data` holds, `what` by name. Raises Corrupt.
+    """Return the protobuf message in `data`; `what` names it in errors. Raises Corrupt.
 
-    Its strings are checked to be UTF-8, except where the caller reads all of them anyway (`texts_are_read`): one that
-    is not then comes as bytes, or raises UnicodeDecodeError, depending on protobuf's build.
+    Checks that its strings are UTF-8, unless the caller reads all of them anyway (`texts_are_read`). Another string is
+    bytes, or raises UnicodeDecodeError when read, depending on protobuf's build.
     """
     from google.protobuf.message import DecodeError
 
@@ -521,7 +521,7 @@ def parse_message(kind: type[M], data: bytes, what: str, *, texts_are_read: bool
 
 
 def parse_text(kind: str, data: bytes, what: str) -> Any:
-    """The message of data_formats.proto named `kind` whose text `data` is, `what` by name. Raises Corrupt."""
+    """Return the message `kind` of data_formats.proto in the text `data`; `what` names it in errors. Raises Corrupt."""
     from google.protobuf import text_format
 
     from bkctl.formats import data_formats_pb2
@@ -548,14 +548,14 @@ def _complete(message: M, what: str, *, texts_are_read: bool = False) -> M:
 
 
 def _is_utf8(message: Message) -> bool:
-    """Whether every string is text; depending on protobuf's build others come as bytes, or fail when they are read."""
+    """Return whether every string is UTF-8; protobuf returns others as bytes, or raises, depending on its build."""
     try:
         for name, is_repeated, is_message in _text_fields(message.DESCRIPTOR):
             value = getattr(message, name)
             if isinstance(value, Mapping):
                 value = [*value.keys(), *value.values()]
-            for each in value if is_repeated else (value,):
-                if not _is_utf8(each) if is_message else isinstance(each, bytes):
+            for item in value if is_repeated else (value,):
+                if not _is_utf8(item) if is_message else isinstance(item, bytes):
                     return False
     except UnicodeDecodeError:
         return False
@@ -564,7 +564,7 @@ def _is_utf8(message: Message) -> bool:
 
 @lru_cache
 def _text_fields(descriptor: Descriptor) -> tuple[tuple[str, bool, bool], ...]:
-    """Name, whether repeated, whether of messages: the fields that are strings or messages, a map being of strings."""
+    """Return (name, is repeated, is a message) of the string and message fields; maps count as strings."""
     return tuple(
         (field.name, field.is_repeated, (kind := field.message_type) is not None and not kind.GetOptions().map_entry)
         for field in descriptor.fields
@@ -579,7 +579,7 @@ _ESCAPES: Final = {
 
 
 def print_text(message: Message, indent: str = "") -> str:
-    """The protobuf text format of `message`, character for character as BookKeeper 4.18 prints it.
+    """Return the protobuf text format of `message`, character for character as BookKeeper 4.18 prints it.
 
     Older releases print bytes 7 and 11 as \\a and \\v, not in octal; every release reads both. Source: LightProto.
     """
@@ -588,17 +588,17 @@ def print_text(message: Message, indent: str = "") -> str:
 
 def _text_lines(message: Message, indent: str) -> Iterator[str]:
     for descriptor, value in message.ListFields():
-        for each in value if descriptor.is_repeated else (value,):
+        for item in value if descriptor.is_repeated else (value,):
             if descriptor.message_type is not None:
-                yield f"{indent}{descriptor.name} {{\n{print_text(each, indent + '  ')}{indent}}}\n"
+                yield f"{indent}{descriptor.name} {{\n{print_text(item, indent + '  ')}{indent}}}\n"
                 continue
             if descriptor.enum_type is not None:
-                text = descriptor.enum_type.values_by_number[each].name
-            elif isinstance(each, bool):
-                text = "true" if each else "false"
-            elif isinstance(each, str | bytes):
-                data = each.encode() if isinstance(each, str) else each
+                text = descriptor.enum_type.values_by_number[item].name
+            elif isinstance(item, bool):
+                text = "true" if item else "false"
+            elif isinstance(item, str | bytes):
+                data = item.encode() if isinstance(item, str) else item
                 text = '"' + "".join(_ESCAPES.get(byte) or f"\\{byte:03o}" for byte in data) + '"'
             else:
-                text = str(each)
+                text = str(item)
             yield f"{indent}{descriptor.name}: {text}\n"

@@ -13,7 +13,7 @@ CURRENT: Final = "current"
 SCOPED_DIRECTORY: Final = "scoped"
 #: The cookie.
 COOKIE_NAME: Final = "VERSION"
-#: Whether the bookie takes writes, kept over a restart.
+#: The mode of the bookie, writable or read-only, across restarts.
 STATUS_NAME: Final = "BOOKIE_STATUS"
 #: Marks a bookie that did not stop cleanly.
 DIRTY_NAME: Final = "DIRTY"

@@ -1,7 +1,7 @@
-"""Records as journals and entry logs keep them: a size, then an entry or one of the bookie's own notes.
+"""Records in journals and entry logs: a size, then an entry or a special record of the bookie.
 
     record   size i32 | body[size]            the offset of a record is that of its size field
-    body     an entry (see `entry`), or ledger id, special entry id, and what that id says
+    body     an entry (see `entry`), or ledger id, special entry id, and the data of that kind
 
 Source: Journal.scanJournal, DefaultEntryLogger.scanEntryLog; BP-35.
 """
@@ -25,9 +25,9 @@ from bkctl.formats.entry import (
 from bkctl.formats.layout import Buffer
 from bkctl.ids import U64_MAX, LedgerId
 
-#: Far above every frame size that bookies are run with (5 MiB by default); a larger size field is damage.
+#: Far above every frame size in use (5 MiB by default); a larger size field is damage.
 RECORD_SIZE_BYTES_MAX: Final = 256 << 20
-#: Ledger and entry id of V1: no body is shorter.
+#: Ledger and entry id of V1, the shortest body.
 BODY_SIZE_MIN: Final = 16
 
 RECORD_SIZE: Final = Struct(">i")
@@ -42,22 +42,22 @@ LEDGERS_MAP_ENTRY_ID: Final = -2
 
 
 def record_of(body: Buffer) -> bytes:
-    """The record of an entry: its size, then `body`."""
+    """Return the record of an entry: its size, then `body`."""
     return b"".join((RECORD_SIZE.pack(len(body)), body))
 
 
 def body_of(record: bytes) -> memoryview:
-    """The entry in a record."""
+    """Return the entry in a record."""
     return memoryview(record)[RECORD_SIZE.size :]
 
 
-#: Stands for the ledger in records that have none (−1, as Apache writes it).
+#: The ledger of records that belong to none (−1, as Apache writes it).
 NO_LEDGER: Final = LedgerId(0, U64_MAX)
 NO_ENTRY: Final = -1
 
 
 class RecordType(StrEnum):
-    """What a record is; the values are the words of every output."""
+    """The kind of a record; the values are the words in every output."""
 
     ENTRY = "entry"
     LEDGER_KEY = "ledgerKey"
@@ -81,9 +81,9 @@ class Record(NamedTuple):
     """One record of a journal or an entry log.
 
     `offset` is the byte offset of its size field, `record_size` that field (for padding: the bytes after both its
-    fields). `ledger` and `entry_id` are NO_LEDGER and a negative number where the record belongs to no ledger.
-    `last_add_confirmed` and `length` are those of entries, else None. `digest_type` is what the record itself says,
-    so None in V1. `body` is the whole record after the size field; in entry logs its location is `offset` + 4.
+    fields). `ledger` and `entry_id` are NO_LEDGER and a negative number where the record belongs to no ledger. Only
+    entries have `last_add_confirmed` and `length`, and only entries of V2 a `digest_type`. `body` is the whole record
+    after the size field; in entry logs its location is `offset` + 4.
     """
 
     offset: int
@@ -98,7 +98,7 @@ class Record(NamedTuple):
     body: bytes
 
     def payload_offset(self, digest_type: DigestType | None = None) -> int | None:
-        """Bytes of `body` before the payload; None where it is no entry, or V1 and the ledger's digest is not given."""
+        """Return the bytes of `body` before the payload; None unless it is an entry, of V2 or with `digest_type`."""
         if self.type is not RecordType.ENTRY or self.length is None:
             return None
         if self.format_version == 2:
@@ -110,18 +110,18 @@ class Record(NamedTuple):
         return offset if offset <= self.record_size else None
 
     def payload_size(self, digest_type: DigestType | None = None) -> int | None:
-        """Payload bytes, None where `payload_offset` is."""
+        """Return the size of the payload in bytes, None where `payload_offset` is None."""
         offset = self.payload_offset(digest_type)
         return None if offset is None else self.record_size - offset
 
     def payload(self, digest_type: DigestType | None = None) -> bytes | None:
-        """The payload, None where `payload_offset` is."""
+        """Return the payload, None where `payload_offset` is None."""
         offset = self.payload_offset(digest_type)
         return None if offset is None else self.body[offset:]
 
     @property
     def special_payload(self) -> bytes:
-        """What follows the ids in a record that is no entry: the key of a ledgerKey, the packet of an explicitLac.
+        """Return the key of a ledgerKey record, or the packet of an explicitLac record.
 
         Raises CorruptRecord when its length field does not fit.
         """
@@ -134,7 +134,7 @@ _ENTRY = RecordType.ENTRY
 
 
 def read_record(buffer: bytes, begin: int, size: int, offset: int, where: str = "") -> Record:
-    """The record whose body is the `size` bytes of `buffer` from `begin`, and whose size field is at file `offset`.
+    """Return the record whose body is the `size` bytes of `buffer` from `begin`; its size field is at file `offset`.
 
     Raises CorruptRecord for a body too short for its ids, Unsupported for a flags byte of another format version.
     """
@@ -176,16 +176,16 @@ def read_record(buffer: bytes, begin: int, size: int, offset: int, where: str = 
 
 
 def write_ids(ledger: LedgerId, entry_id: int) -> bytes:
-    """The ids that begin a special record: 16 bytes in scope 0, else the flags byte 0xA0 and 24."""
+    """Return the ids that begin a special record: 16 bytes in scope 0, else the flags byte 0xA0 and 24 bytes."""
     if ledger.is_scoped:
         return IDS_V2.pack(0xA0, ledger.scope_id, ledger.ledger_id, entry_id)
     return IDS_V1.pack(ledger.ledger_id, entry_id)
 
 
 def special_payload(body: bytes, offset: int = 0, where: str = "") -> bytes:
-    """The bytes that a ledgerKey (master key) or explicitLac (LAC packet) record carries.
+    """Return the master key in a ledgerKey record, or the LAC packet in an explicitLac record.
 
-    `offset` is that of the record, for messages. Raises CorruptRecord when the length field does not fit the record.
+    `offset` is the record's, for messages. Raises CorruptRecord when the length field does not fit the record.
     """
     at = IDS_V1.size if body[:1] < b"\x80" else IDS_V2.size
     if len(body) < at + 4:
@@ -197,7 +197,7 @@ def special_payload(body: bytes, offset: int = 0, where: str = "") -> bytes:
 
 
 def contradicts_size(start: bytes, size: int) -> bool:
-    """Whether the entry whose first bytes are `start` cannot have `size` bytes: its whole ledger has fewer."""
+    """Return whether an entry that begins with `start` is too small for `size` bytes: its whole ledger has fewer."""
     try:
         record = read_record(start, 0, len(start), 0)
     except BkctlError:

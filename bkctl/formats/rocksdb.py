@@ -1,7 +1,7 @@
-"""RocksDB's log format, that of its MANIFEST and its write-ahead logs, as far as to tell where one is damaged.
+"""RocksDB's log format, in MANIFEST files and write-ahead logs, as far as needed to find damage.
 
     file     blocks of 32 KiB
-    block    records … | zeros where no record header fits any more
+    block    records … | zeros where the rest is too small for a record header
     record   checksum u32 | size u16 | type u8 | data[size]             all little-endian
              types 5 to 8 and 11 have the number of their log, u32, before the data (and in the size)
     checksum of type and data, CRC32C, rotated right by 15 bits, plus 0xA282EAD8
@@ -24,19 +24,19 @@ _CHECKSUM_DELTA: Final = 0xA282EAD8
 
 
 def manifest_name(current: bytes, where: str = "") -> str:
-    """The name of the MANIFEST that the file `CURRENT` says. Raises CorruptRecord."""
+    """Return the name of the MANIFEST in the content of the file `CURRENT`. Raises CorruptRecord."""
     name = current.decode("ascii", "replace")
     number = name.removeprefix(MANIFEST_NAME_PREFIX).removesuffix("\n")
     if name != f"{MANIFEST_NAME_PREFIX}{number}\n" or not number.isdecimal():
-        raise CorruptRecord("No name of a MANIFEST", offset=0, where=where)
+        raise CorruptRecord("CURRENT does not name a MANIFEST", offset=0, where=where)
     return name[:-1]
 
 
 def check_block(block: bytes, offset: int, *, last: bool, where: str = "") -> bool:
-    """Check the records of a block, which begins at file byte `offset`. Whether the log goes on behind it.
+    """Check the records of a block at file byte `offset`; return whether the log continues after it.
 
-    In the `last` block a record that the file's end cuts short ends the log, and so do zeros: RocksDB stopped, or
-    still writes, there. Raises CorruptRecord at the first record that is none.
+    In the `last` block a record cut short by the end of the file ends the log, and so do zeros: RocksDB stopped, or
+    still writes, there. Raises CorruptRecord at the first invalid record.
     """
     from google_crc32c import value as crc32c
 
@@ -45,7 +45,7 @@ def check_block(block: bytes, offset: int, *, last: bool, where: str = "") -> bo
         checksum, size, kind = _HEADER.unpack_from(block, at)
         end = at + _HEADER.size + size
         if checksum == size == kind == 0:
-            # What is allocated ahead; behind it nothing may follow.
+            # Space allocated ahead: only zeros may follow.
             rest = block[at:].lstrip(b"\0")
             if rest:
                 raise CorruptRecord("Zeros, and then data again", offset=offset + at, where=where)

@@ -1,8 +1,8 @@
-"""BOOKIE_STATUS: whether a bookie takes writes, kept over a restart. One line of text in each ledger directory.
+"""BOOKIE_STATUS: the mode of a bookie, writable or read-only, across restarts. One line in each ledger directory.
 
     1,READ_ONLY|READ_WRITE,<milliseconds since the epoch>[,true|false]
 
-The last field came with 4.17.3 and says that an operator asked for it; lines without it count as true.
+The last field exists since 4.17.3: true if an operator set the mode. Lines without it count as true.
 Source: BookieStatus (`persistBookieStatusEnabled`).
 """
 
@@ -18,16 +18,16 @@ _TIME_MS_MAX: Final = (1 << 63) - 1
 
 
 class BookieMode(StrEnum):
-    """What a bookie does with writes."""
+    """The mode of a bookie: writable or read-only."""
 
     READ_ONLY = "READ_ONLY"
     READ_WRITE = "READ_WRITE"
 
 
 class BookieStatus(NamedTuple):
-    """A bookie's mode since `updated_ms` (of its file); `manual`: an operator asked for it, None where it is not said.
+    """A bookie's mode since `updated_ms`; `manual`: an operator set it, None if the file does not say.
 
-    Of several files of a bookie the latest counts.
+    The latest of a bookie's several files counts.
     """
 
     mode: BookieMode
@@ -36,9 +36,9 @@ class BookieStatus(NamedTuple):
 
     @classmethod
     def parse(cls, data: bytes, where: str = "") -> BookieStatus:
-        """The status in a BOOKIE_STATUS file; lines behind the first do not count.
+        """Return the status in a BOOKIE_STATUS file; only the first line counts.
 
-        Raises CorruptRecord with the offset of the field that is wrong, Unsupported for another layout version.
+        Raises CorruptRecord with the offset of the wrong field, Unsupported for another layout version.
         """
         line = data.partition(b"\n")[0].rstrip(b"\r")
         fields = line.split(b",")
@@ -59,7 +59,7 @@ class BookieStatus(NamedTuple):
         return cls(mode, updated_ms, manual)
 
     def serialize(self) -> bytes:
-        """The bytes of a BOOKIE_STATUS file."""
+        """Return the bytes of a BOOKIE_STATUS file."""
         manual = "" if self.manual is None else f",{str(self.manual).lower()}"
         return f"{LAYOUT_VERSION},{self.mode},{self.updated_ms}{manual}\n".encode("ascii")
 

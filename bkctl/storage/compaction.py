@@ -1,13 +1,13 @@
-"""Compaction: what is alive in a log with garbage is written again elsewhere, and then the log goes.
+"""Compaction: copy the live entries of a log with garbage to another log, then remove the log.
 
     copy      each entry whose location in the index is in the old log → `<id>.log.compacting`
     finish    ledgers map and header, synced, renamed to `<id>.log`: a log like any other
-    move      the index says the new location where it still says the old one (compare-and-set), durable
+    move      the index points to the new location where it still pointed to the old one (compare-and-set), durable
     remove    after a checkpoint, the old log
 
-A crash anywhere leaves at worst a copy too many, since the old log is there until no index on disk points to it. So
-Apache's third name, `<id>.log.<source>.compacted`, is never written; those that Apache left are taken for what they
-are: the finished log. Source: AbstractLogCompactor, EntryLogCompactor, TransactionalEntryLogCompactor.
+A crash leaves at worst a second copy, since the old log stays until no index on disk points to it. So Apache's third
+name, `<id>.log.<source>.compacted`, is never written; one that Apache left is the finished log.
+Source: AbstractLogCompactor, EntryLogCompactor, TransactionalEntryLogCompactor.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from bkctl.storage.entry_log_metadata import EntryLogMetadata
 from bkctl.storage.entry_logger import CompactionLog, EntryLogger, Move
 from bkctl.storage.ledger.ledger_storage import LedgerStorage
 
-#: Moves of entries that are remembered at once, 40 bytes each; then the log that they went to is finished.
+#: Moves in memory, 40 bytes each; more finish the log that the copies are in.
 MOVES_MAX: Final = 1 << 20
-#: Of those, how many the index takes together: each may change another page of it.
+#: Moves of one index update: each may change another page.
 MOVES_AT_ONCE_MAX: Final = 4096
-#: What must be left on a disk besides the copies.
+#: Free space that a disk must keep besides the copies.
 SPARE_BYTES: Final = 64 << 20
-#: Entries, and bytes of them, after which the throttle is asked.
+#: Entries, and their bytes, after which the throttle applies.
 _THROTTLED_ENTRIES: Final = 64
 _THROTTLED_BYTES: Final = 64 << 10
 _MOVE_WIDTH: Final = 5
 
 
 class CompactionStopped(BkctlError):
-    """The bookie stops; what was not finished begins anew at another time."""
+    """The bookie stops; a later compaction starts over."""
 
 
 class Throttler:
-    """Lets so many entries, or bytes of entries, through in a second, as `isThrottleByBytes` and the rates say.
+    """Limits entries, or bytes of entries, per second, as `isThrottleByBytes` and the rates configure.
 
     `stopped` ends every wait. Source: AbstractLogCompactor.Throttler.
     """
@@ -63,7 +63,7 @@ class Throttler:
         self._free_at = clock()
 
     def acquire(self, entry_count: int, size_bytes: int) -> None:
-        """Return once the entries that were let through before are paid for. Raises CompactionStopped."""
+        """Wait until the rate allows these entries. Raises CompactionStopped."""
         now = self._clock()
         while now < self._free_at and not self._stopped.is_set():
             self._stopped.wait(self._free_at - now)
@@ -74,7 +74,7 @@ class Throttler:
 
 
 class _Target:
-    """A log that copies go to, and where each came from."""
+    """The log that gets the copies, with the source of each copy."""
 
     def __init__(self, logger: EntryLogger) -> None:
         self.logger = logger
@@ -83,7 +83,7 @@ class _Target:
         self.size = 0
         #: Scope, ledger, entry, old and new location of each copy.
         self.moves: array[int] = array("Q")
-        #: Logs of which all that is alive was copied, to this log or one before.
+        #: Logs whose live entries are all copied, to this log or one before.
         self.sources: list[EntryLogMetadata] = []
 
     def add(self, ledger: LedgerId, entry_id: int, old: int, body: bytes) -> None:
@@ -100,11 +100,11 @@ class _Target:
 
 
 class EntryLogCompactor:
-    """Plain compaction: what is alive in several logs is gathered in one, up to the size of an entry log.
+    """Plain compaction: copies the live entries of several logs to one, up to the size of an entry log.
 
-    Java's appends to the log that the bookie writes at present; ours writes logs of its own, so that the index needs no
-    flush before they are complete. `checkpoint` returns when a checkpoint that began after its call is on disk;
-    `removed` is told of each log that went. One id space after the other: logs of different ones never mix.
+    Java's appends to the log that the bookie is writing; ours writes logs of its own, so that the index needs no flush
+    before they are complete. `checkpoint` returns when a checkpoint that began after its call is on disk; `removed`
+    gets each removed log. Logs of different id spaces never mix.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class EntryLogCompactor:
         self.entry_count = 0
 
     def compact(self, log: EntryLogMetadata) -> None:
-        """Copy what is alive in `log`; `flush` must follow, perhaps after other logs of the same id space.
+        """Copy the live entries of `log`; `flush` must follow, perhaps after more logs of the same id space.
 
         Raises ReadOnlyBookie where the disks are too full, Corrupt or Unsupported for a log that cannot be read to its
         end, OSError, CompactionStopped. After an error nothing is lost, and `log` stays.
@@ -181,8 +181,8 @@ class EntryLogCompactor:
     def _check_space(self, log: EntryLogMetadata) -> None:
         if self._ignores_space:
             return
-        directories = [each for each in log.logger.directories if each.is_dir()]
-        free = max((self._files.disk_usage(each).free for each in directories), default=0)
+        directories = [directory for directory in log.logger.directories if directory.is_dir()]
+        free = max((self._files.disk_usage(directory).free for directory in directories), default=0)
         if free < log.remaining_size_bytes + SPARE_BYTES:
             raise ReadOnlyBookie(f"No directory has room for the {log.remaining_size_bytes} live bytes of {log.path}")
 
@@ -201,28 +201,28 @@ class EntryLogCompactor:
                 target.log.abort()
                 raise
             moves = target.every_move()
-            while some := list(islice(moves, self._moves_at_once)):
-                self._storage.update_locations(some)
+            while moved := list(islice(moves, self._moves_at_once)):
+                self._storage.update_locations(moved)
                 if self._storage.writes_ahead and self._storage.is_flush_due:  # changes of the index wait in memory
                     self._checkpoint()
         if target.sources:
-            # What is newer in memory than in the old log has to be on disk too before that goes.
+            # Newer entries in memory must be on disk too before the old log is removed.
             self._checkpoint()
         for source in target.sources:
             source.logger.remove_log(source.log_id)
             self._removed(source)
 
     def abort(self) -> None:
-        """Drop copies that are not finished; the logs that they came from stay."""
+        """Drop unfinished copies; their source logs stay."""
         target, self._target = self._target, None
         if target is not None and target.log is not None:
             target.log.abort()
 
 
 class TransactionalEntryLogCompactor(EntryLogCompactor):
-    """Compaction of each log into one of its own, and that log removed before the next one begins."""
+    """Compacts each log into one of its own, and removes it before the next begins."""
 
     def compact(self, log: EntryLogMetadata) -> None:
-        """Compact `log` and remove it. Raises as EntryLogCompactor.compact and flush."""
+        """Compact `log` and remove it. Raises what EntryLogCompactor.compact and flush raise."""
         super().compact(log)
         self.flush()

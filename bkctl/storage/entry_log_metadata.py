@@ -1,4 +1,4 @@
-"""What each entry log holds: its ledgers with their bytes, as garbage collection counts them.
+"""EntryLogMetadata: the ledgers in each entry log and their bytes, for garbage collection.
 
 Source: EntryLogMetadata, InMemoryEntryLogMetadataMap, GarbageCollectorThread.extractMetaFromEntryLogs.
 """
@@ -16,10 +16,10 @@ from bkctl.storage.entry_logger import EntryLogger
 
 
 class EntryLogMetadata:
-    """One complete entry log. `ledgers` are those of its ledgers that the index has, with their bytes in it.
+    """One complete entry log. `ledgers` are its ledgers that the index has, with their bytes in the log.
 
-    `unindexed` are the others, until `forget` is told that they are garbage: mostly they were deleted, or else the
-    index was lost. `total_size_bytes` counts all entries and their size fields, `remaining_size_bytes` those of
+    `unindexed` are its other ledgers, until `forget` drops them as garbage: most were deleted, some have lost their
+    index. `total_size_bytes` counts all entries and their size fields, `remaining_size_bytes` only the entries of
     `ledgers`.
     """
 
@@ -34,7 +34,7 @@ class EntryLogMetadata:
         self.total_size_bytes = self.remaining_size_bytes = sum(ledgers.values())
 
     def keep(self, indexed: Container[LedgerId]) -> None:
-        """Take note of which ledgers the index has."""
+        """Update which ledgers the index has: `indexed`."""
         for ledger in [ledger for ledger in self.ledgers if ledger not in indexed]:
             size = self.unindexed[ledger] = self.ledgers.pop(ledger)
             self.remaining_size_bytes -= size
@@ -43,12 +43,12 @@ class EntryLogMetadata:
             self.remaining_size_bytes += size
 
     def forget(self, garbage: Container[LedgerId]) -> None:
-        """Forget those of the ledgers without index that are `garbage`."""
+        """Forget the unindexed ledgers that are in `garbage`."""
         for ledger in [ledger for ledger in self.unindexed if ledger in garbage]:
             del self.unindexed[ledger]
 
     def usage(self, size_min: int = 0) -> float:
-        """The part of the log that is no garbage; a log smaller than `size_min` counts as that large.
+        """Return the live part of the log, 0.0 to 1.0; a log smaller than `size_min` counts as that large.
 
         0.0 for a log without entries. Source: EntryLogMetadata.getUsage, useTargetEntryLogSizeForGc.
         """
@@ -70,14 +70,15 @@ class EntryLogMetadataMap:
         return sum(map(len, self._logs))
 
     def __iter__(self) -> Iterator[EntryLogMetadata]:
-        """All logs, one id space after the other, ascending in each."""
+        """Yield all logs, one id space after the other, ascending in each."""
         for logs in self._logs:
             yield from [logs[log_id] for log_id in sorted(logs)]
 
     def extract(self, problem: Callable[[Path, BkctlError], None]) -> None:
-        """Read what is in the logs that were completed since the last call, and forget those that are gone.
+        """Read the logs completed since the last call, and forget removed logs.
 
-        A log that cannot be read to its end is left out, for nobody knows what else it holds: `problem` is told once.
+        A log that cannot be read to its end is left out, since the rest of its entries is unknown: `problem` gets it,
+        once.
         """
         for logger, logs in zip(self._loggers, self._logs, strict=True):
             flushed = set(logger.flushed_log_ids())
@@ -103,12 +104,12 @@ class EntryLogMetadataMap:
                     problem(path, contents.error or BkctlError(f"{path} cannot be read to its end"))
 
     def leave_out(self, path: Path) -> None:
-        """Never look at this log again, since it is damaged."""
+        """Ignore this damaged log from now on."""
         self._unreadable.add(path)
         for logs in self._logs:
-            for log_id in [each.log_id for each in logs.values() if each.path == path]:
+            for log_id in [log.log_id for log in logs.values() if log.path == path]:
                 del logs[log_id]
 
     def remove(self, log: EntryLogMetadata) -> None:
-        """Forget a log whose file is gone."""
+        """Forget a log whose file was removed."""
         self._logs[self._loggers.index(log.logger)].pop(log.log_id, None)

@@ -1,8 +1,8 @@
-"""EntryLogger: writes entry logs of one id space, and reads entries back at their locations.
+"""EntryLogger: the writer of the entry logs of one id space.
 
-An entry is added to memory and has its location at once; chunks of entries are written later, in order, by one storage
-thread, and are synced at checkpoints. Garbage collection removes logs, and writes others. Scope 0 has one EntryLogger
-over the ledger directories' `current/`, all other scopes have another over `current/scoped/`.
+An entry is added to memory and has its location at once. One storage thread writes chunks of entries later, in order;
+checkpoints sync them. Garbage collection removes logs and writes compacted ones. Scope 0 has one EntryLogger over the
+ledger directories' `current/`, all other scopes share another over `current/scoped/`.
 Source: DefaultEntryLogger, EntryLoggerAllocator; BP-35.
 """
 
@@ -12,7 +12,6 @@ import errno
 import os
 import threading
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate
@@ -20,27 +19,20 @@ from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
 from bkctl.disk import DISK_FULL, NO_SPACE, Files, StorageFile
-from bkctl.errors import CorruptRecord, TruncatedRecord, Unsupported
 from bkctl.formats import entry_log as formats
-from bkctl.formats.entry import ENTRY_FLAGS_V2, read_ledger
+from bkctl.formats.entry import read_ledger
 from bkctl.formats.layout import Buffer
 from bkctl.formats.names import LAST_ID_NAME
 from bkctl.formats.record import RECORD_SIZE, body_of, record_of
 from bkctl.ids import LedgerId
+from bkctl.storage.location_reader import LocationReader
 
-#: Entry logs that are kept open to read.
-OPEN_LOGS_MAX: Final = 128
-#: A point read refuses less: it could not hold a ledger and an entry id. Source: DefaultEntryLogger.
-ENTRY_SIZE_BYTES_MIN: Final = 16
-ENTRY_SIZE_BYTES_MAX: Final = 1 << 30
-#: What a read of an entry of unknown size fetches at first.
-_READ_GUESS_BYTES: Final = 4096
-#: What a compaction's log holds in memory before it is written.
+#: Bytes that a compaction's log gathers in memory before it writes them.
 COMPACTION_CHUNK_BYTES: Final = 1 << 20
 
 
 class Move(NamedTuple):
-    """An entry that was written again: it stands at `new` too, and the index says `old`."""
+    """A second copy of an entry, at location `new`, while the index still points to `old`."""
 
     ledger: LedgerId
     entry_id: int
@@ -49,7 +41,7 @@ class Move(NamedTuple):
 
 
 class LoggedLedger(Protocol):
-    """A ledger as its entries are added one by one; `log_bytes` of them are in `log`."""
+    """A ledger that `EntryLogger.add` gets entries of; `log_bytes` of them are in `log`."""
 
     ledger: LedgerId
     log: OpenLog | None
@@ -57,7 +49,7 @@ class LoggedLedger(Protocol):
 
 
 class OpenLog:
-    """The entry log that is being written. `position` is its end, with what is still in memory."""
+    """The entry log that is being written. `position` is its end, entries in memory included."""
 
     __slots__ = ("base", "file", "is_complete", "ledgers", "log_id", "path", "position", "totals")
 
@@ -66,7 +58,7 @@ class OpenLog:
         self.base = log_id << 32
         self.path = path
         self.position = formats.HEADER_SIZE
-        #: Bytes of each ledger in it, sizes included, but for those that `ledgers` know themselves.
+        #: Bytes of each ledger in the log, size fields included; `ledgers` count theirs on their own.
         self.totals: dict[LedgerId, int] = {}
         self.ledgers: list[LoggedLedger] = []
         self.file: StorageFile | None = None
@@ -74,9 +66,9 @@ class OpenLog:
 
 
 class Chunk:
-    """Consecutive records of one log, on their way to the disk; `located` are those that can be found, by location.
+    """Consecutive records of one log, on their way to the disk; `located` has the ones that `find` returns.
 
-    `totals` is the closing log's map, None while it goes on.
+    `totals` is the ledgers map of a log that ends with the chunk, else None.
     """
 
     __slots__ = ("located", "log", "records", "size", "start", "totals")
@@ -91,13 +83,11 @@ class Chunk:
 
 
 class EntryLogger:
-    """Writer and random reader of the entry logs in `directories`, which share one id space.
+    """Writer of the entry logs in `directories`, which share one id space. Records are entries behind an int32 size.
 
-    What is added are whole records: an entry behind its size as an int32.
-
-    Made, it has put right what a compaction of Apache's or ours left there. `add`, `add_all`, `seal`, `stay_in` and
-    `relocate` belong to one thread at a time; all others may be called from any, and `sync` while another one writes.
-    `preallocates`: the file of the next log is made together with the one that begins.
+    Creating one finishes or rolls back an interrupted compaction (Apache's or ours). `add`, `add_all`, `seal`,
+    `stay_in` and `relocate` belong to one thread at a time; any thread may call the other methods, and `sync` while
+    another thread writes. `preallocates`: the file of the next log is created together with the one that begins.
     """
 
     def __init__(
@@ -126,11 +116,12 @@ class EntryLogger:
         self._write_lock = threading.Lock()
         self._create_lock = threading.Lock()
         self._paths: dict[int, Path] = {}
-        self._readers: OrderedDict[int, StorageFile] = OrderedDict()
+        self._reader = LocationReader(files, self.directories, self._paths)
+        self.path_of, self.read = self._reader.path_of, self._reader.read
+        self.read_following = self._reader.read_following
         self._unsynced: dict[int, OpenLog] = {}
         self._full: Path | None = None
         self._failed: OSError | None = None
-        self._read_guess = _READ_GUESS_BYTES
         for directory in self.directories:
             self._settle_compactions(directory)
             for log_id, path in _logs_in(directory):
@@ -139,9 +130,9 @@ class EntryLogger:
         self._last_id = max([*self._paths, *map(_read_last_id, self.directories)], default=-1)
 
     def _settle_compactions(self, directory: Path) -> None:
-        """Remove a compaction's log that was not finished; take one that was for a log like any other.
+        """Remove the unfinished logs of compactions, and give the finished ones the name of an entry log.
 
-        The index may point into a finished one and into the log that it came from. Source: incompleteCompactionLogs.
+        The index may point into a finished one and into its source log. Source: incompleteCompactionLogs.
         """
         changed = False
         for name in _names_in(directory):
@@ -159,47 +150,39 @@ class EntryLogger:
 
     @property
     def log_ids(self) -> list[int]:
-        """Ids of all logs, ascending."""
+        """Return the ids of all logs, ascending."""
         return sorted(self._paths)
 
     def flushed_log_ids(self) -> list[int]:
-        """Ids of the logs that nothing more is added to, and that are on disk, ascending."""
+        """Return the ids of the logs that are complete and on disk, ascending."""
         with self._lock:
             return sorted(self._flushed)
 
-    def path_of(self, log_id: int) -> Path:
-        """The file of a log. Raises FileNotFoundError."""
-        path = self._paths.get(log_id)
-        if path is None:
-            raise FileNotFoundError(f"No entry log {log_id:x} in {', '.join(map(str, self.directories))}")
-        return path
-
     def remove_log(self, log_id: int) -> None:
-        """Delete a flushed log, durably; nothing happens when it is gone. Raises OSError."""
+        """Delete a flushed log, durably; a missing log is ignored. Raises OSError."""
         with self._lock:
             path = self._paths.get(log_id)
-            self._readers.pop(log_id, None)
         if path is None:
             return
         self._files.remove(path)
         self._files.sync_directory(path.parent)
         with self._lock:
             self._flushed.discard(log_id)
-            self._readers.pop(log_id, None)
             self._paths.pop(log_id, None)
+        self._reader.close(log_id)
 
     @property
     def buffered_bytes(self) -> int:
-        """Bytes added that no chunk holds yet."""
+        """Return the bytes added that no chunk holds yet."""
         return 0 if self._log is None else self._log.position - self._chunk_start
 
     @property
     def unwritten_bytes(self) -> int:
-        """Bytes added that are not in the file yet."""
+        """Return the bytes added that are not in a file yet."""
         return self.buffered_bytes + sum(chunk.size for chunk in self._unwritten)
 
     def add(self, ledger: LoggedLedger, records: Sequence[bytes], size: int) -> list[int]:
-        """Append entries of one ledger, `size` bytes; returns their locations, at which `find` has them. In memory."""
+        """Append entries of one ledger, `size` bytes, in memory; return their locations, at which `find` has them."""
         locations: list[int] = []
         while True:
             log, added, added_size = self._append(records, size)
@@ -215,7 +198,7 @@ class EntryLogger:
             records, size = records[len(added) :], size - added_size
 
     def add_all(self, ledger: LedgerId, records: Sequence[bytes]) -> list[int]:
-        """Append entries of one ledger; returns their locations. `find` does not see them: the caller keeps them."""
+        """Append entries of one ledger; return their locations. The caller keeps them: `find` does not have them."""
         locations: list[int] = []
         size = sum(map(len, records))
         while size:
@@ -226,7 +209,7 @@ class EntryLogger:
         return locations
 
     def _append(self, records: Sequence[bytes], size: int) -> tuple[OpenLog, list[int], int]:
-        """Append as many of `records`, `size` bytes, as one log takes: the log, their locations, their bytes."""
+        """Append as many of `records`, `size` bytes, as fit the log; return the log, their locations, their bytes."""
         log = self._log or self._roll()
         room = self._size_limit - log.position
         if size > room:
@@ -276,7 +259,7 @@ class EntryLogger:
             self._flushed.add(log.log_id)
 
     def stay_in(self, numbers: Sequence[int]) -> None:
-        """Complete the log that is being written, unless its directory is among `numbers`; what it has stays there."""
+        """Complete the log that is being written, unless its directory is among `numbers`."""
         log = self._log
         if log is not None and log.path.parent not in [self.directories[number] for number in numbers]:
             self._close_log(log)
@@ -284,15 +267,15 @@ class EntryLogger:
     def _close_log(self, log: OpenLog) -> None:
         """Seal the last chunk of `log` together with its ledgers map."""
         totals = log.totals
-        for each in log.ledgers:
-            totals[each.ledger] = totals.get(each.ledger, 0) + each.log_bytes
-            each.log = None
+        for logged in log.ledgers:
+            totals[logged.ledger] = totals.get(logged.ledger, 0) + logged.log_bytes
+            logged.log = None
         log.ledgers = []
         self.seal(totals=totals)
         self._log = None
 
     def seal(self, totals: dict[LedgerId, int] | None = None) -> None:
-        """Let the storage thread's next `write` take everything added so far."""
+        """Hand everything added so far to the storage thread's next `write`."""
         log = self._log
         if log is None or (not self._records and totals is None):
             return
@@ -303,7 +286,7 @@ class EntryLogger:
         self._records, self._recent, self._chunk_start = [], {}, log.position
 
     def write(self) -> None:
-        """Write the sealed chunks to their files, unsynced; a failure (OSError) leaves them to the next call."""
+        """Write the sealed chunks to their files, unsynced. Raises OSError; the next call writes the rest."""
         with self._write_lock:
             while self._unwritten:
                 chunk = self._unwritten[0]
@@ -339,7 +322,7 @@ class EntryLogger:
         return file
 
     def _make_next(self, directory: Path) -> OpenLog | None:
-        """The next log, made ahead; None where there is no space: nothing needs it yet."""
+        """Return the next log, created ahead; None on a full disk: nothing needs it yet."""
         log_id = self._allocate_id()
         log = OpenLog(log_id, directory / formats.file_name(log_id))
         try:
@@ -371,20 +354,20 @@ class EntryLogger:
                 try:
                     self._files.replace(directory / LAST_ID_NAME, formats.write_last_id(self._last_id))
                 except OSError as error:
-                    # It is a hint, and another directory than the log's may be full. Source: setLastLogId.
+                    # `lastId` is a hint, and another directory than the log's may be full. Source: setLastLogId.
                     if error.errno not in NO_SPACE:
                         raise
 
     @property
     def full_directory(self) -> Path | None:
-        """The directory that had no space for the last `write`; None when that went well."""
+        """Return the directory that had no space for the last `write`; None if it succeeded."""
         return self._full
 
     def relocate(self, moved: Callable[[list[Move]], None]) -> bool:
-        """Give what a full disk refused to a log in another directory, as `pick_directory` now says; whether it did.
+        """Move the entries that a full disk refused to a log in the directory that `pick_directory` returns now.
 
-        `moved` is told the new locations, which the index has to say from then on; the old ones are on no disk. The
-        log in the full directory ends with what it has. Raises what `moved` does.
+        Return False if that is the full directory. Call `moved` with the new locations, for the index; the old ones
+        are on no disk. The log in the full directory ends where it is. Raises what `moved` raises.
         """
         with self._write_lock:
             full, self._full = self._full, None
@@ -393,8 +376,8 @@ class EntryLogger:
             self.seal()
             stuck = [chunk for chunk in self._unwritten if chunk.log.path.parent == full]
             if self._log is not None and self._log.path.parent == full:
-                for each in self._log.ledgers:
-                    each.log = None
+                for logged in self._log.ledgers:
+                    logged.log = None
                 self._log = None
             if self._next is not None and self._next.path.parent == full:
                 following, self._next = self._next, None
@@ -416,7 +399,7 @@ class EntryLogger:
             return True
 
     def _end_early(self, log: OpenLog, end: int) -> None:
-        """Let `log` have no more than `end` bytes, and no ledgers map, as if the bookie had been killed then."""
+        """End `log` at byte `end` without a ledgers map, as if the bookie had been killed then."""
         if log.file is not None:
             with suppress(OSError):  # what a write left there ends the log as well
                 log.file.truncate(end)
@@ -429,15 +412,15 @@ class EntryLogger:
             self.remove_log(log.log_id)
 
     def close(self) -> None:
-        """Remove the log that was made ahead, which nothing is in."""
+        """Remove the log that was created ahead, which is empty."""
         with self._lock:
             following, self._next = self._next, None
         if following is not None:
-            with suppress(OSError):  # garbage collection takes it too
+            with suppress(OSError):  # else garbage collection removes it
                 self.remove_log(following.log_id)
 
     def open_compaction_log(self) -> CompactionLog:
-        """A new log in this id space for what compaction keeps; it counts once it is finished. Raises OSError."""
+        """Return a new log for the entries that compaction keeps; it counts once it is finished. Raises OSError."""
         directory = self.directories[self._pick_directory()]
         log_id = self._allocate_id()
         path = directory / f"{formats.file_name(log_id)}.compacting"
@@ -464,10 +447,10 @@ class EntryLogger:
         self._files.sync_directory(path.parent)
 
     def sync(self) -> None:
-        """Return when everything written so far is on disk. Raises OSError, after that always: the bookie has to stop.
+        """Return when everything written so far is on disk. Raises OSError, then again on each call: stop the bookie.
 
-        The system may drop what it could not sync, and then call the next sync a success; even a full disk (a thinly
-        provisioned one says so only now) is no reason to try again. So the error is never ENOSPC.
+        The system may drop the data that it could not sync, and report success for the next sync. So a retry is never
+        safe, even on a full disk (a thinly provisioned one fails only here), and the error is never ENOSPC.
         """
         if self._failed is not None:
             raise OSError(errno.EIO, *self._failed.args[1:])
@@ -476,7 +459,7 @@ class EntryLogger:
         for log in unsynced.values():
             is_complete, file = log.is_complete, log.file
             if file is None:
-                continue  # it was completed while an earlier sync was about to take it, and so synced whole
+                continue  # completed while an earlier sync was about to take it, and so synced whole
             try:
                 file.sync()
             except Exception as error:
@@ -488,10 +471,8 @@ class EntryLogger:
                 with self._lock:
                     self._flushed.add(log.log_id)
 
-    # --- reading -----------------------------------------------------------------------------------------------------
-
     def find(self, location: int) -> Buffer | None:
-        """The entry at `location` if it is still in memory."""
+        """Return the entry at `location` if it is still in memory."""
         record = self._recent.get(location)
         if record is None:
             for chunk in self._unwritten:
@@ -499,87 +480,6 @@ class EntryLogger:
                 if record is not None:
                     break
         return None if record is None else body_of(record)
-
-    def read(self, location: int, ledger: LedgerId, entry_id: int, *, cached: bool = False) -> memoryview | None:
-        """The entry at `location` from its file; with `cached`, None where that needs the disk.
-
-        Raises OSError, and CorruptRecord or TruncatedRecord when no such entry stands there.
-        """
-        log_id, offset = formats.unpack_location(location)
-        opened = self._readers.get(log_id) if cached else self._reader(log_id)
-        if opened is None:
-            return None
-        file = opened
-        where = f"Entry {entry_id} of ledger {ledger}: {file.path}"
-        if offset < formats.HEADER_SIZE + 4:
-            raise CorruptRecord("No entry can stand", offset=offset, where=where)
-        read = file.read_cached if cached else file.read
-        data = read(offset - 4, 4 + self._read_guess)
-        if cached and (data is None or len(data) < 4):
-            return None
-        assert data is not None
-        if len(data) < 4:
-            raise TruncatedRecord("Entry size", offset=offset - 4, needed=4, present=len(data), where=where)
-        (size,) = RECORD_SIZE.unpack_from(data)
-        if not ENTRY_SIZE_BYTES_MIN <= size <= ENTRY_SIZE_BYTES_MAX:
-            raise CorruptRecord(f"An entry of {size} bytes", offset=offset - 4, where=where)
-        if len(data) >= 4 + size:
-            body = memoryview(data)[4 : 4 + size]
-        else:
-            rest = read(offset, size)
-            if cached and (rest is None or len(rest) < size):
-                return None
-            assert rest is not None
-            if len(rest) < size:
-                raise TruncatedRecord("Entry", offset=offset, needed=size, present=len(rest), where=where)
-            body = memoryview(rest)
-        self._read_guess = min(max(size, 64), 1 << 16)
-        try:
-            found, at = read_ledger(body, 0, where)
-        except Unsupported as error:  # no bookie keeps such an entry in a log
-            raise CorruptRecord(error.message, offset=offset) from error
-        if len(body) < at + 8:
-            raise TruncatedRecord("Entry id", offset=offset + at, needed=8, present=len(body) - at, where=where)
-        if found != ledger or int.from_bytes(body[at : at + 8], "big", signed=True) != entry_id:
-            raise CorruptRecord("Another entry stands", offset=offset, where=where)
-        return body
-
-    def read_following(self, location: int, ledger: LedgerId, *, size_max: int) -> list[tuple[int, memoryview]]:
-        """The entries (id, body) that stand one behind the other from `location` on, within `size_max` bytes.
-
-        Of one ledger, so the list ends before the first record that is not; it may be empty. Raises OSError.
-        """
-        log_id, offset = formats.unpack_location(location)
-        data = memoryview(self._reader(log_id).read(offset - 4, size_max))
-        prefix, at = (ledger.value.to_bytes(16, "big"), 1) if ledger.is_scoped else (ledger[1].to_bytes(8, "big"), 0)
-        ids = at + len(prefix)
-        entries: list[tuple[int, memoryview]] = []
-        start = 4
-        while start + ENTRY_SIZE_BYTES_MIN <= len(data):
-            (size,) = RECORD_SIZE.unpack_from(data, start - 4)
-            body = data[start : start + size]
-            if size < ids + 8 or len(body) < size or body[at:ids] != prefix or (at and body[0] not in ENTRY_FLAGS_V2):
-                break
-            entries.append((int.from_bytes(body[ids : ids + 8], "big", signed=True), body))
-            start += size + 4
-        if start < len(data) // 2:  # who keeps the entries need not keep all that was read
-            entries = [(entry_id, memoryview(bytes(body))) for entry_id, body in entries]
-        return entries
-
-    def _reader(self, log_id: int) -> StorageFile:
-        with self._lock:
-            file = self._readers.get(log_id)
-            if file is not None:
-                self._readers.move_to_end(log_id)
-                return file
-        path = self.path_of(log_id)
-        file = self._files.open_to_read(path)
-        with self._lock:
-            if log_id in self._paths:  # a log that was removed meanwhile gives its space back
-                self._readers[log_id] = file
-            if len(self._readers) > OPEN_LOGS_MAX:
-                self._readers.popitem(last=False)
-        return file
 
 
 class CompactionLog:
@@ -597,7 +497,7 @@ class CompactionLog:
         self._totals: dict[LedgerId, int] = {}
 
     def add(self, ledger: LedgerId, body: Buffer) -> int:
-        """Append a copy of one entry; returns the location that it has once the log is finished. Raises OSError."""
+        """Append a copy of one entry; return its location once the log is finished. Raises OSError."""
         record = record_of(body)
         location = formats.pack_location(self.log_id, self._position + RECORD_SIZE.size)
         self._records.append(record)
@@ -612,7 +512,7 @@ class CompactionLog:
         self._records, self._written = [], self._position
 
     def finish(self) -> None:
-        """Make it a log like any other, durably: whole, with its ledgers map. Raises OSError: then `abort` it."""
+        """Complete the log with its ledgers map, durably, as an entry log. Raises OSError: then `abort` it."""
         self._write()
         version = self._logger.version
         self._file.write(self._written, list(formats.write_ledgers_map(self._totals, version)))
@@ -621,7 +521,7 @@ class CompactionLog:
         self._logger._take_compacted(self.log_id, self._file.path)
 
     def abort(self) -> None:
-        """Remove it; nothing may point into it. Raises OSError."""
+        """Remove the log; nothing may point into it. Raises OSError."""
         self._logger._drop_compacting(self._file.path)
 
 
@@ -644,7 +544,7 @@ def _logs_in(directory: Path) -> list[tuple[int, Path]]:
 
 
 def _read_last_id(directory: Path) -> int:
-    """The id in `lastId`; -1 when it is absent or unparsable, as Apache takes it."""
+    """Return the id in `lastId`; -1 when it is absent or unparsable, as Apache reads it."""
     try:
         found = formats.read_last_id((directory / LAST_ID_NAME).read_bytes())
     except OSError:

@@ -1,6 +1,6 @@
-"""JournalWriter: the journal files of one journal directory, written by groups; each group is on disk before it counts.
+"""JournalWriter: the files of one journal directory, written in groups; a group counts once it is on disk.
 
-    open()    a new file each start, never an old one
+    open()    create a new file at each start, never append to an old one
     commit()  one group: roll if needed, write, pad to the alignment, sync
     mark      the end of the last group that is on disk
 
@@ -24,8 +24,8 @@ from bkctl.formats.names import SCOPED_DIRECTORY
 class JournalWriter:
     """Writes one journal directory (its `current`). Everything but `mark` belongs to one thread at a time.
 
-    `failed` is set when what was written cannot be trusted any more (a sync failed): nothing is written from then on,
-    and the bookie has to stop; the next start replays what is there.
+    `failed` is set when written data is uncertain (a sync failed): the writer refuses all further groups, and the
+    bookie has to stop; the next start replays the journal.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class JournalWriter:
     def open(self) -> None:
         """Begin a new journal file, durably. Raises OSError.
 
-        Where the disk has no room for one there is none until `commit` can make it, and `mark` is the end of the newest
-        that is there: everything in it was replayed, and it stays.
+        On a full disk, `commit` creates the file later. Until then `mark` is the end of the newest file: all of it was
+        replayed, and it stays.
         """
         ids = journal_ids(self.directory)
         newest = max([*ids, *journal_ids(self.directory / SCOPED_DIRECTORY), self._journal_id])
@@ -85,11 +85,11 @@ class JournalWriter:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a file to write to; False while its disk is too full for one."""
+        """Return whether there is a file to write to; False while its disk is too full for one."""
         return self._file is not None
 
     def expect_scoped(self) -> None:
-        """Open every new file as version 7 from now on: the bookie has scoped ledgers. Callable from any thread."""
+        """Create every new file as version 7 from now on: the bookie has scoped ledgers. For any thread."""
         self._scoped = True
 
     def _open_next(self) -> None:
@@ -105,7 +105,7 @@ class JournalWriter:
             self._files.sync_directory(self.directory)
         except Exception:
             file.close()
-            with suppress(OSError):  # else every try on a full disk would leave one more
+            with suppress(OSError):  # else every try on a full disk would leave one file more
                 self._files.remove(path)
             raise
         if self._file is not None:
@@ -126,11 +126,11 @@ class JournalWriter:
         scoped: bool = False,
         written: Callable[[], object] | None = None,
     ) -> None:
-        """Append one group of whole records, `size` bytes; when this returns it is on disk.
+        """Append one group of whole records, `size` bytes; return once it is on disk.
 
-        `scoped` says that the group holds records of scoped ledgers. `records` is changed. `written` is called once the
-        system has the group. Without `sync_data` that is all, but every `sync_interval_ms` it is synced. Raises
-        OSError: nothing of the group counts then; BookieIOError once `failed` is set.
+        `scoped`: the group has records of scoped ledgers. `records` is changed. Calls `written` once the system has the
+        group. Without `sync_data` the file is synced only every `sync_interval_ms`. Raises OSError: the whole group
+        failed then; BookieIOError once `failed` is set.
         """
         if self.failed is not None:
             raise BookieIOError(f"Journal {self.directory} failed before: {self.failed}")
@@ -138,35 +138,40 @@ class JournalWriter:
             if written is not None:
                 written()
             return
-        self._scoped = self._scoped or scoped
-        wrong_version = scoped and self._version != formats.VERSION_SCOPED
-        if self._file is None or self._position > self._size_max or wrong_version:
-            self._open_next()
-        assert self._file is not None
+        file = self._file_for(scoped=scoped)
         start = self._position
         end = start + size
         if self._version >= formats.VERSION_PADDING:
-            # Apache's writer leaves it out where the records end at the alignment. It is what proves after a crash
-            # that the group before another one was synced.
+            # Apache's writer omits the padding where the records end at the alignment. After a crash it proves that the
+            # group before the last one was synced.
             padding = formats.write_padding(end, self._alignment, always=True)
             records.append(padding)
             end += len(padding)
-        self._allocate(self._file, end)
+        self._allocate(file, end)
         try:
-            self._file.write(start, records)
+            file.write(start, records)
         except Exception:
-            self._drop_tail(self._file, start)
+            self._drop_tail(file, start)
             raise
         self._position = end
         if written is not None:
             written()
         if self._sync_data or self._is_sync_due():
             try:
-                self._file.sync()
+                file.sync()
             except Exception as error:
                 self.failed = error
                 raise
         self.mark = LogMark(self._journal_id, end)
+
+    def _file_for(self, *, scoped: bool) -> StorageFile:
+        """Return the file for the next group: a new one if the open one is full, or too old for scoped records."""
+        self._scoped = self._scoped or scoped
+        is_too_old = scoped and self._version != formats.VERSION_SCOPED
+        if self._file is None or self._position > self._size_max or is_too_old:
+            self._open_next()
+        assert self._file is not None
+        return self._file
 
     def _is_sync_due(self) -> bool:
         now_ms = self._clock_ms()
@@ -184,11 +189,11 @@ class JournalWriter:
         file.allocate(target)
         self._allocated = target
         if self._forgets_cache:
-            # Nobody reads a journal but a bookie that starts. Source: journalRemoveFromPageCache.
+            # Only a bookie that starts reads a journal. Source: journalRemoveFromPageCache.
             file.forget_cache(self._position)
 
     def _drop_tail(self, file: StorageFile, position: int) -> None:
-        """After a failed write: cut what may have been written, or no later group would stand behind whole records."""
+        """Truncate the file after a failed write, so that the next group follows whole records."""
         try:
             file.truncate(position)
             file.sync()
@@ -198,7 +203,7 @@ class JournalWriter:
             self._allocated = position
 
     def forget_before(self, mark: LogMark) -> None:
-        """Delete files before the mark's, but the newest `journalMaxBackups`. Source: Journal.checkpointComplete."""
+        """Delete files before the mark's, except the newest `journalMaxBackups`. Source: Journal.checkpointComplete."""
         for directory in (self.directory, self.directory / SCOPED_DIRECTORY):
             done = [journal_id for journal_id in journal_ids(directory) if journal_id < mark.journal_id]
             surplus = done[: max(0, len(done) - self._backups)]
@@ -206,12 +211,12 @@ class JournalWriter:
                 self._files.remove(directory / formats.file_name(journal_id))
 
     def make_downgradable(self, write_mark: Callable[[LogMark], None]) -> None:
-        """The clean stop once everything is in ledger storage: leave nothing here that Apache's bookie refuses.
+        """Move files that Apache's bookie refuses out of its way, once everything is in ledger storage.
 
-        With version-7 files: begin an empty version-6 file, have the mark set to it, and move those files to
+        With version-7 files: create an empty version-6 file, set the mark to it, and move those files to
         `current/scoped/`, in this order, so that a crash in between loses nothing. Source: BP-35's downgrade.
         """
-        scoped_ids = [each for each in journal_ids(self.directory) if self._is_scoped(each)]
+        scoped_ids = [journal_id for journal_id in journal_ids(self.directory) if self._is_scoped(journal_id)]
         if not scoped_ids:
             return
         self._scoped = False
@@ -220,8 +225,8 @@ class JournalWriter:
         write_mark(self.mark)
         aside = self.directory / SCOPED_DIRECTORY
         self._files.make_directory(aside)
-        # The new file may have taken the place of one that a full disk had left half made.
-        for journal_id in (each for each in scoped_ids if each != self._journal_id):
+        # The new file may have replaced an incomplete one that a full disk had left.
+        for journal_id in (scoped_id for scoped_id in scoped_ids if scoped_id != self._journal_id):
             name = formats.file_name(journal_id)
             self._files.rename(self.directory / name, aside / name)
         self._files.sync_directory(aside)
@@ -234,14 +239,14 @@ class JournalWriter:
         return formats.read_header(header, str(file.path)) == formats.VERSION_SCOPED
 
     def close(self) -> None:
-        """Close the file; what was committed stays."""
+        """Close the file; committed groups stay."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 def journal_ids(directory: Path) -> list[int]:
-    """Ids of the journal files in `directory`, ascending; none when it is missing."""
+    """Return the ids of the journal files in `directory`, ascending; none when it is missing."""
     try:
         names = os.listdir(directory)
     except FileNotFoundError:

@@ -190,7 +190,7 @@ class Contexts:
             raise self._unknown_form() from error
         if changed._document != expected:
             raise self._unknown_form()
-        from bkctl.disk import create_unfinished
+        from bkctl.disk import atomic_write
 
         target = self.path.resolve()
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -198,17 +198,9 @@ class Contexts:
             mode = target.stat().st_mode & 0o777
         except FileNotFoundError:
             mode = 0o600
-        new, file = create_unfinished(target)
-        try:
-            with open(file, "wb") as stream:
-                os.fchmod(file, mode)
-                stream.write((changed._text or "").encode())
-                stream.flush()
-                os.fsync(file)
-            os.replace(new, target)
-        except BaseException:
-            new.unlink(missing_ok=True)
-            raise
+        with atomic_write(target) as stream:
+            os.fchmod(stream.fileno(), mode)
+            stream.write((changed._text or "").encode())
         return changed
 
 

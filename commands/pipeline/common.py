@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple
 
 import typer
 
@@ -224,7 +223,7 @@ def frame_rows(
             if _REMOTE in path:
                 frame.write.format(path.rpartition(".")[2].lower()).option("header", "true").save(path)
                 continue
-            files.append(stack.enter_context(_RowFile(Path(path), frame, columns)))
+            files.append(stack.enter_context(_new_row_file(Path(path), frame, columns)))
 
         def rows() -> Iterator[Any]:
             with plain_errors():
@@ -237,33 +236,39 @@ def frame_rows(
         run.render(rows(), columns)
 
 
+@contextmanager
+def _new_row_file(path: Path, frame: DataFrame, columns: Columns) -> Iterator[_RowFile]:
+    """Yield a file for rows that appears at `path` once the block ends. Raises AlreadyExists, OSError."""
+    from bkctl.disk import atomic_write
+
+    try:
+        with atomic_write(path, mode=0o666, overwrite=False) as stream:
+            file = _RowFile(stream, path.suffix.lower(), frame, columns)
+            yield file
+            file.finish()
+    except FileExistsError as error:
+        raise AlreadyExists(f"{path} exists", hint="it was made meanwhile; give another name") from error
+
+
 class _RowFile:
-    """A file that rows go to; a context manager that gives it its name at the end, or takes it away after an error."""
+    """Rows on their way into a file of the form that its suffix names."""
 
-    def __init__(self, path: Path, frame: DataFrame, columns: Columns) -> None:
-        self._path, self._frame, self._columns = path, frame, columns
+    def __init__(self, stream: BinaryIO, form: str, frame: DataFrame, columns: Columns) -> None:
+        self._file, self._form = stream, form
         self._rows: list[Any] = []
-        self._form = path.suffix.lower()
         self._count = 0
-
-    def __enter__(self) -> Self:
-        from bkctl.disk import create_unfinished
-
-        self._unfinished, descriptor = create_unfinished(self._path, mode=0o666)
-        self._file: BinaryIO = open(descriptor, "wb")
         self._writer: Any = None
         if self._form == ".parquet":
             import pyarrow.parquet
             from pyspark.sql.pandas.types import to_arrow_schema
 
-            self._schema = to_arrow_schema(self._frame.schema)
+            self._schema = to_arrow_schema(frame.schema)
             self._writer = pyarrow.parquet.ParquetWriter(self._file, self._schema)
         elif self._form == ".csv":
-            self._lines = Lines(self._columns, Output.CSV)
-            self._file.write((",".join(self._columns.names()) + "\n").encode())
+            self._lines = Lines(columns, Output.CSV)
+            self._file.write((",".join(columns.names()) + "\n").encode())
         else:
-            self._lines = Lines(self._columns, Output.JSON)
-        return self
+            self._lines = Lines(columns, Output.JSON)
 
     def add(self, row: Any) -> None:
         """Take one row."""
@@ -271,23 +276,13 @@ class _RowFile:
         if len(self._rows) >= ROW_GROUP_ROWS:
             self._flush()
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        try:
-            if kind is None:
-                self._flush()
-                if self._writer is not None:
-                    self._writer.close()
-                elif self._form == ".json":
-                    self._file.write(b"\n]\n" if self._count else b"[]\n")
-                self._file.flush()
-                os.fsync(self._file.fileno())
-                os.link(self._unfinished, self._path)
-        except FileExistsError as error:
-            raise AlreadyExists(f"{self._path} exists", hint="it was made meanwhile; give another name") from error
-        finally:
-            self._file.close()
-            with suppress(FileNotFoundError):
-                self._unfinished.unlink()
+    def finish(self) -> None:
+        """Write what is left, and the end of the form."""
+        self._flush()
+        if self._writer is not None:
+            self._writer.close()
+        elif self._form == ".json":
+            self._file.write(b"\n]\n" if self._count else b"[]\n")
 
     def _flush(self) -> None:
         rows, self._rows = self._rows, []

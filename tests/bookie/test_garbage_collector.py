@@ -25,7 +25,7 @@ from bkctl.metadata.cluster import Cluster, init_cluster, open_cluster
 from bkctl.metadata.ledgers import LedgerManager
 from bkctl.metadata.underreplication import LedgerUnderreplicationManager
 from bkctl.metadata.uri import parse_uri
-from bkctl.storage.bookie_storage import Checkpoint
+from bkctl.storage.checkpoints import Checkpoint
 from bkctl.storage.entry_logger import EntryLogger
 
 BOOKIE = "bookie-1:3181"

@@ -75,7 +75,7 @@ def test_bookie_starts_with_a_journal_that_holds_long_master_keys(
         await bookie.start()
         async with connected(bookie) as connection:
             assert await statuses(connection, add(PLAIN, 0)) == [Status.EOK]
-            monkeypatch.setattr("bkctl.storage.bookie_storage.MASTER_KEY_SIZE", 1_000_000)
+            monkeypatch.setattr("bkctl.storage.open_ledgers.MASTER_KEY_SIZE", 1_000_000)
             answers = await statuses(connection, *(add(ledger, 0, master_key=key) for ledger, key in keys.items()))
             assert set(answers) == {Status.EOK}
             monkeypatch.undo()

@@ -11,7 +11,7 @@ import pytest
 
 from bkctl.bookie.workers import JournalThread
 from bkctl.config import BookieConfig
-from bkctl.storage.bookie_storage import Batch
+from bkctl.storage.group_commit import Batch
 
 
 class Storage:

@@ -1,4 +1,4 @@
-"""What can happen to a file, as one matrix of actions and places, and what every reader must make of it.
+"""Damage to files, as one matrix of actions and places, and the required reaction of every reader.
 
     @pytest.mark.parametrize("damage", matrix.DAMAGE, ids=str)
     def test_…(damage):
@@ -37,7 +37,7 @@ ABSURD_LENGTHS: Final = (0x7FFFFFFF, -1, -0x80000000, 0x7FFFFF00, 0, 1)
 
 
 class Damage(NamedTuple):
-    """One thing that can happen to a file."""
+    """One kind of damage to a file."""
 
     action: str
     place: str
@@ -47,11 +47,11 @@ class Damage(NamedTuple):
         return f"{self.action}-{self.place}" if self.place else self.action
 
     def __call__(self, data: bytes, lengths: Sequence[int] = ()) -> bytes | None:
-        """The damaged file; None where it is gone. `lengths` are offsets of 4-byte size fields in it."""
+        """Return the damaged content, None for a removed file. `lengths` are offsets of 4-byte size fields."""
         return self.change(data, lengths)
 
     def do(self, path: Path, lengths: Sequence[int] = ()) -> int | None:
-        """Damage the file `path` itself. The first byte that is not what it was; None where the file is as it was."""
+        """Damage the file `path`, and return the first changed byte, None if the file is unchanged."""
         data = path.read_bytes()
         damaged = self(data, lengths)
         if damaged is None:
@@ -62,7 +62,7 @@ class Damage(NamedTuple):
 
 
 def first_difference(data: bytes, damaged: bytes | None) -> int | None:
-    """The first byte that differs; None where none does."""
+    """Return the first byte that differs, None for equal contents."""
     if damaged is None:
         return 0
     if data == damaged:
@@ -103,7 +103,7 @@ def _zero(place: str) -> Damage:
 
 
 def _zero_sector(place: str) -> Damage:
-    """A sector that never reached the disk."""
+    """Lose a sector that never reached the disk."""
 
     def change(data: bytes, _: Sequence[int]) -> bytes:
         at = _at(data, place, room=1) // 512 * 512
@@ -129,7 +129,7 @@ def _length(place: str, length: int) -> Damage:
 
 
 def _swap(place: str) -> Damage:
-    """Two neighbouring stretches have changed places."""
+    """Swap two neighbouring ranges."""
 
     def change(data: bytes, _: Sequence[int]) -> bytes:
         span = _span(data)
@@ -167,7 +167,7 @@ DAMAGE: Final = (
 
 @contextmanager
 def bounded(memory_bytes: int = MEMORY_BYTES_MAX) -> Iterator[None]:
-    """Fail where Python allocates more than `memory_bytes` at once; against hangs there is the tests' timeout."""
+    """Fail if Python allocates more than `memory_bytes` at once; the tests' timeout covers hangs."""
     tracemalloc.start(1)
     try:
         yield
@@ -198,7 +198,7 @@ def check_answer(answer: Answer, path: Path, *, removed: bool = False, offset: b
 
 
 def undamaged(rows: Sequence[dict[str, Any]], difference: int | None) -> list[dict[str, Any]]:
-    """Those records (rows with `offset` and `recordSize`) that end before the first byte that is not what it was."""
+    """Return the records (rows with `offset` and `recordSize`) that end before the first changed byte."""
     if difference is None:
         return list(rows)
     return [row for row in rows if row["offset"] + 4 + row["recordSize"] <= difference]

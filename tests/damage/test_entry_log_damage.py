@@ -112,7 +112,7 @@ def told(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("damage", matrix.DAMAGE, ids=str)
-def test_a_damaged_log(damage: matrix.Damage, sound: tuple[Log, list[dict[str, Any]]], tmp_path: Path) -> None:
+def test_damaged_log(damage: matrix.Damage, sound: tuple[Log, list[dict[str, Any]]], tmp_path: Path) -> None:
     log, rows = sound
     path = tmp_path / "1f.log"
     path.write_bytes(log.data)
@@ -140,7 +140,7 @@ def test_a_damaged_log(damage: matrix.Damage, sound: tuple[Log, list[dict[str, A
 
 @pytest.mark.parametrize("damage", matrix.DAMAGE, ids=str)
 @pytest.mark.parametrize("sound", ["v1-closed", "v1-open", "v2"], ids=str, indirect=True)
-def test_extract_from_a_damaged_log(
+def test_extracts_from_a_damaged_log(
     damage: matrix.Damage, sound: tuple[Log, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     log, rows = sound

@@ -254,7 +254,7 @@ READERS: dict[str, Callable[[Path], Seen]] = {
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "open"])
 @pytest.mark.parametrize("ledgers", [PLAIN, SCOPED], ids=["plain", "scoped"])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_every_reader_ends_at_the_same_byte(
+def test_all_readers_end_at_the_same_byte(
     tmp_path: Path, sizes: str, ledgers: tuple[LedgerId, ...], closed: bool
 ) -> None:
     whole = make_log(ledgers, SIZES[sizes], closed=closed)

@@ -63,7 +63,7 @@ def test_a_damaged_index_file(interleaved: Path) -> None:
     assert codes == {0, 3, 7}
 
 
-def test_index_entries_that_damage_moved_are_findings(interleaved: Path) -> None:
+def test_index_check_reports_moved_entries(interleaved: Path) -> None:
     path = interleaved / "current" / index_path(LEDGER)
     data = bytearray(path.read_bytes())
     data[1024:1032], data[1032:1040] = data[1032:1040], data[1024:1032]
@@ -102,7 +102,7 @@ def test_a_damaged_database(database: Path, name: str, file: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ledgers", "locations"])
-def test_the_file_of_a_database_is_named(database: Path, name: str) -> None:
+def test_damage_names_the_database_file(database: Path, name: str) -> None:
     for file in ("CURRENT", "MANIFEST-000015", "000013.sst"):
         path = database / "current" / name / file
         whole = path.read_bytes()
@@ -114,7 +114,7 @@ def test_the_file_of_a_database_is_named(database: Path, name: str) -> None:
         path.write_bytes(whole)
 
 
-def test_a_damaged_write_ahead_log_is_told_by_index_check(database: Path) -> None:
+def test_index_check_reports_a_damaged_write_ahead_log(database: Path) -> None:
     from bkctl.files.rocksdb import LocationsDatabase
 
     directory = database / "current" / "locations"

@@ -191,7 +191,7 @@ def every_length(whole: Journal) -> Iterator[tuple[int, int, bytes]]:
 
 
 @pytest.mark.parametrize("shapes", ORDERS, ids=" then ".join)
-def test_no_damage_of_a_synced_group_passes_for_the_end_of_a_journal(tmp_path: Path, shapes: tuple[str, ...]) -> None:
+def test_damage_of_a_synced_group_does_not_end_a_journal(tmp_path: Path, shapes: tuple[str, ...]) -> None:
     allocation_size = 1 << 16 if ORDERS.index(shapes) % 2 else 0
     path, whole = write_journal(tmp_path, shapes, allocation_size=allocation_size)
     outcomes: set[str] = set()
@@ -210,9 +210,7 @@ def test_no_damage_of_a_synced_group_passes_for_the_end_of_a_journal(tmp_path: P
 
 
 @pytest.mark.parametrize("shapes", ORDERS[:2], ids=" then ".join)
-def test_a_journal_that_is_cut_anywhere_gives_the_records_before_the_cut(
-    tmp_path: Path, shapes: tuple[str, ...]
-) -> None:
+def test_truncated_journal_gives_the_records_before_the_cut(tmp_path: Path, shapes: tuple[str, ...]) -> None:
     """A crash before the later groups were written leaves the same bytes."""
     path, whole = write_journal(tmp_path, shapes, allocation_size=0)
     for length in range(whole.end - 1, whole.groups[0] - 1, -1):
@@ -290,7 +288,7 @@ def test_a_start_refuses_a_nonsense_size_before_the_last_group(
     assert problem in caplog.text
 
 
-def test_a_start_that_finds_a_gap_names_the_setting_that_leaves_such(tmp_path: Path) -> None:
+def test_start_with_a_gap_names_the_setting_that_leaves_gaps(tmp_path: Path) -> None:
     path, whole = prepare(tmp_path, ORDERS[0])
     put(path, whole, whole.groups[1], bytes(SECTOR_SIZE_BYTES))
     with pytest.raises(Corrupt, match="a hole") as caught:
@@ -298,7 +296,7 @@ def test_a_start_that_finds_a_gap_names_the_setting_that_leaves_such(tmp_path: P
     assert "journalSyncData=false" in str(caught.value.hint)
 
 
-def test_a_start_logs_what_it_drops_of_an_incomplete_group(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_start_logs_the_dropped_incomplete_group(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, whole = prepare(tmp_path, ORDERS[0])
     put(path, whole, whole.groups[2], bytes(SECTOR_SIZE_BYTES))
     storage = start(tmp_path)
@@ -309,7 +307,7 @@ def test_a_start_logs_what_it_drops_of_an_incomplete_group(tmp_path: Path, caplo
     assert "1001.txn: dropped what follows byte" in caplog.text
 
 
-def test_zeros_of_an_earlier_group_do_not_pass_for_an_entry(tmp_path: Path) -> None:
+def test_zeros_of_an_earlier_group_are_not_an_entry(tmp_path: Path) -> None:
     """A size that is 4 bytes too large makes an entry of the padding behind it."""
     path, whole = prepare(tmp_path, ORDERS[0])
     first = next(each for each in whole.records if each.offset == whole.groups[0])

@@ -115,7 +115,7 @@ def test_a_damaged_journal(sample: Sample, damage: matrix.Damage, tmp_path: Path
         assert check.good_end >= (rows[-1]["offset"] + 4 + rows[-1]["recordSize"] if rows else 0)
 
 
-def test_what_lies_behind_damage_is_found_again(sample: Sample, tmp_path: Path) -> None:
+def test_finds_records_behind_damage(sample: Sample, tmp_path: Path) -> None:
     path = tmp_path / "1a.txn"
     middle = len(sample.rows) // 2
     for length in (-5, 0x7FFFFFF0, 3):

@@ -9,7 +9,7 @@ DATA = bytes(range(1, 251)) * 20
 LENGTHS = [100, 1000, 2000]
 
 
-def test_every_name_is_another_damage() -> None:
+def test_damages_have_unique_names() -> None:
     names = list(map(str, matrix.DAMAGE))
     assert len(set(names)) == len(names)
     assert {name.partition("-")[0].rstrip("07") for name in names} >= {
@@ -28,6 +28,6 @@ def test_every_damage_changes_a_file(damage: matrix.Damage) -> None:
         assert isinstance(damage(tiny), bytes | None)
 
 
-def test_memory_is_watched() -> None:
+def test_memory_limit_is_enforced() -> None:
     with pytest.raises(AssertionError, match="bytes allocated"), matrix.bounded(1 << 20):
         bytearray(2 << 20)

@@ -70,14 +70,14 @@ def problem_of(parse: Callable[[bytes, str], object], data: bytes) -> str | None
 
 
 @given(st.binary(max_size=64))
-def test_any_bytes_are_a_mark_or_one_error(data: bytes) -> None:
+def test_any_bytes_parse_as_a_mark_or_raise_one_error(data: bytes) -> None:
     problem = problem_of(LogMark.parse, data)
     assert (problem is None) == (len(data) == 16 and data[0] < 0x80 and data[8] < 0x80)
     assert problem is None or problem.startswith("file: ")
 
 
 @given(st.binary(max_size=200) | st.binary(max_size=60).map(lambda data: b"1,READ_WRITE," + data))
-def test_any_bytes_are_a_status_or_one_error(data: bytes) -> None:
+def test_any_bytes_parse_as_a_status_or_raise_one_error(data: bytes) -> None:
     problem = problem_of(BookieStatus.parse, data)
     if problem is None:
         status = BookieStatus.parse(data)
@@ -88,7 +88,7 @@ def test_any_bytes_are_a_status_or_one_error(data: bytes) -> None:
 
 
 @given(st.binary(max_size=300) | st.binary(max_size=300).map(lambda data: FILES["VERSION"][:40] + data))
-def test_any_bytes_are_a_cookie_or_one_error(data: bytes) -> None:
+def test_any_bytes_parse_as_a_cookie_or_raise_one_error(data: bytes) -> None:
     problem = problem_of(Cookie.parse, data)
     assert problem is None or problem.startswith("file: ")
 
@@ -101,7 +101,7 @@ def test_any_bytes_are_a_cookie_or_one_error(data: bytes) -> None:
         (b"1,READ_ONLY, 17 ,TRUE\nmore", BookieStatus(BookieMode.READ_ONLY, 17, True)),
     ],
 )
-def test_the_state_in_every_form_that_apache_writes(line: bytes, status: BookieStatus) -> None:
+def test_reads_every_status_that_apache_writes(line: bytes, status: BookieStatus) -> None:
     assert BookieStatus.parse(line) == status
 
 
@@ -116,7 +116,7 @@ def test_the_state_in_every_form_that_apache_writes(line: bytes, status: BookieS
         (b"1,READ_ONLY,99999999999999999999", "at byte 12"),
     ],
 )
-def test_a_wrong_state_is_told_with_its_byte(line: bytes, problem: str) -> None:
+def test_wrong_status_error_names_its_byte(line: bytes, problem: str) -> None:
     with pytest.raises(Corrupt) as caught:
         BookieStatus.parse(line, "BOOKIE_STATUS")
     assert problem in str(caught.value)

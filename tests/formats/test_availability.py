@@ -33,14 +33,14 @@ def listing(*groups: bytes, version: int = 0) -> bytes:
         ([0, 0, 1, 1, 7, 7], [(0, 0, 2, 0), (7, 7, 1, 0)]),
     ],
 )
-def test_bytes_are_those_of_apaches_writer(entries, groups):
+def test_availability_matches_apaches_bytes(entries, groups):
     data = listing(*(group(*each) for each in groups))
     assert Availability.of(entries).serialize() == data
     assert sorted(Availability.parse(data)) == sorted(set(entries))
     assert Availability.parse(data).count() == len(set(entries))
 
 
-def test_groups_with_a_period_are_read():
+def test_reads_groups_with_a_period():
     found = Availability.parse(listing(group(10, 30, 2, 10), group(100, 100, 3, 0)))
     assert list(found) == [10, 11, 20, 21, 30, 31, 100, 101, 102]
     assert found.count() == 9
@@ -53,12 +53,12 @@ def test_groups_with_a_period_are_read():
 @pytest.mark.parametrize(
     "damaged", [group(5, 4, 1, 1), group(-1, 0, 1, 1), group(0, 9, 1, 0), group(0, 0, -1, 0), group(0, 9, 1, -3)]
 )
-def test_impossible_groups_are_corrupt(damaged):
+def test_refuses_impossible_groups(damaged):
     with pytest.raises(CorruptRecord, match="at byte 88"):
         Availability.parse(listing(group(0, 0, 1, 0), damaged))
 
 
-def test_other_versions_and_cut_lists_are_refused():
+def test_refuses_other_versions_and_truncated_lists():
     with pytest.raises(Unsupported):
         Availability.parse(listing(version=1))
     for data in (b"", listing()[:63], listing(group(0, 0, 1, 0))[:-1], struct.pack(">ii", 0, 2**31 - 1) + bytes(80)):
@@ -69,20 +69,20 @@ def test_other_versions_and_cut_lists_are_refused():
 
 
 @given(st.sets(st.integers(0, 300)))
-def test_what_is_written_is_read(entries):
+def test_availability_round_trips(entries):
     found = Availability.parse(Availability.of(sorted(entries)).serialize())
     assert set(found) == entries
     assert {entry for entry in range(302) if entry in found} == entries
 
 
 @given(st.binary(max_size=200), st.integers(0, 4))
-def test_only_our_errors_come_out_of_any_bytes(data, count):
+def test_any_bytes_raise_only_declared_errors(data, count):
     for each in (data, struct.pack(">ii", 0, count) + bytes(56) + data):
         with contextlib.suppress(BkctlError):
             Availability.parse(each).count()
 
 
-def test_a_hostile_group_takes_no_memory():
+def test_hostile_group_uses_bounded_memory():
     found = Availability.parse(listing(group(0, 2**62, 2**31 - 1, 1)))
     assert 2**61 in found
     assert found.groups == (SequenceGroup(0, 2**62, 2**31 - 1, 1),)

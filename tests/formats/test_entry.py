@@ -42,13 +42,13 @@ ledgers = st.one_of(
 longs = st.integers(-(2**63), 2**63 - 1)
 
 
-def test_master_keys_are_those_of_apache():
+def test_master_keys_match_apache():
     assert master_key(b"").hex() == "850bf1071c5e3d8c24235676f8816ae0cbe2f14f"
     assert master_key(PASSWORD).hex() == "2e2a69d870796fe05c0e77c52a29ce5e4222b758"
 
 
 @pytest.mark.parametrize(("ledger", "digest_type", "header", "digest"), ENTRIES)
-def test_sealed_bytes_are_the_formats(ledger, digest_type, header, digest):
+def test_sealed_entries_match_the_format(ledger, digest_type, header, digest):
     manager = DigestManager(ledger, digest_type, PASSWORD)
     sealed = manager.seal(0, -1, 5, b"hello")
     assert sealed == header + bytes.fromhex(digest)
@@ -58,7 +58,7 @@ def test_sealed_bytes_are_the_formats(ledger, digest_type, header, digest):
 
 
 @pytest.mark.parametrize(("ledger", "digest_type", "packet"), LAC_PACKETS)
-def test_lac_packets_are_the_formats(ledger, digest_type, packet):
+def test_lac_packets_match_the_format(ledger, digest_type, packet):
     manager = DigestManager(ledger, digest_type, PASSWORD)
     assert manager.seal_lac(7) == bytes.fromhex(packet)
     assert manager.open_lac(bytes.fromhex(packet)) == 7
@@ -67,7 +67,7 @@ def test_lac_packets_are_the_formats(ledger, digest_type, packet):
     assert (header.format_version, header.size) == ((2, 25) if ledger.is_scoped else (1, 16))
 
 
-def test_headers_say_what_they_are():
+def test_reads_entry_headers():
     v1 = read_entry_header(b"xx" + HEADER_V1, 2)
     assert v1 == (V1, 0, -1, 5, 1, None, 32)
     v2 = read_entry_header(b"\xa3" + HEADER_V2)
@@ -81,7 +81,7 @@ def test_headers_say_what_they_are():
 
 
 @pytest.mark.parametrize("flags", [0x80, 0x90, 0xB3, 0xC0, 0xF3, 0xFF, 0xA5, 0xAF])
-def test_other_versions_are_unsupported_whatever_follows(flags):
+def test_refuses_other_entry_versions(flags):
     for read in (read_entry_header, read_lac_header, read_ledger):
         with pytest.raises(Unsupported, match=f"{flags:#04x} at byte 0"):
             read(bytes([flags]) + bytes(60))
@@ -103,7 +103,7 @@ def test_short_headers_are_truncated():
 
 @pytest.mark.parametrize("ledger", [V1, V2])
 @pytest.mark.parametrize("digest_type", list(DigestType))
-def test_what_was_not_asked_for_does_not_open(ledger, digest_type):
+def test_refuses_entries_of_other_ids(ledger, digest_type):
     manager = DigestManager(ledger, digest_type, PASSWORD)
     blob = manager.seal(3, 1, 5, b"hello") + b"hello"
     assert manager.open(blob, None).entry_id == 3
@@ -134,7 +134,7 @@ def test_a_wrong_password_or_digest_type_does_not_match():
 
 @pytest.mark.parametrize("digest_type", [DigestType.CRC32, DigestType.CRC32C, DigestType.HMAC])
 @pytest.mark.parametrize("ledger", [V1, V2])
-def test_every_flipped_bit_is_noticed(ledger, digest_type):
+def test_detects_every_flipped_bit(ledger, digest_type):
     manager = DigestManager(ledger, digest_type, PASSWORD)
     blob = manager.seal(3, 1, 5, b"hello") + b"hello"
     for bit in range(len(blob) * 8):
@@ -153,7 +153,7 @@ def test_every_flipped_bit_is_noticed(ledger, digest_type):
     st.binary(max_size=200),
     st.sampled_from((bytes, bytearray, memoryview)),
 )
-def test_what_is_sealed_opens(ledger, digest_type, entry_id, lac, length, payload, kind):
+def test_sealed_entries_open(ledger, digest_type, entry_id, lac, length, payload, kind):
     manager = DigestManager(ledger, digest_type, PASSWORD)
     blob = manager.seal(entry_id, lac, length, kind(payload)) + payload
     entry = manager.open(kind(blob), entry_id)
@@ -166,7 +166,7 @@ def test_what_is_sealed_opens(ledger, digest_type, entry_id, lac, length, payloa
 
 
 @given(ledgers, st.sampled_from(DigestType), st.binary(max_size=80), st.booleans())
-def test_only_our_errors_come_out_of_any_bytes(ledger, digest_type, data, scoped):
+def test_any_bytes_raise_only_declared_errors(ledger, digest_type, data, scoped):
     manager = DigestManager(ledger, digest_type)
     for blob in (data, b"\xa3" + data, manager.seal(0, 0, 0, b"")[:-1] + data):
         for read in (
@@ -180,7 +180,7 @@ def test_only_our_errors_come_out_of_any_bytes(ledger, digest_type, data, scoped
                 read(blob)
 
 
-def test_digest_types_have_names():
+def test_parses_digest_type_names():
     assert DigestType.parse("mac") is DigestType.parse("HMAC") is DigestType.HMAC
     assert DigestType.parse(" crc32c ") is DigestType.CRC32C
     assert [each.code_length for each in DigestType] == [8, 20, 4, 0]
@@ -188,7 +188,7 @@ def test_digest_types_have_names():
         DigestType.parse("md5")
 
 
-def test_a_scope_0_ledger_that_no_entry_can_carry_is_refused():
+def test_refuses_scope_0_ids_of_2_63_or_more():
     with pytest.raises(UsageError):
         DigestManager(LedgerId(0, 2**63), DigestType.CRC32)
     DigestManager(LedgerId(1, 2**63), DigestType.CRC32)

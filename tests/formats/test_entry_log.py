@@ -69,7 +69,7 @@ def test_damaged_ledgers_maps(position):
 
 
 @given(st.binary(max_size=80), st.sampled_from([0, 1, 2]))
-def test_only_our_errors_come_out_of_any_bytes(data, version):
+def test_any_bytes_raise_only_declared_errors(data, version):
     with contextlib.suppress(BkctlError):
         read_ledgers_map(bytes.fromhex("ffffffffffffffff fffffffffffffffe") + data, version)
     with contextlib.suppress(BkctlError):
@@ -81,7 +81,7 @@ SIZES = st.integers(0, 2**63 - 1)
 
 
 @given(st.dictionaries(LEDGER_IDS.filter(lambda number: number < 2**63), SIZES, min_size=1, max_size=50))
-def test_what_a_ledgers_map_says_is_what_was_written(sizes):
+def test_ledgers_map_round_trips(sizes):
     expected = {LedgerId(0, ledger_id): size for ledger_id, size in sizes.items()}
     (record,) = write_ledgers_map(expected)
     assert len(record) == 4 + 20 + 16 * len(sizes)
@@ -89,7 +89,7 @@ def test_what_a_ledgers_map_says_is_what_was_written(sizes):
 
 
 @given(st.dictionaries(st.tuples(st.integers(1, 2**64 - 1), LEDGER_IDS), SIZES, min_size=1, max_size=50))
-def test_what_a_scoped_ledgers_map_says_is_what_was_written(sizes):
+def test_scoped_ledgers_map_round_trips(sizes):
     expected = {LedgerId(*ids): size for ids, size in sizes.items()}
     (record,) = write_ledgers_map(expected, version=2)
     assert len(record) == 4 + 20 + 24 * len(sizes)
@@ -97,20 +97,20 @@ def test_what_a_scoped_ledgers_map_says_is_what_was_written(sizes):
 
 
 @given(st.integers(0, 2), st.integers(-(2**63), 2**63 - 1), st.integers(-(2**31), 2**31 - 1), st.binary(max_size=40))
-def test_a_header_is_read_as_it_was_written(version, offset, count, rest):
+def test_entry_log_header_round_trips(version, offset, count, rest):
     header = entry_log.write_header(version, offset, count)
     assert entry_log.read_header(header + rest) == EntryLogHeader(b"BKLO", version, offset, count)
 
 
 @given(st.binary(max_size=200), st.integers(0, 2**31), st.sampled_from([0, 1, 2]))
-def test_a_map_of_an_absurd_count_allocates_nothing(data, count, version):
+def test_map_with_a_huge_count_allocates_nothing(data, count, version):
     body = bytes.fromhex("ffffffffffffffff fffffffffffffffe") + count.to_bytes(4, "big") + data
     with contextlib.suppress(CorruptRecord):
         assert len(read_ledgers_map(body, version)) == count <= 200
 
 
 @given(st.integers(0, 2**31 - 1), st.integers(0, 2**32 - 1))
-def test_a_location_is_its_log_and_offset(log_id, offset):
+def test_location_round_trips(log_id, offset):
     assert entry_log.unpack_location(entry_log.pack_location(log_id, offset)) == (log_id, offset)
 
 
@@ -143,7 +143,7 @@ def test_names_of_compactions():
 
 
 @given(st.text(max_size=30) | st.from_regex(r"[0-9a-f]{1,9}\.log(\.[0-9a-f]{1,9})?(\.compact(ing|ed))?"))
-def test_no_name_is_two_things(name):
+def test_file_names_are_unambiguous(name):
     log, compaction = entry_log.log_id_of(name), entry_log.compaction_of(name)
     assert log is None or compaction is None
     if log is not None:
@@ -151,7 +151,7 @@ def test_no_name_is_two_things(name):
 
 
 @given(st.binary(max_size=40))
-def test_any_last_id_is_one_or_none(data):
+def test_any_last_id_parses_or_gives_none(data):
     found = entry_log.read_last_id(data)
     assert found is None or found > 0
     if found is not None and found < 2**31:

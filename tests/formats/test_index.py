@@ -53,7 +53,7 @@ def test_damaged_headers():
 
 
 @given(st.binary(max_size=80))
-def test_only_our_errors_come_out_of_any_header(data):
+def test_any_header_raises_only_declared_errors(data):
     for start in (b"", b"BKLE\0\0\0\0", b"BKLE\0\0\0\1\0\0\0\x14" + KEY):
         with contextlib.suppress(BkctlError):
             index.read_header(start + data)
@@ -80,7 +80,7 @@ def test_paths(ledger, path):
     ["0/1/0.idx", "0/0/0.idx.rloc", "0.idx", "12/34/01234.idx", "00/00/0.idx", "00000000/00000007/00000001.idx",
      "00000000/00000000/00000000/00000001.idx", "0/0/x.idx"],
 )  # fmt: skip
-def test_other_paths_are_no_index_files(path):
+def test_rejects_other_paths(path):
     assert index.ledger_of_index_path(path) is None
 
 
@@ -94,7 +94,7 @@ def test_paths_and_keys_round_trip(ledger, entry_id):
         assert index.read_ledger_key(index.ledger_key(ledger), scoped=ledger.is_scoped) == ledger
 
 
-def test_keys_and_values_have_their_bytes():
+def test_keys_and_values_match_the_format():
     assert index.ledger_key(LedgerId(0, 5)) == bytes.fromhex("0000000000000005")
     assert index.ledger_key(LedgerId(7, 5)) == bytes.fromhex("0000000000000007 0000000000000005")
     assert index.location_key(LedgerId(0, 5), 9) == bytes.fromhex("0000000000000005 0000000000000009")
@@ -128,7 +128,7 @@ def test_ledger_data():
 
 
 @pytest.mark.parametrize("scope_id", [0, 7, (1 << 64) - 1])
-def test_keys_and_values_made_at_once_are_those_made_one_by_one(scope_id: int) -> None:
+def test_batched_keys_and_values_match_single_ones(scope_id: int) -> None:
     runs = [(LedgerId(scope_id, 0), 2), (LedgerId(scope_id, 5), 0), (LedgerId(scope_id, (1 << 63) - 1), 3)]
     entry_ids, locations = [0, (1 << 63) - 1, 7, 1, 8], [1 << 32 | 1028, 0, (1 << 63) - 1, 2, 3]
     ledgers = [ledger for ledger, count in runs for _ in range(count)]

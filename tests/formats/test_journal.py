@@ -38,7 +38,7 @@ def test_other_versions_are_unsupported(version):
         journal.write_header(version)
 
 
-def test_special_records_have_their_bytes():
+def test_special_records_match_the_format():
     assert journal.ledger_key_record(V1, KEY) == bytes.fromhex(
         "00000028 0000000000000001 fffffffffffff000 00000014 850bf1071c5e3d8c24235676f8816ae0cbe2f14f"
     )
@@ -103,7 +103,7 @@ def test_file_names():
 
 
 @given(st.binary(max_size=20))
-def test_only_our_errors_come_out_of_any_bytes(data):
+def test_any_bytes_raise_only_declared_errors(data):
     for read in (journal.read_header, LogMark.parse):
         for each in (data, b"BKLG" + data):
             try:

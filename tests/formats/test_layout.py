@@ -31,14 +31,14 @@ def test_values_become_padded_bytes_and_come_back() -> None:
     assert SAMPLE.unpack_from(b"xx" + data, 2) == record
 
 
-def test_a_short_buffer_says_offset_needed_and_present() -> None:
+def test_short_buffer_error_has_offset_needed_and_present() -> None:
     with pytest.raises(TruncatedRecord) as caught:
         SAMPLE.unpack_from(bytes(70), 10, where="7.log")
     assert (caught.value.offset, caught.value.needed, caught.value.present) == (10, 64, 60)
     assert "7.log" in str(caught.value)
 
 
-def test_a_field_without_a_struct_code_is_our_own_mistake() -> None:
+def test_field_without_a_struct_code_raises_type_error() -> None:
     class Bare(NamedTuple):
         version: int
 

@@ -74,13 +74,13 @@ V3_BYTES = b"BookieMetadataFormatVersion\t3\n" + bytes.fromhex(
 )
 
 
-def test_every_version_has_its_bytes():
+def test_writes_every_metadata_version():
     assert CLOSED.serialize() == V3_BYTES
     assert dataclasses.replace(CLOSED, format_version=2).serialize() == V2_TEXT
     assert dataclasses.replace(CLOSED, format_version=1).serialize() == V1_TEXT
 
 
-def test_every_version_is_read():
+def test_reads_every_metadata_version():
     assert LedgerMetadata.parse(V3_BYTES) == CLOSED
     assert LedgerMetadata.parse(V3_BYTES + b"trailing") == CLOSED
     assert LedgerMetadata.parse(V2_TEXT) == dataclasses.replace(CLOSED, format_version=2, c_token=None)
@@ -107,7 +107,7 @@ def test_length_and_last_entry_count_only_when_closed(version, state):
     assert LedgerMetadata.parse(V2_TEXT.replace(b"CLOSED", state.name.encode())).last_entry_id == -1
 
 
-def test_what_is_absent_has_the_formats_default():
+def test_absent_fields_have_the_formats_default():
     text = V2_TEXT.replace(b"lastEntryId: 12\n", b"").replace(b"ackQuorumSize: 1\n", b"")
     found = LedgerMetadata.parse(text.replace(b"digestType: CRC32C\n", b""))
     assert (found.last_entry_id, found.ack_quorum_size, found.digest_type) == (0, 2, DigestType.CRC32)
@@ -146,9 +146,9 @@ DAMAGED = [
     (V2_TEXT.replace(b"quorumSize: 2", b"quorumSize: 3"), Corrupt, "not in descending order"),
     (V2_TEXT.replace(b"ackQuorumSize: 1", b"ackQuorumSize: 3"), Corrupt, "not in descending order"),
     (V2_TEXT.replace(b"ackQuorumSize: 1", b"ackQuorumSize: -1"), Corrupt, "not in descending order"),
-    (re.sub(rb"segment \{.*?\}\n", b"", V2_TEXT, flags=re.DOTALL), Corrupt, "no ensemble"),
+    (re.sub(rb"segment \{.*?\}\n", b"", V2_TEXT, flags=re.DOTALL), Corrupt, "list of ensembles is empty"),
     (b"BookieMetadataFormatVersion\t1\n2\n2\n", Corrupt, "2 lines"),
-    (b"BookieMetadataFormatVersion\t1\n2\n2\n0\n", Corrupt, "no ensemble"),
+    (b"BookieMetadataFormatVersion\t1\n2\n2\n0\n", Corrupt, "list of ensembles is empty"),
     (b"BookieMetadataFormatVersion\t1\n2\nx\n0\n0\ta:1", Corrupt, "'x'"),
     (b"BookieMetadataFormatVersion\t1\n2\n2147483648\n0\n", Corrupt, "32 bits"),
     (V1_TEXT.replace(b"10\ta", b"0\ta"), Corrupt, "from entry 0 comes after"),
@@ -159,14 +159,14 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize(("data", "error", "problem"), DAMAGED)
-def test_damaged_ledger_metadata_is_one_error_that_names_the_value(data, error, problem):
+def test_damaged_ledger_metadata_raises_one_error_that_names_the_value(data, error, problem):
     with pytest.raises(error, match=problem) as caught:
         LedgerMetadata.parse(data, "/ledgers/00/0000/L0001")
     assert str(caught.value).startswith("/ledgers/00/0000/L0001: ")
     assert "\n" not in str(caught.value)
 
 
-def test_contradictions_are_not_written():
+def test_refuses_to_write_contradictions():
     for change in ({"password": None}, {"ensembles": ()}, {"ack_quorum_size": 3}, {"format_version": 4}):
         with pytest.raises(UsageError):
             dataclasses.replace(CLOSED, **change).serialize()
@@ -184,7 +184,7 @@ def test_secrets_stay_out_of_repr():
 
 
 @pytest.mark.parametrize("version", golden.VERSIONS)
-def test_apaches_ledger_metadata_is_read_and_written_byte_for_byte(version):
+def test_apaches_ledger_metadata_round_trips(version):
     lines = golden.ledger_metadata(version)
     assert {line["formatVersion"] for line in lines} == {1, 2, 3}
     for line in lines:
@@ -208,7 +208,7 @@ def test_apaches_ledger_metadata_is_read_and_written_byte_for_byte(version):
 
 
 @pytest.mark.parametrize("version", golden.VERSIONS)
-def test_apaches_nodes_are_read_and_written_byte_for_byte(version):
+def test_apaches_nodes_round_trip(version):
     seen = set()
     for path, value in golden.zookeeper_nodes(version).items():
         data = base64.b64decode(value)
@@ -263,7 +263,7 @@ def test_ledger_metadata_round_trips(value):
 
 
 @given(ledger_metadata(), st.data())
-def test_only_our_errors_come_out_of_damaged_values(value, data):
+def test_damaged_values_raise_only_declared_errors(value, data):
     cookie = Cookie("127.0.0.1:3181", ("/j",), ("/l1", "/l2"), "id", ("/i",))
     info = BookieServiceInfo((Endpoint("bookie", 1, "host", "bookie-rpc"),), {"a": "b"})
     layout = LedgerLayout(2, "org.example.Factory", 1)
@@ -288,7 +288,7 @@ indexDirs: "2\\t/i1\\t/i2"
 COOKIE = Cookie("127.0.0.1:43181", ("/data/j1", "/data/j2"), ("/data/l1",), "47db9102", ("/i1", "/i2"))
 
 
-def test_cookies_have_apaches_bytes():
+def test_cookies_match_apaches_bytes():
     assert COOKIE.serialize() == COOKIE_TEXT
     assert Cookie.parse(COOKIE_TEXT) == COOKIE
     bare = dataclasses.replace(COOKIE, instance_id=None, index_dirs=None)
@@ -297,7 +297,7 @@ def test_cookies_have_apaches_bytes():
     assert Cookie.parse(bare.serialize()) == bare
 
 
-def test_older_cookies_are_read():
+def test_reads_older_cookies():
     assert Cookie.parse(COOKIE_TEXT.replace(b"5\n", b"4\n", 1)) == dataclasses.replace(COOKIE, layout_version=4)
     third = Cookie.parse(b"3\n127.0.0.1:3181\n/j\n2\t/l1\t/l2\n")
     assert third == Cookie("127.0.0.1:3181", ("/j",), ("/l1", "/l2"), layout_version=3)
@@ -319,12 +319,12 @@ def test_older_cookies_are_read():
         (COOKIE_TEXT[:-3], Corrupt),
     ],
 )
-def test_damaged_cookies_are_one_error(data, error):
+def test_damaged_cookies_raise_one_error(data, error):
     with pytest.raises(error, match=r"^/data/VERSION: "):
         Cookie.parse(data, "/data/VERSION")
 
 
-def test_cookies_that_differ_say_in_what():
+def test_cookie_differences_are_named():
     assert COOKIE.differences(COOKIE) == []
     more = dataclasses.replace(COOKIE, ledger_dirs=("/data/l1", "/data/l2"))
     assert ["ledger directories" in each for each in more.differences(COOKIE)] == [True]
@@ -352,7 +352,7 @@ def test_layouts():
         (b"2\n\xff:1", Corrupt),
     ],
 )  # fmt: skip
-def test_damaged_layouts_are_one_error(data, error):
+def test_damaged_layouts_raise_one_error(data, error):
     with pytest.raises(error, match=r"^/ledgers/LAYOUT: "):
         LedgerLayout.parse(data, "/ledgers/LAYOUT")
 
@@ -374,7 +374,7 @@ def test_service_info():
             BookieServiceInfo.parse(damaged, "/available/x")
 
 
-def test_text_is_escaped_as_apaches_current_release_does():
+def test_escapes_text_as_apache():
     message = data_formats_pb2.CookieFormat(bookieHost="a\u00e9\"'\\", journalDir="\a\b\f\n\r\t\v\0\x7f", ledgerDirs="")
     assert print_text(message) == (
         'bookieHost: "a\\303\\251\\"\\\'\\\\"\njournalDir: "\\007\\b\\f\\n\\r\\t\\013\\000\\177"\nledgerDirs: ""\n'
@@ -394,7 +394,7 @@ def without_json_names(file):
     return file
 
 
-def test_generated_module_is_that_of_the_proto_file(tmp_path):
+def test_generated_module_matches_the_proto_file(tmp_path):
     root = Path(metadata.__file__).parents[2]
     proto = "bkctl/formats/data_formats.proto"
     output = tmp_path / "descriptors"
@@ -407,7 +407,7 @@ def test_generated_module_is_that_of_the_proto_file(tmp_path):
     assert generated == without_json_names(made)
 
 
-def test_generated_module_is_older_than_any_protobuf_that_is_accepted():
+def test_generated_module_works_with_the_oldest_protobuf():
     text = Path(data_formats_pb2.__file__).read_text()
     generated = tuple(map(int, re.search(r"Protobuf Python Version: (\d+)\.(\d+)\.(\d+)", text).groups()))
     project = tomllib.loads((Path(metadata.__file__).parents[2] / "pyproject.toml").read_text())["project"]

@@ -28,7 +28,7 @@ def read(body: bytes):
 
 
 @pytest.mark.parametrize(("ledger", "version"), [(V1, 1), (V2, 2)])
-def test_an_entry(ledger, version):
+def test_reads_an_entry(ledger, version):
     body = DigestManager(ledger, DigestType.CRC32C).seal(5, 3, 9, b"hello") + b"hello"
     record = read(body)
     assert record[:4] == (512, len(body), RecordType.ENTRY, ledger)
@@ -52,7 +52,7 @@ def test_an_entry(ledger, version):
         (-5, RecordType.UNKNOWN),
     ],
 )
-def test_special_records(ledger, entry_id, kind):
+def test_reads_special_records(ledger, entry_id, kind):
     ids = write_ids(ledger, entry_id)
     assert len(ids) == (25 if ledger.is_scoped else 16)
     for body in (ids, ids + bytes(20)):
@@ -97,7 +97,7 @@ def test_entries_shorter_than_their_header_have_no_payload():
 
 
 @pytest.mark.parametrize("ledger", [V1, V2])
-def test_what_special_records_carry(ledger):
+def test_special_payloads(ledger):
     ids = write_ids(ledger, -0x1000)
     assert special_payload(ids + b"\0\0\0\3keyxx") == b"key"
     assert read(ids + b"\0\0\0\3key").special_payload == b"key"
@@ -106,7 +106,7 @@ def test_what_special_records_carry(ledger):
             special_payload(damaged)
 
 
-def test_an_entry_cannot_be_larger_than_its_ledger():
+def test_contradicts_size_of_an_entry_larger_than_its_ledger():
     body = DigestManager(V1, DigestType.CRC32).seal(5, 3, 1000, b"hello")
     assert not contradicts_size(body, 1052)
     assert contradicts_size(body, 1062)
@@ -115,7 +115,7 @@ def test_an_entry_cannot_be_larger_than_its_ledger():
 
 
 @given(st.binary(max_size=80), st.sampled_from([b"", b"\xa0", b"\xa3", b"\xff" * 8]))
-def test_only_our_errors_come_out_of_any_bytes(data, start):
+def test_any_bytes_raise_only_declared_errors(data, start):
     with contextlib.suppress(BkctlError):
         record = read(start + data)
         assert record.body == start + data

@@ -25,7 +25,7 @@ def ledgers(tmp_path: Path) -> Path:
     return shutil.copytree(DATA / "4.18.0" / "db" / "ledgers", tmp_path / "ledgers")
 
 
-def test_the_databases_of_a_bookie_are_read_without_a_trace(ledgers: Path) -> None:
+def test_reading_databases_leaves_no_trace(ledgers: Path) -> None:
     before = files(ledgers)
     with BookieIndexes(BookieDirectories.at(ledgers)) as indexes, indexes.open(LedgerId(0, 0)) as index:
         assert index.extent()[0] > 0
@@ -45,7 +45,7 @@ def test_a_read_only_directory_can_be_read(ledgers: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["remove", "truncate", "flip"])
-def test_a_damaged_database_is_one_error_that_names_it(ledgers: Path, damage: str) -> None:
+def test_damaged_database_raises_one_error_that_names_it(ledgers: Path, damage: str) -> None:
     database = ledgers / "current" / "locations"
     tables = sorted(database.glob("*.sst"))
     assert tables
@@ -77,7 +77,7 @@ def write(directory: Path, ledger: LedgerId, *locations: int, suffix: str = "") 
     return path
 
 
-def test_ledgers_of_several_index_directories(tmp_path: Path) -> None:
+def test_lists_ledgers_of_several_index_directories(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     write(one, ONE, 0x500, 0, 0x600)
     write(two, SCOPED, 0x700)
@@ -93,7 +93,7 @@ def test_ledgers_of_several_index_directories(tmp_path: Path) -> None:
             indexes.open(LedgerId(0, 1))
 
 
-def test_what_a_relocation_left_counts_where_there_is_no_index(tmp_path: Path) -> None:
+def test_relocation_leftover_counts_without_an_index_file(tmp_path: Path) -> None:
     path = write(tmp_path, ONE, 0x500, suffix=".rloc")
     write(tmp_path, SCOPED, 0x600, suffix=".rloc")
     with BookieIndexes(BookieDirectories.at(tmp_path)) as indexes:
@@ -106,7 +106,7 @@ def test_what_a_relocation_left_counts_where_there_is_no_index(tmp_path: Path) -
         assert [each.kind.value for each in indexes.files()] == ["relocation", "index"]
 
 
-def test_two_indexes_of_a_ledger(tmp_path: Path) -> None:
+def test_lists_both_index_files_of_a_ledger(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     write(one, ONE, 0x500)
     write(two, ONE, 0x600)
@@ -118,7 +118,7 @@ def test_two_indexes_of_a_ledger(tmp_path: Path) -> None:
         assert first.location_of(0) == 0x500
 
 
-def test_a_database_that_cannot_be_opened_hides_no_other(tmp_path: Path, ledgers: Path) -> None:
+def test_unreadable_database_does_not_hide_the_others(tmp_path: Path, ledgers: Path) -> None:
     (ledgers / "current" / "ledgers" / "CURRENT").write_bytes(b"?")
     write(tmp_path / "files", ONE, 0x500)
     with BookieIndexes(BookieDirectories.at(ledgers, tmp_path / "files")) as indexes:

@@ -98,9 +98,7 @@ def test_journal_of_one_ledger_byte_for_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("last_storage", [None, DB], ids=["", "db"])
-def test_entries_added_at_once_leave_the_files_of_those_added_one_by_one(
-    tmp_path: Path, last_storage: str | None
-) -> None:
+def test_batched_adds_write_the_same_files_as_single_adds(tmp_path: Path, last_storage: str | None) -> None:
     chance = random.Random(5)
     # In any order, some of them twice, over pages of the index and entry logs; and alone.
     ids = [*range(150), 149, 7, *range(400, 380, -1), *(chance.randrange(500) for _ in range(60))]
@@ -164,7 +162,7 @@ def test_groups_end_on_the_alignment(tmp_path: Path, size: int) -> None:
     assert [record.body for record in entries] == [body_of(PLAIN, each, bytes(size)) for each in range(3)]
 
 
-def test_a_scoped_entry_costs_exactly_nine_bytes_more(tmp_path: Path) -> None:
+def test_scoped_entry_takes_nine_bytes_more(tmp_path: Path) -> None:
     """In the journal and in the entry log; in the ledgers map and the key record, 8 and 9 bytes a ledger."""
     count, sizes = 200, {}
     for ledger in (PLAIN, SCOPED):
@@ -188,7 +186,7 @@ def test_a_scoped_entry_costs_exactly_nine_bytes_more(tmp_path: Path) -> None:
     assert scoped[2] == plain[2]
 
 
-def test_entry_logs_roll_with_a_ledgers_map_and_say_the_last_id(tmp_path: Path) -> None:
+def test_rolled_entry_logs_have_a_ledgers_map_and_a_last_id(tmp_path: Path) -> None:
     storage = open_storage(tmp_path, log_size_limit=4096)
     ledgers = [LedgerId(scope_id, ledger_id) for ledger_id in (1, 2) for scope_id in (0, 7, 8)]
     for entry_id in range(30):
@@ -217,7 +215,7 @@ def test_entry_logs_roll_with_a_ledgers_map_and_say_the_last_id(tmp_path: Path) 
                     assert path.stat().st_size <= 4096 + 4 + 20 + 24 * len(counted)
 
 
-def test_entry_log_ids_are_never_used_again(tmp_path: Path) -> None:
+def test_entry_log_ids_are_never_reused(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     add(storage, PLAIN, 0)
     storage.close()
@@ -230,7 +228,7 @@ def test_entry_log_ids_are_never_used_again(tmp_path: Path) -> None:
     assert {path.name for path in current.glob("*.log")} == {"0.log", "1a.log", "20.log"}
 
 
-def test_index_files_have_apaches_shape(tmp_path: Path) -> None:
+def test_index_files_match_apache(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     for ledger in (PLAIN, SCOPED):
         add(storage, ledger, 0, 1023, 5000)
@@ -261,7 +259,7 @@ def test_index_files_have_apaches_shape(tmp_path: Path) -> None:
         assert found == (set() if ledger == header_only else {0, 1023, 5000})
 
 
-def test_a_ledger_whose_index_exists_gets_no_second_key_record_before_a_fence(tmp_path: Path) -> None:
+def test_fence_writes_no_key_record_if_the_index_has_the_key(tmp_path: Path) -> None:
     """As Apache's: the key goes before a ledger's first entry of a run; a new ledger's also before its first fence."""
     storage = open_storage(tmp_path)
     storage.fence(PLAIN, key_of(PLAIN), lambda error: None)
@@ -280,7 +278,7 @@ def test_a_ledger_whose_index_exists_gets_no_second_key_record_before_a_fence(tm
     assert [record.type for _, record in records_of(tmp_path)][-2:] == [RecordType.FENCE, RecordType.PADDING]
 
 
-def test_scoped_records_stand_in_version_7_only(tmp_path: Path) -> None:
+def test_scoped_records_go_to_version_7_journals_only(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     add(storage, PLAIN, 0)
     storage.flush_journals()
@@ -299,7 +297,7 @@ def test_scoped_records_stand_in_version_7_only(tmp_path: Path) -> None:
     assert records_of(tmp_path)[-1][0] == 7
 
 
-def test_journals_roll_and_old_ones_go_after_a_checkpoint(tmp_path: Path) -> None:
+def test_checkpoint_deletes_rolled_journals(tmp_path: Path) -> None:
     storage = open_storage(tmp_path, journal_max_size_mb=0, journal_max_backups=2)
     current = tmp_path / "journal" / "current"
     for entry_id in range(8):
@@ -311,7 +309,7 @@ def test_journals_roll_and_old_ones_go_after_a_checkpoint(tmp_path: Path) -> Non
     assert sorted(int(path.stem, 16) for path in current.glob("*.txn")) == ids[-3:], "the mark's, and two before it"
 
 
-def test_replay_brings_back_all_that_no_checkpoint_had(tmp_path: Path) -> None:
+def test_replay_restores_changes_since_the_last_checkpoint(tmp_path: Path) -> None:
     storage = open_storage(tmp_path, journal_max_size_mb=0)
     for ledger in (PLAIN, SCOPED):
         add(storage, ledger, 0)
@@ -329,7 +327,7 @@ def test_replay_brings_back_all_that_no_checkpoint_had(tmp_path: Path) -> None:
         assert again.last_add_confirmed(handle) == 1
 
 
-def test_a_marked_journal_that_is_missing_stops_the_start(tmp_path: Path) -> None:
+def test_missing_marked_journal_stops_the_start(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     add(storage, PLAIN, 0)
     storage.flush_journals()
@@ -340,7 +338,7 @@ def test_a_marked_journal_that_is_missing_stops_the_start(tmp_path: Path) -> Non
         open_storage(tmp_path)
 
 
-def test_damage_in_the_middle_of_a_journal_stops_the_start_unless_told_otherwise(tmp_path: Path) -> None:
+def test_journal_damage_stops_the_start_unless_configured_otherwise(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     for entry_id in range(6):
         add(storage, PLAIN, entry_id)
@@ -357,7 +355,7 @@ def test_damage_in_the_middle_of_a_journal_stops_the_start_unless_told_otherwise
         storage.read_entry(PLAIN, 5)
 
 
-def test_a_deleted_ledger_is_gone_and_may_come_again(tmp_path: Path) -> None:
+def test_deleted_ledger_can_be_recreated(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     for ledger in (PLAIN, SCOPED):
         add(storage, ledger, 0, 1)
@@ -377,10 +375,10 @@ def test_a_deleted_ledger_is_gone_and_may_come_again(tmp_path: Path) -> None:
     assert bytes(storage.read_entry(PLAIN, 1)) == body_of(PLAIN, 1)
 
 
-def test_a_ledger_that_was_fenced_and_deleted_takes_no_writes_for_a_week(tmp_path: Path) -> None:
-    storage = open_storage(tmp_path)
+def test_fenced_and_deleted_ledger_refuses_writes_for_a_week(tmp_path: Path) -> None:
     now_ms = 1_700_000_000_000
-    storage._clock_ms = lambda: now_ms
+    storage = BookieStorage(config_for(tmp_path), clock_ms=lambda: now_ms)
+    storage.open()
     for ledger in (PLAIN, SCOPED):
         add(storage, ledger, 0)
         storage.fence(ledger, key_of(ledger), lambda _: None)
@@ -410,7 +408,7 @@ def test_a_ledger_that_was_fenced_and_deleted_takes_no_writes_for_a_week(tmp_pat
     add(storage, LedgerId(0, 99), 0)  # it was not fenced
 
 
-def test_memory_is_bounded_by_the_limits(tmp_path: Path) -> None:
+def test_memory_stays_within_the_limits(tmp_path: Path) -> None:
     storage = open_storage(tmp_path, page_limit=8, open_file_limit=10, page_size=64)
     ledgers = [LedgerId(each % 2, each) for each in range(60)]
     for entry_id in range(0, 80, 8):
@@ -426,7 +424,7 @@ def test_memory_is_bounded_by_the_limits(tmp_path: Path) -> None:
     assert list(storage.ledgers.ledger_ids()) == sorted(ledgers)
 
 
-def test_a_torn_first_header_of_an_index_is_written_again(tmp_path: Path) -> None:
+def test_torn_first_index_header_is_rewritten(tmp_path: Path) -> None:
     """What Apache's bookie leaves when it dies while it makes an index file."""
     storage = open_storage(tmp_path)
     add(storage, PLAIN, 0)
@@ -441,7 +439,7 @@ def test_a_torn_first_header_of_an_index_is_written_again(tmp_path: Path) -> Non
             mark.unlink()
 
 
-def test_an_index_file_that_apache_was_moving_is_found(tmp_path: Path) -> None:
+def test_finds_an_index_file_that_apache_was_moving(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     add(storage, PLAIN, 0)
     storage.close()
@@ -452,7 +450,7 @@ def test_an_index_file_that_apache_was_moving_is_found(tmp_path: Path) -> None:
     assert path.exists()
 
 
-def test_without_journal_data_only_the_notes_are_journaled(tmp_path: Path) -> None:
+def test_without_journal_data_only_special_records_are_journaled(tmp_path: Path) -> None:
     storage = open_storage(tmp_path, journal_write_data=False)
     add(storage, PLAIN, 0)
     storage.fence(PLAIN, key_of(PLAIN), lambda error: None)
@@ -460,7 +458,7 @@ def test_without_journal_data_only_the_notes_are_journaled(tmp_path: Path) -> No
     assert [record.type for _, record in records_of(tmp_path)][:2] == [RecordType.LEDGER_KEY, RecordType.FENCE]
 
 
-def test_reads_come_from_memory_the_page_cache_or_the_disk_alike(tmp_path: Path) -> None:
+def test_reads_from_memory_page_cache_and_disk_agree(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     for ledger in (PLAIN, SCOPED):
         for entry_id, size in enumerate((0, 10, 5000, 200_000, 3)):
@@ -477,7 +475,7 @@ def test_reads_come_from_memory_the_page_cache_or_the_disk_alike(tmp_path: Path)
                 assert found is None or bytes(found) == expected
 
 
-def test_files_are_locked_and_replaced_as_one(tmp_path: Path) -> None:
+def test_files_lock_directories_and_replace_content_atomically(tmp_path: Path) -> None:
     files = Files()
     files.make_directory(tmp_path / "a" / "b")
     files.replace(tmp_path / "a" / "file", b"one")
@@ -493,7 +491,7 @@ def test_files_are_locked_and_replaced_as_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ledger", [PLAIN, SCOPED], ids=str)
-def test_an_index_of_another_storage_class_stops_the_start(tmp_path: Path, ledger: LedgerId) -> None:
+def test_index_of_another_storage_class_stops_the_start(tmp_path: Path, ledger: LedgerId) -> None:
     """Without an index of its own a bookie would take all of its entry logs for garbage."""
     classes = [DB, SETTINGS["ledger_storage_class"]]
     for first, then in (classes, reversed(classes)):
@@ -510,7 +508,7 @@ def test_an_index_of_another_storage_class_stops_the_start(tmp_path: Path, ledge
         storage.close()
 
 
-def test_a_conversion_that_is_not_finished_stops_the_start(tmp_path: Path) -> None:
+def test_unfinished_conversion_stops_the_start(tmp_path: Path) -> None:
     open_storage(tmp_path).close()
     state = {"to": "db", "stamp": "20260101T000000Z", "fingerprint": "f", "counts": [[0, 0]]}
     path = tmp_path / "ledgers" / "current" / CONVERSION_NAME

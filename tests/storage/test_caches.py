@@ -16,7 +16,7 @@ class Ledger:
         self.flushing: dict[int, bytes] = {}
 
 
-def test_a_flush_takes_the_write_cache_by_ledger_and_it_stays_readable() -> None:
+def test_flushed_write_cache_stays_readable() -> None:
     cache: WriteCache[Ledger] = WriteCache()
     ledgers = [Ledger(7, 1), Ledger(0, 9), Ledger(0, 2)]
     for ledger in ledgers:
@@ -43,7 +43,7 @@ def test_a_flush_takes_the_write_cache_by_ledger_and_it_stays_readable() -> None
     assert not any(each.flushing or each.entries for each in ledgers)
 
 
-def test_a_removed_ledger_costs_nothing_more() -> None:
+def test_removed_ledger_frees_its_write_cache() -> None:
     cache: WriteCache[Ledger] = WriteCache()
     one, other = Ledger(0, 1), Ledger(0, 2)
     for entry_id in range(4):
@@ -56,7 +56,7 @@ def test_a_removed_ledger_costs_nothing_more() -> None:
     assert [each for each, _ in cache.swap()] == [other]
 
 
-def test_the_read_cache_forgets_the_oldest_for_the_newest() -> None:
+def test_read_cache_evicts_the_oldest_entries() -> None:
     cache = ReadCache(100)
     one, other = LedgerId(0, 1), LedgerId(7, 1)
     cache.put(one, [(0, bytes(30)), (1, bytes(30))])

@@ -80,7 +80,7 @@ def test_entries_added_while_a_checkpoint_writes_many_pages_are_kept(tmp_path: P
     assert (stored(again, 100, 0), stored(again, 100, 8)) == (first, second)
 
 
-def test_a_group_fails_with_the_failed_one_that_its_ledger_key_was_grouped_with(tmp_path: Path) -> None:
+def test_group_fails_with_the_group_of_its_ledger_key(tmp_path: Path) -> None:
     root = tmp_path / "work"
     root.mkdir()
     files = SimulatedFiles(root)
@@ -115,7 +115,7 @@ def test_a_group_fails_with_the_failed_one_that_its_ledger_key_was_grouped_with(
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_a_failed_sync_of_an_entry_log_is_never_made_good_by_another(tmp_path: Path, code: int) -> None:
+def test_failed_entry_log_sync_fails_every_later_sync(tmp_path: Path, code: int) -> None:
     """The system may have dropped the data: a mark behind it would let go of the only copy, the journal's."""
     files = SimulatedFiles(tmp_path)
     storage = open_storage(tmp_path, files)
@@ -130,9 +130,7 @@ def test_a_failed_sync_of_an_entry_log_is_never_made_good_by_another(tmp_path: P
     assert (tmp_path / "ledgers/current/lastMark").read_bytes() == mark
 
 
-def test_an_entry_log_that_is_completed_while_another_is_synced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_entry_log_completed_during_a_sync_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries are written while a checkpoint syncs."""
     storage = open_storage(tmp_path, log_size_limit=1024 + 250)
     bodies = [add(storage, 1, entry_id) for entry_id in range(5)]
@@ -161,9 +159,7 @@ def test_an_entry_log_that_is_completed_while_another_is_synced(
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_an_entry_log_whose_directory_fills_up_is_completed_there_and_the_next_is_elsewhere(
-    tmp_path: Path, sealed: bool
-) -> None:
+def test_next_entry_log_leaves_a_full_directory(tmp_path: Path, sealed: bool) -> None:
     directories = ("ledgers-0", "ledgers-1")
     storage = open_storage(tmp_path, ledgers=directories)
     logs = [tmp_path / each / "current" for each in directories]
@@ -191,9 +187,7 @@ def test_an_entry_log_whose_directory_fills_up_is_completed_there_and_the_next_i
     assert [stored(again, 1, entry_id) for entry_id in range(7)] == bodies
 
 
-def test_replay_sets_a_ledger_with_a_damaged_index_aside_and_keeps_its_records(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_replay_sets_aside_a_ledger_with_a_damaged_index(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Raised on, the damage could also pass for a torn group of the journal, and end the replay."""
     storage = open_storage(tmp_path)
     add(storage, 1, 0)
@@ -256,7 +250,7 @@ def test_compaction_moves_the_entries_of_a_ledger_whose_header_is_damaged(tmp_pa
     assert (stored(mended, 1, 0), stored(mended, 2, 0)) == (body, other)
 
 
-def test_deleting_the_ledgers_that_are_set_aside_lets_go_of_the_journals(tmp_path: Path) -> None:
+def test_deleting_set_aside_ledgers_releases_the_journals(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     add(storage, 1, 0)
     storage.flush_journals()
@@ -304,7 +298,7 @@ def test_replay_keeps_the_entries_of_a_ledger_whose_master_key_is_not_20_bytes(
 
 
 @pytest.mark.parametrize("key", [b"", b"k" * 19, b"k" * 21, b"k" * 5000], ids=len)
-def test_a_master_key_that_is_not_20_bytes_is_refused_before_anything_is_kept(tmp_path: Path, key: bytes) -> None:
+def test_refuses_master_keys_that_are_not_20_bytes(tmp_path: Path, key: bytes) -> None:
     storage = open_storage(tmp_path)
     for ledger in (LedgerId(0, 2), LedgerId(7, 2)):
         by = DigestManager(ledger, DigestType.CRC32C, b"secret")
@@ -343,7 +337,7 @@ def test_an_index_file_with_a_long_master_key_is_served_and_written(tmp_path: Pa
 
 
 @pytest.mark.parametrize("before_count", range(0, 40, 3))
-def test_a_master_key_of_zeros_is_no_torn_one(tmp_path: Path, before_count: int) -> None:
+def test_master_key_of_zeros_does_not_count_as_torn(tmp_path: Path, before_count: int) -> None:
     """Some clients' keys are no digests; here at several places of a sector, across its end too."""
     storage = open_storage(tmp_path)
     for entry_id in range(before_count):

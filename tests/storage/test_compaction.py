@@ -31,8 +31,9 @@ from bkctl.storage.compaction import (
     TransactionalEntryLogCompactor,
 )
 from bkctl.storage.entry_log_metadata import EntryLogMetadata, EntryLogMetadataMap
-from bkctl.storage.entry_logger import EntryLogger, Move
+from bkctl.storage.entry_logger import Move
 from bkctl.storage.ledger.interleaved_ledger_storage import InterleavedLedgerStorage
+from bkctl.storage.location_reader import LocationReader
 
 STORAGE_CLASSES = {
     "interleaved": "org.apache.bookkeeper.bookie.InterleavedLedgerStorage",
@@ -172,7 +173,9 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BookieSt
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logs_shrink_to_what_is_alive(storage: BookieStorage, tmp_path: Path, kind: type[EntryLogCompactor]) -> None:
+def test_compaction_shrinks_logs_to_live_entries(
+    storage: BookieStorage, tmp_path: Path, kind: type[EntryLogCompactor]
+) -> None:
     delete_dead(storage)
     before = {each.path: each for each in logs_of(storage) if each.usage() < 1}
     assert {each.logger.version for each in before.values()} == {1, 2}
@@ -199,7 +202,7 @@ def _entries(path: Path) -> list[tuple[LedgerId, int]]:
         return [(record.ledger, record.entry_id) for record in reader.records()]
 
 
-def test_entries_that_were_written_anew_are_not_copied(storage: BookieStorage, tmp_path: Path) -> None:
+def test_compaction_skips_rewritten_entries(storage: BookieStorage, tmp_path: Path) -> None:
     ledger = ALIVE[0]
     newer = {entry_id: body_of(ledger, entry_id, lac=entry_id) for entry_id in (0, 5)}
     for entry_id, body in newer.items():
@@ -213,7 +216,7 @@ def test_entries_that_were_written_anew_are_not_copied(storage: BookieStorage, t
     assert [kept.count((ledger, entry_id)) for entry_id in (0, 1, 5)] == [1, 1, 1]
 
 
-def test_a_log_of_which_nothing_is_alive_leaves_no_new_one(storage: BookieStorage, tmp_path: Path) -> None:
+def test_dead_log_leaves_no_compacted_log(storage: BookieStorage, tmp_path: Path) -> None:
     for ledger in (*ALIVE, *DEAD):
         for entry_id in range(ENTRIES):
             add(storage, ledger, entry_id)
@@ -235,7 +238,7 @@ def _rows(log: EntryLogMetadata) -> list[tuple[LedgerId, int, int]]:
         return [(record.ledger, record.entry_id, log.log_id << 32 | record.offset + 4) for record in reader.records()]
 
 
-def test_what_happens_during_a_compaction_is_not_undone(storage: BookieStorage) -> None:
+def test_compaction_keeps_concurrent_changes(storage: BookieStorage) -> None:
     """Entries written anew, and ledgers deleted, between the copy and the change of the index."""
     delete_dead(storage)
     renewed, deleted = ALIVE[0], ALIVE[1]
@@ -254,7 +257,7 @@ def test_what_happens_during_a_compaction_is_not_undone(storage: BookieStorage) 
     assert bytes(storage.read_entry(renewed, 4)) == body_of(renewed, 4)
 
 
-def test_a_reader_with_the_handle_finds_the_new_place(storage: BookieStorage) -> None:
+def test_reader_with_an_old_handle_finds_moved_entries(storage: BookieStorage) -> None:
     handles = {ledger: storage.get(ledger) for ledger in ALIVE}
     delete_dead(storage)
     compact(storage)
@@ -263,34 +266,32 @@ def test_a_reader_with_the_handle_finds_the_new_place(storage: BookieStorage) ->
         assert bytes(storage.read(handle, 3)) == body_of(ledger, 3)
 
 
-def test_a_reader_that_asked_the_index_before_the_move_asks_again(
+def test_reader_retries_when_compaction_moves_the_entry(
     storage: BookieStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     delete_dead(storage)
     storage.close()
-    again = open_storage(storage.config, clock=0x9000)
-    read, compacted = EntryLogger.read, False
+    read, compacted = LocationReader.read, False
 
-    def read_late(self: EntryLogger, *arguments: Any, **options: Any) -> Any:
+    def read_late(self: LocationReader, *arguments: Any, **options: Any) -> Any:
         nonlocal compacted
         if not compacted:
             compacted = True
-            assert compact(again)
+            assert compact(reopened)
         return read(self, *arguments, **options)
 
-    monkeypatch.setattr(EntryLogger, "read", read_late)
-    handle = again.get(ALIVE[1])
+    monkeypatch.setattr(LocationReader, "read", read_late)
+    reopened = open_storage(storage.config, clock=0x9000)
+    handle = reopened.get(ALIVE[1])
     assert handle is not None
-    assert bytes(again.read(handle, 0)) == body_of(ALIVE[1], 0)
+    assert bytes(reopened.read(handle, 0)) == body_of(ALIVE[1], 0)
     assert compacted
-    again.close()
+    reopened.close()
 
 
 @pytest.mark.parametrize("storage_class", STORAGE_CLASSES)
 @pytest.mark.parametrize("moment", ["before the copies", "before the moves", "after the moves"])
-def test_a_checkpoint_in_flight_does_not_bring_the_old_places_back(
-    tmp_path: Path, storage_class: str, moment: str
-) -> None:
+def test_running_checkpoint_keeps_moved_locations(tmp_path: Path, storage_class: str, moment: str) -> None:
     files = SimulatedFiles(tmp_path)
     root = tmp_path / "bookie"
     config = config_for(root, storage_class, page_limit=1, open_file_limit=1)
@@ -348,7 +349,9 @@ def test_a_checkpoint_in_flight_does_not_bring_the_old_places_back(
     ("storage_class", "kind"),
     [*((each, EntryLogCompactor) for each in STORAGE_CLASSES), ("interleaved", TransactionalEntryLogCompactor)],
 )
-def test_no_crash_at_any_step_loses_an_entry(tmp_path: Path, storage_class: str, kind: type[EntryLogCompactor]) -> None:
+def test_crash_at_any_step_of_compaction_loses_no_entry(
+    tmp_path: Path, storage_class: str, kind: type[EntryLogCompactor]
+) -> None:
     """Of what was not synced nothing, a part or everything is on the disk, in turn."""
     (tmp_path / "filled").mkdir()
     filled = open_storage(config_for(tmp_path / "filled", storage_class), SimulatedFiles(tmp_path / "filled"))
@@ -383,7 +386,7 @@ def test_no_crash_at_any_step_loses_an_entry(tmp_path: Path, storage_class: str,
     assert step > 10, "the crash came between the steps"
 
 
-def test_what_apaches_compaction_left_is_settled(storage: BookieStorage, tmp_path: Path) -> None:
+def test_start_settles_apaches_interrupted_compaction(storage: BookieStorage, tmp_path: Path) -> None:
     """`<id>.log.compacting` is unfinished; `<id>.log.<source>.compacted` is complete, linked to `<id>.log` or not."""
     plain = next(each for each in logs_of(storage) if each.logger.version == 1)
     storage.close()
@@ -407,7 +410,7 @@ def test_what_apaches_compaction_left_is_settled(storage: BookieStorage, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["write", "create", "rename", "sync"])
-def test_a_disk_that_fails_leaves_everything_as_it_was(tmp_path: Path, kind: str) -> None:
+def test_failing_disk_leaves_logs_unchanged(tmp_path: Path, kind: str) -> None:
     files = SimulatedFiles(tmp_path)
     storage = open_storage(config_for(tmp_path / "bookie"), files)
     fill(storage)
@@ -424,7 +427,7 @@ def test_a_disk_that_fails_leaves_everything_as_it_was(tmp_path: Path, kind: str
     check_alive(storage)
 
 
-def test_a_log_is_not_compacted_where_no_disk_has_room(storage: BookieStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compaction_needs_free_space(storage: BookieStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     delete_dead(storage)
     before = [each.path for each in logs_of(storage)]
     log = next(iter(logs_of(storage)))
@@ -441,7 +444,7 @@ def test_a_log_is_not_compacted_where_no_disk_has_room(storage: BookieStorage, m
     check_alive(storage)
 
 
-def test_a_damaged_log_stays_and_what_stands_before_the_damage_may_move(storage: BookieStorage) -> None:
+def test_damaged_log_stays_after_compaction(storage: BookieStorage) -> None:
     delete_dead(storage)
     log = next(iter(logs_of(storage)))
     rows = _rows(log)
@@ -459,7 +462,7 @@ def test_a_damaged_log_stays_and_what_stands_before_the_damage_may_move(storage:
             assert bytes(storage.read_entry(ledger, entry_id)) == body_of(ledger, entry_id)
 
 
-def test_a_stop_ends_a_compaction_that_waits_for_its_rate(storage: BookieStorage, tmp_path: Path) -> None:
+def test_stop_ends_a_throttled_compaction(storage: BookieStorage, tmp_path: Path) -> None:
     delete_dead(storage)
     before = set(entry_logs(tmp_path))
     stopped = threading.Event()
@@ -480,7 +483,7 @@ def test_a_stop_ends_a_compaction_that_waits_for_its_rate(storage: BookieStorage
 
 
 @pytest.mark.parametrize(("by_bytes", "amounts"), [(False, (10, 0)), (True, (0, 1000))])
-def test_the_rate_is_kept_in_entries_or_bytes(by_bytes: bool, amounts: tuple[int, int]) -> None:
+def test_throttler_limits_entries_or_bytes(by_bytes: bool, amounts: tuple[int, int]) -> None:
     """Ten acquisitions of a tenth of a second each: the clock has to stand nine tenths later."""
     config = BookieConfig(
         is_throttle_by_bytes=by_bytes, compaction_rate_by_entries=100, compaction_rate_by_bytes=10_000
@@ -500,7 +503,7 @@ def test_the_rate_is_kept_in_entries_or_bytes(by_bytes: bool, amounts: tuple[int
     assert now == pytest.approx(5.9)
 
 
-def test_the_rate_by_entries_has_its_old_name_too() -> None:
+def test_entry_rate_accepts_its_old_setting_name() -> None:
     stopped = threading.Event()
     throttler = Throttler(BookieConfig(compaction_rate=10), stopped, clock=lambda: 0.0)
     throttler.acquire(5, 0)
@@ -512,7 +515,7 @@ def test_the_rate_by_entries_has_its_old_name_too() -> None:
 # --- what logs hold -------------------------------------------------------------------------------------------------
 
 
-def test_only_complete_logs_are_looked_at_and_those_left_by_a_stop_too(storage: BookieStorage, tmp_path: Path) -> None:
+def test_metadata_covers_complete_logs_and_logs_left_by_a_stop(storage: BookieStorage, tmp_path: Path) -> None:
     logs = logs_of(storage)
     in_use = {path for path in set(entry_logs(tmp_path)) - {each.path for each in logs} if _entries(path)}
     assert in_use
@@ -525,7 +528,7 @@ def test_only_complete_logs_are_looked_at_and_those_left_by_a_stop_too(storage: 
         assert each.total_size_bytes == sum(4 + len(body_of(*entry)) for entry in counted)
 
 
-def test_a_log_that_cannot_be_read_is_said_once_and_left_alone(storage: BookieStorage) -> None:
+def test_unreadable_log_is_reported_once_and_ignored(storage: BookieStorage) -> None:
     log = next(iter(logs_of(storage)))
     with log.path.open("r+b") as file:
         file.write(b"XXXX")
@@ -537,7 +540,7 @@ def test_a_log_that_cannot_be_read_is_said_once_and_left_alone(storage: BookieSt
     assert log.path not in {each.path for each in logs}
 
 
-def test_usage_counts_what_is_left_and_small_logs_by_the_target_size(storage: BookieStorage) -> None:
+def test_usage_counts_small_logs_by_the_target_size(storage: BookieStorage) -> None:
     log = max(logs_of(storage), key=lambda each: len(each.ledgers))
     assert log.usage() == log.usage(1 << 30) == 1.0, "a small log without garbage is no candidate"
     total, first = log.total_size_bytes, sorted(log.ledgers)[0]
@@ -549,9 +552,7 @@ def test_usage_counts_what_is_left_and_small_logs_by_the_target_size(storage: Bo
     assert (log.usage(), log.ledgers, log.remaining_size_bytes) == (0.0, {}, 0)
 
 
-def test_a_ledger_that_leaves_memory_while_ledgers_are_listed_is_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lists_a_ledger_that_leaves_memory_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else its entries would look like garbage."""
     storage = open_storage(config_for(tmp_path, open_file_limit=1), SimulatedFiles(tmp_path))
     assert isinstance(storage.ledgers, InterleavedLedgerStorage)
@@ -572,7 +573,7 @@ def test_a_ledger_that_leaves_memory_while_ledgers_are_listed_is_listed(
 
 
 @pytest.mark.parametrize("storage_class", ["interleaved", "sorted"])
-def test_a_ledger_with_a_damaged_index_can_be_deleted(tmp_path: Path, storage_class: str) -> None:
+def test_deletes_a_ledger_with_a_damaged_index(tmp_path: Path, storage_class: str) -> None:
     storage = open_storage(config_for(tmp_path, storage_class), SimulatedFiles(tmp_path))
     fill(storage)
     storage.close()
@@ -587,16 +588,14 @@ def test_a_ledger_with_a_damaged_index_can_be_deleted(tmp_path: Path, storage_cl
     again.close()
 
 
-def test_an_entry_that_never_was_here_stays_unknown(storage: BookieStorage) -> None:
+def test_missing_entry_stays_missing_after_compaction(storage: BookieStorage) -> None:
     delete_dead(storage)
     compact(storage)
     with pytest.raises(EntryNotFound):
         storage.read_entry(ALIVE[0], ENTRIES)
 
 
-def test_the_index_of_many_small_ledgers_waits_in_bounded_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_index_pages_of_many_small_ledgers_use_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_for(tmp_path, page_limit=16, log_size_limit=16 * 1024)
     storage = open_storage(config)
     assert isinstance(storage.ledgers, InterleavedLedgerStorage)

@@ -50,7 +50,7 @@ def add(logger: EntryLogger, ledger: LedgerId, entry_id: int, size: int = 100) -
     return location
 
 
-def test_a_log_is_flushed_once_it_is_complete_and_synced(tmp_path: Path) -> None:
+def test_log_counts_as_flushed_once_complete_and_synced(tmp_path: Path) -> None:
     logger = open_logger(tmp_path)
     for entry_id in range(60):
         add(logger, LEDGER, entry_id)
@@ -63,7 +63,7 @@ def test_a_log_is_flushed_once_it_is_complete_and_synced(tmp_path: Path) -> None
     assert open_logger(tmp_path).flushed_log_ids() == [0, 1, 2], "nothing is added to what was there at the start"
 
 
-def test_entries_added_at_once_stand_as_those_added_one_by_one(tmp_path: Path) -> None:
+def test_batched_adds_have_the_locations_of_single_adds(tmp_path: Path) -> None:
     sizes = [0, 100, 3000, 1, 2000, 9000, 5, 4096 - 1024 - 4, 4096 - 1024 - 4 - 36, 7]
     trees = []
     for name in ("one", "some", "all"):
@@ -90,7 +90,7 @@ def test_entries_added_at_once_stand_as_those_added_one_by_one(tmp_path: Path) -
     assert trees[0] == trees[1] == trees[2]
 
 
-def test_a_removed_log_is_gone_and_its_id_is_not_used_again(tmp_path: Path) -> None:
+def test_removed_log_does_not_free_its_id(tmp_path: Path) -> None:
     logger = open_logger(tmp_path)
     for entry_id in range(2):
         location = add(logger, LEDGER, entry_id)
@@ -108,7 +108,7 @@ def test_a_removed_log_is_gone_and_its_id_is_not_used_again(tmp_path: Path) -> N
     assert add(open_logger(tmp_path), LEDGER, 2) >> 32 == 2
 
 
-def test_a_compactions_log_counts_once_it_is_finished(tmp_path: Path) -> None:
+def test_compaction_log_counts_once_finished(tmp_path: Path) -> None:
     logger = open_logger(tmp_path)
     add(logger, LEDGER, 0)
     log = logger.open_compaction_log()
@@ -135,7 +135,7 @@ def test_a_compactions_log_counts_once_it_is_finished(tmp_path: Path) -> None:
     assert (path.parent / "lastId").read_text() == "2\n"
 
 
-def test_what_a_compaction_left_is_put_right_at_the_start(tmp_path: Path) -> None:
+def test_start_settles_an_interrupted_compaction(tmp_path: Path) -> None:
     """The index may already point into a finished log, whatever its name; into an unfinished one it never does."""
     logger = open_logger(tmp_path)
     log = logger.open_compaction_log()
@@ -154,7 +154,7 @@ def test_what_a_compaction_left_is_put_right_at_the_start(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize("closed", [False, True])
-def test_what_a_full_disk_refuses_goes_to_a_log_elsewhere(tmp_path: Path, written: bool, closed: bool) -> None:
+def test_entries_leave_a_full_disk(tmp_path: Path, written: bool, closed: bool) -> None:
     files = SimulatedFiles(tmp_path, short_writes=True)
     picked = [0]
     logger = open_logger(tmp_path, files, size_limit=1 << 20, pick_directory=lambda: picked[0], preallocates=True)
@@ -206,7 +206,7 @@ def test_what_a_full_disk_refuses_goes_to_a_log_elsewhere(tmp_path: Path, writte
         assert not (tmp_path / "a" / file_name(0)).exists()
 
 
-def test_the_next_log_is_made_ahead_in_the_same_directory(tmp_path: Path) -> None:
+def test_preallocates_the_next_log_in_the_same_directory(tmp_path: Path) -> None:
     logger = open_logger(tmp_path, preallocates=True)
     for entry_id in range(60):
         add(logger, LEDGER, entry_id)
@@ -222,7 +222,7 @@ def test_the_next_log_is_made_ahead_in_the_same_directory(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("ledger", [LEDGER, LedgerId(7, 5), LedgerId((1 << 64) - 1, 5)], ids=repr)
-def test_entries_that_follow_are_read_up_to_the_first_of_another_ledger(tmp_path: Path, ledger: LedgerId) -> None:
+def test_read_following_stops_at_another_ledger(tmp_path: Path, ledger: LedgerId) -> None:
     logger = open_logger(tmp_path, scoped=ledger.is_scoped, size_limit=1 << 20)
     other = LedgerId(ledger.scope_id, 6) if ledger.is_scoped else OTHER
     locations = [add(logger, ledger, entry_id) for entry_id in range(5)]
@@ -245,7 +245,7 @@ def test_entries_that_follow_are_read_up_to_the_first_of_another_ledger(tmp_path
     assert logger.read_following(end, ledger, size_max=1 << 20) == []
 
 
-def test_a_disk_without_space_for_the_next_log_takes_this_one(tmp_path: Path) -> None:
+def test_failed_preallocation_does_not_fail_the_current_log(tmp_path: Path) -> None:
     files = SimulatedFiles(tmp_path)
     logger = open_logger(tmp_path, files, preallocates=True)
     location = add(logger, LEDGER, 0)
@@ -258,9 +258,7 @@ def test_a_disk_without_space_for_the_next_log_takes_this_one(tmp_path: Path) ->
     assert logger.read(location, LEDGER, 0) == body_of(LEDGER, 0)
 
 
-def test_a_removed_log_takes_no_space_for_a_reader_that_came_late(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_reader_does_not_keep_a_removed_log_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = Files()
     logger = open_logger(tmp_path, files)
     location = add(logger, LEDGER, 0)
@@ -282,7 +280,7 @@ def test_a_removed_log_takes_no_space_for_a_reader_that_came_late(
     assert [each() for each in opened] == [None], "it is closed"
 
 
-def test_few_entries_that_follow_keep_little_memory(tmp_path: Path) -> None:
+def test_short_read_following_result_keeps_little_memory(tmp_path: Path) -> None:
     logger = open_logger(tmp_path, size_limit=1 << 20)
     first = add(logger, LEDGER, 0)
     add(logger, OTHER, 0, size=1 << 16)

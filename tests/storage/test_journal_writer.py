@@ -60,7 +60,7 @@ def writer(directory: Path, files: Files, clock: list[int], **settings: Any) -> 
     return journal
 
 
-def test_a_group_is_written_then_told_then_synced(tmp_path: Path) -> None:
+def test_group_is_written_reported_then_synced(tmp_path: Path) -> None:
     files = Recorded()
     journal = writer(tmp_path, files, [0])
     files.steps.clear()
@@ -71,7 +71,7 @@ def test_a_group_is_written_then_told_then_synced(tmp_path: Path) -> None:
     assert files.steps == ["told"]
 
 
-def test_a_journal_that_need_not_be_synced_is_now_and_then_and_when_it_rolls(tmp_path: Path) -> None:
+def test_unsynced_journal_is_synced_at_intervals_and_when_it_rolls(tmp_path: Path) -> None:
     files, clock = Recorded(), [5000]
     journal = writer(tmp_path, files, clock, sync_data=False, sync_interval_ms=1000, size_max=2000)
 
@@ -91,7 +91,7 @@ def test_a_journal_that_need_not_be_synced_is_now_and_then_and_when_it_rolls(tmp
     assert steps.count("sync") == 2, "the new file's header, and the old file to its end"
 
 
-def test_the_page_cache_keeps_no_journal_unless_told_to(tmp_path: Path) -> None:
+def test_journal_leaves_the_page_cache_unless_configured_otherwise(tmp_path: Path) -> None:
     for forgets in (True, False):
         files = Recorded()
         directory = tmp_path / str(forgets)
@@ -102,7 +102,7 @@ def test_the_page_cache_keeps_no_journal_unless_told_to(tmp_path: Path) -> None:
         assert ("forget" in files.steps) is forgets
 
 
-def test_a_journal_that_lost_what_was_not_synced_before_its_mark_is_no_obstacle(tmp_path: Path) -> None:
+def test_start_accepts_a_journal_shorter_than_its_mark(tmp_path: Path) -> None:
     """The mark may stand behind the end of an unsynced journal: what is lost there is in ledger storage."""
     config = BookieConfig(
         journal_directories=(str(tmp_path / "journal"),),
@@ -130,7 +130,7 @@ def test_a_journal_that_lost_what_was_not_synced_before_its_mark_is_no_obstacle(
 
 @pytest.mark.parametrize("backups", [0, 1, 5])
 @pytest.mark.parametrize("count", [0, 1, 3, 5, 8])
-def test_the_newest_old_journals_stay(tmp_path: Path, backups: int, count: int) -> None:
+def test_keeps_the_newest_old_journals(tmp_path: Path, backups: int, count: int) -> None:
     (tmp_path / "scoped").mkdir()
     for directory in (tmp_path, tmp_path / "scoped"):
         for journal_id in range(1, count + 1):

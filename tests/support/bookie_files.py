@@ -1,4 +1,4 @@
-"""A small cluster of our bookies, of all storage classes, and what is known of its files: for the jobs' tests."""
+"""The files of a small cluster of our bookies, of all storage classes, with known ledgers: for the jobs' tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 
 PASSWORD: Final = b"not for plans"
-#: Small logs; nothing is written to logs and indexes before the bookie stops, nothing collected.
+#: Small logs; no flush before the bookie stops, no garbage collection.
 SETTINGS: Final = {
     "logSizeLimit": 64 * 1024,
     "flushInterval": 3_600_000,
@@ -25,7 +25,7 @@ SETTINGS: Final = {
 
 
 class Written(NamedTuple):
-    """A ledger as it was written."""
+    """A written ledger."""
 
     ledger: LedgerId
     digest_type: DigestType
@@ -53,7 +53,7 @@ async def write(
 
 
 class Files(NamedTuple):
-    """The directories of a cluster whose bookies are down, and what was written."""
+    """The directories of a cluster whose bookies are down, and its ledgers."""
 
     directory: Path
     uri: str
@@ -66,12 +66,12 @@ class Files(NamedTuple):
         return [*self.flushed, *self.journaled]
 
     def places(self) -> list[str]:
-        """The directory of each bookie."""
+        """Return the directory of each bookie."""
         return [str(self.directory / f"own-{number}") for number in range(len(self.bookies))]
 
 
 def make(directory: Path) -> Files:
-    """Ledgers of several scopes and every digest type; some in logs, some in journals only, since the bookies died."""
+    """Write ledgers of several scopes and every digest type, some to logs, others to the journals of killed bookies."""
     directory.mkdir(parents=True, exist_ok=True)
     uri = f"sqlite://{directory / 'metadata.db'}"
     with open_cluster(uri, create=True):

@@ -1,4 +1,4 @@
-"""A disk that fails for good from one operation on, for repairs that must be whole whatever the moment."""
+"""A disk that fails from one operation on, for repairs that must be atomic."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from bkctl.disk import Files
 
 
 class FailingFiles(Files):
-    """Files whose changing operation of number `at` fails with `error`, and all after it."""
+    """Files whose changing operations fail with `error` from number `at` on."""
 
     def __init__(self, at: int, error: BaseException) -> None:
         self.at, self.error, self.count = at, error, 0

@@ -1,4 +1,4 @@
-"""A disk that keeps apart synced and unsynced changes, fails on request, and lays out what a crash leaves."""
+"""A simulated disk: tracks synced and unsynced changes, fails on request, and lays out the state after a crash."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from bkctl.formats.layout import Buffer
 
 
 class SimulatedCrash(BaseException):
-    """The machine died here; not an Exception, so that nothing handles it."""
+    """The machine crashed. Not an Exception, so that no code under test handles it."""
 
 
 @dataclass(slots=True)
 class _Inode:
-    """A file: what was synced, and the changes since, in order: (offset, bytes) or (None, new size)."""
+    """A file: its synced content, and the changes since, in order: (offset, bytes) or (None, new size)."""
 
     durable: bytearray = field(default_factory=bytearray)
     pending: list[tuple[int | None, bytes | int]] = field(default_factory=list)
@@ -43,15 +43,17 @@ class _Inode:
 
 @dataclass(slots=True)
 class _Directory:
-    """A directory: the names that were synced, and those of now."""
+    """A directory: its synced names, and its current names."""
 
     durable: dict[str, _Inode | _Directory] = field(default_factory=dict)
     current: dict[str, _Inode | _Directory] = field(default_factory=dict)
 
 
 class Fault(NamedTuple):
-    """Let operations of `kind` (write, sync, allocate, create, rename, remove, directory) on a path containing `path`
-    fail with `code`, `times` times."""
+    """A failure with `code` of the next `times` operations of `kind` on a path that contains `path`.
+
+    Kinds: write, sync, allocate, create, rename, remove, directory.
+    """
 
     kind: str
     path: str
@@ -60,7 +62,7 @@ class Fault(NamedTuple):
 
 
 class SimulatedFiles(Files):
-    """Files below `root` whose syncs matter, on a disk that can be full, fail, write short, and crash.
+    """Files below `root` on a simulated disk that can be full, fail, write short, and crash.
 
     `crash_at` counts the changing operations from 1: the one of that number, and all after it, raise SimulatedCrash.
     `operations` is the number so far. `capacity_bytes` bounds the bytes that new writes may take. Not thread safe.
@@ -94,7 +96,7 @@ class SimulatedFiles(Files):
         return _Directory(dict(names), names)
 
     def step(self, kind: str, path: Path) -> None:
-        """Count one changing operation; crash or fail here if that was asked for."""
+        """Count one changing operation; crash or fail if the test asked for it."""
         self.operations += 1
         if self.crash_at is not None and self.operations >= self.crash_at:
             raise SimulatedCrash(f"operation {self.operations}: {kind} {path}")
@@ -114,7 +116,7 @@ class SimulatedFiles(Files):
         return found
 
     def take_space(self, size: int) -> int:
-        """How many of `size` new bytes the disk still takes. Raises ENOSPC when none."""
+        """Return how many of `size` new bytes fit on the disk. Raises OSError (ENOSPC) if none."""
         if self.capacity_bytes is None or size <= 0:
             return size
         granted = min(size, self.capacity_bytes)
@@ -175,7 +177,7 @@ class SimulatedFiles(Files):
             del self._directory(path.parent).current[path.name]
 
     def note_written(self, directory: Path) -> None:
-        """The crash comes before that, or keeps all files in `directory` as they are now."""
+        """Count all files in `directory` as synced."""
         self.step("sync", directory)
         parent = self._directory(directory.parent)
         parent.durable[directory.name] = parent.current[directory.name] = self._scan(directory)
@@ -186,9 +188,9 @@ class SimulatedFiles(Files):
         return DiskUsage(1 << 40, 1 << 39 if self.capacity_bytes else 0, 1)
 
     def crash(self, into: Path, *, keep: float = 0.0, tear: bool = False) -> Path:
-        """Lay out below `into` (made, emptied) what is on disk after a crash; returns it.
+        """Lay out the files after a crash below `into` (created, emptied), and return it.
 
-        Of what was not synced each change survives with probability `keep`; with `tear`, each sector of it.
+        Each unsynced change survives with probability `keep`; with `tear`, each sector of it does.
         """
         shutil.rmtree(into, ignore_errors=True)
         self._lay_out(self._top, into, keep, tear)

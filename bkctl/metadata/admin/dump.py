@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from abc import ABC, abstractmethod
 from binascii import Error as Base64Error
@@ -30,7 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple, Self
 
-from bkctl.disk import create_unfinished
+from bkctl.disk import atomic_write
 from bkctl.errors import (
     AlreadyExists,
     BkctlError,
@@ -429,23 +428,8 @@ def export_to_file(
         raise UsageError(f"{path} is no file, and would be replaced by one", hint="write to -, and redirect that")
     if path.exists() and not overwrite:
         raise AlreadyExists(f"{path} exists", hint="name a new file, or add --overwrite where there is such an option")
-    # Ledger metadata holds passwords.
-    partial, descriptor = create_unfinished(path)
-    try:
-        with open(descriptor, "wb") as file:
-            exported = write_export(source, file, progress)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-    return exported
+    with atomic_write(path) as file:  # readable by its owner only: ledger metadata holds passwords
+        return write_export(source, file, progress)
 
 
 # --- import ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ is a mark in their custom metadata, and ids that lie side by side.
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import tempfile
 import uuid
@@ -24,6 +23,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
 from bkctl.client.ensemble import check_quorums
 from bkctl.client.ledger import WriteHandle
+from bkctl.disk import atomic_write
 from bkctl.errors import AlreadyExists, BkctlError, LedgerExists, LedgerNotFound, UsageError
 from bkctl.formats.entry import DigestType
 from bkctl.ids import U64_MAX, LedgerId
@@ -143,7 +143,8 @@ class LedgerWriter(DataSourceArrowWriter):
         ledgers = [LedgerId.from_value(each.ledger) for each in written if each.ledger is not None]
         self._delete(keep=frozenset(ledgers))
         if self._names is not None:
-            _write_lines(self._names, map(str, ledgers))
+            with atomic_write(self._names) as file:
+                file.writelines(f"{ledger}\n".encode("ascii") for ledger in ledgers)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
         """Delete every ledger of this write. Raises, saying how to find what is left, what keeps it from that."""
@@ -186,18 +187,6 @@ def _payload_column(schema: StructType) -> int:
                 raise UsageError(f"{NAME}: column {PAYLOAD} is {field.dataType.simpleString()}, not binary or string")
             return at
     raise UsageError(f"{NAME}: the rows have no column {PAYLOAD}", hint=f"rename the one to write to {PAYLOAD}")
-
-
-def _write_lines(path: Path, lines: Iterable[str]) -> None:
-    """Write a file that is there only once it is whole."""
-    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(descriptor, "w", encoding="ascii") as file:
-            file.writelines(f"{line}\n" for line in lines)
-        os.replace(partial, path)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
 
 
 def write_ledgers(rows: DataFrame, options: Mapping[str, str]) -> list[LedgerId]:

@@ -1,7 +1,7 @@
 """LedgerMetadataIndex and EntryLocationIndex: the indexes of one ledger directory of DbLedgerStorage, in RocksDBs.
 
-`ledgers` and `locations` hold those of scope 0 and are what Apache's bookie has; `scoped-ledgers` and
-`scoped-locations` are made with the first scoped ledger. Every change is one synced batch.
+`ledgers` and `locations` hold scope 0, as Apache's bookie has them. The first scoped ledger creates `scoped-ledgers`
+and `scoped-locations`. Every change is one synced batch.
 Source: LedgerMetadataIndex, EntryLocationIndex; BP-35.
 """
 
@@ -36,27 +36,28 @@ from bkctl.storage.entry_logger import Move
 
 Database = TypeVar("Database", LedgersDatabase, LocationsDatabase)
 Result = TypeVar("Result")
-#: Free space, besides that for its logs, with which a database that had none is opened again.
+#: Free space beyond the size of its logs at which a database that ran out of space is reopened.
 _REOPEN_BYTES: Final = 8 << 20
 
 _NO_SPACE: Final = {os.strerror(code): code for code in NO_SPACE}
 
 
 class _Index(Generic[Database]):
-    """The database of scope 0, and the one of all other scopes once it is there."""
+    """The database of scope 0, and the one of all other scopes once it exists."""
 
     def __init__(self, kind: type[Database], name: str, directory: Path, config: BookieConfig, files: Files) -> None:
         self.directory = directory
         self._kind: type[Database] = kind
         self._name, self._config, self._files = name, config, files
         self._databases: dict[bool, Database] = {}
-        #: Those that refused a write, and refuse all others until they are opened again.
+        #: Databases that refused a write: RocksDB refuses all further ones until it is reopened.
         self._failed: set[bool] = set()
         self._reopening = threading.Lock()
 
     def open(self) -> None:
-        """Open what is there; that of scope 0 is made. A full disk lets them be read. Raises OSError, DirectoryInUse,
-        Corrupt.
+        """Open the databases, and create the one of scope 0; on a full disk they can only be read.
+
+        Raises OSError, DirectoryInUse, Corrupt.
         """
         self._files.make_directory(self.directory)
         self._open(scoped=False)
@@ -64,9 +65,9 @@ class _Index(Generic[Database]):
             self._open(scoped=True)
 
     def close(self) -> None:
-        """Close the databases; what they hold is in tables then, and no log is left to replay. Raises OSError."""
+        """Close the databases; all data is in tables then, without a log to replay. Raises OSError."""
         databases, self._databases = self._databases, {}
-        with ExitStack() as closing:  # one that fails leaves none of the others open
+        with ExitStack() as closing:  # closes every database even if one fails
             for database in databases.values():
                 closing.callback(self._close, database)
 
@@ -77,7 +78,7 @@ class _Index(Generic[Database]):
 
     @property
     def has_scoped(self) -> bool:
-        """Whether there is a database for scoped ledgers."""
+        """Return whether there is a database for scoped ledgers."""
         return True in self._databases
 
     def _path(self, *, scoped: bool) -> Path:
@@ -92,14 +93,14 @@ class _Index(Generic[Database]):
         except OSError as error:
             if error.errno not in NO_SPACE or not (path / "CURRENT").exists():
                 raise
-            # To be served, and written once there is space.
+            # Readable now, writable once there is space.
             database = self._kind.open(path)
             self._failed.add(scoped)
         self._databases[scoped] = database
         self._files.note_written(path)
 
     def _read(self, ledger: LedgerId, read: Callable[[Database], Result], absent: Result) -> Result:
-        """What `read` finds in the ledger's database; `absent` where there is none. Any thread may call it."""
+        """Return the result of `read` on the ledger's database, `absent` without one; for any thread."""
         database = self._databases.get(ledger.is_scoped)
         if database is None:
             return absent
@@ -112,7 +113,7 @@ class _Index(Generic[Database]):
                 return read(self._databases[ledger.is_scoped])
 
     def open_scoped(self) -> None:
-        """Make the database for scoped ledgers, where it is missing. Raises OSError."""
+        """Create the database for scoped ledgers if it is missing. Raises OSError."""
         if not self.has_scoped:
             with _as_os_errors():
                 self._open(scoped=True)
@@ -130,9 +131,9 @@ class _Index(Generic[Database]):
         self._files.note_written(database.path)
 
     def _reopen(self, *, scoped: bool) -> None:
-        """Open a database again that had no space: RocksDB takes no write after that. Raises OSError."""
+        """Reopen a database that ran out of space: RocksDB refuses writes until then. Raises OSError."""
         database = self._databases[scoped]
-        # What is in its logs becomes a table. Without the space for that it would not open, and nobody could read it.
+        # Opening turns its logs into a table. Without space for that it would fail, and reads would fail too.
         needed = _REOPEN_BYTES + sum(path.stat().st_size for path in database.path.glob("*.log"))
         if self._files.disk_usage(database.path).free < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(database.path))
@@ -142,29 +143,29 @@ class _Index(Generic[Database]):
                 with _as_os_errors(also_damage=False):
                     self._databases[scoped] = self._kind.serve(database.path, self._config)
             except DirectoryInUse as error:
-                # Somebody goes through it still, and it stays open until then: the next flush tries again.
+                # An iteration still runs, and keeps the database open until it ends: the next flush tries again.
                 raise OSError(errno.ENOSPC, error.message) from error
             self._failed.discard(scoped)
 
 
 class LedgerMetadataIndex(_Index[LedgersDatabase]):
-    """Which ledgers are here, and their master keys, fences and explicit LACs."""
+    """The index of ledgers: their master keys, fences and explicit LACs."""
 
     def __init__(self, directory: Path, config: BookieConfig, files: Files) -> None:
         super().__init__(LedgersDatabase, "ledgers", directory, config, files)
 
     def get(self, ledger: LedgerId) -> LedgerData | None:
-        """What is known of a ledger; None where it is not here. Raises Corrupt."""
+        """Return the data of a ledger, None if it is not here. Raises Corrupt."""
         return self._read(ledger, lambda database: database.get(ledger), None)
 
     @property
     def needs_integrity_check(self) -> bool:
-        """Whether Apache's bookie began a data integrity check that it did not finish. Raises Corrupt."""
+        """Return whether Apache's bookie began a data integrity check and did not finish it. Raises Corrupt."""
         database = self._databases.get(False)
         return database is not None and bool((database.storage_flags() or 0) & NEEDS_INTEGRITY_CHECK)
 
     def ledger_ids(self, scope: int | None = None) -> Iterator[LedgerId]:
-        """Yield the ledgers that are here, ascending: of one scope, or all. Raises Corrupt."""
+        """Yield the ledgers here, ascending: of one scope, or all. Raises Corrupt."""
         plain, scoped = self._databases.get(False), self._databases.get(True)
         if plain is not None and not scope:
             yield from plain.ledger_ids()
@@ -176,7 +177,7 @@ class LedgerMetadataIndex(_Index[LedgersDatabase]):
                 yield from scoped.ledger_ids(LedgerId(scope, 0), end)
 
     def write(self, changes: Mapping[LedgerId, LedgerData], deleted: Collection[LedgerId]) -> None:
-        """Forget the ledgers in `deleted`, then take in `changes`; on disk on return. Raises OSError."""
+        """Delete the ledgers in `deleted`, then write `changes`; on disk on return. Raises OSError."""
         for scoped in (False, True):
             gone = [ledger for ledger in deleted if ledger.is_scoped == scoped]
             put = {ledger: data for ledger, data in changes.items() if ledger.is_scoped == scoped}
@@ -185,20 +186,20 @@ class LedgerMetadataIndex(_Index[LedgersDatabase]):
 
 
 class EntryLocationIndex(_Index[LocationsDatabase]):
-    """Where the entries are."""
+    """The index of entry locations."""
 
     def __init__(self, directory: Path, config: BookieConfig, files: Files) -> None:
         super().__init__(LocationsDatabase, "locations", directory, config, files)
-        # What a flush writes must not come between the two halves of a compare-and-set.
+        # Keeps a flush from writing between the two halves of a compare-and-set.
         self._lock = threading.Lock()
         self._compacting: set[str] = set()
 
     def location(self, ledger: LedgerId, entry_id: int) -> int:
-        """The location of an entry, 0 where it is not here. Raises Corrupt."""
+        """Return the location of an entry, 0 if it is not here. Raises Corrupt."""
         return self._read(ledger, lambda database: database.get(ledger, entry_id), 0)
 
     def locations(self, entries: Sequence[tuple[LedgerId, int]]) -> list[int]:
-        """The locations of many entries, in their order; 0 for one that is not here. Raises Corrupt."""
+        """Return the locations of many entries, in their order; 0 for an entry that is not here. Raises Corrupt."""
         found = [0] * len(entries)
         for scoped, database in tuple(self._databases.items()):
             numbers = [number for number, (ledger, _) in enumerate(entries) if ledger.is_scoped == scoped]
@@ -208,7 +209,7 @@ class EntryLocationIndex(_Index[LocationsDatabase]):
         return found
 
     def last_entry_id(self, ledger: LedgerId) -> int:
-        """The highest entry id that is here, -1 for none. Raises Corrupt."""
+        """Return the highest entry id here, -1 for none. Raises Corrupt."""
         return self._read(ledger, lambda database: database.last_entry_id(ledger), -1)
 
     def entry_ids(self, ledger: LedgerId) -> Iterator[int]:
@@ -231,9 +232,9 @@ class EntryLocationIndex(_Index[LocationsDatabase]):
         *,
         scoped: bool,
     ) -> None:
-        """Forget the ledgers in `deleted`, then take in where entries are; on disk on return. Raises OSError.
+        """Delete the ledgers in `deleted`, then write the locations of entries; on disk on return. Raises OSError.
 
-        `runs` says how many of `entry_ids` and `locations` each ledger has, one ledger after the other.
+        `runs` has the number of `entry_ids` and `locations` of each ledger, one ledger after the other.
         """
         if not runs and not (deleted and scoped in self._databases):
             return
@@ -244,7 +245,7 @@ class EntryLocationIndex(_Index[LocationsDatabase]):
             self._write(scoped, batch)
 
     def move(self, moves: Iterable[Move]) -> None:
-        """Let the index say `new` where it still says `old`; on disk on return. Raises OSError, Corrupt."""
+        """Point the index to `new` where it still points to `old`; on disk on return. Raises OSError, Corrupt."""
         from rocksdict import WriteBatch
 
         pending: dict[bool, list[Move]] = {False: [], True: []}
@@ -254,18 +255,18 @@ class EntryLocationIndex(_Index[LocationsDatabase]):
             database = self._databases.get(scoped)
             for start in range(0, len(group) if database is not None else 0, BATCH_OPERATIONS):
                 assert database is not None
-                some = group[start : start + BATCH_OPERATIONS]
-                keys = [location_key(each.ledger, each.entry_id) for each in some]
+                batch_moves = group[start : start + BATCH_OPERATIONS]
+                keys = [location_key(move.ledger, move.entry_id) for move in batch_moves]
                 with self._lock:
                     batch = WriteBatch(raw_mode=True)
-                    for key, value, each in zip(keys, database.values_of(keys), some, strict=True):
-                        if value is not None and read_location(value) == each.old:
-                            batch.put(key, write_location(each.new))
+                    for key, value, move in zip(keys, database.values_of(keys), batch_moves, strict=True):
+                        if value is not None and read_location(value) == move.old:
+                            batch.put(key, write_location(move.new))
                     if len(batch):
                         self._write(scoped, batch)
 
     def compact(self, paths: Collection[str] = ()) -> None:
-        """Compact the databases at `paths`, all of them where none is named; not one that is at it. Raises OSError."""
+        """Compact the databases at `paths`, all without `paths`, except running compactions. Raises OSError."""
         for database in tuple(self._databases.values()):
             path = str(database.path)
             if (not paths or path in paths) and path not in self._compacting:
@@ -277,13 +278,14 @@ class EntryLocationIndex(_Index[LocationsDatabase]):
                     self._compacting.discard(path)
 
     def compactions(self) -> list[tuple[str, bool]]:
-        """The databases by path, and whether each is being compacted."""
-        return [(str(each.path), str(each.path) in self._compacting) for each in tuple(self._databases.values())]
+        """Return the paths of the databases, with True for one that is being compacted."""
+        paths = [str(database.path) for database in tuple(self._databases.values())]
+        return [(path, path in self._compacting) for path in paths]
 
 
 @contextmanager
 def _as_os_errors(*, also_damage: bool = True) -> Iterator[None]:
-    """RocksDB's failures as those of a disk; with `also_damage` all of them."""
+    """Raise RocksDB's errors of a full disk as OSError; with `also_damage` all its errors."""
     try:
         yield
     except BkctlError as error:

@@ -1,12 +1,12 @@
-"""DbLedgerStorage: entries in entry logs, ledger by ledger; where they are, in RocksDBs; each directory for itself.
+"""DbLedgerStorage: entries in entry logs, ledger by ledger, and their locations in RocksDBs, apart in each directory.
 
     add      to the write cache, readable at once
     flush    write cache → entry log, synced → locations, one synced batch → ledgers, one synced batch
-    read     write cache → read-ahead cache → locations → entry log, and ahead of a reader who reads on
+    read     write cache → read-ahead cache → locations → entry log, with read-ahead for sequential readers
 
-What the databases say was in an entry log before, so that a crash costs nothing which the journals do not bring back.
-A ledger is in the directory of its 128-bit number modulo their count. Deleted ledgers leave both databases with the
-next flush; what a deletion of Apache's bookie left behind goes at the next start.
+The databases only point into synced entry logs, so that the journals restore everything that a crash loses. A ledger's
+directory is its 128-bit number modulo the number of directories. The next flush removes deleted ledgers from both
+databases; the next start removes what a deletion of Apache's bookie left behind.
 Source: DbLedgerStorage, SingleDirectoryDbLedgerStorage; BP-35.
 """
 
@@ -37,14 +37,14 @@ from bkctl.storage.ledger.ledger_storage import CHUNK_SIZE_BYTES, IsWanted, Ledg
 from bkctl.storage.ledger.read_cache import ReadCache
 from bkctl.storage.ledger.write_cache import Cached, WriteCache
 
-#: A read that skips so few entries goes on with the one before: with several bookies a ledger each has only some.
+#: A read that skips at most this many entries counts as sequential: with striping a bookie has only part of them.
 READ_ON_ENTRIES_MAX: Final = 16
-#: A list of entries asks at multiples of this entry id whether it is still wanted.
+#: A list of entries polls `is_wanted` at multiples of this entry id.
 _ASKED_AT_ENTRIES: Final = 1024
 
 
 class DbLedgerHandle(LedgerHandle):
-    """A ledger in use, with those of its entries that the write cache holds."""
+    """A ledger in memory, with its entries in the write cache."""
 
     __slots__ = ("directory", "entries", "flushing", "limbo", "read_to")
 
@@ -53,15 +53,15 @@ class DbLedgerHandle(LedgerHandle):
         self.directory = directory
         self.entries: dict[int, bytes] = {}
         self.flushing: dict[int, bytes] = {}
-        #: The bookie may lack what it had, until a check has restored it: LedgerData.limbo, as Apache's left it.
+        #: LedgerData.limbo as Apache's bookie left it: entries may be lost until its check has restored them.
         self.limbo: bool | None = None
-        #: The last entry that was read, or read ahead, from the entry log.
+        #: The last entry read, or read ahead, from the entry log.
         self.read_to = -1
 
 
 @dataclass(slots=True)
 class _Locations:
-    """Where the entries of one flush are: `runs` counts them by ledger."""
+    """Locations of the entries of one flush: `runs` counts them by ledger."""
 
     runs: list[tuple[LedgerId, int]] = field(default_factory=list)
     entry_ids: array[int] = field(default_factory=lambda: array("q"))
@@ -70,7 +70,7 @@ class _Locations:
 
 @dataclass(slots=True)
 class _Changes:
-    """What a flush takes from one directory. `located` once its entries are in the entry loggers."""
+    """The changes of one directory that a flush takes. `located` is set once the entry loggers have the entries."""
 
     cached: list[Cached[DbLedgerHandle]]
     headers: dict[LedgerId, tuple[DbLedgerHandle, LedgerData]]
@@ -80,7 +80,7 @@ class _Changes:
 
 
 class SingleDirectoryDbLedgerStorage:
-    """The ledgers of one ledger directory; `index_directory` holds its databases, both with `current`."""
+    """The ledgers of one ledger directory, with their databases in `index_directory`; both paths end in `current`."""
 
     def __init__(self, ledger_directory: Path, index_directory: Path, config: BookieConfig, files: Files) -> None:
         self.config = config
@@ -93,7 +93,7 @@ class SingleDirectoryDbLedgerStorage:
         self.read_cache = ReadCache((config.db_storage_read_ahead_cache_max_size_mb << 20) // count)
         self._changed: dict[LedgerId, DbLedgerHandle] = {}
         self._deleted: set[LedgerId] = set()
-        #: What no flush has written yet; more than the last one when one failed.
+        #: Changes that no flush has written yet; several after a failed flush.
         self._unfinished: list[_Changes] = []
         self.needs_integrity_check = False
         self._flush_lock = threading.Lock()
@@ -130,8 +130,8 @@ class SingleDirectoryDbLedgerStorage:
         )
 
     def _check_pair(self, ledgers: Path, locations: Path) -> None:
-        """Raise Corrupt where one of the two databases is missing, and the other was in use: both are made first."""
-        has_ledgers, has_locations = ((each / "CURRENT").exists() for each in (ledgers, locations))
+        """Raise Corrupt if one database is missing and the other has ledgers: both exist before one is used."""
+        has_ledgers, has_locations = ((path / "CURRENT").exists() for path in (ledgers, locations))
         if has_ledgers != has_locations:
             missing, kind = (locations, LedgersDatabase) if has_ledgers else (ledgers, LocationsDatabase)
             with kind.open(ledgers if has_ledgers else locations) as database:
@@ -139,10 +139,9 @@ class SingleDirectoryDbLedgerStorage:
                     raise Corrupt(f"The database {missing} is missing, and {database.path.name} beside it is in use")
 
     def _forget_leftovers(self) -> None:
-        """Let the first flush forget entries of ledgers that are not here: Apache's bookie leaves them, where it stops
-        after a deletion.
+        """Let the first flush delete entries of ledgers that are not here: leftovers of a deletion by Apache's bookie.
 
-        A crash between the two batches of a flush leaves such entries too; the journals bring them back.
+        A crash between the two batches of a flush leaves such entries too; the journals restore them.
         """
         known = self.metadata.ledger_ids()
         known_ledger = next(known, None)
@@ -173,7 +172,7 @@ class SingleDirectoryDbLedgerStorage:
         data = self.metadata.get(ledger)
         if data is None or not data.exists:
             return handle
-        # A key of zeros stands for none, and the next writer's takes its place. Source: LedgerMetadataIndex.
+        # A key of zeros stands for none; the next writer's key replaces it. Source: LedgerMetadataIndex.
         handle.master_key = data.master_key if any(data.master_key) else b""
         handle.is_on_disk = True
         handle.fenced, handle.limbo = data.fenced, data.limbo
@@ -184,15 +183,15 @@ class SingleDirectoryDbLedgerStorage:
         return handle
 
     def is_deleted(self, ledger: LedgerId) -> bool:
-        """Whether the next flush deletes the ledger, or one under way does; a new one of that id may be here again."""
-        return ledger in self._deleted or any(ledger in each.deleted for each in self._unfinished)
+        """Return whether the next or running flush deletes the ledger; a new ledger of that id may exist again."""
+        return ledger in self._deleted or any(ledger in changes.deleted for changes in self._unfinished)
 
     def change(self, handle: DbLedgerHandle) -> None:
-        """Let the next flush write what the databases say of the ledger."""
+        """Let the next flush write the ledger's data."""
         self._changed[handle.ledger] = handle
 
     def delete(self, handle: DbLedgerHandle) -> None:
-        """Let the next flush delete the ledger, which is gone at once."""
+        """Delete the ledger from memory; the next flush deletes it on disk."""
         handle.deleted = True
         self.cache.remove(handle)
         self._changed.pop(handle.ledger, None)
@@ -200,18 +199,18 @@ class SingleDirectoryDbLedgerStorage:
         self.read_cache.discard(handle.ledger)
 
     def is_busy(self, handle: DbLedgerHandle) -> bool:
-        """Whether the handle knows what the disk does not."""
+        """Return whether the handle has state that is not on disk."""
         return bool(handle.entries or handle.flushing or not handle.is_on_disk or handle.ledger in self._changed)
 
     # --- entries -----------------------------------------------------------------------------------------------------
 
     def location(self, handle: DbLedgerHandle, entry_id: int) -> int:
-        """Where an entry is that the write cache does not have; 0 where it is not here. Raises Corrupt."""
-        # A ledger that was deleted and made again may have entries of the old one on disk until it is there itself.
+        """Return the location of an entry outside the write cache, 0 if it is not here. Raises Corrupt."""
+        # A ledger that was deleted and recreated may find entries of the old one on disk until a flush writes it.
         return self.locations.location(handle.ledger, entry_id) if handle.is_on_disk else 0
 
     def find(self, handle: DbLedgerHandle, entry_id: int) -> Buffer | None:
-        """The entry if it is in memory. Raises EntryNotFound where it is behind the last."""
+        """Return the entry if it is in memory. Raises EntryNotFound for an id after the last entry."""
         record = WriteCache.find(handle, entry_id)
         if record is not None:
             return body_of(record)
@@ -220,7 +219,7 @@ class SingleDirectoryDbLedgerStorage:
         return self.read_cache.get(handle.ledger, entry_id)
 
     def read(self, handle: DbLedgerHandle, entry_id: int) -> Buffer:
-        """The entry; any thread may call it. Raises EntryNotFound, OSError, Corrupt."""
+        """Return the entry; for any thread. Raises EntryNotFound, OSError, Corrupt."""
         body = self.find(handle, entry_id)
         if body is not None:
             return body
@@ -233,7 +232,7 @@ class SingleDirectoryDbLedgerStorage:
                 before, location = location, self.location(handle, entry_id)
                 if location == before:
                     raise
-        # A flush that failed meanwhile gives its entries back.
+        # A flush that failed meanwhile has returned its entries to the cache.
         record = WriteCache.find(handle, entry_id)
         if record is None:
             raise _absent(handle, entry_id)
@@ -261,11 +260,11 @@ class SingleDirectoryDbLedgerStorage:
         return body
 
     def logger_of(self, *, scoped: bool) -> EntryLogger:
-        """The entry logger of scope 0, or of all others."""
+        """Return the entry logger of scope 0, or of all other scopes."""
         return self.scoped_logger if scoped else self.logger
 
     def entry_ids(self, handle: DbLedgerHandle, is_wanted: IsWanted = always) -> Callable[[], Iterator[int]]:
-        """A function that lists the ledger's entries, ascending, while `is_wanted`."""
+        """Return a function that yields the ids of the ledger's entries, ascending, while `is_wanted`."""
         cached = sorted(handle.entries.keys() | handle.flushing.keys())
         on_disk = handle.is_on_disk
 
@@ -281,16 +280,16 @@ class SingleDirectoryDbLedgerStorage:
         return entry_ids
 
     def live(self, entries: Sequence[tuple[LedgerId, int, int]]) -> list[bool]:
-        """Whether the index says that (ledger, entry id) is at (location), of each. Raises OSError, Corrupt.
+        """Return of each (ledger, entry id, location) whether the index has it. Raises OSError, Corrupt.
 
-        A flush writes entry logs before it writes the index: so what seems dead is looked at again after it.
+        A flush writes entry logs before the index, so an entry that is missing is looked up again after the flush.
         """
         wanted = [location for _, _, location in entries]
         keys = [(ledger, entry_id) for ledger, entry_id, _ in entries]
         found = self.locations.locations(keys)
         if found != wanted:
             with self._flush_lock:
-                if any(each.located is not None and not each.is_written for each in self._unfinished):
+                if any(changes.located is not None and not changes.is_written for changes in self._unfinished):
                     raise OSError(errno.EBUSY, "A flush failed, so entries in the logs are not in the index yet")
                 found = self.locations.locations(keys)
         return [location == expected for location, expected in zip(found, wanted, strict=True)]
@@ -298,7 +297,7 @@ class SingleDirectoryDbLedgerStorage:
     # --- flushes -----------------------------------------------------------------------------------------------------
 
     def begin_flush(self) -> bool:
-        """Take what there is to write; whether there is anything."""
+        """Take the changes to write; return whether there are any."""
         if self.cache.size or self._changed or self._deleted:
             headers = {ledger: (handle, _data_of(handle)) for ledger, handle in self._changed.items()}
             self._unfinished.append(_Changes(self.cache.swap(), headers, self._deleted))
@@ -306,7 +305,7 @@ class SingleDirectoryDbLedgerStorage:
         return bool(self._unfinished)
 
     def flush(self) -> None:
-        """Write what was taken, in the order that a crash anywhere in between needs. Raises OSError."""
+        """Write the taken changes, in the order that a crash at any moment needs. Raises OSError."""
         with self._flush_lock:
             self._flush()
 
@@ -342,25 +341,25 @@ class SingleDirectoryDbLedgerStorage:
                     try:
                         logger.write()
                     except OSError:
-                        writes = False  # all are placed first: the caller's `write` fails too, or goes on
+                        writes = False  # all entries get locations first: the caller's `write` tries again
         return located
 
     def _write_indexes(self, changes: _Changes) -> None:
         assert changes.located is not None
         if changes.located[True].runs or any(ledger.is_scoped for ledger in changes.headers):
-            # Both are there before one of them is used; see _check_pair.
+            # Both exist before one is used; see _check_pair.
             self.metadata.open_scoped()
             self.locations.open_scoped()
-        for scoped, each in changes.located.items():
+        for scoped, located in changes.located.items():
             deleted = [ledger for ledger in changes.deleted if ledger.is_scoped == scoped]
-            self.locations.write(each.runs, each.entry_ids, each.locations, deleted, scoped=scoped)
-            for ledger, _ in each.runs:
+            self.locations.write(located.runs, located.entry_ids, located.locations, deleted, scoped=scoped)
+            for ledger, _ in located.runs:
                 self.read_cache.discard(ledger)
         headers = {ledger: data for ledger, (handle, data) in changes.headers.items() if not handle.deleted}
         self.metadata.write(headers, changes.deleted)
 
     def end_flush(self, *, written: bool) -> None:
-        """What was taken is on disk; or it is not, and the next flush goes on where this one failed."""
+        """Record that the taken changes are on disk; after a failure the next flush continues there."""
         if written:
             for changes in self._unfinished:
                 for handle, _ in changes.headers.values():
@@ -393,7 +392,7 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
 
     @property
     def unwritten_bytes_max(self) -> int:
-        """dbStorage_writeCacheMaxSizeMb: what fills, and what is being flushed."""
+        """Return dbStorage_writeCacheMaxSizeMb in bytes: the size of both halves of the write cache."""
         return self._cache_size_max
 
     def open(self) -> None:
@@ -402,15 +401,17 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
             for directory in self.directories:
                 directory.open()
                 opened.append(directory)
-            # Ledgers of any directory may be lost, whichever has the flag.
-            self.needs_integrity_check = any(each.metadata.needs_integrity_check for each in self.directories)
+            # Ledgers of any directory may be lost, whichever directory has the flag.
+            self.needs_integrity_check = any(directory.metadata.needs_integrity_check for directory in self.directories)
         except BaseException:
             for directory in opened:
                 directory.close()
             raise
         for directory in self.directories:
             directory.needs_integrity_check = self.needs_integrity_check
-        self.entry_loggers = [logger for each in self.directories for logger in (each.logger, each.scoped_logger)]
+        self.entry_loggers = [
+            logger for directory in self.directories for logger in (directory.logger, directory.scoped_logger)
+        ]
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -442,13 +443,13 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
             if not handle.is_on_disk and (scope is None or ledger.scope_id == scope)
         )
         last = None
-        for ledger in heapq.merge(new, *(each.metadata.ledger_ids(scope) for each in self.directories)):
+        for ledger in heapq.merge(new, *(directory.metadata.ledger_ids(scope) for directory in self.directories)):
             if ledger != last and (ledger in self.handles or not self._directory(ledger).is_deleted(ledger)):
                 yield ledger
             last = ledger
 
     def has_scoped_ledgers(self) -> bool:
-        return any(each.metadata.has_scoped or each.scoped_logger.log_ids for each in self.directories)
+        return any(directory.metadata.has_scoped or directory.scoped_logger.log_ids for directory in self.directories)
 
     # --- entries -----------------------------------------------------------------------------------------------------
 
@@ -474,11 +475,11 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
 
     @property
     def unwritten_bytes(self) -> int:
-        return sum(each.cache.size + each.cache.flushing_size for each in self.directories)
+        return sum(directory.cache.size + directory.cache.flushing_size for directory in self.directories)
 
     @property
     def is_flush_due(self) -> bool:
-        return any(each.cache.size >= self._flush_size for each in self.directories)
+        return any(directory.cache.size >= self._flush_size for directory in self.directories)
 
     def begin_flush(self) -> list[SingleDirectoryDbLedgerStorage] | None:
         return [directory for directory in self.directories if directory.begin_flush()] or None
@@ -507,15 +508,15 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
     # --- garbage collection ------------------------------------------------------------------------------------------
 
     def set_writable(self, numbers: list[int]) -> None:
-        """A ledger stays in its directory, so there is no other one to go to. Source: DbLedgerStorage."""
+        """Do nothing: a ledger stays in its directory. Source: DbLedgerStorage."""
 
     def update_locations(self, moves: Iterable[Move]) -> None:
         by_directory: dict[int, list[Move]] = {}
         for move in moves:
             by_directory.setdefault(move.ledger.value % self._count, []).append(move)
-        for number, some in by_directory.items():
-            self.directories[number].locations.move(some)
-            for ledger in {move.ledger for move in some}:
+        for number, directory_moves in by_directory.items():
+            self.directories[number].locations.move(directory_moves)
+            for ledger in {move.ledger for move in directory_moves}:
                 self.directories[number].read_cache.discard(ledger)
 
     def has_entry_at(self, ledger: LedgerId, entry_id: int, location: int) -> bool:
@@ -525,11 +526,11 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
         if self._count == 1:
             return self.directories[0].live(entries)
         found = [False] * len(entries)
-        for rest, directory in enumerate(self.directories):
-            numbers = [number for number, each in enumerate(entries) if each[0].value % self._count == rest]
+        for remainder, directory in enumerate(self.directories):
+            numbers = [number for number, (ledger, *_) in enumerate(entries) if ledger.value % self._count == remainder]
             if numbers:
-                some = directory.live([entries[number] for number in numbers])
-                for number, is_live in zip(numbers, some, strict=True):
+                live = directory.live([entries[number] for number in numbers])
+                for number, is_live in zip(numbers, live, strict=True):
                     found[number] = is_live
         return found
 
@@ -538,10 +539,12 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
             directory.locations.compact(paths)
 
     def location_compactions(self) -> dict[str, bool]:
-        return {path: is_running for each in self.directories for path, is_running in each.locations.compactions()}
+        return {
+            path: is_running for directory in self.directories for path, is_running in directory.locations.compactions()
+        }
 
 
-_REBUILD_HINT: Final = "'bkctl bookie index rebuild' makes the databases anew from the entry logs"
+_REBUILD_HINT: Final = "'bkctl bookie index rebuild' rebuilds the databases from the entry logs"
 
 
 def _data_of(handle: DbLedgerHandle) -> LedgerData:

@@ -1,4 +1,7 @@
-"""EntryMemTable: entries in memory, sorted when they are written. Source: EntryMemTable, EntryKey; BP-35."""
+"""EntryMemTable: the newest entries, in memory until they are written.
+
+Source: EntryMemTable, EntryKey; BP-35.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ from typing import Final, NamedTuple
 
 from bkctl.storage.ledger.index_persistence import IndexedHandle
 
-#: What an entry takes in memory besides its bytes.
+#: Memory of an entry besides its bytes.
 ENTRY_OVERHEAD_BYTES: Final = 256
 
 
 class EntryKey(NamedTuple):
-    """What entries are sorted by."""
+    """The sort key of entries."""
 
     scope_id: int
     ledger_id: int
@@ -21,29 +24,29 @@ class EntryKey(NamedTuple):
 
 
 class Snapshot:
-    """Entries that belong together: those that are added now, or that are being written; their records by id."""
+    """The entries of one memtable, current or being written: records by entry id, by ledger."""
 
     __slots__ = ("is_sorted", "ledgers", "placed", "size", "todo")
 
     def __init__(self) -> None:
         self.ledgers: dict[IndexedHandle, dict[int, bytes]] = {}
-        #: Bytes that it takes in memory.
+        #: Bytes of memory.
         self.size = 0
         self.is_sorted = False
-        #: What is still to be written, last first: runs of entry ids of one ledger.
+        #: Runs of entry ids of one ledger that are still to be written, in reverse order.
         self.todo: list[tuple[IndexedHandle, list[int]]] = []
-        #: What went to the entry loggers, and may not be in the files.
+        #: Runs that the entry loggers have, perhaps not in files yet.
         self.placed: list[tuple[IndexedHandle, list[int]]] = []
 
     def keys(self) -> Iterator[EntryKey]:
-        """Every entry, in order."""
+        """Yield the keys of all entries, in order."""
         for handle in sorted(self.ledgers, key=lambda handle: handle.ledger):
             for entry_id in sorted(self.ledgers[handle]):
                 yield EntryKey(*handle.ledger, entry_id)
 
 
 class EntryMemTable:
-    """The newest entries of a bookie. One thread adds and takes snapshots, any may look, one at a time drops them."""
+    """The newest entries of a bookie. One thread adds and takes snapshots, one at a time drops them, any may read."""
 
     def __init__(self) -> None:
         self.current = Snapshot()
@@ -51,11 +54,11 @@ class EntryMemTable:
 
     @property
     def size(self) -> int:
-        """Bytes that all entries take in memory."""
+        """Return the bytes of memory of all entries."""
         return self.current.size + sum(snapshot.size for snapshot in self.snapshots)
 
     def add(self, handle: IndexedHandle, entry_ids: Sequence[int], records: Sequence[bytes], size: int) -> None:
-        """Keep entries, `size` bytes in `records`, each instead of the one that may be here."""
+        """Add entries, `size` bytes in `records`; an entry replaces an older one of its id."""
         current = self.current
         if handle.table is not current:
             handle.table = current
@@ -64,8 +67,8 @@ class EntryMemTable:
         current.size += size + ENTRY_OVERHEAD_BYTES * len(records)
 
     def find(self, handle: IndexedHandle, entry_id: int) -> bytes | None:
-        """The record of the newest copy of the entry, None when it is not here."""
-        # In this order: a snapshot is among the others before it stops being the current one.
+        """Return the record of the newest copy of the entry, None if it is not here."""
+        # In this order: `snapshot` adds the current one to `snapshots` before it replaces it.
         for snapshot in (self.current, *reversed(self.snapshots)):
             entries = snapshot.ledgers.get(handle)
             if entries is not None and (record := entries.get(entry_id)) is not None:
@@ -73,18 +76,18 @@ class EntryMemTable:
         return None
 
     def entry_ids(self, handle: IndexedHandle) -> set[int]:
-        """The ids of the ledger's entries here."""
+        """Return the ids of the ledger's entries here."""
         found: set[int] = set()
         for snapshot in (self.current, *self.snapshots):
             found.update(list(snapshot.ledgers.get(handle, ())))
         return found
 
     def holds(self, handle: IndexedHandle) -> bool:
-        """Whether any entry of the ledger is here."""
+        """Return whether any entry of the ledger is here."""
         return any(handle in snapshot.ledgers for snapshot in (self.current, *self.snapshots))
 
     def snapshot(self) -> bool:
-        """Let what was added so far be written, and add to a new table from now on; whether there was anything."""
+        """Freeze the entries added so far for writing, and start a new table; return False if there were none."""
         if not self.current.ledgers:
             return False
         self.snapshots = (*self.snapshots, self.current)
@@ -93,17 +96,17 @@ class EntryMemTable:
 
     @staticmethod
     def forget_placed(snapshot: Snapshot) -> None:
-        """Forget what the snapshot has placed, which can be read elsewhere now: soon, while caches still have it."""
+        """Drop the placed entries, which can be read from the logs now: soon, while CPU caches still have them."""
         for handle, entry_ids in snapshot.placed:
             entries = snapshot.ledgers[handle]
-            # By pages, so that other threads get their turn.
+            # One page at a time, so that other threads get their turn.
             deque(map(entries.__delitem__, entry_ids), maxlen=0)
             if not entries:
-                # Handles hold it until their next entry.
+                # Handles refer to the dictionary until their next entry.
                 entries.clear()
                 del snapshot.ledgers[handle]
         snapshot.placed = []
 
     def drop(self, snapshot: Snapshot) -> None:
-        """Forget a snapshot of which all can be read elsewhere now."""
-        self.snapshots = tuple(each for each in self.snapshots if each is not snapshot)
+        """Drop a snapshot; all its entries can be read from the logs now."""
+        self.snapshots = tuple(kept for kept in self.snapshots if kept is not snapshot)

@@ -20,9 +20,9 @@ from bkctl.storage.ledger.ledger_storage import LedgerStorage
 def open_ledger_storage(
     config: BookieConfig, files: Files, *, chance: random.Random | None = None
 ) -> LedgerStorage[Any]:
-    """The storage that `ledgerStorageClass` names, in the directories of `config`; to be opened.
+    """Return the storage, not yet open, that `ledgerStorageClass` names, in the directories of `config`.
 
-    `chance` picks directories. Raises Unsupported for a class that is not known.
+    `chance` picks directories. Raises Unsupported for an unknown class.
     """
     if config.ledger_storage == "db":
         from bkctl.storage.ledger.db_ledger_storage import DbLedgerStorage
@@ -36,14 +36,14 @@ def open_ledger_storage(
 
 
 def check_index(config: BookieConfig) -> None:
-    """Make sure that the index is one of the configured storage class, or none: else a bookie would find no ledger, and
-    garbage collection would take every entry log for garbage.
+    """Refuse an index of another storage class than the configured one.
 
-    Raises UsageError; Conflict where a conversion stopped in its last step; Corrupt.
+    With it a bookie would find no ledger, and garbage collection would delete every entry log. Raises UsageError;
+    Conflict where a conversion stopped in its last step; Corrupt.
     """
     from bkctl.files.directories import BookieDirectories
 
-    directories = [Path(each) / CURRENT for each in config.index_directories or config.ledger_directories]
+    directories = [Path(directory) / CURRENT for directory in config.index_directories or config.ledger_directories]
     if (directories[0] / CONVERSION_NAME).exists():
         from bkctl.files.conversion import check_conversion
 
@@ -58,14 +58,14 @@ def check_index(config: BookieConfig) -> None:
     if found is not None:
         to = "db" if config.ledger_storage == "db" else "interleaved"
         raise UsageError(
-            f"{found} is another storage class's than {config.ledger_storage_class.rpartition('.')[2]}",
-            hint=f"set ledgerStorageClass as it was, or convert the index: 'bkctl bookie convert --to {to}'",
+            f"{found} belongs to another storage class than {config.ledger_storage_class.rpartition('.')[2]}",
+            hint=f"set ledgerStorageClass to the earlier value, or convert the index: 'bkctl bookie convert --to {to}'",
         )
 
 
 def _database_in_use(directories: Iterable[Path]) -> Path | None:
-    """A database that has ledgers."""
-    for path in (each / name for each in directories for name in ("ledgers", "scoped-ledgers")):
+    """Return the path of a database that has ledgers, None for none."""
+    for path in (directory / name for directory in directories for name in ("ledgers", "scoped-ledgers")):
         if (path / "CURRENT").exists():
             from bkctl.files.rocksdb import LedgersDatabase
 

@@ -1,7 +1,7 @@
-"""IndexInMemPageMgr: pages of index files in memory, the locations of consecutive entries of one ledger each.
+"""IndexInMemPageMgr: pages of index files in memory, each with the locations of consecutive entries of one ledger.
 
-Pages that changed stay until a flush has written them, others are a cache; together they are `pageLimit` at most, as
-far as flushes keep up. A page takes memory up to its last location: many ledgers may have few entries each.
+Changed pages stay until a flush has written them, unchanged ones are a cache; together they are `pageLimit` at most, if
+flushes keep up. A page uses memory up to its last location only: many ledgers may have few entries each.
 Source: IndexInMemPageMgr, LedgerEntryPage.
 """
 
@@ -21,13 +21,13 @@ from bkctl.storage.entry_logger import Move
 from bkctl.storage.ledger.index_persistence import SWAP, IndexedHandle, IndexPersistenceMgr
 from bkctl.storage.ledger.ledger_storage import IsWanted, NeedsDisk, always
 
-#: Pages in memory where `pageLimit` does not say.
+#: Pages in memory without a `pageLimit`.
 PAGES_MAX: Final = 65_536
-#: Of them those that are a cache, since they did not change.
+#: Unchanged pages among them: the cache.
 UNCHANGED_PAGES_MAX: Final = 8192
 
 PageKey = tuple[LedgerId, int]
-#: Copies of changed pages, as they go to a ledger's file, without zeros at their ends: by number.
+#: Copies of changed pages by number, as a ledger's file has them, but without zeros at their ends.
 ChangedPages = dict[IndexedHandle, dict[int, bytes]]
 
 
@@ -47,7 +47,7 @@ class IndexInMemPageMgr:
         self._flushing: dict[PageKey, IndexedHandle] = {}
         #: Pages that changed, or that a flush is writing, or both.
         self._waiting = 0
-        #: What was read from a file before this grew may be out of date.
+        #: A page read from a file before this counter changed may be out of date.
         self._generation = 0
         self._lock = threading.Lock()
 
@@ -56,36 +56,36 @@ class IndexInMemPageMgr:
 
     @property
     def changed_count(self) -> int:
-        """Pages that the next flush has to write."""
+        """Return the number of pages that the next flush has to write."""
         return len(self._changed)
 
     @property
     def is_clean(self) -> bool:
-        """Whether all changes are in files."""
+        """Return whether all changes are in files."""
         with self._lock:
             return not self._changed and not self._flushing
 
     @property
     def is_full(self) -> bool:
-        """Whether a flush has to come before more pages change: three quarters of the limit wait for one."""
+        """Return whether a flush must come before more pages change: three quarters of the limit wait for one."""
         return self._waiting >= max(1, self.limit * 3 // 4)
 
     @property
     def is_flush_due(self) -> bool:
-        """Whether a flush should begin, so that it is done before they are full."""
+        """Return whether a flush should begin, so that it ends before `is_full`."""
         return len(self._changed) >= max(1, self.limit // 4)
 
     @property
     def surplus_bytes(self) -> int:
-        """Bytes of the pages that wait for a flush, above the limit."""
+        """Return the bytes of the pages above the limit that wait for a flush."""
         return max(0, self._waiting - self.limit) * self._page_size
 
     # --- locations ---------------------------------------------------------------------------------------------------
 
     def put(self, handle: IndexedHandle, entry_ids: Sequence[int], locations: Sequence[int]) -> None:
-        """Set the locations of entries (0 … ENTRY_ID_MAX, in any order). Of one ledger, by one thread at a time.
+        """Set the locations of entries (0 … ENTRY_ID_MAX, in any order) of one ledger, in one thread at a time.
 
-        Raises OSError; then those before are set.
+        Raises OSError; then the locations in earlier pages are set.
         """
         first = last = entry_ids[0]
         if len(entry_ids) > 1:
@@ -95,22 +95,22 @@ class IndexInMemPageMgr:
             self._put_in_page(handle, number, entry_ids, locations)
         else:
             start = 0
-            for number, some in groupby(entry_ids, self.page_number):
-                run = list(some)
+            for number, in_page in groupby(entry_ids, self.page_number):
+                run = list(in_page)
                 self._put_in_page(handle, number, run, locations[start : start + len(run)])
                 start += len(run)
         if last > handle.indexed_last:
             handle.indexed_last = last
 
     def prepare(self, handle: IndexedHandle, entry_ids: Sequence[int]) -> None:
-        """Have the pages of entries in memory, noted as changed, so that `put` waits for no disk.
+        """Mark the pages of entries, which must be in memory, as changed, so that `put` need not wait for the disk.
 
         Raises NeedsDisk for a page that has to be read from the ledger's file.
         """
         number = entry_ids[0] // self._slots
         if len(entry_ids) > 1 and not min(entry_ids) // self._slots == number == max(entry_ids) // self._slots:
-            for each in dict.fromkeys(map(self.page_number, entry_ids)):
-                self._page_to_change(handle, each, waits=False)
+            for number in dict.fromkeys(map(self.page_number, entry_ids)):
+                self._page_to_change(handle, number, waits=False)
         elif number != handle.page_number:
             handle.page = self._page_to_change(handle, number, waits=False)
             handle.page_number = number
@@ -135,26 +135,26 @@ class IndexInMemPageMgr:
                 page[entry_id - start] = location
 
     def page_number(self, entry_id: int) -> int:
-        """The page that the entry's location is in."""
+        """Return the number of the page with the entry's location."""
         return entry_id // self._slots
 
     def end_of_page(self, number: int) -> int:
-        """The first entry id that is not in page `number`, nor before it."""
+        """Return the first entry id after page `number`."""
         return (number + 1) * self._slots
 
     def location(self, ledger: LedgerId, entry_id: int) -> int:
-        """The entry's location, 0 where there is none. Raises OSError."""
+        """Return the entry's location, 0 for none. Raises OSError."""
         number, slot = divmod(entry_id, self._slots)
         return _location(self._load((ledger, number)), slot)
 
     def cached_location(self, ledger: LedgerId, entry_id: int) -> int | None:
-        """The entry's location, 0 where there is none; None when that needs the disk."""
+        """Return the entry's location, 0 for none; None if that needs the disk."""
         number, slot = divmod(entry_id, self._slots)
         page = self._pages.get((ledger, number))
         return None if page is None else _location(page, slot)
 
     def live(self, entries: Sequence[tuple[LedgerId, int, int]]) -> list[bool]:
-        """Whether each (ledger, entry id, location) is what the index says. Raises OSError."""
+        """Return of each (ledger, entry id, location) whether the index has it. Raises OSError."""
         found = []
         last_key: PageKey | None = None
         page = array("Q")
@@ -169,7 +169,7 @@ class IndexInMemPageMgr:
     def move(self, handle: IndexedHandle, moves: Iterable[Move]) -> None:
         """Set the new locations of entries of one ledger whose location is the old one. Raises OSError.
 
-        `handle` need not be the one that others put locations with: it only says which file the page goes to.
+        `handle` may differ from the one that `put` gets: it only names the file of the page.
         """
         for move in moves:
             number, slot = divmod(move.entry_id, self._slots)
@@ -181,7 +181,7 @@ class IndexInMemPageMgr:
                     is_current = self._pages.get(key) is page
                     if is_current and _location(page, slot) == move.old:
                         page[slot] = move.new
-                        # Who put a location in it has to hear of the next flush.
+                        # The handle that put a location in the page must stay: the next flush resets its `page_number`.
                         self._note_changed(key, self._changed.get(key, handle))
 
     def _note_changed(self, key: PageKey, handle: IndexedHandle) -> None:
@@ -190,7 +190,7 @@ class IndexInMemPageMgr:
         self._changed[key] = handle
 
     def _load(self, key: PageKey) -> array[int]:
-        """The page, from memory or its file, which is read without the lock."""
+        """Return the page from memory, or from its file, which is read without the lock."""
         while True:
             with self._lock:
                 page = self._pages.get(key)
@@ -206,7 +206,7 @@ class IndexInMemPageMgr:
                     return page
 
     def _page_to_change(self, handle: IndexedHandle, number: int, *, waits: bool = True) -> array[int]:
-        """The page in memory, noted as changed. What is set in it before the next flush begins goes with that.
+        """Return the page in memory, marked as changed: the next flush writes it.
 
         With `waits` False, raises NeedsDisk in place of reading the page from its file.
         """
@@ -234,12 +234,12 @@ class IndexInMemPageMgr:
                 page = self._persistence.read_page(*key)
 
     def _evict(self) -> None:
-        """Forget the oldest of the pages that did not change, when there are too many."""
+        """Evict the oldest unchanged pages when there are too many."""
         allowed = max(min(self.limit, UNCHANGED_PAGES_MAX), self._waiting + max(self.limit // 4, 1))
         if len(self._pages) <= allowed:
             return
         surplus = len(self._pages) - allowed + min(self.limit, UNCHANGED_PAGES_MAX) // 8
-        # The one just read stays for whoever asked for it.
+        # The page just read stays for its caller.
         candidates = [key for key in self._pages if key not in self._changed and key not in self._flushing][:-1]
         for key in candidates[:surplus]:
             del self._pages[key]
@@ -247,7 +247,7 @@ class IndexInMemPageMgr:
     # --- a ledger's pages --------------------------------------------------------------------------------------------
 
     def forget(self, ledger: LedgerId) -> None:
-        """Drop the pages of a ledger that is deleted."""
+        """Drop the pages of a deleted ledger."""
         with self._lock:
             for key in [key for key in self._pages if key[0] == ledger]:
                 del self._pages[key]
@@ -256,12 +256,12 @@ class IndexInMemPageMgr:
             self._generation += 1
 
     def changed_ledgers(self) -> set[LedgerId]:
-        """The ledgers with pages that no file has yet."""
+        """Return the ledgers with pages that no file has yet."""
         with self._lock:
             return {ledger for ledger, _ in (*self._changed, *self._flushing)}
 
     def copy_of(self, ledger: LedgerId) -> dict[int, array[int]]:
-        """Copies of the ledger's pages that no file has yet, by page number."""
+        """Return copies of the ledger's pages that no file has yet, by page number."""
         with self._lock:
             waiting = {*self._changed, *self._flushing}
             return {key[1]: self._pages[key][:] for key in waiting if key[0] == ledger and key in self._pages}
@@ -269,9 +269,9 @@ class IndexInMemPageMgr:
     def entry_ids(
         self, ledger: LedgerId, in_memory: dict[int, array[int]], is_wanted: IsWanted = always
     ) -> Iterator[int]:
-        """Yield the entries with a location, ascending, from `in_memory` and the file; while `is_wanted`.
+        """Yield the ids of entries with a location, ascending, from `in_memory` and the file, while `is_wanted`.
 
-        Raises OSError. Holes of the file cost nothing: one entry with a high id makes it as long as that id says.
+        Raises OSError. Skips holes of the file: one entry with a high id makes it large.
         """
         numbers = heapq.merge(sorted(in_memory), self._persistence.pages_on_disk(ledger))
         for number, _ in groupby(numbers):
@@ -289,7 +289,7 @@ class IndexInMemPageMgr:
     # --- flushes -----------------------------------------------------------------------------------------------------
 
     def take_changes(self) -> ChangedPages:
-        """Copy the pages that changed since the last call, for `write`; then `finish` must be called."""
+        """Return copies of the pages that changed since the last call; `finish` must follow."""
         taken: ChangedPages = {}
         with self._lock:
             assert not self._flushing, "one flush at a time"
@@ -304,7 +304,7 @@ class IndexInMemPageMgr:
         return taken
 
     def finish(self, *, written: bool) -> None:
-        """Take note that the files have what was taken, or that they may not: then it counts as changed again."""
+        """Record that the taken pages are in files; unless `written`, mark them as changed again."""
         with self._lock:
             flushing, self._flushing = self._flushing, {}
             self._generation += 1
@@ -318,5 +318,5 @@ class IndexInMemPageMgr:
 
 
 def _location(page: array[int], slot: int) -> int:
-    """What the page says of a slot, which may be behind its last location."""
+    """Return the location in a slot, 0 for a slot after the page's last location."""
     return page[slot] if slot < len(page) else 0

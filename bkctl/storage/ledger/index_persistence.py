@@ -1,8 +1,8 @@
 """IndexPersistenceMgr: the index files of Interleaved and SortedLedgerStorage, one a ledger.
 
-A file has the ledger's master key, fence and explicit LAC in its header, and behind that 8 bytes an entry: where it is.
-Scope 0 has files two levels deep below `current`, other scopes four. Which locations go into the files, and when, is
-for others to say. Source: IndexPersistenceMgr, FileInfo, FileInfoBackingCache; BP-35.
+A file has the ledger's master key, fence and explicit LAC in its header, then 8 bytes an entry: its location. Files of
+scope 0 are two levels deep below `current`, files of other scopes four. The callers choose which locations are written
+and when. Source: IndexPersistenceMgr, FileInfo, FileInfoBackingCache; BP-35.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bkctl.storage.ledger.ledger_storage import LedgerHandle
 SWAP: Final = sys.byteorder == "little"
 #: Fingerprint, version, key length, master key, state bits.
 _HEADER_SIZE_MIN: Final = 36
-#: What a header has beside master key and explicit LAC.
+#: Bytes of a header besides master key and explicit LAC.
 _HEADER_FIXED_SIZE: Final = 20
 _HEX_DIGITS: Final = frozenset("0123456789abcdef")
 _COPIED_BYTES: Final = 1 << 20
@@ -38,10 +38,10 @@ _RELOCATED: Final = ".rloc"
 
 
 class IndexedHandle(LedgerHandle):
-    """A ledger with an index file at `index_path`, or one to be. `indexed_last` is the highest entry id in its pages.
+    """A ledger whose index file is, or will be, at `index_path`. `indexed_last` is the highest entry id in its pages.
 
-    `page` is the one that the last entry went to, `page_number` its number, −1 when it may have left memory.
-    `entries` are the ledger's in the memtable `table`, `log_bytes` those in the open entry log `log`.
+    `page` has the last added entry, `page_number` is its number, −1 when it may have left memory. `entries` are the
+    ledger's entries in the memtable `table`, `log_bytes` its bytes in the open entry log `log`.
     """
 
     __slots__ = (
@@ -70,10 +70,10 @@ class IndexedHandle(LedgerHandle):
 
 
 class IndexPersistenceMgr:
-    """The index files in `directories`, at most `open_file_limit` of them open. Every method may be called from any
-    thread, but no two `write` the same ledger at once.
+    """The index files in `directories`, at most `open_file_limit` of them open.
 
-    `pick_directory` says where new files go, `is_writable` which of the directories take them.
+    Any thread may call every method, but only one at a time may `write` a ledger. `pick_directory` returns the number
+    of the directory for a new file, `is_writable` whether a directory takes files.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class IndexPersistenceMgr:
         is_writable: Callable[[int], bool] = lambda number: True,
     ) -> None:
         self.directories = tuple(directories)
-        # Many small ledgers make paths costly: most are looked for as text.
+        # With many small ledgers Path objects are costly: most lookups use text.
         self._prefixes = [f"{directory}/" for directory in self.directories]
         self._files = files
         self._page_size = page_size
@@ -103,7 +103,7 @@ class IndexPersistenceMgr:
         self._lock = threading.Lock()
         self._names_lock = threading.RLock()
         self._open: OrderedDict[LedgerId, StorageFile] = OrderedDict()
-        #: A file that was opened before this grew may be none of its ledger's any more.
+        #: A file opened before this counter changed may belong to a deleted ledger.
         self._generation = 0
         self._doomed: dict[LedgerId, None] = {}
         #: Directories with new names in them.
@@ -111,13 +111,13 @@ class IndexPersistenceMgr:
 
     @property
     def open_files(self) -> int:
-        """Index files that are open."""
+        """Return the number of open index files."""
         return len(self._open)
 
     # --- ledgers -----------------------------------------------------------------------------------------------------
 
     def load(self, ledger: LedgerId) -> IndexedHandle | None:
-        """What the ledger's file says, None when there is none. Raises OSError, Corrupt, Unsupported."""
+        """Return a handle with the state in the ledger's file, None without. Raises OSError, Corrupt, Unsupported."""
         generation = self._generation
         path = self._find(ledger)
         if path is None:
@@ -131,7 +131,7 @@ class IndexPersistenceMgr:
             raise Corrupt(f"{path}: the disk fails at byte 0: {error.strerror}") from error
         if len(data) < _HEADER_SIZE_MIN or data[:4] == bytes(4):
             self._forget(ledger)
-            return None  # a crash came before the first header was on disk: whoever has the key writes it again
+            return None  # a crash came before the first header was on disk: replay has the key and writes it again
         header = formats.read_header(data, where=str(path))
         handle = IndexedHandle(ledger, header.master_key, path)
         handle.is_on_disk = True
@@ -143,9 +143,9 @@ class IndexPersistenceMgr:
         return handle
 
     def load_pages(self, ledger: LedgerId) -> IndexedHandle | None:
-        """A handle to move entries of a ledger whose header may be damaged, None where it has no file. Raises OSError.
+        """Return a handle to move entries of a ledger whose header may be damaged, None without a file. Raises OSError.
 
-        Only its pages may be written: the header stays as it is.
+        Only its pages may be written; the header stays unchanged.
         """
         generation = self._generation
         path = self._find(ledger)
@@ -160,9 +160,9 @@ class IndexPersistenceMgr:
     def create(self, ledger: LedgerId, master_key: bytes = b"") -> IndexedHandle:
         """Return a handle for a ledger that has no file, or one without a header.
 
-        The first `write` makes the file. Raises OSError.
+        The first `write` creates the file. Raises OSError.
         """
-        if ledger in self._doomed:  # else nobody waits for the lock
+        if ledger in self._doomed:  # checked without the lock first: most creations need not wait for it
             with self._names_lock:
                 changed = self._remove(ledger) if ledger in self._doomed else set()
             for directory in changed:
@@ -171,22 +171,22 @@ class IndexPersistenceMgr:
         return IndexedHandle(ledger, master_key, path)
 
     def doom(self, ledger: LedgerId) -> None:
-        """Let the ledger's file count for nothing any more; `remove_doomed` deletes it.
+        """Ignore the ledger's file from now on; `remove_doomed` deletes it. Does not wait for the disk.
 
-        The handles of the ledger must say that it is deleted before. Waits for no disk.
+        The ledger's handles must be marked `deleted` before.
         """
-        # Without the lock on names, which is held over operations of the disk: a file that gets its name just now is
-        # deleted too, since deletion takes that lock.
+        # Without the lock on names, which others hold while they wait for the disk: a file that gets its name just now
+        # is deleted too, since deletion takes that lock.
         self._doomed[ledger] = None
         self._forget(ledger)
 
     @property
     def has_doomed(self) -> bool:
-        """Whether `remove_doomed` has anything to do."""
+        """Return whether `remove_doomed` has files to delete."""
         return bool(self._doomed)
 
     def remove_doomed(self) -> None:
-        """Delete the files of doomed ledgers, durably. Raises OSError; the next call goes on."""
+        """Delete the files of doomed ledgers, durably. Raises OSError; the next call deletes the rest."""
         changed: set[Path] = set()
         for ledger in list(self._doomed):
             with self._names_lock:
@@ -201,17 +201,17 @@ class IndexPersistenceMgr:
         changed = set()
         for directory in self.directories:
             path = directory / formats.index_path(ledger)
-            for each in (path, path.with_name(f"{path.name}{_RELOCATED}")):
-                if each.exists():
-                    self._files.remove(each)
-                    changed.add(each.parent)
+            for file in (path, path.with_name(f"{path.name}{_RELOCATED}")):
+                if file.exists():
+                    self._files.remove(file)
+                    changed.add(file.parent)
         del self._doomed[ledger]
         return changed
 
     def ledgers(self) -> set[LedgerId]:
-        """Every ledger with a file; reads the index directories.
+        """Return every ledger with a file; reads the index directories.
 
-        Raises OSError, also where one of the directories is gone: the ledgers in it are not.
+        Raises OSError, also if a directory is missing: its ledgers may still exist.
         """
         found: set[LedgerId] = set()
         for directory in self.directories:
@@ -219,7 +219,7 @@ class IndexPersistenceMgr:
         return found.difference(list(self._doomed))
 
     def has_scoped_ledgers(self) -> bool:
-        """Whether any ledger of a scope other than 0 has an index file."""
+        """Return whether any ledger of a scope other than 0 has an index file."""
         return any(
             next(_ledgers_in(Path(entry.path), depth=1), None) is not None
             for directory in self.directories
@@ -229,12 +229,12 @@ class IndexPersistenceMgr:
         )
 
     def _find(self, ledger: LedgerId) -> Path | None:
-        """The ledger's file, None where there is none. Raises OSError, also where a directory is gone."""
+        """Return the path of the ledger's file, None for none. Raises OSError, also if a directory is missing."""
         if ledger in self._doomed:
             return None
         path = self._look_for(ledger)
         if path is None:
-            with self._names_lock:  # it may just have moved to a directory that was passed
+            with self._names_lock:  # the file may just have moved to a directory searched before
                 path = self._look_for(ledger)
         if path is None:
             for prefix in self._prefixes:
@@ -247,7 +247,7 @@ class IndexPersistenceMgr:
             if _exists(path):
                 return Path(path)
         for path in paths:
-            # A file is moved to another directory by way of this name; a crash may have left it.
+            # A file moves to another directory under this temporary name; a crash may have left it.
             if _exists(path + _RELOCATED):
                 relocated, target = Path(path + _RELOCATED), Path(path)
                 with self._names_lock, suppress(FileNotFoundError):
@@ -269,7 +269,7 @@ class IndexPersistenceMgr:
         return None if path is None else self._file_at(ledger, path, generation)
 
     def _file_at(self, ledger: LedgerId, path: Path, generation: int) -> StorageFile:
-        """The file at `path`, which was found when that was the generation."""
+        """Return the open file at `path`, which was found at that generation."""
         with self._lock:
             file = self._open.get(ledger)
         if file is None or file.path != path:
@@ -291,12 +291,12 @@ class IndexPersistenceMgr:
             self._generation += 1
 
     def _last_entry(self, file: StorageFile) -> int:
-        """The highest entry id with a location, −1 for none."""
+        """Return the highest entry id with a location, −1 for none."""
         number = (file.size() - formats.HEADER_SIZE - 1) // self._page_size
         last = self._last_in_page(file, number) if number >= 0 else -1
         if last >= 0:
             return last
-        # The file may end with a hole as large as an entry id says: only pages that are there are looked at.
+        # The file may end with a large hole, after an entry with a high id: only pages with data are read.
         for begin, end in reversed(list(file.data(formats.HEADER_SIZE))):
             for number in reversed(self._pages_between(begin, end)):
                 last = self._last_in_page(file, number)
@@ -310,7 +310,7 @@ class IndexPersistenceMgr:
         return next((number * self._slots + slot for slot in slots), -1)
 
     def _pages_of(self, file: StorageFile) -> Iterator[int]:
-        """The numbers of the pages that are no holes of the file, ascending."""
+        """Yield the numbers of the pages outside the file's holes, ascending."""
         last = -1
         for begin, end in file.data(formats.HEADER_SIZE):
             for number in self._pages_between(begin, end):
@@ -319,12 +319,12 @@ class IndexPersistenceMgr:
                     last = number
 
     def _pages_between(self, begin: int, end: int) -> range:
-        """The numbers of the pages with bytes in `begin` … `end` of an index file."""
-        first, last = ((each - formats.HEADER_SIZE) // self._page_size for each in (begin, end - 1))
+        """Return the numbers of the pages with bytes in `begin` … `end` of an index file."""
+        first, last = ((at - formats.HEADER_SIZE) // self._page_size for at in (begin, end - 1))
         return range(first, last + 1)
 
     def read_page(self, ledger: LedgerId, number: int) -> array[int]:
-        """One page of locations, zeros where the file ends or there is none. Raises OSError."""
+        """Return one page of locations; 0 beyond the end of the file, or without a file. Raises OSError."""
         file = self._file_of(ledger)
         page = array("Q") if file is None else self._page_in(file, number)
         page.frombytes(bytes(self._page_size - len(page) * 8))
@@ -339,9 +339,9 @@ class IndexPersistenceMgr:
         return _decode(file.read(formats.HEADER_SIZE + number * self._page_size, self._page_size))
 
     def header_of(self, handle: IndexedHandle) -> bytes:
-        """The bytes of the ledger's header as it is now; without the explicit LAC where a master key leaves it no room.
+        """Return the ledger's current header in bytes, without the explicit LAC if a long master key leaves no room.
 
-        Only an index file of another bookie holds so long a key: ours binds no ledger to it.
+        Only an index file of another bookie has so long a key: ours refuses it.
         """
         lac = handle.explicit_lac
         room = formats.HEADER_SIZE - _HEADER_FIXED_SIZE - len(handle.master_key)
@@ -353,13 +353,10 @@ class IndexPersistenceMgr:
         )
 
     def make_directories(self, handles: Iterable[IndexedHandle]) -> None:
-        """Make the directories that new files of these ledgers go to, durably; together it costs less.
-
-        Raises OSError.
-        """
+        """Create the directories for new files of these ledgers, durably, with one sync a directory. Raises OSError."""
         for handle in handles:
             if not handle.is_on_disk and not handle.deleted:
-                with suppress(OSError):  # `write` meets it again
+                with suppress(OSError):  # `write` gets the same error
                     self._check_directory(handle)
                     self._files.make_directory(handle.index_path.parent, unsynced=self._unsynced)
         for directory in list(self._unsynced):
@@ -367,15 +364,15 @@ class IndexPersistenceMgr:
             del self._unsynced[directory]
 
     def _check_directory(self, handle: IndexedHandle) -> None:
-        """A disk that is gone must not be taken for an empty one. Raises OSError."""
+        """Raise OSError if the index directory is missing: an unmounted disk must not pass for an empty one."""
         path = str(handle.index_path)
         os.stat(next(prefix for prefix in self._prefixes if path.startswith(prefix)))
 
     def write(self, handle: IndexedHandle, header: bytes | None, pages: Mapping[int, bytes]) -> None:
-        """Write a header and pages by number, durably; the file is made where it is missing, with its header.
+        """Write a header and pages by number, durably; create a missing file, with its header.
 
-        Pages may lack zeros at their ends. A file in a full directory moves to another one. Nothing is written of a
-        deleted ledger. Raises OSError.
+        Pages may lack zeros at their ends. A file in a full directory moves to another one. A deleted ledger is
+        ignored. Raises OSError.
         """
         try:
             self._write(handle, header, pages)
@@ -389,7 +386,7 @@ class IndexPersistenceMgr:
     def _write(self, handle: IndexedHandle, header: bytes | None, pages: Mapping[int, bytes]) -> None:
         ledger = handle.ledger
         self._check_directory(handle)
-        # Without the lock, which the event loop may want: each directory that is made is synced.
+        # Without the lock, which the event loop may need: each created directory is synced.
         self._files.make_directory(handle.index_path.parent)
         with self._names_lock:
             if handle.deleted or ledger in self._doomed:
@@ -400,7 +397,7 @@ class IndexPersistenceMgr:
                 file, path = known, known.path
                 handle.index_path = path
             else:
-                # Only a whole file gets the name.
+                # Only a complete file gets the name.
                 path = handle.index_path
                 file = self._files.open(_new_name(path), create=True)
                 file.truncate(0)
@@ -438,11 +435,11 @@ class IndexPersistenceMgr:
     def _elsewhere(self, path: Path) -> Path | None:
         for number, directory in enumerate(self.directories):
             if directory not in path.parents and self._is_writable(number):
-                return directory / path.relative_to(next(each for each in self.directories if each in path.parents))
+                return directory / path.relative_to(next(root for root in self.directories if root in path.parents))
         return None
 
     def _leave(self, handle: IndexedHandle, target: Path) -> None:
-        """Move a ledger's file to another directory; a crash leaves the old one or `.rloc`, whole.
+        """Move a ledger's file to another directory; a crash leaves the old file or `.rloc`, complete.
 
         Source: IndexPersistenceMgr.moveLedgerIndexFile, FileInfo.moveToNewLocation.
         """
@@ -455,7 +452,7 @@ class IndexPersistenceMgr:
         relocated = target.with_name(f"{target.name}{_RELOCATED}")
         with self._files.open(relocated, create=True) as copy:
             copy.truncate(0)
-            # Its holes too: a high entry id makes a file that no disk could hold without them.
+            # With its holes: a high entry id makes a file that no disk could hold without them.
             for begin, end in file.data(0):
                 for offset in range(begin, end, _COPIED_BYTES):
                     copy.write(offset, (file.read(offset, min(_COPIED_BYTES, end - offset)),))
@@ -495,7 +492,7 @@ def _decode(data: Any) -> array[int]:
 
 
 def _ledgers_in(directory: Path, depth: int) -> Iterator[LedgerId]:
-    """The ledgers of the index files below one `current/` directory (depth 0) or a directory in it."""
+    """Yield the ledgers of the index files below one `current/` directory (depth 0) or a directory in it."""
     for entry in os.scandir(directory):
         if entry.is_dir():
             if len(entry.name) <= 8 and _HEX_DIGITS.issuperset(entry.name) and depth < 4:

@@ -1,7 +1,7 @@
-"""InterleavedLedgerStorage: entries of all ledgers in the order they came in one entry log, and an index file a ledger.
+"""InterleavedLedgerStorage: entries of all ledgers in one entry log in order of arrival, and an index file a ledger.
 
-Nothing in an index file ever points at what is not in a synced entry log. Entries of scoped ledgers have entry logs of
-their own, below `current/scoped`. Source: InterleavedLedgerStorage, LedgerCacheImpl; BP-35.
+An index file only ever points into synced entry logs. Entries of scoped ledgers have entry logs of their own, below
+`current/scoped`. Source: InterleavedLedgerStorage, LedgerCacheImpl; BP-35.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from bkctl.storage.ledger.index_pages import ChangedPages, IndexInMemPageMgr
 from bkctl.storage.ledger.index_persistence import IndexedHandle, IndexPersistenceMgr
 from bkctl.storage.ledger.ledger_storage import CHUNK_SIZE_BYTES, IsWanted, LedgerStorage, always
 
-#: Changed index pages before a flush is due whatever the flush interval.
+#: Changed index pages that make a flush due before the flush interval ends.
 CHANGED_PAGES_MAX: Final = 4096
 
 
 @dataclass(slots=True)
 class IndexFlush:
-    """Copies of what changed in the index, as a flush writes it."""
+    """Copies of the changed headers and pages of the index, for one flush."""
 
     headers: dict[IndexedHandle, bytes]
     pages: ChangedPages
@@ -48,12 +48,12 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
             )
         self.config = config
         self.files = files
-        self.ledger_directories = [Path(each) / CURRENT for each in config.ledger_directories]
+        self.ledger_directories = [Path(directory) / CURRENT for directory in config.ledger_directories]
         index_directories = config.index_directories or config.ledger_directories
-        self.index_directories = [Path(each) / CURRENT for each in index_directories]
+        self.index_directories = [Path(directory) / CURRENT for directory in index_directories]
         self._writable = list(range(len(self.ledger_directories)))
         self._index_writable = list(range(len(self.index_directories)))
-        #: Ledger directories that refused something, whatever they say of their free space.
+        #: Ledger directories that refused a write for want of space, whatever free space they report.
         self._refused: set[int] = set()
         self._chance = chance or random.Random()
         self.persistence = IndexPersistenceMgr(
@@ -69,7 +69,7 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
         self.handles = {}
         self.entry_loggers = ()
         self._changed_headers: dict[IndexedHandle, None] = {}
-        #: Handles that the garbage collector's thread made for ledgers that nobody else uses.
+        #: Handles of ledgers that only the garbage collector's thread uses.
         self._borrowed: dict[LedgerId, IndexedHandle] = {}
         self._is_flushing = False
         self._must_leave = self._has_left = False
@@ -79,12 +79,12 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
 
     def _pick_ledger_directory(self) -> int:
         writable = self._writable or range(len(self.ledger_directories))
-        return self._chance.choice([each for each in writable if each not in self._refused] or writable)
+        return self._chance.choice([number for number in writable if number not in self._refused] or writable)
 
     def set_writable(self, numbers: list[int]) -> None:
         """Let only these ledger directories take new files; an entry log in another one is completed as it is.
 
-        While there are none, everything stays where it is. Source: EntryLogManagerForSingleEntryLog.
+        Without any, everything stays where it is. Source: EntryLogManagerForSingleEntryLog.
         """
         self._writable = numbers
         self._refused.clear()
@@ -100,14 +100,14 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
 
     def leave_full_disk(self) -> bool:
         if self._is_flushing:
-            # Its copy of the index says the old locations, so it has to end first.
+            # The flush has a copy of the index with the old locations, so it has to end first.
             self._must_leave = True
             return True
         left, self._has_left = self._has_left, False
         return self._relocate() or left
 
     def _relocate(self) -> bool:
-        """Give what a full disk refused to logs in other directories; whether there was such, and a directory."""
+        """Move the entries that a full disk refused to logs in other directories; return whether any moved."""
         relocated = False
         for logger in self.entry_loggers:
             full = logger.full_directory
@@ -121,7 +121,7 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
         for directory in (*self.ledger_directories, *self.index_directories):
             self.files.make_directory(directory)
         self._logger = self._open_logger(self.ledger_directories, scoped=False)
-        scoped_directories = [each / SCOPED_DIRECTORY for each in self.ledger_directories]
+        scoped_directories = [directory / SCOPED_DIRECTORY for directory in self.ledger_directories]
         self._scoped_logger = self._open_logger(scoped_directories, scoped=True)
         self.entry_loggers = (self._logger, self._scoped_logger)
 
@@ -163,10 +163,10 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
         self.pages.forget(ledger)
 
     def ledger_ids(self, scope: int | None = None) -> Iterator[LedgerId]:
-        # In this order: what leaves memory meanwhile has its file by then.
+        # In this order: a ledger that leaves memory meanwhile has its file by then.
         found = {ledger for ledger, handle in list(self.handles.items()) if not handle.deleted}
         found |= self.persistence.ledgers()
-        return iter(sorted(each for each in found if scope is None or each.scope_id == scope))
+        return iter(sorted(ledger for ledger in found if scope is None or ledger.scope_id == scope))
 
     def has_scoped_ledgers(self) -> bool:
         return bool(self._scoped_logger.log_ids) or self.persistence.has_scoped_ledgers()
@@ -176,9 +176,9 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
         unused: list[LedgerId] = []
         if surplus > 0:
             unused = [ledger for ledger, handle in self.handles.items() if not self._is_in_use(handle)]
-        # In this order: what leaves the memtable meanwhile is in changed pages before.
+        # In this order: entries that leave the memtable meanwhile are in changed pages before.
         changed = self.pages.changed_ledgers()
-        for ledger in [each for each in unused if each not in changed][: max(surplus, 0)]:
+        for ledger in [ledger for ledger in unused if ledger not in changed][: max(surplus, 0)]:
             del self.handles[ledger]
         for ledger in list(self._borrowed):
             if ledger not in changed:
@@ -215,7 +215,7 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
             try:
                 body = logger.read(location, ledger, entry_id, cached=True)
             except (OSError, Corrupt):
-                return None  # `read` meets it again, or the entry elsewhere
+                return None  # `read` gets the same error, or finds the entry moved
         return body
 
     def read(self, handle: IndexedHandle, entry_id: int) -> Buffer:
@@ -230,7 +230,7 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
                 if body is None:
                     body = logger.read(location, ledger, entry_id)
             except (OSError, Corrupt):
-                # Compaction, or a full disk, may just have moved it.
+                # Compaction, or a full disk, may just have moved the entry.
                 if self.pages.location(ledger, entry_id) == location:
                     raise
                 continue
@@ -247,17 +247,17 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
         by_ledger: dict[LedgerId, list[Move]] = {}
         for move in moves:
             by_ledger.setdefault(move.ledger, []).append(move)
-        for ledger, theirs in by_ledger.items():
+        for ledger, ledger_moves in by_ledger.items():
             handle = self.handles.get(ledger) or self._borrowed.get(ledger)
             if handle is None:
                 try:
                     handle = self.persistence.load(ledger)
-                except (Corrupt, Unsupported):  # the other ledgers of the log are compacted all the same
+                except (Corrupt, Unsupported):  # the other ledgers of the log must still be compacted
                     handle = self.persistence.load_pages(ledger)
                 if handle is None:
                     continue
                 self._borrowed[ledger] = handle
-            self.pages.move(handle, theirs)
+            self.pages.move(handle, ledger_moves)
 
     def has_entry_at(self, ledger: LedgerId, entry_id: int, location: int) -> bool:
         return self.pages.location(ledger, entry_id) == location

@@ -1,7 +1,7 @@
-"""LedgerStorage: the interface that a bookie's storage classes share.
+"""LedgerStorage: the interface of a bookie's storage classes.
 
-A storage class keeps entries, and of each ledger the master key, the fence and the explicit LAC. `BookieStorage` puts
-the journals before it. E is the bookie's event loop, C its flush thread, G the garbage collector's.
+A storage class keeps entries, and the master key, fence and explicit LAC of each ledger. `BookieStorage` puts the
+journals before it. Letters name the thread of a call: E the event loop, C the checkpoint thread, G garbage collection.
 Source: LedgerStorage, CompactableLedgerStorage, LedgerDescriptorImpl.
 """
 
@@ -11,29 +11,30 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
+from bkctl.disk import NO_SPACE
 from bkctl.formats.layout import Buffer
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.storage.entry_logger import EntryLogger, Move
 
 #: Entry log bytes in memory before they are written (unsynced).
 CHUNK_SIZE_BYTES: Final = 1 << 20
-#: Entry bytes in memory for which the bookie holds its connections back, where the storage does not say.
+#: Entry bytes in memory at which the bookie pauses its connections, unless the storage class sets another limit.
 UNWRITTEN_BYTES_MAX: Final = 256 << 20
 
 
-#: Asked now and then by what takes long: False, and it ends.
+#: Polled by long operations, which end once it returns False.
 IsWanted: TypeAlias = Callable[[], bool]
 
 
 def always() -> bool:
-    """Return True: whoever asked for it waits for all of it."""
+    """Return True: the caller waits for the whole result."""
     return True
 
 
 class NeedsDisk(Exception):
-    """A request about `ledger` cannot be served from memory, and changed nothing.
+    """A request about `ledger` needs the disk, and changed nothing.
 
-    Run `read` in any thread, hand what it returns to `BookieStorage.supplied`, and serve the request again.
+    Run `read` in any thread, pass its result to `BookieStorage.supplied`, and serve the request again.
     """
 
     def __init__(self, ledger: LedgerId, read: Callable[[], Any]) -> None:
@@ -43,7 +44,7 @@ class NeedsDisk(Exception):
 
 
 class LedgerHandle:
-    """What a bookie knows of one ledger while it is in use. `last_entry` is the highest entry id here, −1 for none."""
+    """The state of one ledger in memory. `last_entry` is the highest entry id here, −1 for none."""
 
     __slots__ = (
         "deleted",
@@ -66,38 +67,44 @@ class LedgerHandle:
     def __init__(self, ledger: LedgerId, master_key: bytes) -> None:
         self.ledger = ledger
         self.master_key = master_key
-        #: The storage has the master key on disk, so that the journal need not say it before a fence.
+        #: The storage has the master key on disk, so that no key record need precede a fence in the journal.
         self.is_on_disk = False
         self.fenced = False
-        #: The bookie may have lost entries or the fence, so that it gives no negative answers.
+        #: The bookie may have lost entries or the fence, so that it must not deny having an entry.
         self.unknown = False
         self.explicit_lac = b""
         self.last_entry = -1
-        #: Highest LAC seen; what older entries say is added once it is asked for.
+        #: Highest LAC seen; unless `lac_is_known`, entries on disk may have a higher one.
         self.lac = -1
         self.lac_is_known = True
         self.lac_time_ms = 0
-        #: Since this bookie started: the master key, and the fence, went to the journal.
+        #: The journal got the master key, and the fence, since this bookie started.
         self.key_recorded = False
         self.fence_recorded = False
         self.journal = 0
         self.watchers: dict[Callable[[], None], None] = {}
         self.deleted = False
 
+    def wake(self) -> None:
+        """Call, once, each watcher of the ledger's LAC."""
+        watchers, self.watchers = self.watchers, {}
+        for watcher in watchers:
+            watcher()
+
 
 Handle = TypeVar("Handle", bound=LedgerHandle)
 
 
 class LedgerStorage(ABC, Generic[Handle]):
-    """The entries and the state of a bookie's ledgers. Not the journals, so what it has in memory may be lost."""
+    """The entries and the state of a bookie's ledgers. Without the journals, a crash loses what is in memory."""
 
-    #: Whether `write_entries` writes what `seal_entries` prepared; else only a flush writes entries.
+    #: True: `write_entries` writes what `seal_entries` prepared. False: only a flush writes entries.
     writes_ahead: bool = True
     #: Larger entry ids are refused.
     entry_id_max: int = I64_MAX
-    #: False: `add` raises NeedsDisk where it would have to wait for the disk.
+    #: False: `add` raises NeedsDisk in place of waiting for the disk.
     waits_for_disk: bool = True
-    #: The bookie may have lost ledgers that it does not know, until Apache's bookie has checked its data.
+    #: The bookie may have lost whole ledgers, until Apache's bookie has finished its data integrity check.
     needs_integrity_check: bool = False
     #: The handles in memory, for the hot path.
     handles: dict[LedgerId, Handle]
@@ -106,24 +113,24 @@ class LedgerStorage(ABC, Generic[Handle]):
 
     @abstractmethod
     def open(self) -> None:
-        """Open the directories, made where missing. Raises OSError, Corrupt, Unsupported."""
+        """Open the directories, created where missing. Raises OSError, Corrupt, Unsupported."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the files, after the last flush."""
+        """Close the files, after the last flush."""
 
     # --- ledgers -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def load(self, ledger: LedgerId) -> Handle:
-        """Return a new handle with what the disk says of a ledger without one; `is_on_disk` False: it is not here.
+        """Return a new handle with the state on disk of a ledger that has none; `is_on_disk` False: it is not here.
 
         Any thread may call it, one at a time for each ledger. Raises OSError, Corrupt, Unsupported.
         """
 
     @abstractmethod
     def blank(self, ledger: LedgerId) -> Handle:
-        """Return a new handle that knows nothing of the ledger, to delete one whose index is damaged."""
+        """Return a new handle without any state, to delete a ledger whose index is damaged."""
 
     def get(self, ledger: LedgerId) -> Handle | None:
         """Return the ledger's handle, None when it is not here (E). Raises OSError, Corrupt, Unsupported."""
@@ -135,63 +142,63 @@ class LedgerStorage(ABC, Generic[Handle]):
         return handle
 
     def create(self, handle: Handle, master_key: bytes) -> None:
-        """Take in a ledger that `load` did not find, with the handle it returned (E); the next flush writes it."""
+        """Create a ledger that `load` did not find, with the handle it returned (E); the next flush writes it."""
         handle.master_key = master_key
         self.handles[handle.ledger] = handle
         self.change_header(handle)
 
     @abstractmethod
     def change_header(self, handle: Handle) -> None:
-        """Let the next flush write the ledger's master key, fence and explicit LAC, one of which changed (E)."""
+        """Mark the ledger's master key, fence and explicit LAC as changed, for the next flush (E)."""
 
     @abstractmethod
     def delete_ledger(self, handle: Handle) -> None:
-        """Forget the ledger (E): its index goes now or with the next flush, its entries stay in the entry logs.
+        """Delete the ledger (E): its index now or with the next flush; its entries stay in the entry logs.
 
         Raises OSError.
         """
 
     @abstractmethod
     def ledger_ids(self, scope: int | None = None) -> Iterator[LedgerId]:
-        """The ledgers on disk and in memory, ascending, of one scope or of all; any thread may go through them."""
+        """Return the ledgers on disk and in memory, ascending, of one scope or of all; for any thread."""
 
     @abstractmethod
     def has_scoped_ledgers(self) -> bool:
-        """Whether there is an entry log or a ledger of a scope other than 0; after `open`. Raises OSError."""
+        """Return whether there is an entry log or a ledger of a scope other than 0; after `open`. Raises OSError."""
 
     # --- entries -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def add(self, handle: Handle, entry_ids: Sequence[int], records: Sequence[bytes], size: int) -> None:
-        """Keep entries, `size` bytes in `records` (each behind its size as an int32), readable at once, in memory (E).
+        """Keep entries in memory, readable at once: `size` bytes in `records`, each behind its size as an int32 (E).
 
-        Raises OSError or Corrupt where the index has to be read first, and cannot; some of them may be here then.
-        Raises NeedsDisk in place of reading the index when `waits_for_disk` is False; none of them is here then.
+        Raises OSError or Corrupt if the index cannot be read; part of the entries may be here then. Raises NeedsDisk in
+        place of reading the index when `waits_for_disk` is False; no entry is added then.
         """
 
     @abstractmethod
     def has(self, handle: Handle, entry_id: int) -> bool:
-        """Whether the entry is here; in any thread. Raises OSError, Corrupt."""
+        """Return whether the entry is here; for any thread. Raises OSError, Corrupt."""
 
     @abstractmethod
     def find(self, handle: Handle, entry_id: int) -> Buffer | None:
-        """The entry if that needs no disk, else None: then `read` it (E).
+        """Return the entry if it is in memory, else None: then `read` it (E).
 
-        Raises EntryNotFound or UnknownLedgerState when it is known not to be here.
+        Raises EntryNotFound or UnknownLedgerState for an entry that is certainly not here.
         """
 
     @abstractmethod
     def read(self, handle: Handle, entry_id: int) -> Buffer:
-        """The entry; in any thread.
+        """Return the entry; for any thread.
 
-        Raises EntryNotFound, UnknownLedgerState, OSError, Corrupt (it does not stand where the index says).
+        Raises EntryNotFound, UnknownLedgerState, OSError, Corrupt (the index points to something else).
         """
 
     @abstractmethod
     def entry_ids(self, handle: Handle, is_wanted: IsWanted = always) -> Callable[[], Iterator[int]]:
-        """A function that lists the ids of the ledger's entries, ascending (E); any thread may call it.
+        """Return a function that yields the ids of the ledger's entries, ascending (E); any thread may call it.
 
-        It takes memory and time for entries that are here, and ends early when it is not wanted any more.
+        Its memory and time depend on the entries that are here. It ends early once `is_wanted` returns False.
         """
 
     # --- flushes -----------------------------------------------------------------------------------------------------
@@ -199,37 +206,64 @@ class LedgerStorage(ABC, Generic[Handle]):
     @property
     @abstractmethod
     def unwritten_bytes(self) -> int:
-        """Bytes added that are in memory only."""
+        """Return the bytes added that are in memory only."""
 
     @property
     def unwritten_bytes_max(self) -> int:
-        """With more of those the bookie takes no entries until a write or a flush is done."""
+        """Return the `unwritten_bytes` above which the bookie refuses entries until a write or a flush is done."""
         return UNWRITTEN_BYTES_MAX
 
     @property
     @abstractmethod
     def is_flush_due(self) -> bool:
-        """Whether a flush should not wait for its time, because memory fills up."""
+        """Return whether memory fills up, so that a flush should not wait for its interval."""
 
     def seal_entries(self, least: int = CHUNK_SIZE_BYTES) -> bool:
-        """Prepare entries for `write_entries`, where they are `least` bytes or more; whether there are such (E)."""
+        """Prepare the entries in memory for `write_entries` if they are `least` bytes or more; return whether (E)."""
         return False
 
     def write_entries(self) -> None:
-        """Write what was sealed, unsynced. Raises OSError; nothing is lost then, the next call tries again."""
+        """Write the sealed entries, unsynced. Raises OSError; nothing is lost then, the next call tries again."""
         return
 
     @abstractmethod
     def begin_flush(self) -> object | None:
-        """What a flush of this moment writes, None when nothing changed (E). `end_flush` must follow, in time."""
+        """Return the work of a flush of this moment, None when nothing changed (E). `end_flush` must follow."""
 
     @abstractmethod
     def flush(self, flush: Any) -> None:
-        """Write and sync the entry logs, then the index (C). Raises OSError; then the next flush does it all again."""
+        """Write and sync the entry logs, then the index (C). Raises OSError; then the next flush repeats everything."""
 
     @abstractmethod
     def end_flush(self, flush: Any, *, written: bool) -> None:
-        """Take note that `flush` is done, or failed (E)."""
+        """Record that `flush` is on disk, or failed (E)."""
+
+    def run_flush(self) -> None:
+        """Run a whole flush in the calling thread. Raises OSError."""
+        flush = self.begin_flush()
+        if flush is not None:
+            written = False
+            try:
+                self.flush(flush)
+                written = True
+            finally:
+                self.end_flush(flush, written=written)
+
+    def write_where_space(self, write: Callable[[], object]) -> OSError | None:
+        """Call `write`, again for each full directory that can be left; return the error if none has space.
+
+        Raises OSError for any other error.
+        """
+        while True:
+            try:
+                write()
+            except OSError as error:
+                if error.errno not in NO_SPACE:
+                    raise
+                if not self.leave_full_disk():
+                    return error
+            else:
+                return None
 
     # --- garbage collection ------------------------------------------------------------------------------------------
 
@@ -238,32 +272,32 @@ class LedgerStorage(ABC, Generic[Handle]):
         """Let only the ledger directories of these numbers take new files, while there are any (E)."""
 
     def set_index_writable(self, numbers: list[int]) -> None:
-        """The same for index directories, where the storage has files of its own in them (E)."""
+        """Let only the index directories of these numbers take new files, if the storage has index files (E)."""
         return
 
     def leave_full_disk(self) -> bool:
-        """Give what a full disk refused to other directories, now or when a flush is done; False: there is no room (E).
+        """Move the entries that a full disk refused to other directories, now or after the flush that is running (E).
 
-        True: `write_entries` may be called again, unless a flush is under way.
+        Return False if no directory has room. If True, `write_entries` may be called again, unless a flush is running.
         """
         return False
 
     @abstractmethod
     def update_locations(self, moves: Iterable[Move]) -> None:
-        """Let the index say `new` where it still says `old` (G), on disk with the next flush. Raises OSError."""
+        """Point the index to `new` where it still points to `old` (G), on disk with the next flush. Raises OSError."""
 
     @abstractmethod
     def has_entry_at(self, ledger: LedgerId, entry_id: int, location: int) -> bool:
-        """Whether the index says that the entry is at `location` (G). Raises OSError, Corrupt."""
+        """Return whether the index has the entry at `location` (G). Raises OSError, Corrupt."""
 
     def live(self, entries: Sequence[tuple[LedgerId, int, int]]) -> list[bool]:
-        """Whether the index says so, of each (ledger, entry id, location) of one log (G). Raises OSError, Corrupt."""
-        return [self.has_entry_at(*each) for each in entries]
+        """Return `has_entry_at` of each (ledger, entry id, location) of one log (G). Raises OSError, Corrupt."""
+        return [self.has_entry_at(*entry) for entry in entries]
 
     def compact_locations(self, paths: Collection[str] = ()) -> None:
-        """Compact the databases of locations at `paths`, all where none is named, if there are any (any thread)."""
+        """Compact the location databases at `paths`, all without `paths`; for any thread."""
         return
 
     def location_compactions(self) -> dict[str, bool]:
-        """The databases of locations by path, and whether each is being compacted."""
+        """Return the location databases by path, with True for one that is being compacted."""
         return {}

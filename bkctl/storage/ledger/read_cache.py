@@ -1,4 +1,4 @@
-"""ReadCache: entries that were read ahead of the reads that will ask for them, in bounded memory.
+"""ReadCache: entries read ahead of sequential reads, in bounded memory.
 
 Source: ReadCache.
 """
@@ -14,23 +14,23 @@ from bkctl.ids import LedgerId
 
 
 class ReadCache:
-    """The newest `capacity` bytes of the entries that were put here. Any thread may use it."""
+    """A cache of the newest `capacity` bytes of entries. Any thread may use it."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        #: Bytes of the entries that were put here, those that were discarded since included.
+        #: Bytes of the cached entries; entries that `discard` removed count until they would be the oldest.
         self.size = 0
         self._ledgers: dict[LedgerId, dict[int, Buffer]] = {}
         self._batches: deque[tuple[LedgerId, list[int], int]] = deque()
         self._lock = threading.Lock()
 
     def get(self, ledger: LedgerId, entry_id: int) -> Buffer | None:
-        """The entry; None where it is not here."""
+        """Return the entry, None if it is not cached."""
         entries = self._ledgers.get(ledger)
         return None if entries is None else entries.get(entry_id)
 
     def put(self, ledger: LedgerId, entries: Sequence[tuple[int, Buffer]]) -> None:
-        """Keep entries of one ledger, and forget the oldest for them."""
+        """Cache entries of one ledger, and evict the oldest to make room."""
         size = sum(len(body) for _, body in entries)
         if not entries or size > self.capacity:
             return
@@ -52,7 +52,7 @@ class ReadCache:
                 del self._ledgers[ledger]
 
     def discard(self, ledger: LedgerId) -> None:
-        """Forget a ledger's entries."""
+        """Remove a ledger's entries."""
         if ledger in self._ledgers:
             with self._lock:
                 self._ledgers.pop(ledger, None)

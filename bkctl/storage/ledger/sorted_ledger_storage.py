@@ -1,8 +1,8 @@
-"""SortedLedgerStorage: entries wait in a memtable, and go to the entry logs by ledger and entry; Java's default.
+"""SortedLedgerStorage: entries go through a memtable to the entry logs, sorted by ledger and entry; Java's default.
 
-A reader of one ledger then finds its entries side by side. The memtable is written, unsynced, when it is
-`skipListSizeLimit` large, and with each flush. Entry logs, the index of pages and files, and what a flush guarantees
-are InterleavedLedgerStorage's. Source: SortedLedgerStorage, EntryMemTable; BP-35.
+So the entries of one ledger are next to each other. The memtable is written, unsynced, when it reaches
+`skipListSizeLimit`, and with each flush. Entry logs, index and flushes have InterleavedLedgerStorage's guarantees.
+Source: SortedLedgerStorage, EntryMemTable; BP-35.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from bkctl.storage.ledger.ledger_storage import CHUNK_SIZE_BYTES, UNWRITTEN_BYTE
 class SortedLedgerStorage(InterleavedLedgerStorage):
     """The ledgers in the ledger and index directories of `config`; `chance` picks directories.
 
-    The entry loggers and the changes of pages belong to whoever holds `_place_lock`, the files of the index to whoever
-    holds `_index_lock`; both together are taken in this order.
+    `_place_lock` guards the entry loggers and the changes of pages, `_index_lock` the files of the index. A thread that
+    needs both takes them in this order.
     """
 
     def __init__(self, config: BookieConfig, files: Files, *, chance: random.Random | None = None) -> None:
@@ -108,7 +108,7 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
         self._write_logs()
 
     def _runs(self, snapshot: Snapshot) -> Iterator[tuple[IndexedHandle, list[int]]]:
-        """The snapshot's entries in order, by ledger and page of the index."""
+        """Yield the snapshot's entries in order, one run a ledger and index page."""
         pages = self.pages
         for handle in sorted(snapshot.ledgers, key=lambda handle: handle.ledger):
             entry_ids = sorted(snapshot.ledgers[handle])
@@ -144,7 +144,7 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
                 return
 
     def _write_pages(self) -> None:
-        """Write the index pages, of which all entries are in synced logs."""
+        """Write the changed index pages; all their entries must be in synced logs."""
         with self._index_lock:
             written = False
             try:
@@ -157,7 +157,7 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
         self._directories_to_stay_in = numbers
 
     def leave_full_disk(self) -> bool:
-        return False  # it did, where it could
+        return False  # `_write_log` has left it already, where it could
 
     def update_locations(self, moves: Iterable[Move]) -> None:
         super().update_locations(moves)

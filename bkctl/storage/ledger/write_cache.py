@@ -1,7 +1,7 @@
-"""WriteCache: the entries of a ledger directory that no entry log has yet, kept with their ledgers' handles.
+"""WriteCache: the entries of a ledger directory that no entry log has yet, kept at the handles of their ledgers.
 
-Adds go to one half; a flush takes that half away, and it stays readable until the flush is done. So one is filled
-while the other is written. Source: WriteCache, SingleDirectoryDbLedgerStorage.
+Adds fill one half. A flush takes that half and writes it while adds fill the other; the taken half stays readable
+until the flush is done. Source: WriteCache, SingleDirectoryDbLedgerStorage.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from bkctl.ids import LedgerId
 
-#: What an entry takes in memory besides its bytes, about: small entries count for what they really cost.
+#: Memory of an entry besides its bytes, about, so that small entries count at their real cost.
 ENTRY_OVERHEAD_BYTES: Final = 160
 
 
 class CachedLedger(Protocol):
-    """What the write cache keeps at a handle: records by entry id, those to be flushed and those being flushed."""
+    """The fields that the write cache uses of a handle: records by entry id, not yet taken and being flushed."""
 
     ledger: LedgerId
     entries: dict[int, bytes]
@@ -24,21 +24,21 @@ class CachedLedger(Protocol):
 
 
 Ledger = TypeVar("Ledger", bound=CachedLedger)
-#: A ledger and its entries, as one flush takes them.
+#: A ledger and its entries, as taken by one flush.
 Cached = tuple[Ledger, dict[int, bytes]]
 
 
 class WriteCache(Generic[Ledger]):
-    """Belongs to the event loop, but for `find`. Sizes are bytes of memory, about."""
+    """The write cache. Belongs to the event loop, except `find`. Sizes are bytes of memory, about."""
 
     def __init__(self) -> None:
-        #: Of the entries that no flush has taken; of those that a flush is writing.
+        #: Size of the entries that no flush has taken, and of the entries that a flush is writing.
         self.size = 0
         self.flushing_size = 0
         self._ledgers: list[Ledger] = []
 
     def add(self, ledger: Ledger, entry_ids: Sequence[int], records: Sequence[bytes], size: int) -> None:
-        """Keep entries, `size` bytes in `records`; of two with one id the later counts."""
+        """Cache entries, `size` bytes in `records`; a later entry replaces an earlier one of the same id."""
         entries = ledger.entries
         if not entries:
             self._ledgers.append(ledger)
@@ -47,34 +47,34 @@ class WriteCache(Generic[Ledger]):
 
     @staticmethod
     def find(ledger: CachedLedger, entry_id: int) -> bytes | None:
-        """The entry's record, if it is here; any thread may call it."""
+        """Return the entry's record, None if it is not cached; for any thread."""
         record = ledger.entries.get(entry_id)
         return ledger.flushing.get(entry_id) if record is None else record
 
     def remove(self, ledger: Ledger) -> None:
-        """Forget the entries of a ledger that no flush has taken."""
+        """Remove the entries of a ledger that no flush has taken."""
         self.size -= sum(len(record) + ENTRY_OVERHEAD_BYTES for record in ledger.entries.values())
         if ledger.entries:
             self._ledgers.remove(ledger)
             ledger.entries = {}
 
     def swap(self) -> list[Cached[Ledger]]:
-        """Take what there is, for a flush: by ledger, ascending. It stays readable until `finish`."""
+        """Return all entries for a flush, by ledger, ascending. They stay readable until `finish`."""
         taken: list[Cached[Ledger]] = []
         for ledger in self._ledgers:
             entries = ledger.entries
             taken.append((ledger, entries))
-            # In this order: who looks into one after the other finds each entry.
+            # In this order: `find`, which looks into one after the other, then misses no entry.
             ledger.flushing = {**ledger.flushing, **entries} if ledger.flushing else entries
             ledger.entries = {}
-        taken.sort(key=lambda each: each[0].ledger)
+        taken.sort(key=lambda cached: cached[0].ledger)
         self._ledgers = []
         self.flushing_size += self.size
         self.size = 0
         return taken
 
     def finish(self, *taken: list[Cached[Ledger]]) -> None:
-        """All that was taken is written, and the index says where."""
+        """Drop the taken entries, which are written and indexed."""
         for ledgers in taken:
             for ledger, _ in ledgers:
                 ledger.flushing = {}

@@ -130,7 +130,7 @@ def test_entries_are_readable_in_every_state(tmp_path: Path, ledger: LedgerId) -
     storage.close()
 
 
-def test_entries_of_a_flush_stand_in_the_log_by_ledger_and_entry(tmp_path: Path) -> None:
+def test_flush_sorts_entries_by_ledger_and_id(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     for entry_id in (2, 0, 1):
         for ledger_id in (9, 3, 5):
@@ -141,7 +141,7 @@ def test_entries_of_a_flush_stand_in_the_log_by_ledger_and_entry(tmp_path: Path)
     assert places == sorted(places)
 
 
-def test_a_ledger_is_in_the_directory_of_its_128_bit_number(tmp_path: Path) -> None:
+def test_128_bit_id_selects_the_directory(tmp_path: Path) -> None:
     ledgers = [LedgerId(0, 3), LedgerId(0, 4), LedgerId(1, 0), LedgerId(1, 1), LedgerId(U64_MAX, U64_MAX)]
     storage = open_storage(tmp_path, directories=3, index_directories=tuple(str(tmp_path / f"i{n}") for n in range(3)))
     for ledger in ledgers:
@@ -171,7 +171,7 @@ def test_each_ledger_directory_has_an_index_directory(tmp_path: Path) -> None:
         DbLedgerStorage(config_of(tmp_path, 2, index_directories=(str(tmp_path / "one"),)), Files())
 
 
-def test_without_scoped_ledgers_there_are_apaches_databases_only(tmp_path: Path) -> None:
+def test_plain_ledgers_use_only_apaches_databases(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     add(storage, PLAIN, 0)
     assert not storage.ledgers.has_scoped_ledgers()
@@ -206,7 +206,7 @@ def test_fences_explicit_lacs_and_keys_outlive_a_restart(tmp_path: Path) -> None
     storage.close()
 
 
-def test_what_apaches_integrity_check_left_is_kept(tmp_path: Path) -> None:
+def test_keeps_the_state_of_apaches_integrity_check(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     add(storage, PLAIN, 0)
     storage.close()
@@ -232,7 +232,7 @@ def test_what_apaches_integrity_check_left_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("directories", [1, 2])
-def test_an_unfinished_integrity_check_makes_every_negative_answer_unknown(tmp_path: Path, directories: int) -> None:
+def test_unfinished_integrity_check_turns_not_found_into_unknown(tmp_path: Path, directories: int) -> None:
     storage = open_storage(tmp_path, directories=directories)
     ledgers = [PLAIN, LedgerId(0, PLAIN.ledger_id + 1), SCOPED]
     for ledger in ledgers:
@@ -261,7 +261,7 @@ def test_an_unfinished_integrity_check_makes_every_negative_answer_unknown(tmp_p
 
 
 @pytest.mark.parametrize("ledger", [PLAIN, SCOPED], ids=repr)
-def test_a_deleted_ledger_is_gone_at_once_and_from_the_databases_with_a_flush(tmp_path: Path, ledger: LedgerId) -> None:
+def test_flush_removes_deleted_ledgers_from_the_databases(tmp_path: Path, ledger: LedgerId) -> None:
     storage = open_storage(tmp_path)
     others = [LedgerId(ledger.scope_id, 3), LedgerId(ledger.scope_id, 5)]
     for each in (ledger, *others):
@@ -284,7 +284,7 @@ def test_a_deleted_ledger_is_gone_at_once_and_from_the_databases_with_a_flush(tm
     assert all(locations(tmp_path, each).keys() == {0, 1} for each in others)
 
 
-def test_a_ledger_that_is_made_again_has_nothing_of_the_old_one(tmp_path: Path) -> None:
+def test_recreated_ledger_has_no_old_entries(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     add(storage, PLAIN, 0, 1, 2)
     storage.run_checkpoint()
@@ -317,7 +317,7 @@ def test_a_ledger_that_is_made_again_has_nothing_of_the_old_one(tmp_path: Path) 
     assert locations(tmp_path, PLAIN).keys() == {2, 4}
 
 
-def test_entries_that_a_deletion_left_behind_go_at_the_next_start(tmp_path: Path) -> None:
+def test_start_removes_leftovers_of_a_deletion(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     ledgers = [LedgerId(scope_id, ledger_id) for scope_id in (0, 7) for ledger_id in range(5)]
     for ledger in ledgers:
@@ -339,7 +339,7 @@ def test_entries_that_a_deletion_left_behind_go_at_the_next_start(tmp_path: Path
 
 
 @pytest.mark.parametrize(("kind", "path"), [("sync", "locations"), ("sync", "current/ledgers"), ("write", ".log")])
-def test_what_a_failed_flush_did_not_write_the_next_one_writes(tmp_path: Path, kind: str, path: str) -> None:
+def test_next_flush_completes_a_failed_one(tmp_path: Path, kind: str, path: str) -> None:
     root = tmp_path / "disk"
     root.mkdir()
     files = SimulatedFiles(root)
@@ -373,9 +373,7 @@ def test_what_a_failed_flush_did_not_write_the_next_one_writes(tmp_path: Path, k
     again.close()
 
 
-def test_a_database_that_had_no_space_is_opened_again_once_there_is_some(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reopens_a_database_once_the_disk_has_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """RocksDB takes no write after one that failed."""
     root = tmp_path / "disk"
     root.mkdir()
@@ -412,7 +410,7 @@ def test_a_database_that_had_no_space_is_opened_again_once_there_is_some(
     assert locations(root, PLAIN).keys() == {0, 1}
 
 
-def test_a_full_write_cache_asks_for_a_flush_and_then_holds_writers_back(tmp_path: Path) -> None:
+def test_full_write_cache_makes_a_flush_due(tmp_path: Path) -> None:
     storage = open_storage(tmp_path, directories=2, db_storage_write_cache_max_size_mb=1)
     entry_id = 0
     while not storage.is_checkpoint_due:
@@ -431,7 +429,7 @@ def test_a_full_write_cache_asks_for_a_flush_and_then_holds_writers_back(tmp_pat
     storage.close()
 
 
-def test_handles_are_bounded(tmp_path: Path) -> None:
+def test_evicts_surplus_handles(tmp_path: Path) -> None:
     storage = open_storage(tmp_path, open_file_limit=3)
     for ledger_id in range(10):
         add(storage, LedgerId(0, ledger_id), 0)
@@ -446,7 +444,7 @@ def test_handles_are_bounded(tmp_path: Path) -> None:
 # --- reads -----------------------------------------------------------------------------------------------------------
 
 
-def test_reads_in_order_are_read_ahead_and_others_are_not(tmp_path: Path) -> None:
+def test_reads_ahead_for_sequential_reads_only(tmp_path: Path) -> None:
     storage = open_storage(tmp_path, db_storage_read_ahead_cache_batch_size=10)
     add(storage, PLAIN, *range(40))
     add(storage, LedgerId(0, 5), *range(40))
@@ -485,7 +483,7 @@ def test_the_newest_copy_of_an_entry_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ledger", [PLAIN, SCOPED], ids=repr)
-def test_moved_entries_are_read_where_they_went(tmp_path: Path, ledger: LedgerId) -> None:
+def test_reads_moved_entries(tmp_path: Path, ledger: LedgerId) -> None:
     storage = open_storage(tmp_path, directories=2)
     other = LedgerId(ledger.scope_id, ledger.ledger_id + 1)
     add(storage, ledger, 0, 1, 2)
@@ -513,7 +511,7 @@ def test_moved_entries_are_read_where_they_went(tmp_path: Path, ledger: LedgerId
     assert unpack_location(new[0])[0] != unpack_location(old[0])[0]
 
 
-def test_a_read_that_compaction_overtakes_looks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_retries_when_compaction_moves_the_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = open_storage(tmp_path)
     add(storage, PLAIN, 0)
     storage.run_checkpoint()
@@ -544,7 +542,7 @@ def test_a_read_that_compaction_overtakes_looks_again(tmp_path: Path, monkeypatc
     storage.close()
 
 
-def test_databases_of_locations_are_compacted_on_request(tmp_path: Path) -> None:
+def test_compacts_location_databases_on_request(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     add(storage, PLAIN, *range(2000))
     add(storage, SCOPED, 0)
@@ -594,7 +592,7 @@ def lose_a_table(current: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [append_garbage, cut_current, lose_ledgers, lose_scoped_locations, lose_a_table])
-def test_damaged_databases_are_one_error_at_the_start(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_damaged_database_stops_the_start_with_one_error(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     storage = open_storage(tmp_path)
     add(storage, PLAIN, 0)
     add(storage, SCOPED, 0)
@@ -613,7 +611,7 @@ def test_damaged_databases_are_one_error_at_the_start(tmp_path: Path, damage: Ca
 
 
 @pytest.mark.parametrize("damage", ["begun", "flipped"])
-def test_a_write_ahead_log_may_end_torn_and_nothing_else(tmp_path: Path, damage: str) -> None:
+def test_only_the_end_of_a_write_ahead_log_may_be_torn(tmp_path: Path, damage: str) -> None:
     storage = open_storage(tmp_path / "running")
     for entry_id in range(3):
         add(storage, PLAIN, entry_id)
@@ -634,7 +632,7 @@ def test_a_write_ahead_log_may_end_torn_and_nothing_else(tmp_path: Path, damage:
             open_storage(tmp_path / "killed")
 
 
-def test_two_processes_cannot_have_one_directory(tmp_path: Path) -> None:
+def test_second_process_cannot_open_the_directory(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     script = (
         "import sys; from pathlib import Path; from bkctl.config import BookieConfig\n"
@@ -651,7 +649,7 @@ def test_two_processes_cannot_have_one_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_what_apaches_bookie_left_is_served_and_checked_clean(tmp_path: Path, version: str) -> None:
+def test_serves_the_directories_of_apaches_bookie(tmp_path: Path, version: str) -> None:
     """Its last entries are in its journal only. Afterwards ours are beside them."""
     bookie = GoldenBookie(version, "db")
     root = tmp_path / "bookie"

@@ -34,7 +34,7 @@ def flush(persistence: IndexPersistenceMgr, pages: IndexInMemPageMgr) -> None:
     pages.finish(written=True)
 
 
-def test_a_move_by_another_handle_hides_no_later_change(tmp_path: Path) -> None:
+def test_move_by_another_handle_keeps_later_changes(tmp_path: Path) -> None:
     persistence, pages = open_index(tmp_path)
     handle = persistence.create(LEDGER, b"key")
     pages.put(handle, [0], [100])
@@ -49,7 +49,7 @@ def test_a_move_by_another_handle_hides_no_later_change(tmp_path: Path) -> None:
     assert list(open_index(tmp_path)[0].read_page(LEDGER, 0))[:3] == [200, 101, 102]
 
 
-def test_a_page_that_leaves_memory_during_a_move_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_evicted_during_a_move_is_reread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     persistence, pages = open_index(tmp_path)
     handle = persistence.create(LEDGER, b"key")
     pages.put(handle, [0], [100])
@@ -78,7 +78,7 @@ def test_a_page_that_leaves_memory_during_a_move_is_read_again(tmp_path: Path, m
     assert list(open_index(tmp_path)[0].read_page(LEDGER, 1)) == expected
 
 
-def test_a_page_that_changes_while_a_flush_writes_it_waits_once(tmp_path: Path) -> None:
+def test_page_changed_during_a_flush_counts_once(tmp_path: Path) -> None:
     _, pages = open_index(tmp_path)
     handles = [IndexedHandle(LedgerId(0, number), b"key", tmp_path / f"{number}.idx") for number in (1, 2)]
     for handle in handles:
@@ -97,7 +97,7 @@ def test_a_page_that_changes_while_a_flush_writes_it_waits_once(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("entry_ids", [[0], [SLOTS - 1], [1, 2, 4], [3, 4, 5]])
-def test_pages_are_written_whole_wherever_their_last_location_is(tmp_path: Path, entry_ids: list[int]) -> None:
+def test_pages_are_padded_when_written(tmp_path: Path, entry_ids: list[int]) -> None:
     persistence, pages = open_index(tmp_path)
     handle = persistence.create(LEDGER, b"key")
     locations = [100 + entry_id for entry_id in entry_ids]

@@ -58,7 +58,7 @@ def locations(root: Path, ledger: LedgerId) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("ledger", [PLAIN, SCOPED], ids=str)
-def test_locations_are_there_before_and_after_a_flush(tmp_path: Path, ledger: LedgerId) -> None:
+def test_locations_survive_a_flush(tmp_path: Path, ledger: LedgerId) -> None:
     persistence, pages = open_index(tmp_path)
     assert persistence.load(ledger) is None
     handle = fill(persistence, pages, ledger, 0, 7, 8, 1000)
@@ -79,7 +79,7 @@ def test_locations_are_there_before_and_after_a_flush(tmp_path: Path, ledger: Le
     assert persistence.has_scoped_ledgers() == ledger.is_scoped
 
 
-def test_pages_and_open_files_are_bounded(tmp_path: Path) -> None:
+def test_pages_and_open_files_stay_within_limits(tmp_path: Path) -> None:
     persistence, pages = open_index(tmp_path, page_limit=8)
     ledgers = [LedgerId(each % 2, each) for each in range(20)]
     for ledger in ledgers:
@@ -94,7 +94,7 @@ def test_pages_and_open_files_are_bounded(tmp_path: Path) -> None:
         assert persistence.open_files <= 3
 
 
-def test_a_page_that_changes_while_it_is_written_is_written_again(tmp_path: Path) -> None:
+def test_page_changed_during_a_write_is_rewritten(tmp_path: Path) -> None:
     persistence, pages = open_index(tmp_path)
     handle = fill(persistence, pages, PLAIN, 0, 1)
     taken = pages.take_changes()
@@ -109,7 +109,7 @@ def test_a_page_that_changes_while_it_is_written_is_written_again(tmp_path: Path
     assert locations(tmp_path, PLAIN) == {0: 77, 1: 2, 2: 3}
 
 
-def test_what_could_not_be_written_is_written_the_next_time(tmp_path: Path) -> None:
+def test_next_flush_writes_pages_of_a_failed_one(tmp_path: Path) -> None:
     files = SimulatedFiles(tmp_path)
     persistence, pages = open_index(tmp_path, files)
     fill(persistence, pages, PLAIN, 0)
@@ -121,7 +121,7 @@ def test_what_could_not_be_written_is_written_the_next_time(tmp_path: Path) -> N
     assert locations(files.crash(tmp_path / "image"), PLAIN) == {0: 1}
 
 
-def test_files_of_a_full_directory_move_and_no_crash_on_the_way_loses_one(tmp_path: Path) -> None:
+def test_index_files_leave_a_full_directory_crash_safely(tmp_path: Path) -> None:
     def move(root: Path, crash_at: int | None) -> SimulatedFiles:
         root.mkdir()
         files = SimulatedFiles(root)
@@ -145,7 +145,7 @@ def test_files_of_a_full_directory_move_and_no_crash_on_the_way_loses_one(tmp_pa
         assert locations(image, PLAIN).items() >= {0: 1, 9: 10}.items(), crash_at
 
 
-def test_an_index_file_takes_time_and_space_for_its_entries_and_not_for_their_ids(tmp_path: Path) -> None:
+def test_index_cost_depends_on_entries_not_on_ids(tmp_path: Path) -> None:
     high = formats.ENTRY_ID_MAX
     persistence, pages = open_index(tmp_path)
     handle = fill(persistence, pages, PLAIN, 0, 9, high)
@@ -166,7 +166,7 @@ def test_an_index_file_takes_time_and_space_for_its_entries_and_not_for_their_id
         assert reader.last_entry_id == 9
 
 
-def test_a_new_file_goes_to_another_directory_where_its_own_is_full(tmp_path: Path) -> None:
+def test_new_index_file_leaves_a_full_directory(tmp_path: Path) -> None:
     files = SimulatedFiles(tmp_path)
     persistence, pages = open_index(tmp_path, files)
     fill(persistence, pages, PLAIN, 0)
@@ -176,7 +176,7 @@ def test_a_new_file_goes_to_another_directory_where_its_own_is_full(tmp_path: Pa
     assert locations(tmp_path, PLAIN) == {0: 1}
 
 
-def test_a_doomed_ledger_is_gone_at_once_and_its_file_with_the_next_flush(tmp_path: Path) -> None:
+def test_flush_removes_files_of_doomed_ledgers(tmp_path: Path) -> None:
     persistence, pages = open_index(tmp_path)
     handle = fill(persistence, pages, PLAIN, 0)
     fill(persistence, pages, SCOPED, 0)
@@ -205,7 +205,7 @@ def test_a_doomed_ledger_is_gone_at_once_and_its_file_with_the_next_flush(tmp_pa
     assert locations(tmp_path, SCOPED) == {5: 6}
 
 
-def test_without_one_of_its_directories_no_ledger_is_said_to_be_gone(tmp_path: Path) -> None:
+def test_missing_index_directory_is_an_error(tmp_path: Path) -> None:
     """Else its entries would be collected: somebody unmounted a disk."""
     persistence, pages = open_index(tmp_path, pick_directory=lambda: 1)
     handle = fill(persistence, pages, PLAIN, 0)
@@ -226,7 +226,7 @@ def test_without_one_of_its_directories_no_ledger_is_said_to_be_gone(tmp_path: P
 
 
 @pytest.mark.parametrize("ledger", [PLAIN, SCOPED], ids=str)
-def test_a_ledger_whose_relocation_a_crash_cut_is_listed(tmp_path: Path, ledger: LedgerId) -> None:
+def test_lists_a_ledger_whose_relocation_crashed(tmp_path: Path, ledger: LedgerId) -> None:
     persistence, pages = open_index(tmp_path)
     path = fill(persistence, pages, ledger, 0).index_path
     flush(persistence, pages)
@@ -235,9 +235,7 @@ def test_a_ledger_whose_relocation_a_crash_cut_is_listed(tmp_path: Path, ledger:
     assert locations(tmp_path, ledger) == {0: 1}
 
 
-def test_a_file_that_was_opened_before_its_ledger_was_deleted_is_not_the_new_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recreated_ledger_does_not_use_the_old_open_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = Files()
     persistence, pages = open_index(tmp_path, files)
     old = fill(persistence, pages, PLAIN, 0)
@@ -258,7 +256,7 @@ def test_a_file_that_was_opened_before_its_ledger_was_deleted_is_not_the_new_one
     assert locations(tmp_path, PLAIN) == {1: 2}
 
 
-def test_a_file_that_moves_while_it_is_looked_for_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finds_a_file_that_moves_during_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     persistence, pages = open_index(tmp_path, pick_directory=lambda: 1)
     source = fill(persistence, pages, PLAIN, 0).index_path
     flush(persistence, pages)

@@ -75,7 +75,7 @@ def stored(storage: BookieStorage, ledger: LedgerId) -> list[int]:
     return found
 
 
-def test_the_memtable_is_sorted_by_scope_ledger_and_entry_and_the_newest_copy_counts(tmp_path: Path) -> None:
+def test_memtable_sorts_entries_and_keeps_the_newest_copy(tmp_path: Path) -> None:
     table = EntryMemTable()
     one, other = (IndexedHandle(ledger, KEY, tmp_path) for ledger in (SCOPED, PLAIN))
     for handle, entry_id in ((one, 3), (other, 9), (one, 1), (other, 1)):
@@ -99,7 +99,7 @@ def test_the_memtable_is_sorted_by_scope_ledger_and_entry_and_the_newest_copy_co
     assert table.size == 5 + ENTRY_OVERHEAD_BYTES
 
 
-def test_entries_are_written_by_ledger_and_entry_scoped_ones_in_logs_of_their_own(tmp_path: Path) -> None:
+def test_writes_sorted_entries_to_plain_and_scoped_logs(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     other = LedgerId(0, 5)
     for entry_id in (3, 0, 20, 1):
@@ -118,7 +118,7 @@ def test_entries_are_written_by_ledger_and_entry_scoped_ones_in_logs_of_their_ow
     assert stored(storage, PLAIN) == [0, 1, 2, 3, 20], "from memory and the index"
 
 
-def test_the_limit_of_the_memtable_lets_it_be_written_before_a_checkpoint(tmp_path: Path) -> None:
+def test_full_memtable_is_written_before_a_checkpoint(tmp_path: Path) -> None:
     storage = open_storage(tmp_path, skip_list_size_limit=20_000)
     entry_id = 0
     while not storage.seal_entries():
@@ -135,7 +135,7 @@ def test_the_limit_of_the_memtable_lets_it_be_written_before_a_checkpoint(tmp_pa
     assert stored(again, PLAIN) == list(range(entry_id + 1))
 
 
-def test_full_pages_are_written_while_entries_are(tmp_path: Path) -> None:
+def test_writing_entries_writes_full_index_pages(tmp_path: Path) -> None:
     """The page limit is a hard one: what waits is flushed, behind the logs, when the next page would be too many."""
     storage = open_storage(tmp_path, page_limit=8)
     ledgers = [LedgerId(each % 2, each) for each in range(40)]
@@ -157,7 +157,7 @@ def test_full_pages_are_written_while_entries_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("storage_class", [SORTED, INTERLEAVED])
-def test_an_open_log_leaves_a_full_disk_for_another_one(tmp_path: Path, storage_class: str) -> None:
+def test_open_log_leaves_a_full_disk(tmp_path: Path, storage_class: str) -> None:
     """ENOSPC in the log that is written, although the disk said nothing of it before: nothing is refused or lost."""
     files = SimulatedFiles(tmp_path)
     storage = open_storage(tmp_path, files, ledger_storage_class=storage_class)
@@ -188,7 +188,7 @@ def test_an_open_log_leaves_a_full_disk_for_another_one(tmp_path: Path, storage_
     assert {path.relative_to(image).parts[0] for path in image.rglob("*.log")} == {"a", "b"}
 
 
-def test_with_nowhere_to_go_a_full_disk_keeps_what_it_refused_in_memory(tmp_path: Path) -> None:
+def test_entries_stay_in_memory_when_all_disks_are_full(tmp_path: Path) -> None:
     files = SimulatedFiles(tmp_path)
     storage = open_storage(tmp_path, files)
     add(storage, PLAIN, 0, 1)
@@ -206,7 +206,7 @@ def test_with_nowhere_to_go_a_full_disk_keeps_what_it_refused_in_memory(tmp_path
 
 
 @pytest.mark.parametrize("storage_class", [SORTED, INTERLEAVED])
-def test_locations_that_move_while_a_flush_is_under_way_stay_moved(tmp_path: Path, storage_class: str) -> None:
+def test_moves_during_a_flush_are_kept(tmp_path: Path, storage_class: str) -> None:
     storage = open_storage(tmp_path, ledger_storage_class=storage_class)
     ledgers = storage.ledgers
     add(storage, PLAIN, 0, 1)
@@ -231,9 +231,7 @@ def test_locations_that_move_while_a_flush_is_under_way_stay_moved(tmp_path: Pat
 
 
 @pytest.mark.parametrize("storage_class", [SORTED, INTERLEAVED])
-def test_a_ledger_deleted_while_a_flush_is_under_way_is_gone_and_comes_again_empty(
-    tmp_path: Path, storage_class: str
-) -> None:
+def test_ledger_deleted_during_a_flush_is_recreated_empty(tmp_path: Path, storage_class: str) -> None:
     storage = open_storage(tmp_path, ledger_storage_class=storage_class)
     for ledger in (PLAIN, SCOPED):
         add(storage, ledger, 0, 1)
@@ -261,7 +259,7 @@ def test_a_ledger_deleted_while_a_flush_is_under_way_is_gone_and_comes_again_emp
     assert stored(again, PLAIN) == [5]
 
 
-def test_readers_find_every_entry_while_others_are_written_flushed_and_moved(tmp_path: Path) -> None:
+def test_readers_find_every_entry_during_flushes_and_moves(tmp_path: Path) -> None:
     """Event loop, entry thread, flush thread and readers at once, each in its role."""
     storage = open_storage(tmp_path, skip_list_size_limit=10_000, page_limit=32, log_size_limit=8192)
     ledgers = [LedgerId(each % 2, each) for each in range(12)]
@@ -305,6 +303,6 @@ def test_readers_find_every_entry_while_others_are_written_flushed_and_moved(tmp
         assert stored(storage, ledger) == list(range(40))
 
 
-def test_a_log_for_each_ledger_is_refused_by_name(tmp_path: Path) -> None:
+def test_refuses_entry_log_per_ledger(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="entry log for each ledger"):
         open_storage(tmp_path, entry_log_per_ledger_enabled=True)

@@ -1,0 +1,115 @@
+"""Checkpoints: entry logs synced → indexes synced → last marks → old journals deleted.
+
+Source: SyncThread, Journal (LastLogMark).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bkctl.disk import NO_SPACE, Files
+from bkctl.files.journal import read_last_mark
+from bkctl.formats.journal import LAST_MARK, LogMark, last_mark_name
+from bkctl.storage.journal_writer import JournalWriter
+from bkctl.storage.ledger.ledger_storage import LedgerStorage
+
+
+class LastMarkFiles:
+    """The `lastMark` files: the place in each journal up to which ledger storage has everything."""
+
+    def __init__(self, files: Files, directories: Sequence[Path], journal_count: int) -> None:
+        self._files = files
+        self._directories = directories
+        self._journal_count = journal_count
+
+    def read(self, number: int) -> LogMark:
+        """Return the mark of journal `number`: the highest in any ledger directory. Raises OSError, Corrupt."""
+        return read_last_mark(self._directories, number, self._journal_count)
+
+    def write(self, number: int, mark: LogMark) -> None:
+        """Write the mark of journal `number` to every ledger directory. Raises OSError.
+
+        A full directory may miss it, for the highest mark counts; at least one must have it.
+        """
+        name = last_mark_name(number, self._journal_count)
+        full: OSError | None = None
+        written = 0
+        for directory in self._directories:
+            try:
+                self._write_to(directory / name, mark)
+                written += 1
+            except OSError as error:
+                if error.errno not in NO_SPACE:
+                    raise
+                full = error
+        if full is not None and not written:
+            raise full
+
+    def _write_to(self, path: Path, mark: LogMark) -> None:
+        is_new = not path.exists()
+        with self._files.open(path, create=True) as file:
+            file.write(0, (mark.serialize(),))
+            if file.size() != LAST_MARK.size:
+                file.truncate(LAST_MARK.size)
+            file.sync()
+        if is_new:
+            self._files.sync_directory(path.parent)
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """The work of one checkpoint: the storage's changes, and the place in each journal that they reach."""
+
+    marks: tuple[LogMark, ...]
+    #: None when nothing but journals changed.
+    flush: object | None
+
+
+class Checkpointer:
+    """Runs the checkpoints of one bookie.
+
+    `marks` are in the `lastMark` files at present. A journal in `pins` keeps its mark there, for records that the last
+    start could not replay.
+    """
+
+    def __init__(
+        self,
+        storage: LedgerStorage[Any],
+        journals: Sequence[JournalWriter],
+        last_marks: LastMarkFiles,
+        marks: tuple[LogMark, ...],
+        pins: Mapping[int, LogMark],
+    ) -> None:
+        self._storage = storage
+        self._journals = journals
+        self._last_marks = last_marks
+        self._marks_written = marks
+        self._pins = pins
+
+    def begin(self) -> Checkpoint | None:
+        """Return the work of a checkpoint of this moment; None when nothing changed. `end` must follow."""
+        marks = tuple(self._pins.get(number, journal.mark) for number, journal in enumerate(self._journals))
+        flush = self._storage.begin_flush()
+        if flush is None and marks == self._marks_written:
+            return None
+        return Checkpoint(marks, flush)
+
+    def write(self, checkpoint: Checkpoint) -> None:
+        """Write `checkpoint` in the order that a crash at any moment needs. Raises OSError."""
+        if checkpoint.flush is not None:
+            self._storage.flush(checkpoint.flush)
+        for number, (mark, written) in enumerate(zip(checkpoint.marks, self._marks_written, strict=True)):
+            if mark != written:
+                self._last_marks.write(number, mark)
+        for journal, mark in zip(self._journals, checkpoint.marks, strict=True):
+            journal.forget_before(mark)
+
+    def end(self, checkpoint: Checkpoint, *, written: bool) -> None:
+        """Record that `checkpoint` is on disk, or failed: then the next one writes everything again."""
+        if checkpoint.flush is not None:
+            self._storage.end_flush(checkpoint.flush, written=written)
+        if written:
+            self._marks_written = checkpoint.marks

@@ -1,0 +1,130 @@
+"""LocationReader: reads entries back at their locations, from the entry logs of one id space.
+
+Source: DefaultEntryLogger.readEntry.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from bkctl.disk import Files, StorageFile
+from bkctl.errors import CorruptRecord, TruncatedRecord, Unsupported
+from bkctl.formats import entry_log as formats
+from bkctl.formats.entry import ENTRY_FLAGS_V2, read_ledger
+from bkctl.formats.record import RECORD_SIZE
+from bkctl.ids import LedgerId
+
+#: Entry logs that are kept open to read.
+OPEN_LOGS_MAX: Final = 128
+#: A point read refuses smaller entries: they could not hold a ledger and an entry id. Source: DefaultEntryLogger.
+ENTRY_SIZE_BYTES_MIN: Final = 16
+ENTRY_SIZE_BYTES_MAX: Final = 1 << 30
+#: Bytes that the first read of an entry of unknown size fetches.
+_READ_GUESS_BYTES: Final = 4096
+
+
+class LocationReader:
+    """Reader of the logs in `paths`, by log id, below `directories`. Any thread may use it."""
+
+    def __init__(self, files: Files, directories: Sequence[Path], paths: Mapping[int, Path]) -> None:
+        self._files = files
+        self._directories = directories
+        self._paths = paths
+        self._open: OrderedDict[int, StorageFile] = OrderedDict()
+        self._read_guess = _READ_GUESS_BYTES
+        self._lock = threading.Lock()
+
+    def path_of(self, log_id: int) -> Path:
+        """Return the path of a log. Raises FileNotFoundError."""
+        path = self._paths.get(log_id)
+        if path is None:
+            raise FileNotFoundError(f"No entry log {log_id:x} in {', '.join(map(str, self._directories))}")
+        return path
+
+    def read(self, location: int, ledger: LedgerId, entry_id: int, *, cached: bool = False) -> memoryview | None:
+        """Return the entry at `location` from its file; with `cached`, None where that needs the disk.
+
+        Raises OSError; CorruptRecord or TruncatedRecord if `location` does not hold that entry.
+        """
+        log_id, offset = formats.unpack_location(location)
+        file = self._open.get(log_id) if cached else self._file(log_id)
+        if file is None:
+            return None
+        where = f"Entry {entry_id} of ledger {ledger}: {file.path}"
+        if offset < formats.HEADER_SIZE + 4:
+            raise CorruptRecord("The index points into the file header", offset=offset, where=where)
+        read = file.read_cached if cached else file.read
+        data = read(offset - 4, 4 + self._read_guess)
+        if cached and (data is None or len(data) < 4):
+            return None
+        assert data is not None
+        if len(data) < 4:
+            raise TruncatedRecord("Entry size", offset=offset - 4, needed=4, present=len(data), where=where)
+        (size,) = RECORD_SIZE.unpack_from(data)
+        if not ENTRY_SIZE_BYTES_MIN <= size <= ENTRY_SIZE_BYTES_MAX:
+            raise CorruptRecord(f"An entry of {size} bytes", offset=offset - 4, where=where)
+        if len(data) >= 4 + size:
+            body = memoryview(data)[4 : 4 + size]
+        else:
+            rest = read(offset, size)
+            if cached and (rest is None or len(rest) < size):
+                return None
+            assert rest is not None
+            if len(rest) < size:
+                raise TruncatedRecord("Entry", offset=offset, needed=size, present=len(rest), where=where)
+            body = memoryview(rest)
+        self._read_guess = min(max(size, 64), 1 << 16)
+        try:
+            found, at = read_ledger(body, 0, where)
+        except Unsupported as error:  # no bookie keeps such an entry in a log
+            raise CorruptRecord(error.message, offset=offset) from error
+        if len(body) < at + 8:
+            raise TruncatedRecord("Entry id", offset=offset + at, needed=8, present=len(body) - at, where=where)
+        if found != ledger or int.from_bytes(body[at : at + 8], "big", signed=True) != entry_id:
+            raise CorruptRecord("The index points to another entry", offset=offset, where=where)
+        return body
+
+    def read_following(self, location: int, ledger: LedgerId, *, size_max: int) -> list[tuple[int, memoryview]]:
+        """Return the entries (id, body) of `ledger` that follow each other from `location`, within `size_max` bytes.
+
+        The list ends before the first record of another ledger; it may be empty. Raises OSError.
+        """
+        log_id, offset = formats.unpack_location(location)
+        data = memoryview(self._file(log_id).read(offset - 4, size_max))
+        prefix, at = (ledger.value.to_bytes(16, "big"), 1) if ledger.is_scoped else (ledger[1].to_bytes(8, "big"), 0)
+        ids = at + len(prefix)
+        entries: list[tuple[int, memoryview]] = []
+        start = 4
+        while start + ENTRY_SIZE_BYTES_MIN <= len(data):
+            (size,) = RECORD_SIZE.unpack_from(data, start - 4)
+            body = data[start : start + size]
+            if size < ids + 8 or len(body) < size or body[at:ids] != prefix or (at and body[0] not in ENTRY_FLAGS_V2):
+                break
+            entries.append((int.from_bytes(body[ids : ids + 8], "big", signed=True), body))
+            start += size + 4
+        if start < len(data) // 2:  # a cache of these entries must not keep the whole read in memory
+            entries = [(entry_id, memoryview(bytes(body))) for entry_id, body in entries]
+        return entries
+
+    def _file(self, log_id: int) -> StorageFile:
+        with self._lock:
+            file = self._open.get(log_id)
+            if file is not None:
+                self._open.move_to_end(log_id)
+                return file
+        file = self._files.open_to_read(self.path_of(log_id))
+        with self._lock:
+            if log_id in self._paths:  # the space of a log removed meanwhile is freed
+                self._open[log_id] = file
+            if len(self._open) > OPEN_LOGS_MAX:
+                self._open.popitem(last=False)
+        return file
+
+    def close(self, log_id: int) -> None:
+        """Close a log; call it after the log left `paths`, so that it cannot be opened again."""
+        with self._lock:
+            self._open.pop(log_id, None)

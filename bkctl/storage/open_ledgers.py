@@ -1,0 +1,157 @@
+"""OpenLedgers: the handles of the ledgers in memory, loaded or created when a request needs them.
+
+Source: HandleFactoryImpl, LedgerDescriptorImpl.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+from bkctl.errors import BadRequest, LedgerNotFound, Unauthorized
+from bkctl.formats.entry import MASTER_KEY_SIZE
+from bkctl.formats.layout import Buffer
+from bkctl.ids import I64_MAX, LedgerId
+from bkctl.storage.journal_writer import JournalWriter
+from bkctl.storage.ledger.ledger_storage import LedgerHandle, LedgerStorage, NeedsDisk
+
+#: A deleted ledger that was fenced refuses writes until a week after the last one; and how many such are kept.
+FENCED_AND_DELETED_MS: Final = 7 * 24 * 3_600_000
+FENCED_AND_DELETED_MAX: Final = 100_000
+
+
+class FencedAndDeleted:
+    """Deleted ledgers whose fence still holds: their writers may not have noticed either. `clock_ms` is wall time."""
+
+    def __init__(self, clock_ms: Callable[[], int]) -> None:
+        self._clock_ms = clock_ms
+        #: When a write last arrived, the longest ago first.
+        self._last_write_ms: dict[LedgerId, int] = {}
+
+    def add(self, ledger: LedgerId) -> None:
+        """Refuse writes to `ledger` from now on."""
+        self._last_write_ms[ledger] = self._clock_ms()
+        if len(self._last_write_ms) > FENCED_AND_DELETED_MAX:
+            del self._last_write_ms[next(iter(self._last_write_ms))]
+
+    def refuses_write(self, ledger: LedgerId) -> bool:
+        """Return whether a write to `ledger` is refused; if so, extend the refusal."""
+        last_ms = self._last_write_ms.pop(ledger, None)
+        if last_ms is None or self._clock_ms() - last_ms > FENCED_AND_DELETED_MS:
+            return False
+        self._last_write_ms[ledger] = self._clock_ms()
+        return True
+
+
+class OpenLedgers:
+    """The ledgers of one bookie that are in memory. Belongs to the event loop.
+
+    `journals` are the bookie's; the list is empty while the journals are replayed.
+    """
+
+    def __init__(
+        self,
+        storage: LedgerStorage[Any],
+        journals: Sequence[JournalWriter],
+        journal_count: int,
+        fenced_and_deleted: FencedAndDeleted,
+    ) -> None:
+        self._storage = storage
+        self._journals = journals
+        self._journal_count = journal_count
+        self._fenced_and_deleted = fenced_and_deleted
+        self.handles: dict[LedgerId, LedgerHandle] = storage.handles
+        #: Ledgers that `supplied` did not find on disk, with the handles to create them from.
+        self._blanks: dict[LedgerId, LedgerHandle] = {}
+        #: The bookie has a ledger of a scope other than 0.
+        self.has_scoped = False
+
+    def look_up(self, ledger: LedgerId) -> LedgerHandle:
+        """Return the ledger's handle; for a ledger that is not here, one that is not among `handles`.
+
+        Raises OSError, Corrupt, Unsupported, NeedsDisk.
+        """
+        handle = self.handles.get(ledger) or self._blanks.get(ledger)
+        if handle is None:
+            read = functools.partial(self._storage.load, ledger)
+            if not self._storage.waits_for_disk:
+                raise NeedsDisk(ledger, read)
+            handle = self._adopt(read())
+        return handle
+
+    def _adopt(self, handle: LedgerHandle) -> LedgerHandle:
+        if handle.is_on_disk:
+            self._assign_journal(handle)
+            self.handles[handle.ledger] = handle
+        return handle
+
+    def _assign_journal(self, handle: LedgerHandle) -> None:
+        handle.journal = handle.ledger.value % self._journal_count
+
+    @contextlib.contextmanager
+    def supplied(self, found: object) -> Iterator[None]:
+        """Serve within, from memory, the requests that waited for the result `found` of NeedsDisk.read."""
+        if not isinstance(found, LedgerHandle):
+            yield
+            return
+        ledger = found.ledger
+        assert ledger not in self.handles, f"ledger {ledger} was opened twice"
+        if not self._adopt(found).is_on_disk:
+            self._blanks[ledger] = found
+        try:
+            yield
+        finally:
+            self._blanks.pop(ledger, None)
+
+    def open_to_write(self, ledger: LedgerId, master_key: Buffer) -> LedgerHandle:
+        """Return the ledger's handle; create a missing ledger, which the first master key binds.
+
+        Raises Unauthorized; BadRequest for a master key that is not 20 bytes, or an impossible ledger id;
+        LedgerNotFound for a ledger that was fenced and is deleted; and what `look_up` raises.
+        """
+        handle = self.look_up(ledger)
+        is_here = ledger in self.handles
+        if is_here and handle.master_key:
+            if handle.master_key != master_key:
+                raise Unauthorized(f"Wrong master key for ledger {ledger}")
+            return handle
+        if len(master_key) != MASTER_KEY_SIZE:
+            raise BadRequest(f"A master key for ledger {ledger} of {len(master_key)} bytes, not {MASTER_KEY_SIZE}")
+        if not is_here:
+            if self._fenced_and_deleted.refuses_write(ledger):
+                raise LedgerNotFound(f"Ledger {ledger} was fenced, and is deleted")
+            if not ledger.is_scoped and ledger.ledger_id > I64_MAX:
+                raise BadRequest(f"Ledger id {ledger.ledger_id} is 2^63 or more, which no ledger of scope 0 can have")
+            self.create(handle, bytes(master_key))
+        else:
+            handle.master_key = bytes(master_key)
+            self._storage.change_header(handle)
+        return handle
+
+    def create(self, handle: LedgerHandle, master_key: bytes) -> None:
+        """Create the ledger of a handle that `look_up` returned; its first journal of version 7 follows if needed."""
+        ledger = handle.ledger
+        self._blanks.pop(ledger, None)
+        self._storage.create(handle, master_key)
+        self._assign_journal(handle)
+        if ledger.is_scoped and not self.has_scoped:
+            self.has_scoped = True
+            for journal in self._journals:
+                journal.expect_scoped()
+
+    def set_explicit_lac(self, handle: LedgerHandle, lac: int, packet: bytes) -> None:
+        """Keep an explicit LAC, whose whole packet is `packet`, and wake the watchers of a higher one."""
+        handle.explicit_lac = packet
+        self._storage.change_header(handle)
+        if lac > handle.lac:
+            handle.lac = lac
+            handle.wake()
+
+    def delete(self, handle: LedgerHandle) -> None:
+        """Delete the ledger from the storage; a fence still refuses writes for a week. Raises OSError, NeedsDisk."""
+        self._storage.delete_ledger(handle)
+        if handle.fenced:
+            self._fenced_and_deleted.add(handle.ledger)
+        handle.wake()

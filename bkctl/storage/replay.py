@@ -1,0 +1,300 @@
+"""JournalReplay: the records behind the last marks, brought into ledger storage when a bookie starts.
+
+Drops the tail that a crash left unsynced, and sets aside ledgers whose own state cannot be read.
+Source: Bookie.readJournal, Journal.scanJournal; BP-35.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+from google_crc32c import value as _crc32c
+
+from bkctl.config import BookieConfig
+from bkctl.disk import SECTOR_SIZE_BYTES
+from bkctl.errors import BkctlError, Corrupt, CorruptRecord, TruncatedRecord, Unsupported
+from bkctl.files.journal import JournalEnd, JournalReader
+from bkctl.formats import journal as journal_formats
+from bkctl.formats.entry import ENTRY_V1, MASTER_KEY_SIZE, read_entry_header, read_lac_header
+from bkctl.formats.journal import LogMark, file_name
+from bkctl.formats.record import RECORD_SIZE, Record, RecordType, record_of
+from bkctl.ids import I64_MAX, LedgerId
+from bkctl.storage.checkpoints import LastMarkFiles
+from bkctl.storage.journal_writer import journal_ids
+from bkctl.storage.ledger.ledger_storage import LedgerHandle, LedgerStorage
+from bkctl.storage.open_ledgers import OpenLedgers
+
+log: Final = logging.getLogger("bkctl.bookie")
+
+#: Set-aside ledgers that the log names one by one.
+SET_ASIDE_NAMED_MAX: Final = 100
+#: A master key is a SHA-1 digest with most clients: with this many zeros a crash may have cut it.
+_TORN_KEY_ZEROS: Final = 8
+#: A key from this size on can be zeros over a whole sector. Shorter ones share each sector with fields that are not 0.
+_ZERO_KEY_SIZE_MIN: Final = SECTOR_SIZE_BYTES - 2 * RECORD_SIZE.size
+_REPLAYED: Final = frozenset({RecordType.ENTRY, RecordType.FENCE, RecordType.EXPLICIT_LAC})
+_DAMAGE_HINT: Final = "'bkctl journal verify' shows what follows"
+_SKIP_HINT: Final = (
+    "Restore the file from a copy. Or set skipReplayJournalInvalidRecord=true to start without what follows in it; "
+    "then replicate the bookie's ledgers from other replicas"
+)
+
+
+class JournalReplay:
+    """One replay of a bookie's journals into `storage`, at start."""
+
+    def __init__(self, config: BookieConfig, storage: LedgerStorage[Any], ledgers: OpenLedgers) -> None:
+        self._config = config
+        self._storage = storage
+        self._ledgers = ledgers
+        self._keys: dict[LedgerId, bytes] = {}
+        self.entry_count = 0
+        #: Records skipped because the journals have no key of their ledger.
+        self.skipped_count = 0
+        self.has_records = False
+        #: Ledgers whose state cannot be read, so that their records were not replayed, and why.
+        self.set_aside: dict[LedgerId, BkctlError] = {}
+        #: By journal number: the place before the first record of a set-aside ledger.
+        self.pins: dict[int, LogMark] = {}
+        #: Why replayed entries remain in memory: a disk is full.
+        self.no_space: OSError | None = None
+
+    def run(self, directories: Sequence[Path], last_marks: LastMarkFiles) -> tuple[LogMark, ...]:
+        """Replay the journals in `directories`, and return the last mark of each.
+
+        Raises OSError; Corrupt for a journal that is missing or damaged; BkctlError where the disks have no space for
+        more than memory holds.
+        """
+        marks = []
+        for number, directory in enumerate(directories):
+            mark = last_marks.read(number)
+            self._replay_journal(number, directory, mark)
+            marks.append(mark)
+        self._log_set_aside()
+        return tuple(marks)
+
+    def _replay_journal(self, number: int, directory: Path, mark: LogMark) -> None:
+        journals = [journal_id for journal_id in journal_ids(directory) if journal_id >= mark.journal_id]
+        if mark.journal_id > 0 and (not journals or journals[0] != mark.journal_id):
+            raise Corrupt(
+                f"Journal {directory / file_name(mark.journal_id)} is missing, which the last mark names",
+                hint="entries that were acknowledged may be in it: find it before the bookie starts",
+            )
+        for journal_id in journals:
+            start = mark.offset if journal_id == mark.journal_id else 0
+            self._replay_file(directory / file_name(journal_id), start)
+            if self.set_aside and number not in self.pins:
+                self.pins[number] = mark
+
+    def _log_set_aside(self) -> None:
+        for ledger, error in islice(self.set_aside.items(), SET_ASIDE_NAMED_MAX):
+            log.error(
+                "Ledger %s is set aside: it has records to replay, and its own state cannot be read (%s). Its requests "
+                "fail, other ledgers are served, and the journals with its records stay until it is mended or deleted: "
+                "stop the bookie, mend the index ('bkctl bookie index'), and start it again", ledger, error,
+            )  # fmt: skip
+        if len(self.set_aside) > SET_ASIDE_NAMED_MAX:
+            log.error("%d more ledgers are set aside", len(self.set_aside) - SET_ASIDE_NAMED_MAX)
+
+    def _replay_file(self, path: Path, start: int) -> None:
+        with JournalReader.open(path) as reader:
+            try:
+                for record in reader.records(start):
+                    self._replay_record(reader, record)
+                    self._write_when_full()
+            except CorruptRecord as error:
+                if not self._config.skip_replay_journal_invalid_record:
+                    raise Corrupt(
+                        f"{error.message}. Entries that were acknowledged may follow in this journal",
+                        hint=f"{error.hint or _DAMAGE_HINT}. {_SKIP_HINT}",
+                    ) from error
+                log.warning("%s: skipReplayJournalInvalidRecord drops what follows in this journal", error.message)
+            else:
+                _log_incomplete_group(reader)
+
+    # --- space -------------------------------------------------------------------------------------------------------
+
+    def _write_when_full(self) -> None:
+        """Write replayed entries when enough are in memory; on a full disk, keep them there while memory lasts."""
+        storage = self._storage
+        if self.no_space is None:
+            if storage.seal_entries():
+                self._try(storage.write_entries)
+            if storage.is_flush_due:
+                self._try(storage.run_flush)
+        elif storage.unwritten_bytes > storage.unwritten_bytes_max:
+            full = self.no_space
+            self.no_space = None
+            self._try(storage.run_flush)
+            if self.no_space is not None:
+                raise BkctlError(
+                    f"The journals hold more than {storage.unwritten_bytes_max >> 20} MiB that ledger storage has no "
+                    f"space for ({full.filename or full})",
+                    hint="make space on the disks of the ledger and index directories; nothing is lost until then",
+                )
+
+    def _try(self, write: Callable[[], object]) -> None:
+        error = self._storage.write_where_space(write)
+        if error is not None:
+            self.no_space = error
+
+    # --- records -----------------------------------------------------------------------------------------------------
+
+    def _replay_record(self, reader: JournalReader, record: Record) -> None:
+        self.has_records = True
+        ledger = record.ledger
+        if record.format_version == 2 and not ledger.is_scoped:
+            problem = "Scope 0 in a record of format version 2"
+            if not _is_unsynced(reader, record, problem):
+                raise CorruptRecord(problem, offset=record.offset, where=reader.name)
+        elif record.type is RecordType.LEDGER_KEY:
+            self._replay_key(reader, record)
+        elif record.type in _REPLAYED and ledger not in self.set_aside:
+            problem = "The header of the entry is zeros"
+            has_zero_header = _has_zero_header(record)
+            if has_zero_header and _is_unsynced(reader, record, problem):
+                return
+            try:
+                is_here = self._apply(record)
+            except BkctlError as error:
+                # Damage of one ledger's index must not pass for damage of the journal.
+                self.set_aside[ledger] = error
+                return
+            if has_zero_header and not is_here:
+                raise CorruptRecord(problem, offset=record.offset, where=reader.name)
+
+    def _replay_key(self, reader: JournalReader, record: Record) -> None:
+        ledger, master_key = record.ledger, record.special_payload
+        if self._is_torn_key(reader, record, master_key):
+            problem = "A part of the master key is in a sector of zeros"
+            if _is_unsynced(reader, record, problem):
+                return
+            if len(master_key) < _ZERO_KEY_SIZE_MIN:
+                raise CorruptRecord(problem, offset=record.offset, where=reader.name)
+        if len(master_key) == MASTER_KEY_SIZE:
+            self._keys[ledger] = master_key
+        elif ledger not in self._keys:
+            self._keys[ledger] = b""
+            log.warning(
+                "Ledger %s has a master key of %d bytes in %s, which no client makes: it keeps its entries without "
+                "a key", ledger, len(master_key), reader.name,
+            )  # fmt: skip
+
+    def _is_torn_key(self, reader: JournalReader, record: Record, master_key: bytes) -> bool:
+        """Return whether a crash cut the key, together with its group: part of it is in a sector of zeros.
+
+        A key of many zeros alone proves that only where groups share sectors: clients may choose such keys.
+        """
+        if master_key.count(0) < _TORN_KEY_ZEROS:
+            return False
+        if reader.version < journal_formats.VERSION_PADDING or self._config.journal_alignment_size % SECTOR_SIZE_BYTES:
+            return True
+        end = record.offset + RECORD_SIZE.size + record.record_size
+        start = end - len(master_key)
+        sectors = range(start - start % SECTOR_SIZE_BYTES, end, SECTOR_SIZE_BYTES)
+        return any(not any(reader.read(sector, SECTOR_SIZE_BYTES)) for sector in sectors)
+
+    def _apply(self, record: Record) -> bool:
+        """Bring a record into memory. Return False, and count it as skipped, if its ledger is not here.
+
+        Raises OSError; BkctlError where the ledger's own state cannot be read.
+        """
+        ledger = record.ledger
+        handle = self._ledgers.look_up(ledger)
+        if ledger not in self._ledgers.handles:
+            key = self._keys.get(ledger)
+            if key is None or (not ledger.is_scoped and ledger.ledger_id > I64_MAX):
+                self.skipped_count += 1
+                return False
+            self._ledgers.create(handle, key)
+        if record.type is RecordType.FENCE:
+            handle.fenced = handle.fence_recorded = True
+            self._storage.change_header(handle)
+        elif record.type is RecordType.EXPLICIT_LAC:
+            self._apply_lac(handle, record.special_payload)
+        else:
+            self._apply_entry(handle, record)
+        return True
+
+    def _apply_lac(self, handle: LedgerHandle, packet: bytes) -> None:
+        try:
+            header = read_lac_header(packet)
+        except (TruncatedRecord, Unsupported):
+            return
+        old = handle.explicit_lac
+        is_torn = bool(old) and _has_digest(old, header.size) and not _has_digest(packet, header.size)
+        if header.ledger == handle.ledger and not is_torn:
+            self._ledgers.set_explicit_lac(handle, header.last_add_confirmed, packet)
+
+    def _apply_entry(self, handle: LedgerHandle, record: Record) -> None:
+        body, entry_id = record.body, record.entry_id
+        if record.length is None or entry_id > self._storage.entry_id_max:
+            return
+        if self._storage.has(handle, entry_id):
+            try:
+                old = bytes(self._storage.read(handle, entry_id))
+            except (OSError, Corrupt, Unsupported):
+                old = b""
+            # An equal copy is added again: after a failed sync the old one may be in the system's memory alone.
+            if old and old != body and _is_better(old, body):
+                return
+        record_as_added = record_of(body)
+        self._storage.add(handle, [entry_id], [record_as_added], len(record_as_added))
+        if record.last_add_confirmed is not None:
+            handle.lac = max(handle.lac, record.last_add_confirmed)
+        self.entry_count += 1
+
+
+def _log_incomplete_group(reader: JournalReader) -> None:
+    """Log which bytes of a journal were not replayed because their group was never synced."""
+    if reader.end is JournalEnd.TORN:
+        log.warning(
+            "%s: dropped what follows byte %d, up to byte %d: a crash left the last group of records incomplete, "
+            "and nothing in it was acknowledged", reader.name, reader.position, reader.size(),
+        )  # fmt: skip
+
+
+def _is_unsynced(reader: JournalReader, record: Record, problem: str) -> bool:
+    """Return whether a crash explains `problem` of a record: it is in the last group. Log that it is dropped."""
+    if not reader.is_in_last_group(record.offset):
+        return False
+    log.warning(
+        "%s: dropped the record at byte %d: %s, in the last group of records, which a crash left incomplete",
+        reader.name, record.offset, problem,
+    )  # fmt: skip
+    return True
+
+
+def _has_zero_header(record: Record) -> bool:
+    """Return whether an entry record is the zeros of a group that a crash cut: no length, and yet a payload."""
+    body = record.body
+    return record.format_version == 1 and len(body) > ENTRY_V1.size + 20 and not any(body[: ENTRY_V1.size])
+
+
+def _is_better(old: bytes, new: bytes) -> bool:
+    """Return whether the stored copy `old` of an entry is kept, since a crash cut the journal's copy `new`.
+
+    Copies differ in LAC and digest only (recovery writes an entry again), so a damaged one shows by its digest; where
+    the digest cannot tell, by having more zeros, which is what sectors that never reached the disk read as.
+    """
+    if old == new:
+        return True
+    size = read_entry_header(new).size
+    if _has_digest(new, size):
+        return False
+    return _has_digest(old, size) or len(old) != len(new) or old.count(0) < new.count(0)
+
+
+def _has_digest(data: bytes, size: int) -> bool:
+    """Return whether the CRC32 or CRC32C of the header of `size` bytes and the payload follows the header.
+
+    Those are the digests that need no password. An entry and a LAC packet are alike here.
+    """
+    if data[size : size + 4] == _crc32c(data[:size] + data[size + 4 :]).to_bytes(4, "big"):
+        return True
+    return data[size : size + 8] == zlib.crc32(data[size + 8 :], zlib.crc32(data[:size])).to_bytes(8, "big")
