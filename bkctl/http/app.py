@@ -1,7 +1,7 @@
-"""The REST API as an ASGI application: who may ask, which endpoint, is the request in order, what is answered.
+"""The REST API as an ASGI application: access, routing, checks of requests, and errors.
 
-Everything that a client can do to it is bounded: requests at once, the size of a body, the time for it to come, for an
-answer, and for a client to take that. Whatever goes wrong is answered as `{"error": …, "hint": …}`.
+Concurrent requests, the size of a body, and the times for receiving a body, computing an answer and sending it are
+bounded. Errors are answered as `{"error": …, "hint": …}`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from bkctl.errors import (
     Unreachable,
     UsageError,
 )
-from bkctl.http.bookie_api import BOOKIE
-from bkctl.http.cluster_api import CLUSTER
+from bkctl.http.api import BOOKIE, CLUSTER
 from bkctl.http.endpoints import (
     TEXT,
     Call,
@@ -39,7 +38,7 @@ from bkctl.http.endpoints import (
     json_answer,
     text_answer,
 )
-from bkctl.http.gateway import PassedOn, forward
+from bkctl.http.gateway import Upstream, forward
 from bkctl.http.openapi import document
 
 if TYPE_CHECKING:
@@ -50,15 +49,15 @@ if TYPE_CHECKING:
 
 log: Final = logging.getLogger("bkctl.http")
 
-#: Source of none of these: Apache's server has no such limits.
+#: Apache's server has no such limits.
 REQUESTS_MAX: Final = 64
 BODY_SIZE_BYTES_MAX: Final = 64 << 10
 BODY_TIMEOUT_S: Final = 15.0
 ANSWER_TIMEOUT_S: Final = 90.0
-#: The longest wait for a client to take the next piece of an answer.
+#: The longest wait for a client to read the next piece of an answer.
 SEND_TIMEOUT_S: Final = 30.0
 OPENAPI_PATH: Final = "/openapi.json"
-#: The value of a query that asks for passwords and tokens.
+#: The query value that requests passwords and tokens.
 SHOW_SECRETS: Final = "show_secrets"
 _CLOSE: Final = {"Connection": "close"}
 
@@ -75,12 +74,12 @@ _STATUS: Final[tuple[tuple[type[BkctlError], int], ...]] = (
 
 
 class Api:
-    """The endpoints of a bookie's own server, or (where `service` has no bookie) of a gateway.
+    """The endpoints of a bookie's own server, or of a gateway if `service` has no bookie.
 
-    `token` None: whoever gets a connection may ask. `read_only_token` opens what changes nothing, without secrets.
-    `is_local`: a request must name this machine as its host, so that no web page in a browser here can ask under
-    another name, and probes need no token. `upstream` is how a gateway reaches the bookies' servers. Requests of web
-    pages are refused, whatever they carry.
+    Without `token`, every connected client has access. `read_only_token` gives access to endpoints that change nothing,
+    without secrets. `is_local`: a request must name this machine as its host, which excludes web pages that reach it
+    under another name, and probes need no token. `upstream` is for a gateway's requests to bookies. Requests of web
+    pages are always refused.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class Api:
         token: str | None = None,
         read_only_token: str | None = None,
         is_local: bool = False,
-        upstream: PassedOn | None = None,
+        upstream: Upstream | None = None,
     ) -> None:
         self.service = service
         self._token = None if token is None else token.encode()
@@ -117,7 +116,7 @@ class Api:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Answer one HTTP request (ASGI)."""
         if scope["type"] != "http":
             return
         exchange = _Exchange(send)
@@ -131,11 +130,11 @@ class Api:
         except ClientDisconnect:
             return
         except TimeoutError:
-            log.info("%s: the client does not take its answer", scope["path"])
-        except BkctlError as error:  # in the midst of an answer, which breaks off so
+            log.info("%s: the client does not read its answer", scope["path"])
+        except BkctlError as error:  # after the answer has begun, which is cut short
             log.warning("%s: %s", scope["path"], error)
         except Exception:
-            log.exception("%s broke off", scope["path"])
+            log.exception("%s: the answer is cut short", scope["path"])
 
     async def _answer(self, request: Request) -> Response:
         if self._running >= REQUESTS_MAX:
@@ -154,7 +153,7 @@ class Api:
             self._running -= 1
 
     async def _checked(self, request: Request) -> Response:
-        path = request.scope["path"]  # not that of `request.url`, which is taken apart anew
+        path = request.scope["path"]  # not that of `request.url`, which is parsed again
         methods = self._routes.get(path) or self._routes.get(path.removesuffix("/"))
         endpoint = methods.get("GET" if request.method == "HEAD" else request.method) if methods else None
         sees_secrets = True
@@ -176,7 +175,7 @@ class Api:
         if refused := self._refuse_host(request):
             return refused
         if methods is None:
-            return error_answer(404, f"There is nothing at {path}", f"{OPENAPI_PATH} lists what there is")
+            return error_answer(404, f"There is no endpoint at {path}", f"{OPENAPI_PATH} lists the endpoints")
         if endpoint is None:
             allowed = ", ".join(sorted(methods))
             hint = f"use {allowed}"
@@ -193,7 +192,7 @@ class Api:
             async with asyncio.timeout(timeout_s):
                 return await self._handled(endpoint, request, body, sees_secrets)
         except TimeoutError as error:
-            raise TimedOut(f"There is no answer within {timeout_s:g} s") from error
+            raise TimedOut(f"The answer took longer than {timeout_s:g} s") from error
 
     async def _handled(self, endpoint: Endpoint, request: Request, body: bytes, sees_secrets: bool) -> Response:
         values = endpoint.parse_query(request.query_params.multi_items())
@@ -211,7 +210,7 @@ class Api:
         return await endpoint.handler(Call(self.service, values, parsed, sees_secrets))
 
     def _refuse_page(self, request: Request, endpoint: Endpoint | None) -> Response | None:
-        """A refusal for what a browser sends in the name of a web page; no page is served here that could ask."""
+        """Return a refusal if a browser sent the request for a web page; this server has no pages of its own."""
         headers = request.headers
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
         host = headers.get("host", "")
@@ -232,7 +231,7 @@ class Api:
 
 
 class _Exchange:
-    """Sends an answer, and gives up on a client that does not take it."""
+    """Sends an answer, and gives up on a client that does not read it."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -259,7 +258,7 @@ def _bearer_token(request: Request) -> bytes:
 
 
 def _is_of_browser(headers: Headers) -> bool:
-    """Whether a browser sent these: those that know no Sec-Fetch-Site name themselves as Mozilla, all of them."""
+    """Return True for a browser's headers; browsers without Sec-Fetch-Site all call themselves Mozilla."""
     marks = ("origin", "referer", "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest")
     return any(name in headers for name in marks) or headers.get("user-agent", "").startswith("Mozilla/")
 
@@ -277,7 +276,7 @@ def _is_one_of(host: str, names: set[str]) -> bool:
 
 
 async def _read_body(request: Request) -> bytes | None:
-    """The body; None when it is too large."""
+    """Return the body; None if it is too large."""
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)

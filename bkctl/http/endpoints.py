@@ -1,6 +1,6 @@
-"""How an endpoint of the REST API is declared: one declaration for routing, checks of what comes in, and the document.
+"""Declares endpoints of the REST API: one declaration for routing, checks of requests, and the OpenAPI document.
 
-    @BOOKIE.get("/api/v1/bookie/state", "Whether the bookie runs, and takes entries.", answer=STATE)
+    @ENDPOINTS.get("/api/v1/bookie/state", "Whether the bookie runs, and takes entries.", answer=STATE)
     async def state(call: Call) -> Response: ...
 
 Source of paths, names, types and key forms: HttpRouter and the services of org.apache.bookkeeper.server.http.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PREFIX: Final = "/api/v1"
 JSON: Final = "application/json"
 TEXT: Final = "text/plain; charset=utf-8"
-#: Of an error: a request can put much into its own message.
+#: The longest message of an error, since a request can put much into it.
 MESSAGE_LENGTH_MAX: Final = 1000
 
 Schema: TypeAlias = Mapping[str, Any]
@@ -36,32 +36,32 @@ STRING: Final[Schema] = {"type": "string"}
 
 
 def object_of(**properties: Schema) -> Schema:
-    """The schema of an object that has all these properties; more may come."""
+    """Return the schema of an object with all these properties, and perhaps more."""
     return {"type": "object", "properties": dict(properties), "required": list(properties)}
 
 
 def map_of(value: Schema) -> Schema:
-    """The schema of an object of any names with such values."""
+    """Return the schema of an object with any names and such values."""
     return {"type": "object", "additionalProperties": dict(value)}
 
 
 def list_of(item: Schema) -> Schema:
-    """The schema of an array."""
+    """Return the schema of an array."""
     return {"type": "array", "items": dict(item)}
 
 
 def nullable(kind: str) -> Schema:
-    """The schema of a value of this type or null."""
+    """Return the schema of a value of this type or null."""
     return {"type": [kind, "null"]}
 
 
 class Kind(Enum):
-    """What a value in a query or a body is."""
+    """The type of a value in a query or a body."""
 
     TEXT = "string"
     INTEGER = "integer"
     BOOLEAN = "boolean"
-    #: In a query: given or not, whatever its value.
+    #: In a query: present or absent, whatever its value.
     FLAG = "flag"
     #: In a body: an array of texts.
     TEXTS = "array"
@@ -69,7 +69,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One value that a query or a body may carry. Integers are bounded; of `choices` one must be given."""
+    """A value of a query or a body. Integers are from `least` to `most`; with `choices`, only these texts are valid."""
 
     name: str
     help: str
@@ -80,7 +80,7 @@ class Value:
     choices: tuple[str, ...] = ()
 
     def of_query(self, text: str) -> Any:
-        """The value that `text` stands for. Raises UsageError."""
+        """Return the value of a text in a query. Raise UsageError."""
         if self.kind is Kind.FLAG:
             return True
         if self.kind is Kind.INTEGER:
@@ -91,7 +91,7 @@ class Value:
         return self._text(text)
 
     def of_body(self, value: Any) -> Any:
-        """The value that JSON carries: true and "true" both for a boolean. Raises UsageError."""
+        """Return the value of JSON in a body; booleans may be strings. Raise UsageError."""
         if self.kind is Kind.TEXTS:
             if isinstance(value, list) and all(isinstance(each, str) for each in value):
                 return value
@@ -125,7 +125,7 @@ class Value:
         return UsageError(f"{self.name} must be {wanted}, not {given!r}"[:MESSAGE_LENGTH_MAX])
 
     def schema(self, *, in_body: bool) -> Schema:
-        """The JSON schema of the value."""
+        """Return the JSON schema of the value."""
         if self.kind is Kind.TEXTS:
             return list_of(STRING)
         if self.kind is Kind.INTEGER:
@@ -140,16 +140,16 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A JSON object that a request carries. With `needed` it cannot be left out; `open_values`: any name will do."""
+    """The JSON object in a request's body. `needed`: it is required; `open_values` describes a body with any names."""
 
     values: tuple[Value, ...] = ()
     needed: bool = True
-    #: At least one of the values has to be there.
+    #: At least one of the values is required.
     some: bool = False
     open_values: str = ""
 
     def parse(self, data: bytes) -> dict[str, Any] | None:
-        """The object in `data`, its values checked; None where there is none. Raises UsageError."""
+        """Return the object in `data` with checked values; None for an empty body. Raise UsageError."""
         if not data.strip():
             if self.needed:
                 raise UsageError("The request has no body", hint=f"send a JSON object with {self._names()}")
@@ -157,16 +157,16 @@ class Body:
         try:
             found = json.loads(data, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
-            raise UsageError("The body is no JSON", hint=f"send a JSON object with {self._names()}") from None
+            raise UsageError("The body is not JSON", hint=f"send a JSON object with {self._names()}") from None
         if not isinstance(found, dict):
-            raise UsageError("The body is no JSON object", hint=f"send a JSON object with {self._names()}")
+            raise UsageError("The body is not a JSON object", hint=f"send a JSON object with {self._names()}")
         if self.open_values:
             return found
         known = {each.name: each for each in self.values}
         unknown = sorted(found.keys() - known.keys())
         if unknown:
-            message = f"The body has a value that is not known here: {', '.join(unknown)}"
-            raise UsageError(message[:MESSAGE_LENGTH_MAX], hint=f"known are {self._names()}")
+            message = f"The body has unknown values: {', '.join(unknown)}"
+            raise UsageError(message[:MESSAGE_LENGTH_MAX], hint=f"known values: {self._names()}")
         for each in self.values:
             if each.required and each.name not in found:
                 raise UsageError(f"The body lacks {each.name}: {_phrase(each.help)}")
@@ -178,7 +178,7 @@ class Body:
         return self.open_values or ", ".join(each.name for each in self.values)
 
     def schema(self) -> Schema:
-        """The JSON schema of the body."""
+        """Return the JSON schema of the body."""
         if self.open_values:
             return {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}}
         schema: dict[str, Any] = {
@@ -194,7 +194,7 @@ class Body:
 
 
 def _phrase(sentence: str) -> str:
-    """As part of a message, which has no full stop."""
+    """Return a sentence without its full stop, as part of a message."""
     return sentence.removesuffix(".")
 
 
@@ -204,12 +204,12 @@ def _refuse_constant(text: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request, checked: the values of its query and its body (None: it has none), and what it works on."""
+    """A checked request: the values of its query and of its body (None: no body), and the service."""
 
     service: Service
     values: Mapping[str, Any]
     body: Mapping[str, Any] | None
-    #: False for a client that may only read: passwords are left out of what it gets.
+    #: False for a client with the read-only token: its answers contain no passwords.
     sees_secrets: bool = True
 
 
@@ -220,8 +220,8 @@ Handler: TypeAlias = Callable[[Call], Awaitable[Response]]
 class Endpoint:
     """One method of one path.
 
-    `answer` is the schema of the JSON that it answers with, a media type where that is no JSON. `errors` says what
-    codes mean that are this endpoint's own. `of_bookie`: it is about one bookie, so that a gateway passes it on.
+    `answer` is the schema of its JSON answer, or the media type of another answer. `errors` has the meanings of the
+    endpoint's own status codes. `of_bookie`: the endpoint is about one bookie, and a gateway forwards it.
     """
 
     method: str
@@ -233,27 +233,27 @@ class Endpoint:
     body: Body | None = None
     errors: Mapping[int, str] = field(default_factory=dict)
     of_bookie: bool = False
-    #: Where nothing is to be done it says so in plain text.
+    #: If there is nothing to do, the answer is plain text.
     text_too: bool = False
-    #: Apache answers any method here.
+    #: Any method is valid, as in Apache's server.
     any_method: bool = False
-    #: Says nothing of ledgers or settings: on loopback it is answered without the token that the server made.
+    #: The answer is harmless: on loopback it needs no token if the server created its token itself.
     probe: bool = False
-    #: A GET that changes something all the same: for clients that may change things, and never for a web page.
+    #: A GET that changes something: it needs the full token, and is refused to browsers.
     acts: bool = False
-    #: It takes no longer than other requests, unless it says so here.
+    #: The longest time for the answer in seconds; None: the default.
     timeout_s: float | None = None
 
     @property
     def only_reads(self) -> bool:
-        """Whether it changes nothing, so that a read-only token opens it."""
+        """True if the endpoint changes nothing, so that the read-only token suffices."""
         return (self.method == "GET" or self.any_method) and not self.acts
 
     def parse_query(self, pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
-        """The values of a query string. Raises UsageError, also for one that is given twice and not the same.
+        """Return the values of a query string. Raise UsageError, also for a value that is given twice and differs.
 
-        What is not declared is passed over, as Apache does, except where something is deleted: a misspelt scope would
-        make another ledger of it.
+        Undeclared values are ignored, as in Apache's server, except by DELETE: a misspelt scope would delete another
+        ledger.
         """
         query: dict[str, str] = {}
         known = {"bookie", *(each.name for each in self.values)}
@@ -261,8 +261,8 @@ class Endpoint:
             if name in known and query.setdefault(name, text) != text:
                 raise UsageError(f"{name} is given twice: {query[name]!r} and {text!r}"[:MESSAGE_LENGTH_MAX])
             if self.method == "DELETE" and name not in known:
-                message = f"The query has a value that is not known here: {name}"
-                raise UsageError(message[:MESSAGE_LENGTH_MAX], hint=f"known are {', '.join(sorted(known))}")
+                message = f"The query has an unknown value: {name}"
+                raise UsageError(message[:MESSAGE_LENGTH_MAX], hint=f"known values: {', '.join(sorted(known))}")
         values = {}
         for each in self.values:
             if each.name in query:
@@ -273,7 +273,7 @@ class Endpoint:
 
 
 class Endpoints(list[Endpoint]):
-    """Endpoints in the order in which they were declared; of one bookie each, or of a cluster."""
+    """Endpoints in the order of their declarations, all of a bookie or all of a cluster."""
 
     def __init__(self, *, of_bookie: bool) -> None:
         super().__init__()
@@ -300,14 +300,14 @@ class Endpoints(list[Endpoint]):
 
 
 class ServiceUnavailable(BkctlError):
-    """Not now: try again later."""
+    """The request cannot be served now; a later one may succeed."""
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
 
 
 def json_text(value: Any, level: int = 0) -> str:
-    """JSON laid out as Apache's server does (Jackson's indentation), so that line-wise readers of it go on working."""
+    """Return JSON with Jackson's indentation, as Apache's server does, for clients that read it line by line."""
     if isinstance(value, Mapping):
         if not value:
             return "{ }"
@@ -323,26 +323,26 @@ def json_text(value: Any, level: int = 0) -> str:
 
 
 def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A response that carries `value`."""
+    """Return a response with `value` as JSON."""
     return Response(_encoded(json_text(value)), status, headers, JSON)
 
 
 def text_answer(text: str) -> Response:
-    """A response of plain text."""
+    """Return a response of plain text."""
     return Response(_encoded(text), media_type=TEXT)
 
 
 def error_answer(
     status: int, message: str, hint: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """What every refusal looks like: `{"error": …, "hint": …}`."""
+    """Return a response for an error: `{"error": …, "hint": …}`."""
     return json_answer({"error": message[:MESSAGE_LENGTH_MAX], "hint": hint}, status, headers)
 
 
 async def streamed_object(entries: AsyncIterator[list[tuple[str, str]]]) -> Response:
-    """One JSON object of `entries` (names, and values as JSON) that is sent as they come.
+    """Return a response that streams one JSON object of `entries` (names, and values as JSON).
 
-    The first ones are waited for, so that what goes wrong at once is an error like any other. Raises what `entries` do.
+    The first batch is awaited, so that early errors get a status code of their own. Raise the errors of `entries`.
     """
     first = await anext(entries, None)
 
@@ -369,7 +369,7 @@ def _encoded(text: str) -> bytes:
 
 
 def error_codes(endpoint: Endpoint) -> Iterator[tuple[int, str]]:
-    """The codes of refusals that the endpoint may answer with, and what they mean."""
+    """Yield the status codes of the endpoint's errors, and their meanings."""
     if endpoint.values or endpoint.body is not None:
         yield 400, "A value is missing, or does not parse"
     yield 401, "The token is missing or wrong"

@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document of the API, made of the endpoints' declarations."""
+"""Builds the OpenAPI 3.1 document of the API from the endpoints' declarations."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _ERROR: Final[Schema] = {
 _BOOKIE_PARAMETER: Final = {
     "name": "bookie",
     "in": "query",
-    "description": "The bookie that this is about; the gateway passes the request on to its HTTP server.",
+    "description": "The bookie to ask; the gateway forwards the request to its HTTP server.",
     "required": True,
     "schema": {"type": "string"},
 }
 
 
 def document(endpoints: Iterable[Endpoint], *, gateway: bool, needs_token: bool) -> dict[str, Any]:
-    """The document of these endpoints. On a `gateway` those of a bookie have a parameter that names it."""
+    """Return the document of these endpoints. On a `gateway`, endpoints of a bookie have a parameter that names it."""
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
         methods = ("get", "put", "post", "delete") if endpoint.any_method else (endpoint.method.lower(),)
@@ -84,8 +84,8 @@ def _responses(endpoint: Endpoint, gateway: bool) -> dict[str, Any]:
     responses: dict[str, Any] = {"200": {"description": "Done", "content": content}}
     codes = dict(error_codes(endpoint))
     if gateway and endpoint.of_bookie:
-        codes = {400: "A value is missing, or does not parse", 404: "There is no such bookie", **codes}
-        codes[502] = "The bookie's server answers what is no HTTP"
+        codes = {400: "A value is missing, or does not parse", 404: "The bookie does not exist", **codes}
+        codes[502] = "The bookie's server sent an invalid answer"
     for code, meaning in sorted(codes.items()):
         responses[str(code)] = {
             "description": meaning,

@@ -1,7 +1,7 @@
-"""The HTTP server itself: where it listens, who may connect, and uvicorn in a thread with an event loop of its own.
+"""Runs the HTTP server: its address, tokens and TLS, and uvicorn in a thread with its own event loop.
 
-A bookie's work and the API's do not wait for each other. Without a token or client certificates it listens on loopback
-only, and makes a token that this user's commands find. TLS takes PEM files under Apache's keys:
+The bookie's work and the API's do not wait for each other. A server without a token or client certificates listens on
+loopback only, and creates a token for this user's commands. TLS uses PEM files under Apache's keys:
 `httpServerKeyStorePath` has the private key and the certificate.
 """
 
@@ -29,9 +29,9 @@ from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError, UsageError
 from bkctl.http.app import Api
 from bkctl.http.endpoints import JSON, json_text
-from bkctl.http.gateway import PassedOn
+from bkctl.http.gateway import Upstream
 from bkctl.http.local_token import LocalToken, token_path
-from bkctl.http.service import LocalBookie, Service
+from bkctl.http.service import BookieProxy, Service
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity, client_tls, load_certificate
 from bkctl.protocol.acceptor import Acceptor, share_of_descriptors
 
@@ -40,16 +40,16 @@ if TYPE_CHECKING:
 
 log: Final = logging.getLogger("bkctl.http")
 
-#: A connection has to have asked something within this, and asks something new within it after an answer.
+#: The longest wait for a connection's first request, and for the next one after an answer.
 IDLE_TIMEOUT_S: Final = 20.0
-#: A client that takes nothing of its answer for so long is cut off.
+#: A client that reads nothing of its answer for so long is disconnected.
 STALL_TIMEOUT_S: Final = 40.0
-#: Connections at once, those in a TLS handshake included; fewer where the process may open few files.
+#: Connections at once, TLS handshakes included; fewer if the process may open few files.
 CONNECTIONS_MAX: Final = 256
 LOOPBACK: Final = "127.0.0.1"
-#: This part of the process's open files is for connections; a bookie has the others for its clients and files.
+#: One in so many file descriptors of the process is for connections; the bookie's clients and files need the others.
 DESCRIPTORS_SHARE: Final = 8
-#: A TLS handshake takes as long at most.
+#: The longest TLS handshake.
 HANDSHAKE_TIMEOUT_S: Final = 5.0
 HEAD_SIZE_BYTES_MAX: Final = 32 << 10
 STOP_TIMEOUT_S: Final = 5
@@ -59,9 +59,9 @@ _LOOK_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
-    """Where a server listens, and who may ask: clients with the `token`, and with `tls` perhaps a certificate.
+    """The address of a server, and its access control: `token`, and client certificates if `tls` requires them.
 
-    Clients with the `read_only_token` may read, and get no secrets.
+    Clients with the `read_only_token` may read, but get no secrets.
     """
 
     host: str
@@ -72,9 +72,9 @@ class HttpSettings:
 
     @classmethod
     def of(cls, config: BookieConfig) -> HttpSettings:
-        """Return the settings of a bookie; without httpServerHost it listens on loopback unless it asks for a proof.
+        """Return the settings of a bookie; without httpServerHost and authentication, it listens on loopback.
 
-        Raises UsageError for files that cannot be used, or a server that would be open to all.
+        Raise UsageError for unusable files, and for a server that would be open to everybody.
         """
         if config.http_server_token and config.http_server_token_file:
             raise UsageError("httpServerToken and httpServerTokenFile are both set", hint="keep the file")
@@ -111,11 +111,11 @@ class HttpSettings:
     def checked(self, hint: str) -> HttpSettings:
         """Return these settings.
 
-        Raises UsageError with `hint` for a server beyond loopback that asks for no proof, and for a read-only token
-        that is not beside another one.
+        Raise UsageError with `hint` for a server beyond loopback without authentication, and for a read-only token
+        without a different full token.
         """
         if self.read_only_token is not None and (self.token is None or self.token == self.read_only_token):
-            raise UsageError("A read-only token is given without another, full one", hint="give both, and not the same")
+            raise UsageError("A read-only token needs a full token beside it", hint="give two different tokens")
         if not self.authenticates and not is_loopback(self.host):
             raise UsageError(
                 f"The HTTP server on {self.host} would be open to everybody who reaches this machine", hint=hint
@@ -124,23 +124,23 @@ class HttpSettings:
 
     @property
     def authenticates(self) -> bool:
-        """Whether a client has to prove something: a token, or a certificate."""
+        """True if a client needs a token or a certificate."""
         return self.token is not None or (self.tls is not None and self.tls.verify_mode is ssl.CERT_REQUIRED)
 
     @property
     def protocol(self) -> str:
-        """http or https."""
+        """`http` or `https`."""
         return "http" if self.tls is None else "https"
 
 
 def read_token(path: Path) -> str:
-    """The token in a file, without the white space around it. Raises UsageError."""
+    """Return the token in a file, without surrounding white space. Raise UsageError."""
     try:
         with open(path, "rb") as file:
             data = file.read(TOKEN_SIZE_BYTES_MAX + 1)
         token = data.decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"The token in {path} cannot be read: {error}") from error
+        raise UsageError(f"Cannot read the token in {path}: {error}") from error
     if not token or len(data) > TOKEN_SIZE_BYTES_MAX or any(char.isspace() for char in token):
         raise UsageError(f"{path} has no token: one word of at most {TOKEN_SIZE_BYTES_MAX} characters")
     return token
@@ -149,9 +149,9 @@ def read_token(path: Path) -> str:
 def tls_context(
     key_store: str, password: str | None, trust_store: str | None, key: str | None = None
 ) -> ssl.SSLContext:
-    """A server's TLS settings from PEM files; with `trust_store` a client needs a certificate from there.
+    """Return a server's TLS settings from PEM files; with `trust_store`, clients need a certificate signed by it.
 
-    `key` is the private key's file where it is not in `key_store`. Raises UsageError.
+    `key` is the file of the private key if `key_store` does not contain it. Raise UsageError.
     """
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -165,7 +165,7 @@ def tls_context(
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server on `host` is for this machine only."""
+    """Return True if only this machine can reach a server on `host`."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -178,7 +178,7 @@ def is_loopback(host: str) -> bool:
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's HTTP/1.1, for clients that may want no good: connections, silence and standstill are bounded."""
+    """uvicorn's HTTP/1.1 for untrusted clients: idle and stalled connections are aborted."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -191,7 +191,7 @@ class _Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def _look(self) -> None:
-        """Cut off who asks nothing, or takes nothing."""
+        """Abort the connection if its client neither sends a request nor reads its answer."""
         now_s = self.loop.time()
         is_answering = self.cycle is not None and not self.cycle.response_complete
         left = self.transport.get_write_buffer_size()
@@ -208,14 +208,14 @@ class _Protocol(H11Protocol):
         super().data_received(data)
 
     def send_400_response(self, msg: str) -> None:
-        """As uvicorn, but in JSON, and only where an answer can still begin; what is being answered is told to stop."""
+        """Send the error as JSON if no answer has begun, else abort; stop the handler of the current request."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()
             return
-        body = json_text({"error": "The request is no HTTP that this server takes", "hint": None}).encode()
+        body = json_text({"error": "The request is not valid HTTP", "hint": None}).encode()
         headers = [
             (b"content-type", JSON.encode()), (b"content-length", b"%d" % len(body)), (b"connection", b"close"),
         ]  # fmt: skip
@@ -230,7 +230,7 @@ class _Protocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server on an Acceptor: connections count from accept on, before their TLS handshakes."""
+    """uvicorn's server on an Acceptor, which counts connections from accept on, before their TLS handshakes."""
 
     def __init__(self, config: uvicorn.Config, ended: Counter[str]) -> None:
         super().__init__(config)
@@ -256,29 +256,29 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """One HTTP server: `bind` takes the address, `start` serves in a thread, `stop` ends that."""
+    """One HTTP server: `bind` listens, `start` serves in a thread, `stop` ends the thread."""
 
     def __init__(self, settings: HttpSettings) -> None:
         self.settings = settings
         self.address = (settings.host, settings.port)
         self._socket: socket.socket | None = None
-        #: The token that was made where none was given.
+        #: The token that the server created, if it was given none.
         self._local_token: LocalToken | None = None
-        #: Connections that ended for another reason than their clients' wish, by reason; see Acceptor.
+        #: Connections that the server ended, by reason; see Acceptor.
         self.ended: Counter[str] = Counter()
         self._server: _Server | None = None
         self._thread: threading.Thread | None = None
         self._stopping = False
 
     def bind(self) -> int:
-        """Listen, answering nobody yet; returns the port. Raises BkctlError when the address is taken or nobody's."""
+        """Listen without accepting yet; return the port. Raise BkctlError if the address is in use or unavailable."""
         host, port = self.settings.host.strip("[]") or "0.0.0.0", self.settings.port
         try:
             family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             self._socket = socket.socket(family, kind, number)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind(address)
-            if not self.settings.authenticates:  # before anybody can connect
+            if not self.settings.authenticates:  # before clients can connect
                 self._make_token(*self._socket.getsockname()[:2])
             self._socket.listen(128)
         except OSError as error:
@@ -291,7 +291,7 @@ class HttpServer:
         return self.address[1]
 
     def _make_token(self, address: str, port: int) -> None:
-        """Have requests need a token that this user's commands find."""
+        """Create a token that requests need and this user's commands find."""
         try:
             self._local_token = LocalToken(address, port)
         except OSError as error:
@@ -302,13 +302,13 @@ class HttpServer:
 
     @property
     def token_file(self) -> Path | None:
-        """The file with the token that the server made; None where it was given one."""
+        """The file of the token that the server created; None if it was given one."""
         return None if self._local_token is None else self._local_token.path
 
-    def start(self, make_service: Callable[[], Service], *, upstream: PassedOn | None = None) -> None:
-        """Serve, in a thread of its own, on what `make_service` makes there; `upstream` is the gateway's.
+    def start(self, make_service: Callable[[], Service], *, upstream: Upstream | None = None) -> None:
+        """Serve in a new thread with the service that `make_service` returns there; a gateway needs `upstream`.
 
-        Connections are answered a moment later.
+        The method returns before connections are accepted.
         """
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._serve(make_service(), upstream)), name="http", daemon=True
@@ -318,7 +318,7 @@ class HttpServer:
         if self.token_file is not None:
             log.info("The token of the HTTP server is in %s", self.token_file)
 
-    async def _serve(self, service: Service, upstream: PassedOn | None) -> None:
+    async def _serve(self, service: Service, upstream: Upstream | None) -> None:
         assert self._socket is not None
         settings, made = self.settings, self._local_token
         token = settings.token
@@ -352,11 +352,11 @@ class HttpServer:
             h11_max_incomplete_event_size=HEAD_SIZE_BYTES_MAX,
         )
         config.load()
-        config.ssl = self.settings.tls  # uvicorn makes none of its own here
+        config.ssl = self.settings.tls  # uvicorn creates no context of its own
         return config
 
     def stop(self) -> None:
-        """Answer what is under way, and end; nothing happens when nothing runs."""
+        """Finish the current requests and end the thread; without a thread, only close the socket."""
         self._stopping = True
         if self._server is not None:
             self._server.should_exit = True
@@ -375,17 +375,17 @@ class HttpServer:
 
 
 class BookieHttpServer:
-    """A bookie's own HTTP server: made before the bookie starts, so that it can register it; serves once that is up."""
+    """A bookie's own HTTP server, created before the bookie starts, so that the bookie can register its port."""
 
     def __init__(self, config: BookieConfig) -> None:
-        """Listen where `config` says. Raises UsageError, BkctlError."""
+        """Listen on the address in `config`. Raise UsageError, BkctlError."""
         self.server = HttpServer(HttpSettings.of(config))
         port = self.server.bind()
-        #: The configuration with the address and port that it got.
+        #: The configuration with the actual address and port.
         self.config = config.with_changes(http_server_host=self.server.settings.host, http_server_port=port)
 
     def start(self, bookie: Bookie, security: StoreSecurity = NO_SECURITY) -> None:
-        """Serve for the bookie; called in its event loop. Raises BkctlError."""
+        """Serve for the bookie; call this in the bookie's event loop. Raise BkctlError."""
         loop = asyncio.get_running_loop()
         config = bookie.config
         uri = config.metadata_service_uri
@@ -395,9 +395,9 @@ class BookieHttpServer:
             tls = client_tls(config.tls_trust_store, config.tls_certificate_path, config.tls_key_store)
         timeout_s = config.zk_timeout / 1000 * 3
         bookie.metrics.ended_connections["http"] = self.server.ended
-        local = LocalBookie(bookie, loop)
+        local = BookieProxy(bookie, loop)
         self.server.start(lambda: Service(uri, security=security, timeout_s=timeout_s, tls=tls, bookie=local))
 
     def stop(self) -> None:
-        """End it."""
+        """Stop the server."""
         self.server.stop()

@@ -85,7 +85,7 @@ def serve(
     security = run.security(connection)
     bookie_token = None if bookie_token_file is None else http.read_token(bookie_token_file)
     tls, addresses = run.bookie_tls(), run.bookie_addresses()
-    upstream = http.PassedOn(bookie_token, tls, run.timeout_s)
+    upstream = http.Upstream(bookie_token, tls, run.timeout_s)
     run.log()
     server = http.HttpServer(settings)
     port_number = server.bind()

@@ -20,10 +20,10 @@ from support.servers import free_port
 
 from bkctl.client.ledger import BookKeeper
 from bkctl.formats.metadata import BookieServiceInfo, Endpoint
-from bkctl.http.client import token_for_registered
-from bkctl.http.gateway import PassedOn
+from bkctl.http.gateway import Upstream
 from bkctl.http.local_token import LocalToken, find_local_token, token_path
 from bkctl.http.server import HttpServer, HttpSettings
+from bkctl.http.server_url import token_for_registered
 from bkctl.http.service import Service
 from bkctl.metadata.cluster import open_cluster
 from bkctl.protocol.connection import run
@@ -63,7 +63,7 @@ def misled_uri(attacker: FakeServer, tmp_path: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def serving_gateway(uri: str, settings: HttpSettings, upstream: PassedOn) -> Iterator[int]:
+def serving_gateway(uri: str, settings: HttpSettings, upstream: Upstream) -> Iterator[int]:
     """A gateway in this process; its port."""
     server = HttpServer(settings)
     port = server.bind()
@@ -106,7 +106,7 @@ def test_a_drain_sends_no_token_to_an_address_that_the_metadata_store_names(
 def test_a_gateway_sends_no_token_to_an_address_that_the_metadata_store_names(
     attacker: FakeServer, misled_uri: str, bookie_token: str | None
 ) -> None:
-    upstream = PassedOn(bookie_token)
+    upstream = Upstream(bookie_token)
     with serving_gateway(misled_uri, HttpSettings("127.0.0.1", 0, FRONT), upstream) as port:
         front = {"Authorization": f"Bearer {FRONT}"}
         assert call(port, "GET", f"{V1}/bookie/state?bookie=far:1", headers=front).json == STATE
@@ -162,7 +162,7 @@ def test_a_gateway_says_itself_what_type_an_answer_has(attacker: FakeServer, mis
         f"GET {V1}/bookie/gc_details": Reply(b"", 302, "text/html", (("Location", "http://elsewhere.example"),)),
     }
     attacker.replies |= replies
-    with serving_gateway(misled_uri, HttpSettings("127.0.0.1", 0, FRONT), PassedOn()) as port:
+    with serving_gateway(misled_uri, HttpSettings("127.0.0.1", 0, FRONT), Upstream()) as port:
         for name, status, kind in (
             ("state", 200, "text/plain; charset=utf-8"),
             ("info", 500, "text/plain; charset=utf-8"),
@@ -270,7 +270,7 @@ def test_a_token_goes_to_no_server_that_took_the_port_since(tmp_path: Path, monk
 def test_a_server_that_cannot_keep_its_token_answers_probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "file"))
-    with serving_gateway(f"sqlite://{tmp_path / 'nothing.db'}", HttpSettings("127.0.0.1", 0), PassedOn()) as port:
+    with serving_gateway(f"sqlite://{tmp_path / 'nothing.db'}", HttpSettings("127.0.0.1", 0), Upstream()) as port:
         assert call(port, "GET", "/heartbeat").status == 200
         assert call(port, "GET", f"{V1}/ledger/list").status == 401
 

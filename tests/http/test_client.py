@@ -23,17 +23,10 @@ from bkctl.errors import (
     UsageError,
 )
 from bkctl.formats.metadata import BookieServiceInfo, Endpoint
-from bkctl.http.client import (
-    ANSWER_SIZE_BYTES_MAX,
-    JSON_SIZE_BYTES_MAX,
-    ApiAnswer,
-    ApiClient,
-    BookieApi,
-    Metric,
-    ServerUrl,
-    bookie_url,
-    parse_metrics,
-)
+from bkctl.http.bookie_client import JSON_SIZE_BYTES_MAX, BookieApi
+from bkctl.http.client import ANSWER_SIZE_BYTES_MAX, ApiAnswer, ApiClient
+from bkctl.http.prometheus import Metric, parse_metrics
+from bkctl.http.server_url import ServerUrl, bookie_url
 from bkctl.metadata.cluster import RegisteredBookie
 
 #: What the sockets on both sides may hold beside what was read.
@@ -209,13 +202,13 @@ def test_a_redirect_is_not_followed_and_gets_no_token(fake: FakeServer) -> None:
 
 
 MISBEHAVIOUR: dict[str, tuple[Callable[..., None], type[BkctlError], str]] = {
-    "no HTTP": (sends(b"\x00\x01garbage\r\n\r\n"), ProtocolError, "is no HTTP"),
+    "no HTTP": (sends(b"\x00\x01garbage\r\n\r\n"), ProtocolError, "is not HTTP"),
     "closed": (sends(b""), Unreachable, "without an answer"),
     "cut": (sends(HEAD + b"Content-Length: 100\r\n\r\nshort"), Unreachable, "after 5 of 100 bytes"),
     "cut chunk": (sends(HEAD + b"Transfer-Encoding: chunked\r\n\r\n10\r\nshort"), Unreachable, "before its end"),
     "no chunk": (sends(HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"), Unreachable, "before its end"),
-    "too many headers": (sends(HEAD + b"A: b\r\n" * 5000 + b"\r\n"), ProtocolError, "is no HTTP"),
-    "a header without end": (sends(HEAD + b"A: " + b"b" * (1 << 20)), ProtocolError, "is no HTTP"),
+    "too many headers": (sends(HEAD + b"A: b\r\n" * 5000 + b"\r\n"), ProtocolError, "is not HTTP"),
+    "a header without end": (sends(HEAD + b"A: " + b"b" * (1 << 20)), ProtocolError, "is not HTTP"),
     "said to be large": (sends(HEAD + b"Content-Length: 99999999999\r\n\r\n"), ProtocolError, "too large"),
     "silent": (is_silent, TimedOut, "no progress"),
     "silent after its head": (drips(HEAD + b"\r\n", b"", 60), TimedOut, "no progress"),
@@ -266,7 +259,7 @@ class Clock:
 
 def test_a_stream_may_take_longer_than_an_answer_in_memory(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("bkctl.http.client.time", clock)
+    monkeypatch.setattr("bkctl.http.patient_socket.time", clock)
     fake.replies["GET /x"] = Reply(b"x" * (40 << 16))
     client = ApiClient(fake.url, timeout_s=30)
     with client.exchange("GET", "/x", streams=True) as answer:
@@ -319,7 +312,7 @@ def test_an_answer_of_another_shape_is_a_protocol_error(fake: FakeServer, api: B
 def test_numbers_are_whole_and_of_64_bits(fake: FakeServer, api: BookieApi) -> None:
     for wrong in ("1", 1.5, True, None, 1 << 63):
         fake.replies["GET /api/v1/bookie/info"] = {"freeSpace": wrong, "totalSpace": 2}
-        with pytest.raises(ProtocolError, match="'freeSpace' is no whole number"):
+        with pytest.raises(ProtocolError, match="'freeSpace' is not a whole number"):
             api.space()
 
 
@@ -387,5 +380,5 @@ def test_metrics_are_read_with_labels_and_types() -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_metric_is_a_protocol_error_and_takes_no_time(line: str) -> None:
-    with pytest.raises(ProtocolError, match="here: line 2 is no metric"):
+    with pytest.raises(ProtocolError, match="here: line 2 is not a metric"):
         list(parse_metrics(f"a 1\n{line}\n", "here"))

@@ -17,9 +17,9 @@ from schemathesis.specs.openapi.checks import (
 from support.raw_http import call, local_authorization
 from support.servers import REPOSITORY
 
+from bkctl.http.api import BOOKIE, CLUSTER
+from bkctl.http.api.settings import CHANGEABLE
 from bkctl.http.app import OPENAPI_PATH
-from bkctl.http.bookie_api import BOOKIE, CHANGEABLE
-from bkctl.http.cluster_api import CLUSTER
 from bkctl.http.openapi import document
 
 #: Requests to each endpoint.

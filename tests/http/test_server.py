@@ -24,9 +24,9 @@ from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError, UsageError
 from bkctl.http import app
 from bkctl.http import server as server_module
+from bkctl.http.api.settings import CHANGEABLE
 from bkctl.http.app import BODY_SIZE_BYTES_MAX, Api
-from bkctl.http.bookie_api import CHANGEABLE
-from bkctl.http.gateway import PassedOn
+from bkctl.http.gateway import Upstream
 from bkctl.http.server import HEAD_SIZE_BYTES_MAX, HttpServer, HttpSettings, is_loopback, read_token
 from bkctl.http.service import Service
 
@@ -290,7 +290,7 @@ def test_a_query_that_may_mean_another_ledger_is_refused(bookie: Any) -> None:
     assert call(port, "DELETE", f"{V1}/ledger/delete?ledger_id=1&ledger_id=2").status == 400
     misspelt = call(port, "DELETE", f"{V1}/ledger/delete?ledger_id=1&ledger_scope=7")
     assert misspelt.status == 400
-    assert misspelt.error == "The query has a value that is not known here: ledger_scope"
+    assert misspelt.error == "The query has an unknown value: ledger_scope"
     assert call(port, "DELETE", f"{V1}/ledger/delete?ledger_id=1&ledger_scope_id=7").status == 404
 
 
@@ -361,7 +361,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HttpS
     monkeypatch.setattr(server_module, "CONNECTIONS_MAX", 20)
     server = HttpServer(HttpSettings("127.0.0.1", 0))
     server.bind()
-    server.start(lambda: Service(f"sqlite://{tmp_path / 'nothing.db'}"), upstream=PassedOn())
+    server.start(lambda: Service(f"sqlite://{tmp_path / 'nothing.db'}"), upstream=Upstream())
     yield server
     server.stop()
 
@@ -399,7 +399,7 @@ def test_mute_connections_count_before_their_handshake_and_end(
     tls = server_module.tls_context(str(pem), None, None)
     server = HttpServer(HttpSettings("127.0.0.1", 0, tls=tls))
     server.bind()
-    server.start(lambda: Service(f"sqlite://{tmp_path / 'nothing.db'}"), upstream=PassedOn())
+    server.start(lambda: Service(f"sqlite://{tmp_path / 'nothing.db'}"), upstream=Upstream())
     try:
         with contextlib.ExitStack() as stack:
             made = [stack.enter_context(socket.create_connection(server.address, timeout=60)) for _ in range(60)]

@@ -13,16 +13,10 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import AuditorCheck, LedgerUnderreplicationManager, mark_path
-from bkctl.replication.auditor import (
-    Auditor,
-    AuditorElector,
-    Decision,
-    LostBookies,
-    MarkProgress,
-    audit_bookies,
-    first_delay_s,
-    mark_ledgers,
-)
+from bkctl.replication.auditor import Auditor, first_delay_s
+from bkctl.replication.election import AuditorElector
+from bkctl.replication.lost_bookies import Decision, LostBookies
+from bkctl.replication.marking import MarkProgress, audit_bookies, mark_ledgers
 
 HOUR_S = 3600
 
@@ -139,7 +133,7 @@ async def test_an_audit_marks_its_scopes_for_every_bookie_that_is_gone(fake_clus
         assert marks(cluster) == expected
         assert counts == {each: sum(each in lost for lost in expected.values()) for each in ids}
         # Switched off before the first step: nothing.
-        assert audit_bookies(cluster.cluster, scoped=scoped, goes_on=lambda: False).total() == 0
+        assert audit_bookies(cluster.cluster, scoped=scoped, may_continue=lambda: False).total() == 0
 
 
 async def test_a_bookie_without_scopes_is_gone_for_the_scopes_alone(fake_cluster):
@@ -225,7 +219,7 @@ async def test_while_auto_recovery_is_disabled_nothing_is_marked_and_then_all(fa
             await eventually(lambda: auditor.stats.audit_count, "it looked once")
             manager.disable()
             await lose(cluster, cluster.bookies[0])
-            await asyncio.to_thread(audit_bookies, cluster.cluster, scoped=False, goes_on=manager.is_enabled)
+            await asyncio.to_thread(audit_bookies, cluster.cluster, scoped=False, may_continue=manager.is_enabled)
             assert marks(cluster) == {}
             manager.enable()
             await eventually(lambda: marks(cluster) == {ledger: {"b0"}}, "once it is enabled")
@@ -299,7 +293,7 @@ async def test_periodic_checks_are_skipped_while_a_lost_bookie_is_waited_for(fak
 
 
 async def test_checks_count_entries_that_lack_replicas_and_old_marks_and_mark_nothing(fake_cluster, monkeypatch):
-    monkeypatch.setattr("bkctl.replication.auditor.PART_COUNT", 2)
+    monkeypatch.setattr("bkctl.replication.ledger_checks.PART_COUNT", 2)
 
     async with fake_cluster(3) as cluster, cluster.client() as client:
         shape = {"write_quorum_size": 3, "ack_quorum_size": 2}
@@ -311,8 +305,8 @@ async def test_checks_count_entries_that_lack_replicas_and_old_marks_and_mark_no
         manager_of(cluster).mark(old, ["b0"], now_ms=1)
         config = CONFIG.with_changes(underreplicated_ledger_recovery_grace_period=60)
         auditor = Auditor(client, config, scoped=False)
-        await auditor.check_replicas()
-        await auditor.check_placement_policy()
+        await auditor.checks.check_replicas()
+        await auditor.checks.check_placement_policy()
         stats = auditor.stats
         assert (
             stats.num_ledgers_having_less_than_wq_replicas_of_an_entry,
@@ -345,7 +339,7 @@ def test_replicas_in_one_rack_are_counted_where_racks_are_known(fake_cluster, ru
                 ({}, 0),
             ):
                 auditor = Auditor(client, CONFIG, scoped=False, topology=Racks(racks))
-                await auditor.check_placement_policy()
+                await auditor.checks.check_placement_policy()
                 assert auditor.stats.num_ledgers_not_adhering_to_placement_policy == count
 
     run(scenario())

@@ -10,7 +10,8 @@ from replication.recovering import bookies_of
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
 from bkctl.protocol.messages import ReadRequest, Status
-from bkctl.replication.checker import EntrySpan, FaultReason, LedgerChecker, LedgerFragment
+from bkctl.replication.checker import LedgerChecker
+from bkctl.replication.fragments import EntrySpan, FaultReason, LedgerFragment
 
 
 async def write(client, count, *, scope_id=0, close=True, **shape):

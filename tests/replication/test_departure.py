@@ -8,9 +8,11 @@ from bkctl.errors import Conflict, NotFound
 from bkctl.formats.metadata import Cookie, LedgerState
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import LedgerUnderreplicationManager
-from bkctl.replication.bookies import plan_move
 from bkctl.replication.checker import LedgerChecker
-from bkctl.replication.departure import STANDING_AGAINST, Decommission, Drain, StepKind, StepResult
+from bkctl.replication.decommission import Decommission
+from bkctl.replication.departure_steps import BLOCKING_RESULTS, StepKind, StepResult
+from bkctl.replication.drain import Drain
+from bkctl.replication.move_plan import plan_move
 
 from .recovering import write
 
@@ -287,4 +289,4 @@ async def test_a_bookie_that_serves_is_drained_and_what_is_written_there_stays_u
 
 def test_what_stands_against_it_is_what_did_not_come_right():
     good = {StepResult.OK, StepResult.WARNING, StepResult.MOVED, StepResult.GONE, StepResult.SKIPPED}
-    assert set(StepResult) - STANDING_AGAINST == good | {StepResult.DELETED, StepResult.KEPT}
+    assert set(StepResult) - BLOCKING_RESULTS == good | {StepResult.DELETED, StepResult.KEPT}

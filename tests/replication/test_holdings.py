@@ -118,8 +118,8 @@ def test_without_a_cluster_nothing_is_well(tmp_path: Path) -> None:
 def test_replacements_are_writable_of_the_scope_and_not_in_the_ensemble(cluster: Cluster) -> None:
     bookies = cluster.bookies.list()
     there = Replacements(bookies, {"a"})
-    assert there.of(("a", "b", "c"), scoped=False) == ("d", "e")
-    assert there.of(("a", "b", "c"), scoped=True) == ("d",)
+    assert there.candidates(("a", "b", "c"), scoped=False) == ("d", "e")
+    assert there.candidates(("a", "b", "c"), scoped=True) == ("d",)
     cluster.ledgers.create(LedgerId(7, 1), ledger((0, "abcd"), last=5))
     cluster.ledgers.create(LedgerId(0, 1), ledger((0, "abcd"), last=5))
     cluster.ledgers.create(LedgerId(7, 2), ledger((0, "abcd"), last=-1))

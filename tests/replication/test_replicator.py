@@ -21,9 +21,12 @@ from bkctl.errors import (
 )
 from bkctl.formats.metadata import LedgerState
 from bkctl.protocol.messages import AddRequest, ListEntriesRequest, ReadRequest, Status
-from bkctl.replication.bookies import BookieMover, plan_move
-from bkctl.replication.checker import FaultReason, LedgerChecker
-from bkctl.replication.replicator import LedgerFragmentReplicator, Outcome, Throttle
+from bkctl.replication.bookie_mover import BookieMover
+from bkctl.replication.checker import LedgerChecker
+from bkctl.replication.copy_limits import Throttle
+from bkctl.replication.fragments import FaultReason
+from bkctl.replication.move_plan import plan_move
+from bkctl.replication.replicator import LedgerFragmentReplicator, Outcome
 
 
 async def write(client, count, *, scope_id=0, close=True, size=0, **shape):
@@ -236,8 +239,8 @@ async def test_a_bookie_that_lost_entries_is_replaced_or_gets_them_back_when_nob
         check = await replicator.checker.check(writer.ledger, every_entry=True)
         (fragment,) = check.fragments
         with pytest.raises(NotEnoughBookies):
-            await replicator.targets(check, fragment, in_place=False)
-        assert await replicator.targets(check, fragment) == {0: held[0].bookie_id}
+            await replicator.targets(fragment, in_place=False)
+        assert await replicator.targets(fragment) == {0: held[0].bookie_id}
         result = await replicator.replicate(check, fragment)
         assert result.outcome is Outcome.REPAIRED
         assert (result.replaced, result.repaired, result.entry_count) == ({}, (held[0].bookie_id,), 3)
@@ -248,8 +251,8 @@ async def test_a_bookie_that_lost_entries_is_replaced_or_gets_them_back_when_nob
         await cluster.add_bookie()
         check = await replicator.checker.check(writer.ledger)
         (fragment,) = check.fragments
-        assert await replicator.targets(check, fragment, in_place=True) == {0: held[0].bookie_id}
-        assert await replicator.targets(check, fragment) == {0: "b3"}
+        assert await replicator.targets(fragment, in_place=True) == {0: held[0].bookie_id}
+        assert await replicator.targets(fragment) == {0: "b3"}
         assert (await replicator.replicate(check, fragment, in_place=True)).outcome is Outcome.REPAIRED
         assert held[0].ledgers[writer.ledger].entries == whole
 
@@ -301,7 +304,7 @@ async def test_a_target_that_fails_is_left_for_another_one(fake_cluster):
         replicator = LedgerFragmentReplicator(client)
         check = await replicator.checker.check(writer.ledger)
         (fragment,) = check.fragments
-        (first,) = (await replicator.targets(check, fragment)).values()
+        (first,) = (await replicator.targets(fragment)).values()
         cluster.bookie(first).fault = lambda request: Status.EREADONLY if isinstance(request, AddRequest) else None
         result = await replicator.replicate(check, fragment)
         assert result.outcome is Outcome.REPLICATED
@@ -324,9 +327,7 @@ async def test_a_given_target_that_fails_is_the_error(fake_cluster):
 
 
 async def test_a_silent_replica_does_not_hold_up_the_copy(fake_cluster, monkeypatch):
-    from bkctl.replication import replicator as module
-
-    monkeypatch.setattr(module, "SPECULATIVE_READ_S", 0.05)
+    monkeypatch.setattr("bkctl.replication.fragment_copy.SPECULATIVE_READ_S", 0.05)
     async with fake_cluster(5) as cluster, cluster.client(timeout_s=60) as client:
         writer = await write(client, 20, write_quorum_size=3)
         held = bookies_of(cluster, writer.ledger)
@@ -356,7 +357,7 @@ async def test_a_worker_that_dies_leaves_nothing_that_a_second_one_does_not_fini
         replicator = LedgerFragmentReplicator(client, batch_size=7)
         check = await replicator.checker.check(writer.ledger)
         (fragment,) = check.fragments
-        (target,) = (await replicator.targets(check, fragment)).values()
+        (target,) = (await replicator.targets(fragment)).values()
         ledgers = client.cluster.ledgers
         real = ledgers.write_many
 
@@ -377,9 +378,9 @@ async def test_a_worker_that_dies_leaves_nothing_that_a_second_one_does_not_fini
 
         with monkeypatch.context() as patch:
             if step == "chosen":
-                patch.setattr(replicator.checker, "listed", die)
+                patch.setattr(replicator.checker.replicas, "listed", die)
             elif step == "listed":
-                patch.setattr("bkctl.replication.replicator._Copying._copy", die)
+                patch.setattr("bkctl.replication.fragment_copy.FragmentCopy._copy", die)
             elif step == "before the swap":
                 patch.setattr(ledgers, "write_many", die)
             elif step == "after the swap":
@@ -410,7 +411,7 @@ async def test_what_a_target_says_that_it_has_is_read_before_it_counts(fake_clus
         await lose(cluster, held[1])
         replicator = LedgerFragmentReplicator(client)
         check = await replicator.checker.check(writer.ledger)
-        (target,) = (await replicator.targets(check, check.fragments[0])).values()
+        (target,) = (await replicator.targets(check.fragments[0])).values()
         spare = cluster.bookie(target)
         good = held[0].ledgers[writer.ledger].entries
         from client.fakes import FakeLedger
@@ -434,9 +435,7 @@ async def test_a_bookie_that_cannot_list_its_entries_gets_all_of_them(fake_clust
 
 
 async def test_a_bookie_that_never_lists_its_entries_is_asked_once(fake_cluster, monkeypatch):
-    from bkctl.replication import checker as module
-
-    monkeypatch.setattr(module, "LIST_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("bkctl.replication.replica_reads.LIST_TIMEOUT_S", 0.1)
     async with fake_cluster(3) as cluster, cluster.client() as client:
         ledgers = [(await write(client, 120, ensemble_size=2)).ledger for _ in range(3)]
         # As Apache's with DbLedgerStorage.
@@ -451,7 +450,7 @@ async def test_a_bookie_that_never_lists_its_entries_is_asked_once(fake_cluster,
 
 
 async def test_entries_that_there_never_were_are_not_looked_for_without_an_end(fake_cluster, monkeypatch):
-    for module in ("replicator", "bookies"):
+    for module in ("fragment_copy", "lost_entries"):
         monkeypatch.setattr(f"bkctl.replication.{module}.UNREADABLE_NAMED_MAX", 50)
 
     async with fake_cluster(4) as cluster, cluster.client() as client:

@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from bkctl.errors import Conflict, Unreachable
-from bkctl.replication.signals import Signal, Together
+from bkctl.replication.batching import BatchedCalls
+from bkctl.replication.signals import Signal
 
 
 @pytest.mark.parametrize("step_count", range(6))
@@ -43,11 +44,11 @@ async def test_what_waits_is_asked_for_in_one_call_and_each_gets_its_own_answer(
         assert go_on.wait(60)
         return [Conflict(f"{item} is taken") if item == 3 else item * 10 for item in items]
 
-    together: Together[int, int] = Together(call)
-    first = together(0)
+    batched: BatchedCalls[int, int] = BatchedCalls(call)
+    first = batched(0)
     while not calls:
         await asyncio.sleep(0)
-    others = [together(item) for item in range(1, 6)]
+    others = [batched(item) for item in range(1, 6)]
     others[4].cancel()
     go_on.set()
     assert await first == 0
@@ -57,7 +58,7 @@ async def test_what_waits_is_asked_for_in_one_call_and_each_gets_its_own_answer(
     assert answers[3] == 40
     assert isinstance(answers[4], asyncio.CancelledError)
     assert calls == [[0], [1, 2, 3, 4, 5]]
-    assert await together(7) == 70
+    assert await batched(7) == 70
 
 
 @pytest.mark.parametrize("error", [Unreachable("the store is away"), ValueError("a defect")], ids=repr)
@@ -69,6 +70,6 @@ async def test_a_call_that_fails_fails_for_all_that_are_in_it_and_for_nobody_els
             raise failing.pop()
         return items
 
-    together: Together[int, int] = Together(call)
-    assert await asyncio.gather(together(1), together(2), return_exceptions=True) == [error, error]
-    assert await together(3) == 3
+    batched: BatchedCalls[int, int] = BatchedCalls(call)
+    assert await asyncio.gather(batched(1), batched(2), return_exceptions=True) == [error, error]
+    assert await batched(3) == 3

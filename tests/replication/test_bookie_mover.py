@@ -15,9 +15,11 @@ from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import LedgerUnderreplicationManager
 from bkctl.protocol.messages import AddRequest
-from bkctl.replication import bookies as module
-from bkctl.replication.bookies import BookieMover, LedgerMove, MoveOutcome, PlannedFragment, plan_move, spans_text
-from bkctl.replication.checker import EntrySpan, LedgerChecker
+from bkctl.replication import move_queue
+from bkctl.replication.bookie_mover import BookieMover
+from bkctl.replication.checker import LedgerChecker
+from bkctl.replication.fragments import EntrySpan, spans_text
+from bkctl.replication.move_plan import LedgerMove, MoveOutcome, PlannedFragment, plan_move
 from bkctl.replication.resume import ResumeFile
 
 from .recovering import write
@@ -278,14 +280,14 @@ async def test_marks_for_the_lost_bookie_alone_are_taken_away(fake_cluster):
 
 @pytest.mark.parametrize("others_end", [True, False], ids=["the others are done", "another one goes on"])
 async def test_a_ledger_that_a_worker_has_locked_is_waited_for_but_not_for_ever(fake_cluster, monkeypatch, others_end):
-    monkeypatch.setattr(module, "LOCK_PATIENCE_S", 3600.0 if others_end else 0.3)
-    monkeypatch.setattr(module, "_LOCK_POLL_S", 0.02)
+    monkeypatch.setattr(move_queue, "LOCK_PATIENCE_S", 3600.0 if others_end else 0.3)
+    monkeypatch.setattr(move_queue, "_LOCK_POLL_S", 0.02)
     notes: list[str] = []
 
     def note(text):
         notes.append(text)
         # Until now nobody looked at the clock; from now on it is over.
-        monkeypatch.setattr(module, "LOCK_PATIENCE_S", 0.0)
+        monkeypatch.setattr(move_queue, "LOCK_PATIENCE_S", 0.0)
 
     async with fake_cluster(4) as cluster, cluster.client() as client:
         ledgers = [
@@ -308,7 +310,9 @@ async def test_a_ledger_that_a_worker_has_locked_is_waited_for_but_not_for_ever(
             assert [each.ledger for each in rows] == expected
             assert {each.outcome for each in rows} == {MoveOutcome.MOVED}
             # It is said when nothing else is left to do, once.
-            assert [text.startswith(f"Ledger {ledgers[0]}: locked by others") for text in notes] == [True] * others_end
+            assert [text.startswith(f"Ledger {ledgers[0]}: locked by other workers") for text in notes] == [
+                True
+            ] * others_end
             assert mover.progress.locked_count == 0
             # Ours are released, the other's stays.
             manager = LedgerUnderreplicationManager(cluster.cluster.store)
