@@ -31,8 +31,8 @@ from bkctl.errors import (
 from bkctl.http.api import BOOKIE, CLUSTER
 from bkctl.http.endpoints import (
     TEXT,
-    Call,
-    Endpoint,
+    ApiCall,
+    ApiEndpoint,
     ServiceUnavailable,
     error_answer,
     json_answer,
@@ -97,20 +97,20 @@ class Api:
         self._hosts = {"localhost", socket.gethostname().lower()} if is_local else None
         self._upstream = upstream
         self._running = 0
-        self.endpoints: tuple[Endpoint, ...] = (
-            Endpoint(
+        self.endpoints: tuple[ApiEndpoint, ...] = (
+            ApiEndpoint(
                 "GET", "/heartbeat", "Whether the server is there.", self._heartbeat, TEXT, any_method=True, probe=True
             ),
-            Endpoint("GET", OPENAPI_PATH, "This document.", self._document, {"type": "object"}),
+            ApiEndpoint("GET", OPENAPI_PATH, "This document.", self._document, {"type": "object"}),
             *BOOKIE,
             *CLUSTER,
         )
         self._routes = _routes(self.endpoints)
 
-    async def _heartbeat(self, call: Call) -> Response:
+    async def _heartbeat(self, call: ApiCall) -> Response:
         return text_answer("OK\n")
 
-    async def _document(self, call: Call) -> Response:
+    async def _document(self, call: ApiCall) -> Response:
         return json_answer(
             document(self.endpoints, gateway=not call.service.has_bookie, needs_token=self._token is not None)
         )
@@ -175,7 +175,7 @@ class Api:
         if refused := self._refuse_host(request):
             return refused
         if methods is None:
-            return error_answer(404, f"There is no endpoint at {path}", f"{OPENAPI_PATH} lists the endpoints")
+            return error_answer(404, f"Unknown path {path}", f"{OPENAPI_PATH} lists the endpoints")
         if endpoint is None:
             allowed = ", ".join(sorted(methods))
             hint = f"use {allowed}"
@@ -194,7 +194,7 @@ class Api:
         except TimeoutError as error:
             raise TimedOut(f"The answer took longer than {timeout_s:g} s") from error
 
-    async def _handled(self, endpoint: Endpoint, request: Request, body: bytes, sees_secrets: bool) -> Response:
+    async def _handled(self, endpoint: ApiEndpoint, request: Request, body: bytes, sees_secrets: bool) -> Response:
         values = endpoint.parse_query(request.query_params.multi_items())
         is_forwarded = endpoint.of_bookie and not self.service.has_bookie
         # Apache's bookies behind a gateway mask nothing.
@@ -207,9 +207,9 @@ class Api:
         if is_forwarded:
             assert self._upstream is not None
             return await forward(self.service, self._upstream, endpoint, request, body)
-        return await endpoint.handler(Call(self.service, values, parsed, sees_secrets))
+        return await endpoint.handler(ApiCall(self.service, values, parsed, sees_secrets))
 
-    def _refuse_page(self, request: Request, endpoint: Endpoint | None) -> Response | None:
+    def _refuse_page(self, request: Request, endpoint: ApiEndpoint | None) -> Response | None:
         """Return a refusal if a browser sent the request for a web page; this server has no pages of its own."""
         headers = request.headers
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
@@ -243,8 +243,8 @@ class _Exchange:
             await self._send(message)
 
 
-def _routes(endpoints: Iterable[Endpoint]) -> Mapping[str, Mapping[str, Endpoint]]:
-    routes: dict[str, dict[str, Endpoint]] = {}
+def _routes(endpoints: Iterable[ApiEndpoint]) -> Mapping[str, Mapping[str, ApiEndpoint]]:
+    routes: dict[str, dict[str, ApiEndpoint]] = {}
     for endpoint in endpoints:
         methods = routes.setdefault(endpoint.path, {})
         for method in ("GET", "PUT", "POST", "DELETE") if endpoint.any_method else (endpoint.method,):

@@ -214,7 +214,7 @@ class ApiClient:
                 hint="--tls-ca names the authorities that sign its certificate, --tls-cert ours",
             ) from error
         except http.client.IncompleteRead as error:
-            raise Unreachable(f"{self.url}: the answer is shorter than announced") from error
+            raise Unreachable(f"{self.url}: the connection closed before the answer was complete") from error
         except (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError) as error:
             raise Unreachable(f"{self.url} closed the connection without an answer", hint=hint) from error
         except (http.client.HTTPException, ValueError) as error:

@@ -1,7 +1,7 @@
 """Declares endpoints of the REST API: one declaration for routing, checks of requests, and the OpenAPI document.
 
     @ENDPOINTS.get("/api/v1/bookie/state", "Whether the bookie runs, and takes entries.", answer=STATE)
-    async def state(call: Call) -> Response: ...
+    async def state(call: ApiCall) -> Response: ...
 
 Source of paths, names, types and key forms: HttpRouter and the services of org.apache.bookkeeper.server.http.
 """
@@ -55,7 +55,7 @@ def nullable(kind: str) -> Schema:
     return {"type": [kind, "null"]}
 
 
-class Kind(Enum):
+class ValueKind(Enum):
     """The type of a value in a query or a body."""
 
     TEXT = "string"
@@ -73,7 +73,7 @@ class Value:
 
     name: str
     help: str
-    kind: Kind = Kind.TEXT
+    kind: ValueKind = ValueKind.TEXT
     required: bool = False
     least: int = 0
     most: int = I64_MAX
@@ -81,9 +81,9 @@ class Value:
 
     def of_query(self, text: str) -> Any:
         """Return the value of a text in a query. Raise UsageError."""
-        if self.kind is Kind.FLAG:
+        if self.kind is ValueKind.FLAG:
             return True
-        if self.kind is Kind.INTEGER:
+        if self.kind is ValueKind.INTEGER:
             digits = text.removeprefix("-")
             if not (digits.isascii() and digits.isdecimal() and len(digits) <= 20):
                 raise self._refuse(text, "a whole number")
@@ -92,22 +92,22 @@ class Value:
 
     def of_body(self, value: Any) -> Any:
         """Return the value of JSON in a body; booleans may be strings. Raise UsageError."""
-        if self.kind is Kind.TEXTS:
+        if self.kind is ValueKind.TEXTS:
             if isinstance(value, list) and all(isinstance(each, str) for each in value):
                 return value
             raise self._refuse(value, "an array of strings")
-        if self.kind is Kind.BOOLEAN and isinstance(value, bool):
+        if self.kind is ValueKind.BOOLEAN and isinstance(value, bool):
             return value
-        if self.kind is Kind.INTEGER:
+        if self.kind is ValueKind.INTEGER:
             if isinstance(value, int) and not isinstance(value, bool):
                 return self._bounded(value)
             raise self._refuse(value, "a whole number")
         if not isinstance(value, str):
-            raise self._refuse(value, "true or false" if self.kind is Kind.BOOLEAN else "a string")
+            raise self._refuse(value, "true or false" if self.kind is ValueKind.BOOLEAN else "a string")
         return self._text(value)
 
     def _text(self, text: str) -> Any:
-        if self.kind is Kind.BOOLEAN:
+        if self.kind is ValueKind.BOOLEAN:
             word = text.lower()
             if word not in ("true", "false"):
                 raise self._refuse(text, "true or false")
@@ -126,11 +126,11 @@ class Value:
 
     def schema(self, *, in_body: bool) -> Schema:
         """Return the JSON schema of the value."""
-        if self.kind is Kind.TEXTS:
+        if self.kind is ValueKind.TEXTS:
             return list_of(STRING)
-        if self.kind is Kind.INTEGER:
+        if self.kind is ValueKind.INTEGER:
             return {**INTEGER, "minimum": self.least, "maximum": self.most}
-        if self.kind is Kind.BOOLEAN:
+        if self.kind is ValueKind.BOOLEAN:
             texts = {"type": "string", "enum": ["true", "false"]}
             return {"oneOf": [BOOLEAN, texts]} if in_body else texts
         if self.choices:
@@ -203,7 +203,7 @@ def _refuse_constant(text: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ApiCall:
     """A checked request: the values of its query and of its body (None: no body), and the service."""
 
     service: Service
@@ -213,11 +213,11 @@ class Call:
     sees_secrets: bool = True
 
 
-Handler: TypeAlias = Callable[[Call], Awaitable[Response]]
+Handler: TypeAlias = Callable[[ApiCall], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class ApiEndpoint:
     """One method of one path.
 
     `answer` is the schema of its JSON answer, or the media type of another answer. `errors` has the meanings of the
@@ -272,7 +272,7 @@ class Endpoint:
         return values
 
 
-class Endpoints(list[Endpoint]):
+class Endpoints(list[ApiEndpoint]):
     """Endpoints in the order of their declarations, all of a bookie or all of a cluster."""
 
     def __init__(self, *, of_bookie: bool) -> None:
@@ -293,7 +293,7 @@ class Endpoints(list[Endpoint]):
 
     def _declare(self, method: str, path: str, summary: str, settings: dict[str, Any]) -> Callable[[Handler], Handler]:
         def declare(handler: Handler) -> Handler:
-            self.append(Endpoint(method, path, summary, handler, of_bookie=self._of_bookie, **settings))
+            self.append(ApiEndpoint(method, path, summary, handler, of_bookie=self._of_bookie, **settings))
             return handler
 
         return declare
@@ -368,7 +368,7 @@ def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "replace")  # a request may put half a surrogate pair into a message
 
 
-def error_codes(endpoint: Endpoint) -> Iterator[tuple[int, str]]:
+def error_codes(endpoint: ApiEndpoint) -> Iterator[tuple[int, str]]:
     """Yield the status codes of the endpoint's errors, and their meanings."""
     if endpoint.values or endpoint.body is not None:
         yield 400, "A value is missing, or does not parse"

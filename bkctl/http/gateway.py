@@ -13,7 +13,7 @@ from starlette.responses import Response
 from bkctl.errors import NotFound, ProtocolError, UsageError
 from bkctl.http.bookie_client import BOOKIE_PARAMETER
 from bkctl.http.client import ApiClient, ApiResponse
-from bkctl.http.endpoints import JSON, TEXT, Endpoint
+from bkctl.http.endpoints import JSON, TEXT, ApiEndpoint
 from bkctl.http.server_url import bookie_url, token_for_registered
 from bkctl.http.service import Service
 
@@ -30,7 +30,9 @@ class Upstream:
     timeout_s: float = 30.0
 
 
-async def forward(service: Service, upstream: Upstream, endpoint: Endpoint, request: Request, body: bytes) -> Response:
+async def forward(
+    service: Service, upstream: Upstream, endpoint: ApiEndpoint, request: Request, body: bytes
+) -> Response:
     """Return the answer of the bookie's server and its status, with the endpoint's content type.
 
     Raise UsageError, NotFound, Unreachable, and ProtocolError for a status that a bookie's server does not send.
@@ -63,7 +65,7 @@ async def forward(service: Service, upstream: Upstream, endpoint: Endpoint, requ
     return Response(answer.body, answer.status, media_type=_content_type(endpoint, answer))
 
 
-def _content_type(endpoint: Endpoint, answer: ApiResponse) -> str:
+def _content_type(endpoint: ApiEndpoint, answer: ApiResponse) -> str:
     """Return the content type of a forwarded answer: the endpoint's, or JSON or text by the body."""
     if answer.status < 300 and isinstance(endpoint.answer, str):
         return endpoint.answer

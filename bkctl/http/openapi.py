@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from bkctl import __version__
-from bkctl.http.endpoints import JSON, TEXT, Endpoint, Kind, Schema, error_codes
+from bkctl.http.endpoints import JSON, TEXT, ApiEndpoint, Schema, ValueKind, error_codes
 
 _ERROR: Final[Schema] = {
     "type": "object",
@@ -22,7 +22,7 @@ _BOOKIE_PARAMETER: Final = {
 }
 
 
-def document(endpoints: Iterable[Endpoint], *, gateway: bool, needs_token: bool) -> dict[str, Any]:
+def document(endpoints: Iterable[ApiEndpoint], *, gateway: bool, needs_token: bool) -> dict[str, Any]:
     """Return the document of these endpoints. On a `gateway`, endpoints of a bookie have a parameter that names it."""
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
@@ -45,7 +45,7 @@ def document(endpoints: Iterable[Endpoint], *, gateway: bool, needs_token: bool)
     return found
 
 
-def _operation(endpoint: Endpoint, method: str, gateway: bool) -> dict[str, Any]:
+def _operation(endpoint: ApiEndpoint, method: str, gateway: bool) -> dict[str, Any]:
     name = "-".join(part for part in endpoint.path.split("/") if part not in ("", "api", "v1"))
     operation: dict[str, Any] = {
         "operationId": f"{method}-{name}",
@@ -58,7 +58,7 @@ def _operation(endpoint: Endpoint, method: str, gateway: bool) -> dict[str, Any]
             "in": "query",
             "description": each.help,
             "required": each.required,
-            "schema": {"type": "string"} if each.kind is Kind.FLAG else each.schema(in_body=False),
+            "schema": {"type": "string"} if each.kind is ValueKind.FLAG else each.schema(in_body=False),
         }
         for each in endpoint.values
     ]
@@ -74,7 +74,7 @@ def _operation(endpoint: Endpoint, method: str, gateway: bool) -> dict[str, Any]
     return operation
 
 
-def _responses(endpoint: Endpoint, gateway: bool) -> dict[str, Any]:
+def _responses(endpoint: ApiEndpoint, gateway: bool) -> dict[str, Any]:
     if isinstance(endpoint.answer, str):
         content: dict[str, Any] = {endpoint.answer: {"schema": {"type": "string"}}}
     else:

@@ -34,7 +34,7 @@ _LOCK_POLL_S: Final = 0.5
 _MetadataBatch: TypeAlias = "list[tuple[LedgerId, VersionedMetadata | BkctlError]]"
 
 
-class Move(Protocol):
+class MoveFunction(Protocol):
     """Moves one ledger, as LedgerMover.move."""
 
     def __call__(
@@ -62,7 +62,7 @@ class MoveQueue:
         self,
         ids: Iterator[LedgerId],
         ledgers: LedgerManager,
-        move: Move,
+        move: MoveFunction,
         progress: MoveProgress,
         report: Callable[[str], None],
     ) -> None:

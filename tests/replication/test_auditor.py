@@ -32,7 +32,7 @@ def marks(cluster):
 # --- when ------------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_delay_every_loss_is_audited_at_once():
+def test_loss_without_delay_is_audited_at_once():
     lost = LostBookies({"a", "b", "c"}, 0)
     assert lost.bookies_changed({"a", "b", "c"}, 0) is Decision.NOTHING
     assert lost.bookies_changed({"a", "b"}, 0) is Decision.AUDIT
@@ -42,7 +42,7 @@ def test_without_a_delay_every_loss_is_audited_at_once():
     assert not lost.is_pending
 
 
-def test_one_lost_bookie_is_waited_for_and_cancels_when_it_returns():
+def test_returning_bookie_cancels_delayed_audit():
     lost = LostBookies({"a", "b", "c"}, 60)
     assert lost.bookies_changed({"a", "b"}, 60) is Decision.AUDIT_LATER
     assert lost.bookies_changed({"a", "b"}, 60) is Decision.NOTHING
@@ -55,7 +55,7 @@ def test_one_lost_bookie_is_waited_for_and_cancels_when_it_returns():
     assert lost.bookies_changed({"a", "b"}, 60) is Decision.NOTHING
 
 
-def test_several_lost_bookies_are_not_waited_for():
+def test_several_lost_bookies_are_audited_despite_delay():
     lost = LostBookies({"a", "b", "c", "d"}, 60)
     assert lost.bookies_changed({"a", "b"}, 60) is Decision.AUDIT
     lost = LostBookies({"a", "b", "c", "d"}, 60)
@@ -69,7 +69,7 @@ def test_several_lost_bookies_are_not_waited_for():
     assert lost.waiting == {"b"}
 
 
-def test_writing_the_delay_again_or_zero_means_now_and_another_delay_begins_anew():
+def test_same_or_zero_delay_audits_now_and_new_delay_restarts():
     lost = LostBookies({"a", "b"}, 60)
     assert lost.delay_written(60) is Decision.AUDIT
     assert lost.delay_written(120) is Decision.NOTHING
@@ -81,7 +81,7 @@ def test_writing_the_delay_again_or_zero_means_now_and_another_delay_begins_anew
     assert lost.bookies_changed({"a"}, 0) is Decision.NOTHING
 
 
-def test_a_check_that_ran_is_due_when_its_interval_is_over():
+def test_first_delay_counts_from_last_check():
     now_ms = 1_700_000_000_000
     assert first_delay_s(100, None, now_ms) == 0
     assert first_delay_s(100, now_ms - 40_000, now_ms) == 60
@@ -92,7 +92,7 @@ def test_a_check_that_ran_is_due_when_its_interval_is_over():
 # --- what ------------------------------------------------------------------------------------------------------------
 
 
-async def test_ledgers_on_given_bookies_are_marked_by_scope_with_progress(fake_cluster):
+async def test_mark_ledgers_marks_by_scope_and_reports_progress(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         written = [(await write(client, 2, scope_id=scope_id)).ledger for scope_id in (0, 0, 7, 7, 8)]
         named = {each: {b.bookie_id for b in bookies_of(cluster, each)} for each in written}
@@ -117,7 +117,7 @@ async def test_ledgers_on_given_bookies_are_marked_by_scope_with_progress(fake_c
 
 
 @pytest.mark.parametrize("scoped", [False, True], ids=["scope 0", "scopes"])
-async def test_an_audit_marks_its_scopes_for_every_bookie_that_is_gone(fake_cluster, scoped):
+async def test_audit_marks_ledgers_of_lost_bookies_in_its_scopes(fake_cluster, scoped):
     async with fake_cluster(5) as cluster, cluster.client() as client:
         written = [(await write(client, 2, scope_id=scope_id)).ledger for scope_id in (0, 0, 7, 8) for _ in range(3)]
         gone = cluster.bookies[:2]
@@ -136,7 +136,7 @@ async def test_an_audit_marks_its_scopes_for_every_bookie_that_is_gone(fake_clus
         assert audit_bookies(cluster.cluster, scoped=scoped, may_continue=lambda: False).total() == 0
 
 
-async def test_a_bookie_without_scopes_is_gone_for_the_scopes_alone(fake_cluster):
+async def test_bookie_without_scopes_is_lost_for_scoped_ledgers_only(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         plain, scoped = await write(client, 2), await write(client, 2, scope_id=7)
         for bookie in cluster.bookies:
@@ -147,7 +147,7 @@ async def test_a_bookie_without_scopes_is_gone_for_the_scopes_alone(fake_cluster
         assert plain.ledger not in marks(cluster)
 
 
-async def test_a_damaged_mark_keeps_no_other_ledger_from_being_marked(fake_cluster, caplog):
+async def test_audit_continues_after_damaged_mark(fake_cluster, caplog):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         ledgers = sorted([(await write(client, 1, ensemble_size=4)).ledger for _ in range(3)])
         manager = manager_of(cluster)
@@ -162,7 +162,7 @@ async def test_a_damaged_mark_keeps_no_other_ledger_from_being_marked(fake_clust
             list(mark_ledgers(cluster.cluster, ["no bookie"]))
 
 
-async def test_the_auditor_marks_what_was_lost_before_it_began_and_while_it_runs(fake_cluster):
+async def test_auditor_marks_losses_before_and_after_its_start(fake_cluster):
     async with fake_cluster(5) as cluster, cluster.client() as client:
         ledgers = [(await write(client, 3, ensemble_size=5)).ledger for _ in range(2)]
         await lose(cluster, cluster.bookies[0])
@@ -173,7 +173,7 @@ async def test_the_auditor_marks_what_was_lost_before_it_began_and_while_it_runs
             await eventually(lambda: marks(cluster) == {each: {"b0", "b1"} for each in ledgers}, "lost meanwhile")
 
 
-async def test_with_a_delay_the_auditor_waits_until_it_is_told_to_audit(fake_cluster):
+async def test_delayed_audit_begins_on_request(fake_cluster):
     async with fake_cluster(5) as cluster, cluster.client() as client:
         ledger = (await write(client, 3, ensemble_size=5)).ledger
         manager = manager_of(cluster)
@@ -195,7 +195,7 @@ async def test_with_a_delay_the_auditor_waits_until_it_is_told_to_audit(fake_clu
             await eventually(lambda: marks(cluster) == {ledger: {"b0"}}, "audited as it was asked to")
 
 
-async def test_two_lost_bookies_are_audited_in_spite_of_the_delay_and_one_when_it_is_over(fake_cluster):
+async def test_auditor_waits_for_one_lost_bookie_not_for_two(fake_cluster):
     async with fake_cluster(5) as cluster, cluster.client() as client:
         ledger = (await write(client, 3, ensemble_size=5, scope_id=7)).ledger
         manager_of(cluster).set_lost_bookie_recovery_delay_s(HOUR_S)
@@ -210,7 +210,7 @@ async def test_two_lost_bookies_are_audited_in_spite_of_the_delay_and_one_when_i
             await eventually(lambda: marks(cluster) == {ledger: {"b0", "b1", "b2"}}, "after the delay")
 
 
-async def test_while_auto_recovery_is_disabled_nothing_is_marked_and_then_all(fake_cluster):
+async def test_disabled_auto_recovery_postpones_marks(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         ledger = (await write(client, 3, ensemble_size=4)).ledger
         manager = manager_of(cluster)
@@ -225,7 +225,7 @@ async def test_while_auto_recovery_is_disabled_nothing_is_marked_and_then_all(fa
             await eventually(lambda: marks(cluster) == {ledger: {"b0"}}, "once it is enabled")
 
 
-async def test_an_audit_that_is_switched_off_in_the_middle_is_done_again(fake_cluster):
+async def test_interrupted_audit_is_repeated(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         ledger = (await write(client, 3, ensemble_size=4)).ledger
         auditor = Auditor(client, CONFIG, scoped=False)
@@ -249,7 +249,7 @@ async def test_an_audit_that_is_switched_off_in_the_middle_is_done_again(fake_cl
             await eventually(lambda: marks(cluster) == {ledger: {"b0"}}, "done again")
 
 
-async def test_the_check_of_all_ledgers_marks_what_lacks_entries_and_is_noted(fake_cluster):
+async def test_check_of_all_ledgers_marks_and_records_its_time(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         whole, bad, scoped = [await write(client, 9, scope_id=scope_id) for scope_id in (0, 0, 7)]
         for ledger in (bad.ledger, scoped.ledger):
@@ -277,7 +277,7 @@ async def test_the_check_of_all_ledgers_marks_what_lacks_entries_and_is_noted(fa
             await eventually(lambda: scoped.ledger in marks(cluster), "the scopes have their own schedule")
 
 
-async def test_periodic_checks_are_skipped_while_a_lost_bookie_is_waited_for(fake_cluster):
+async def test_checks_are_skipped_during_recovery_delay(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         await write(client, 3, ensemble_size=4)
         manager = manager_of(cluster)
@@ -292,7 +292,7 @@ async def test_periodic_checks_are_skipped_while_a_lost_bookie_is_waited_for(fak
         assert manager.check_ctime_ms(AuditorCheck.ALL_LEDGERS) is None
 
 
-async def test_checks_count_entries_that_lack_replicas_and_old_marks_and_mark_nothing(fake_cluster, monkeypatch):
+async def test_replica_and_placement_checks_count_without_marking(fake_cluster, monkeypatch):
     monkeypatch.setattr("bkctl.replication.ledger_checks.PART_COUNT", 2)
 
     async with fake_cluster(3) as cluster, cluster.client() as client:
@@ -321,7 +321,7 @@ async def test_checks_count_entries_that_lack_replicas_and_old_marks_and_mark_no
         assert manager.check_ctime_ms(AuditorCheck.PLACEMENT_POLICY) is not None
 
 
-def test_replicas_in_one_rack_are_counted_where_racks_are_known(fake_cluster, run):
+def test_placement_check_counts_ledgers_in_one_rack(fake_cluster, run):
     class Racks:
         def __init__(self, racks):
             self._racks = racks
@@ -367,7 +367,7 @@ class Candidate:
             self.ended += 1
 
 
-async def test_one_is_elected_and_the_next_one_when_it_goes(fake_cluster):
+async def test_next_voter_is_elected_when_auditor_leaves(fake_cluster):
     async with fake_cluster(0) as cluster, contextlib.AsyncExitStack() as stack:
         uri = cluster.cluster.uri
         first, second, scoped = Candidate(uri, "a:1"), Candidate(uri, "b:2"), Candidate(uri, "b:2", scoped=True)
@@ -388,7 +388,7 @@ async def test_one_is_elected_and_the_next_one_when_it_goes(fake_cluster):
             stack.callback(each.cluster.close)
 
 
-async def test_who_loses_the_vote_stops_auditing_and_votes_again(fake_cluster):
+async def test_elector_votes_again_after_losing_its_vote(fake_cluster):
     async with fake_cluster(0) as cluster:
         first, second = (Candidate(cluster.cluster.uri, name) for name in ("a:1", "b:2"))
         manager = manager_of(cluster)
@@ -405,7 +405,7 @@ async def test_who_loses_the_vote_stops_auditing_and_votes_again(fake_cluster):
         assert manager.votes() == ()
 
 
-async def test_a_vote_that_vanishes_while_it_waits_is_cast_again(fake_cluster):
+async def test_waiting_elector_replaces_vanished_vote(fake_cluster):
     async with fake_cluster(0) as cluster:
         manager = manager_of(cluster)
         other = manager.vote("apache:1")

@@ -13,7 +13,7 @@ from bkctl.replication.signals import Signal
 
 
 @pytest.mark.parametrize("step_count", range(6))
-async def test_a_wait_that_is_cancelled_while_its_signal_comes_is_cancelled(step_count: int) -> None:
+async def test_wait_cancelled_with_its_signal_is_cancelled(step_count: int) -> None:
     """Whoever stops the task that waits would else wait for it for ever."""
 
     signal, ended = Signal(), asyncio.Event()
@@ -35,7 +35,7 @@ async def test_a_wait_that_is_cancelled_while_its_signal_comes_is_cancelled(step
     assert task.cancelled()
 
 
-async def test_what_waits_is_asked_for_in_one_call_and_each_gets_its_own_answer():
+async def test_waiting_items_share_one_call():
     calls: list[list[int]] = []
     go_on = threading.Event()
 
@@ -62,7 +62,7 @@ async def test_what_waits_is_asked_for_in_one_call_and_each_gets_its_own_answer(
 
 
 @pytest.mark.parametrize("error", [Unreachable("the store is away"), ValueError("a defect")], ids=repr)
-async def test_a_call_that_fails_fails_for_all_that_are_in_it_and_for_nobody_else(error):
+async def test_failed_call_fails_its_own_items_only(error):
     failing = [error]
 
     def call(items):

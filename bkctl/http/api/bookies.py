@@ -15,10 +15,10 @@ from bkctl.http.endpoints import (
     INTEGER,
     PREFIX,
     STRING,
-    Call,
+    ApiCall,
     Endpoints,
-    Kind,
     Value,
+    ValueKind,
     json_answer,
     map_of,
     nullable,
@@ -37,13 +37,13 @@ async def _registered(cluster: Cluster) -> list[RegisteredBookie]:
 @ENDPOINTS.get(
     f"{PREFIX}/bookie/list_bookies", "The registered bookies, writable ones or read-only ones.",
     values=(
-        Value("type", "ro: those that are read-only; anything else: those that are writable."),
-        Value("print_hostnames", "With the host that each is to be reached at.", Kind.BOOLEAN),
+        Value("type", "ro: read-only bookies; anything else: writable ones."),
+        Value("print_hostnames", "With the host of each bookie.", ValueKind.BOOLEAN),
     ),
     answer=map_of(nullable("string")),
 )  # fmt: skip
-async def list_bookies(call: Call) -> Response:
-    """Source: ListBookiesService."""
+async def list_bookies(call: ApiCall) -> Response:
+    """List the bookies of one state. Source: ListBookiesService."""
     state = "ro" if call.values.get("type") == "ro" else "rw"
     wants_host = call.values.get("print_hostnames", False)
     found = {}
@@ -54,11 +54,11 @@ async def list_bookies(call: Call) -> Response:
 
 
 @ENDPOINTS.get(
-    f"{PREFIX}/bookie/list_bookie_info", "Free and total space of each registered bookie, as it says itself.",
+    f"{PREFIX}/bookie/list_bookie_info", "Free and total space of each registered bookie, as the bookie reports it.",
     answer=map_of(STRING), errors={404: "No bookie answers"},
 )  # fmt: skip
-async def list_bookie_info(call: Call) -> Response:
-    """Source: ListBookieInfoService."""
+async def list_bookie_info(call: ApiCall) -> Response:
+    """Ask the bookies for their space. Source: ListBookieInfoService."""
     bookkeeper = await call.service.bookkeeper()
     bookies = await _registered(bookkeeper.cluster)
     found = {}
@@ -79,7 +79,7 @@ def _space_text(free: int, total: int) -> str:
 
 
 def _readable(size: int) -> str:
-    """In thousands, three digits, rounded down, without zeros at the end; nothing below 1000."""
+    """Return the size in decimal units with up to three digits, rounded down; nothing below 1000."""
     value, unit = Decimal(size), 0
     while value >= 1000 and unit < 4:
         value, unit = value / 1000, unit + 1
@@ -90,15 +90,15 @@ def _readable(size: int) -> str:
 
 
 @ENDPOINTS.get(
-    f"{PREFIX}/bookie/cluster_info", "The cluster: its auditor, whether ledgers are under-replicated, bookies counted.",
+    f"{PREFIX}/bookie/cluster_info", "The cluster: its auditor, under-replication, and numbers of bookies.",
     answer=object_of(
         auditorElected=BOOLEAN, auditorId=STRING, clusterUnderReplicated=BOOLEAN, ledgerReplicationEnabled=BOOLEAN,
         totalBookiesCount=INTEGER, writableBookiesCount=INTEGER, readonlyBookiesCount=INTEGER,
         unavailableBookiesCount=INTEGER, ledgerScopesBookiesCount=INTEGER,
     ),
 )  # fmt: skip
-async def show_cluster(call: Call) -> Response:
-    """Source: ClusterInfoService."""
+async def show_cluster(call: ApiCall) -> Response:
+    """Return the state of the cluster. Source: ClusterInfoService."""
     info = await asyncio.to_thread(cluster_info, await call.service.cluster())
     return json_answer(
         {

@@ -22,7 +22,7 @@ from bkctl.http.endpoints import (
     PREFIX,
     STRING,
     TEXT,
-    Call,
+    ApiCall,
     Endpoints,
     Value,
     json_answer,
@@ -34,11 +34,11 @@ ENDPOINTS: Final = Endpoints(of_bookie=True)
 
 
 @ENDPOINTS.get(
-    f"{PREFIX}/bookie/last_log_mark", "Up to where each journal is in ledger storage.",
-    answer=map_of(STRING), errors={404: "There is no mark yet"},
+    f"{PREFIX}/bookie/last_log_mark", "The last mark of each journal: entries before it are in ledger storage.",
+    answer=map_of(STRING), errors={404: "The bookie has no mark yet"},
 )  # fmt: skip
-async def last_log_mark(call: Call) -> Response:
-    """Source: GetLastLogMarkService, which says journal 0, position 0 where there is no mark."""
+async def last_log_mark(call: ApiCall) -> Response:
+    """Return the marks; without one, journal 0 and position 0. Source: GetLastLogMarkService."""
     config = await call.service.bookie.ask(lambda bookie: bookie.config)
     directories = BookieDirectories(config.journal_directories, config.ledger_directories, config.index_directories)
 
@@ -63,11 +63,11 @@ _FILE_TYPES: Final = {"journal": "txn", "entrylog": "log", "index": "idx"}
 
 
 @ENDPOINTS.get(
-    f"{PREFIX}/bookie/list_disk_file", "Names of journal, entry log and index files, oldest first, a tab behind each.",
+    f"{PREFIX}/bookie/list_disk_file", "Names of journal, entry log and index files, oldest first, each with a tab.",
     values=(Value("file_type", "journal, entrylog or index; anything else: all."),), answer=map_of(STRING),
 )  # fmt: skip
-async def list_disk_file(call: Call) -> Response:
-    """Files of scoped ledgers are named with their paths below `current`. Source: ListDiskFilesService."""
+async def list_disk_file(call: ApiCall) -> Response:
+    """List the files; a file of scoped ledgers has its path below `current`. Source: ListDiskFilesService."""
     config = await call.service.bookie.ask(lambda bookie: bookie.config)
     directories = {
         "journal": config.journal_directories,
@@ -102,7 +102,7 @@ def _names(directories: Iterable[str], ending: str) -> list[str]:
 
 
 def _shown(directory: Path, path: Path) -> str:
-    """The name; of a file of scoped ledgers its path from `current` on, for other files have that name too."""
+    """Return the file's name; for scoped ledgers its path below `current`, since names repeat there."""
     below = path.relative_to(directory).parts
     levels = below[below.index(CURRENT) + 1 :] if CURRENT in below else below
     is_scoped = levels[0] == SCOPED_DIRECTORY or (path.suffix == ".idx" and len(levels) > 3)
@@ -110,11 +110,11 @@ def _shown(directory: Path, path: Path) -> str:
 
 
 @ENDPOINTS.put(
-    f"{PREFIX}/bookie/expand_storage", "Take new, empty directories of the configuration file into the cookie.",
+    f"{PREFIX}/bookie/expand_storage", "Add new, empty directories of the configuration file to the cookie.",
     answer=TEXT, errors={409: "The directories do not fit the cookie"},
 )  # fmt: skip
-async def expand_storage(call: Call) -> Response:
-    """The file is read again, so that the bookie's next start finds them in order. Source: ExpandStorageService."""
+async def expand_storage(call: ApiCall) -> Response:
+    """Read the file again and stamp the directories for the next start. Source: ExpandStorageService."""
     bookie = call.service.bookie
     config = await bookie.ask(lambda bookie: bookie.config)
     cluster = await call.service.cluster()

@@ -12,12 +12,12 @@ from bkctl.http.endpoints import (
     INTEGER,
     PREFIX,
     STRING,
+    ApiCall,
     Body,
-    Call,
     Endpoints,
-    Kind,
     ServiceUnavailable,
     Value,
+    ValueKind,
     json_answer,
     list_of,
     map_of,
@@ -34,10 +34,10 @@ ENDPOINTS: Final = Endpoints(of_bookie=True)
 
 
 @ENDPOINTS.get(
-    f"{PREFIX}/bookie/gc", "Whether a garbage collection that was asked for is under way.",
+    f"{PREFIX}/bookie/gc", "Whether a requested garbage collection is running.",
     answer=object_of(is_in_force_gc={"type": "string", "enum": ["true", "false"]}),
 )  # fmt: skip
-async def gc_state(call: Call) -> Response:
+async def gc_state(call: ApiCall) -> Response:
     forced = await call.service.bookie.ask(lambda bookie: _collector(bookie).is_in_force_gc)
     return json_answer({"is_in_force_gc": str(forced).lower()})
 
@@ -45,14 +45,14 @@ async def gc_state(call: Call) -> Response:
 @ENDPOINTS.put(
     f"{PREFIX}/bookie/gc", "Collect garbage now.",
     body=Body((
-        Value("forceMajor", "With major compaction; not given: unless it is suspended.", Kind.BOOLEAN),
-        Value("forceMinor", "With minor compaction; not given: unless it is suspended.", Kind.BOOLEAN),
-        Value("acceptScopedDeletes", "Let this round delete as many scoped ledgers as it finds deleted.", Kind.BOOLEAN),
+        Value("forceMajor", "With major compaction; default: unless it is suspended.", ValueKind.BOOLEAN),
+        Value("forceMinor", "With minor compaction; default: unless it is suspended.", ValueKind.BOOLEAN),
+        Value("acceptScopedDeletes", "Let this round delete any number of scoped ledgers.", ValueKind.BOOLEAN),
     ), needed=False),
     answer=STRING,
 )  # fmt: skip
-async def trigger_gc(call: Call) -> Response:
-    """Source: TriggerGCService."""
+async def trigger_gc(call: ApiCall) -> Response:
+    """Start a garbage collection. Source: TriggerGCService."""
     body = call.body or {}
 
     def force(bookie: Bookie) -> None:
@@ -67,7 +67,7 @@ async def trigger_gc(call: Call) -> Response:
 
 
 @ENDPOINTS.get(
-    f"{PREFIX}/bookie/gc_details", "How garbage collection stands, for each ledger directory that has its own.",
+    f"{PREFIX}/bookie/gc_details", "The state of each garbage collector; DbLedgerStorage has one a ledger directory.",
     answer=list_of(object_of(
         forceCompacting=BOOLEAN, majorCompacting=BOOLEAN, minorCompacting=BOOLEAN, lastMajorCompactionTime=INTEGER,
         lastMinorCompactionTime=INTEGER, lastEntryLocationCompactionTime=INTEGER, majorCompactionCounter=INTEGER,
@@ -75,8 +75,8 @@ async def trigger_gc(call: Call) -> Response:
         scopedDeletesHeldBack=STRING,
     )),
 )  # fmt: skip
-async def gc_details(call: Call) -> Response:
-    """Source: GCDetailsService."""
+async def gc_details(call: ApiCall) -> Response:
+    """Return the collectors' states. Source: GCDetailsService."""
     return json_answer(await call.service.bookie.ask(_statuses))
 
 
@@ -98,7 +98,7 @@ def _camel(name: str) -> str:
     f"{PREFIX}/bookie/gc/suspend_compaction", "Whether compactions are suspended.",
     answer=object_of(isMajorGcSuspended=STRING, isMinorGcSuspended=STRING),
 )  # fmt: skip
-async def suspended(call: Call) -> Response:
+async def suspended(call: ApiCall) -> Response:
     def look(bookie: Bookie) -> dict[str, str]:
         collector = _collector(bookie)
         return {
@@ -110,31 +110,31 @@ async def suspended(call: Call) -> Response:
 
 
 @ENDPOINTS.put(
-    f"{PREFIX}/bookie/gc/suspend_compaction", "Start no major or minor compaction from now on.",
+    f"{PREFIX}/bookie/gc/suspend_compaction", "Suspend major or minor compactions.",
     body=Body((
-        Value("suspendMajor", "No major compaction.", Kind.BOOLEAN),
-        Value("suspendMinor", "No minor compaction.", Kind.BOOLEAN),
+        Value("suspendMajor", "No major compaction.", ValueKind.BOOLEAN),
+        Value("suspendMinor", "No minor compaction.", ValueKind.BOOLEAN),
     ), some=True),
     answer=STRING,
 )  # fmt: skip
-async def suspend(call: Call) -> Response:
+async def suspend(call: ApiCall) -> Response:
     return await _switch_compaction(call, "suspend")
 
 
 @ENDPOINTS.put(
-    f"{PREFIX}/bookie/gc/resume_compaction", "Start major or minor compactions again.",
+    f"{PREFIX}/bookie/gc/resume_compaction", "Resume major or minor compactions.",
     body=Body((
-        Value("resumeMajor", "Major compaction.", Kind.BOOLEAN),
-        Value("resumeMinor", "Minor compaction.", Kind.BOOLEAN),
+        Value("resumeMajor", "Major compaction.", ValueKind.BOOLEAN),
+        Value("resumeMinor", "Minor compaction.", ValueKind.BOOLEAN),
     ), some=True),
     answer=STRING,
 )  # fmt: skip
-async def resume(call: Call) -> Response:
+async def resume(call: ApiCall) -> Response:
     return await _switch_compaction(call, "resume")
 
 
-async def _switch_compaction(call: Call, verb: str) -> Response:
-    """The words are those of SuspendCompactionService and ResumeCompactionService."""
+async def _switch_compaction(call: ApiCall, verb: str) -> Response:
+    """Switch compactions, and answer in Apache's words. Source: SuspendCompactionService, ResumeCompactionService."""
     body = call.body or {}
     major, minor = body.get(f"{verb}Major", False), body.get(f"{verb}Minor", False)
 
@@ -161,24 +161,24 @@ def _collector(bookie: Bookie) -> GarbageCollectorThread:
 
 @ENDPOINTS.get(
     f"{PREFIX}/bookie/entry_location_compact",
-    "The databases of entry locations, and whether each is being compacted; none but with DbLedgerStorage.",
+    "The entry location databases of DbLedgerStorage, and whether each is being compacted.",
     answer=map_of(BOOLEAN),
 )  # fmt: skip
-async def location_compactions(call: Call) -> Response:
-    """Source: TriggerLocationCompactService."""
+async def location_compactions(call: ApiCall) -> Response:
+    """Return the databases' paths. Source: TriggerLocationCompactService."""
     return json_answer(await call.service.bookie.ask(lambda bookie: bookie.storage.ledgers.location_compactions()))
 
 
 @ENDPOINTS.put(
     f"{PREFIX}/bookie/entry_location_compact", "Compact databases of entry locations.",
     body=Body((
-        Value("entryLocationRocksDBCompact", "true, or nothing is done.", Kind.BOOLEAN),
-        Value("entryLocations", "Paths of databases, a comma between two; not given: all."),
+        Value("entryLocationRocksDBCompact", "true; with false, nothing is done.", ValueKind.BOOLEAN),
+        Value("entryLocations", "Paths of databases, separated by commas; default: all."),
     )),
     answer=STRING, text_too=True,
 )  # fmt: skip
-async def compact_locations(call: Call) -> Response:
-    """Source: TriggerLocationCompactService, whose words these are."""
+async def compact_locations(call: ApiCall) -> Response:
+    """Compact databases, and answer in Apache's words. Source: TriggerLocationCompactService."""
     body = call.body or {}
     if not body.get("entryLocationRocksDBCompact", False):
         return text_answer("Not trigger Entry Location RocksDB compact.")

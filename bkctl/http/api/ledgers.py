@@ -23,10 +23,10 @@ from bkctl.http.endpoints import (
     INTEGER,
     PREFIX,
     STRING,
-    Call,
+    ApiCall,
     Endpoints,
-    Kind,
     Value,
+    ValueKind,
     json_answer,
     json_text,
     list_of,
@@ -44,14 +44,15 @@ ENDPOINTS: Final = Endpoints(of_bookie=False)
 #: Source: ListLedgerService.LIST_LEDGER_BATCH_SIZE, ReadLedgerEntryService.ENTRIES_PER_PAE.
 LEDGERS_A_PAGE: Final = 100
 ENTRIES_A_PAGE: Final = 1000
+#: The largest piece of an answer.
 BATCH_SIZE_BYTES: Final = 1 << 20
 _SURROGATE: Final = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]?")
 
 _LEDGER_ID = Value("ledger_id", "The ledger's id, in any text form.")
-_SCOPE_ID = Value("ledger_scope_id", "The ledger's scope (BP-35); 0 where it is not given.")
+_SCOPE_ID = Value("ledger_scope_id", "The ledger's scope (BP-35); default 0.")
 _QUALIFIED_NAME = Value("ledger_qualified_name", "Scope and id in one: 32 hex digits, or a UUID. Instead of ledger_id.")
 _ONE_LEDGER = (_LEDGER_ID, _SCOPE_ID, _QUALIFIED_NAME)
-_NO_LEDGER = {404: "There is no such ledger"}
+_NO_LEDGER = {404: "The ledger does not exist"}
 
 _METADATA: Final = object_of(
     ledgerId={"type": ["integer", "string"]},
@@ -74,7 +75,7 @@ _METADATA: Final = object_of(
 )
 
 
-def _ledger(call: Call) -> LedgerId:
+def _ledger(call: ApiCall) -> LedgerId:
     given = {name: call.values.get(name) for name in ("ledger_id", "ledger_scope_id", "ledger_qualified_name")}
     ledger = resolve_ledger(**given)
     if ledger is None:
@@ -83,10 +84,10 @@ def _ledger(call: Call) -> LedgerId:
 
 
 def metadata_object(ledger: LedgerId, found: VersionedMetadata, *, with_password: bool = True) -> dict[str, Any]:
-    """A ledger's metadata as Apache's server gives it, and the two names of BP-35.
+    """Return a ledger's metadata in the form of Apache's server, with the two names of BP-35.
 
-    The password is empty unless it is asked for.
-    An id of a scope ≠ 0 is a string, for it may have more digits than JSON's readers keep. Source: LedgerMetadataImpl.
+    The password is empty without `with_password`. An id of a scope ≠ 0 is a string, since JSON readers may lose digits
+    of a large number. Source: LedgerMetadataImpl.
     """
     import base64
 
@@ -117,15 +118,15 @@ def metadata_object(ledger: LedgerId, found: VersionedMetadata, *, with_password
 
 
 def _digest_name(name: str) -> str:
-    """The name in Java's API. Source: DigestType."""
+    """Return the digest's name in Java's API. Source: DigestType."""
     return "MAC" if name == "HMAC" else name
 
 
 @ENDPOINTS.delete(
-    f"{PREFIX}/ledger/delete", "Delete a ledger; its entries go when bookies collect garbage.",
+    f"{PREFIX}/ledger/delete", "Delete a ledger; the bookies' garbage collections delete its entries.",
     values=_ONE_LEDGER, answer=STRING, errors=_NO_LEDGER,
 )  # fmt: skip
-async def delete_ledger(call: Call) -> Response:
+async def delete_ledger(call: ApiCall) -> Response:
     ledger = _ledger(call)
     bookkeeper = await call.service.bookkeeper()
     await bookkeeper.delete_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id)
@@ -133,25 +134,25 @@ async def delete_ledger(call: Call) -> Response:
 
 
 @ENDPOINTS.get(
-    f"{PREFIX}/ledger/list", "The ledgers of a scope, perhaps with their metadata; streams.",
+    f"{PREFIX}/ledger/list", "The ledgers of a scope, optionally with metadata; streams.",
     values=(
-        Value("print_metadata", "With each ledger's metadata.", Kind.BOOLEAN),
-        Value("decode_meta", "Metadata as an object, not as the text that is stored.", Kind.BOOLEAN),
-        Value("page", f"With metadata: {LEDGERS_A_PAGE} a page, from 1 on, which has one less.", Kind.INTEGER,
+        Value("print_metadata", "With each ledger's metadata.", ValueKind.BOOLEAN),
+        Value("decode_meta", "Metadata as an object, not as the stored text.", ValueKind.BOOLEAN),
+        Value("page", f"With metadata: a page of {LEDGERS_A_PAGE}, from 1 on; page 1 has one less.", ValueKind.INTEGER,
               least=1, most=1 << 31),
         SCOPES,
-        Value("after", "Only ledgers behind this one, in any text form."),
-        Value("limit", "At most so many.", Kind.INTEGER, least=1, most=LIMIT_MAX),
+        Value("after", "Only ledgers after this one, in any text form."),
+        Value("limit", "The largest number of ledgers.", ValueKind.INTEGER, least=1, most=LIMIT_MAX),
     ),
     answer=map_of({"type": ["null", "string", "object"]}),
 )  # fmt: skip
-async def list_ledgers(call: Call) -> Response:
-    """Source: ListLedgerService. The first page is one short there, and so it is here."""
+async def list_ledgers(call: ApiCall) -> Response:
+    """List ledgers; the first page has one less, as in Apache's server. Source: ListLedgerService."""
     values = call.values
     scope = scope_of(call)
     after = LedgerId.parse(values["after"], None) if "after" in values else None
     if after is not None and scope is not None and after.scope_id != scope:
-        raise UsageError(f"after names a ledger of scope {after.scope_id}, and the list is of scope {scope}")
+        raise UsageError(f"after names a ledger of scope {after.scope_id}, but the list is of scope {scope}")
     cluster = await call.service.cluster()
     ledgers = await asyncio.to_thread(cluster.ledgers.ledgers, scope, after)
     if not values.get("print_metadata", False):
@@ -197,7 +198,7 @@ def _metadata_entries(
     f"{PREFIX}/ledger/metadata", "One ledger's metadata, its password included.",
     values=_ONE_LEDGER, answer=map_of(_METADATA), errors=_NO_LEDGER,
 )  # fmt: skip
-async def ledger_metadata(call: Call) -> Response:
+async def ledger_metadata(call: ApiCall) -> Response:
     ledger = _ledger(call)
     cluster = await call.service.cluster()
     found = await asyncio.to_thread(cluster.ledgers.read, ledger)
@@ -205,19 +206,19 @@ async def ledger_metadata(call: Call) -> Response:
 
 
 @ENDPOINTS.get(
-    f"{PREFIX}/ledger/read", "A ledger's entries up to the last one that is confirmed; streams.",
+    f"{PREFIX}/ledger/read", "A ledger's entries up to its last add confirmed; streams.",
     values=(
         *_ONE_LEDGER,
-        Value("start_entry_id", "The first entry, 0 where it is not given.", Kind.INTEGER),
-        Value("end_entry_id", "The last entry, included; -1: the last one there is.", Kind.INTEGER, least=-1),
-        Value("page", f"{ENTRIES_A_PAGE} entries, from page 1 on.", Kind.INTEGER, least=1, most=1 << 31),
-        Value("encoding", "What payloads are: ascii (as Apache's, lossy), utf8 (lossy), hex, base64.",
+        Value("start_entry_id", "The first entry; default 0.", ValueKind.INTEGER),
+        Value("end_entry_id", "The last entry, inclusive; -1: the last existing one.", ValueKind.INTEGER, least=-1),
+        Value("page", f"{ENTRIES_A_PAGE} entries, from page 1 on.", ValueKind.INTEGER, least=1, most=1 << 31),
+        Value("encoding", "The encoding of payloads: ascii (as Apache's, lossy), utf8 (lossy), hex, base64.",
               choices=("ascii", "utf8", "hex", "base64")),
     ),
     answer=map_of(STRING), errors=_NO_LEDGER,
 )  # fmt: skip
-async def read_ledger(call: Call) -> Response:
-    """Source: ReadLedgerEntryService."""
+async def read_ledger(call: ApiCall) -> Response:
+    """Stream the entries. Source: ReadLedgerEntryService."""
     import base64
 
     values = call.values

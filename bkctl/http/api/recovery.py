@@ -14,11 +14,11 @@ from bkctl.http.endpoints import (
     PREFIX,
     STRING,
     TEXT,
+    ApiCall,
     Body,
-    Call,
     Endpoints,
-    Kind,
     Value,
+    ValueKind,
     json_answer,
     list_of,
     map_of,
@@ -36,24 +36,24 @@ DELAY_S_MAX: Final = (1 << 31) - 1
 
 
 _ENABLED: Final = object_of(enabled=BOOLEAN)
-_BUSY: Final = "Another such request is being worked on"
+_BUSY: Final = "Another background request is running"
 
 
-async def _replication(call: Call) -> LedgerUnderreplicationManager:
+async def _replication(call: ApiCall) -> LedgerUnderreplicationManager:
     return LedgerUnderreplicationManager((await call.service.cluster()).store)
 
 
 @ENDPOINTS.get(f"{PREFIX}/autorecovery/status", "Whether auto-recovery is on.", answer=_ENABLED)
-async def recovery_status(call: Call) -> Response:
+async def recovery_status(call: ApiCall) -> Response:
     replication = await _replication(call)
     return json_answer({"enabled": await asyncio.to_thread(replication.is_enabled)})
 
 
 @ENDPOINTS.put(
     f"{PREFIX}/autorecovery/status", "Switch auto-recovery on or off.",
-    values=(Value("enabled", "true or false.", Kind.BOOLEAN, required=True),), answer=_ENABLED,
+    values=(Value("enabled", "true or false.", ValueKind.BOOLEAN, required=True),), answer=_ENABLED,
 )  # fmt: skip
-async def switch_recovery(call: Call) -> Response:
+async def switch_recovery(call: ApiCall) -> Response:
     replication = await _replication(call)
     wanted = call.values["enabled"]
 
@@ -66,15 +66,15 @@ async def switch_recovery(call: Call) -> Response:
 
 
 @ENDPOINTS.put(
-    f"{PREFIX}/autorecovery/bookie", "Copy what lost bookies hold to others, in every scope; in the background.",
+    f"{PREFIX}/autorecovery/bookie", "Copy all that lost bookies hold to others, in every scope; in the background.",
     body=Body((
-        Value("bookie_src", "The lost bookies.", Kind.TEXTS, required=True),
-        Value("delete_cookie", "Delete their cookies when nothing is left on them.", Kind.BOOLEAN),
+        Value("bookie_src", "The lost bookies.", ValueKind.TEXTS, required=True),
+        Value("delete_cookie", "Delete their cookies once they hold nothing.", ValueKind.BOOLEAN),
     )),
     answer=TEXT, errors={409: "A bookie whose cookie is to be deleted is registered", 503: _BUSY},
 )  # fmt: skip
-async def recover_bookie(call: Call) -> Response:
-    """Source: RecoveryBookieService, which recovers the first one only."""
+async def recover_bookie(call: ApiCall) -> Response:
+    """Recover all of the bookies. Source: RecoveryBookieService, which recovers only the first one."""
     assert call.body is not None
     bookies = [check_bookie_id(each) for each in call.body["bookie_src"]]
     if not bookies:
@@ -97,16 +97,16 @@ async def _check_stopped(cluster: Cluster, bookie_id: str) -> None:
 @ENDPOINTS.get(
     f"{PREFIX}/autorecovery/list_under_replicated_ledger", "Ledgers that are marked under-replicated.",
     values=(
-        Value("missingreplica", "Only those that lack entries on this bookie."),
-        Value("excludingmissingreplica", "Only those that lack none on this bookie."),
-        Value("printmissingreplica", "With the bookies that lack entries.", Kind.FLAG),
+        Value("missingreplica", "Only ledgers that lack entries on this bookie."),
+        Value("excludingmissingreplica", "Only ledgers that lack no entries on this bookie."),
+        Value("printmissingreplica", "With the bookies that lack entries.", ValueKind.FLAG),
         SCOPES,
     ),
     answer={"oneOf": [list_of({"type": ["integer", "string"]}), map_of(list_of(STRING))]},
     errors={404: "No ledger is under-replicated"},
 )  # fmt: skip
-async def list_underreplicated(call: Call) -> Response:
-    """Source: ListUnderReplicatedLedgerService."""
+async def list_underreplicated(call: ApiCall) -> Response:
+    """List the marked ledgers. Source: ListUnderReplicatedLedgerService."""
     missing, excluded = (call.values.get(name, "").strip() for name in ("missingreplica", "excludingmissingreplica"))
     replication = await _replication(call)
     marks = await asyncio.to_thread(replication.list, scope_of(call))
@@ -134,7 +134,7 @@ async def list_underreplicated(call: Call) -> Response:
 @ENDPOINTS.get(
     f"{PREFIX}/autorecovery/who_is_auditor", "The auditor.", answer=TEXT, errors={404: "No auditor is elected"}
 )
-async def who_is_auditor(call: Call) -> Response:
+async def who_is_auditor(call: ApiCall) -> Response:
     replication = await _replication(call)
     auditor = await asyncio.to_thread(replication.auditor)
     if auditor is None:
@@ -146,29 +146,29 @@ async def who_is_auditor(call: Call) -> Response:
     f"{PREFIX}/autorecovery/trigger_audit", "Have the auditor look for lost bookies now.", answer=TEXT,
     errors={404: "No auditor is elected", 409: "Auto-recovery is disabled"},
 )  # fmt: skip
-async def trigger_audit(call: Call) -> Response:
+async def trigger_audit(call: ApiCall) -> Response:
     replication = await _replication(call)
     await asyncio.to_thread(replication.trigger_audit)
     return text_answer("Success trigger audit.")
 
 
 @ENDPOINTS.get(
-    f"{PREFIX}/autorecovery/lost_bookie_recovery_delay", "Seconds that the auditor waits for a bookie to come back.",
-    answer=TEXT, errors={404: "None is stored: it is the auditor's default"},
+    f"{PREFIX}/autorecovery/lost_bookie_recovery_delay", "Seconds that the auditor waits for a lost bookie to return.",
+    answer=TEXT, errors={404: "No delay is stored: the auditor's default applies"},
 )  # fmt: skip
-async def recovery_delay(call: Call) -> Response:
+async def recovery_delay(call: ApiCall) -> Response:
     replication = await _replication(call)
     delay_s = await asyncio.to_thread(replication.lost_bookie_recovery_delay_s)
     if delay_s is None:
-        raise NotFound("No lostBookieRecoveryDelay is stored", hint="the auditor's own default holds: 0 seconds")
+        raise NotFound("No lostBookieRecoveryDelay is stored", hint="the auditor's default applies: 0 seconds")
     return text_answer(f"lostBookieRecoveryDelay value: {delay_s}")
 
 
 @ENDPOINTS.put(
-    f"{PREFIX}/autorecovery/lost_bookie_recovery_delay", "Set the seconds that the auditor waits.",
-    body=Body((Value("delay_seconds", "Seconds.", Kind.INTEGER, required=True, most=DELAY_S_MAX),)), answer=TEXT,
+    f"{PREFIX}/autorecovery/lost_bookie_recovery_delay", "Set the seconds that the auditor waits for a lost bookie.",
+    body=Body((Value("delay_seconds", "Seconds.", ValueKind.INTEGER, required=True, most=DELAY_S_MAX),)), answer=TEXT,
 )  # fmt: skip
-async def set_recovery_delay(call: Call) -> Response:
+async def set_recovery_delay(call: ApiCall) -> Response:
     assert call.body is not None
     delay_s = call.body["delay_seconds"]
     replication = await _replication(call)
@@ -177,15 +177,15 @@ async def set_recovery_delay(call: Call) -> Response:
 
 
 @ENDPOINTS.put(
-    f"{PREFIX}/autorecovery/decommission", "Empty a bookie that is stopped, in every scope; in the background.",
+    f"{PREFIX}/autorecovery/decommission", "Decommission a stopped bookie, in every scope; in the background.",
     body=Body((
         Value("bookie_src", "The bookie.", required=True),
-        Value("delete_cookie", "Delete its cookie when nothing is left on it.", Kind.BOOLEAN),
+        Value("delete_cookie", "Delete its cookie once it holds nothing.", ValueKind.BOOLEAN),
     )),
     answer=TEXT, errors={409: "The bookie is registered, or auto-recovery is disabled", 503: _BUSY},
 )  # fmt: skip
-async def decommission(call: Call) -> Response:
-    """Source: DecommissionService."""
+async def decommission(call: ApiCall) -> Response:
+    """Start a decommission. Source: DecommissionService."""
     assert call.body is not None
     bookie_id = check_bookie_id(call.body["bookie_src"])
     await _check_stopped(await call.service.cluster(), bookie_id)

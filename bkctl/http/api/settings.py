@@ -15,11 +15,11 @@ from bkctl.http.endpoints import (
     PREFIX,
     STRING,
     TEXT,
+    ApiCall,
     Body,
-    Call,
     Endpoints,
-    Kind,
     Value,
+    ValueKind,
     json_answer,
     map_of,
     text_answer,
@@ -34,7 +34,7 @@ ENDPOINTS: Final = Endpoints(of_bookie=True)
 
 HIDDEN: Final = "********"
 
-#: Settings that a running bookie reads anew each time it needs them.
+#: Settings that a running bookie reads each time it needs them.
 CHANGEABLE: Final = frozenset(
     {
         "diskCheckInterval",
@@ -56,32 +56,32 @@ CHANGEABLE: Final = frozenset(
 
 
 @ENDPOINTS.get("/metrics", "The bookie's metrics, Prometheus text 0.0.4.", answer=CONTENT_TYPE, probe=True)
-async def metrics(call: Call) -> Response:
+async def metrics(call: ApiCall) -> Response:
     bookie = call.service.bookie
     text = await metrics_text(bookie)
     return Response(text, media_type=CONTENT_TYPE)
 
 
 @ENDPOINTS.get(
-    f"{PREFIX}/config/server_config", "The bookie's settings by Java's names, as strings: what holds now.",
-    values=(Value("show_secrets", "Show passwords and tokens too.", Kind.BOOLEAN),), answer=map_of(STRING),
+    f"{PREFIX}/config/server_config", "The bookie's current settings by Java's names, as strings.",
+    values=(Value("show_secrets", "Show passwords and tokens too.", ValueKind.BOOLEAN),), answer=map_of(STRING),
 )  # fmt: skip
-async def server_config(call: Call) -> Response:
-    """Apache's server has what the file sets; here the defaults are added. Source: ConfigurationService."""
+async def server_config(call: ApiCall) -> Response:
+    """Return the file's settings, as Apache's server does, and the defaults. Source: ConfigurationService."""
     config = await call.service.bookie.ask(lambda bookie: bookie.config)
     settings = await asyncio.to_thread(_settings, config)
     if not call.values.get("show_secrets", False):
-        settings = {name: _without_secrets(name, value) for name, value in settings.items()}
+        settings = {name: _masked(name, value) for name, value in settings.items()}
     return json_answer(settings)
 
 
 def _settings(config: BookieConfig) -> dict[str, str]:
-    """The file's settings, known to us or not, and above them what holds."""
+    """Return the file's settings, known to us or not, overridden by the current ones."""
     found: dict[str, str] = {}
     if config.conf_path is not None:
         try:
             properties = read_properties(config.conf_path)
-        except BkctlError:  # it is gone or damaged by now; what holds is known all the same
+        except BkctlError:  # missing or damaged by now; the current settings are known
             pass
         else:
             found = {name: ",".join(properties.list(name)) for name in properties}
@@ -94,22 +94,22 @@ def _settings(config: BookieConfig) -> dict[str, str]:
         found["indexDirectories"] = ",".join(config.index_directories)
     found["ledgerStorageClass"] = config.ledger_storage_class
     for name, value in config.settings().items():
-        if name not in found or not _says_the_same(config, name, found[name]):
+        if name not in found or not _is_current(config, name, found[name]):
             found[name] = value
     found["ledgerScopeIdDefault"] = "0"
     found["ledgerIdFormat"] = "decimal in scope 0, else the ledger qualified name"
     return found
 
 
-def _says_the_same(config: BookieConfig, name: str, text: str) -> bool:
-    """Whether the file's text stands for what holds, 1e3 for 1000.0 and so on; the file may be another one by now."""
+def _is_current(config: BookieConfig, name: str, text: str) -> bool:
+    """Return True if the file's text is the current value, such as 1e3 for 1000.0; the file may have changed."""
     try:
         return config.with_settings({name: text}) == config
     except UsageError:
         return False
 
 
-def _without_secrets(name: str, value: str) -> str:
+def _masked(name: str, value: str) -> str:
     if is_secret_name(name) and value:
         return HIDDEN
     return without_user_info(value, HIDDEN)
@@ -117,18 +117,18 @@ def _without_secrets(name: str, value: str) -> str:
 
 @ENDPOINTS.put(
     f"{PREFIX}/config/server_config",
-    f"Change settings while the bookie runs; it forgets them when it stops. Those that can be changed: "
+    f"Change settings until the bookie stops. Changeable settings: "
     f"{', '.join(sorted(CHANGEABLE))}.",
     body=Body(open_values="names of settings and their values"), answer=TEXT,
 )  # fmt: skip
-async def set_server_config(call: Call) -> Response:
-    """Source: ConfigurationService, which takes any name and changes nothing but what it shows."""
+async def set_server_config(call: ApiCall) -> Response:
+    """Change settings that take effect at once. Source: ConfigurationService, which accepts any name without effect."""
     settings = {}
     for name, value in (call.body or {}).items():
         if name not in CHANGEABLE:
             raise UsageError(
                 f"{name} cannot be changed while the bookie runs",
-                hint=f"those that can be changed are {', '.join(sorted(CHANGEABLE))}",
+                hint=f"changeable settings: {', '.join(sorted(CHANGEABLE))}",
             )
         if not isinstance(value, str | int | float):
             raise UsageError(f"{name} must be a string, a number, true or false")

@@ -14,12 +14,12 @@ from bkctl.http.endpoints import (
     INTEGER,
     PREFIX,
     TEXT,
+    ApiCall,
     Body,
-    Call,
     Endpoints,
-    Kind,
     ServiceUnavailable,
     Value,
+    ValueKind,
     json_answer,
     object_of,
     text_answer,
@@ -34,16 +34,16 @@ ENDPOINTS: Final = Endpoints(of_bookie=True)
 #: Entries of the sanity test, and how long it may take. Source: SanityTestCommand.
 SANITY_ENTRIES: Final = 10
 SANITY_TIMEOUT_S: Final = 30.0
-#: A second sanity test waits so long for the first. Source: BookieSanityService.
+#: The longest wait for another sanity test. Source: BookieSanityService.
 SANITY_WAIT_S: Final = 5.0
 
 
 @ENDPOINTS.get(
-    f"{PREFIX}/bookie/state", "Whether the bookie runs, and takes entries.",
+    f"{PREFIX}/bookie/state", "The state of the bookie: running, writable, stopping.",
     answer=object_of(running=BOOLEAN, readOnly=BOOLEAN, shuttingDown=BOOLEAN, availableForHighPriorityWrites=BOOLEAN),
     probe=True,
 )  # fmt: skip
-async def state(call: Call) -> Response:
+async def state(call: ApiCall) -> Response:
     return json_answer(await call.service.bookie.ask(lambda bookie: bookie.state()))
 
 
@@ -51,16 +51,16 @@ _READ_ONLY: Final = object_of(readOnly=BOOLEAN)
 
 
 @ENDPOINTS.get(f"{PREFIX}/bookie/state/readonly", "Whether the bookie is read-only.", answer=_READ_ONLY)
-async def read_only(call: Call) -> Response:
+async def read_only(call: ApiCall) -> Response:
     return json_answer({"readOnly": await call.service.bookie.ask(lambda bookie: bookie.read_only)})
 
 
 @ENDPOINTS.put(
     f"{PREFIX}/bookie/state/readonly", "Make the bookie read-only, or writable again.",
-    body=Body((Value("readOnly", "true or false.", Kind.BOOLEAN, required=True),)), answer=_READ_ONLY,
+    body=Body((Value("readOnly", "true or false.", ValueKind.BOOLEAN, required=True),)), answer=_READ_ONLY,
 )  # fmt: skip
-async def set_read_only(call: Call) -> Response:
-    """Source: BookieStateReadOnlyService; 400 where read-only mode is forced or disabled."""
+async def set_read_only(call: ApiCall) -> Response:
+    """Switch read-only mode; answer 400 if it is forced or disabled. Source: BookieStateReadOnlyService."""
     assert call.body is not None
     wanted = call.body["readOnly"]
 
@@ -74,9 +74,9 @@ async def set_read_only(call: Call) -> Response:
 
 @ENDPOINTS.get(
     f"{PREFIX}/bookie/is_ready", "Whether the bookie serves.",
-    answer=TEXT, errors={503: "It does not serve, yet or any more"}, probe=True,
+    answer=TEXT, errors={503: "The bookie is starting or stopping"}, probe=True,
 )  # fmt: skip
-async def is_ready(call: Call) -> Response:
+async def is_ready(call: ApiCall) -> Response:
     found = await call.service.bookie.ask(lambda bookie: bookie.state())
     if not found["running"] or found["shuttingDown"]:
         raise ServiceUnavailable("Bookie is not fully started yet")
@@ -84,10 +84,10 @@ async def is_ready(call: Call) -> Response:
 
 
 @ENDPOINTS.get(
-    f"{PREFIX}/bookie/info", "Free and total bytes of the disks that the ledgers are on.",
+    f"{PREFIX}/bookie/info", "Free and total bytes of the ledger disks.",
     answer=object_of(freeSpace=INTEGER, totalSpace=INTEGER),
 )  # fmt: skip
-async def info(call: Call) -> Response:
+async def info(call: ApiCall) -> Response:
     directories = await call.service.bookie.ask(_usage)
     usages = await asyncio.to_thread(directories)
     return json_answer({"freeSpace": usages[0], "totalSpace": usages[1]})
@@ -108,8 +108,8 @@ def _usage(bookie: Bookie) -> Any:
     answer=object_of(passed=BOOLEAN, readOnly=BOOLEAN), timeout_s=SANITY_WAIT_S + SANITY_TIMEOUT_S + 5,
     acts=True,
 )  # fmt: skip
-async def sanity(call: Call) -> Response:
-    """Source: BookieSanityService, SanityTestCommand; a failed test is an answer, too."""
+async def sanity(call: ApiCall) -> Response:
+    """Run a sanity test; a failed one is an answer too. Source: BookieSanityService, SanityTestCommand."""
     service = call.service
     if await service.bookie.ask(lambda bookie: bookie.read_only):
         return json_answer({"passed": False, "readOnly": True})
