@@ -148,7 +148,7 @@ class Api:
             raise
         except Exception as error:
             log.exception("%s %r", request.method, request.scope["path"])
-            return error_answer(500, f"The server is at fault: {type(error).__name__}", "its log says more")
+            return error_answer(500, f"Internal error: {type(error).__name__}", "see the server's log")
         finally:
             self._running -= 1
 
@@ -156,24 +156,14 @@ class Api:
         path = request.scope["path"]  # not that of `request.url`, which is parsed again
         methods = self._routes.get(path) or self._routes.get(path.removesuffix("/"))
         endpoint = methods.get("GET" if request.method == "HEAD" else request.method) if methods else None
-        sees_secrets = True
-        if refused := self._refuse_page(request, endpoint):
-            return refused
-        if self._token is not None:
-            given = _bearer_token(request)
-            is_full = hmac.compare_digest(given, self._token)
-            reads = self._read_only_token is not None and hmac.compare_digest(given, self._read_only_token)
-            is_probe = self._hosts is not None and endpoint is not None and endpoint.probe
-            if not is_full and not reads and not is_probe:
-                return error_answer(
-                    401, "The token is missing or wrong", "send 'Authorization: Bearer TOKEN'",
-                    {"WWW-Authenticate": "Bearer", **_CLOSE},
-                )  # fmt: skip
-            if not is_full and endpoint is not None and not endpoint.only_reads:
-                return error_answer(403, "The token is for reading only", "send the full token", _CLOSE)
-            sees_secrets = is_full
-        if refused := self._refuse_host(request):
-            return refused
+        has_full_access = self._token is None or hmac.compare_digest(_bearer_token(request), self._token)
+        for refused in (
+            self._refuse_page(request, endpoint),
+            None if has_full_access else self._refuse_token(request, endpoint),
+            self._refuse_host(request),
+        ):
+            if refused is not None:
+                return refused
         if methods is None:
             return error_answer(404, f"Unknown path {path}", f"{OPENAPI_PATH} lists the endpoints")
         if endpoint is None:
@@ -190,7 +180,7 @@ class Api:
         timeout_s = endpoint.timeout_s or ANSWER_TIMEOUT_S
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._handled(endpoint, request, body, sees_secrets)
+                return await self._handled(endpoint, request, body, has_full_access)
         except TimeoutError as error:
             raise TimedOut(f"The answer took longer than {timeout_s:g} s") from error
 
@@ -199,10 +189,10 @@ class Api:
         is_forwarded = endpoint.of_bookie and not self.service.has_bookie
         # Apache's bookies behind a gateway mask nothing.
         has_secrets = values.get(SHOW_SECRETS) or (
-            is_forwarded and any(each.name == SHOW_SECRETS for each in endpoint.values)
+            is_forwarded and any(value.name == SHOW_SECRETS for value in endpoint.values)
         )
         if has_secrets and not sees_secrets:
-            return error_answer(403, "The token is for reading only, without secrets", "send the full token", _CLOSE)
+            return error_answer(403, "The token is read-only, without secrets", "send the full token", _CLOSE)
         parsed = endpoint.body.parse(body) if endpoint.body is not None else None
         if is_forwarded:
             assert self._upstream is not None
@@ -220,6 +210,21 @@ class Api:
         if endpoint is not None and endpoint.acts and _is_of_browser(headers):
             hint = "a link or a picture of a page could send it; ask with bkctl or curl"
             return error_answer(403, f"{endpoint.path} changes something, and a browser asks for it", hint, _CLOSE)
+        return None
+
+    def _refuse_token(self, request: Request, endpoint: ApiEndpoint | None) -> Response | None:
+        """Return a refusal for a request without the full token, unless the read-only token or no token suffices."""
+        is_reader = self._read_only_token is not None and hmac.compare_digest(
+            _bearer_token(request), self._read_only_token
+        )
+        is_probe = self._hosts is not None and endpoint is not None and endpoint.probe
+        if not is_reader and not is_probe:
+            return error_answer(
+                401, "The token is missing or wrong", "send 'Authorization: Bearer TOKEN'",
+                {"WWW-Authenticate": "Bearer", **_CLOSE},
+            )  # fmt: skip
+        if endpoint is not None and not endpoint.only_reads:
+            return error_answer(403, "The token is read-only", "send the full token", _CLOSE)
         return None
 
     def _refuse_host(self, request: Request) -> Response | None:

@@ -224,7 +224,7 @@ class ApiClient:
         except OSError as error:
             raise Unreachable(
                 f"{self.url} cannot be reached: {error.strerror or error}",
-                hint="is its HTTP server on (httpServerEnabled=true)? --bookie-url says where else it is",
+                hint="check httpServerEnabled=true, or give its URL with --bookie-url",
             ) from error
 
     def too_large(self, size_max: int, size: str = "") -> ProtocolError:
@@ -246,15 +246,15 @@ class ApiClient:
         except BkctlError:
             response = ApiResponse(status, None, b"")
         message, hint = server_message(response)
-        said = f"{what}: {message} ({status})" if message else f"{what} failed with status {status}"
+        text = f"{what}: {message} ({status})" if message else f"{what} failed with status {status}"
         if status in (401, 403):
-            return Unauthorized(said, hint=TOKEN_HINT if status == 401 else hint or TOKEN_HINT)
+            return Unauthorized(text, hint=TOKEN_HINT if status == 401 else hint or TOKEN_HINT)
         if status == 404 and "html" in (response.content_type or ""):
             return Unsupported(
                 f"{self.url} has no {path.partition('?')[0]}",
                 hint="the bookie's release lacks it, or this is not a bookie",
             )
-        return _ERRORS.get(status, Unreachable if status == 504 else BkctlError)(said, hint=hint)
+        return _ERRORS.get(status, Unreachable if status == 504 else BkctlError)(text, hint=hint)
 
 
 _ERRORS: Final[Mapping[int, type[BkctlError]]] = {

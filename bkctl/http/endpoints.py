@@ -93,7 +93,7 @@ class Value:
     def of_body(self, value: Any) -> Any:
         """Return the value of JSON in a body; booleans may be strings. Raise UsageError."""
         if self.kind is ValueKind.TEXTS:
-            if isinstance(value, list) and all(isinstance(each, str) for each in value):
+            if isinstance(value, list) and all(isinstance(item, str) for item in value):
                 return value
             raise self._refuse(value, "an array of strings")
         if self.kind is ValueKind.BOOLEAN and isinstance(value, bool):
@@ -145,7 +145,7 @@ class Body:
     values: tuple[Value, ...] = ()
     needed: bool = True
     #: At least one of the values is required.
-    some: bool = False
+    needs_value: bool = False
     open_values: str = ""
 
     def parse(self, data: bytes) -> dict[str, Any] | None:
@@ -162,20 +162,20 @@ class Body:
             raise UsageError("The body is not a JSON object", hint=f"send a JSON object with {self._names()}")
         if self.open_values:
             return found
-        known = {each.name: each for each in self.values}
+        known = {value.name: value for value in self.values}
         unknown = sorted(found.keys() - known.keys())
         if unknown:
             message = f"The body has unknown values: {', '.join(unknown)}"
             raise UsageError(message[:MESSAGE_LENGTH_MAX], hint=f"known values: {self._names()}")
-        for each in self.values:
-            if each.required and each.name not in found:
-                raise UsageError(f"The body lacks {each.name}: {_phrase(each.help)}")
-        if self.some and not found:
+        for value in self.values:
+            if value.required and value.name not in found:
+                raise UsageError(f"The body lacks {value.name}: {_phrase(value.help)}")
+        if self.needs_value and not found:
             raise UsageError(f"The body lacks {' or '.join(known)}")
-        return {name: known[name].of_body(value) for name, value in found.items()}
+        return {name: known[name].of_body(given) for name, given in found.items()}
 
     def _names(self) -> str:
-        return self.open_values or ", ".join(each.name for each in self.values)
+        return self.open_values or ", ".join(value.name for value in self.values)
 
     def schema(self) -> Schema:
         """Return the JSON schema of the body."""
@@ -183,12 +183,14 @@ class Body:
             return {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}}
         schema: dict[str, Any] = {
             "type": "object",
-            "properties": {each.name: {**each.schema(in_body=True), "description": each.help} for each in self.values},
+            "properties": {
+                value.name: {**value.schema(in_body=True), "description": value.help} for value in self.values
+            },
             "additionalProperties": False,
         }
-        if required := [each.name for each in self.values if each.required]:
+        if required := [value.name for value in self.values if value.required]:
             schema["required"] = required
-        if self.some:
+        if self.needs_value:
             schema["minProperties"] = 1
         return schema
 
@@ -256,7 +258,7 @@ class ApiEndpoint:
         ledger.
         """
         query: dict[str, str] = {}
-        known = {"bookie", *(each.name for each in self.values)}
+        known = {"bookie", *(value.name for value in self.values)}
         for name, text in pairs:
             if name in known and query.setdefault(name, text) != text:
                 raise UsageError(f"{name} is given twice: {query[name]!r} and {text!r}"[:MESSAGE_LENGTH_MAX])
@@ -264,11 +266,11 @@ class ApiEndpoint:
                 message = f"The query has an unknown value: {name}"
                 raise UsageError(message[:MESSAGE_LENGTH_MAX], hint=f"known values: {', '.join(sorted(known))}")
         values = {}
-        for each in self.values:
-            if each.name in query:
-                values[each.name] = each.of_query(query[each.name])
-            elif each.required:
-                raise UsageError(f"{each.name} is missing: {_phrase(each.help)}")
+        for value in self.values:
+            if value.name in query:
+                values[value.name] = value.of_query(query[value.name])
+            elif value.required:
+                raise UsageError(f"{value.name} is missing: {_phrase(value.help)}")
         return values
 
 
@@ -313,12 +315,12 @@ def json_text(value: Any, level: int = 0) -> str:
             return "{ }"
         indent = "\n" + "  " * (level + 1)
         inner = f",{indent}".join(
-            f"{json.dumps(str(name), ensure_ascii=False)} : {json_text(each, level + 1)}"
-            for name, each in value.items()
+            f"{json.dumps(str(name), ensure_ascii=False)} : {json_text(item, level + 1)}"
+            for name, item in value.items()
         )
         return f"{{{indent}{inner}\n{'  ' * level}}}"
     if isinstance(value, list | tuple):
-        return f"[ {', '.join(json_text(each, level) for each in value)} ]" if value else "[ ]"
+        return f"[ {', '.join(json_text(item, level) for item in value)} ]" if value else "[ ]"
     return json.dumps(value, ensure_ascii=False)
 
 

@@ -54,13 +54,13 @@ def _operation(endpoint: ApiEndpoint, method: str, gateway: bool) -> dict[str, A
     }
     parameters: list[Mapping[str, Any]] = [
         {
-            "name": each.name,
+            "name": value.name,
             "in": "query",
-            "description": each.help,
-            "required": each.required,
-            "schema": {"type": "string"} if each.kind is ValueKind.FLAG else each.schema(in_body=False),
+            "description": value.help,
+            "required": value.required,
+            "schema": {"type": "string"} if value.kind is ValueKind.FLAG else value.schema(in_body=False),
         }
-        for each in endpoint.values
+        for value in endpoint.values
     ]
     if gateway and endpoint.of_bookie:
         parameters.append(_BOOKIE_PARAMETER)

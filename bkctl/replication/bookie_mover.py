@@ -1,6 +1,6 @@
 """Moves all that lost or leaving bookies hold, in every scope, to other bookies.
 
-Recover, decommission and drain share `BookieMover`: it finds the ledgers, tells what prevents their move, and moves
+Recover, decommission and drain share `BookieMover`: it finds the ledgers, reports obstacles, and moves
 several at once. Source: BookKeeperAdmin.recoverBookieData, RecoverCommand.
 """
 

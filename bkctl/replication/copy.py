@@ -85,7 +85,7 @@ async def copy_ledger(
         if not reader.is_closed and not allow_open:
             raise Conflict(
                 f"Ledger {ledger} is open: a copy would end at entry {reader.last_add_confirmed}",
-                hint="close it first (--recover), or copy what is confirmed (--open)",
+                hint="close it first (--recover), or copy the confirmed entries (--open)",
             )
         return await _copy(source, target, reader, scope_id, to, shape, throttle or Throttle(), progress)
 

@@ -139,7 +139,7 @@ class Decommission:
                 StepKind.COOKIE, StepResult.BLOCKED,
                 f"The cookie stays: {ledgers_text(len(more))} still {'has' if len(more) == 1 else 'have'} entries on "
                 f"{self.bookie_id}: {named}",
-                "remove what blocks them, and run it again; what was moved stays moved",
+                "remove the obstacles and run it again; moved ledgers stay moved",
             )  # fmt: skip
         if self._keep_cookie:
             return Step(StepKind.COOKIE, StepResult.KEPT, f"The cookie of {self.bookie_id} was to be kept{given_up}")
@@ -165,8 +165,8 @@ class Decommission:
         if missing:
             return Step(
                 StepKind.AUDITOR, StepResult.WARNING,
-                f"No auditor is elected for {' and '.join(missing)}: this command moves those ledgers alone",
-                "'bkctl autorecovery run' on some hosts would help",
+                f"No auditor is elected for {' and '.join(missing)}: this command moves these ledgers without workers",
+                "start 'bkctl autorecovery run' on other hosts to share the work",
             )  # fmt: skip
         return Step(StepKind.AUDITOR, StepResult.OK, "An auditor is elected")
 

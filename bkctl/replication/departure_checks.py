@@ -42,7 +42,7 @@ class DepartureChecks:
         plan = self.plan
         registered = await self.mover.registered()
         writable = Replacements(registered, self.mover.leaving).writable
-        scoped_count = sum(each.ledger_scopes for each in writable)
+        scoped_count = sum(bookie.ledger_scopes for bookie in writable)
         with_scopes = any(plan.scopes[scope] for scope in plan.scopes if scope)
         text = f"{bookies_text(len(writable))} writable"
         if with_scopes:
@@ -97,7 +97,7 @@ class DepartureChecks:
         if probe:
             for ledger, problem in plan.crowded.items():
                 yield Step(StepKind.LEDGER, StepResult.BLOCKED, problem, "start more bookies", ledger)
-            up = {each.bookie_id for each in await self.mover.registered()}
+            up = {bookie.bookie_id for bookie in await self.mover.registered()}
 
             async def look(ledger: LedgerId, held: HeldLedger | BkctlError) -> Step | None:
                 if isinstance(held, BkctlError) or ledger in plan.crowded:
@@ -119,10 +119,10 @@ class DepartureChecks:
         if not spans:
             return None
         others = dict.fromkeys(
-            f"{each} (down)" if each not in up else each
+            bookie_id if bookie_id in up else f"{bookie_id} (down)"
             for fragment in held.fragments
-            for each in fragment.ensemble
-            if each not in self.mover.leaving
+            for bookie_id in fragment.ensemble
+            if bookie_id not in self.mover.leaving
         )
         where = f"; its other replicas were on {', '.join(others)}" if others else "; it has no other replicas"
         result, advice = (

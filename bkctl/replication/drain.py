@@ -105,7 +105,7 @@ class Drain:
             yield Step(
                 StepKind.LEDGERS, StepResult.BLOCKED,
                 f"{ledgers_text(len(left))} {'is' if len(left) == 1 else 'are'} left on {self.bookie_id}",
-                "run it again when what keeps them is gone; what was moved stays moved",
+                "remove the obstacles and run it again; moved ledgers stay moved",
             )  # fmt: skip
         else:
             yield Step(

@@ -221,7 +221,7 @@ def ok_to_stop(
     if replica_count_min is not None and replica_count_min < 1:
         raise UsageError(f"Cannot require {replica_count_min} replicas", hint="give 1 or more")
     bookies = cluster.bookies.list(include_down=False)
-    staying = {each.bookie_id: each for each in bookies if each.bookie_id not in bookie_ids}
+    staying = {bookie.bookie_id: bookie for bookie in bookies if bookie.bookie_id not in bookie_ids}
     replacements = Replacements(bookies, bookie_ids)
     mark_of = LedgerUnderreplicationManager(cluster.store).beside()
     for ledger, held in ledgers_on(cluster, bookie_ids):
@@ -268,6 +268,17 @@ class _Tally:
         self.last = None if last is None or self.last is None else max(self.last, last)
         self.count = None if count is None or self.count is None else self.count + count
 
+    def message(self, replica_count: int, required_count: int) -> str:
+        """Return the risk as a message: too few of `replica_count` replicas would remain."""
+        lack = "lacks them, or is down" if len(self.unavailable) == 1 else "lack them, or are down"
+        others = f"{', '.join(self.unavailable)} {lack}" if self.unavailable else ""
+        if self.replica_count == 0:
+            return f"No replica would be left{f': {others}' if others else ''}"
+        return (
+            f"Only {self.replica_count} of {replica_count} replicas would remain; {required_count} are required"
+            f"{f'; {others}' if others else ''}"
+        )
+
 
 def _replica_risks(held: HeldLedger, live: Collection[str], replica_count_min: int) -> Iterator[StopProblem]:
     """Yield the risks of entries that would have too few replicas if only the replicas on `live` remained."""
@@ -303,17 +314,15 @@ def _replica_risks(held: HeldLedger, live: Collection[str], replica_count_min: i
     for risk, tally in tallies.items():
         if tally.first is None:
             continue
-        unavailable = ", ".join(tally.unavailable)
-        if risk is Risk.LOST:
-            lack = "lacks them, or is down" if len(tally.unavailable) == 1 else "lack them, or are down"
-            message = f"No replica would be left{f': {unavailable} {lack}' if unavailable else ''}"
-        else:
-            message = (
-                f"Only {tally.replica_count} of {schedule.write_quorum_size} replicas would remain; "
-                f"{wanted} are required"
-                f"{f'; not on {unavailable} either' if unavailable else ''}"
-            )
         yield StopProblem(
-            held.ledger, risk, message, metadata.state, tally.first, tally.last, tally.count, tally.replica_count,
-            wanted, tuple(tally.bookies),
-        )  # fmt: skip
+            held.ledger,
+            risk,
+            tally.message(schedule.write_quorum_size, wanted),
+            metadata.state,
+            tally.first,
+            tally.last,
+            tally.count,
+            tally.replica_count,
+            wanted,
+            tuple(tally.bookies),
+        )

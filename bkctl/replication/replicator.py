@@ -92,7 +92,7 @@ class LedgerReplication:
     def done(self) -> bool:
         """True if every bad fragment is replicated. After SUPERSEDED another check is needed."""
         successes = (Outcome.REPLICATED, Outcome.REPAIRED)
-        return not (self.left_open or self.errors) and all(each.outcome in successes for each in self.fragments)
+        return not (self.left_open or self.errors) and all(fragment.outcome in successes for fragment in self.fragments)
 
 
 class LedgerFragmentReplicator:

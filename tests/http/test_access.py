@@ -22,7 +22,8 @@ from bkctl.client.ledger import BookKeeper
 from bkctl.formats.metadata import BookieServiceInfo, Endpoint
 from bkctl.http.gateway import Upstream
 from bkctl.http.local_token import LocalToken, find_local_token, token_path
-from bkctl.http.server import HttpServer, HttpSettings
+from bkctl.http.server import HttpServer
+from bkctl.http.server_settings import HttpSettings
 from bkctl.http.server_url import token_for_registered
 from bkctl.http.service import Service
 from bkctl.metadata.cluster import open_cluster

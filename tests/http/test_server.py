@@ -22,12 +22,12 @@ from support.servers import free_port, wait_for
 
 from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError, UsageError
-from bkctl.http import app
-from bkctl.http import server as server_module
+from bkctl.http import app, uvicorn_server
 from bkctl.http.api.settings import CHANGEABLE
 from bkctl.http.app import BODY_SIZE_BYTES_MAX, Api
 from bkctl.http.gateway import Upstream
-from bkctl.http.server import HEAD_SIZE_BYTES_MAX, HttpServer, HttpSettings, is_loopback, read_token
+from bkctl.http.server import HEAD_SIZE_BYTES_MAX, HttpServer
+from bkctl.http.server_settings import HttpSettings, is_loopback, read_token, tls_context
 from bkctl.http.service import Service
 
 V1 = "/api/v1"
@@ -354,9 +354,9 @@ def test_too_many_requests_at_once_are_refused(bookie: Any) -> None:
 def impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HttpServer]:
     """A server in this process that waits for nobody long."""
     for name in ("IDLE_TIMEOUT_S", "STALL_TIMEOUT_S"):
-        monkeypatch.setattr(server_module, name, 0.3)
-    monkeypatch.setattr(server_module, "_LOOK_S", 0.05)
-    monkeypatch.setattr(server_module, "CONNECTIONS_MAX", 20)
+        monkeypatch.setattr(uvicorn_server, name, 0.3)
+    monkeypatch.setattr(uvicorn_server, "_LOOK_S", 0.05)
+    monkeypatch.setattr(uvicorn_server, "CONNECTIONS_MAX", 20)
     server = HttpServer(HttpSettings("127.0.0.1", 0))
     server.bind()
     server.start(lambda: Service(f"sqlite://{tmp_path / 'nothing.db'}"), upstream=Upstream())
@@ -390,9 +390,9 @@ def test_excess_connections_are_refused(impatient: HttpServer) -> None:
 
 
 def test_mute_tls_connections_count_and_time_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pem: Path) -> None:
-    monkeypatch.setattr(server_module, "CONNECTIONS_MAX", 20)
-    monkeypatch.setattr(server_module, "HANDSHAKE_TIMEOUT_S", 0.5)
-    tls = server_module.tls_context(str(pem), None, None)
+    monkeypatch.setattr(uvicorn_server, "CONNECTIONS_MAX", 20)
+    monkeypatch.setattr(uvicorn_server, "HANDSHAKE_TIMEOUT_S", 0.5)
+    tls = tls_context(str(pem), None, None)
     server = HttpServer(HttpSettings("127.0.0.1", 0, tls=tls))
     server.bind()
     server.start(lambda: Service(f"sqlite://{tmp_path / 'nothing.db'}"), upstream=Upstream())

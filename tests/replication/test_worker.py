@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from replication.recovering import CONFIG, bookies_of, come_back, eventually, lose, running, write
+from replication.recovering import CONFIG, bookies_of, come_back, eventually, lose, manager_of, running, write
 
 from bkctl.errors import Conflict, LedgerFenced
 from bkctl.formats.metadata import LedgerState
@@ -17,10 +17,6 @@ from bkctl.replication.checker import LedgerChecker
 from bkctl.replication.worker import LedgerOutcome, ReplicationWorker, retry_delay_ms
 
 NEVER_MS = 3_600_000
-
-
-def manager_of(cluster):
-    return LedgerUnderreplicationManager(cluster.cluster.store)
 
 
 async def is_whole(client, ledger):

@@ -47,7 +47,7 @@ async def last_log_mark(call: ApiCall) -> Response:
             marks = latest_marks(directories).marks
         except NotFound:
             marks = []
-        found = {each.journal_index: (each.mark.journal_id, each.mark.offset) for each in marks}
+        found = {mark.journal_index: (mark.mark.journal_id, mark.mark.offset) for mark in marks}
         return {index: found.get(index, (0, 0)) for index in range(len(config.journal_directories))}
 
     found = await asyncio.to_thread(look)

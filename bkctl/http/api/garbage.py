@@ -114,7 +114,7 @@ async def suspended(call: ApiCall) -> Response:
     body=Body((
         Value("suspendMajor", "No major compaction.", ValueKind.BOOLEAN),
         Value("suspendMinor", "No minor compaction.", ValueKind.BOOLEAN),
-    ), some=True),
+    ), needs_value=True),
     answer=STRING,
 )  # fmt: skip
 async def suspend(call: ApiCall) -> Response:
@@ -126,7 +126,7 @@ async def suspend(call: ApiCall) -> Response:
     body=Body((
         Value("resumeMajor", "Major compaction.", ValueKind.BOOLEAN),
         Value("resumeMinor", "Minor compaction.", ValueKind.BOOLEAN),
-    ), some=True),
+    ), needs_value=True),
     answer=STRING,
 )  # fmt: skip
 async def resume(call: ApiCall) -> Response:
@@ -141,14 +141,14 @@ async def _switch_compaction(call: ApiCall, verb: str) -> Response:
     def switch(bookie: Bookie) -> str:
         collector = _collector(bookie)
         server = f"Bookie Server listening on {bookie.address[0]}:{bookie.address[1]} with id {bookie.bookie_id}"
-        said = ""
+        message = ""
         if major:
-            said = f"{verb.capitalize()} majorGC on BookieServer: {server}"
+            message = f"{verb.capitalize()} majorGC on BookieServer: {server}"
             (collector.suspend_major if verb == "suspend" else collector.resume_major)()
         if minor:
-            said += f", {verb.capitalize()} minorGC on BookieServer: {server}"
+            message += f", {verb.capitalize()} minorGC on BookieServer: {server}"
             (collector.suspend_minor if verb == "suspend" else collector.resume_minor)()
-        return said
+        return message
 
     return json_answer(await call.service.bookie.ask(switch))
 
@@ -186,7 +186,7 @@ async def compact_locations(call: ApiCall) -> Response:
     wanted = body.get("entryLocations", "").strip()
     paths = await call.service.bookie.ask(lambda bookie: list(bookie.storage.ledgers.location_compactions()))
     chosen = wanted.split(",") if wanted else paths
-    if unknown := [each for each in chosen if each not in paths]:
+    if unknown := [path for path in chosen if path not in paths]:
         raise UsageError(
             f"Specified trigger compact entryLocations: {','.join(unknown)} is invalid",
             hint=f"this bookie's databases of entry locations: {', '.join(paths) or 'none'}",
