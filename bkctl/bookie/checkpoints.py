@@ -11,7 +11,8 @@ from bkctl.bookie.metrics import BookieMetrics
 from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.bookie.workers import Worker, disk_failure
 from bkctl.errors import BkctlError
-from bkctl.storage.bookie_storage import BookieStorage, Checkpoint
+from bkctl.storage.bookie_storage import BookieStorage
+from bkctl.storage.checkpoints import Checkpoint
 
 
 class NoSpaceForCheckpoint(BkctlError):

@@ -9,12 +9,12 @@ from bkctl.errors import Unsupported
 
 
 def has_server() -> bool:
-    """Whether the packages of the server are installed."""
+    """Return True if the packages of the server are installed."""
     return all(find_spec(name) is not None for name in ("starlette", "uvicorn"))
 
 
 def load_server() -> ModuleType:
-    """The module `bkctl.http.server`. Raises Unsupported where its packages are not installed."""
+    """Return the module `bkctl.http.server`. Raise Unsupported if its packages are not installed."""
     if not has_server():
         raise Unsupported(
             "The HTTP server needs packages that are not installed (starlette, uvicorn)",

@@ -1,7 +1,7 @@
-"""The REST API as an ASGI application: who may ask, which endpoint, is the request in order, what is answered.
+"""The REST API as an ASGI application: access, routing, checks of requests, and errors.
 
-Everything that a client can do to it is bounded: requests at once, the size of a body, the time for it to come, for an
-answer, and for a client to take that. Whatever goes wrong is answered as `{"error": …, "hint": …}`.
+Concurrent requests, the size of a body, and the times for receiving a body, computing an answer and sending it are
+bounded. Errors are answered as `{"error": …, "hint": …}`.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ from bkctl.errors import (
     Unreachable,
     UsageError,
 )
-from bkctl.http.bookie_api import BOOKIE
-from bkctl.http.cluster_api import CLUSTER
+from bkctl.http.api import BOOKIE, CLUSTER
 from bkctl.http.endpoints import (
     TEXT,
-    Call,
-    Endpoint,
+    ApiCall,
+    ApiEndpoint,
     ServiceUnavailable,
     error_answer,
     json_answer,
     text_answer,
 )
-from bkctl.http.gateway import PassedOn, forward
+from bkctl.http.gateway import Upstream, forward
 from bkctl.http.openapi import document
 
 if TYPE_CHECKING:
@@ -50,15 +49,15 @@ if TYPE_CHECKING:
 
 log: Final = logging.getLogger("bkctl.http")
 
-#: Source of none of these: Apache's server has no such limits.
+#: Apache's server has no such limits.
 REQUESTS_MAX: Final = 64
 BODY_SIZE_BYTES_MAX: Final = 64 << 10
 BODY_TIMEOUT_S: Final = 15.0
 ANSWER_TIMEOUT_S: Final = 90.0
-#: The longest wait for a client to take the next piece of an answer.
+#: The longest wait for a client to read the next piece of an answer.
 SEND_TIMEOUT_S: Final = 30.0
 OPENAPI_PATH: Final = "/openapi.json"
-#: The value of a query that asks for passwords and tokens.
+#: The query value that requests passwords and tokens.
 SHOW_SECRETS: Final = "show_secrets"
 _CLOSE: Final = {"Connection": "close"}
 
@@ -75,12 +74,12 @@ _STATUS: Final[tuple[tuple[type[BkctlError], int], ...]] = (
 
 
 class Api:
-    """The endpoints of a bookie's own server, or (where `service` has no bookie) of a gateway.
+    """The endpoints of a bookie's own server, or of a gateway if `service` has no bookie.
 
-    `token` None: whoever gets a connection may ask. `read_only_token` opens what changes nothing, without secrets.
-    `is_local`: a request must name this machine as its host, so that no web page in a browser here can ask under
-    another name, and probes need no token. `upstream` is how a gateway reaches the bookies' servers. Requests of web
-    pages are refused, whatever they carry.
+    Without `token`, every connected client has access. `read_only_token` gives access to endpoints that change nothing,
+    without secrets. `is_local`: a request must name this machine as its host, which excludes web pages that reach it
+    under another name, and probes need no token. `upstream` is for a gateway's requests to bookies. Requests of web
+    pages are always refused.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class Api:
         token: str | None = None,
         read_only_token: str | None = None,
         is_local: bool = False,
-        upstream: PassedOn | None = None,
+        upstream: Upstream | None = None,
     ) -> None:
         self.service = service
         self._token = None if token is None else token.encode()
@@ -98,26 +97,26 @@ class Api:
         self._hosts = {"localhost", socket.gethostname().lower()} if is_local else None
         self._upstream = upstream
         self._running = 0
-        self.endpoints: tuple[Endpoint, ...] = (
-            Endpoint(
+        self.endpoints: tuple[ApiEndpoint, ...] = (
+            ApiEndpoint(
                 "GET", "/heartbeat", "Whether the server is there.", self._heartbeat, TEXT, any_method=True, probe=True
             ),
-            Endpoint("GET", OPENAPI_PATH, "This document.", self._document, {"type": "object"}),
+            ApiEndpoint("GET", OPENAPI_PATH, "This document.", self._document, {"type": "object"}),
             *BOOKIE,
             *CLUSTER,
         )
         self._routes = _routes(self.endpoints)
 
-    async def _heartbeat(self, call: Call) -> Response:
+    async def _heartbeat(self, call: ApiCall) -> Response:
         return text_answer("OK\n")
 
-    async def _document(self, call: Call) -> Response:
+    async def _document(self, call: ApiCall) -> Response:
         return json_answer(
             document(self.endpoints, gateway=not call.service.has_bookie, needs_token=self._token is not None)
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Answer one HTTP request (ASGI)."""
         if scope["type"] != "http":
             return
         exchange = _Exchange(send)
@@ -131,11 +130,11 @@ class Api:
         except ClientDisconnect:
             return
         except TimeoutError:
-            log.info("%s: the client does not take its answer", scope["path"])
-        except BkctlError as error:  # in the midst of an answer, which breaks off so
+            log.info("%s: the client does not read its answer", scope["path"])
+        except BkctlError as error:  # after the answer has begun, which is cut short
             log.warning("%s: %s", scope["path"], error)
         except Exception:
-            log.exception("%s broke off", scope["path"])
+            log.exception("%s: the answer is cut short", scope["path"])
 
     async def _answer(self, request: Request) -> Response:
         if self._running >= REQUESTS_MAX:
@@ -149,34 +148,24 @@ class Api:
             raise
         except Exception as error:
             log.exception("%s %r", request.method, request.scope["path"])
-            return error_answer(500, f"The server is at fault: {type(error).__name__}", "its log says more")
+            return error_answer(500, f"Internal error: {type(error).__name__}", "see the server's log")
         finally:
             self._running -= 1
 
     async def _checked(self, request: Request) -> Response:
-        path = request.scope["path"]  # not that of `request.url`, which is taken apart anew
+        path = request.scope["path"]  # not that of `request.url`, which is parsed again
         methods = self._routes.get(path) or self._routes.get(path.removesuffix("/"))
         endpoint = methods.get("GET" if request.method == "HEAD" else request.method) if methods else None
-        sees_secrets = True
-        if refused := self._refuse_page(request, endpoint):
-            return refused
-        if self._token is not None:
-            given = _bearer_token(request)
-            is_full = hmac.compare_digest(given, self._token)
-            reads = self._read_only_token is not None and hmac.compare_digest(given, self._read_only_token)
-            is_probe = self._hosts is not None and endpoint is not None and endpoint.probe
-            if not is_full and not reads and not is_probe:
-                return error_answer(
-                    401, "The token is missing or wrong", "send 'Authorization: Bearer TOKEN'",
-                    {"WWW-Authenticate": "Bearer", **_CLOSE},
-                )  # fmt: skip
-            if not is_full and endpoint is not None and not endpoint.only_reads:
-                return error_answer(403, "The token is for reading only", "send the full token", _CLOSE)
-            sees_secrets = is_full
-        if refused := self._refuse_host(request):
-            return refused
+        has_full_access = self._token is None or hmac.compare_digest(_bearer_token(request), self._token)
+        for refused in (
+            self._refuse_page(request, endpoint),
+            None if has_full_access else self._refuse_token(request, endpoint),
+            self._refuse_host(request),
+        ):
+            if refused is not None:
+                return refused
         if methods is None:
-            return error_answer(404, f"There is nothing at {path}", f"{OPENAPI_PATH} lists what there is")
+            return error_answer(404, f"Unknown path {path}", f"{OPENAPI_PATH} lists the endpoints")
         if endpoint is None:
             allowed = ", ".join(sorted(methods))
             hint = f"use {allowed}"
@@ -191,27 +180,27 @@ class Api:
         timeout_s = endpoint.timeout_s or ANSWER_TIMEOUT_S
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._handled(endpoint, request, body, sees_secrets)
+                return await self._handled(endpoint, request, body, has_full_access)
         except TimeoutError as error:
-            raise TimedOut(f"There is no answer within {timeout_s:g} s") from error
+            raise TimedOut(f"The answer took longer than {timeout_s:g} s") from error
 
-    async def _handled(self, endpoint: Endpoint, request: Request, body: bytes, sees_secrets: bool) -> Response:
+    async def _handled(self, endpoint: ApiEndpoint, request: Request, body: bytes, sees_secrets: bool) -> Response:
         values = endpoint.parse_query(request.query_params.multi_items())
         is_forwarded = endpoint.of_bookie and not self.service.has_bookie
         # Apache's bookies behind a gateway mask nothing.
         has_secrets = values.get(SHOW_SECRETS) or (
-            is_forwarded and any(each.name == SHOW_SECRETS for each in endpoint.values)
+            is_forwarded and any(value.name == SHOW_SECRETS for value in endpoint.values)
         )
         if has_secrets and not sees_secrets:
-            return error_answer(403, "The token is for reading only, without secrets", "send the full token", _CLOSE)
+            return error_answer(403, "The token is read-only, without secrets", "send the full token", _CLOSE)
         parsed = endpoint.body.parse(body) if endpoint.body is not None else None
         if is_forwarded:
             assert self._upstream is not None
             return await forward(self.service, self._upstream, endpoint, request, body)
-        return await endpoint.handler(Call(self.service, values, parsed, sees_secrets))
+        return await endpoint.handler(ApiCall(self.service, values, parsed, sees_secrets))
 
-    def _refuse_page(self, request: Request, endpoint: Endpoint | None) -> Response | None:
-        """A refusal for what a browser sends in the name of a web page; no page is served here that could ask."""
+    def _refuse_page(self, request: Request, endpoint: ApiEndpoint | None) -> Response | None:
+        """Return a refusal if a browser sent the request for a web page; this server has no pages of its own."""
         headers = request.headers
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
         host = headers.get("host", "")
@@ -223,6 +212,21 @@ class Api:
             return error_answer(403, f"{endpoint.path} changes something, and a browser asks for it", hint, _CLOSE)
         return None
 
+    def _refuse_token(self, request: Request, endpoint: ApiEndpoint | None) -> Response | None:
+        """Return a refusal for a request without the full token, unless the read-only token or no token suffices."""
+        is_reader = self._read_only_token is not None and hmac.compare_digest(
+            _bearer_token(request), self._read_only_token
+        )
+        is_probe = self._hosts is not None and endpoint is not None and endpoint.probe
+        if not is_reader and not is_probe:
+            return error_answer(
+                401, "The token is missing or wrong", "send 'Authorization: Bearer TOKEN'",
+                {"WWW-Authenticate": "Bearer", **_CLOSE},
+            )  # fmt: skip
+        if endpoint is not None and not endpoint.only_reads:
+            return error_answer(403, "The token is read-only", "send the full token", _CLOSE)
+        return None
+
     def _refuse_host(self, request: Request) -> Response | None:
         if self._hosts is not None and not _is_one_of(request.headers.get("host", ""), self._hosts):
             return error_answer(
@@ -232,7 +236,7 @@ class Api:
 
 
 class _Exchange:
-    """Sends an answer, and gives up on a client that does not take it."""
+    """Sends an answer, and gives up on a client that does not read it."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -244,8 +248,8 @@ class _Exchange:
             await self._send(message)
 
 
-def _routes(endpoints: Iterable[Endpoint]) -> Mapping[str, Mapping[str, Endpoint]]:
-    routes: dict[str, dict[str, Endpoint]] = {}
+def _routes(endpoints: Iterable[ApiEndpoint]) -> Mapping[str, Mapping[str, ApiEndpoint]]:
+    routes: dict[str, dict[str, ApiEndpoint]] = {}
     for endpoint in endpoints:
         methods = routes.setdefault(endpoint.path, {})
         for method in ("GET", "PUT", "POST", "DELETE") if endpoint.any_method else (endpoint.method,):
@@ -259,7 +263,7 @@ def _bearer_token(request: Request) -> bytes:
 
 
 def _is_of_browser(headers: Headers) -> bool:
-    """Whether a browser sent these: those that know no Sec-Fetch-Site name themselves as Mozilla, all of them."""
+    """Return True for a browser's headers; browsers without Sec-Fetch-Site all call themselves Mozilla."""
     marks = ("origin", "referer", "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest")
     return any(name in headers for name in marks) or headers.get("user-agent", "").startswith("Mozilla/")
 
@@ -277,7 +281,7 @@ def _is_one_of(host: str, names: set[str]) -> bool:
 
 
 async def _read_body(request: Request) -> bytes | None:
-    """The body; None when it is too large."""
+    """Return the body; None if it is too large."""
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)

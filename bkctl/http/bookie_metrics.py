@@ -1,4 +1,4 @@
-"""/metrics of a bookie: its counters, and what is measured when somebody looks. Apache's names where it has them."""
+"""Renders /metrics of a bookie: its counters, and values measured at the request, under Apache's names if any."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from bkctl.bookie.metrics import PrometheusText, metric_name, process_metrics
 
 if TYPE_CHECKING:
     from bkctl.bookie.bookie import Bookie
-    from bkctl.http.service import LocalBookie
+    from bkctl.http.service import BookieProxy
 
 _USAGE_STEP: Final = 10
 
 
-async def metrics_text(local: LocalBookie) -> str:
-    """All metrics of the bookie."""
+async def metrics_text(local: BookieProxy) -> str:
+    """Return all metrics of the bookie in Prometheus' text format."""
     measured = await local.ask(_measure)
     return await asyncio.to_thread(_render, local, measured)
 
 
 def _measure(bookie: Bookie) -> dict[str, Any]:
-    """What only the bookie's event loop knows."""
+    """Return the values that only the bookie's event loop may read."""
     bookie.metrics.settle_reads()
     return {
         "writable": not bookie.read_only,
@@ -37,7 +37,7 @@ def _measure(bookie: Bookie) -> dict[str, Any]:
     }
 
 
-def _render(local: LocalBookie, measured: dict[str, Any]) -> str:
+def _render(local: BookieProxy, measured: dict[str, Any]) -> str:
     text = PrometheusText()
     metrics = local.metrics
     text.gauge("bookie_SERVER_STATUS", int(measured["writable"]))
@@ -47,7 +47,7 @@ def _render(local: LocalBookie, measured: dict[str, Any]) -> str:
     text.latency("bookkeeper_server_READ_ENTRY", metrics.read_entry)
     for name, latency in metrics.requests.items():
         text.latency(f"bookkeeper_server_{name}_REQUEST", latency)
-        if not name.startswith("READ_ENTRY"):  # those Apache's divides into steps
+        if not name.startswith("READ_ENTRY"):  # Apache's divides these into steps
             text.latency(f"bookkeeper_server_{name}", latency)
     text.summary("bookie_BOOKIE_ADD_ENTRY_BYTES", metrics.add_entry_bytes)
     text.counter("bookie_WRITE_BYTES", metrics.add_entry_bytes.sum)
@@ -72,7 +72,7 @@ def _render(local: LocalBookie, measured: dict[str, Any]) -> str:
     return text.text()
 
 
-def _journals(text: PrometheusText, local: LocalBookie, measured: dict[str, Any]) -> None:
+def _journals(text: PrometheusText, local: BookieProxy, measured: dict[str, Any]) -> None:
     text.gauge("bookie_JOURNAL_DIRS", measured["journals"])
     for index, journal in enumerate(local.metrics.journals):
         labels = {"journalIndex": str(index)}
@@ -84,7 +84,7 @@ def _journals(text: PrometheusText, local: LocalBookie, measured: dict[str, Any]
         text.counter("bookie_journal_JOURNAL_WRITE_BYTES", journal.written_bytes, labels)
 
 
-def _directories(text: PrometheusText, local: LocalBookie, measured: dict[str, Any]) -> None:
+def _directories(text: PrometheusText, local: BookieProxy, measured: dict[str, Any]) -> None:
     directories = measured["directories"]
     text.gauge("bookie_ledger_num_dirs", len(directories))
     text.gauge("bookie_ledger_writable_dirs", measured["writable_directories"])
@@ -98,7 +98,7 @@ def _directories(text: PrometheusText, local: LocalBookie, measured: dict[str, A
 
 
 def _collector(text: PrometheusText, measured: dict[str, Any]) -> None:
-    """DbLedgerStorage has no `gc` in the names. Source: GarbageCollectorThread, GarbageCollectorStats."""
+    """Add the collector's metrics; with DbLedgerStorage the names lack `gc`. Source: GarbageCollectorStats."""
     collector = measured["collector"]
     if collector is None:
         return

@@ -1,7 +1,7 @@
-"""How an endpoint of the REST API is declared: one declaration for routing, checks of what comes in, and the document.
+"""Declares endpoints of the REST API: one declaration for routing, checks of requests, and the OpenAPI document.
 
-    @BOOKIE.get("/api/v1/bookie/state", "Whether the bookie runs, and takes entries.", answer=STATE)
-    async def state(call: Call) -> Response: ...
+    @ENDPOINTS.get("/api/v1/bookie/state", "Whether the bookie runs, and takes entries.", answer=STATE)
+    async def state(call: ApiCall) -> Response: ...
 
 Source of paths, names, types and key forms: HttpRouter and the services of org.apache.bookkeeper.server.http.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PREFIX: Final = "/api/v1"
 JSON: Final = "application/json"
 TEXT: Final = "text/plain; charset=utf-8"
-#: Of an error: a request can put much into its own message.
+#: The longest message of an error, since a request can put much into it.
 MESSAGE_LENGTH_MAX: Final = 1000
 
 Schema: TypeAlias = Mapping[str, Any]
@@ -36,32 +36,32 @@ STRING: Final[Schema] = {"type": "string"}
 
 
 def object_of(**properties: Schema) -> Schema:
-    """The schema of an object that has all these properties; more may come."""
+    """Return the schema of an object with all these properties, and perhaps more."""
     return {"type": "object", "properties": dict(properties), "required": list(properties)}
 
 
 def map_of(value: Schema) -> Schema:
-    """The schema of an object of any names with such values."""
+    """Return the schema of an object with any names and such values."""
     return {"type": "object", "additionalProperties": dict(value)}
 
 
 def list_of(item: Schema) -> Schema:
-    """The schema of an array."""
+    """Return the schema of an array."""
     return {"type": "array", "items": dict(item)}
 
 
 def nullable(kind: str) -> Schema:
-    """The schema of a value of this type or null."""
+    """Return the schema of a value of this type or null."""
     return {"type": [kind, "null"]}
 
 
-class Kind(Enum):
-    """What a value in a query or a body is."""
+class ValueKind(Enum):
+    """The type of a value in a query or a body."""
 
     TEXT = "string"
     INTEGER = "integer"
     BOOLEAN = "boolean"
-    #: In a query: given or not, whatever its value.
+    #: In a query: present or absent, whatever its value.
     FLAG = "flag"
     #: In a body: an array of texts.
     TEXTS = "array"
@@ -69,21 +69,21 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One value that a query or a body may carry. Integers are bounded; of `choices` one must be given."""
+    """A value of a query or a body. Integers are from `least` to `most`; with `choices`, only these texts are valid."""
 
     name: str
     help: str
-    kind: Kind = Kind.TEXT
+    kind: ValueKind = ValueKind.TEXT
     required: bool = False
     least: int = 0
     most: int = I64_MAX
     choices: tuple[str, ...] = ()
 
     def of_query(self, text: str) -> Any:
-        """The value that `text` stands for. Raises UsageError."""
-        if self.kind is Kind.FLAG:
+        """Return the value of a text in a query. Raise UsageError."""
+        if self.kind is ValueKind.FLAG:
             return True
-        if self.kind is Kind.INTEGER:
+        if self.kind is ValueKind.INTEGER:
             digits = text.removeprefix("-")
             if not (digits.isascii() and digits.isdecimal() and len(digits) <= 20):
                 raise self._refuse(text, "a whole number")
@@ -91,23 +91,23 @@ class Value:
         return self._text(text)
 
     def of_body(self, value: Any) -> Any:
-        """The value that JSON carries: true and "true" both for a boolean. Raises UsageError."""
-        if self.kind is Kind.TEXTS:
-            if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        """Return the value of JSON in a body; booleans may be strings. Raise UsageError."""
+        if self.kind is ValueKind.TEXTS:
+            if isinstance(value, list) and all(isinstance(item, str) for item in value):
                 return value
             raise self._refuse(value, "an array of strings")
-        if self.kind is Kind.BOOLEAN and isinstance(value, bool):
+        if self.kind is ValueKind.BOOLEAN and isinstance(value, bool):
             return value
-        if self.kind is Kind.INTEGER:
+        if self.kind is ValueKind.INTEGER:
             if isinstance(value, int) and not isinstance(value, bool):
                 return self._bounded(value)
             raise self._refuse(value, "a whole number")
         if not isinstance(value, str):
-            raise self._refuse(value, "true or false" if self.kind is Kind.BOOLEAN else "a string")
+            raise self._refuse(value, "true or false" if self.kind is ValueKind.BOOLEAN else "a string")
         return self._text(value)
 
     def _text(self, text: str) -> Any:
-        if self.kind is Kind.BOOLEAN:
+        if self.kind is ValueKind.BOOLEAN:
             word = text.lower()
             if word not in ("true", "false"):
                 raise self._refuse(text, "true or false")
@@ -125,12 +125,12 @@ class Value:
         return UsageError(f"{self.name} must be {wanted}, not {given!r}"[:MESSAGE_LENGTH_MAX])
 
     def schema(self, *, in_body: bool) -> Schema:
-        """The JSON schema of the value."""
-        if self.kind is Kind.TEXTS:
+        """Return the JSON schema of the value."""
+        if self.kind is ValueKind.TEXTS:
             return list_of(STRING)
-        if self.kind is Kind.INTEGER:
+        if self.kind is ValueKind.INTEGER:
             return {**INTEGER, "minimum": self.least, "maximum": self.most}
-        if self.kind is Kind.BOOLEAN:
+        if self.kind is ValueKind.BOOLEAN:
             texts = {"type": "string", "enum": ["true", "false"]}
             return {"oneOf": [BOOLEAN, texts]} if in_body else texts
         if self.choices:
@@ -140,16 +140,16 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A JSON object that a request carries. With `needed` it cannot be left out; `open_values`: any name will do."""
+    """The JSON object in a request's body. `needed`: it is required; `open_values` describes a body with any names."""
 
     values: tuple[Value, ...] = ()
     needed: bool = True
-    #: At least one of the values has to be there.
-    some: bool = False
+    #: At least one of the values is required.
+    needs_value: bool = False
     open_values: str = ""
 
     def parse(self, data: bytes) -> dict[str, Any] | None:
-        """The object in `data`, its values checked; None where there is none. Raises UsageError."""
+        """Return the object in `data` with checked values; None for an empty body. Raise UsageError."""
         if not data.strip():
             if self.needed:
                 raise UsageError("The request has no body", hint=f"send a JSON object with {self._names()}")
@@ -157,44 +157,46 @@ class Body:
         try:
             found = json.loads(data, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
-            raise UsageError("The body is no JSON", hint=f"send a JSON object with {self._names()}") from None
+            raise UsageError("The body is not JSON", hint=f"send a JSON object with {self._names()}") from None
         if not isinstance(found, dict):
-            raise UsageError("The body is no JSON object", hint=f"send a JSON object with {self._names()}")
+            raise UsageError("The body is not a JSON object", hint=f"send a JSON object with {self._names()}")
         if self.open_values:
             return found
-        known = {each.name: each for each in self.values}
+        known = {value.name: value for value in self.values}
         unknown = sorted(found.keys() - known.keys())
         if unknown:
-            message = f"The body has a value that is not known here: {', '.join(unknown)}"
-            raise UsageError(message[:MESSAGE_LENGTH_MAX], hint=f"known are {self._names()}")
-        for each in self.values:
-            if each.required and each.name not in found:
-                raise UsageError(f"The body lacks {each.name}: {_phrase(each.help)}")
-        if self.some and not found:
+            message = f"The body has unknown values: {', '.join(unknown)}"
+            raise UsageError(message[:MESSAGE_LENGTH_MAX], hint=f"known values: {self._names()}")
+        for value in self.values:
+            if value.required and value.name not in found:
+                raise UsageError(f"The body lacks {value.name}: {_phrase(value.help)}")
+        if self.needs_value and not found:
             raise UsageError(f"The body lacks {' or '.join(known)}")
-        return {name: known[name].of_body(value) for name, value in found.items()}
+        return {name: known[name].of_body(given) for name, given in found.items()}
 
     def _names(self) -> str:
-        return self.open_values or ", ".join(each.name for each in self.values)
+        return self.open_values or ", ".join(value.name for value in self.values)
 
     def schema(self) -> Schema:
-        """The JSON schema of the body."""
+        """Return the JSON schema of the body."""
         if self.open_values:
             return {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}}
         schema: dict[str, Any] = {
             "type": "object",
-            "properties": {each.name: {**each.schema(in_body=True), "description": each.help} for each in self.values},
+            "properties": {
+                value.name: {**value.schema(in_body=True), "description": value.help} for value in self.values
+            },
             "additionalProperties": False,
         }
-        if required := [each.name for each in self.values if each.required]:
+        if required := [value.name for value in self.values if value.required]:
             schema["required"] = required
-        if self.some:
+        if self.needs_value:
             schema["minProperties"] = 1
         return schema
 
 
 def _phrase(sentence: str) -> str:
-    """As part of a message, which has no full stop."""
+    """Return a sentence without its full stop, as part of a message."""
     return sentence.removesuffix(".")
 
 
@@ -203,25 +205,25 @@ def _refuse_constant(text: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One request, checked: the values of its query and its body (None: it has none), and what it works on."""
+class ApiCall:
+    """A checked request: the values of its query and of its body (None: no body), and the service."""
 
     service: Service
     values: Mapping[str, Any]
     body: Mapping[str, Any] | None
-    #: False for a client that may only read: passwords are left out of what it gets.
+    #: False for a client with the read-only token: its answers contain no passwords.
     sees_secrets: bool = True
 
 
-Handler: TypeAlias = Callable[[Call], Awaitable[Response]]
+Handler: TypeAlias = Callable[[ApiCall], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class ApiEndpoint:
     """One method of one path.
 
-    `answer` is the schema of the JSON that it answers with, a media type where that is no JSON. `errors` says what
-    codes mean that are this endpoint's own. `of_bookie`: it is about one bookie, so that a gateway passes it on.
+    `answer` is the schema of its JSON answer, or the media type of another answer. `errors` has the meanings of the
+    endpoint's own status codes. `of_bookie`: the endpoint is about one bookie, and a gateway forwards it.
     """
 
     method: str
@@ -233,47 +235,47 @@ class Endpoint:
     body: Body | None = None
     errors: Mapping[int, str] = field(default_factory=dict)
     of_bookie: bool = False
-    #: Where nothing is to be done it says so in plain text.
+    #: If there is nothing to do, the answer is plain text.
     text_too: bool = False
-    #: Apache answers any method here.
+    #: Any method is valid, as in Apache's server.
     any_method: bool = False
-    #: Says nothing of ledgers or settings: on loopback it is answered without the token that the server made.
+    #: The answer is harmless: on loopback it needs no token if the server created its token itself.
     probe: bool = False
-    #: A GET that changes something all the same: for clients that may change things, and never for a web page.
+    #: A GET that changes something: it needs the full token, and is refused to browsers.
     acts: bool = False
-    #: It takes no longer than other requests, unless it says so here.
+    #: The longest time for the answer in seconds; None: the default.
     timeout_s: float | None = None
 
     @property
     def only_reads(self) -> bool:
-        """Whether it changes nothing, so that a read-only token opens it."""
+        """True if the endpoint changes nothing, so that the read-only token suffices."""
         return (self.method == "GET" or self.any_method) and not self.acts
 
     def parse_query(self, pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
-        """The values of a query string. Raises UsageError, also for one that is given twice and not the same.
+        """Return the values of a query string. Raise UsageError, also for a value that is given twice and differs.
 
-        What is not declared is passed over, as Apache does, except where something is deleted: a misspelt scope would
-        make another ledger of it.
+        Undeclared values are ignored, as in Apache's server, except by DELETE: a misspelt scope would delete another
+        ledger.
         """
         query: dict[str, str] = {}
-        known = {"bookie", *(each.name for each in self.values)}
+        known = {"bookie", *(value.name for value in self.values)}
         for name, text in pairs:
             if name in known and query.setdefault(name, text) != text:
                 raise UsageError(f"{name} is given twice: {query[name]!r} and {text!r}"[:MESSAGE_LENGTH_MAX])
             if self.method == "DELETE" and name not in known:
-                message = f"The query has a value that is not known here: {name}"
-                raise UsageError(message[:MESSAGE_LENGTH_MAX], hint=f"known are {', '.join(sorted(known))}")
+                message = f"The query has an unknown value: {name}"
+                raise UsageError(message[:MESSAGE_LENGTH_MAX], hint=f"known values: {', '.join(sorted(known))}")
         values = {}
-        for each in self.values:
-            if each.name in query:
-                values[each.name] = each.of_query(query[each.name])
-            elif each.required:
-                raise UsageError(f"{each.name} is missing: {_phrase(each.help)}")
+        for value in self.values:
+            if value.name in query:
+                values[value.name] = value.of_query(query[value.name])
+            elif value.required:
+                raise UsageError(f"{value.name} is missing: {_phrase(value.help)}")
         return values
 
 
-class Endpoints(list[Endpoint]):
-    """Endpoints in the order in which they were declared; of one bookie each, or of a cluster."""
+class Endpoints(list[ApiEndpoint]):
+    """Endpoints in the order of their declarations, all of a bookie or all of a cluster."""
 
     def __init__(self, *, of_bookie: bool) -> None:
         super().__init__()
@@ -293,56 +295,56 @@ class Endpoints(list[Endpoint]):
 
     def _declare(self, method: str, path: str, summary: str, settings: dict[str, Any]) -> Callable[[Handler], Handler]:
         def declare(handler: Handler) -> Handler:
-            self.append(Endpoint(method, path, summary, handler, of_bookie=self._of_bookie, **settings))
+            self.append(ApiEndpoint(method, path, summary, handler, of_bookie=self._of_bookie, **settings))
             return handler
 
         return declare
 
 
 class ServiceUnavailable(BkctlError):
-    """Not now: try again later."""
+    """The request cannot be served now; a later one may succeed."""
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
 
 
 def json_text(value: Any, level: int = 0) -> str:
-    """JSON laid out as Apache's server does (Jackson's indentation), so that line-wise readers of it go on working."""
+    """Return JSON with Jackson's indentation, as Apache's server does, for clients that read it line by line."""
     if isinstance(value, Mapping):
         if not value:
             return "{ }"
         indent = "\n" + "  " * (level + 1)
         inner = f",{indent}".join(
-            f"{json.dumps(str(name), ensure_ascii=False)} : {json_text(each, level + 1)}"
-            for name, each in value.items()
+            f"{json.dumps(str(name), ensure_ascii=False)} : {json_text(item, level + 1)}"
+            for name, item in value.items()
         )
         return f"{{{indent}{inner}\n{'  ' * level}}}"
     if isinstance(value, list | tuple):
-        return f"[ {', '.join(json_text(each, level) for each in value)} ]" if value else "[ ]"
+        return f"[ {', '.join(json_text(item, level) for item in value)} ]" if value else "[ ]"
     return json.dumps(value, ensure_ascii=False)
 
 
 def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A response that carries `value`."""
+    """Return a response with `value` as JSON."""
     return Response(_encoded(json_text(value)), status, headers, JSON)
 
 
 def text_answer(text: str) -> Response:
-    """A response of plain text."""
+    """Return a response of plain text."""
     return Response(_encoded(text), media_type=TEXT)
 
 
 def error_answer(
     status: int, message: str, hint: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """What every refusal looks like: `{"error": …, "hint": …}`."""
+    """Return a response for an error: `{"error": …, "hint": …}`."""
     return json_answer({"error": message[:MESSAGE_LENGTH_MAX], "hint": hint}, status, headers)
 
 
 async def streamed_object(entries: AsyncIterator[list[tuple[str, str]]]) -> Response:
-    """One JSON object of `entries` (names, and values as JSON) that is sent as they come.
+    """Return a response that streams one JSON object of `entries` (names, and values as JSON).
 
-    The first ones are waited for, so that what goes wrong at once is an error like any other. Raises what `entries` do.
+    The first batch is awaited, so that early errors get a status code of their own. Raise the errors of `entries`.
     """
     first = await anext(entries, None)
 
@@ -368,8 +370,8 @@ def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "replace")  # a request may put half a surrogate pair into a message
 
 
-def error_codes(endpoint: Endpoint) -> Iterator[tuple[int, str]]:
-    """The codes of refusals that the endpoint may answer with, and what they mean."""
+def error_codes(endpoint: ApiEndpoint) -> Iterator[tuple[int, str]]:
+    """Yield the status codes of the endpoint's errors, and their meanings."""
     if endpoint.values or endpoint.body is not None:
         yield 400, "A value is missing, or does not parse"
     yield 401, "The token is missing or wrong"

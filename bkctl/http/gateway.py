@@ -1,4 +1,4 @@
-"""The gateway's way to one bookie: a request with `?bookie=ID` goes on to the HTTP server that it registered."""
+"""Forwards a gateway's requests with `?bookie=ID` to the HTTP server that the bookie registered."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bkctl.errors import NotFound, ProtocolError, UsageError
-from bkctl.http.client import BOOKIE_PARAMETER as BOOKIE
-from bkctl.http.client import ApiClient, ApiResponse, bookie_url, token_for_registered
-from bkctl.http.endpoints import JSON, TEXT, Endpoint
+from bkctl.http.bookie_client import BOOKIE_PARAMETER
+from bkctl.http.client import ApiClient, ApiResponse
+from bkctl.http.endpoints import JSON, TEXT, ApiEndpoint
+from bkctl.http.server_url import bookie_url, token_for_registered
 from bkctl.http.service import Service
 
 
 @dataclass(frozen=True, slots=True)
-class PassedOn:
-    """How the bookies' servers are reached: the token that they want, and TLS for those that registered https.
+class Upstream:
+    """The connection settings for the bookies' servers: their token, and TLS for the ones that registered https.
 
-    `tls` holds the authorities that the user named. The token is never the gateway's own.
+    `tls` has the authorities that the user named. The token is never the gateway's own.
     """
 
     token: str | None = field(default=None, repr=False)
@@ -29,27 +30,29 @@ class PassedOn:
     timeout_s: float = 30.0
 
 
-async def forward(service: Service, passed_on: PassedOn, endpoint: Endpoint, request: Request, body: bytes) -> Response:
-    """What the bookie's server answers, its status too; the content type is the endpoint's own.
+async def forward(
+    service: Service, upstream: Upstream, endpoint: ApiEndpoint, request: Request, body: bytes
+) -> Response:
+    """Return the answer of the bookie's server and its status, with the endpoint's content type.
 
-    Raises UsageError, NotFound, Unreachable, and ProtocolError for a status that is no answer of a bookie's server.
+    Raise UsageError, NotFound, Unreachable, and ProtocolError for a status that a bookie's server does not send.
     """
     path = request.scope["path"]
-    bookie_id = request.query_params.get(BOOKIE)
+    bookie_id = request.query_params.get(BOOKIE_PARAMETER)
     if bookie_id is None:
         raise UsageError(
-            f"{path} is about one bookie, and none is named",
-            hint=f"add ?{BOOKIE}=ID (of bkctl: --bookie ID); {BOOKIE} ids are in /api/v1/bookie/list_bookies",
+            f"{path} needs the bookie that it is about",
+            hint="add ?bookie=ID (of bkctl: --bookie ID); bookie ids are in /api/v1/bookie/list_bookies",
         )
     cluster = await service.cluster()
     bookie = await asyncio.to_thread(cluster.bookies.get, bookie_id)
     if bookie is None:
-        raise NotFound(f"There is no bookie {bookie_id}", hint="/api/v1/bookie/list_bookies lists them")
+        raise NotFound(f"Bookie {bookie_id} does not exist", hint="/api/v1/bookie/list_bookies lists the bookies")
     address = service.addresses.get(bookie_id)
     url = bookie_url(bookie, None if address is None else address[0])
-    token = token_for_registered(url, passed_on.token, has_authorities=passed_on.tls is not None)
-    client = ApiClient(url, token=token, timeout_s=passed_on.timeout_s, tls=passed_on.tls)
-    query = {name: value for name, value in request.query_params.items() if name != BOOKIE}
+    token = token_for_registered(url, upstream.token, has_authorities=upstream.tls is not None)
+    client = ApiClient(url, token=token, timeout_s=upstream.timeout_s, tls=upstream.tls)
+    query = {name: value for name, value in request.query_params.items() if name != BOOKIE_PARAMETER}
     method = "GET" if request.method == "HEAD" else request.method
     answer = await asyncio.to_thread(client.request, method, path, query, body or None)
     if answer.status in (401, 403):
@@ -62,8 +65,8 @@ async def forward(service: Service, passed_on: PassedOn, endpoint: Endpoint, req
     return Response(answer.body, answer.status, media_type=_content_type(endpoint, answer))
 
 
-def _content_type(endpoint: Endpoint, answer: ApiResponse) -> str:
-    """The content type to pass an answer on with, whatever the bookie's server says of it."""
+def _content_type(endpoint: ApiEndpoint, answer: ApiResponse) -> str:
+    """Return the content type of a forwarded answer: the endpoint's, or JSON or text by the body."""
     if answer.status < 300 and isinstance(endpoint.answer, str):
         return endpoint.answer
     try:

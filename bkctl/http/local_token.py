@@ -1,9 +1,9 @@
-"""Tokens of HTTP servers on this machine that were given none: made by the server, found by the same user's commands.
+"""Tokens that HTTP servers on this machine create for the commands of the same user.
 
-A server without a token or client certificates makes a token when it starts and keeps it in
-`$XDG_DATA_HOME/bkctl/http/ADDRESS:PORT` (mode 0600), locked as long as it serves. A client looks there under the
-address that it is connected to, and sends the token only while the lock is held: a file that a killed server left
-behind never goes to whoever took the port since.
+A server without a token or client certificates creates a token at its start, and keeps it in
+`$XDG_DATA_HOME/bkctl/http/ADDRESS:PORT` (mode 0600), locked while it serves. A client looks there under the address
+that it is connected to, and sends the token only while the file is locked: the token of a killed server is never sent
+to another server on its port.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LOCK_PAUSE_S: Final = 0.01
 
 
 def token_path(address: str, port: int) -> Path:
-    """The file of the server that listens on `address` (as the socket has it, never a name) and `port`."""
+    """Return the file of the server that listens on `address` (the socket's, never a name) and `port`."""
     return data_directory() / "http" / f"{address}:{port}"
 
 
@@ -33,7 +33,7 @@ class LocalToken:
     """The token of a server of this process. `close` removes the file."""
 
     def __init__(self, address: str, port: int) -> None:
-        """Make a token and write it to its file. Raises OSError where the file cannot be written."""
+        """Create a token and write it to its file. Raise OSError if the file cannot be written."""
         self.text = secrets.token_urlsafe(32)
         self.path = token_path(address, port)
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -53,13 +53,13 @@ class LocalToken:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.path.samestat(os.fstat(fd), os.stat(self.path)):
                     return fd
-            except (BlockingIOError, FileNotFoundError):  # a client looks at it, or the last server removes it
+            except (BlockingIOError, FileNotFoundError):  # a client reads it, or the previous server removes it
                 time.sleep(_LOCK_PAUSE_S)
             os.close(fd)
         raise BlockingIOError(f"{self.path} is locked by another process")
 
     def close(self) -> None:
-        """Remove the file; harmless when it is closed."""
+        """Remove the file; a second call does nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             with contextlib.suppress(FileNotFoundError):
@@ -68,7 +68,7 @@ class LocalToken:
 
 
 def find_local_token(address: str, port: int) -> str | None:
-    """Return the token of this user's server on `address` and `port`; None where none of this user's listens there."""
+    """Return the token of this user's server on `address` and `port`; None if no server of this user listens there."""
     try:
         fd = os.open(token_path(address, port), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -81,7 +81,7 @@ def find_local_token(address: str, port: int) -> str | None:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return os.read(fd, _TOKEN_SIZE_BYTES_MAX).decode("ascii", "replace").strip() or None
-        return None  # nobody holds it: the server is gone
+        return None  # not locked: the server has ended
     except OSError:
         return None
     finally:

@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document of the API, made of the endpoints' declarations."""
+"""Builds the OpenAPI 3.1 document of the API from the endpoints' declarations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from bkctl import __version__
-from bkctl.http.endpoints import JSON, TEXT, Endpoint, Kind, Schema, error_codes
+from bkctl.http.endpoints import JSON, TEXT, ApiEndpoint, Schema, ValueKind, error_codes
 
 _ERROR: Final[Schema] = {
     "type": "object",
@@ -16,14 +16,14 @@ _ERROR: Final[Schema] = {
 _BOOKIE_PARAMETER: Final = {
     "name": "bookie",
     "in": "query",
-    "description": "The bookie that this is about; the gateway passes the request on to its HTTP server.",
+    "description": "The bookie to ask; the gateway forwards the request to its HTTP server.",
     "required": True,
     "schema": {"type": "string"},
 }
 
 
-def document(endpoints: Iterable[Endpoint], *, gateway: bool, needs_token: bool) -> dict[str, Any]:
-    """The document of these endpoints. On a `gateway` those of a bookie have a parameter that names it."""
+def document(endpoints: Iterable[ApiEndpoint], *, gateway: bool, needs_token: bool) -> dict[str, Any]:
+    """Return the document of these endpoints. On a `gateway`, endpoints of a bookie have a parameter that names it."""
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
         methods = ("get", "put", "post", "delete") if endpoint.any_method else (endpoint.method.lower(),)
@@ -45,7 +45,7 @@ def document(endpoints: Iterable[Endpoint], *, gateway: bool, needs_token: bool)
     return found
 
 
-def _operation(endpoint: Endpoint, method: str, gateway: bool) -> dict[str, Any]:
+def _operation(endpoint: ApiEndpoint, method: str, gateway: bool) -> dict[str, Any]:
     name = "-".join(part for part in endpoint.path.split("/") if part not in ("", "api", "v1"))
     operation: dict[str, Any] = {
         "operationId": f"{method}-{name}",
@@ -54,13 +54,13 @@ def _operation(endpoint: Endpoint, method: str, gateway: bool) -> dict[str, Any]
     }
     parameters: list[Mapping[str, Any]] = [
         {
-            "name": each.name,
+            "name": value.name,
             "in": "query",
-            "description": each.help,
-            "required": each.required,
-            "schema": {"type": "string"} if each.kind is Kind.FLAG else each.schema(in_body=False),
+            "description": value.help,
+            "required": value.required,
+            "schema": {"type": "string"} if value.kind is ValueKind.FLAG else value.schema(in_body=False),
         }
-        for each in endpoint.values
+        for value in endpoint.values
     ]
     if gateway and endpoint.of_bookie:
         parameters.append(_BOOKIE_PARAMETER)
@@ -74,7 +74,7 @@ def _operation(endpoint: Endpoint, method: str, gateway: bool) -> dict[str, Any]
     return operation
 
 
-def _responses(endpoint: Endpoint, gateway: bool) -> dict[str, Any]:
+def _responses(endpoint: ApiEndpoint, gateway: bool) -> dict[str, Any]:
     if isinstance(endpoint.answer, str):
         content: dict[str, Any] = {endpoint.answer: {"schema": {"type": "string"}}}
     else:
@@ -84,8 +84,8 @@ def _responses(endpoint: Endpoint, gateway: bool) -> dict[str, Any]:
     responses: dict[str, Any] = {"200": {"description": "Done", "content": content}}
     codes = dict(error_codes(endpoint))
     if gateway and endpoint.of_bookie:
-        codes = {400: "A value is missing, or does not parse", 404: "There is no such bookie", **codes}
-        codes[502] = "The bookie's server answers what is no HTTP"
+        codes = {400: "A value is missing, or does not parse", 404: "The bookie does not exist", **codes}
+        codes[502] = "The bookie's server sent an invalid answer"
     for code, meaning in sorted(codes.items()):
         responses[str(code)] = {
             "description": meaning,

@@ -1,4 +1,4 @@
-"""What the endpoints work on: a cluster, opened when first needed, and on a bookie's own server that bookie."""
+"""The objects that endpoints use: a cluster, opened when first needed, and on a bookie's own server that bookie."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from bkctl.errors import BkctlError, TimedOut
 from bkctl.http.endpoints import ServiceUnavailable
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity
-from bkctl.replication.bookies import BookieMover, plan_move
-from bkctl.replication.departure import STANDING_AGAINST, Decommission
+from bkctl.replication.bookie_mover import BookieMover
+from bkctl.replication.decommission import Decommission
+from bkctl.replication.departure_steps import BLOCKING_RESULTS
+from bkctl.replication.move_plan import plan_move
 
 if TYPE_CHECKING:
     import ssl
@@ -27,12 +29,12 @@ T = TypeVar("T")
 
 log: Final = logging.getLogger("bkctl.http")
 
-#: A bookie's event loop answers within this, or something is wrong with it.
+#: The longest wait for a bookie's event loop.
 BOOKIE_TIMEOUT_S: Final = 30.0
 
 
-class LocalBookie:
-    """A bookie of this process, in an event loop of its own: it is asked there, and no thread waits for it."""
+class BookieProxy:
+    """A proxy of a bookie in this process: calls run in the bookie's own event loop, and no thread waits for them."""
 
     def __init__(self, bookie: Bookie, loop: asyncio.AbstractEventLoop) -> None:
         self.bookie = bookie
@@ -40,16 +42,16 @@ class LocalBookie:
 
     @property
     def bookie_id(self) -> str:
-        """Its id."""
+        """The bookie's id."""
         return self.bookie.bookie_id
 
     @property
     def metrics(self) -> BookieMetrics:
-        """Its counters; plain numbers, which any thread reads."""
+        """The bookie's counters: plain numbers, which any thread may read."""
         return self.bookie.metrics
 
     async def ask(self, question: Callable[[Bookie], T]) -> T:
-        """The answer to a short question, asked in the bookie's event loop. Raises what it raises, TimedOut."""
+        """Return the result of a short function, called in the bookie's event loop. Raise its errors, and TimedOut."""
 
         async def answer() -> T:
             return question(self.bookie)
@@ -57,7 +59,7 @@ class LocalBookie:
         return await self._run(answer)
 
     async def do(self, work: Callable[[Bookie], Awaitable[T]]) -> T:
-        """The outcome of asynchronous work in the bookie's event loop. Raises what it raises, TimedOut."""
+        """Return the result of asynchronous work in the bookie's event loop. Raise its errors, and TimedOut."""
 
         async def run() -> T:
             return await work(self.bookie)
@@ -71,7 +73,7 @@ class LocalBookie:
         coroutine = run()
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        except RuntimeError:  # its loop is closed: it stopped meanwhile
+        except RuntimeError:  # the loop is closed: the bookie has stopped
             coroutine.close()
             raise TimedOut(f"Bookie {self.bookie_id} is stopping") from None
         try:
@@ -82,9 +84,9 @@ class LocalBookie:
 
 
 class Service:
-    """A cluster's metadata and a client of it, opened when first needed; the bookie, where this is a bookie's server.
+    """A cluster's metadata and a client, opened when first needed, and the bookie of a bookie's own server.
 
-    `tls` and `addresses` are how the client reaches bookies. Belongs to the event loop that it is used in.
+    `tls` and `addresses` are as for BookKeeper. The service belongs to the event loop that uses it.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class Service:
         timeout_s: float = 30.0,
         tls: ssl.SSLContext | None = None,
         addresses: Mapping[str, tuple[str, int]] = {},
-        bookie: LocalBookie | None = None,
+        bookie: BookieProxy | None = None,
     ) -> None:
         self.metadata_uri = metadata_uri
         self.timeout_s = timeout_s
@@ -106,23 +108,23 @@ class Service:
         self._opening = asyncio.Lock()
         self._cluster: Cluster | None = None
         self._bookkeeper: BookKeeper | None = None
-        #: One sanity test at a time.
+        #: Held during a sanity test: only one runs at a time.
         self.sanity = asyncio.Lock()
         self._background: asyncio.Task[None] | None = None
 
     @property
     def has_bookie(self) -> bool:
-        """Whether this is a bookie's own server."""
+        """True on a bookie's own server."""
         return self._bookie is not None
 
     @property
-    def bookie(self) -> LocalBookie:
-        """The bookie whose server this is."""
+    def bookie(self) -> BookieProxy:
+        """The bookie of this server."""
         assert self._bookie is not None
         return self._bookie
 
     async def cluster(self) -> Cluster:
-        """The cluster's metadata. Raises as `open_cluster`."""
+        """Return the cluster's metadata. Raise as `open_cluster`."""
         async with self._opening:
             if self._cluster is None:
                 self._cluster = await asyncio.to_thread(
@@ -131,37 +133,37 @@ class Service:
             return self._cluster
 
     async def bookkeeper(self) -> BookKeeper:
-        """A client of the cluster. Raises as `open_cluster`."""
+        """Return the client of the cluster. Raise as `open_cluster`."""
         cluster = await self.cluster()
         if self._bookkeeper is None:
             self._bookkeeper = self._client(cluster)
         return self._bookkeeper
 
     async def bookkeeper_of_one(self, bookie_id: str) -> BookKeeper:
-        """A new client that writes to this bookie only; the caller closes it. Raises as `open_cluster`."""
+        """Return a new client that writes to this bookie only; the caller closes it. Raise as `open_cluster`."""
         return self._client(await self.cluster(), [bookie_id])
 
     def _client(self, cluster: Cluster, only: list[str] | None = None) -> BookKeeper:
         return BookKeeper(cluster, timeout_s=self.timeout_s, tls=self._tls, addresses=self.addresses, only=only)
 
     def in_background(self, work: Callable[[], None]) -> None:
-        """Run long work in a thread, one after the other. Raises ServiceUnavailable while the last one is running."""
+        """Run long work in a thread. Raise ServiceUnavailable while other background work runs."""
         self._begin(lambda: asyncio.to_thread(work))
 
     def _begin(self, work: Callable[[], Awaitable[None]]) -> None:
         if self._background is not None and not self._background.done():
-            raise ServiceUnavailable("The last such request is still being worked on", hint="try again later")
+            raise ServiceUnavailable("Another background request is still running", hint="try again later")
 
         async def run() -> None:
             try:
                 await work()
             except (BkctlError, OSError) as error:
-                log.warning("In the background: %s", error)
+                log.warning("Background work failed: %s", error)
 
         self._background = asyncio.get_running_loop().create_task(run())
 
     def recover_in_background(self, bookies: Collection[str], *, delete_cookie: bool) -> None:
-        """Copy what these bookies hold to others; what comes of it is logged. Raises as `in_background`."""
+        """Copy all that these bookies hold to others, and log the result. Raise as `in_background`."""
 
         async def work(bookkeeper: BookKeeper) -> None:
             plan = await asyncio.to_thread(plan_move, bookkeeper.cluster, bookies)
@@ -177,12 +179,12 @@ class Service:
             left = len(await mover.left())
             if delete_cookie and not left:
                 await mover.delete_cookies()
-            log.info("Recovered %s: %d ledgers failed, %d have entries there", names, failed, left)
+            log.info("Recovered %s: %d ledgers failed, %d still have entries there", names, failed, left)
 
         self._with_client(work)
 
     def decommission_in_background(self, bookie_id: str, *, delete_cookie: bool) -> None:
-        """Empty a bookie that is stopped; what comes of it is logged. Raises as `in_background`."""
+        """Decommission a stopped bookie, and log the result. Raise as `in_background`."""
 
         async def work(bookkeeper: BookKeeper) -> None:
             plan = await asyncio.to_thread(plan_move, bookkeeper.cluster, [bookie_id])
@@ -190,7 +192,7 @@ class Service:
             log.info("Decommissioning %s: %d ledgers", bookie_id, len(plan.ledgers))
             async with aclosing(departure.run()) as steps:
                 async for step in steps:
-                    if step.result in STANDING_AGAINST:
+                    if step.result in BLOCKING_RESULTS:
                         where = f"ledger {step.ledger}: " if step.ledger is not None else ""
                         log.warning("Decommissioning %s: %s%s", bookie_id, where, step.message)
             log.info("Decommissioning %s has ended", bookie_id)
@@ -198,7 +200,7 @@ class Service:
         self._with_client(work)
 
     def _with_client(self, work: Callable[[BookKeeper], Awaitable[None]]) -> None:
-        """Run long work in the background, with a client of its own."""
+        """Run long work in the background with its own client."""
 
         async def run() -> None:
             async with self._client(await self.cluster()) as bookkeeper:
@@ -207,7 +209,7 @@ class Service:
         self._begin(run)
 
     async def close(self) -> None:
-        """Close what was opened; what goes on in the background ends."""
+        """Cancel background work, and close the client and the cluster."""
         if self._background is not None:
             self._background.cancel()
             await asyncio.gather(self._background, return_exceptions=True)
@@ -219,5 +221,5 @@ class Service:
 
 
 async def next_of(items: Iterator[T], count: int) -> list[T]:
-    """The next items of an iterator that waits for servers or disks, fetched in a thread; fewer at its end."""
+    """Return the next `count` items of an iterator that blocks, read in a thread; fewer at its end."""
     return await asyncio.to_thread(lambda: list(islice(items, count)))

@@ -1,1 +1,1 @@
-"""Bringing ledgers back to full replication: what is missing where, copies to other bookies, who does it when."""
+"""Auto-recovery and moves: find missing replicas, copy entries to other bookies, swap the bookies in the metadata."""

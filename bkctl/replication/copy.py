@@ -1,8 +1,8 @@
-"""A closed copy of a ledger, in another scope or another cluster.
+"""Copies a ledger to another scope or another cluster, and closes the copy.
 
-Until it is whole and was read back, a copy carries `bkctl.copy-of` in its custom metadata: the source's cluster and
-name, and who copies. One that was broken off is taken away again, by who was copying or, where that died, by the next
-copy of the same ledger to the same place.
+Until the copy is complete and verified, it has `bkctl.copy-of` in its custom metadata: the source's cluster and name,
+and a token of the copying process. An interrupted copy is deleted; if the process died, the next copy of the same
+ledger to the same place deletes it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from bkctl.errors import BkctlError, Conflict, Corrupt, LedgerExists, LedgerNotF
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import LedgerId
-from bkctl.replication.replicator import Throttle
+from bkctl.replication.copy_limits import Throttle
 
-#: The key in the custom metadata of a copy that is not whole yet.
+#: The key in the custom metadata of an incomplete copy.
 COPY_OF: Final = "bkctl.copy-of"
 
 
 class CopyShape(NamedTuple):
-    """What a copy has other than its source; None: as the source."""
+    """The properties of a copy that differ from its source; None: as the source."""
 
     ensemble_size: int | None = None
     write_quorum_size: int | None = None
@@ -40,7 +40,7 @@ AS_SOURCE: Final = CopyShape()
 
 
 class LedgerCopy(NamedTuple):
-    """A copy that was made and read back. `length` is payload bytes; `source_open`: its source may have grown since."""
+    """A verified copy. `length` is in payload bytes; `source_open`: the source was open, and may have grown since."""
 
     ledger: LedgerId
     copy: LedgerId
@@ -63,21 +63,21 @@ async def copy_ledger(
     throttle: Throttle | None = None,
     progress: Callable[[int], None] = lambda count: None,
 ) -> LedgerCopy:
-    """Copy the ledger, through `source`, to a new one in `target`, which may be the same client, and close that.
+    """Copy the ledger of `source` to a new ledger of `target`, which may be the same client, and close the copy.
 
-    `ledger_scope_id` and `ledger_id` name the copy (None: as the source; with `new_id` an id is generated). Its
-    password, digest type, sizes and custom metadata are the source's but for `shape`. Each entry's digest is checked
-    on the way; then the copy is read back and compared. With `recovery` an open source is fenced and closed first, with
-    `allow_open` it is copied up to its last add confirmed. `progress` is told how many entries were copied, and read
-    back. Raises Conflict for an open source, LedgerExists, NotEnoughBookies, UsageError for a copy that would be its
-    source, Corrupt when the copy differs, and what reading and writing raise; nothing is left then.
+    `ledger_scope_id` and `ledger_id` name the copy (None: as the source; with `new_id` an id is generated). Password,
+    digest type, sizes and custom metadata are the source's, except as `shape` says. Each entry's digest is verified,
+    and the copy is read back and compared. `recovery` fences and closes an open source first, `allow_open` copies it up
+    to its last add confirmed. `progress` gets the number of entries copied and read back. Raise Conflict for an open
+    source, LedgerExists, NotEnoughBookies, UsageError if source and copy have one name, Corrupt if the copy differs,
+    and errors of reading and writing; the copy is deleted then.
     """
     if ledger_id is not None and new_id:
-        raise UsageError("A ledger id is given, and another one is to be generated", hint="give one of them")
+        raise UsageError("A ledger id and a new id exclude each other", hint="give one of them")
     scope_id = ledger.scope_id if ledger_scope_id is None else ledger_scope_id
     to = None if new_id else LedgerId(scope_id, ledger.ledger_id if ledger_id is None else ledger_id)
     if to == ledger and source.cluster.store is target.cluster.store:
-        raise UsageError(f"The copy of ledger {ledger} would be itself", hint="name another scope, id or cluster")
+        raise UsageError(f"Ledger {ledger} cannot be copied to itself", hint="name another scope, id or cluster")
     reader = await source.open_ledger(
         ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=None, recovery=recovery
     )
@@ -85,7 +85,7 @@ async def copy_ledger(
         if not reader.is_closed and not allow_open:
             raise Conflict(
                 f"Ledger {ledger} is open: a copy would end at entry {reader.last_add_confirmed}",
-                hint="close it first (--recover), or copy what is confirmed (--open)",
+                hint="close it first (--recover), or copy the confirmed entries (--open)",
             )
         return await _copy(source, target, reader, scope_id, to, shape, throttle or Throttle(), progress)
 
@@ -106,25 +106,25 @@ async def _copy(
     try:
         async with writer:
             copied = await _content(reader, throttle, progress, writer)
-        whole = await target.open_ledger(writer.ledger_id, ledger_scope_id=writer.scope_id, password=None)
-        async with whole:
-            if (whole.length, await _content(whole, Throttle(), progress)) != (copied.length, copied):
-                raise Corrupt(f"Ledger {writer.ledger} is not what was copied from ledger {reader.ledger}")
+        copy = await target.open_ledger(writer.ledger_id, ledger_scope_id=writer.scope_id, password=None)
+        async with copy:
+            if (copy.length, await _content(copy, Throttle(), progress)) != (copied.length, copied):
+                raise Corrupt(f"Ledger {writer.ledger} differs from its source, ledger {reader.ledger}")
 
         def finish(metadata: LedgerMetadata) -> LedgerMetadata | None:
             return replace(metadata, custom_metadata=_custom(reader.metadata))
 
         ledgers = target.cluster.ledgers
-        await in_thread(update_metadata, ledgers, writer.ledger, whole.versioned_metadata, finish)
+        await in_thread(update_metadata, ledgers, writer.ledger, copy.versioned_metadata, finish)
     except BaseException:
-        with contextlib.suppress(BkctlError):  # what went wrong first is what counts
+        with contextlib.suppress(BkctlError):  # the first error is the one to report
             await in_thread(_remove, target, writer.ledger, token)
         raise
     return LedgerCopy(reader.ledger, writer.ledger, copied.entry_count, copied.length, not reader.is_closed)
 
 
 class _Content(NamedTuple):
-    """What entries hold: their number, their payload bytes, and a hash over all."""
+    """The number of entries, their payload bytes, and a hash over all payloads."""
 
     entry_count: int
     length: int
@@ -134,7 +134,7 @@ class _Content(NamedTuple):
 async def _content(
     reader: ReadHandle, throttle: Throttle, progress: Callable[[int], None], writer: WriteHandle | None = None
 ) -> _Content:
-    """Read a ledger, and add its entries to `writer` if there is one."""
+    """Return the content of a ledger, and add its entries to `writer` (None: to none)."""
     seen, count, length = hashlib.blake2b(), 0, 0
     if reader.last_add_confirmed >= 0:
         async for entry in reader.read(0, reader.last_add_confirmed):
@@ -158,11 +158,11 @@ async def _create(
     token: bytes,
     origin: bytes,
 ) -> WriteHandle:
-    """The copy, empty; one of the same origin that was broken off goes first. Raises LedgerExists for any other."""
+    """Create the empty copy. Delete an interrupted copy of the same origin first; raise LedgerExists for any other."""
     sizes = {
         "ensemble_size": shape.ensemble_size or metadata.ensemble_size,
         "write_quorum_size": shape.write_quorum_size or metadata.write_quorum_size,
-        # Apache's old createLedger let an ack quorum of 0 through.
+        # Apache's old createLedger accepted an ack quorum of 0.
         "ack_quorum_size": shape.ack_quorum_size or max(metadata.ack_quorum_size, 1),
     }
     check_quorums(**sizes)
@@ -183,17 +183,17 @@ async def _create(
 
 
 def _custom(metadata: LedgerMetadata) -> dict[str, bytes]:
-    """A ledger's custom metadata, without a mark of ours."""
+    """Return a ledger's custom metadata without COPY_OF."""
     return {key: value for key, value in metadata.custom_metadata.items() if key != COPY_OF}
 
 
 def _remove(target: BookKeeper, ledger: LedgerId, mark: bytes) -> bool:
-    """Delete the ledger if it is a copy that is not whole, and its mark begins with `mark`."""
+    """Delete the ledger if it is an incomplete copy whose token begins with `mark`; return False for any other."""
     ledgers = target.cluster.ledgers
     try:
         found = ledgers.read(ledger)
-        told = found.metadata.custom_metadata.get(COPY_OF)
-        if told is None or not told.startswith(mark):
+        token = found.metadata.custom_metadata.get(COPY_OF)
+        if token is None or not token.startswith(mark):
             return False
         ledgers.remove(ledger, found.version)
     except LedgerNotFound:

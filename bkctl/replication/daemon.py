@@ -1,7 +1,7 @@
 """Auto-recovery in one process: a vote in each election of auditors, and a replication worker.
 
-Where the metadata store is away, or our session in it ends, what was elected and locked is given up, and begun again
-when the store is back (Apache's process exits then). Source: AutoRecoveryMain, AutoRecoveryService.
+If the metadata store is unreachable, or our session ends, votes and locks are given up, and the work restarts when the
+store is back (Apache's process exits instead). Source: AutoRecoveryMain, AutoRecoveryService.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.client.ledger import TIMEOUT_S, BookKeeper
 from bkctl.errors import BkctlError
@@ -20,10 +20,12 @@ from bkctl.ids import check_bookie_id
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity
 from bkctl.metadata.underreplication import LedgerUnderreplicationManager
-from bkctl.replication.auditor import Auditor, AuditorElector, AuditorStats
+from bkctl.replication.auditor import Auditor
+from bkctl.replication.election import AuditorElector
 from bkctl.replication.placement import Topology
-from bkctl.replication.signals import Signal, ended
-from bkctl.replication.worker import ReplicationWorker, WorkerStats
+from bkctl.replication.signals import Signal, cancel_and_wait
+from bkctl.replication.stats import AuditorStats, Sample, WorkerStats, auditor_samples, worker_samples
+from bkctl.replication.worker import ReplicationWorker
 
 if TYPE_CHECKING:
     import ssl
@@ -34,25 +36,16 @@ if TYPE_CHECKING:
 log: Final = logging.getLogger("bkctl.replication")
 
 BOTH: Final = (False, True)
-#: Pauses before it begins again; beside a bookie they double.
-_AGAIN_S: Final = 2.0
-_AGAIN_S_MAX: Final = 60.0
-
-
-class Sample(NamedTuple):
-    """A number for /metrics: `kind` is `counter` or `gauge`."""
-
-    name: str
-    kind: str
-    value: float
-    labels: Mapping[str, str]
+#: Pauses before a restart; beside a bookie they double.
+_RESTART_PAUSE_S: Final = 2.0
+_RESTART_PAUSE_S_MAX: Final = 60.0
 
 
 class AutoRecovery:
-    """Auto-recovery of one cluster, which stays the caller's; to be closed after `run`, so that no lock is left.
+    """Auto-recovery of one cluster. The caller closes the cluster after `run`, so that no lock remains.
 
-    `bookie_id` is what its votes and locks say. `scopes` has False for scope 0, True for the other scopes. `tls` and
-    `addresses` are as for `BookKeeper`.
+    `bookie_id` identifies this process in votes and locks. `scopes` has False for scope 0, True for the other scopes.
+    `tls` and `addresses` are as for `BookKeeper`.
     """
 
     def __init__(
@@ -78,7 +71,7 @@ class AutoRecovery:
         self._electors: dict[bool, AuditorElector] = {}
 
     async def run(self) -> None:
-        """Work until it is cancelled. Raises Unsupported or Corrupt where this cluster's marks cannot be used."""
+        """Work until cancelled. Raise Unsupported or Corrupt if the cluster's marks cannot be used."""
         await asyncio.to_thread(LedgerUnderreplicationManager(self._cluster.store).prepare)
         script = self._config.network_topology_script_file_name
         topology = Topology(script) if script else None
@@ -91,10 +84,10 @@ class AutoRecovery:
                 parts.append(self._electors[scoped].run())
             tasks = [asyncio.ensure_future(part) for part in parts]
             try:
-                # None of them ends by itself; one that fails takes the others with it.
+                # No part ends by itself; a failed one ends the others.
                 await asyncio.gather(*tasks)
             finally:
-                await ended(*tasks)
+                await cancel_and_wait(*tasks)
 
     def _elector(self, bookkeeper: BookKeeper, topology: Topology | None, scoped: bool) -> AuditorElector:
         async def audit() -> None:
@@ -114,42 +107,23 @@ class AutoRecovery:
                 await worker.run()
             except BkctlError as error:
                 log.warning("Replication is interrupted: %s", error)
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(_RESTART_PAUSE_S)
 
     def samples(self) -> Iterator[Sample]:
-        """What it counted, under Apache's names; `scopes` tells the two auditors apart. Source: ReplicationStats."""
+        """Yield the counters of the auditors and the worker."""
         for scoped, stats in self.auditor_stats.items():
-            labels = {"scopes": "other" if scoped else "0"}
-            for name, value in vars(stats).items():
-                kind = "gauge" if name in _AUDITOR_GAUGES else "counter"
-                yield Sample(f"auditor_{name.upper()}", kind, value, labels)
             elector = self._electors.get(scoped)
-            yield Sample("auditor_election_attempts", "counter", elector.attempt_count if elector else 0, labels)
-            yield Sample("auditor_elected", "gauge", int(elector is not None and elector.elected), labels)
-        stats_of_worker = self.worker_stats
-        for name, value in vars(stats_of_worker).items():
-            if name.startswith("num_"):
-                yield Sample(f"replication_worker_{name.upper()}", "counter", value, {})
-        failed = stats_of_worker.rereplicate_failed_count
-        done = stats_of_worker.rereplicate_count - failed
-        for success, count in (("true", done), ("false", failed)):
-            yield Sample("replication_worker_rereplicate_count", "counter", count, {"success": success})
-        for name, count in sorted(stats_of_worker.exceptions.items()):
-            yield Sample(f"replication_worker_exceptions_{name}", "counter", count, {})
-
-
-_AUDITOR_GAUGES: Final = (
-    "num_under_replicated_ledgers",
-    "num_underreplicated_ledgers_elapsed_recovery_grace_period",
-    "num_ledgers_not_adhering_to_placement_policy",
-    "num_ledgers_having_no_replica_of_an_entry",
-    "num_ledgers_having_less_than_aq_replicas_of_an_entry",
-    "num_ledgers_having_less_than_wq_replicas_of_an_entry",
-)
+            yield from auditor_samples(
+                stats,
+                scoped=scoped,
+                attempt_count=elector.attempt_count if elector else 0,
+                elected=elector is not None and elector.elected,
+            )
+        yield from worker_samples(self.worker_stats)
 
 
 async def serve(auto_recovery: AutoRecovery, *, started: Callable[[], None] = lambda: None) -> None:
-    """Run it until SIGTERM or SIGINT; `started` is called when it begins. Raises what `AutoRecovery.run` does."""
+    """Run until SIGTERM or SIGINT; call `started` at the beginning. Raise as `AutoRecovery.run`."""
     stop = Signal()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -164,20 +138,20 @@ async def serve(auto_recovery: AutoRecovery, *, started: Callable[[], None] = la
 
 
 async def _until(stop: Signal, running: asyncio.Future[None]) -> None:
-    """Until `stop`, or until `running` fails, which is raised."""
+    """Wait for `stop`, and cancel `running` then; raise the error of `running` if it fails first."""
     stopping = asyncio.ensure_future(stop.wait(float("inf")))
     try:
         await asyncio.wait([stopping, running], return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             running.result()
     finally:
-        await ended(stopping, running)
+        await cancel_and_wait(stopping, running)
 
 
 class AutoRecoveryThread:
-    """Auto-recovery beside a bookie, in a thread and with a store session of its own: neither waits for the other.
+    """Auto-recovery beside a bookie, in its own thread and store session: neither waits for the other.
 
-    What ends it is logged, and it begins again: the bookie goes on serving. Source: autoRecoveryDaemonEnabled.
+    After an error it restarts; the bookie is not affected. Source: autoRecoveryDaemonEnabled.
     """
 
     def __init__(
@@ -198,11 +172,11 @@ class AutoRecoveryThread:
         self._auto_recovery: AutoRecovery | None = None
 
     def start(self) -> None:
-        """Begin; returns at once."""
+        """Start the thread; return at once."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Give up votes and locks, and wait for the end. A second call does nothing."""
+        """Give up votes and locks, and wait for the end of the thread. A second call does nothing."""
         if self._thread.ident is None:
             return
         self._ready.wait()
@@ -211,7 +185,7 @@ class AutoRecoveryThread:
         self._thread.join()
 
     def samples(self) -> Iterator[Sample]:
-        """As AutoRecovery.samples."""
+        """Yield samples, as AutoRecovery.samples; none before the first session."""
         return iter(()) if self._auto_recovery is None else self._auto_recovery.samples()
 
     def _run(self) -> None:
@@ -223,14 +197,14 @@ class AutoRecoveryThread:
         await _until(self._stop, asyncio.ensure_future(self._persist()))
 
     async def _persist(self) -> None:
-        pause_s = _AGAIN_S
+        pause_s = _RESTART_PAUSE_S
         while True:
             try:
                 await self._session()
             except BkctlError as error:
-                log.warning("Auto-recovery is interrupted, and begins again in %g s: %s", pause_s, error)
+                log.warning("Auto-recovery is interrupted, and restarts in %g s: %s", pause_s, error)
             await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, _AGAIN_S_MAX)
+            pause_s = min(pause_s * 2, _RESTART_PAUSE_S_MAX)
 
     async def _session(self) -> None:
         config = self._config

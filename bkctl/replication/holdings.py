@@ -1,6 +1,6 @@
-"""What bookies hold by the ledgers' metadata, in every scope, and what would be amiss if they stopped.
+"""Finds what bookies hold by the ledgers' metadata, in every scope, and what would be lost if they stopped.
 
-Nothing here asks a bookie. Source: BookieLedgerIndexer, BookKeeperAdmin (getLedgersContainBookies,
+No bookie is asked. Source: BookieLedgerIndexer, BookKeeperAdmin (getLedgersContainBookies,
 areEntriesOfLedgerStoredInTheBookie), RoundRobinDistributionSchedule.
 """
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
 
 
-# --- who holds what -------------------------------------------------------------------------------------------------
+# --- holdings ---------------------------------------------------------------------------------------------------------
 
 
 class HeldFragment(NamedTuple):
-    """A fragment whose ensemble has some of the bookies that were asked for, at the ensemble indexes `indexes`.
+    """A fragment whose ensemble has some of the wanted bookies, at the ensemble indexes `indexes`.
 
-    `last_entry_id` and `entry_count` (entries of the fragment that stand on them, each replica counted) are None where
-    it still grows; one less than the first entry where it has no entries.
+    `entry_count` is the number of replicas of the fragment's entries on these bookies. It and `last_entry_id` are None
+    in a fragment that still grows; `last_entry_id` is `first_entry_id - 1` in one without entries.
     """
 
     first_entry_id: int
@@ -40,13 +40,13 @@ class HeldFragment(NamedTuple):
 
     @property
     def bookies(self) -> tuple[str, ...]:
-        """Which of the bookies that were asked for."""
+        """The wanted bookies of the ensemble."""
         return tuple(self.ensemble[index] for index in self.indexes)
 
 
 @dataclass(frozen=True)
 class HeldLedger:
-    """A ledger that names some of the bookies that were asked for, with the fragments in which it does."""
+    """A ledger whose metadata names some of the wanted bookies, and the fragments that do."""
 
     ledger: LedgerId
     found: VersionedMetadata
@@ -54,17 +54,17 @@ class HeldLedger:
 
     @property
     def metadata(self) -> LedgerMetadata:
-        """Its metadata."""
+        """The ledger's metadata."""
         return self.found.metadata
 
     @property
     def grows(self) -> bool:
-        """Whether a writer may be adding entries to them now: the last fragment of a ledger that is not closed."""
+        """True if a writer may be adding entries to the wanted bookies: in the last fragment of a ledger not closed."""
         return any(fragment.last_entry_id is None for fragment in self.fragments)
 
     @property
     def holds_entries(self) -> bool:
-        """Whether entries of it stand, or may stand, on them; being named alone is none.
+        """True if the wanted bookies hold, or may hold, entries of the ledger; an empty fragment does not count.
 
         Source: areEntriesOfLedgerStoredInTheBookie.
         """
@@ -72,12 +72,12 @@ class HeldLedger:
 
     @property
     def entry_count(self) -> int:
-        """How many replicas of entries stand on them, as far as it is known."""
+        """The known number of replicas of entries on the wanted bookies."""
         return sum(fragment.entry_count or 0 for fragment in self.fragments)
 
     @property
     def size_bytes(self) -> int:
-        """About how many bytes of payload those have: entries are taken to be equally large; 0 while it is open."""
+        """The approximate payload bytes of these replicas, for entries of equal size; 0 while the ledger is open."""
         metadata = self.metadata
         if not metadata.is_closed or metadata.last_entry_id < 0:
             return 0
@@ -85,7 +85,7 @@ class HeldLedger:
 
 
 def held_ledger(ledger: LedgerId, found: VersionedMetadata, bookie_ids: Collection[str]) -> HeldLedger | None:
-    """What of the ledger is on `bookie_ids`; None when its metadata names none of them."""
+    """Return what `bookie_ids` hold of the ledger; None if its metadata names none of them."""
     metadata = found.metadata
     schedule = RoundRobinDistributionSchedule.of(metadata)
     end = metadata.last_entry_id if metadata.is_closed else None
@@ -107,11 +107,11 @@ def held_ledger(ledger: LedgerId, found: VersionedMetadata, bookie_ids: Collecti
 def ledgers_on(
     cluster: Cluster, bookie_ids: Collection[str], ids: Iterable[LedgerId] | None = None, *, doubtful: bool = False
 ) -> Iterator[tuple[LedgerId, HeldLedger | BkctlError]]:
-    """Yield the ledgers of every scope (or those of `ids`) that name one of `bookie_ids`, in order.
+    """Yield the ledgers of every scope (or of `ids`) that name one of `bookie_ids`, in order.
 
-    Metadata that names them and cannot be read comes as its error, with `doubtful` any that cannot be read: what is
-    cut off may have named them. So does a ledger of `ids` that is not there. Streams.
-    Raises UsageError for what is no bookie id, NotFound when there is no cluster.
+    Unreadable metadata that names one of them yields the error; with `doubtful`, all unreadable metadata does, since a
+    truncated part may have named them. A missing ledger of `ids` yields LedgerNotFound. Streams.
+    Raise UsageError for an invalid bookie id, NotFound without a cluster.
     """
     wanted = frozenset(map(check_bookie_id, bookie_ids))
     ledgers = cluster.ledgers
@@ -125,9 +125,8 @@ def ledgers_on(
 def _naming(
     cluster: Cluster, bookie_ids: Collection[str], doubtful: bool
 ) -> Iterator[tuple[LedgerId, VersionedMetadata | BkctlError]]:
-    """The metadata of the ledgers whose bytes have one of the ids in them; the others are parsed for `doubtful`
-    alone, to find those that cannot be."""
-    names = [each.encode() for each in bookie_ids]
+    """Yield the metadata of ledgers whose bytes contain one of the ids; with `doubtful`, parse the others too."""
+    names = [bookie_id.encode() for bookie_id in bookie_ids]
     for ledger, value in cluster.ledgers.values(cluster.ledgers.ledgers(None)):
         if value is None or not (doubtful or any(name in value.value for name in names)):
             continue
@@ -140,59 +139,62 @@ def _naming(
 
 
 class Replacements:
-    """Which bookies could take what others hold: the writable ones, `leaving` aside."""
+    """The bookies that can take over entries: the writable ones except `leaving`."""
 
     def __init__(self, bookies: Iterable[RegisteredBookie], leaving: Collection[str]) -> None:
-        self.writable = [each for each in bookies if each.state == "rw" and each.bookie_id not in leaving]
-        self._known: dict[tuple[tuple[str, ...], bool], tuple[str, ...]] = {}
+        self.writable = [bookie for bookie in bookies if bookie.state == "rw" and bookie.bookie_id not in leaving]
+        self._candidates: dict[tuple[tuple[str, ...], bool], tuple[str, ...]] = {}
 
-    def of(self, ensemble: tuple[str, ...], *, scoped: bool) -> tuple[str, ...]:
-        """Those that could come into the ensemble; `scoped`: among bookies that serve scopes."""
-        found = self._known.get((ensemble, scoped))
+    def candidates(self, ensemble: tuple[str, ...], *, scoped: bool) -> tuple[str, ...]:
+        """Return the bookies that could join the ensemble; with `scoped` only bookies that serve ledger scopes."""
+        found = self._candidates.get((ensemble, scoped))
         if found is None:
-            found = self._known[ensemble, scoped] = tuple(
-                each.bookie_id
-                for each in self.writable
-                if each.bookie_id not in ensemble and (each.ledger_scopes or not scoped)
+            found = self._candidates[ensemble, scoped] = tuple(
+                bookie.bookie_id
+                for bookie in self.writable
+                if bookie.bookie_id not in ensemble and (bookie.ledger_scopes or not scoped)
             )
         return found
 
     def problem(self, held: HeldLedger) -> str | None:
-        """Why not all that the ledger has on the leaving bookies can go elsewhere; None when it can."""
+        """Return the reason why other bookies cannot take over the ledger's entries; None if they can."""
         scoped = held.ledger.is_scoped
         for fragment in held.fragments:
-            found = self.of(fragment.ensemble, scoped=scoped)
+            found = self.candidates(fragment.ensemble, scoped=scoped)
             if fragment.entry_count != 0 and len(found) < len(fragment.indexes):
                 return (
-                    f"{len(fragment.indexes)} other writable {'bookie' if len(fragment.indexes) == 1 else 'bookies'}"
-                    f"{' with ledger scopes' if scoped else ''} would be needed, {len(found)} "
+                    f"{_other_bookies(len(fragment.indexes), scoped)} would be needed, {len(found)} "
                     f"{'is' if len(found) == 1 else 'are'} there (ensemble {', '.join(fragment.ensemble)})"
                 )
         return None
 
 
-# --- may they stop? -------------------------------------------------------------------------------------------------
+# --- risks of stopping bookies ----------------------------------------------------------------------------------------
+
+
+def _other_bookies(count: int, scoped: bool) -> str:
+    return f"{count} other writable {'bookie' if count == 1 else 'bookies'}{' with ledger scopes' if scoped else ''}"
 
 
 class Risk(StrEnum):
-    """What becomes of a ledger when bookies stop."""
+    """The risk for a ledger if bookies stop."""
 
-    #: No replica of some entries is left.
+    #: Some entries would have no replica.
     LOST = "lost"
-    #: Its writer can add no more.
+    #: The ledger's writer could add no more.
     UNWRITABLE = "unwritable"
-    #: Fewer replicas of some entries are left than must be.
+    #: Some entries would have fewer replicas than required.
     UNDER_QUORUM = "under-quorum"
-    #: Its metadata names them, and cannot be read.
+    #: The ledger's metadata names the bookies, but is unreadable.
     UNREADABLE = "unreadable"
 
 
 class StopProblem(NamedTuple):
-    """One thing that would be amiss with one ledger.
+    """One risk of one ledger.
 
-    The entries are those from `first_entry_id` to `last_entry_id` (None: to its end) whose write sets are concerned,
-    `entry_count` of them where that is known. `replica_count` is how many replicas the worst of them has left,
-    `replica_count_min` how many there must be. `bookies` are those of the stopping ones that hold it.
+    It concerns `entry_count` (None: unknown) entries between `first_entry_id` and `last_entry_id` (None: the ledger's
+    end). `replica_count` is the smallest number of replicas that one of them would have, `replica_count_min` the
+    required number. `bookies` are the stopping bookies that hold the ledger.
     """
 
     ledger: LedgerId
@@ -210,16 +212,16 @@ class StopProblem(NamedTuple):
 def ok_to_stop(
     cluster: Cluster, bookie_ids: Collection[str], *, replica_count_min: int | None = None
 ) -> Iterator[StopProblem]:
-    """Yield what would be lost, unwritable or under its quorum if `bookie_ids` stopped now, in order of the ledgers.
+    """Yield the ledgers that would be lost, unwritable or under their quorum if `bookie_ids` stopped now, in order.
 
-    A replica counts while its bookie is registered, serves the ledger's scope, and no mark of auto-recovery says that
-    it is missing there. `replica_count_min` is how many replicas of each entry must stay (None: the ledger's ack
-    quorum). Raises UsageError, NotFound when there is no cluster.
+    A replica counts while its bookie is registered, serves the ledger's scope, and is not marked as missing by
+    auto-recovery. `replica_count_min` is the number of replicas of each entry that must remain (None: the ledger's ack
+    quorum). Raise UsageError, NotFound without a cluster.
     """
     if replica_count_min is not None and replica_count_min < 1:
-        raise UsageError(f"At least {replica_count_min} replicas: 1 or more are needed")
+        raise UsageError(f"Cannot require {replica_count_min} replicas", hint="give 1 or more")
     bookies = cluster.bookies.list(include_down=False)
-    staying = {each.bookie_id: each for each in bookies if each.bookie_id not in bookie_ids}
+    staying = {bookie.bookie_id: bookie for bookie in bookies if bookie.bookie_id not in bookie_ids}
     replacements = Replacements(bookies, bookie_ids)
     mark_of = LedgerUnderreplicationManager(cluster.store).beside()
     for ledger, held in ledgers_on(cluster, bookie_ids):
@@ -233,24 +235,23 @@ def ok_to_stop(
             for bookie_id, bookie in staying.items()
             if bookie_id not in missing and (bookie.ledger_scopes or not ledger.is_scoped)
         }
-        yield from _without(held, live, replica_count_min or max(held.metadata.ack_quorum_size, 1))
+        yield from _replica_risks(held, live, replica_count_min or max(held.metadata.ack_quorum_size, 1))
         if held.grows:
             fragment = held.fragments[-1]
-            # A bookie of it that is down already has to be replaced too.
+            # Bookies of the fragment that are down already need a replacement too.
             needed = sum(bookie_id not in staying for bookie_id in fragment.ensemble)
-            there = len(replacements.of(fragment.ensemble, scoped=ledger.is_scoped))
-            if there < needed:
+            available = len(replacements.candidates(fragment.ensemble, scoped=ledger.is_scoped))
+            if available < needed:
                 yield StopProblem(
                     ledger, Risk.UNWRITABLE,
-                    f"Its writer needs {needed} other writable {'bookie' if needed == 1 else 'bookies'}"
-                    f"{' with ledger scopes' if ledger.is_scoped else ''}, {there} {'is' if there == 1 else 'are'} "
-                    "there",
+                    f"Its writer needs {_other_bookies(needed, ledger.is_scoped)}, {available} "
+                    f"{'is' if available == 1 else 'are'} there",
                     held.metadata.state, fragment.first_entry_id, bookies=fragment.bookies,
                 )  # fmt: skip
 
 
 class _Tally:
-    """Entries of one risk, added up over fragments and write sets."""
+    """The sum of the entries of one risk, over fragments and write sets."""
 
     def __init__(self) -> None:
         self.first: int | None = None
@@ -258,7 +259,8 @@ class _Tally:
         self.count: int | None = 0
         self.replica_count = 0
         self.bookies: dict[str, None] = {}
-        self.others: dict[str, None] = {}
+        #: Bookies of the write sets that do not stop, and are down or lack the entries.
+        self.unavailable: dict[str, None] = {}
 
     def add(self, first: int, last: int | None, count: int | None, live_count: int) -> None:
         self.replica_count = live_count if self.first is None else min(self.replica_count, live_count)
@@ -266,9 +268,20 @@ class _Tally:
         self.last = None if last is None or self.last is None else max(self.last, last)
         self.count = None if count is None or self.count is None else self.count + count
 
+    def message(self, replica_count: int, required_count: int) -> str:
+        """Return the risk as a message: too few of `replica_count` replicas would remain."""
+        lack = "lacks them, or is down" if len(self.unavailable) == 1 else "lack them, or are down"
+        others = f"{', '.join(self.unavailable)} {lack}" if self.unavailable else ""
+        if self.replica_count == 0:
+            return f"No replica would be left{f': {others}' if others else ''}"
+        return (
+            f"Only {self.replica_count} of {replica_count} replicas would remain; {required_count} are required"
+            f"{f'; {others}' if others else ''}"
+        )
 
-def _without(held: HeldLedger, live: Collection[str], replica_count_min: int) -> Iterator[StopProblem]:
-    """What entries of the ledger would have too few replicas, when only those on `live` are there."""
+
+def _replica_risks(held: HeldLedger, live: Collection[str], replica_count_min: int) -> Iterator[StopProblem]:
+    """Yield the risks of entries that would have too few replicas if only the replicas on `live` remained."""
     metadata = held.metadata
     schedule = RoundRobinDistributionSchedule.of(metadata)
     size = schedule.ensemble_size
@@ -291,26 +304,25 @@ def _without(held: HeldLedger, live: Collection[str], replica_count_min: int) ->
             tally = tallies[Risk.UNDER_QUORUM if live_count else Risk.LOST]
             tally.add(first, last, None if last is None else (last - first) // size + 1, live_count)
             tally.bookies.update(
-                dict.fromkeys(fragment.ensemble[each] for each in write_set if each in fragment.indexes)
+                dict.fromkeys(fragment.ensemble[index] for index in write_set if index in fragment.indexes)
             )
-            tally.others.update(
-                (fragment.ensemble[each], None)
-                for each in write_set
-                if each not in fragment.indexes and fragment.ensemble[each] not in live
+            tally.unavailable.update(
+                (fragment.ensemble[index], None)
+                for index in write_set
+                if index not in fragment.indexes and fragment.ensemble[index] not in live
             )
     for risk, tally in tallies.items():
         if tally.first is None:
             continue
-        others = ", ".join(tally.others)
-        if risk is Risk.LOST:
-            lack = "lacks them, or is down" if len(tally.others) == 1 else "lack them, or are down"
-            message = f"No replica would be left{f': {others} {lack}' if others else ''}"
-        else:
-            message = (
-                f"{tally.replica_count} of {schedule.write_quorum_size} replicas would be left, {wanted} must be"
-                f"{f'; not on {others} either' if others else ''}"
-            )
         yield StopProblem(
-            held.ledger, risk, message, metadata.state, tally.first, tally.last, tally.count, tally.replica_count,
-            wanted, tuple(tally.bookies),
-        )  # fmt: skip
+            held.ledger,
+            risk,
+            tally.message(schedule.write_quorum_size, wanted),
+            metadata.state,
+            tally.first,
+            tally.last,
+            tally.count,
+            tally.replica_count,
+            wanted,
+            tuple(tally.bookies),
+        )

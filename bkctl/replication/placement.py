@@ -1,4 +1,4 @@
-"""Which bookie takes the place of another in a fragment's ensemble.
+"""Chooses the replacements of bookies in a fragment's ensemble.
 
 Source: RackawareEnsemblePlacementPolicyImpl.replaceBookie, BookKeeperAdmin.getReplacementBookiesByIndexes,
 ScriptBasedMapping.
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 #: Source: CommonConfigurationKeys.NET_TOPOLOGY_SCRIPT_NUMBER_ARGS_DEFAULT.
 SCRIPT_ARGUMENT_COUNT_MAX: Final = 100
 SCRIPT_TIMEOUT_S: Final = 30.0
-#: A host name, an IPv4 or an IPv6 address. None begins with `-`, which would be an option of the script.
+#: A host name, an IPv4 or an IPv6 address; a leading `-` would be an option of the script.
 _HOST: Final = re.compile(r"(?=.{1,255}\Z)[A-Za-z0-9_:][A-Za-z0-9_.:-]*(?:%[A-Za-z0-9_.-]+)?", re.ASCII)
 
 log: Final = logging.getLogger("bkctl.replication")
 
 
 class Topology:
-    """The racks of bookies, as `networkTopologyScriptFileName` tells them: called with hosts, it prints a rack each.
+    """The racks of bookies, from the script `networkTopologyScriptFileName`: it prints a rack for each host argument.
 
-    Each host is asked for once. Not for several threads at once.
+    The script gets each host once. Not thread-safe.
     """
 
     def __init__(
@@ -42,28 +42,28 @@ class Topology:
         self._argument_count_max = max(argument_count_max, 1)
         self._timeout_s = timeout_s
         self._racks: dict[str, str] = {}
-        #: Bookies that were left out once, and said so.
+        #: Bookies without a valid host, which were logged once.
         self._refused: set[str] = set()
 
     def racks(self, bookies: Iterable[RegisteredBookie]) -> dict[str, str]:
-        """Bookie id → rack, as `/rack` or `/region/rack`; a bookie whose host is not known is left out. Blocks.
+        """Return the rack of each bookie, as `/rack` or `/region/rack`, by bookie id. Blocks.
 
-        So is a bookie that registered something else than a host: the script gets none of it.
-        Raises BkctlError when the script fails or prints something else: a rack that is guessed wrong costs data.
+        A bookie with an unknown or invalid host is left out; the script never gets an invalid host.
+        Raise BkctlError if the script fails or prints anything else: a wrong rack would cost data.
         """
         hosts: dict[str, str] = {}
-        for each in bookies:
-            if each.address is None:
+        for bookie in bookies:
+            if bookie.address is None:
                 continue
-            if _HOST.fullmatch(each.address[0]):
-                hosts[each.bookie_id] = each.address[0]
-            elif each.bookie_id not in self._refused:
-                self._refused.add(each.bookie_id)
-                log.warning("Bookie %s registered no host: its rack is unknown", each.bookie_id)
+            if _HOST.fullmatch(bookie.address[0]):
+                hosts[bookie.bookie_id] = bookie.address[0]
+            elif bookie.bookie_id not in self._refused:
+                self._refused.add(bookie.bookie_id)
+                log.warning("Bookie %s registered no valid host: its rack is unknown", bookie.bookie_id)
         unknown = sorted({host for host in hosts.values() if host not in self._racks})
         for at in range(0, len(unknown), self._argument_count_max):
-            some = unknown[at : at + self._argument_count_max]
-            self._racks.update(zip(some, self._run(some), strict=True))
+            batch = unknown[at : at + self._argument_count_max]
+            self._racks.update(zip(batch, self._run(batch), strict=True))
         return {bookie_id: self._racks[host] for bookie_id, host in hosts.items()}
 
     def _run(self, hosts: Sequence[str]) -> list[str]:
@@ -78,10 +78,10 @@ class Topology:
                 stdin=subprocess.DEVNULL,
             )
         except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError) as error:
-            raise BkctlError(f"{what} does not tell the racks: {error}") from error
+            raise BkctlError(f"{what} failed: {error}") from error
         racks = done.stdout.split()
         if done.returncode or len(racks) != len(hosts):
-            said = f"ended with {done.returncode}" if done.returncode else f"told {len(racks)} racks"
+            said = f"ended with exit code {done.returncode}" if done.returncode else f"printed {len(racks)} racks"
             raise BkctlError(f"{what} {said} for {len(hosts)} hosts", hint="it must print one rack for each argument")
         return racks
 
@@ -97,27 +97,26 @@ def choose_replacements(
     avoid: Collection[str] = (),
     racks: Mapping[str, str] = {},
 ) -> dict[int, str]:
-    """Ensemble index → the bookie that takes it over, for each of `indexes`; `bookies` are the registered ones.
+    """Return a replacement for the bookie at each of `indexes`, chosen among the registered `bookies`.
 
-    It is writable, serves scopes where the ledger has one, stands nowhere in the ensemble nor in `exclude`; those in
-    `avoid` come last. With `racks` it is, as long as there is one, in a rack that no other bookie of the ensemble is
-    in, its predecessor's own before others. Chosen at random, but the same for the same ledger, fragment and bookies:
-    who begins again after a crash comes to the bookie that has a part of the entries already.
-    Raises NotEnoughBookies.
+    A replacement is writable, serves ledger scopes if the ledger has one, and is neither in the ensemble nor in
+    `exclude`; bookies in `avoid` come last. With `racks`, a rack without other bookies of the ensemble is preferred,
+    and among these the predecessor's own. The choice is random, but the same for the same ledger, fragment and bookies:
+    a second attempt after a crash gets the bookie that has part of the entries. Raise NotEnoughBookies.
     """
     indexes = sorted(indexes)
     chosen: dict[int, str] = {}
     for index in indexes:
-        taken = {*ensemble, *exclude, *chosen.values()}
-        others = [each for at, each in enumerate(ensemble) if at not in indexes] + list(chosen.values())
-        held = {racks[each] for each in others if each in racks}
+        excluded = {*ensemble, *exclude, *chosen.values()}
+        remaining = [bookie_id for at, bookie_id in enumerate(ensemble) if at not in indexes] + list(chosen.values())
+        used_racks = {racks[bookie_id] for bookie_id in remaining if bookie_id in racks}
         own = racks.get(ensemble[index])
-        fitting = [each for each in bookies if racks.get(each.bookie_id) not in held]
-        same = [each for each in fitting if own is not None and racks.get(each.bookie_id) == own]
-        for tier in (same, fitting, bookies) if racks else (bookies,):
+        in_free_racks = [bookie for bookie in bookies if racks.get(bookie.bookie_id) not in used_racks]
+        in_own_rack = [bookie for bookie in in_free_racks if own is not None and racks.get(bookie.bookie_id) == own]
+        for tier in (in_own_rack, in_free_racks, bookies) if racks else (bookies,):
             rng = random.Random(f"{ledger} {first_entry_id} {index}")
             try:
-                found = choose_bookies(tier, 1, scoped=ledger.is_scoped, exclude=taken, avoid=avoid, rng=rng)
+                found = choose_bookies(tier, 1, scoped=ledger.is_scoped, exclude=excluded, avoid=avoid, rng=rng)
             except NotEnoughBookies:
                 if tier is bookies:
                     raise

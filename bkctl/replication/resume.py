@@ -1,12 +1,12 @@
-"""Resume files: which ledgers a recovery is done with, so that one that was broken off goes on where it stopped.
+"""Resume files: the ledgers that a recovery has finished, so that an interrupted recovery continues there.
 
-A resume file is ndjson. The first line says whose it is, each other line names a ledger that is done:
+A resume file is ndjson. The first line identifies the recovery, each other line names a finished ledger:
 
     {"format": "bkctl-recovery", "version": 1, "time": …, "host": …, "instanceId": …, "bookies": ["b:3181"]}
     {"ledger": "00000000000000000000000000000011", "entryCount": 3, "sizeBytes": 3072}
 
-A line is appended once all of its ledger is done, and never before: a process that is killed, or a machine that stops,
-loses at most lines, and a ledger without a line is done again, which changes nothing where it had been done.
+A line is appended after its ledger is finished. A killed process or machine loses lines at most. A ledger without a
+line is recovered again, which changes nothing in a finished ledger.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bkctl.ids import LedgerId
 FORMAT: Final = "bkctl-recovery"
 VERSION: Final = 1
 LINE_SIZE_BYTES_MAX: Final = 1 << 20
-#: Lines may wait so long to be brought to disk; a process that is killed loses none, for the system has them.
+#: The longest time until lines are synced; a killed process loses no line, since the system has them.
 SYNC_S: Final = 1.0
 _NAME: Final = re.compile(r"[0-9a-f]{32}")
 
@@ -36,13 +36,13 @@ class ResumeFile:
     """The resume file of one recovery, read and then appended to; a context manager."""
 
     def __init__(self, path: Path, *, instance_id: str, bookies: Collection[str]) -> None:
-        """Open the file at `path`, or make it.
+        """Open the file at `path`, or create it.
 
-        Raises Conflict when it is of another cluster or other bookies, or another process writes to it; Corrupt for a
-        file that is none, Unsupported for a later version, OSError.
+        Raise Conflict if it belongs to another cluster or other bookies, or another process has it open; Corrupt for a
+        file that is not a resume file, Unsupported for a later version, OSError.
         """
         self.path = path
-        #: Ledgers that earlier runs were done with, and what they copied.
+        #: Ledgers that earlier runs finished, and the entries and bytes that those copied.
         self.done: set[LedgerId] = set()
         self.entry_count = 0
         self.size_bytes = 0
@@ -68,14 +68,14 @@ class ResumeFile:
             raise
 
     def record(self, ledger: LedgerId, entry_count: int, size_bytes: int) -> None:
-        """Note that all of the ledger is done. Raises OSError."""
+        """Record that the ledger is finished. Raise OSError."""
         self.done.add(ledger)
         self._append({"ledger": ledger.qualified_name, "entryCount": entry_count, "sizeBytes": size_bytes})
         if time.monotonic() - self._synced > SYNC_S:
             self._sync()
 
     def close(self) -> None:
-        """Bring it to disk; a second call does nothing."""
+        """Sync and close the file; a second call does nothing."""
         if self._file >= 0:
             file, self._file = self._file, -1
             try:
@@ -96,10 +96,12 @@ class ResumeFile:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise Conflict(f"{self.path}: another process is writing to it", hint="wait for it, or end it") from error
+            raise Conflict(
+                f"{self.path}: another process is writing to it", hint="wait for that process, or stop it"
+            ) from error
 
     def _read(self, expected: dict[str, Any]) -> bool:
-        """Take in what is there; False for an empty file. A last line that was cut short is cut off."""
+        """Read the file, and truncate an incomplete last line; return False for an empty file."""
         end = 0
         with open(self._file, "rb", closefd=False) as file:
             file.seek(0)
@@ -114,43 +116,42 @@ class ResumeFile:
                 if number == 1:
                     self._check(fields, expected)
                 else:
-                    self._take(fields, number)
+                    self._add(fields, number)
                 end += len(line)
             size = os.fstat(self._file).st_size
-        # A first line that is cut short may be anybody's: only the beginning of our own is ours.
+        # An incomplete first line is truncated only if it is the beginning of our own header.
         if end == 0 and not json.dumps(expected).encode().startswith(os.pread(self._file, 20, 0)):
-            raise Corrupt(f"{self.path} is no resume file", hint="name a new file")
+            raise Corrupt(f"{self.path} is not a resume file", hint="name a new file")
         if end < size:
             os.ftruncate(self._file, end)
         return end > 0
 
     def _check(self, header: dict[str, Any], expected: dict[str, Any]) -> None:
         if header.get("format") != FORMAT:
-            raise Corrupt(f"{self.path} is no resume file", hint="name a new file")
+            raise Corrupt(f"{self.path} is not a resume file", hint="name a new file")
         if header.get("version") != VERSION:
             raise Unsupported(
                 f"{self.path} is a resume file of version {header.get('version')!r}; version {VERSION} is known"
             )
         if header.get("instanceId") != expected["instanceId"]:
             raise Conflict(
-                f"{self.path} is of the cluster {header.get('instanceId')!r}, and this one is "
-                f"{expected['instanceId']!r}",
-                hint="name the cluster that it was begun on, or a new file",
+                f"{self.path} belongs to cluster {header.get('instanceId')!r}; this one is {expected['instanceId']!r}",
+                hint="connect to the cluster of the file, or name a new file",
             )
         if header.get("bookies") != expected["bookies"]:
             named = header.get("bookies")
             names = ", ".join(map(str, named)) if isinstance(named, list) else repr(named)
             raise Conflict(
-                f"{self.path} is of the recovery of {names}, not of {', '.join(expected['bookies'])}",
+                f"{self.path} belongs to a recovery of {names}, not of {', '.join(expected['bookies'])}",
                 hint="name the same bookies, or a new file",
             )
 
-    def _take(self, fields: dict[str, Any], number: int) -> None:
-        name, entry_count, size_bytes = (fields.get(each) for each in ("ledger", "entryCount", "sizeBytes"))
+    def _add(self, fields: dict[str, Any], number: int) -> None:
+        name, entry_count, size_bytes = (fields.get(key) for key in ("ledger", "entryCount", "sizeBytes"))
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise Corrupt(f"{self.path} line {number} names no ledger")
+            raise Corrupt(f"{self.path} line {number} does not name a ledger")
         if type(entry_count) is not int or type(size_bytes) is not int:
-            raise Corrupt(f"{self.path} line {number} has no counts")
+            raise Corrupt(f"{self.path} line {number} lacks entryCount or sizeBytes")
         self.done.add(LedgerId.from_value(int(name, 16)))
         self.entry_count += entry_count
         self.size_bytes += size_bytes
@@ -161,7 +162,7 @@ class ResumeFile:
         except (ValueError, RecursionError):
             fields = None
         if not isinstance(fields, dict):
-            problem = "is no resume file" if number == 1 else f"line {number} is no JSON object"
+            problem = "is not a resume file" if number == 1 else f"line {number} is not a JSON object"
             raise Corrupt(f"{self.path} {problem}", hint="name a new file")
         return fields
 

@@ -1,10 +1,10 @@
-"""The replication worker: takes ledgers that are marked, one lock each, and brings their replicas back.
+"""The replication worker: locks marked ledgers and restores their replicas.
 
     mark → lock → check → copy and swap each fragment → check again → unmark, in the version that was read → unlock
 
-Any number of workers, Apache's and ours, share the marks of scope 0; the marks of the scopes are ours alone. A worker
-that dies leaves what it did in the ledgers, and its locks go with its session: the next one finishes. One whose session
-is lost while it works has lost its locks too, and swaps and unmarks nothing any more. Source: ReplicationWorker.
+Any number of workers, Apache's and ours, share the marks of scope 0; only ours use the marks of other scopes. If a
+worker dies, its completed swaps remain, its locks end with its session, and another worker finishes. A worker whose
+session is lost has lost its locks too, and neither swaps nor unmarks any more. Source: ReplicationWorker.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import random
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from itertools import islice
@@ -32,9 +32,13 @@ from bkctl.errors import (
     Unreachable,
 )
 from bkctl.metadata.underreplication import LedgerUnderreplicationManager, UnderreplicatedLedger
-from bkctl.replication.checker import LedgerCheck, LedgerChecker, LedgerFragment
-from bkctl.replication.replicator import FragmentReplication, LedgerFragmentReplicator, LockLost, Throttle, lock_lost
-from bkctl.replication.signals import Signal, ended, finished, watching
+from bkctl.replication.checker import LedgerCheck, LedgerChecker
+from bkctl.replication.copy_limits import Throttle
+from bkctl.replication.ensemble_swap import LockLost, lock_lost
+from bkctl.replication.fragments import LedgerFragment
+from bkctl.replication.replicator import FragmentReplication, LedgerFragmentReplicator
+from bkctl.replication.signals import Signal, cancel_and_wait, run_to_end, watching
+from bkctl.replication.stats import WorkerStats
 
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper
@@ -45,56 +49,41 @@ if TYPE_CHECKING:
 
 log: Final = logging.getLogger("bkctl.replication")
 
-#: Marks that are read in one go.
+#: Marks that are read at once.
 STEP_COUNT: Final = 10_000
-#: Ledgers that one worker has under way at once.
+#: Ledgers that one worker replicates at once.
 LEDGERS_AT_ONCE: Final = 4
-#: A mark that comes among others is seen so much later at most.
+#: The longest delay until a mark that was added behind the current position is seen.
 LOOK_AGAIN_S: Final = 5.0
-#: Between two looks at the marks, when there is nothing to do.
+#: The pause between two looks at the marks if there is nothing to do.
 PAUSE_S: Final = 0.1
 #: The delays of the first retries double up to lockReleaseOfFailedLedgerGracePeriod.
 #: Source: ReplicationWorker.NUM_OF_EXPONENTIAL_BACKOFF_RETRIALS.
 DOUBLINGS: Final = 5
-#: Ledgers of which it is remembered how often they failed, and what of them is unreadable.
+#: Ledgers whose failures and unreadable entries are remembered.
 FAILED_COUNT_MAX: Final = 2000
-#: Entries that were unreadable and are tried before a fragment is copied again.
+#: Unreadable entries of a ledger that are remembered, and tried before a fragment is copied again.
 UNREADABLE_COUNT_MAX: Final = 100
 
 
 class LedgerOutcome(Enum):
-    """What became of a ledger that was marked."""
+    """The outcome of one attempt to replicate a marked ledger."""
 
-    #: Unmarked, or found deleted.
+    #: The ledger is unmarked, or was deleted.
     DONE = "done"
-    #: Another worker has it, or its mark is gone.
+    #: Another worker has the ledger locked, or its mark is gone.
     SKIPPED = "skipped"
-    #: It stays locked for a while, then somebody tries again.
+    #: The ledger stays locked for a while; then a worker retries.
     LATER = "later"
-    #: It stays marked, for anybody.
+    #: The ledger stays marked, for any worker.
     FAILED = "failed"
 
 
-@dataclass
-class WorkerStats:
-    """What a worker counted since it started, under Apache's names in small letters. Source: ReplicationStats."""
-
-    num_full_or_partial_ledgers_replicated: int = 0
-    num_entries_written: int = 0
-    num_bytes_written: int = 0
-    num_defer_ledger_lock_release_of_failed_ledger: int = 0
-    num_entries_unable_to_read_for_replication: int = 0
-    #: Ledgers that were taken, by how it went, and the time that took.
-    rereplicate_count: int = 0
-    rereplicate_failed_count: int = 0
-    rereplicate_s: float = 0.0
-    exceptions: Counter[str] = field(default_factory=Counter)
-
-
 def retry_delay_ms(grace_period_ms: int, failure_count: int) -> int:
-    """How long a ledger stays locked that failed `failure_count` times before. Source: deferLedgerLockReleaseOfFailed….
+    """Return how long a ledger that failed `failure_count` times before stays locked.
 
-    Doubling from a 32nd of the grace period to the grace period.
+    The delay doubles from a 32nd of the grace period to the grace period.
+    Source: ReplicationWorker.deferLedgerLockReleaseOfFailedLedger.
     """
     if failure_count >= DOUBLINGS:
         return grace_period_ms
@@ -104,8 +93,8 @@ def retry_delay_ms(grace_period_ms: int, failure_count: int) -> int:
 class ReplicationWorker:
     """Replicates marked ledgers of scope 0, of the other scopes, or both, until `run` is cancelled.
 
-    `name` is what its locks say. `scopes` has False for scope 0, True for the others. When `run` is over, locks may be
-    left that go when the store is closed.
+    `name` identifies the worker in its locks. `scopes` has False for scope 0, True for the others. After `run`, locks
+    may remain until the store is closed.
     """
 
     def __init__(
@@ -137,14 +126,14 @@ class ReplicationWorker:
         )
         self._rng = rng or random.Random()
         self._deferred: dict[LedgerId, asyncio.Task[None]] = {}
-        #: How often a ledger failed, and which of its entries were unreadable, the latest last.
+        #: The failures of a ledger and its unreadable entries, most recent ledger last.
         self._failed: OrderedDict[LedgerId, tuple[int, frozenset[int]]] = OrderedDict()
         self._damaged: set[LedgerId] = set()
         self._is_over = False
         self._wake: Signal | None = None
 
     async def run(self) -> None:
-        """Work until it is cancelled. Raises BkctlError when it cannot begin; later errors are logged."""
+        """Work until cancelled. Raise BkctlError if the worker cannot begin; later errors are logged."""
         self._wake = wake = Signal()
         try:
             async with contextlib.AsyncExitStack() as watches:
@@ -165,11 +154,11 @@ class ReplicationWorker:
                         await wake.wait(wait_s)
         finally:
             self._is_over = True
-            await ended(*self._deferred.values())
+            await cancel_and_wait(*self._deferred.values())
 
     @property
     def deferred(self) -> frozenset[LedgerId]:
-        """The ledgers that it keeps locked for a while: their writers have time, or they failed."""
+        """The ledgers that the worker keeps locked for a while: open ones whose writers have time, and failed ones."""
         return frozenset(self._deferred)
 
     @property
@@ -177,9 +166,9 @@ class ReplicationWorker:
         return max(self._config.rw_rereplicate_backoff_ms / 1000, 0.01)
 
     async def work_once(self) -> float:
-        """Try every ledger that is marked and not locked, once; returns after how many seconds to look again.
+        """Try every marked ledger that is not locked, once; return the seconds until the next look.
 
-        Raises Unreachable.
+        Raise Unreachable.
         """
         if not await asyncio.to_thread(self._manager.is_enabled):
             return LOOK_AGAIN_S
@@ -191,48 +180,48 @@ class ReplicationWorker:
         async def next_ledger() -> LedgerId | None:
             async with asking:
                 while not queue:
-                    some = await finished(asyncio.to_thread(next, steps, None))
-                    if some is None:
+                    step = await run_to_end(asyncio.to_thread(next, steps, None))
+                    if step is None:
                         return None
-                    queue.extend(some)
+                    queue.extend(step)
                 return queue.pop()
 
-        async def take() -> None:
+        async def replicate_next() -> None:
             while (ledger := await next_ledger()) is not None:
                 if not await asyncio.to_thread(self._manager.is_enabled):
                     return
                 outcomes[await self.replicate(ledger)] += 1
 
-        takers = [asyncio.ensure_future(take()) for _ in range(LEDGERS_AT_ONCE)]
+        tasks = [asyncio.ensure_future(replicate_next()) for _ in range(LEDGERS_AT_ONCE)]
         try:
-            await asyncio.gather(*takers)
+            await asyncio.gather(*tasks)
         finally:
-            await ended(*takers)
+            await cancel_and_wait(*tasks)
         if outcomes[LedgerOutcome.FAILED]:
             await asyncio.sleep(self._back_off_s)
         return 0.0 if outcomes[LedgerOutcome.DONE] else LOOK_AGAIN_S
 
     def _free_ledgers(self) -> Iterator[list[LedgerId]]:
-        """Marked ledgers that nobody has locked, some at a time, each time in any order: workers do not meet often."""
+        """Yield the marked ledgers without a lock, in batches and random order, so that workers seldom collide."""
         for scoped in self._rng.sample(self._scopes, len(self._scopes)):
             marked = self._manager.marked(scoped=scoped)
-            while some := list(islice(marked, STEP_COUNT)):
+            while batch := list(islice(marked, STEP_COUNT)):
                 locked = self._manager.locked()
-                free = [each for each in some if each not in locked]
+                free = [ledger for ledger in batch if ledger not in locked]
                 self._rng.shuffle(free)
                 yield free
 
     async def replicate(self, ledger: LedgerId) -> LedgerOutcome:
-        """Lock the ledger and bring its replicas back, if it is marked and free. Raises Unreachable."""
+        """Lock the ledger and restore its replicas, if it is marked and not locked. Raise Unreachable."""
         manager = self._manager
         if ledger in self._deferred:
-            # Its lock was lost, and the work that it was kept for is not over.
+            # The lock was lost before the deferred work ended.
             return LedgerOutcome.SKIPPED
         try:
-            # Looked at first, so that no lock is made for ledgers that another worker has just finished.
+            # Read first, so that no lock is created for a ledger that another worker has just finished.
             if await asyncio.to_thread(manager.get, ledger) is None:
                 return LedgerOutcome.SKIPPED
-            lock = await finished(asyncio.to_thread(manager.lock, ledger, self._name))
+            lock = await run_to_end(asyncio.to_thread(manager.lock, ledger, self._name))
         except Unreachable:
             raise
         except Conflict:
@@ -256,7 +245,7 @@ class ReplicationWorker:
             self.stats.exceptions[type(error).__name__] += 1
         finally:
             if ledger not in self._deferred and not self._is_over:
-                await finished(self._unlock(ledger))
+                await run_to_end(self._unlock(ledger))
             if outcome is not LedgerOutcome.SKIPPED:
                 self.stats.rereplicate_count += 1
                 self.stats.rereplicate_failed_count += outcome is not LedgerOutcome.DONE
@@ -264,7 +253,7 @@ class ReplicationWorker:
         return outcome
 
     async def _store_answers(self) -> bool:
-        """Whether what could not be reached were bookies, and not the metadata store."""
+        """Return False if the metadata store is unreachable, and not only bookies."""
         try:
             await asyncio.to_thread(self._manager.is_enabled)
         except Unreachable:
@@ -272,23 +261,23 @@ class ReplicationWorker:
         return True
 
     async def _replicate_locked(self, ledger: LedgerId, lock: Claim) -> LedgerOutcome:
-        # Read under the lock: nobody else unmarks it from now on, and whoever marks it again makes another version.
+        # Read under the lock: no other worker unmarks the ledger now, and a new mark has another version.
         mark = await asyncio.to_thread(self._manager.get, ledger)
         if mark is None:
             return LedgerOutcome.SKIPPED
         try:
             check = await self._look(ledger)
-            if _is_well(check):
+            if _is_healthy(check):
                 await self._unmark(mark, lock)
                 return LedgerOutcome.DONE
             if check.problem is not None:
                 log.warning("Ledger %s: its last add confirmed is not known: %s", ledger, check.problem)
             await self._replicate_fragments(check, lock)
             if check.needs_recovery:
-                # Its writer may be there, and replace the bookies by itself.
+                # An active writer may replace the bookies by itself.
                 self._defer(ledger, self._config.open_ledger_rereplication_grace_period, partial(self._fence, lock))
                 return LedgerOutcome.LATER
-            if _is_well(await self._look(ledger)):
+            if _is_healthy(await self._look(ledger)):
                 await self._unmark(mark, lock)
                 log.info("Ledger %s is replicated", ledger)
                 return LedgerOutcome.DONE
@@ -297,9 +286,9 @@ class ReplicationWorker:
             await self._unmark(mark, lock)
             return LedgerOutcome.DONE
         count, unreadable = self._failed.get(ledger, (0, frozenset()))
-        self._remember(ledger, count + 1, unreadable)
+        self._remember_failure(ledger, count + 1, unreadable)
         delay_ms = retry_delay_ms(self._config.lock_release_of_failed_ledger_grace_period, count)
-        log.warning("Ledger %s still lacks replicas: tried again in %g s", ledger, delay_ms / 1000)
+        log.warning("Ledger %s still lacks replicas: retrying in %g s", ledger, delay_ms / 1000)
         self.stats.num_defer_ledger_lock_release_of_failed_ledger += 1
         self._defer(ledger, delay_ms)
         return LedgerOutcome.LATER
@@ -308,9 +297,8 @@ class ReplicationWorker:
         return await self._checker.check(ledger, percentage=self._config.auditor_ledger_verification_percentage)
 
     async def _replicate_fragments(self, check: LedgerCheck, lock: Claim) -> None:
-        """What can be replicated of the closed fragments is; what not, the next check finds again."""
+        """Replicate the closed fragments. Errors are logged: the next check finds the fragment again."""
         ledger, replicated = check.ledger, False
-
         for fragment in check.fragments:
             if not fragment.closed or await self._is_unreadable(check, fragment):
                 continue
@@ -324,25 +312,26 @@ class ReplicationWorker:
                 continue
             check = replace(check, versioned=result.versioned)
             if result.unreadable:
-                self._note_unreadable(ledger, result)
+                self._record_unreadable(ledger, result)
             replicated = replicated or bool(result.replaced or result.repaired)
         self.stats.num_full_or_partial_ledgers_replicated += replicated
 
-    def _note_unreadable(self, ledger: LedgerId, result: FragmentReplication) -> None:
+    def _record_unreadable(self, ledger: LedgerId, result: FragmentReplication) -> None:
         for span in result.unreadable:
             log.error("Ledger %s: %s", ledger, span)
             self.stats.num_entries_unable_to_read_for_replication += span.entry_count
         count, known = self._failed.get(ledger, (0, frozenset()))
         first = (span.first_entry_id for span in result.unreadable)
-        self._remember(ledger, count, frozenset(sorted({*known, *first})[:UNREADABLE_COUNT_MAX]))
+        self._remember_failure(ledger, count, frozenset(sorted({*known, *first})[:UNREADABLE_COUNT_MAX]))
 
     async def _is_unreadable(self, check: LedgerCheck, fragment: LedgerFragment) -> bool:
-        """Whether an entry of the fragment that nobody gave before is still unreadable: it is not copied in vain then.
+        """Return True if a remembered unreadable entry of the fragment is still unreadable; copying would fail again.
 
         Source: ReplicationWorker.tryReadingFaultyEntries.
         """
         _, known = self._failed.get(check.ledger, (0, frozenset[int]()))
-        entry_ids = [each for each in known if fragment.first_entry_id <= each <= fragment.last_entry_id]
+        first, last = fragment.first_entry_id, fragment.last_entry_id
+        entry_ids = [entry_id for entry_id in known if first <= entry_id <= last]
         if not entry_ids:
             return False
         found = await self._replicator.unreadable(check, fragment, entry_ids)
@@ -350,14 +339,14 @@ class ReplicationWorker:
             log.error("Ledger %s: %s", check.ledger, span)
         return bool(found)
 
-    def _remember(self, ledger: LedgerId, count: int, unreadable: frozenset[int]) -> None:
+    def _remember_failure(self, ledger: LedgerId, count: int, unreadable: frozenset[int]) -> None:
         self._failed[ledger] = (count, unreadable)
         self._failed.move_to_end(ledger)
         while len(self._failed) > FAILED_COUNT_MAX:
             self._failed.popitem(last=False)
 
     async def _unmark(self, mark: UnderreplicatedLedger, lock: Claim) -> None:
-        """Nothing happens when it was marked again meanwhile: somebody looks at it once more."""
+        """Delete the mark. One that changed meanwhile stays: a worker checks the ledger again."""
 
         def unmark() -> None:
             _check_held(lock, mark.ledger)
@@ -371,12 +360,10 @@ class ReplicationWorker:
         self.stats.num_entries_written += entry_count
         self.stats.num_bytes_written += size_bytes
 
-    # locks that are kept for a while
-
     def _defer(
         self, ledger: LedgerId, delay_ms: int, then: Callable[[LedgerId], Awaitable[None]] | None = None
     ) -> None:
-        """Keep the ledger locked for so long, do `then`, and unlock it."""
+        """Keep the ledger locked for `delay_ms`, call `then`, and unlock it."""
 
         async def release() -> None:
             try:
@@ -395,7 +382,7 @@ class ReplicationWorker:
         self._deferred[ledger] = asyncio.ensure_future(release())
 
     async def _fence(self, lock: Claim, ledger: LedgerId) -> None:
-        """Close a ledger whose writer had time to replace the bookies that are gone, and did not.
+        """Close a ledger whose writer did not replace the lost bookies within the grace period.
 
         Source: ReplicationWorker.deferLedgerLockRelease.
         """
@@ -409,7 +396,7 @@ class ReplicationWorker:
                 await self._replicator.recover(ledger)
 
     async def _unlock(self, ledger: LedgerId) -> None:
-        """Until the store took it: a lock that is left would keep everybody away for as long as we live."""
+        """Unlock the ledger, retrying until the store accepts: a lock excludes all workers while we live."""
         while not self._is_over:
             try:
                 await asyncio.to_thread(self._manager.unlock, ledger)
@@ -419,11 +406,11 @@ class ReplicationWorker:
                 await asyncio.sleep(self._back_off_s)
 
 
-def _is_well(check: LedgerCheck) -> bool:
+def _is_healthy(check: LedgerCheck) -> bool:
     return not check.fragments and not check.needs_recovery and check.problem is None
 
 
 def _check_held(lock: Claim, ledger: LedgerId) -> None:
-    """Raises LockLost, and what keeps the store from telling."""
+    """Raise LockLost if the lock is lost, and errors of the store."""
     if not lock.is_held():
         raise lock_lost(ledger)

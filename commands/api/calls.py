@@ -75,7 +75,7 @@ def delete(run: Run, path: PathArgument, which: BookieServerOption, size_max: Ma
 
 
 def _full(path: str) -> str:
-    from bkctl.http.client import API_PREFIX
+    from bkctl.http.bookie_client import API_PREFIX
 
     return path if path.startswith("/") else f"{API_PREFIX}/{path}"
 

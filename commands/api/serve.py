@@ -15,7 +15,7 @@ from ..kit.options import parse_number
 from ..kit.output import Column, Columns, Kind
 
 if TYPE_CHECKING:
-    from bkctl.http.server import HttpSettings
+    from bkctl.http.server_settings import HttpSettings
 
 app = group()
 
@@ -78,14 +78,15 @@ def serve(
     import threading
 
     from bkctl.http import load_server
+    from bkctl.http.server_settings import read_token
 
     http = load_server()
     settings = _settings(host, port, token_file, read_only_token_file, server_certificate, server_key, client_ca)
     connection = run.connection()
     security = run.security(connection)
-    bookie_token = None if bookie_token_file is None else http.read_token(bookie_token_file)
+    bookie_token = None if bookie_token_file is None else read_token(bookie_token_file)
     tls, addresses = run.bookie_tls(), run.bookie_addresses()
-    upstream = http.PassedOn(bookie_token, tls, run.timeout_s)
+    upstream = http.Upstream(bookie_token, tls, run.timeout_s)
     run.log()
     server = http.HttpServer(settings)
     port_number = server.bind()
@@ -113,7 +114,7 @@ def _settings(
     key: Path | None,
     client_ca: Path | None,
 ) -> HttpSettings:
-    from bkctl.http.server import HttpSettings, read_token, tls_context
+    from bkctl.http.server_settings import HttpSettings, read_token, tls_context
 
     number = parse_number(port, "--port")
     if not 0 <= number <= 65535:

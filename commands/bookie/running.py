@@ -31,7 +31,8 @@ from ..kit.output import GREEN, RED, YELLOW, Column, Columns, Kind, Output, iso_
 
 if TYPE_CHECKING:
     from bkctl.client.operations import RoundTrip
-    from bkctl.http.client import BookieApi, BookieState, CollectorStatus, DiskSpace, GarbageCollection, Metric
+    from bkctl.http.bookie_client import BookieApi, BookieState, CollectorStatus, DiskSpace, GarbageCollection
+    from bkctl.http.prometheus import Metric
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
 
 app = group()
@@ -126,7 +127,8 @@ def finder(run: Run, which: BookieServer, *, changes: bool = False) -> Iterator[
 
     A call raises BookieUnavailable while the bookie is not registered.
     """
-    from bkctl.http.client import BookieApi, bookie_url
+    from bkctl.http.bookie_client import BookieApi
+    from bkctl.http.server_url import bookie_url
 
     url = which.url
     if url is None and which.bookie_id is None:
@@ -162,7 +164,7 @@ def registered_bookie(cluster: Cluster, bookie_id: str) -> RegisteredBookie:
 def _url_of_conf(run: Run) -> str:
     """The HTTP server of the bookie whose configuration --conf is."""
     from bkctl.config import read_properties
-    from bkctl.http.client import is_of_another_machine
+    from bkctl.http.server_url import is_of_another_machine
 
     if run.conf is None:
         raise UsageError(
@@ -920,7 +922,7 @@ def metrics(
             return
 
         def look() -> Iterator[Metric]:
-            from bkctl.http.client import parse_metrics
+            from bkctl.http.prometheus import parse_metrics
 
             for metric in parse_metrics(found.api.metrics(), f"{found.url}/metrics"):
                 if match is None or _matches(metric.name, match):

@@ -29,9 +29,11 @@ from ..kit.output import GREEN, RED, YELLOW, Activity, Column, Columns, Kind, Ou
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
-    from bkctl.replication.bookies import LedgerMove, MovePlan, MoveProgress, PlannedFragment
-    from bkctl.replication.departure import Decommission, Drain, Step
+    from bkctl.replication.decommission import Decommission
+    from bkctl.replication.departure_steps import Step
+    from bkctl.replication.drain import Drain
     from bkctl.replication.holdings import HeldFragment, HeldLedger, StopProblem
+    from bkctl.replication.move_plan import LedgerMove, MovePlan, MoveProgress, PlannedFragment
     from bkctl.replication.placement import Topology
 
 app = group()
@@ -232,7 +234,7 @@ def _held_row(held: HeldLedger, fragment: HeldFragment, **more: Any) -> Fragment
 
 
 def _planned_row(planned: PlannedFragment | LedgerMove) -> FragmentRow:
-    from bkctl.replication.bookies import PlannedFragment
+    from bkctl.replication.move_plan import PlannedFragment
 
     if not isinstance(planned, PlannedFragment):
         state = None if planned.state is None else planned.state.name
@@ -245,7 +247,7 @@ def _planned_row(planned: PlannedFragment | LedgerMove) -> FragmentRow:
 
 def _move_columns(plan: MovePlan) -> Columns:
     """What is moved is printed as it comes: a table's widths are those that will be needed."""
-    from bkctl.replication.bookies import MoveOutcome
+    from bkctl.replication.move_plan import MoveOutcome
 
     return Columns(
         Column("LEDGER".ljust(_ledger_width(plan)), "ledger", "ledger", Kind.LEDGER),
@@ -308,7 +310,7 @@ def recover(
         if dry_run:
             _show_plan(run, cluster, names, ledgers or None, skip_open, skip_unrecoverable)
             return
-        from bkctl.replication.bookies import check_scopes_known, plan_move
+        from bkctl.replication.move_plan import check_scopes_known, plan_move
 
         with run.working("Looking at the ledgers"):
             plan = plan_move(cluster, names, ledgers or None)
@@ -377,7 +379,8 @@ def _show_held(run: Run, cluster: Cluster, names: Sequence[str], ids: list[Ledge
 def _show_plan(
     run: Run, cluster: Cluster, names: Sequence[str], ids: list[LedgerId] | None, skip_open: bool, skip: bool
 ) -> None:
-    from bkctl.replication.bookies import BookieMover, MoveOutcome, PlannedFragment
+    from bkctl.replication.bookie_mover import BookieMover
+    from bkctl.replication.move_plan import MoveOutcome, PlannedFragment
 
     ledgers: set[LedgerId] = set()
     problems: set[LedgerId] = set()
@@ -413,7 +416,8 @@ def _recover(
     delete_cookie: bool,
     resume: Path | None,
 ) -> None:
-    from bkctl.replication.bookies import BookieMover, MoveOutcome
+    from bkctl.replication.bookie_mover import BookieMover
+    from bkctl.replication.move_plan import MoveOutcome
     from bkctl.replication.resume import ResumeFile
 
     outcomes: dict[MoveOutcome, int] = dict.fromkeys(MoveOutcome, 0)
@@ -557,9 +561,9 @@ class _Steps:
             self._writer.row(step)
 
     def take(self, step: Step) -> None:
-        from bkctl.replication.departure import STANDING_AGAINST, StepResult
+        from bkctl.replication.departure_steps import BLOCKING_RESULTS, StepResult
 
-        self.finding_count += step.result in STANDING_AGAINST
+        self.finding_count += step.result in BLOCKING_RESULTS
         if self._watch_s is None or step.result not in (StepResult.MOVED, StepResult.GONE):
             self.print(step)
 
@@ -603,7 +607,7 @@ async def _checked(departure: Decommission | Drain, steps: _Steps, *, probe: boo
 
 
 def _plan(run: Run, cluster: Cluster, bookie: str) -> MovePlan:
-    from bkctl.replication.bookies import plan_move
+    from bkctl.replication.move_plan import plan_move
 
     with run.working("Looking at the ledgers"):
         return plan_move(cluster, [bookie])
@@ -629,7 +633,7 @@ def decommission(
     the entries that no bookie has; auto-recovery goes on trying for those ledgers until 'bkctl autorecovery unmark'.
     --dry-run asks the bookies which entries they have, and names what stands against it.
     """
-    from bkctl.replication.departure import Decommission
+    from bkctl.replication.decommission import Decommission
 
     check_bookie_id(bookie)
     with run.cluster() as cluster:
@@ -678,7 +682,7 @@ def drain(
     until the writer leaves the bookie: exit code 3, and run it again. What was moved stays moved, so it goes on where
     it stopped. It stays read-only; 'bkctl bookie readonly off' ends that.
     """
-    from bkctl.replication.departure import Drain
+    from bkctl.replication.drain import Drain
 
     check_bookie_id(bookie)
     with run.cluster() as cluster:
@@ -718,7 +722,8 @@ def drain(
 
 def _set_read_only(run: Run, bookie: RegisteredBookie) -> None:
     """Have the bookie take no more entries, over its HTTP server."""
-    from bkctl.http.client import BookieApi, bookie_url
+    from bkctl.http.bookie_client import BookieApi
+    from bkctl.http.server_url import bookie_url
 
     name = bookie.bookie_id
     try:

@@ -255,7 +255,8 @@ class Run:
         `is_registered`: the metadata store names `url`, so that the token goes there only as `token_for_registered`
         says.
         """
-        from bkctl.http.client import ApiClient, token_for_registered
+        from bkctl.http.client import ApiClient
+        from bkctl.http.server_url import token_for_registered
         from bkctl.metadata.store import client_tls
 
         options = self._options

@@ -89,7 +89,7 @@ def copy(
     password. The source stays.
     """
     from bkctl.replication.copy import CopyShape, copy_ledger
-    from bkctl.replication.replicator import Throttle
+    from bkctl.replication.copy_limits import Throttle
 
     scope_id = None if to_scope is None else parse_scope_id(to_scope)
     if len(ledgers) > 1 and to_ledger_id is not None:

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from bkctl.metadata.admin.removal import Removal, RemovalPlan
     from bkctl.metadata.cluster import Cluster
     from bkctl.metadata.ledgers import VersionedMetadata
-    from bkctl.replication.checker import ReplicaFault
+    from bkctl.replication.fragments import ReplicaFault
 
 app = group()
 

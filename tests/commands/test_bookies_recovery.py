@@ -18,7 +18,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import LedgerUnderreplicationManager
-from bkctl.replication.bookies import LedgerMove, MoveOutcome, MovePlan
+from bkctl.replication.move_plan import LedgerMove, MoveOutcome, MovePlan
 
 from .conftest import Cli
 

@@ -9,8 +9,7 @@ from collections import Counter
 from typing import Final
 from urllib.parse import quote
 
-from bkctl.http.bookie_api import BOOKIE
-from bkctl.http.cluster_api import CLUSTER
+from bkctl.http.api import BOOKIE, CLUSTER
 
 #: By path: the method, and the names that a query may have.
 ENDPOINTS: Final = [(each.method, each.path, [value.name for value in each.values]) for each in (*BOOKIE, *CLUSTER)]

@@ -20,10 +20,11 @@ from support.servers import free_port
 
 from bkctl.client.ledger import BookKeeper
 from bkctl.formats.metadata import BookieServiceInfo, Endpoint
-from bkctl.http.client import token_for_registered
-from bkctl.http.gateway import PassedOn
+from bkctl.http.gateway import Upstream
 from bkctl.http.local_token import LocalToken, find_local_token, token_path
-from bkctl.http.server import HttpServer, HttpSettings
+from bkctl.http.server import HttpServer
+from bkctl.http.server_settings import HttpSettings
+from bkctl.http.server_url import token_for_registered
 from bkctl.http.service import Service
 from bkctl.metadata.cluster import open_cluster
 from bkctl.protocol.connection import run
@@ -63,7 +64,7 @@ def misled_uri(attacker: FakeServer, tmp_path: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def serving_gateway(uri: str, settings: HttpSettings, upstream: PassedOn) -> Iterator[int]:
+def serving_gateway(uri: str, settings: HttpSettings, upstream: Upstream) -> Iterator[int]:
     """A gateway in this process; its port."""
     server = HttpServer(settings)
     port = server.bind()
@@ -106,7 +107,7 @@ def test_a_drain_sends_no_token_to_an_address_that_the_metadata_store_names(
 def test_a_gateway_sends_no_token_to_an_address_that_the_metadata_store_names(
     attacker: FakeServer, misled_uri: str, bookie_token: str | None
 ) -> None:
-    upstream = PassedOn(bookie_token)
+    upstream = Upstream(bookie_token)
     with serving_gateway(misled_uri, HttpSettings("127.0.0.1", 0, FRONT), upstream) as port:
         front = {"Authorization": f"Bearer {FRONT}"}
         assert call(port, "GET", f"{V1}/bookie/state?bookie=far:1", headers=front).json == STATE
@@ -117,7 +118,7 @@ def test_a_gateway_sends_no_token_to_an_address_that_the_metadata_store_names(
     assert not [each for each in attacker.asked if FRONT in str(each.headers)]
 
 
-def test_api_serve_does_not_pass_its_own_token_on(
+def test_api_serve_does_not_forward_its_own_token(
     http_bookie: Callable[..., Any], gateway: Callable[..., Any], tmp_path: Path
 ) -> None:
     """A bookie with the same token as the gateway: without --bookie-token-file it is asked without one."""
@@ -152,7 +153,7 @@ def test_a_token_goes_to_loopback_and_to_checked_certificates(url: str, has_auth
     assert token_for_registered(url, FRONT, has_authorities=has_authorities) == (FRONT if goes else None)
 
 
-def test_a_gateway_says_itself_what_type_an_answer_has(attacker: FakeServer, misled_uri: str) -> None:
+def test_gateway_sets_content_type_itself(attacker: FakeServer, misled_uri: str) -> None:
     script = b"<html><script>fetch('/api/v1/ledger/list')</script></html>"
     replies = {
         f"GET {V1}/bookie/state": Reply(script, 200, "text/html"),
@@ -162,7 +163,7 @@ def test_a_gateway_says_itself_what_type_an_answer_has(attacker: FakeServer, mis
         f"GET {V1}/bookie/gc_details": Reply(b"", 302, "text/html", (("Location", "http://elsewhere.example"),)),
     }
     attacker.replies |= replies
-    with serving_gateway(misled_uri, HttpSettings("127.0.0.1", 0, FRONT), PassedOn()) as port:
+    with serving_gateway(misled_uri, HttpSettings("127.0.0.1", 0, FRONT), Upstream()) as port:
         for name, status, kind in (
             ("state", 200, "text/plain; charset=utf-8"),
             ("info", 500, "text/plain; charset=utf-8"),
@@ -203,7 +204,7 @@ def test_other_users_of_the_machine_get_probes_only(bookie: Any) -> None:
     assert call(port, "GET", f"{V1}/config/server_config").status == 200  # with the token
 
 
-def test_a_generated_token_is_its_users_alone_and_goes_when_the_server_stops(http_bookie: Callable[..., Any]) -> None:
+def test_generated_token_is_private_and_removed_at_stop(http_bookie: Callable[..., Any]) -> None:
     bookie = http_bookie()
     bookie.start()
     path = token_path("127.0.0.1", bookie.http_port)
@@ -219,9 +220,7 @@ def test_a_generated_token_is_its_users_alone_and_goes_when_the_server_stops(htt
     assert not path.exists()
 
 
-def test_commands_find_the_token_of_a_server_by_themselves(
-    http_bookie: Callable[..., Any], gateway: Callable[..., Any]
-) -> None:
+def test_commands_find_local_token(http_bookie: Callable[..., Any], gateway: Callable[..., Any]) -> None:
     bookie = http_bookie()
     bookie.start()
     cli = CommandLine(str(bookie.settings["metadataServiceUri"]))
@@ -237,7 +236,7 @@ def test_commands_find_the_token_of_a_server_by_themselves(
     assert cli("bookie", "config", *front).code == 0
 
 
-def test_a_token_goes_to_no_server_that_took_the_port_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_is_not_sent_to_next_server_on_the_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     fake = FakeServer()
     try:
@@ -270,7 +269,7 @@ def test_a_token_goes_to_no_server_that_took_the_port_since(tmp_path: Path, monk
 def test_a_server_that_cannot_keep_its_token_answers_probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "file"))
-    with serving_gateway(f"sqlite://{tmp_path / 'nothing.db'}", HttpSettings("127.0.0.1", 0), PassedOn()) as port:
+    with serving_gateway(f"sqlite://{tmp_path / 'nothing.db'}", HttpSettings("127.0.0.1", 0), Upstream()) as port:
         assert call(port, "GET", "/heartbeat").status == 200
         assert call(port, "GET", f"{V1}/ledger/list").status == 401
 
@@ -308,7 +307,7 @@ def test_a_web_page_is_refused_even_with_the_token(bookie: Any, headers: dict[st
     assert call(port, "GET", f"{V1}/bookie/state/readonly").json == {"readOnly": False}
 
 
-def test_the_sanity_test_is_for_commands_and_curl_and_not_for_browsers(bookie: Any) -> None:
+def test_sanity_is_refused_to_browsers(bookie: Any) -> None:
     port, path = bookie.http_port, f"{V1}/bookie/sanity"
     for headers in (
         {"User-Agent": BROWSER},  # an old one, which sends no Sec-Fetch-Site with a picture
@@ -378,7 +377,7 @@ def test_a_read_only_token_reads_and_gets_no_secrets(
 
 
 @pytest.mark.parametrize("given", [{}, {"httpServerToken": READER}], ids=["alone", "the same"])
-def test_a_read_only_token_needs_a_full_one_beside_it(
+def test_read_only_token_needs_full_token(
     http_bookie: Callable[..., Any], tmp_path: Path, given: dict[str, str]
 ) -> None:
     (tmp_path / "reads").write_text(READER)
@@ -391,7 +390,7 @@ def test_a_read_only_token_needs_a_full_one_beside_it(
 # --- a configuration of Apache's -------------------------------------------------------------------------------------
 
 
-def test_a_configuration_without_a_host_starts_on_loopback_and_says_how_to_open_it(
+def test_server_without_host_listens_on_loopback_and_logs_why(
     http_bookie: Callable[..., Any],
 ) -> None:
     bookie = http_bookie(httpServerHost="", httpServerPort=free_port())
@@ -414,14 +413,14 @@ def test_a_configuration_without_a_host_starts_on_loopback_and_says_how_to_open_
         socket.create_connection(("127.0.0.2", port), timeout=60).close()
 
 
-def test_a_configuration_without_a_host_listens_everywhere_where_it_asks_for_a_token() -> None:
+def test_server_with_token_and_no_host_listens_everywhere() -> None:
     from bkctl.config import BookieConfig
 
     assert HttpSettings.of(BookieConfig(http_server_enabled=True, http_server_token=FRONT)).host == "0.0.0.0"
     assert HttpSettings.of(BookieConfig(http_server_enabled=True)).host == "127.0.0.1"
 
 
-def test_another_machines_loopback_is_not_taken_for_ours(tmp_path: Path) -> None:
+def test_loopback_of_another_machine_is_refused(tmp_path: Path) -> None:
     """A bookie that serves HTTP on its own loopback, seen from another machine: port 8080 here is somebody else's."""
     fake = FakeServer()
     uri = f"sqlite://{tmp_path / 'metadata.db'}"

@@ -132,7 +132,7 @@ def without_added(value: Any) -> Any:
         ("PUT", f"{V1}/autorecovery/status?enabled=TRUE"),
     ],
 )  # fmt: skip
-def test_json_of_the_cluster_is_the_same(pair: Pair, method: str, path: str) -> None:
+def test_cluster_json_equals_apaches(pair: Pair, method: str, path: str) -> None:
     apache, ours = pair.ask(method, path)
     assert (apache.status, ours.status) == (200, 200)
     assert without_added(ours.json) == apache.json
@@ -146,7 +146,7 @@ def test_json_of_the_cluster_is_the_same(pair: Pair, method: str, path: str) -> 
         "?missingreplica=127.0.0.1:1&excludingmissingreplica=b:2&printmissingreplica", "?missingreplica=%20",
     ],
 )  # fmt: skip
-def test_under_replicated_ledgers_are_the_same(marked: Pair, query: str) -> None:
+def test_under_replicated_lists_equal_apaches(marked: Pair, query: str) -> None:
     apache, ours = marked.ask("GET", f"{V1}/autorecovery/list_under_replicated_ledger{query}")
     assert (apache.status, ours.status) == (200, 200)
     assert ours.json == apache.json
@@ -195,7 +195,7 @@ TALKS = {
 
 
 @pytest.mark.parametrize("talk", TALKS)
-def test_what_is_said_is_the_same_to_the_byte(pair: Pair, talk: str) -> None:
+def test_texts_equal_apaches_to_the_byte(pair: Pair, talk: str) -> None:
     for method, path, body in TALKS[talk]:
         apache, ours = pair.ask(method, path, body)
         assert (apache.status, ours.status) == (200, 200)
@@ -206,7 +206,7 @@ def test_what_is_said_is_the_same_to_the_byte(pair: Pair, talk: str) -> None:
             assert ours.body == said
 
 
-def test_what_differs_by_nature_has_the_same_form(pair: Pair) -> None:
+def test_varying_answers_have_apaches_form(pair: Pair) -> None:
     def digits(answer: Answer) -> list[Any]:
         assert answer.status == 200
         text = str(sorted(answer.json.items())).replace(pair.apache.bookie_id, pair.ours.bookie_id)
@@ -252,7 +252,7 @@ def test_settings_are_strings_under_the_same_names(pair: Pair) -> None:
     assert ours.json["httpServerPort"] == str(pair.our_port)
 
 
-def test_deleting_is_the_same(pair: Pair) -> None:
+def test_delete_answers_equal_apaches(pair: Pair) -> None:
     said = []
     for number, port in ((110, pair.apache_port), (111, pair.our_port)):
         answer = call(port, "DELETE", f"{V1}/ledger/delete?ledger_id={number}")
@@ -331,7 +331,7 @@ DEVIATIONS = [
 
 
 @pytest.mark.parametrize(("method", "path", "body", "apache_code", "our_code"), DEVIATIONS)
-def test_codes_that_differ_are_known(
+def test_differing_codes_are_documented(
     pair: Pair, method: str, path: str, body: object, apache_code: int, our_code: int
 ) -> None:
     apache, ours = pair.ask(method, path, body)
@@ -340,7 +340,7 @@ def test_codes_that_differ_are_known(
         assert ours.error
 
 
-def test_a_gateway_passes_on_what_apaches_bookie_says(pair: Pair, gateway: Callable[..., Any]) -> None:
+def test_gateway_forwards_apaches_answers(pair: Pair, gateway: Callable[..., Any]) -> None:
     port = gateway(pair.cluster.uri).http_port
     named = f"bookie={pair.apache.bookie_id}"
     for path in ("state", "info", "gc/suspend_compaction", "list_disk_file?file_type=journal", "nothing_of_the_kind"):
@@ -352,7 +352,7 @@ def test_a_gateway_passes_on_what_apaches_bookie_says(pair: Pair, gateway: Calla
     assert call(port, "GET", f"{V1}/ledger/list").json == call(pair.apache_port, "GET", f"{V1}/ledger/list").json
 
 
-def test_recovery_and_decommission_are_begun_alike(pair: Pair) -> None:
+def test_recovery_and_decommission_start_as_apaches(pair: Pair) -> None:
     nobody = f"127.0.0.1:{free_port()}"
     for path, body in (("bookie", {"bookie_src": [nobody]}), ("decommission", {"bookie_src": nobody})):
         theirs, ours = call(pair.apache_port, "PUT", f"{V1}/autorecovery/{path}", body), None
@@ -362,7 +362,7 @@ def test_recovery_and_decommission_are_begun_alike(pair: Pair) -> None:
         assert ours.status == 200
 
 
-def test_a_bookie_that_is_up_is_not_decommissioned(pair: Pair) -> None:
+def test_registered_bookie_is_not_decommissioned(pair: Pair) -> None:
     answer = call(pair.our_port, "PUT", f"{V1}/autorecovery/decommission", {"bookie_src": pair.apache.bookie_id})
     assert answer.status == 409
     assert "registered" in answer.error
@@ -371,7 +371,7 @@ def test_a_bookie_that_is_up_is_not_decommissioned(pair: Pair) -> None:
     assert call(pair.our_port, "PUT", f"{V1}/autorecovery/bookie", {"bookie_src": []}).status == 400
 
 
-def test_ledgers_of_scopes_are_named_beside(pair: Pair) -> None:
+def test_scoped_ledgers_are_listed_beside_apaches(pair: Pair) -> None:
     name = f"{7:016x}{(1 << 64) - 3:016x}"
     port = pair.our_port
     assert call(port, "GET", f"{V1}/ledger/list?ledger_scope_id=7").json == {name: None}

@@ -23,17 +23,10 @@ from bkctl.errors import (
     UsageError,
 )
 from bkctl.formats.metadata import BookieServiceInfo, Endpoint
-from bkctl.http.client import (
-    ANSWER_SIZE_BYTES_MAX,
-    JSON_SIZE_BYTES_MAX,
-    ApiAnswer,
-    ApiClient,
-    BookieApi,
-    Metric,
-    ServerUrl,
-    bookie_url,
-    parse_metrics,
-)
+from bkctl.http.bookie_client import JSON_SIZE_BYTES_MAX, BookieApi
+from bkctl.http.client import ANSWER_SIZE_BYTES_MAX, ApiAnswer, ApiClient
+from bkctl.http.prometheus import Metric, parse_metrics
+from bkctl.http.server_url import ServerUrl, bookie_url
 from bkctl.metadata.cluster import RegisteredBookie
 
 #: What the sockets on both sides may hold beside what was read.
@@ -72,7 +65,7 @@ def test_urls_have_a_host_a_port_and_maybe_a_prefix(text: str, url: str) -> None
 @pytest.mark.parametrize(
     "text", ["", "ftp://x", "http://", "http://x:0", "http://x:70000", "http://a b", "http://x/?a=b", "http://u:p@x"]
 )
-def test_what_is_no_url_of_a_server_is_a_usage_error(text: str) -> None:
+def test_invalid_urls_are_usage_errors(text: str) -> None:
     with pytest.raises(UsageError) as raised:
         ServerUrl.parse(text)
     assert "u:p" not in str(raised.value)
@@ -103,11 +96,11 @@ RPC = Endpoint("bookie", 3181, "10.0.0.1", "bookie-rpc")
         (Endpoint("other", 8081, "10.0.0.2", "https"), None, "https://10.0.0.2:8081"),
     ],
 )
-def test_a_bookies_server_is_where_it_registered_one(endpoint: Endpoint, host: str | None, url: str) -> None:
+def test_bookie_url_is_the_registered_endpoint(endpoint: Endpoint, host: str | None, url: str) -> None:
     assert bookie_url(registered(RPC, endpoint), host) == url
 
 
-def test_a_bookie_without_a_server_and_one_that_is_down_are_told_apart() -> None:
+def test_bookie_url_distinguishes_down_from_no_server() -> None:
     with pytest.raises(NotFound, match=r"registered no HTTP server.*httpServerEnabled=true"):
         bookie_url(registered(RPC))
     with pytest.raises(NotFound, match="registered no HTTP server"):
@@ -132,14 +125,14 @@ def test_a_request_carries_method_path_query_body_and_token(fake: FakeServer) ->
 
 
 @pytest.mark.parametrize("path", ["x", "/a b", "/a\r\nX: y", "/a#b", "/\x00"])
-def test_what_is_no_path_is_refused_before_anything_is_sent(fake: FakeServer, path: str) -> None:
+def test_invalid_paths_are_refused_before_sending(fake: FakeServer, path: str) -> None:
     with pytest.raises(UsageError):
         ApiClient(fake.url).request("GET", path)
     assert fake.asked == []
 
 
 @pytest.mark.parametrize("token", ["", "a b", "a\r\nX: y", "é"])
-def test_what_is_no_token_is_refused(token: str) -> None:
+def test_invalid_tokens_are_refused(token: str) -> None:
     with pytest.raises(UsageError):
         ApiClient("http://x", token=token)
 
@@ -169,7 +162,7 @@ def test_what_is_no_token_is_refused(token: str) -> None:
         (b"", ""),
     ],
 )
-def test_a_failure_has_its_class_and_the_servers_words(
+def test_failures_have_class_and_server_message(
     fake: FakeServer, status: int, error: type[BkctlError], body: bytes, said: str
 ) -> None:
     fake.replies["GET /x"] = Reply(body, status)
@@ -184,12 +177,12 @@ def test_a_failure_has_its_class_and_the_servers_words(
         assert raised.value.hint == "do that"
 
 
-def test_a_path_that_the_server_does_not_know_is_unsupported(fake: FakeServer) -> None:
+def test_unknown_path_is_unsupported(fake: FakeServer) -> None:
     with pytest.raises(Unsupported, match="has no /nowhere"):
         ApiClient(fake.url).call("GET", "/nowhere")
 
 
-def test_the_servers_words_are_cut_and_lose_their_tags(fake: FakeServer) -> None:
+def test_server_messages_are_shortened_without_tags(fake: FakeServer) -> None:
     fake.replies["GET /x"] = Reply(b"<h1>Bad</h1>\n" + b"x" * 5000, 500, "text/html")
     with pytest.raises(BkctlError) as raised:
         ApiClient(fake.url).call("GET", "/x")
@@ -209,13 +202,21 @@ def test_a_redirect_is_not_followed_and_gets_no_token(fake: FakeServer) -> None:
 
 
 MISBEHAVIOUR: dict[str, tuple[Callable[..., None], type[BkctlError], str]] = {
-    "no HTTP": (sends(b"\x00\x01garbage\r\n\r\n"), ProtocolError, "is no HTTP"),
+    "no HTTP": (sends(b"\x00\x01garbage\r\n\r\n"), ProtocolError, "is not HTTP"),
     "closed": (sends(b""), Unreachable, "without an answer"),
     "cut": (sends(HEAD + b"Content-Length: 100\r\n\r\nshort"), Unreachable, "after 5 of 100 bytes"),
-    "cut chunk": (sends(HEAD + b"Transfer-Encoding: chunked\r\n\r\n10\r\nshort"), Unreachable, "before its end"),
-    "no chunk": (sends(HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"), Unreachable, "before its end"),
-    "too many headers": (sends(HEAD + b"A: b\r\n" * 5000 + b"\r\n"), ProtocolError, "is no HTTP"),
-    "a header without end": (sends(HEAD + b"A: " + b"b" * (1 << 20)), ProtocolError, "is no HTTP"),
+    "cut chunk": (
+        sends(HEAD + b"Transfer-Encoding: chunked\r\n\r\n10\r\nshort"),
+        Unreachable,
+        "before the answer was complete",
+    ),
+    "no chunk": (
+        sends(HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"),
+        Unreachable,
+        "before the answer was complete",
+    ),
+    "too many headers": (sends(HEAD + b"A: b\r\n" * 5000 + b"\r\n"), ProtocolError, "is not HTTP"),
+    "a header without end": (sends(HEAD + b"A: " + b"b" * (1 << 20)), ProtocolError, "is not HTTP"),
     "said to be large": (sends(HEAD + b"Content-Length: 99999999999\r\n\r\n"), ProtocolError, "too large"),
     "silent": (is_silent, TimedOut, "no progress"),
     "silent after its head": (drips(HEAD + b"\r\n", b"", 60), TimedOut, "no progress"),
@@ -226,7 +227,7 @@ MISBEHAVIOUR: dict[str, tuple[Callable[..., None], type[BkctlError], str]] = {
 
 
 @pytest.mark.parametrize("name", MISBEHAVIOUR)
-def test_a_server_that_misbehaves_is_one_error_in_the_end(name: str) -> None:
+def test_misbehaving_server_is_one_error(name: str) -> None:
     behave, error, text = MISBEHAVIOUR[name]
     with misbehaving(behave) as server, pytest.raises(BkctlError) as raised:
         ApiClient(server.url, timeout_s=0.5 if error is TimedOut else 60).request("GET", "/x")
@@ -236,7 +237,7 @@ def test_a_server_that_misbehaves_is_one_error_in_the_end(name: str) -> None:
 
 
 @pytest.mark.parametrize("head", [HEAD + b"\r\n", HEAD + b"Transfer-Encoding: chunked\r\n\r\n"])
-def test_an_answer_without_end_is_given_up_at_its_limit(head: bytes) -> None:
+def test_endless_answer_ends_at_its_limit(head: bytes) -> None:
     more = b"10000\r\n" + b"x" * 0x10000 + b"\r\n" if b"chunked" in head else b"x" * 0x10000
     sent = [0]
     with misbehaving(sends_for_ever(head, more, sent)) as server:
@@ -264,9 +265,9 @@ class Clock:
             self.now += len(piece) / 0x10000 * 100
 
 
-def test_a_stream_may_take_longer_than_an_answer_in_memory(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_may_take_longer_than_answer_in_memory(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("bkctl.http.client.time", clock)
+    monkeypatch.setattr("bkctl.http.patient_socket.time", clock)
     fake.replies["GET /x"] = Reply(b"x" * (40 << 16))
     client = ApiClient(fake.url, timeout_s=30)
     with client.exchange("GET", "/x", streams=True) as answer:
@@ -276,7 +277,7 @@ def test_a_stream_may_take_longer_than_an_answer_in_memory(fake: FakeServer, mon
         clock.read_slowly(answer)
 
 
-def test_a_server_that_is_not_there_is_unreachable() -> None:
+def test_missing_server_is_unreachable() -> None:
     with misbehaving(is_silent) as server:
         url = server.url
     with pytest.raises(Unreachable, match=r"cannot be reached: Connection refused.*httpServerEnabled"):
@@ -319,11 +320,11 @@ def test_an_answer_of_another_shape_is_a_protocol_error(fake: FakeServer, api: B
 def test_numbers_are_whole_and_of_64_bits(fake: FakeServer, api: BookieApi) -> None:
     for wrong in ("1", 1.5, True, None, 1 << 63):
         fake.replies["GET /api/v1/bookie/info"] = {"freeSpace": wrong, "totalSpace": 2}
-        with pytest.raises(ProtocolError, match="'freeSpace' is no whole number"):
+        with pytest.raises(ProtocolError, match="'freeSpace' is not a whole number"):
             api.space()
 
 
-def test_strings_stand_for_booleans_as_apache_sends_them(fake: FakeServer, api: BookieApi) -> None:
+def test_booleans_as_strings_are_accepted(fake: FakeServer, api: BookieApi) -> None:
     fake.replies["GET /api/v1/bookie/gc"] = {"is_in_force_gc": "true"}
     fake.replies["GET /api/v1/bookie/gc/suspend_compaction"] = {
         "isMajorGcSuspended": "false", "isMinorGcSuspended": "true",
@@ -332,7 +333,7 @@ def test_strings_stand_for_booleans_as_apache_sends_them(fake: FakeServer, api: 
     assert api.garbage_collection() == (True, False, True, ())
 
 
-def test_a_release_that_cannot_suspend_compactions_says_nothing_of_it(fake: FakeServer, api: BookieApi) -> None:
+def test_suspensions_are_none_on_old_releases(fake: FakeServer, api: BookieApi) -> None:
     fake.replies["GET /api/v1/bookie/gc"] = {"is_in_force_gc": "false"}
     status = {"forceCompacting": False, "majorCompacting": True, "minorCompacting": False}
     times = {"lastMajorCompactionTime": 1, "lastMinorCompactionTime": 2}
@@ -386,6 +387,6 @@ def test_metrics_are_read_with_labels_and_types() -> None:
         "a{" + 'x="",' * 20_000 + "}",
     ],
 )  # fmt: skip
-def test_what_is_no_metric_is_a_protocol_error_and_takes_no_time(line: str) -> None:
-    with pytest.raises(ProtocolError, match="here: line 2 is no metric"):
+def test_invalid_metric_fails_fast(line: str) -> None:
+    with pytest.raises(ProtocolError, match="here: line 2 is not a metric"):
         list(parse_metrics(f"a 1\n{line}\n", "here"))

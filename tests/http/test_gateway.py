@@ -26,7 +26,7 @@ def uri_of(bookie: Any) -> str:
     return str(bookie.settings["metadataServiceUri"])
 
 
-def test_what_a_bookie_says_of_its_cluster_a_gateway_says_too(bookie: Any, gateway: Callable[..., Any]) -> None:
+def test_gateway_answers_cluster_endpoints_as_bookie(bookie: Any, gateway: Callable[..., Any]) -> None:
     port = gateway(uri_of(bookie)).http_port
     for path in (
         "/heartbeat", f"{V1}/ledger/list", f"{V1}/bookie/list_bookies", f"{V1}/bookie/cluster_info",
@@ -41,7 +41,7 @@ def test_what_a_bookie_says_of_its_cluster_a_gateway_says_too(bookie: Any, gatew
     assert call(port, "PUT", f"{V1}/autorecovery/bookie", {"bookie_src": ["b:1"]}).status == 200
 
 
-def test_a_gateway_asks_the_bookie_that_is_named(bookie: Any, gateway: Callable[..., Any]) -> None:
+def test_gateway_forwards_to_named_bookie(bookie: Any, gateway: Callable[..., Any]) -> None:
     port = gateway(uri_of(bookie)).http_port
     named = f"bookie={bookie.bookie_id}"
     for method, path, body in (
@@ -63,7 +63,7 @@ def test_a_gateway_asks_the_bookie_that_is_named(bookie: Any, gateway: Callable[
     assert b"bookie_SERVER_STATUS 1" in metrics.body
 
 
-def test_a_bookie_that_is_not_named_or_not_there_is_said_so(bookie: Any, gateway: Callable[..., Any]) -> None:
+def test_gateway_refuses_missing_and_unknown_bookie(bookie: Any, gateway: Callable[..., Any]) -> None:
     port = gateway(uri_of(bookie)).http_port
     nobody = call(port, "GET", f"{V1}/bookie/state")
     assert nobody.status == 400
@@ -81,7 +81,7 @@ def test_a_bookie_that_is_not_named_or_not_there_is_said_so(bookie: Any, gateway
         assert call(port, "GET", f"{V1}/bookie/state?bookie=without").status == 404
 
 
-def test_a_gateway_keeps_its_token_and_knows_the_bookies(
+def test_gateway_uses_bookies_token_not_its_own(
     http_bookie: Callable[..., Any], gateway: Callable[..., Any], tmp_path: Path
 ) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
@@ -96,7 +96,7 @@ def test_a_gateway_keeps_its_token_and_knows_the_bookies(
     assert call(port, "GET", state, headers={"Authorization": f"Bearer {TOKEN}"}).json["running"]
 
 
-def test_a_long_answer_is_not_held_in_memory(bookie: Any, gateway: Callable[..., Any]) -> None:
+def test_long_answer_streams(bookie: Any, gateway: Callable[..., Any]) -> None:
     server = gateway(uri_of(bookie))
     entry, count = b"x" * 16_384, 3000
 
@@ -131,7 +131,7 @@ def peak_memory(pid: int) -> int:
     return int(line.split()[1]) << 10
 
 
-def test_a_gateway_open_to_everybody_does_not_start(bookie: Any, tmp_path: Path) -> None:
+def test_gateway_without_authentication_does_not_start(bookie: Any, tmp_path: Path) -> None:
     from support.command_line import CommandLine
 
     answer = CommandLine(uri_of(bookie))("api", "serve", "--host", "0.0.0.0", "--port", "0")
@@ -141,7 +141,7 @@ def test_a_gateway_open_to_everybody_does_not_start(bookie: Any, tmp_path: Path)
         assert CommandLine(uri_of(bookie))("api", "serve", *arguments).code == 2
 
 
-def test_a_gateway_stops_when_it_is_told_to(bookie: Any, gateway: Callable[..., Any]) -> None:
+def test_gateway_stops_on_signal(bookie: Any, gateway: Callable[..., Any]) -> None:
     server = gateway(uri_of(bookie))
     port = server.http_port
     assert call(port, "GET", "/heartbeat").status == 200
@@ -150,7 +150,7 @@ def test_a_gateway_stops_when_it_is_told_to(bookie: Any, gateway: Callable[..., 
     assert "Traceback" not in server.log_tail()
 
 
-def test_a_gateway_without_its_metadata_store_says_so_and_goes_on(tmp_path: Path, gateway: Callable[..., Any]) -> None:
+def test_gateway_survives_loss_of_metadata_store(tmp_path: Path, gateway: Callable[..., Any]) -> None:
     port = gateway(f"sqlite://{tmp_path / 'nothing.db'}").http_port
     for path in (f"{V1}/ledger/list", f"{V1}/bookie/cluster_info", f"{V1}/bookie/state?bookie=b:1"):
         assert call(port, "GET", path).status == 404

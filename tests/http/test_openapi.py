@@ -17,9 +17,9 @@ from schemathesis.specs.openapi.checks import (
 from support.raw_http import call, local_authorization
 from support.servers import REPOSITORY
 
+from bkctl.http.api import BOOKIE, CLUSTER
+from bkctl.http.api.settings import CHANGEABLE
 from bkctl.http.app import OPENAPI_PATH
-from bkctl.http.bookie_api import BOOKIE, CHANGEABLE
-from bkctl.http.cluster_api import CLUSTER
 from bkctl.http.openapi import document
 
 #: Requests to each endpoint.
@@ -41,7 +41,7 @@ def test_the_document_names_every_endpoint_of_apaches_server(bookie: Any) -> Non
     assert len(names) == len(set(names))
 
 
-def test_the_manual_names_every_endpoint_and_every_setting_that_can_be_changed() -> None:
+def test_manual_names_every_endpoint_and_changeable_setting() -> None:
     text = (REPOSITORY / "docs" / "rest.md").read_text()
     named = re.findall(r"^\| (B|) *\| (any|[A-Z]+) `([^`]+)`", text, re.MULTILINE)
     assert {(mark == "B", method, path.replace("P/", "/api/v1/", 1)) for mark, method, path in named} == {
@@ -53,7 +53,7 @@ def test_the_manual_names_every_endpoint_and_every_setting_that_can_be_changed()
     assert set(re.findall(r"`(\w+)`", settings)) == CHANGEABLE
 
 
-def test_a_gateways_document_asks_which_bookie_is_meant() -> None:
+def test_gateway_document_requires_bookie_parameter() -> None:
     found = document([*BOOKIE, *CLUSTER], gateway=True, needs_token=True)
     state = found["paths"]["/api/v1/bookie/state"]["get"]
     assert [each["name"] for each in state["parameters"] if each["required"]] == ["bookie"]
@@ -61,7 +61,7 @@ def test_a_gateways_document_asks_which_bookie_is_meant() -> None:
     assert found["security"] == [{"token": []}]
 
 
-def test_no_request_by_the_document_brings_the_bookie_down(bookie: Any) -> None:
+def test_generated_requests_do_not_crash_the_bookie(bookie: Any) -> None:
     port = bookie.http_port
     schema = schemathesis.openapi.from_dict(call(port, "GET", OPENAPI_PATH).json)
     schema.config.update(base_url=f"http://127.0.0.1:{port}", headers=local_authorization(port))

@@ -30,7 +30,7 @@ def left(cluster: Cluster, bookie_id: str) -> list[object]:
     return list(ledgers_on(cluster, [bookie_id]))
 
 
-def test_lost_bookies_are_emptied_in_every_scope(local: LocalCluster, tmp_path: Path) -> None:
+def test_recovery_empties_lost_bookies_in_every_scope(local: LocalCluster, tmp_path: Path) -> None:
     bkctl = CommandLine(local.metadata_uri)
     (tmp_path / "lines").write_text("one\ntwo\nthree\n")
     sizes = ("--ensemble-size", 3, "--write-quorum", 3, "--ack-quorum", 3)

@@ -22,12 +22,12 @@ from support.servers import free_port, wait_for
 
 from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError, UsageError
-from bkctl.http import app
-from bkctl.http import server as server_module
+from bkctl.http import app, uvicorn_server
+from bkctl.http.api.settings import CHANGEABLE
 from bkctl.http.app import BODY_SIZE_BYTES_MAX, Api
-from bkctl.http.bookie_api import CHANGEABLE
-from bkctl.http.gateway import PassedOn
-from bkctl.http.server import HEAD_SIZE_BYTES_MAX, HttpServer, HttpSettings, is_loopback, read_token
+from bkctl.http.gateway import Upstream
+from bkctl.http.server import HEAD_SIZE_BYTES_MAX, HttpServer
+from bkctl.http.server_settings import HttpSettings, is_loopback, read_token, tls_context
 from bkctl.http.service import Service
 
 V1 = "/api/v1"
@@ -62,7 +62,7 @@ def test_loopback_needs_no_authentication() -> None:
     assert not is_loopback("nowhere.invalid")
 
 
-def test_a_bookie_open_to_everybody_does_not_start(http_bookie: Callable[..., Any]) -> None:
+def test_bookie_without_authentication_does_not_start_on_public_host(http_bookie: Callable[..., Any]) -> None:
     bookie = http_bookie(httpServerHost="0.0.0.0")
     done = subprocess.run(bookie._arguments(), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
@@ -70,9 +70,7 @@ def test_a_bookie_open_to_everybody_does_not_start(http_bookie: Callable[..., An
     assert "httpServerTokenFile" in done.stderr
 
 
-def test_a_bookie_without_the_packages_says_what_to_install(
-    http_bookie: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bookie_names_missing_packages(http_bookie: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     bookie = http_bookie()
     monkeypatch.setattr("bkctl.http.find_spec", lambda name: None)
     answer = CommandLine(None)("bookie", "start", "--conf", bookie.conf)
@@ -88,7 +86,7 @@ def test_help_loads_no_web_server() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
 
 
-def test_only_the_token_opens(http_bookie: Callable[..., Any], tmp_path: Path) -> None:
+def test_requests_need_the_token(http_bookie: Callable[..., Any], tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(f" {TOKEN}\n")
     bookie = http_bookie(httpServerTokenFile=file)
@@ -109,7 +107,7 @@ def test_only_the_token_opens(http_bookie: Callable[..., Any], tmp_path: Path) -
     assert TOKEN not in shown.body.decode()
 
 
-def test_only_a_certificate_opens(http_bookie: Callable[..., Any], pem: Path) -> None:
+def test_connections_need_a_certificate(http_bookie: Callable[..., Any], pem: Path) -> None:
     bookie = http_bookie(
         httpServerTlsEnable="true", httpServerKeyStorePath=pem, httpServerTrustStorePath=pem, httpServerHost="127.0.0.1"
     )
@@ -134,7 +132,7 @@ def test_only_a_certificate_opens(http_bookie: Callable[..., Any], pem: Path) ->
     assert (found["protocol"], found["port"]) == ("https", port)
 
 
-def test_a_page_of_another_site_cannot_ask_in_a_browsers_name(bookie: Any) -> None:
+def test_cross_site_requests_are_refused(bookie: Any) -> None:
     port = bookie.http_port
     for host in ("evil.example", f"evil.example:{port}", "localhost.evil.example", "127.0.0.1.evil.example"):
         refused = call(port, "GET", f"{V1}/bookie/state", headers={"Host": host})
@@ -144,7 +142,7 @@ def test_a_page_of_another_site_cannot_ask_in_a_browsers_name(bookie: Any) -> No
         assert call(port, "GET", f"{V1}/bookie/state", headers={"Host": host}).status == 200
 
 
-def test_files_that_cannot_be_used_are_refused(tmp_path: Path, pem: Path) -> None:
+def test_unusable_files_are_refused(tmp_path: Path, pem: Path) -> None:
     file = tmp_path / "token"
     for text in ("", "two words", "x" * 5000, "\xe9"):
         file.write_bytes(text.encode("latin-1"))
@@ -162,7 +160,7 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path, pem: Path) -> Non
     assert settings(http_server_host="127.0.0.1", http_server_tls_enable=True, http_server_key_store_path=str(pem)).tls
 
 
-def test_a_port_that_is_taken_is_said_so() -> None:
+def test_port_in_use_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(BkctlError, match=f"cannot listen on 127.0.0.1:{port}"):
@@ -172,7 +170,7 @@ def test_a_port_that_is_taken_is_said_so() -> None:
 # --- settings and metrics --------------------------------------------------------------------------------------------
 
 
-def test_secrets_are_shown_only_when_asked_for(bookie: Any) -> None:
+def test_secrets_are_masked_by_default(bookie: Any) -> None:
     port = bookie.http_port
     found = call(port, "GET", f"{V1}/config/server_config").json
     assert found["httpServerKeyStorePassword"] == "********"
@@ -183,7 +181,7 @@ def test_secrets_are_shown_only_when_asked_for(bookie: Any) -> None:
     assert asked.keys() == found.keys()
 
 
-def test_a_setting_that_is_changed_takes_effect(http_bookie: Callable[..., Any]) -> None:
+def test_changed_setting_takes_effect(http_bookie: Callable[..., Any]) -> None:
     bookie = http_bookie(diskCheckInterval=100)
     bookie.start()
     port = bookie.http_port
@@ -211,7 +209,7 @@ def test_a_setting_that_is_changed_takes_effect(http_bookie: Callable[..., Any])
     assert set(before) >= CHANGEABLE - {"diskUsageLwmThreshold", *(each for each in CHANGEABLE if "minUsable" in each)}
 
 
-def test_metrics_go_by_apaches_names_and_count(bookie: Any) -> None:
+def test_metrics_have_apaches_names(bookie: Any) -> None:
     port = bookie.http_port
 
     def samples() -> dict[str, float]:
@@ -249,7 +247,7 @@ def test_metrics_go_by_apaches_names_and_count(bookie: Any) -> None:
 # --- what it refuses -------------------------------------------------------------------------------------------------
 
 
-def test_what_is_too_large_is_refused(bookie: Any) -> None:
+def test_large_requests_are_refused(bookie: Any) -> None:
     port = bookie.http_port
     large = b'{"forceMajor": "%s"}' % (b"x" * BODY_SIZE_BYTES_MAX)
     assert call(port, "PUT", f"{V1}/bookie/gc", large).status == 413
@@ -266,7 +264,7 @@ def test_what_is_too_large_is_refused(bookie: Any) -> None:
     assert call(port, "PUT", f"{V1}/config/server_config", b'{"flushInterval": NaN}').status == 400
 
 
-def test_files_of_scoped_ledgers_are_told_from_others(bookie: Any) -> None:
+def test_files_of_scoped_ledgers_have_their_paths(bookie: Any) -> None:
     (journals,) = BookieConfig.load(bookie.conf).journal_directories
     scoped = Path(journals, "current", "scoped", "abc.txn")
     scoped.parent.mkdir(exist_ok=True)
@@ -280,7 +278,7 @@ def test_files_of_scoped_ledgers_are_told_from_others(bookie: Any) -> None:
     assert any("/" not in name for name in names)
 
 
-def test_a_query_that_may_mean_another_ledger_is_refused(bookie: Any) -> None:
+def test_ambiguous_ledger_query_is_refused(bookie: Any) -> None:
     port = bookie.http_port
     for path in ("metadata", "read"):
         twice = call(port, "GET", f"{V1}/ledger/{path}?ledger_id=1&ledger_id=2")
@@ -290,7 +288,7 @@ def test_a_query_that_may_mean_another_ledger_is_refused(bookie: Any) -> None:
     assert call(port, "DELETE", f"{V1}/ledger/delete?ledger_id=1&ledger_id=2").status == 400
     misspelt = call(port, "DELETE", f"{V1}/ledger/delete?ledger_id=1&ledger_scope=7")
     assert misspelt.status == 400
-    assert misspelt.error == "The query has a value that is not known here: ledger_scope"
+    assert misspelt.error == "The query has an unknown value: ledger_scope"
     assert call(port, "DELETE", f"{V1}/ledger/delete?ledger_id=1&ledger_scope_id=7").status == 404
 
 
@@ -300,7 +298,7 @@ class Nothing:
     has_bookie = True
 
 
-def test_paths_are_taken_as_they_are(bookie: Any) -> None:
+def test_paths_are_not_normalized(bookie: Any) -> None:
     for path in ("/heartbeat%3Fx", "//evil/heartbeat", "/heartbeat//", "/HEARTBEAT", "/heartbeat%0d%0aX:", "/heart%00"):
         refused = call(bookie.http_port, "PUT", path)
         assert refused.status == 404
@@ -311,7 +309,7 @@ def test_paths_are_taken_as_they_are(bookie: Any) -> None:
     assert f"PUT {V1}/bookie/gc from 127.0.0.1: 200" in bookie.log_tail(size_max=1 << 22)
 
 
-async def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_body_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "BODY_TIMEOUT_S", 0.01)
     monkeypatch.setattr(app, "SEND_TIMEOUT_S", 0.01)
     scope = {
@@ -356,17 +354,17 @@ def test_too_many_requests_at_once_are_refused(bookie: Any) -> None:
 def impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HttpServer]:
     """A server in this process that waits for nobody long."""
     for name in ("IDLE_TIMEOUT_S", "STALL_TIMEOUT_S"):
-        monkeypatch.setattr(server_module, name, 0.3)
-    monkeypatch.setattr(server_module, "_LOOK_S", 0.05)
-    monkeypatch.setattr(server_module, "CONNECTIONS_MAX", 20)
+        monkeypatch.setattr(uvicorn_server, name, 0.3)
+    monkeypatch.setattr(uvicorn_server, "_LOOK_S", 0.05)
+    monkeypatch.setattr(uvicorn_server, "CONNECTIONS_MAX", 20)
     server = HttpServer(HttpSettings("127.0.0.1", 0))
     server.bind()
-    server.start(lambda: Service(f"sqlite://{tmp_path / 'nothing.db'}"), upstream=PassedOn())
+    server.start(lambda: Service(f"sqlite://{tmp_path / 'nothing.db'}"), upstream=Upstream())
     yield server
     server.stop()
 
 
-def test_who_asks_nothing_is_cut_off(impatient: HttpServer) -> None:
+def test_idle_connection_is_closed(impatient: HttpServer) -> None:
     for begun in (b"", b"GET /heartbeat HTTP/1.1\r\nHost: loc", REQUEST[:-5].replace(b"Content-Length", b"X")[:60]):
         with socket.create_connection(impatient.address, timeout=60) as connection:
             connection.sendall(begun)
@@ -374,7 +372,7 @@ def test_who_asks_nothing_is_cut_off(impatient: HttpServer) -> None:
     assert call(impatient.address[1], "GET", "/heartbeat").status == 200
 
 
-def test_who_takes_nothing_of_an_answer_is_cut_off(impatient: HttpServer) -> None:
+def test_stalled_reader_is_closed(impatient: HttpServer) -> None:
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(impatient.address)
@@ -384,22 +382,20 @@ def test_who_takes_nothing_of_an_answer_is_cut_off(impatient: HttpServer) -> Non
     assert call(impatient.address[1], "GET", "/heartbeat").status == 200
 
 
-def test_too_many_connections_are_not_taken(impatient: HttpServer) -> None:
+def test_excess_connections_are_refused(impatient: HttpServer) -> None:
     with contextlib.ExitStack() as stack:
         made = [stack.enter_context(socket.create_connection(impatient.address, timeout=60)) for _ in range(60)]
         assert all(ended(connection) for connection in made)
     assert call(impatient.address[1], "GET", "/heartbeat").status == 200
 
 
-def test_mute_connections_count_before_their_handshake_and_end(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pem: Path
-) -> None:
-    monkeypatch.setattr(server_module, "CONNECTIONS_MAX", 20)
-    monkeypatch.setattr(server_module, "HANDSHAKE_TIMEOUT_S", 0.5)
-    tls = server_module.tls_context(str(pem), None, None)
+def test_mute_tls_connections_count_and_time_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pem: Path) -> None:
+    monkeypatch.setattr(uvicorn_server, "CONNECTIONS_MAX", 20)
+    monkeypatch.setattr(uvicorn_server, "HANDSHAKE_TIMEOUT_S", 0.5)
+    tls = tls_context(str(pem), None, None)
     server = HttpServer(HttpSettings("127.0.0.1", 0, tls=tls))
     server.bind()
-    server.start(lambda: Service(f"sqlite://{tmp_path / 'nothing.db'}"), upstream=PassedOn())
+    server.start(lambda: Service(f"sqlite://{tmp_path / 'nothing.db'}"), upstream=Upstream())
     try:
         with contextlib.ExitStack() as stack:
             made = [stack.enter_context(socket.create_connection(server.address, timeout=60)) for _ in range(60)]
@@ -474,7 +470,7 @@ def mutated(source: random.Random) -> bytes:
     return bytes(data)
 
 
-def test_hostile_bytes_do_no_harm(bookie: Any) -> None:
+def test_malformed_bytes_do_no_harm(bookie: Any) -> None:
     seed = 20_260
     source = random.Random(seed)
     port = bookie.http_port

@@ -28,7 +28,7 @@ from bkctl.client.operations import Verification
 from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.replication.checker import FaultReason
+from bkctl.replication.fragments import FaultReason
 from bkctl.replication.replicator import LedgerFragmentReplicator, LedgerReplication, Outcome
 
 STORAGES = (SORTED, INTERLEAVED, DB, SORTED)

@@ -13,7 +13,7 @@ from support.command_line import CommandLine
 from bkctl.bookie.network import tls_context as bookie_tls_context
 from bkctl.config import BookieConfig
 from bkctl.errors import UsageError
-from bkctl.http.server import tls_context as http_tls_context
+from bkctl.http.server_settings import tls_context as http_tls_context
 from bkctl.metadata.store import client_tls
 
 PASSWORD = "open sesame"

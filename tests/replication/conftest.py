@@ -21,4 +21,4 @@ def _ensembles(monkeypatch: pytest.MonkeyPatch) -> None:
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine no fake bookie's registration ends, which would mean that it is lost, and none seems mute."""
     monkeypatch.setattr("bkctl.metadata.backends.sqlite.SESSION_EXPIRY_MS", 600_000)
-    monkeypatch.setattr("bkctl.replication.checker.LIST_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("bkctl.replication.replica_reads.LIST_TIMEOUT_S", 60.0)

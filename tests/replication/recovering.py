@@ -1,4 +1,4 @@
-"""What tests of auditors and workers have in common: ledgers on fake bookies, bookies that are lost, waiting."""
+"""Helpers of tests of auditors and workers: ledgers on fake bookies, lost bookies, marks, waiting."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 from bkctl.config import BookieConfig
 from bkctl.ids import LedgerId
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager
 
 LIMIT_S = 60.0
-#: No pauses: what is tried again is tried at once, and what waits for long waits for ever.
+#: No pauses: retries begin at once, and periodic checks never.
 CONFIG = BookieConfig(
     rw_rereplicate_backoff_ms=20,
     lock_release_of_failed_ledger_grace_period=0,
@@ -22,7 +23,7 @@ CONFIG = BookieConfig(
 
 
 async def eventually(condition: Callable[[], object], what: str) -> None:
-    """Wait for it; a limit that only a defect reaches."""
+    """Wait until `condition` is true, at most LIMIT_S, which only a defect reaches."""
     deadline = time.monotonic() + LIMIT_S
     while not await asyncio.to_thread(condition):
         assert time.monotonic() < deadline, f"waited in vain: {what}"
@@ -31,7 +32,7 @@ async def eventually(condition: Callable[[], object], what: str) -> None:
 
 @contextlib.asynccontextmanager
 async def running(work: Any) -> AsyncIterator[asyncio.Future[Any]]:
-    """Work that goes on in the background for the time of a block; what it raises fails the test."""
+    """Run `work` in the background during a block; its error fails the test."""
     task = asyncio.ensure_future(work)
     try:
         yield task
@@ -42,7 +43,7 @@ async def running(work: Any) -> AsyncIterator[asyncio.Future[Any]]:
 
 
 async def write(client: Any, count: int, *, scope_id: int = 0, close: bool = True, **shape: Any) -> Any:
-    """A ledger of `count` entries, 3/2/2 unless `shape` says otherwise."""
+    """Write a ledger of `count` entries, 3/2/2 unless `shape` gives other sizes."""
     sizes = {"ensemble_size": 3, "write_quorum_size": 2, "ack_quorum_size": 2, **shape}
     writer = await client.create_ledger_adv(ledger_scope_id=scope_id, password=b"secret", **sizes)
     for entry_id in range(count):
@@ -54,17 +55,27 @@ async def write(client: Any, count: int, *, scope_id: int = 0, close: bool = Tru
 
 
 def bookies_of(cluster: Any, ledger: LedgerId, at: int = 0) -> list[Any]:
-    """The bookies of the ledger's fragment number `at`."""
-    return [cluster.bookie(each) for each in cluster.metadata(ledger).ensembles[at].bookies]
+    """Return the bookies of the ledger's fragment number `at`."""
+    return [cluster.bookie(bookie_id) for bookie_id in cluster.metadata(ledger).ensembles[at].bookies]
 
 
 async def lose(cluster: Any, bookie: Any) -> None:
-    """The bookie is gone from one moment to the next."""
+    """Stop and unregister the bookie."""
     await bookie.stop()
     cluster.unregister(bookie)
 
 
 async def come_back(cluster: Any, bookie: Any) -> None:
-    """It is there again, with what it had."""
+    """Start and register the bookie again, with its entries."""
     await bookie.start()
     cluster.register(bookie)
+
+
+def manager_of(cluster: Any) -> LedgerUnderreplicationManager:
+    """Return a manager of the cluster's marks."""
+    return LedgerUnderreplicationManager(cluster.cluster.store)
+
+
+def marks(cluster: Any) -> dict[LedgerId, set[str]]:
+    """Return the bookies that lack entries, by marked ledger."""
+    return {ledger: set(mark.missing_replicas) for ledger, mark in manager_of(cluster).list(None)}

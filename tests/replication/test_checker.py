@@ -10,7 +10,8 @@ from replication.recovering import bookies_of
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
 from bkctl.protocol.messages import ReadRequest, Status
-from bkctl.replication.checker import EntrySpan, FaultReason, LedgerChecker, LedgerFragment
+from bkctl.replication.checker import LedgerChecker
+from bkctl.replication.fragments import EntrySpan, FaultReason
 
 
 async def write(client, count, *, scope_id=0, close=True, **shape):
@@ -30,7 +31,7 @@ def reads_of(bookie):
 
 
 @pytest.mark.parametrize("scope_id", [0, 7])
-async def test_a_whole_ledger_has_no_bad_fragment_however_it_is_read(fake_cluster, scope_id):
+async def test_healthy_ledger_has_no_bad_fragment(fake_cluster, scope_id):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         writer = await write(client, 12, scope_id=scope_id)
         checker = LedgerChecker(client)
@@ -42,7 +43,7 @@ async def test_a_whole_ledger_has_no_bad_fragment_however_it_is_read(fake_cluste
         assert (await checker.check(LedgerId(scope_id, writer.ledger_id))).metadata.is_closed
 
 
-async def test_probes_are_the_first_and_the_last_entry_that_each_bookie_should_hold(fake_cluster):
+async def test_check_reads_first_and_last_entry_of_each_bookie(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         writer = await write(client, 8)
         held = bookies_of(cluster, writer.ledger)
@@ -53,7 +54,7 @@ async def test_probes_are_the_first_and_the_last_entry_that_each_bookie_should_h
         assert [reads_of(bookie) for bookie in held] == [[0, 6], [0, 7], [1, 7]]
 
 
-async def test_a_percentage_reads_that_part_between_the_ends_and_all_of_it_reads_everything(fake_cluster):
+async def test_percentage_bounds_sampled_entries(fake_cluster):
     async with fake_cluster(1) as cluster, cluster.client() as client:
         writer = await write(client, 100, ensemble_size=1, write_quorum_size=1, ack_quorum_size=1)
         bookie = cluster.bookies[0]
@@ -71,7 +72,7 @@ async def test_a_percentage_reads_that_part_between_the_ends_and_all_of_it_reads
             await checker.check(writer.ledger, percentage=101)
 
 
-async def test_why_a_bookie_is_bad_is_told_apart(fake_cluster):
+async def test_faults_have_distinct_reasons(fake_cluster):
     async with fake_cluster(6) as cluster, cluster.client() as client:
         writer = await write(client, 30, ensemble_size=6, write_quorum_size=3)
         held = bookies_of(cluster, writer.ledger)
@@ -96,7 +97,7 @@ async def test_why_a_bookie_is_bad_is_told_apart(fake_cluster):
         assert (fragment.first_entry_id, fragment.last_entry_id) == (0, 29)
 
 
-async def test_a_silent_bookie_has_timed_out(fake_cluster):
+async def test_silent_bookie_is_timed_out(fake_cluster):
     from client.fakes import Fault
 
     async with fake_cluster(3) as cluster, cluster.client() as client, cluster.client(timeout_s=0.2) as hasty:
@@ -109,7 +110,7 @@ async def test_a_silent_bookie_has_timed_out(fake_cluster):
         assert (fault.bookie_id, fault.reason, fault.missing) == (silent.bookie_id, FaultReason.TIMED_OUT, None)
 
 
-async def test_a_disk_that_fails_is_no_missing_entry(fake_cluster):
+async def test_disk_failure_is_not_a_missing_entry(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         writer = await write(client, 3)
         failing = bookies_of(cluster, writer.ledger)[2]
@@ -119,7 +120,7 @@ async def test_a_disk_that_fails_is_no_missing_entry(fake_cluster):
             assert [(each.reason, each.missing) for each in fragment.faults] == [(FaultReason.UNAVAILABLE, None)]
 
 
-async def test_every_entry_names_exactly_what_is_missing_where(fake_cluster):
+async def test_every_entry_check_lists_missing_entries(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         writer = await write(client, 300)
         held = bookies_of(cluster, writer.ledger)
@@ -141,7 +142,7 @@ async def test_every_entry_names_exactly_what_is_missing_where(fake_cluster):
         assert [fault.bookie_id for each in only.fragments for fault in each.faults] == [held[1].bookie_id]
 
 
-async def test_a_closed_ledger_without_entries_is_bad_only_for_bookies_that_are_gone(fake_cluster):
+async def test_empty_closed_ledger_is_bad_for_gone_bookies_only(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         writer = await write(client, 0)
         checker = LedgerChecker(client)
@@ -154,7 +155,7 @@ async def test_a_closed_ledger_without_entries_is_bad_only_for_bookies_that_are_
         assert fragment.closed
 
 
-async def test_the_lost_only_entry_of_a_closed_ledger_is_found(fake_cluster):
+async def test_check_finds_lost_single_entry_of_closed_ledger(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         writer = await write(client, 1)
         for bookie in cluster.bookies:
@@ -181,7 +182,7 @@ async def test_the_last_fragment_of_an_open_ledger_may_have_no_entry(fake_cluste
         await writer.close()
 
 
-async def test_a_bookie_gone_outside_the_write_set_leaves_an_empty_open_fragment_to_its_writer(fake_cluster):
+async def test_empty_open_fragment_is_left_to_its_writer(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         writer = await write(client, 0, close=False)
         gone = bookies_of(cluster, writer.ledger)[2]
@@ -209,7 +210,7 @@ async def test_an_open_ledger_is_checked_up_to_its_last_add_confirmed(fake_clust
         await writer.close()
 
 
-async def test_an_earlier_fragment_of_an_open_ledger_is_closed_once_all_its_entries_are_confirmed(fake_cluster):
+async def test_earlier_fragment_closes_once_confirmed(fake_cluster):
     async with fake_cluster(5) as cluster, cluster.client() as client:
         writer = await write(client, 10, close=False)
         lost = bookies_of(cluster, writer.ledger)[1]  # of entry 10's write set
@@ -241,7 +242,7 @@ async def test_an_earlier_fragment_of_an_open_ledger_is_closed_once_all_its_entr
         assert check.needs_recovery
 
 
-async def test_an_open_ledger_whose_end_nobody_tells_says_so(fake_cluster):
+async def test_check_reports_unknown_last_add_confirmed(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         writer = await write(client, 4, close=False, ensemble_size=2)
         for bookie in bookies_of(cluster, writer.ledger):
@@ -255,7 +256,7 @@ async def test_an_open_ledger_whose_end_nobody_tells_says_so(fake_cluster):
         assert check.needs_recovery
 
 
-async def test_what_lies_on_named_bookies_is_told_without_asking_anybody(fake_cluster):
+async def test_on_bookies_reads_no_entry(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         writer = await write(client, 9)
         held = bookies_of(cluster, writer.ledger)
@@ -270,18 +271,3 @@ async def test_what_lies_on_named_bookies_is_told_without_asking_anybody(fake_cl
         ]
         assert (await checker.on_bookies(writer.ledger, {other.bookie_id})).fragments == ()
         assert not any(bookie.received for bookie in cluster.bookies)
-
-
-@pytest.mark.parametrize(("ensemble_size", "write_quorum_size"), [(1, 1), (3, 2), (5, 3), (4, 4)])
-@pytest.mark.parametrize(("first", "last"), [(0, -1), (0, 0), (3, 4), (7, 40), (10, 9)])
-def test_a_fragment_knows_what_each_bookie_should_hold(ensemble_size, write_quorum_size, first, last):
-    from bkctl.client.ensemble import RoundRobinDistributionSchedule
-
-    schedule = RoundRobinDistributionSchedule(ensemble_size, write_quorum_size, 1)
-    names = tuple(f"b{index}" for index in range(ensemble_size))
-    fragment = LedgerFragment(LedgerId(0, 1), first, last, names, True, schedule)
-    for index in range(ensemble_size):
-        expected = [each for each in range(first, last + 1) if index in schedule.write_set(each)]
-        assert list(fragment.entries_of(index)) == expected
-        assert fragment.entry_count(index) == len(expected)
-        assert fragment.first_and_last_of(index) == ((expected[0], expected[-1]) if expected else None)

@@ -116,10 +116,10 @@ async def test_a_copy_in_another_cluster_may_keep_its_name_and_have_another_shap
         assert generated.copy not in (copied.copy, writer.ledger)
 
 
-async def test_what_makes_no_sense_is_refused(fake_cluster):
+async def test_contradictory_copies_are_refused(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         writer = await write(client, 3)
-        with pytest.raises(UsageError, match="would be itself"):
+        with pytest.raises(UsageError, match="cannot be copied to itself"):
             await copy_ledger(client, client, writer.ledger)
         with pytest.raises(UsageError):
             await copy_ledger(client, client, writer.ledger, ledger_id=5, new_id=True)
@@ -130,7 +130,7 @@ async def test_what_makes_no_sense_is_refused(fake_cluster):
         assert ledgers_of(cluster) == [writer.ledger]
 
 
-async def test_an_open_ledger_is_refused_closed_or_copied_as_far_as_it_is_confirmed(fake_cluster):
+async def test_open_source_is_refused_closed_or_copied_to_last_confirmed(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client() as client, cluster.client() as other:
         writer = await write(client, 10, close=False)
         await writer.write_lac()
@@ -146,7 +146,7 @@ async def test_an_open_ledger_is_refused_closed_or_copied_as_far_as_it_is_confir
         assert cluster.metadata(writer.ledger).state is LedgerState.CLOSED
 
 
-async def test_a_source_that_cannot_be_read_leaves_no_copy(fake_cluster):
+async def test_unreadable_source_leaves_no_copy(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         writer = await write(client, 50)
         for bookie in cluster.bookies:
@@ -160,7 +160,7 @@ async def test_a_source_that_cannot_be_read_leaves_no_copy(fake_cluster):
         assert ledgers_of(cluster) == [writer.ledger]
 
 
-async def test_a_copy_that_reads_back_otherwise_is_none(fake_cluster, monkeypatch):
+async def test_differing_copy_is_deleted(fake_cluster, monkeypatch):
     from bkctl.client.ledger import WriteHandle
     from bkctl.errors import Corrupt
 
@@ -169,7 +169,7 @@ async def test_a_copy_that_reads_back_otherwise_is_none(fake_cluster, monkeypatc
         real = WriteHandle.add
 
         monkeypatch.setattr(WriteHandle, "add", lambda self, payload: real(self, payload[::-1]))
-        with pytest.raises(Corrupt, match="is not what was copied"):
+        with pytest.raises(Corrupt, match="differs from its source"):
             await copy_ledger(client, client, writer.ledger, ledger_scope_id=7)
         assert ledgers_of(cluster) == [writer.ledger]
 
@@ -178,7 +178,7 @@ class Died(BaseException):
     """The process."""
 
 
-async def test_a_copy_that_died_is_made_anew_and_nobody_elses_is_touched(fake_cluster, monkeypatch):
+async def test_interrupted_copy_is_replaced_and_other_ledgers_are_kept(fake_cluster, monkeypatch):
     from bkctl.replication import copy as module
 
     async with fake_cluster(3) as cluster, cluster.client() as client:

@@ -8,9 +8,11 @@ from bkctl.errors import Conflict, NotFound
 from bkctl.formats.metadata import Cookie, LedgerState
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import LedgerUnderreplicationManager
-from bkctl.replication.bookies import plan_move
 from bkctl.replication.checker import LedgerChecker
-from bkctl.replication.departure import STANDING_AGAINST, Decommission, Drain, StepKind, StepResult
+from bkctl.replication.decommission import Decommission
+from bkctl.replication.departure_steps import BLOCKING_RESULTS, StepKind, StepResult
+from bkctl.replication.drain import Drain
+from bkctl.replication.move_plan import plan_move
 
 from .recovering import write
 
@@ -46,7 +48,7 @@ async def is_whole(client, ledger):
     return (await LedgerChecker(client).check(ledger, every_entry=True)).fragments == ()
 
 
-async def test_a_stopped_bookie_is_emptied_and_its_cookie_goes(fake_cluster):
+async def test_decommission_empties_bookie_and_deletes_cookie(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         ledgers = await ledgers_on_b0(cluster, (0, 7, 1 << 63))
         await lost(cluster, "b0")
@@ -67,7 +69,7 @@ async def test_a_stopped_bookie_is_emptied_and_its_cookie_goes(fake_cluster):
         assert list(LedgerUnderreplicationManager(cluster.cluster.store).list(None)) == []
 
 
-async def test_the_cookie_may_be_kept_and_one_that_is_not_there_is_no_problem(fake_cluster):
+async def test_decommission_keeps_cookie_on_request_and_accepts_missing_one(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         await ledgers_on_b0(cluster)
         await lost(cluster, "b0")
@@ -79,7 +81,7 @@ async def test_the_cookie_may_be_kept_and_one_that_is_not_there_is_no_problem(fa
             await steps(decommission(cluster, client).check(probe=False))
 
 
-async def test_a_bookie_that_is_up_is_not_decommissioned(fake_cluster):
+async def test_registered_bookie_is_not_decommissioned(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         ledgers = await ledgers_on_b0(cluster)
         before = [cluster.cluster.ledgers.read(each) for each in ledgers]
@@ -91,7 +93,7 @@ async def test_a_bookie_that_is_up_is_not_decommissioned(fake_cluster):
         assert [cluster.cluster.ledgers.read(each) for each in ledgers] == before
 
 
-async def test_scopes_of_a_cluster_that_was_formatted_away_are_said_before_anything_is_moved(fake_cluster, monkeypatch):
+async def test_decommission_check_reports_foreign_scopes(fake_cluster, monkeypatch):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         await ledgers_on_b0(cluster)
         await lost(cluster, "b0")
@@ -106,7 +108,7 @@ async def test_scopes_of_a_cluster_that_was_formatted_away_are_said_before_anyth
         assert not keeping.forbidden
 
 
-async def test_nothing_is_to_be_moved_while_auto_recovery_is_disabled(fake_cluster):
+async def test_decommission_check_refuses_disabled_auto_recovery(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         await ledgers_on_b0(cluster)
         await lost(cluster, "b0")
@@ -117,7 +119,7 @@ async def test_nothing_is_to_be_moved_while_auto_recovery_is_disabled(fake_clust
 
 
 @pytest.mark.parametrize("scope", [0, 7])
-async def test_what_cannot_be_moved_is_named_keeps_the_cookie_and_goes_once_it_is_restored(fake_cluster, scope):
+async def test_unmovable_ledger_keeps_cookie_until_restored(fake_cluster, scope):
     async with fake_cluster(5) as cluster, cluster.client() as client:
         [good] = await ledgers_on_b0(cluster, [9])
         async with cluster.client(only=["b0", "b3"]) as writing:
@@ -144,7 +146,7 @@ async def test_what_cannot_be_moved_is_named_keeps_the_cookie_and_goes_once_it_i
         assert await is_whole(client, bad)
 
 
-async def test_what_is_given_up_is_skipped_and_nothing_else(fake_cluster):
+async def test_skip_unrecoverable_skips_only_unrecoverable_ledgers(fake_cluster):
     from bkctl.protocol.messages import Status
 
     refuse = Status.EREADONLY
@@ -176,7 +178,7 @@ async def test_what_is_given_up_is_skipped_and_nothing_else(fake_cluster):
         }  # fmt: skip
 
 
-async def test_metadata_that_cannot_be_read_keeps_the_cookie(fake_cluster):
+async def test_unreadable_metadata_keeps_cookie(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         [ledger] = await ledgers_on_b0(cluster, [0])
         await lost(cluster, "b0")
@@ -192,7 +194,7 @@ async def test_metadata_that_cannot_be_read_keeps_the_cookie(fake_cluster):
             assert "b0" in cluster.cluster.cookies.list()
 
 
-async def test_too_few_bookies_or_too_little_space_are_said_before(fake_cluster):
+async def test_checks_report_too_few_bookies_and_little_space(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         [ledger] = await ledgers_on_b0(cluster, [7])
         await lost(cluster, "b0")
@@ -210,7 +212,7 @@ async def test_too_few_bookies_or_too_little_space_are_said_before(fake_cluster)
         assert departure.forbidden
 
 
-async def test_workers_are_told_where_there_are_some_and_no_mark_is_left(fake_cluster):
+async def test_decommission_marks_for_workers_and_leaves_no_mark(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         plain, _ = await ledgers_on_b0(cluster)
         await lost(cluster, "b0")
@@ -233,7 +235,7 @@ async def test_workers_are_told_where_there_are_some_and_no_mark_is_left(fake_cl
         vote.release()
 
 
-async def test_an_open_ledger_on_a_stopped_bookie_is_closed_and_moved(fake_cluster):
+async def test_decommission_closes_and_moves_open_ledger(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         [ledger] = await ledgers_on_b0(cluster, [7], close=False)
         await lost(cluster, "b0")
@@ -243,7 +245,7 @@ async def test_an_open_ledger_on_a_stopped_bookie_is_closed_and_moved(fake_clust
         assert await is_whole(client, ledger)
 
 
-async def test_a_bookie_that_serves_is_drained_and_what_is_written_there_stays_until_its_writer_leaves(fake_cluster):
+async def test_drain_leaves_entries_of_active_writer(fake_cluster):
     async with fake_cluster(5) as cluster, cluster.client() as client:
         closed = await ledgers_on_b0(cluster)
         async with cluster.client(only=["b0", "b1"]) as writing:
@@ -285,6 +287,6 @@ async def test_a_bookie_that_serves_is_drained_and_what_is_written_there_stays_u
         assert done == {StepKind.COOKIE: StepResult.DELETED}
 
 
-def test_what_stands_against_it_is_what_did_not_come_right():
+def test_blocking_results_are_the_failures():
     good = {StepResult.OK, StepResult.WARNING, StepResult.MOVED, StepResult.GONE, StepResult.SKIPPED}
-    assert set(StepResult) - STANDING_AGAINST == good | {StepResult.DELETED, StepResult.KEPT}
+    assert set(StepResult) - BLOCKING_RESULTS == good | {StepResult.DELETED, StepResult.KEPT}

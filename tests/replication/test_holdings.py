@@ -54,7 +54,7 @@ def risks(cluster: Cluster, *bookies: str, **options: int) -> dict[tuple[LedgerI
     return {(each.ledger, each.risk): each for each in ok_to_stop(cluster, bookies, **options)}
 
 
-def test_ledgers_of_every_scope_are_found_with_what_stands_where(cluster: Cluster) -> None:
+def test_ledgers_on_finds_every_scope_and_fragment(cluster: Cluster) -> None:
     for scope in (0, 7, (1 << 64) - 1):
         cluster.ledgers.create(LedgerId(scope, 1), ledger((0, "abc"), (10, "bcd"), last=29, length=3000))
     cluster.ledgers.create(LedgerId(0, 2), ledger((0, "bcd")))
@@ -69,7 +69,7 @@ def test_ledgers_of_every_scope_are_found_with_what_stands_where(cluster: Cluste
     assert [(each.bookies, each.entry_count) for each in two.fragments] == [(("b",), 7), (("b", "d"), 27)]
 
 
-def test_an_open_fragment_grows_and_an_empty_one_holds_nothing(cluster: Cluster) -> None:
+def test_open_fragment_grows_and_empty_one_holds_nothing(cluster: Cluster) -> None:
     cluster.ledgers.create(LedgerId(0, 1), ledger((0, "abc"), (5, "abd")))
     cluster.ledgers.create(LedgerId(0, 2), ledger((0, "abc"), last=-1))
     cluster.ledgers.create(LedgerId(0, 3), ledger((0, "abc"), last=0, write_quorum=1, ack_quorum=1))
@@ -84,7 +84,7 @@ def test_an_open_fragment_grows_and_an_empty_one_holds_nothing(cluster: Cluster)
     assert not held(cluster, "d")[LedgerId(0, 4)].holds_entries
 
 
-def test_only_the_ledgers_that_are_named_are_read(cluster: Cluster) -> None:
+def test_ledgers_on_reads_named_ledgers_only(cluster: Cluster) -> None:
     for number in (1, 2):
         cluster.ledgers.create(LedgerId(7, number), ledger((0, "abc"), last=5))
     found = dict(ledgers_on(cluster, ["a"], [LedgerId(7, 2), LedgerId(7, 3)]))
@@ -93,7 +93,7 @@ def test_only_the_ledgers_that_are_named_are_read(cluster: Cluster) -> None:
     assert LedgerId(7, 1) not in found
 
 
-def test_metadata_that_names_a_bookie_and_cannot_be_read_is_its_error(cluster: Cluster) -> None:
+def test_ledgers_on_yields_error_of_unreadable_metadata(cluster: Cluster) -> None:
     damaged = LedgerId(0, 5)
     cluster.ledgers.create(damaged, ledger((0, "abc"), last=5))
     value = b"BookieMetadataFormatVersion\t2\nno sense, but bookie-9 is in it"
@@ -103,23 +103,23 @@ def test_metadata_that_names_a_bookie_and_cannot_be_read_is_its_error(cluster: C
     assert (damaged, Risk.UNREADABLE) in risks(cluster, "bookie-9")
 
 
-def test_what_cannot_be_a_bookie_is_refused(cluster: Cluster) -> None:
+def test_invalid_bookie_ids_are_refused(cluster: Cluster) -> None:
     with pytest.raises(UsageError):
         list(ledgers_on(cluster, ["a b"]))
     with pytest.raises(UsageError):
         list(ok_to_stop(cluster, ["a"], replica_count_min=0))
 
 
-def test_without_a_cluster_nothing_is_well(tmp_path: Path) -> None:
+def test_ledgers_on_raises_without_cluster(tmp_path: Path) -> None:
     with open_cluster(f"sqlite://{tmp_path / 'empty.db'}", create_store=True) as empty, pytest.raises(NotFound):
         list(ok_to_stop(empty, ["a"]))
 
 
-def test_replacements_are_writable_of_the_scope_and_not_in_the_ensemble(cluster: Cluster) -> None:
+def test_candidates_are_writable_of_the_scope_and_outside_the_ensemble(cluster: Cluster) -> None:
     bookies = cluster.bookies.list()
     there = Replacements(bookies, {"a"})
-    assert there.of(("a", "b", "c"), scoped=False) == ("d", "e")
-    assert there.of(("a", "b", "c"), scoped=True) == ("d",)
+    assert there.candidates(("a", "b", "c"), scoped=False) == ("d", "e")
+    assert there.candidates(("a", "b", "c"), scoped=True) == ("d",)
     cluster.ledgers.create(LedgerId(7, 1), ledger((0, "abcd"), last=5))
     cluster.ledgers.create(LedgerId(0, 1), ledger((0, "abcd"), last=5))
     cluster.ledgers.create(LedgerId(7, 2), ledger((0, "abcd"), last=-1))
@@ -129,7 +129,7 @@ def test_replacements_are_writable_of_the_scope_and_not_in_the_ensemble(cluster:
     assert there.problem(on_a[LedgerId(7, 2)]) is None
 
 
-def test_entries_whose_last_replicas_would_go_are_lost(cluster: Cluster) -> None:
+def test_stopping_last_replicas_is_a_loss(cluster: Cluster) -> None:
     cluster.ledgers.create(LedgerId(7, 1), ledger((0, "abc"), (10, "bcd"), last=29))
     cluster.ledgers.create(LedgerId(0, 2), ledger((0, "a"), last=4, write_quorum=1, ack_quorum=1))
     cluster.ledgers.create(LedgerId(0, 3), ledger((0, "ag"), last=4))
@@ -145,7 +145,7 @@ def test_entries_whose_last_replicas_would_go_are_lost(cluster: Cluster) -> None
     assert problem.bookies == ("b", "c")
 
 
-def test_fewer_replicas_than_the_ack_quorum_are_a_risk_unless_fewer_will_do(cluster: Cluster) -> None:
+def test_fewer_replicas_than_required_are_a_risk(cluster: Cluster) -> None:
     cluster.ledgers.create(LedgerId(7, 1), ledger((0, "abc"), last=8, write_quorum=3, ack_quorum=2))
     cluster.ledgers.create(LedgerId(0, 2), ledger((0, "abc"), last=8))
     assert set(risks(cluster, "a")) == {(LedgerId(0, 2), Risk.UNDER_QUORUM)}
@@ -160,7 +160,7 @@ def test_fewer_replicas_than_the_ack_quorum_are_a_risk_unless_fewer_will_do(clus
     }  # fmt: skip
 
 
-def test_replicas_that_are_down_marked_or_cannot_do_scopes_do_not_count(cluster: Cluster) -> None:
+def test_down_marked_and_unscoped_replicas_do_not_count(cluster: Cluster) -> None:
     cluster.ledgers.create(LedgerId(0, 1), ledger((0, "abc"), last=8, write_quorum=3, ack_quorum=1))
     cluster.ledgers.create(LedgerId(7, 2), ledger((0, "aeg"), last=8, write_quorum=3, ack_quorum=1))
     cluster.ledgers.create(LedgerId(0, 3), ledger((0, "aeg"), last=8, write_quorum=3, ack_quorum=1))
@@ -171,7 +171,7 @@ def test_replicas_that_are_down_marked_or_cannot_do_scopes_do_not_count(cluster:
     assert set(risks(cluster, "a")) == {(LedgerId(0, 1), Risk.LOST), (LedgerId(7, 2), Risk.LOST)}
 
 
-def test_a_writer_that_would_find_no_other_bookie_cannot_go_on(cluster: Cluster) -> None:
+def test_writer_without_other_bookies_is_unwritable(cluster: Cluster) -> None:
     cluster.ledgers.create(LedgerId(7, 1), ledger((0, "abcd"), ack_quorum=1))
     cluster.ledgers.create(LedgerId(0, 2), ledger((0, "abcd"), ack_quorum=1))
     cluster.ledgers.create(LedgerId(0, 3), ledger((0, "bcdg"), ack_quorum=1))
@@ -185,7 +185,7 @@ def test_a_writer_that_would_find_no_other_bookie_cannot_go_on(cluster: Cluster)
     assert (LedgerId(0, 2), Risk.UNWRITABLE) in risks(cluster, "a")
 
 
-def test_an_open_ledger_counts_to_its_end_whatever_that_will_be(cluster: Cluster) -> None:
+def test_open_ledger_risk_has_open_end(cluster: Cluster) -> None:
     cluster.ledgers.create(LedgerId(0, 1), ledger((0, "abc")))
     problem = risks(cluster, "a")[LedgerId(0, 1), Risk.UNDER_QUORUM]
     assert (problem.first_entry_id, problem.last_entry_id, problem.entry_count) == (0, None, None)

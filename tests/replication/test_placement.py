@@ -48,7 +48,7 @@ def test_two_places_get_two_bookies():
         choose_replacements(PLAIN, 0, ("x", "a", "y"), [0, 2], bookies[:2])
 
 
-def test_who_begins_again_comes_to_the_same_bookie_and_different_ledgers_to_different_ones():
+def test_choice_is_stable_for_a_fragment_and_spread_over_ledgers():
     bookies = [bookie(f"b{index}") for index in range(10)]
     again = [choose_replacements(PLAIN, 0, ("x",), [0], list(bookies)) for _ in range(5)]
     assert len({each[0] for each in again}) == 1
@@ -56,14 +56,14 @@ def test_who_begins_again_comes_to_the_same_bookie_and_different_ledgers_to_diff
     assert len(spread) == 10
 
 
-def test_those_that_failed_lately_come_last():
+def test_suspect_bookies_come_last():
     bookies = [bookie("a"), bookie("b"), bookie("c")]
     for at in range(20):
         assert choose_replacements(LedgerId(0, at), 0, ("x",), [0], bookies, avoid={"a", "c"}) == {0: "b"}
         assert choose_replacements(LedgerId(0, at), 0, ("x", "b"), [0], bookies, avoid={"a", "c"})[0] in {"a", "c"}
 
 
-def test_racks_stay_apart_as_long_as_there_are_some():
+def test_replacements_prefer_free_racks():
     racks = {"a": "/1", "b": "/2", "c": "/2", "d": "/3", "e": "/4", "x": "/3"}
     bookies = [bookie(name) for name in "abcde"]
 
@@ -92,7 +92,7 @@ def script(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
-def test_a_script_tells_the_racks_once_for_each_host(tmp_path):
+def test_script_gets_each_host_once(tmp_path):
     log = tmp_path / "calls"
     tell = script(tmp_path, f'echo "$@" >> {log}\nfor host in "$@"; do echo "/rack-$host"; done')
     topology = Topology(tell, argument_count_max=2)
@@ -104,17 +104,17 @@ def test_a_script_tells_the_racks_once_for_each_host(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["exit 3", "echo /1", "echo /1 /2 /3"])
-def test_a_script_that_does_not_tell_is_an_error_and_no_guess(tmp_path, text):
+def test_failing_script_is_an_error(tmp_path, text):
     with pytest.raises(BkctlError, match="for 2 hosts"):
         Topology(script(tmp_path, text)).racks([bookie("a"), bookie("b")])
 
 
-def test_a_script_that_is_not_there_is_an_error(tmp_path):
+def test_missing_script_is_an_error(tmp_path):
     with pytest.raises(BkctlError, match="Network topology script"):
         Topology(str(tmp_path / "none")).racks([bookie("a")])
 
 
-def test_hosts_that_are_none_never_reach_the_topology_script(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_hosts_never_reach_the_script(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     script = tmp_path / "topology"
     script.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >> "{tmp_path}/asked"\nfor host; do echo "/rack-$host"; done\n')
     script.chmod(0o755)

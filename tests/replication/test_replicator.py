@@ -21,9 +21,12 @@ from bkctl.errors import (
 )
 from bkctl.formats.metadata import LedgerState
 from bkctl.protocol.messages import AddRequest, ListEntriesRequest, ReadRequest, Status
-from bkctl.replication.bookies import BookieMover, plan_move
-from bkctl.replication.checker import FaultReason, LedgerChecker
-from bkctl.replication.replicator import LedgerFragmentReplicator, Outcome, Throttle
+from bkctl.replication.bookie_mover import BookieMover
+from bkctl.replication.checker import LedgerChecker
+from bkctl.replication.copy_limits import Throttle
+from bkctl.replication.fragments import FaultReason
+from bkctl.replication.move_plan import plan_move
+from bkctl.replication.replicator import LedgerFragmentReplicator, Outcome
 
 
 async def write(client, count, *, scope_id=0, close=True, size=0, **shape):
@@ -61,7 +64,7 @@ def adds_of(bookie):
 
 @pytest.mark.parametrize("scope_id", [0, 7])
 @pytest.mark.parametrize("shape", [(2, 2, 2), (3, 2, 2), (3, 3, 2), (4, 2, 1)], ids=str)
-async def test_a_lost_bookie_is_replaced_and_the_new_one_holds_exactly_what_it_should(fake_cluster, scope_id, shape):
+async def test_replacement_holds_exactly_its_entries(fake_cluster, scope_id, shape):
     async with fake_cluster(5) as cluster, cluster.client() as client:
         sizes = dict(zip(("ensemble_size", "write_quorum_size", "ack_quorum_size"), shape, strict=True))
         writer = await write(client, 50, scope_id=scope_id, **sizes)
@@ -87,7 +90,7 @@ async def test_a_lost_bookie_is_replaced_and_the_new_one_holds_exactly_what_it_s
         await assert_whole(client, writer.ledger, 50)
 
 
-async def test_two_lost_bookies_of_one_fragment_are_replaced_in_one_step(fake_cluster):
+async def test_two_lost_bookies_are_replaced_in_one_swap(fake_cluster):
     async with fake_cluster(7) as cluster, cluster.client() as client:
         writer = await write(client, 30, ensemble_size=5, write_quorum_size=3)
         lost = bookies_of(cluster, writer.ledger)[1:3]
@@ -100,7 +103,7 @@ async def test_two_lost_bookies_of_one_fragment_are_replaced_in_one_step(fake_cl
         await assert_whole(client, writer.ledger, 30)
 
 
-async def test_an_empty_closed_ledger_gets_another_bookie_in_the_metadata_only(fake_cluster):
+async def test_empty_closed_ledger_changes_metadata_only(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         writer = await write(client, 0)
         lost = bookies_of(cluster, writer.ledger)[0]
@@ -112,7 +115,7 @@ async def test_an_empty_closed_ledger_gets_another_bookie_in_the_metadata_only(f
         await assert_whole(client, writer.ledger, 0)
 
 
-async def test_named_bookies_are_left_while_they_still_serve_and_take_nothing_over(fake_cluster):
+async def test_named_bookies_are_replaced_while_they_serve(fake_cluster):
     async with fake_cluster(5) as cluster, cluster.client() as client:
         writer = await write(client, 20, ensemble_size=2, write_quorum_size=1, ack_quorum_size=1)
         leaving = {bookie.bookie_id for bookie in bookies_of(cluster, writer.ledger)}
@@ -125,7 +128,7 @@ async def test_named_bookies_are_left_while_they_still_serve_and_take_nothing_ov
         await assert_whole(client, writer.ledger, 20)
 
 
-async def test_an_open_ledger_is_fenced_first_or_left_alone(fake_cluster):
+async def test_open_ledger_is_fenced_or_left_alone(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client, cluster.client() as other:
         writer = await write(client, 10, close=False)
         lost = bookies_of(cluster, writer.ledger)[1]
@@ -146,7 +149,7 @@ async def test_an_open_ledger_is_fenced_first_or_left_alone(fake_cluster):
         await assert_whole(other, writer.ledger, 10)
 
 
-async def test_the_closed_fragment_of_an_open_ledger_is_replicated_while_its_writer_goes_on(fake_cluster):
+async def test_closed_fragment_is_replicated_beside_active_writer(fake_cluster):
     async with fake_cluster(5) as cluster, cluster.client() as client, cluster.client() as other:
         writer = await write(client, 10, close=False)
         lost = bookies_of(cluster, writer.ledger)[1]
@@ -171,7 +174,7 @@ async def test_the_closed_fragment_of_an_open_ledger_is_replicated_while_its_wri
         await assert_whole(other, writer.ledger, 30)
 
 
-async def test_entries_that_nobody_has_are_named_and_nothing_is_changed(fake_cluster):
+async def test_unreadable_entries_are_named_and_nothing_changes(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         writer = await write(client, 40)
         held = bookies_of(cluster, writer.ledger)
@@ -193,7 +196,7 @@ async def test_entries_that_nobody_has_are_named_and_nothing_is_changed(fake_clu
         assert [each.first_entry_id for each in again] == [7, 31]
 
 
-async def test_a_ledger_whose_only_copies_are_gone_is_unrecoverable_and_not_given_up_for_lost(fake_cluster):
+async def test_entries_of_gone_bookies_are_unreadable_but_not_lost(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         writer = await write(client, 10, ensemble_size=2, write_quorum_size=1, ack_quorum_size=1)
         gone = bookies_of(cluster, writer.ledger)[0]
@@ -225,7 +228,7 @@ async def test_a_damaged_replica_is_never_copied(fake_cluster):
         await assert_whole(client, writer.ledger, 30)
 
 
-async def test_a_bookie_that_lost_entries_is_replaced_or_gets_them_back_when_nobody_can(fake_cluster):
+async def test_bookie_without_replacement_gets_its_entries_back(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         writer = await write(client, 30)
         held = bookies_of(cluster, writer.ledger)
@@ -236,8 +239,8 @@ async def test_a_bookie_that_lost_entries_is_replaced_or_gets_them_back_when_nob
         check = await replicator.checker.check(writer.ledger, every_entry=True)
         (fragment,) = check.fragments
         with pytest.raises(NotEnoughBookies):
-            await replicator.targets(check, fragment, in_place=False)
-        assert await replicator.targets(check, fragment) == {0: held[0].bookie_id}
+            await replicator.targets(fragment, in_place=False)
+        assert await replicator.targets(fragment) == {0: held[0].bookie_id}
         result = await replicator.replicate(check, fragment)
         assert result.outcome is Outcome.REPAIRED
         assert (result.replaced, result.repaired, result.entry_count) == ({}, (held[0].bookie_id,), 3)
@@ -248,13 +251,13 @@ async def test_a_bookie_that_lost_entries_is_replaced_or_gets_them_back_when_nob
         await cluster.add_bookie()
         check = await replicator.checker.check(writer.ledger)
         (fragment,) = check.fragments
-        assert await replicator.targets(check, fragment, in_place=True) == {0: held[0].bookie_id}
-        assert await replicator.targets(check, fragment) == {0: "b3"}
+        assert await replicator.targets(fragment, in_place=True) == {0: held[0].bookie_id}
+        assert await replicator.targets(fragment) == {0: "b3"}
         assert (await replicator.replicate(check, fragment, in_place=True)).outcome is Outcome.REPAIRED
         assert held[0].ledgers[writer.ledger].entries == whole
 
 
-async def test_one_gone_and_one_that_lost_entries_share_the_only_bookie_that_is_left(fake_cluster):
+async def test_gone_bookie_gets_the_only_replacement(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         writer = await write(client, 30, write_quorum_size=3)
         held = bookies_of(cluster, writer.ledger)
@@ -267,7 +270,7 @@ async def test_one_gone_and_one_that_lost_entries_share_the_only_bookie_that_is_
         await assert_whole(client, writer.ledger, 30)
 
 
-async def test_too_few_bookies_leave_everything_as_it_was(fake_cluster):
+async def test_too_few_bookies_change_nothing(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         writer = await write(client, 10)
         before = ensembles(cluster, writer.ledger)
@@ -293,7 +296,7 @@ async def test_a_scoped_ledger_never_goes_to_a_bookie_without_scopes(fake_cluste
         assert unscoped.ledger in plain.ledgers
 
 
-async def test_a_target_that_fails_is_left_for_another_one(fake_cluster):
+async def test_failing_target_is_replaced(fake_cluster):
     async with fake_cluster(5) as cluster, cluster.client() as client:
         writer = await write(client, 30)
         lost = bookies_of(cluster, writer.ledger)[1]
@@ -301,7 +304,7 @@ async def test_a_target_that_fails_is_left_for_another_one(fake_cluster):
         replicator = LedgerFragmentReplicator(client)
         check = await replicator.checker.check(writer.ledger)
         (fragment,) = check.fragments
-        (first,) = (await replicator.targets(check, fragment)).values()
+        (first,) = (await replicator.targets(fragment)).values()
         cluster.bookie(first).fault = lambda request: Status.EREADONLY if isinstance(request, AddRequest) else None
         result = await replicator.replicate(check, fragment)
         assert result.outcome is Outcome.REPLICATED
@@ -309,7 +312,7 @@ async def test_a_target_that_fails_is_left_for_another_one(fake_cluster):
         await assert_whole(client, writer.ledger, 30)
 
 
-async def test_a_given_target_that_fails_is_the_error(fake_cluster):
+async def test_failing_given_target_is_the_error(fake_cluster):
     async with fake_cluster(5) as cluster, cluster.client() as client:
         writer = await write(client, 30)
         await lose(cluster, bookies_of(cluster, writer.ledger)[1])
@@ -323,10 +326,8 @@ async def test_a_given_target_that_fails_is_the_error(fake_cluster):
         assert ensembles(cluster, writer.ledger) == before
 
 
-async def test_a_silent_replica_does_not_hold_up_the_copy(fake_cluster, monkeypatch):
-    from bkctl.replication import replicator as module
-
-    monkeypatch.setattr(module, "SPECULATIVE_READ_S", 0.05)
+async def test_silent_replica_does_not_delay_the_copy(fake_cluster, monkeypatch):
+    monkeypatch.setattr("bkctl.replication.fragment_copy.SPECULATIVE_READ_S", 0.05)
     async with fake_cluster(5) as cluster, cluster.client(timeout_s=60) as client:
         writer = await write(client, 20, write_quorum_size=3)
         held = bookies_of(cluster, writer.ledger)
@@ -348,7 +349,7 @@ STEPS = ["chosen", "listed", "add 1", "add 60", "add 149", "before the swap", "a
 
 
 @pytest.mark.parametrize("step", STEPS)
-async def test_a_worker_that_dies_leaves_nothing_that_a_second_one_does_not_finish(fake_cluster, monkeypatch, step):
+async def test_second_worker_finishes_after_crash_at_any_step(fake_cluster, monkeypatch, step):
     async with fake_cluster(6) as cluster, cluster.client() as client:
         writer = await write(client, 150, ensemble_size=2)
         before = ensembles(cluster, writer.ledger)
@@ -356,7 +357,7 @@ async def test_a_worker_that_dies_leaves_nothing_that_a_second_one_does_not_fini
         replicator = LedgerFragmentReplicator(client, batch_size=7)
         check = await replicator.checker.check(writer.ledger)
         (fragment,) = check.fragments
-        (target,) = (await replicator.targets(check, fragment)).values()
+        (target,) = (await replicator.targets(fragment)).values()
         ledgers = client.cluster.ledgers
         real = ledgers.write_many
 
@@ -377,9 +378,9 @@ async def test_a_worker_that_dies_leaves_nothing_that_a_second_one_does_not_fini
 
         with monkeypatch.context() as patch:
             if step == "chosen":
-                patch.setattr(replicator.checker, "listed", die)
+                patch.setattr(replicator.checker.replicas, "listed", die)
             elif step == "listed":
-                patch.setattr("bkctl.replication.replicator._Copying._copy", die)
+                patch.setattr("bkctl.replication.fragment_copy.FragmentCopy._copy", die)
             elif step == "before the swap":
                 patch.setattr(ledgers, "write_many", die)
             elif step == "after the swap":
@@ -403,14 +404,14 @@ async def test_a_worker_that_dies_leaves_nothing_that_a_second_one_does_not_fini
             await assert_whole(second, writer.ledger, 150)
 
 
-async def test_what_a_target_says_that_it_has_is_read_before_it_counts(fake_cluster):
+async def test_listed_entries_are_read_before_they_count(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         writer = await write(client, 120, ensemble_size=2)
         held = bookies_of(cluster, writer.ledger)
         await lose(cluster, held[1])
         replicator = LedgerFragmentReplicator(client)
         check = await replicator.checker.check(writer.ledger)
-        (target,) = (await replicator.targets(check, check.fragments[0])).values()
+        (target,) = (await replicator.targets(check.fragments[0])).values()
         spare = cluster.bookie(target)
         good = held[0].ledgers[writer.ledger].entries
         from client.fakes import FakeLedger
@@ -433,10 +434,8 @@ async def test_a_bookie_that_cannot_list_its_entries_gets_all_of_them(fake_clust
         assert (result.done, result.fragments[0].entry_count) == (True, 120)
 
 
-async def test_a_bookie_that_never_lists_its_entries_is_asked_once(fake_cluster, monkeypatch):
-    from bkctl.replication import checker as module
-
-    monkeypatch.setattr(module, "LIST_TIMEOUT_S", 0.1)
+async def test_mute_bookie_is_asked_once_for_its_entries(fake_cluster, monkeypatch):
+    monkeypatch.setattr("bkctl.replication.replica_reads.LIST_TIMEOUT_S", 0.1)
     async with fake_cluster(3) as cluster, cluster.client() as client:
         ledgers = [(await write(client, 120, ensemble_size=2)).ledger for _ in range(3)]
         # As Apache's with DbLedgerStorage.
@@ -450,8 +449,8 @@ async def test_a_bookie_that_never_lists_its_entries_is_asked_once(fake_cluster,
             assert sum(isinstance(request, ListEntriesRequest) for request in bookie.received) <= 1
 
 
-async def test_entries_that_there_never_were_are_not_looked_for_without_an_end(fake_cluster, monkeypatch):
-    for module in ("replicator", "bookies"):
+async def test_search_for_unreadable_entries_is_bounded(fake_cluster, monkeypatch):
+    for module in ("fragment_copy", "lost_entries"):
         monkeypatch.setattr(f"bkctl.replication.{module}.UNREADABLE_NAMED_MAX", 50)
 
     async with fake_cluster(4) as cluster, cluster.client() as client:
@@ -472,7 +471,7 @@ async def test_entries_that_there_never_were_are_not_looked_for_without_an_end(f
         assert sum(each.entry_count for each in planned[0].unreadable) == 50
 
 
-async def test_somebody_who_was_faster_is_left_in_peace(fake_cluster):
+async def test_concurrent_swap_is_superseded(fake_cluster):
     async with fake_cluster(6) as cluster, cluster.client() as client:
         writer = await write(client, 20)
         held = bookies_of(cluster, writer.ledger)
@@ -504,7 +503,7 @@ async def test_somebody_who_was_faster_is_left_in_peace(fake_cluster):
 
 
 @pytest.mark.parametrize("change", [{}, {"password": b"another"}, {"last_entry_id": 29}], ids=str)
-async def test_a_bookie_without_all_entries_of_what_has_the_same_id_now_comes_into_no_ensemble(fake_cluster, change):
+async def test_recreated_ledger_is_not_swapped(fake_cluster, change):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         writer = await write(client, 20)
         await lose(cluster, bookies_of(cluster, writer.ledger)[0])
@@ -531,7 +530,7 @@ async def test_a_bookie_without_all_entries_of_what_has_the_same_id_now_comes_in
         assert found.metadata.ensembles == check.metadata.ensembles
 
 
-async def test_a_conflict_with_another_change_of_the_metadata_is_tried_again(fake_cluster):
+async def test_swap_retries_after_metadata_conflict(fake_cluster):
     async with fake_cluster(6) as cluster, cluster.client() as client:
         writer = await write(client, 20)
         held = bookies_of(cluster, writer.ledger)
@@ -549,7 +548,7 @@ async def test_a_conflict_with_another_change_of_the_metadata_is_tried_again(fak
         await assert_whole(client, writer.ledger, 20)
 
 
-async def test_a_ledger_that_is_deleted_meanwhile_is_not_unrecoverable(fake_cluster):
+async def test_deleted_ledger_is_not_unrecoverable(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         writer = await write(client, 20)
         await lose(cluster, bookies_of(cluster, writer.ledger)[0])
@@ -566,7 +565,7 @@ async def test_a_ledger_that_is_deleted_meanwhile_is_not_unrecoverable(fake_clus
             await replicator.replicate_ledger(writer.ledger)
 
 
-async def test_a_store_that_fails_at_the_swap_is_the_error_of_the_fragment(fake_cluster, monkeypatch):
+async def test_store_failure_at_swap_is_the_fragments_error(fake_cluster, monkeypatch):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         writer = await write(client, 5)
         await lose(cluster, bookies_of(cluster, writer.ledger)[0])
@@ -616,7 +615,7 @@ async def test_a_throttle_bounds_bytes_and_entries():
         await unlimited.acquire(1 << 30)
 
 
-async def test_errors_of_bookies_are_said_with_their_bookie(fake_cluster):
+async def test_unreadable_entries_name_errors_by_bookie(fake_cluster):
     async with fake_cluster(6) as cluster, cluster.client() as client:
         writer = await write(client, 3, write_quorum_size=3)
         held = bookies_of(cluster, writer.ledger)

@@ -22,7 +22,7 @@ def opened(path: Path, instance_id: str = "i-1", bookies: tuple[str, ...] = ("b-
     return ResumeFile(path, instance_id=instance_id, bookies=bookies)
 
 
-def test_what_was_done_is_known_to_the_next_run(tmp_path: Path) -> None:
+def test_next_run_reads_finished_ledgers(tmp_path: Path) -> None:
     path = tmp_path / "resume"
     with opened(path) as file:
         assert file.done == set()
@@ -38,7 +38,7 @@ def test_what_was_done_is_known_to_the_next_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", range(1, 90, 8))
-def test_a_last_line_that_was_cut_short_is_done_again(tmp_path: Path, cut: int) -> None:
+def test_incomplete_last_line_is_truncated(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "resume"
     with opened(path) as file:
         for ledger in LEDGERS:
@@ -55,7 +55,7 @@ def test_a_last_line_that_was_cut_short_is_done_again(tmp_path: Path, cut: int) 
 
 
 @pytest.mark.parametrize("size", [0, 1, 20, 90])
-def test_a_file_that_was_killed_at_its_beginning_is_begun_again(tmp_path: Path, size: int) -> None:
+def test_incomplete_own_header_is_rewritten(tmp_path: Path, size: int) -> None:
     path = tmp_path / "resume"
     opened(path).close()
     path.write_bytes(path.read_bytes()[:size])
@@ -66,7 +66,7 @@ def test_a_file_that_was_killed_at_its_beginning_is_begun_again(tmp_path: Path, 
         assert file.done == {LEDGERS[0]}
 
 
-def test_the_file_of_another_cluster_or_of_other_bookies_is_refused_and_stays(tmp_path: Path) -> None:
+def test_file_of_another_recovery_is_refused_and_kept(tmp_path: Path) -> None:
     path = tmp_path / "resume"
     with opened(path) as file:
         file.record(LEDGERS[0], 1, 1)
@@ -79,7 +79,7 @@ def test_the_file_of_another_cluster_or_of_other_bookies_is_refused_and_stays(tm
     assert path.read_bytes() == before
 
 
-def test_two_at_once_are_refused(tmp_path: Path) -> None:
+def test_file_in_use_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path / "resume"), pytest.raises(Conflict, match="another process"):
         opened(tmp_path / "resume")
     opened(tmp_path / "resume").close()
@@ -93,7 +93,7 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
         (b"x" * (1 << 21), Corrupt),
     ],
 )  # fmt: skip
-def test_a_file_that_is_none_is_refused_and_stays(tmp_path: Path, content: bytes, error: type[BkctlError]) -> None:
+def test_foreign_file_is_refused_and_kept(tmp_path: Path, content: bytes, error: type[BkctlError]) -> None:
     path = tmp_path / "resume"
     path.write_bytes(content)
     with pytest.raises(error):
@@ -108,7 +108,7 @@ def test_a_file_that_is_none_is_refused_and_stays(tmp_path: Path, content: bytes
         b'{"ledger": "%s"}\n' % (b"0" * 32),
     ],
 )  # fmt: skip
-def test_a_damaged_line_is_said_with_its_number(tmp_path: Path, line: bytes) -> None:
+def test_damaged_line_is_reported_with_its_number(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "resume"
     with opened(path) as file:
         file.record(LEDGERS[0], 1, 1)
@@ -117,7 +117,7 @@ def test_a_damaged_line_is_said_with_its_number(tmp_path: Path, line: bytes) -> 
         opened(path)
 
 
-def test_a_process_that_is_killed_loses_no_line(tmp_path: Path) -> None:
+def test_killed_process_loses_no_line(tmp_path: Path) -> None:
     path = tmp_path / "resume"
     program = f"""
 import os, signal, pathlib

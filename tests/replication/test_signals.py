@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import pytest
 
-from bkctl.errors import Conflict, Unreachable
-from bkctl.replication.signals import Signal, Together
+from bkctl.replication.signals import Signal
 
 
 @pytest.mark.parametrize("step_count", range(6))
-async def test_a_wait_that_is_cancelled_while_its_signal_comes_is_cancelled(step_count: int) -> None:
+async def test_wait_cancelled_with_its_signal_is_cancelled(step_count: int) -> None:
     """Whoever stops the task that waits would else wait for it for ever."""
 
     signal, ended = Signal(), asyncio.Event()
@@ -32,43 +30,3 @@ async def test_a_wait_that_is_cancelled_while_its_signal_comes_is_cancelled(step
     ended.set()
     assert done
     assert task.cancelled()
-
-
-async def test_what_waits_is_asked_for_in_one_call_and_each_gets_its_own_answer():
-    calls: list[list[int]] = []
-    go_on = threading.Event()
-
-    def call(items):
-        calls.append(items)
-        assert go_on.wait(60)
-        return [Conflict(f"{item} is taken") if item == 3 else item * 10 for item in items]
-
-    together: Together[int, int] = Together(call)
-    first = together(0)
-    while not calls:
-        await asyncio.sleep(0)
-    others = [together(item) for item in range(1, 6)]
-    others[4].cancel()
-    go_on.set()
-    assert await first == 0
-    answers = await asyncio.gather(*others, return_exceptions=True)
-    assert answers[:2] == [10, 20]
-    assert str(answers[2]) == "3 is taken"
-    assert answers[3] == 40
-    assert isinstance(answers[4], asyncio.CancelledError)
-    assert calls == [[0], [1, 2, 3, 4, 5]]
-    assert await together(7) == 70
-
-
-@pytest.mark.parametrize("error", [Unreachable("the store is away"), ValueError("a defect")], ids=repr)
-async def test_a_call_that_fails_fails_for_all_that_are_in_it_and_for_nobody_else(error):
-    failing = [error]
-
-    def call(items):
-        if failing:
-            raise failing.pop()
-        return items
-
-    together: Together[int, int] = Together(call)
-    assert await asyncio.gather(together(1), together(2), return_exceptions=True) == [error, error]
-    assert await together(3) == 3

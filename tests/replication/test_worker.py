@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from replication.recovering import CONFIG, bookies_of, come_back, eventually, lose, running, write
+from replication.recovering import CONFIG, bookies_of, come_back, eventually, lose, manager_of, running, write
 
 from bkctl.errors import Conflict, LedgerFenced
 from bkctl.formats.metadata import LedgerState
@@ -17,10 +17,6 @@ from bkctl.replication.checker import LedgerChecker
 from bkctl.replication.worker import LedgerOutcome, ReplicationWorker, retry_delay_ms
 
 NEVER_MS = 3_600_000
-
-
-def manager_of(cluster):
-    return LedgerUnderreplicationManager(cluster.cluster.store)
 
 
 async def is_whole(client, ledger):
@@ -64,7 +60,7 @@ async def test_marked_ledgers_of_its_scopes_are_replicated_and_unmarked(fake_clu
         assert worker.stats.num_entries_written > 0
 
 
-async def test_marks_are_looked_at_some_at_a_time_to_the_last(fake_cluster, monkeypatch):
+async def test_marks_are_read_in_batches_to_the_last(fake_cluster, monkeypatch):
     monkeypatch.setattr("bkctl.replication.worker.STEP_COUNT", 2)
 
     async with fake_cluster(3) as cluster, cluster.client() as client:
@@ -80,7 +76,7 @@ async def test_marks_are_looked_at_some_at_a_time_to_the_last(fake_cluster, monk
             assert [ledger for ledger, _ in manager.list(None)] == others
 
 
-async def test_what_others_have_locked_or_nobody_marked_is_left_alone(fake_cluster):
+async def test_locked_and_unmarked_ledgers_are_left_alone(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         ledger, _ = await lost_ledger(cluster, client)
         worker = ReplicationWorker(client, CONFIG, "worker")
@@ -95,7 +91,7 @@ async def test_what_others_have_locked_or_nobody_marked_is_left_alone(fake_clust
         assert await is_whole(client, ledger)
 
 
-async def test_nothing_is_done_while_auto_recovery_is_disabled(fake_cluster):
+async def test_worker_pauses_while_auto_recovery_is_disabled(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         ledger, _ = await lost_ledger(cluster, client)
         manager = manager_of(cluster)
@@ -108,7 +104,7 @@ async def test_nothing_is_done_while_auto_recovery_is_disabled(fake_cluster):
             await eventually(lambda: manager.get(ledger) is None, "replicated once enabled")
 
 
-async def test_a_ledger_that_was_deleted_or_lacks_nothing_is_unmarked(fake_cluster):
+async def test_deleted_and_healthy_ledgers_are_unmarked(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         whole, deleted = await write(client, 5), await write(client, 5, scope_id=7)
         manager = manager_of(cluster)
@@ -122,7 +118,7 @@ async def test_a_ledger_that_was_deleted_or_lacks_nothing_is_unmarked(fake_clust
         assert cluster.cluster.ledgers.read(whole.ledger) == before
 
 
-async def test_a_ledger_that_is_marked_again_meanwhile_stays_marked(fake_cluster):
+async def test_new_mark_is_kept(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         ledger, _ = await lost_ledger(cluster, client)
         manager = manager_of(cluster)
@@ -142,7 +138,7 @@ async def test_a_ledger_that_is_marked_again_meanwhile_stays_marked(fake_cluster
         assert list(manager.locks()) == []
 
 
-async def test_without_its_lock_it_swaps_and_unmarks_nothing(fake_cluster):
+async def test_worker_without_lock_swaps_and_unmarks_nothing(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         ledger, _ = await lost_ledger(cluster, client)
         manager = manager_of(cluster)
@@ -169,7 +165,7 @@ async def test_without_its_lock_it_swaps_and_unmarks_nothing(fake_cluster):
         assert await is_whole(client, ledger)
 
 
-async def test_a_lock_that_is_lost_before_the_mark_goes_leaves_the_mark(fake_cluster):
+async def test_lock_lost_before_unmarking_keeps_mark(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         ledger, _ = await lost_ledger(cluster, client)
         manager = manager_of(cluster)
@@ -186,7 +182,7 @@ async def test_a_lock_that_is_lost_before_the_mark_goes_leaves_the_mark(fake_clu
         assert manager.get(ledger) is not None
 
 
-async def test_what_it_keeps_for_a_while_it_does_not_take_again_when_the_lock_is_lost(fake_cluster):
+async def test_deferred_ledger_is_not_retried_after_losing_lock(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         ledger, _ = await lost_ledger(cluster, client)
         later = CONFIG.with_changes(lock_release_of_failed_ledger_grace_period=NEVER_MS)
@@ -198,7 +194,7 @@ async def test_what_it_keeps_for_a_while_it_does_not_take_again_when_the_lock_is
             assert list(manager_of(cluster).locks()) == []
 
 
-async def test_too_few_bookies_leave_the_ledger_locked_for_a_while_and_it_is_tried_again(fake_cluster):
+async def test_too_few_bookies_defer_and_retry_ledger(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         ledger, _ = await lost_ledger(cluster, client)
         manager = manager_of(cluster)
@@ -218,7 +214,7 @@ async def test_too_few_bookies_leave_the_ledger_locked_for_a_while_and_it_is_tri
         assert await is_whole(client, ledger)
 
 
-async def test_unreadable_entries_keep_the_mark_and_nothing_is_copied_in_vain(fake_cluster):
+async def test_unreadable_entries_keep_mark_without_copying(fake_cluster):
     async with fake_cluster(5) as cluster, cluster.client() as client:
         ledger, lost = await lost_ledger(cluster, client, count=12)
         holders = bookies_of(cluster, ledger)
@@ -251,7 +247,7 @@ async def test_unreadable_entries_keep_the_mark_and_nothing_is_copied_in_vain(fa
         assert await is_whole(client, ledger)
 
 
-async def test_an_open_ledger_is_fenced_when_its_writer_did_not_replace_the_bookie_in_time(fake_cluster):
+async def test_open_ledger_is_fenced_after_grace_period(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         writer = await write(client, 10, scope_id=7, close=False)
         lost = bookies_of(cluster, writer.ledger)[0]
@@ -283,7 +279,7 @@ def cluster_locks(cluster):
             yield f"{place}/{name}"
 
 
-async def test_a_writer_that_replaced_the_bookie_itself_goes_on(fake_cluster):
+async def test_writer_that_replaced_the_bookie_is_not_fenced(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         writer = await write(client, 10, close=False)
         lost = bookies_of(cluster, writer.ledger)[0]
@@ -301,7 +297,7 @@ async def test_a_writer_that_replaced_the_bookie_itself_goes_on(fake_cluster):
         assert await is_whole(client, writer.ledger)
 
 
-async def test_a_worker_that_dies_in_the_middle_leaves_what_the_next_one_finishes(fake_cluster):
+async def test_next_worker_finishes_after_crash(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         ledger, _ = await lost_ledger(cluster, client, count=30)
         copying = asyncio.Event()
@@ -327,7 +323,7 @@ async def test_a_worker_that_dies_in_the_middle_leaves_what_the_next_one_finishe
         assert await is_whole(client, ledger)
 
 
-async def test_a_damaged_mark_is_passed_over(fake_cluster):
+async def test_damaged_mark_is_skipped(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         ledger, _ = await lost_ledger(cluster, client)
         cluster.cluster.store.put(mark_path(LedgerId(0, 77)), b"\xff", None)
@@ -338,7 +334,7 @@ async def test_a_damaged_mark_is_passed_over(fake_cluster):
         assert [each for each, _ in manager.list(None)] == [LedgerId(0, 77)]
 
 
-async def test_a_bookie_that_comes_back_needs_no_copies(fake_cluster):
+async def test_returned_bookie_needs_no_copies(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         ledger, lost = await lost_ledger(cluster, client)
         await come_back(cluster, lost)
@@ -351,7 +347,7 @@ async def test_a_bookie_that_comes_back_needs_no_copies(fake_cluster):
         assert manager_of(cluster).get(ledger) is None
 
 
-async def test_a_ledger_whose_last_add_confirmed_is_not_known_is_not_given_up(fake_cluster):
+async def test_ledger_with_unknown_end_stays_marked(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         writer = await write(client, 4, close=False)
         manager = manager_of(cluster)

@@ -15,9 +15,11 @@ from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import LedgerUnderreplicationManager
 from bkctl.protocol.messages import AddRequest
-from bkctl.replication import bookies as module
-from bkctl.replication.bookies import BookieMover, LedgerMove, MoveOutcome, PlannedFragment, plan_move, spans_text
-from bkctl.replication.checker import EntrySpan, LedgerChecker
+from bkctl.replication import move_queue
+from bkctl.replication.bookie_mover import BookieMover
+from bkctl.replication.checker import LedgerChecker
+from bkctl.replication.fragments import EntrySpan, spans_text
+from bkctl.replication.move_plan import LedgerMove, MoveOutcome, PlannedFragment, plan_move
 from bkctl.replication.resume import ResumeFile
 
 from .recovering import write
@@ -56,7 +58,7 @@ def named(cluster, ledger):
     return {bookie for fragment in cluster.metadata(ledger).ensembles for bookie in fragment.bookies}
 
 
-async def test_everything_on_a_lost_bookie_goes_elsewhere_in_every_scope(fake_cluster):
+async def test_move_empties_lost_bookie_in_every_scope(fake_cluster):
     async with fake_cluster(5) as cluster, cluster.client() as client:
         ledgers = [(await write(client, count, scope_id=scope)).ledger for scope in SCOPES for count in (0, 1, 40)]
         ledgers += [
@@ -83,7 +85,7 @@ async def test_everything_on_a_lost_bookie_goes_elsewhere_in_every_scope(fake_cl
         assert again == {}
 
 
-async def test_several_lost_bookies_go_at_once_and_open_ledgers_are_closed_first(fake_cluster):
+async def test_move_of_several_bookies_closes_open_ledgers(fake_cluster):
     async with fake_cluster(5) as cluster, cluster.client() as client:
         shape = {"ensemble_size": 3, "write_quorum_size": 3, "ack_quorum_size": 3}
         writers = [await write(client, 10, close=False, scope_id=scope, **shape) for scope in SCOPES]
@@ -105,7 +107,7 @@ async def test_several_lost_bookies_go_at_once_and_open_ledgers_are_closed_first
             assert await is_whole(client, ledger)
 
 
-async def test_what_a_writer_may_be_adding_to_is_left_without_fencing(fake_cluster):
+async def test_move_without_fencing_leaves_open_fragments(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         writer = await write(client, 10, close=False, ensemble_size=2, scope_id=7)
         leaving = cluster.metadata(writer.ledger).ensembles[0].bookies[0]
@@ -121,7 +123,7 @@ async def test_what_a_writer_may_be_adding_to_is_left_without_fencing(fake_clust
         assert await is_whole(client, writer.ledger)
 
 
-async def test_entries_that_no_bookie_has_are_named_and_all_else_is_moved(fake_cluster):
+async def test_move_names_lost_entries_and_moves_the_rest(fake_cluster):
     async with fake_cluster(6) as cluster, cluster.client() as client:
         async with cluster.client(only=["b0", "b3", "b4"]) as writing:
             good = await write(writing, 30, scope_id=7)
@@ -159,7 +161,7 @@ async def test_entries_that_no_bookie_has_are_named_and_all_else_is_moved(fake_c
         assert {ledger for ledger, _ in await mover.left()} == {bad.ledger, single.ledger}
 
 
-async def test_too_few_bookies_are_said_before_and_after(fake_cluster):
+async def test_plan_and_move_report_too_few_bookies(fake_cluster):
     async with fake_cluster(3, scopes=True) as cluster, cluster.client() as client:
         await cluster.add_bookie(scopes=False)
         async with cluster.client(only=["b0", "b1", "b2"]) as writing:
@@ -175,7 +177,7 @@ async def test_too_few_bookies_are_said_before_and_after(fake_cluster):
         assert moved[plain.ledger].outcome is MoveOutcome.MOVED
 
 
-async def test_a_dry_run_names_who_would_come_in_and_changes_nothing(fake_cluster):
+async def test_planned_names_targets_and_changes_nothing(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         ledger = (await write(client, 10, scope_id=7)).ledger
         opened = (await write(client, 10, close=False, write_quorum_size=3, ack_quorum_size=3)).ledger
@@ -197,7 +199,7 @@ async def test_a_dry_run_names_who_would_come_in_and_changes_nothing(fake_cluste
         assert {each: cluster.cluster.ledgers.read(each) for each in (ledger, opened)} == before
 
 
-async def test_ledgers_that_are_named_are_moved_alone(fake_cluster):
+async def test_move_of_named_ledgers_leaves_the_others(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         async with cluster.client(only=["b0", "b1"]) as writing:
             first, second = [
@@ -222,7 +224,7 @@ async def test_a_ledger_that_is_deleted_meanwhile_is_gone(fake_cluster):
         assert [each.outcome for each in rows] == [MoveOutcome.GONE]
 
 
-async def test_a_run_that_is_broken_off_goes_on_where_it_stopped(fake_cluster, tmp_path):
+async def test_resumed_move_skips_finished_ledgers(fake_cluster, tmp_path):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         gone = "b0"
         async with cluster.client(only=["b0", "b1", "b2"]) as writing:
@@ -262,7 +264,7 @@ async def test_a_run_that_is_broken_off_goes_on_where_it_stopped(fake_cluster, t
             assert len(cluster.bookie("b1").received) == requests
 
 
-async def test_marks_for_the_lost_bookie_alone_are_taken_away(fake_cluster):
+async def test_move_deletes_marks_for_lost_bookie_only(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         async with cluster.client(only=["b0", "b1"]) as writing:
             ledgers = [(await write(writing, 5, ensemble_size=2, scope_id=scope)).ledger for scope in (0, 7)]
@@ -277,15 +279,15 @@ async def test_marks_for_the_lost_bookie_alone_are_taken_away(fake_cluster):
 
 
 @pytest.mark.parametrize("others_end", [True, False], ids=["the others are done", "another one goes on"])
-async def test_a_ledger_that_a_worker_has_locked_is_waited_for_but_not_for_ever(fake_cluster, monkeypatch, others_end):
-    monkeypatch.setattr(module, "LOCK_PATIENCE_S", 3600.0 if others_end else 0.3)
-    monkeypatch.setattr(module, "_LOCK_POLL_S", 0.02)
+async def test_move_waits_for_locked_ledger_with_limit(fake_cluster, monkeypatch, others_end):
+    monkeypatch.setattr(move_queue, "LOCK_PATIENCE_S", 3600.0 if others_end else 0.3)
+    monkeypatch.setattr(move_queue, "_LOCK_POLL_S", 0.02)
     notes: list[str] = []
 
     def note(text):
         notes.append(text)
         # Until now nobody looked at the clock; from now on it is over.
-        monkeypatch.setattr(module, "LOCK_PATIENCE_S", 0.0)
+        monkeypatch.setattr(move_queue, "LOCK_PATIENCE_S", 0.0)
 
     async with fake_cluster(4) as cluster, cluster.client() as client:
         ledgers = [
@@ -308,14 +310,16 @@ async def test_a_ledger_that_a_worker_has_locked_is_waited_for_but_not_for_ever(
             assert [each.ledger for each in rows] == expected
             assert {each.outcome for each in rows} == {MoveOutcome.MOVED}
             # It is said when nothing else is left to do, once.
-            assert [text.startswith(f"Ledger {ledgers[0]}: locked by others") for text in notes] == [True] * others_end
+            assert [text.startswith(f"Ledger {ledgers[0]}: locked by other workers") for text in notes] == [
+                True
+            ] * others_end
             assert mover.progress.locked_count == 0
             # Ours are released, the other's stays.
             manager = LedgerUnderreplicationManager(cluster.cluster.store)
             assert [lock.ledger for lock in manager.locks()] == [ledgers[0]]
 
 
-async def test_what_is_copied_is_locked_and_without_the_lock_nothing_is_swapped(fake_cluster):
+async def test_move_swaps_nothing_after_losing_lock(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         async with cluster.client(only=["b0", "b1", "b2"]) as writing:
             ledger = (await write(writing, 5, scope_id=7)).ledger
@@ -342,7 +346,7 @@ async def test_what_is_copied_is_locked_and_without_the_lock_nothing_is_swapped(
         assert list(manager.locks()) == []
 
 
-async def test_stopping_while_a_lock_is_taken_leaves_none(fake_cluster, monkeypatch):
+async def test_cancelled_move_releases_lock_being_taken(fake_cluster, monkeypatch):
     taking, go_on = threading.Event(), threading.Event()
     lock_many = LedgerUnderreplicationManager.lock_many
 
@@ -364,7 +368,7 @@ async def test_stopping_while_a_lock_is_taken_leaves_none(fake_cluster, monkeypa
         assert list(LedgerUnderreplicationManager(cluster.cluster.store).locks()) == []
 
 
-async def test_the_rate_bounds_all_ledgers_together(fake_cluster):
+async def test_rate_bounds_all_moves_together(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         async with cluster.client(only=["b0", "b1", "b2"]) as writing:
             for scope in SCOPES:
@@ -377,7 +381,7 @@ async def test_the_rate_bounds_all_ledgers_together(fake_cluster):
         assert time.monotonic() - began >= (mover.progress.size_bytes - 200) / 2000 * 0.9
 
 
-async def test_cookies_go_only_when_their_bookies_are_down(fake_cluster):
+async def test_delete_cookies_refuses_registered_bookies(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         cookies = cluster.cluster.cookies
         for name in ("b0", "b1"):
@@ -390,7 +394,7 @@ async def test_cookies_go_only_when_their_bookies_are_down(fake_cluster):
         assert cookies.list() == []
 
 
-async def test_no_cookie_goes_while_scoped_ledgers_of_another_cluster_are_there(fake_cluster, monkeypatch):
+async def test_delete_cookies_refuses_foreign_scoped_ledgers(fake_cluster, monkeypatch):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         cookies = cluster.cluster.cookies
         cookies.write("b0", Cookie("b0", ("/j",), ("/l",), "i"), NEW)
@@ -401,7 +405,7 @@ async def test_no_cookie_goes_while_scoped_ledgers_of_another_cluster_are_there(
         assert cookies.list() == ["b0"]
 
 
-async def test_stopping_in_the_middle_leaves_no_task_and_no_lock(fake_cluster):
+async def test_cancelled_move_leaves_no_task_or_lock(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         async with cluster.client(only=["b0", "b1", "b2"]) as writing:
             for scope in range(6):
@@ -426,14 +430,14 @@ async def test_stopping_in_the_middle_leaves_no_task_and_no_lock(fake_cluster):
         assert {each.outcome for each in moved.values()} == {MoveOutcome.MOVED}
 
 
-def test_entries_in_messages_are_short():
+def test_spans_text_shortens_long_lists():
     assert spans_text([EntrySpan(5, 5, 1)]) == "entry 5"
     assert spans_text([EntrySpan(0, 9, 10), EntrySpan(12, 20, 4)]) == "entries 0-9, 12-20 (4)"
     many = [EntrySpan(each, each, 1) for each in range(0, 80, 2)]
     assert spans_text(many) == "entries 0, 2, 4, 6, 8 and 35 more ranges"
 
 
-async def test_bookies_without_scopes_are_not_counted_for_scoped_ledgers(fake_cluster):
+async def test_plan_ignores_bookies_without_scopes_for_scoped_ledgers(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         ledger = (await write(client, 5, scope_id=7, write_quorum_size=3, ack_quorum_size=3)).ledger
         cluster.cluster.bookies.register("apache", BookieServiceInfo(()))

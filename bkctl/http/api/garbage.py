@@ -1,0 +1,198 @@
+"""Endpoints of a bookie's garbage collection and compaction."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from starlette.responses import Response
+
+from bkctl.errors import UsageError
+from bkctl.http.endpoints import (
+    BOOLEAN,
+    INTEGER,
+    PREFIX,
+    STRING,
+    ApiCall,
+    Body,
+    Endpoints,
+    ServiceUnavailable,
+    Value,
+    ValueKind,
+    json_answer,
+    list_of,
+    map_of,
+    object_of,
+    text_answer,
+)
+
+if TYPE_CHECKING:
+    from bkctl.bookie.bookie import Bookie
+    from bkctl.bookie.garbage_collector import GarbageCollectorThread
+
+
+ENDPOINTS: Final = Endpoints(of_bookie=True)
+
+
+@ENDPOINTS.get(
+    f"{PREFIX}/bookie/gc", "Whether a requested garbage collection is running.",
+    answer=object_of(is_in_force_gc={"type": "string", "enum": ["true", "false"]}),
+)  # fmt: skip
+async def gc_state(call: ApiCall) -> Response:
+    forced = await call.service.bookie.ask(lambda bookie: _collector(bookie).is_in_force_gc)
+    return json_answer({"is_in_force_gc": str(forced).lower()})
+
+
+@ENDPOINTS.put(
+    f"{PREFIX}/bookie/gc", "Collect garbage now.",
+    body=Body((
+        Value("forceMajor", "With major compaction; default: unless it is suspended.", ValueKind.BOOLEAN),
+        Value("forceMinor", "With minor compaction; default: unless it is suspended.", ValueKind.BOOLEAN),
+        Value("acceptScopedDeletes", "Let this round delete any number of scoped ledgers.", ValueKind.BOOLEAN),
+    ), needed=False),
+    answer=STRING,
+)  # fmt: skip
+async def trigger_gc(call: ApiCall) -> Response:
+    """Start a garbage collection. Source: TriggerGCService."""
+    body = call.body or {}
+
+    def force(bookie: Bookie) -> None:
+        _collector(bookie).force(
+            major=body.get("forceMajor"),
+            minor=body.get("forceMinor"),
+            accept_scoped_deletes=body.get("acceptScopedDeletes", False),
+        )
+
+    await call.service.bookie.ask(force)
+    return json_answer(f"Triggered GC on BookieServer: {call.service.bookie.bookie_id}")
+
+
+@ENDPOINTS.get(
+    f"{PREFIX}/bookie/gc_details", "The state of each garbage collector; DbLedgerStorage has one a ledger directory.",
+    answer=list_of(object_of(
+        forceCompacting=BOOLEAN, majorCompacting=BOOLEAN, minorCompacting=BOOLEAN, lastMajorCompactionTime=INTEGER,
+        lastMinorCompactionTime=INTEGER, lastEntryLocationCompactionTime=INTEGER, majorCompactionCounter=INTEGER,
+        minorCompactionCounter=INTEGER, entryLocationCompactionCounter=INTEGER,
+        scopedDeletesHeldBack=STRING,
+    )),
+)  # fmt: skip
+async def gc_details(call: ApiCall) -> Response:
+    """Return the collectors' states. Source: GCDetailsService."""
+    return json_answer(await call.service.bookie.ask(_statuses))
+
+
+def _statuses(bookie: Bookie) -> list[dict[str, Any]]:
+    collector = _collector(bookie)
+    held_back = collector.stats.scoped_held_back
+    return [
+        {**{_camel(name): value for name, value in status._asdict().items()}, "scopedDeletesHeldBack": held_back}
+        for status in collector.statuses()
+    ]
+
+
+def _camel(name: str) -> str:
+    first, *rest = name.split("_")
+    return first + "".join(map(str.capitalize, rest))
+
+
+@ENDPOINTS.get(
+    f"{PREFIX}/bookie/gc/suspend_compaction", "Whether compactions are suspended.",
+    answer=object_of(isMajorGcSuspended=STRING, isMinorGcSuspended=STRING),
+)  # fmt: skip
+async def suspended(call: ApiCall) -> Response:
+    def look(bookie: Bookie) -> dict[str, str]:
+        collector = _collector(bookie)
+        return {
+            "isMinorGcSuspended": str(collector.is_minor_suspended).lower(),
+            "isMajorGcSuspended": str(collector.is_major_suspended).lower(),
+        }
+
+    return json_answer(await call.service.bookie.ask(look))
+
+
+@ENDPOINTS.put(
+    f"{PREFIX}/bookie/gc/suspend_compaction", "Suspend major or minor compactions.",
+    body=Body((
+        Value("suspendMajor", "No major compaction.", ValueKind.BOOLEAN),
+        Value("suspendMinor", "No minor compaction.", ValueKind.BOOLEAN),
+    ), needs_value=True),
+    answer=STRING,
+)  # fmt: skip
+async def suspend(call: ApiCall) -> Response:
+    return await _switch_compaction(call, "suspend")
+
+
+@ENDPOINTS.put(
+    f"{PREFIX}/bookie/gc/resume_compaction", "Resume major or minor compactions.",
+    body=Body((
+        Value("resumeMajor", "Major compaction.", ValueKind.BOOLEAN),
+        Value("resumeMinor", "Minor compaction.", ValueKind.BOOLEAN),
+    ), needs_value=True),
+    answer=STRING,
+)  # fmt: skip
+async def resume(call: ApiCall) -> Response:
+    return await _switch_compaction(call, "resume")
+
+
+async def _switch_compaction(call: ApiCall, verb: str) -> Response:
+    """Switch compactions, and answer in Apache's words. Source: SuspendCompactionService, ResumeCompactionService."""
+    body = call.body or {}
+    major, minor = body.get(f"{verb}Major", False), body.get(f"{verb}Minor", False)
+
+    def switch(bookie: Bookie) -> str:
+        collector = _collector(bookie)
+        server = f"Bookie Server listening on {bookie.address[0]}:{bookie.address[1]} with id {bookie.bookie_id}"
+        message = ""
+        if major:
+            message = f"{verb.capitalize()} majorGC on BookieServer: {server}"
+            (collector.suspend_major if verb == "suspend" else collector.resume_major)()
+        if minor:
+            message += f", {verb.capitalize()} minorGC on BookieServer: {server}"
+            (collector.suspend_minor if verb == "suspend" else collector.resume_minor)()
+        return message
+
+    return json_answer(await call.service.bookie.ask(switch))
+
+
+def _collector(bookie: Bookie) -> GarbageCollectorThread:
+    if bookie.garbage_collector is None:
+        raise ServiceUnavailable(f"Bookie {bookie.bookie_id} has no garbage collection at present")
+    return bookie.garbage_collector
+
+
+@ENDPOINTS.get(
+    f"{PREFIX}/bookie/entry_location_compact",
+    "The entry location databases of DbLedgerStorage, and whether each is being compacted.",
+    answer=map_of(BOOLEAN),
+)  # fmt: skip
+async def location_compactions(call: ApiCall) -> Response:
+    """Return the databases' paths. Source: TriggerLocationCompactService."""
+    return json_answer(await call.service.bookie.ask(lambda bookie: bookie.storage.ledgers.location_compactions()))
+
+
+@ENDPOINTS.put(
+    f"{PREFIX}/bookie/entry_location_compact", "Compact databases of entry locations.",
+    body=Body((
+        Value("entryLocationRocksDBCompact", "true; with false, nothing is done.", ValueKind.BOOLEAN),
+        Value("entryLocations", "Paths of databases, separated by commas; default: all."),
+    )),
+    answer=STRING, text_too=True,
+)  # fmt: skip
+async def compact_locations(call: ApiCall) -> Response:
+    """Compact databases, and answer in Apache's words. Source: TriggerLocationCompactService."""
+    body = call.body or {}
+    if not body.get("entryLocationRocksDBCompact", False):
+        return text_answer("Not trigger Entry Location RocksDB compact.")
+    bookie_id = call.service.bookie.bookie_id
+    wanted = body.get("entryLocations", "").strip()
+    paths = await call.service.bookie.ask(lambda bookie: list(bookie.storage.ledgers.location_compactions()))
+    chosen = wanted.split(",") if wanted else paths
+    if unknown := [path for path in chosen if path not in paths]:
+        raise UsageError(
+            f"Specified trigger compact entryLocations: {','.join(unknown)} is invalid",
+            hint=f"this bookie's databases of entry locations: {', '.join(paths) or 'none'}",
+        )
+    ledgers = await call.service.bookie.ask(lambda bookie: bookie.storage.ledgers)
+    call.service.in_background(lambda: ledgers.compact_locations(chosen))
+    if wanted:
+        return json_answer(f"Triggered entry Location RocksDB: {wanted} compact on bookie:{bookie_id}.")
+    return json_answer(f"Triggered entry Location RocksDB compact on bookie:{bookie_id}")

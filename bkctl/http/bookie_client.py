@@ -1,0 +1,304 @@
+"""The endpoints of a bookie's HTTP server as typed calls, for Apache's bookies and ours.
+
+Apache's server (VertxHttpServer, HttpRouter) sends some booleans as strings, most texts as a JSON string without a
+content type, and 404 for an unknown method. The calls return typed values; an answer of another shape raises
+ProtocolError.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
+
+from bkctl.errors import (
+    BkctlError,
+    NotFound,
+    ProtocolError,
+    Unsupported,
+)
+from bkctl.http.client import ApiClient, ApiResponse, server_message, shortened
+
+T = TypeVar("T")
+
+API_PREFIX: Final = "/api/v1"
+#: The query parameter that names the bookie to a gateway of bkctl.
+BOOKIE_PARAMETER: Final = "bookie"
+#: The largest JSON answer: parsed, JSON takes many times its size, and the answers of these endpoints are small.
+JSON_SIZE_BYTES_MAX: Final = 4 << 20
+
+
+class BookieState(NamedTuple):
+    """The state of a bookie, as it reports it. Source: BookieStateService.BookieState."""
+
+    running: bool
+    read_only: bool
+    shutting_down: bool
+    available_for_high_priority_writes: bool
+
+
+class DiskSpace(NamedTuple):
+    """The space on a bookie's ledger disks in bytes. Source: BookieInfoService.BookieInfo."""
+
+    free: int
+    total: int
+
+    @property
+    def used(self) -> int:
+        """Used bytes, of any program."""
+        return self.total - self.free
+
+    @property
+    def used_percent(self) -> float:
+        """The used part in percent."""
+        return 100.0 * self.used / self.total if self.total > 0 else 0.0
+
+
+class BookieSanity(NamedTuple):
+    """The result of a bookie's test of itself. Source: BookieSanityService.BookieSanity."""
+
+    passed: bool
+    read_only: bool
+
+
+class Readiness(NamedTuple):
+    """The readiness of a bookie, and its message. Source: BookieIsReadyService."""
+
+    ready: bool
+    message: str
+
+
+class CollectorStatus(NamedTuple):
+    """One garbage collector of a bookie; DbLedgerStorage has one for each ledger directory.
+
+    Times are milliseconds since 1970, of the last round; before the first round, of the bookie's start.
+    Source: GarbageCollectionStatus.
+    """
+
+    force_compacting: bool
+    major_compacting: bool
+    minor_compacting: bool
+    last_major_compaction_time: int
+    last_minor_compaction_time: int
+    last_entry_location_compaction_time: int
+    major_compaction_counter: int
+    minor_compaction_counter: int
+    entry_location_compaction_counter: int
+    #: The reason why the last round kept scoped ledgers that appear deleted; only our bookies report it.
+    scoped_deletes_held_back: str | None = None
+
+
+class GarbageCollection(NamedTuple):
+    """The garbage collection of a bookie. Suspensions are None if the bookie's release cannot suspend."""
+
+    in_force_gc: bool
+    major_suspended: bool | None
+    minor_suspended: bool | None
+    collectors: tuple[CollectorStatus, ...]
+
+
+class BookieApi:
+    """The endpoints of one bookie's HTTP server.
+
+    Every call raises as `ApiClient.call`, and ProtocolError for an answer of another shape. `bookie_id` names the
+    bookie to a gateway; a bookie's own server ignores it. Source: org.apache.bookkeeper.server.http.service.
+    """
+
+    def __init__(self, client: ApiClient, bookie_id: str | None = None) -> None:
+        self.client = client
+        #: The query of every request.
+        self.query: Mapping[str, str] = {} if bookie_id is None else {BOOKIE_PARAMETER: bookie_id}
+
+    def state(self) -> BookieState:
+        """Return the bookie's state."""
+        fields = self._object("GET", "/bookie/state")
+        return BookieState(
+            fields.boolean("running"),
+            fields.boolean("readOnly"),
+            fields.boolean("shuttingDown"),
+            fields.boolean("availableForHighPriorityWrites"),
+        )
+
+    def readiness(self) -> Readiness:
+        """Return True and a message if the bookie serves; False while it starts or stops, without raising an error."""
+        path = f"{API_PREFIX}/bookie/is_ready"
+        with self.client.exchange("GET", path, self.query) as answer:
+            if answer.status not in (200, 503):
+                raise self.client.error_of(answer, "GET", path)
+            message, _ = server_message(answer.response())
+            return Readiness(answer.status == 200, message)
+
+    def read_only(self) -> bool:
+        """Return True if the bookie is read-only."""
+        return self._object("GET", "/bookie/state/readonly").boolean("readOnly")
+
+    def set_read_only(self, wanted: bool) -> bool:
+        """Make the bookie read-only or writable; return True if it is read-only then.
+
+        Raise BadRequest if its configuration makes it read-only, or forbids it.
+        """
+        return self._object("PUT", "/bookie/state/readonly", {"readOnly": wanted}).boolean("readOnly")
+
+    def space(self) -> DiskSpace:
+        """Return the space on the bookie's ledger disks."""
+        fields = self._object("GET", "/bookie/info")
+        return DiskSpace(fields.integer("freeSpace"), fields.integer("totalSpace"))
+
+    def sanity(self) -> BookieSanity:
+        """Let the bookie write, read and delete a ledger on itself; return the result."""
+        fields = self._object("GET", "/bookie/sanity")
+        return BookieSanity(fields.boolean("passed"), fields.boolean("readOnly"))
+
+    def garbage_collection(self) -> GarbageCollection:
+        """Return the state of the bookie's garbage collection."""
+        forced = self._object("GET", "/bookie/gc").boolean("is_in_force_gc")
+        major: bool | None
+        minor: bool | None
+        try:
+            suspended = self._object("GET", "/bookie/gc/suspend_compaction")
+        except (NotFound, Unsupported):
+            major = minor = None
+        else:
+            major, minor = suspended.boolean("isMajorGcSuspended"), suspended.boolean("isMinorGcSuspended")
+        return GarbageCollection(forced, major, minor, tuple(self._collectors()))
+
+    def _collectors(self) -> Iterator[CollectorStatus]:
+        document, what = self._json("GET", "/bookie/gc_details")
+        if not isinstance(document, list):
+            raise _unexpected(what, "not a list", document)
+        for item in document:
+            fields = _Fields(item, what)
+            yield CollectorStatus(
+                fields.boolean("forceCompacting"),
+                fields.boolean("majorCompacting"),
+                fields.boolean("minorCompacting"),
+                fields.integer("lastMajorCompactionTime"),
+                fields.integer("lastMinorCompactionTime"),
+                fields.integer("lastEntryLocationCompactionTime", 0),
+                fields.integer("majorCompactionCounter"),
+                fields.integer("minorCompactionCounter"),
+                fields.integer("entryLocationCompactionCounter", 0),
+                fields.text("scopedDeletesHeldBack", "") or None,
+            )
+
+    def force_garbage_collection(
+        self, *, major: bool | None = None, minor: bool | None = None, accept_scoped_deletes: bool = False
+    ) -> str:
+        """Start a garbage collection with major and minor compaction (None: unless suspended); return the message.
+
+        While a forced round runs, no other one is queued. `accept_scoped_deletes` permits the round to delete any
+        number of scoped ledgers that it finds deleted; otherwise our bookies hold a suspicious number back.
+        """
+        wanted = {"forceMajor": major, "forceMinor": minor, "acceptScopedDeletes": accept_scoped_deletes or None}
+        given = {name: value for name, value in wanted.items() if value is not None}
+        return self._text("PUT", "/bookie/gc", given or None)
+
+    def suspend_compaction(self, *, major: bool, minor: bool) -> str:
+        """Suspend major or minor compactions; return the bookie's message."""
+        return self._text("PUT", "/bookie/gc/suspend_compaction", {"suspendMajor": major, "suspendMinor": minor})
+
+    def resume_compaction(self, *, major: bool, minor: bool) -> str:
+        """Resume major or minor compactions; return the bookie's message."""
+        return self._text("PUT", "/bookie/gc/resume_compaction", {"resumeMajor": major, "resumeMinor": minor})
+
+    def location_compactions(self) -> dict[str, bool]:
+        """Return the paths of the entry location databases, with True for each that is being compacted."""
+        fields = self._object("GET", "/bookie/entry_location_compact")
+        return {name: fields.boolean(name) for name in fields.names()}
+
+    def compact_locations(self, paths: Sequence[str] = ()) -> str:
+        """Compact entry location databases (no path: all of them); return the bookie's message.
+
+        Raise BadRequest for an unknown path.
+        """
+        body = {"entryLocationRocksDBCompact": True, "entryLocations": ",".join(paths)}
+        return self._text("PUT", "/bookie/entry_location_compact", body)
+
+    def config(self) -> dict[str, Any]:
+        """Return the current settings by name. Apache's bookies return only explicit settings, all as strings."""
+        return self._object("GET", "/config/server_config").values
+
+    def set_config(self, settings: Mapping[str, Any]) -> str:
+        """Change settings until the bookie stops; return the bookie's message."""
+        return self._text("PUT", "/config/server_config", dict(settings))
+
+    def metrics(self) -> str:
+        """Return the metrics in Prometheus' text format. Raise BkctlError if the bookie has no stats provider."""
+        try:
+            return self.client.call("GET", "/metrics", self.query).text
+        except BkctlError as error:
+            if "stats provider" in error.message.lower():
+                provider = "statsProviderClass=org.apache.bookkeeper.stats.prometheus.PrometheusMetricsProvider"
+                raise BkctlError(error.message, hint=f"start the bookie with {provider}") from error
+            raise
+
+    def _object(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> _Fields:
+        document, what = self._json(method, path, body)
+        return _Fields(document, what)
+
+    def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[Any, str]:
+        """Return the JSON document of the answer, and its name for messages."""
+        response = self._call(method, path, body)
+        what = f"{self.client.url}{API_PREFIX}{path}"
+        try:
+            return json.loads(response.body), what
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(
+                f"{what}: the answer is not JSON: {shortened(response.text)[:60]!r}",
+                hint="is this a bookie's server?",
+            ) from error
+
+    def _text(self, method: str, path: str, body: Mapping[str, Any] | None) -> str:
+        return server_message(self._call(method, path, body))[0]
+
+    def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> ApiResponse:
+        data = None if body is None else json.dumps(body).encode("ascii")
+        return self.client.call(method, API_PREFIX + path, self.query, data, size_max=JSON_SIZE_BYTES_MAX)
+
+
+class _Fields:
+    """A JSON object of an answer, with typed access to its values; `what` names it in messages."""
+
+    def __init__(self, document: Any, what: str) -> None:
+        if not isinstance(document, dict):
+            raise _unexpected(what, "not an object", document)
+        self.values: dict[str, Any] = document
+        self._what = what
+
+    def names(self) -> list[str]:
+        return list(self.values)
+
+    def boolean(self, name: str) -> bool:
+        """Return a boolean, which Apache's server sends as a string in some answers."""
+        return self._typed(name, "boolean", lambda value: {"True": True, "False": False}[str(value).capitalize()])
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """Return a whole number, or `default` if an older release does not send it."""
+        if default is not None and name not in self.values:
+            return default
+        return self._typed(name, "whole number", _whole)
+
+    def text(self, name: str, default: str) -> str:
+        """Return a string, or `default` if it is missing."""
+        value = self.values.get(name, default)
+        if not isinstance(value, str):
+            raise _unexpected(f"{self._what}: {name!r}", "not a text", value)
+        return value
+
+    def _typed(self, name: str, kind: str, convert: Callable[[Any], T]) -> T:
+        if name not in self.values:
+            raise ProtocolError(f"{self._what} answered without {name!r}", hint="is this a bookie's server?")
+        try:
+            return convert(self.values[name])
+        except (KeyError, ValueError) as error:
+            raise _unexpected(f"{self._what}: {name!r}", f"not a {kind}", self.values[name]) from error
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not -(1 << 63) <= value < 1 << 63:
+        raise ValueError(value)
+    return value
+
+
+def _unexpected(what: str, problem: str, value: Any) -> ProtocolError:
+    return ProtocolError(f"{what} is {problem}: {shortened(repr(value))[:60]}", hint="is this a bookie's server?")

@@ -1,0 +1,144 @@
+"""Settings of an HTTP server: its address, tokens and TLS."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+import ssl
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from bkctl.config import BookieConfig
+from bkctl.errors import UsageError
+from bkctl.metadata.store import load_certificate
+
+if TYPE_CHECKING:
+    pass
+
+
+log: Final = logging.getLogger("bkctl.http")
+
+LOOPBACK: Final = "127.0.0.1"
+TOKEN_SIZE_BYTES_MAX: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSettings:
+    """The address of a server, and its access control: `token`, and client certificates if `tls` requires them.
+
+    Clients with the `read_only_token` may read, but get no secrets.
+    """
+
+    host: str
+    port: int
+    token: str | None = field(default=None, repr=False)
+    tls: ssl.SSLContext | None = None
+    read_only_token: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, config: BookieConfig) -> HttpSettings:
+        """Return the settings of a bookie; without httpServerHost and authentication, it listens on loopback.
+
+        Raise UsageError for unusable files, and for a server that would be open to everybody.
+        """
+        if config.http_server_token and config.http_server_token_file:
+            raise UsageError("httpServerToken and httpServerTokenFile are both set", hint="keep the file")
+        token = config.http_server_token
+        if config.http_server_token_file:
+            token = read_token(Path(config.http_server_token_file))
+        tls = None
+        if config.http_server_tls_enable:
+            if not config.http_server_key_store_path:
+                raise UsageError("httpServerTlsEnable needs httpServerKeyStorePath: a PEM file, key and certificate")
+            tls = tls_context(
+                config.http_server_key_store_path,
+                config.http_server_key_store_password,
+                config.http_server_trust_store_path,
+            )
+        read_only = config.http_server_read_only_token_file
+        settings = cls(
+            config.http_server_host or "0.0.0.0",
+            config.http_server_port,
+            token or None,
+            tls,
+            read_token(Path(read_only)) if read_only else None,
+        )
+        if config.http_server_host is None and not settings.authenticates:
+            settings = replace(settings, host=LOOPBACK)
+            log.warning(
+                "httpServerHost is not set: the HTTP server listens on %s only; to open it, set httpServerHost=0.0.0.0 "
+                "with httpServerTokenFile, or with TLS and httpServerTrustStorePath", LOOPBACK,
+            )  # fmt: skip
+        return settings.checked(
+            "set httpServerHost=127.0.0.1, or httpServerTokenFile, or TLS with httpServerTrustStorePath"
+        )
+
+    def checked(self, hint: str) -> HttpSettings:
+        """Return these settings.
+
+        Raise UsageError with `hint` for a server beyond loopback without authentication, and for a read-only token
+        without a different full token.
+        """
+        if self.read_only_token is not None and (self.token is None or self.token == self.read_only_token):
+            raise UsageError("A read-only token needs a full token beside it", hint="give two different tokens")
+        if not self.authenticates and not is_loopback(self.host):
+            raise UsageError(
+                f"The HTTP server on {self.host} would be open to everybody who reaches this machine", hint=hint
+            )
+        return self
+
+    @property
+    def authenticates(self) -> bool:
+        """True if a client needs a token or a certificate."""
+        return self.token is not None or (self.tls is not None and self.tls.verify_mode is ssl.CERT_REQUIRED)
+
+    @property
+    def protocol(self) -> str:
+        """`http` or `https`."""
+        return "http" if self.tls is None else "https"
+
+
+def read_token(path: Path) -> str:
+    """Return the token in a file, without surrounding white space. Raise UsageError."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(TOKEN_SIZE_BYTES_MAX + 1)
+        token = data.decode("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"Cannot read the token in {path}: {error}") from error
+    if not token or len(data) > TOKEN_SIZE_BYTES_MAX or any(char.isspace() for char in token):
+        raise UsageError(f"{path} has no token: one word of at most {TOKEN_SIZE_BYTES_MAX} characters")
+    return token
+
+
+def tls_context(
+    key_store: str, password: str | None, trust_store: str | None, key: str | None = None
+) -> ssl.SSLContext:
+    """Return a server's TLS settings from PEM files; with `trust_store`, clients need a certificate signed by it.
+
+    `key` is the file of the private key if `key_store` does not contain it. Raise UsageError.
+    """
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        load_certificate(context, key_store, key, password)
+        if trust_store:
+            context.load_verify_locations(trust_store)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError(f"The TLS files of the HTTP server cannot be used: {error}", hint="give PEM files") from error
+    return context
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if only this machine can reach a server on `host`."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        pass
+    try:
+        found = socket.getaddrinfo(host or "0.0.0.0", None)
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)

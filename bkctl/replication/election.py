@@ -1,0 +1,123 @@
+"""The elections of the auditors, by Apache's own votes. Source: AuditorElector."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Final
+
+from bkctl.errors import BkctlError, Unreachable
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.replication.signals import Signal, cancel_and_wait, run_to_end, watching
+
+if TYPE_CHECKING:
+    from bkctl.metadata.store import Claim
+
+log: Final = logging.getLogger("bkctl.replication")
+
+BACK_OFF_S: Final = 2.0
+#: Watches report every change; this bounds the delay if a report is lost.
+LOOK_AGAIN_S: Final = 30.0
+
+
+class AuditorElector:
+    """Takes part in one election while `run` runs, and runs `audit` whenever it wins.
+
+    `audit` is cancelled when our vote is gone, because the store's session ended or somebody deleted the vote; then the
+    elector votes again. `scoped` selects the election for the scopes ≠ 0.
+    """
+
+    def __init__(
+        self,
+        manager: LedgerUnderreplicationManager,
+        bookie_id: str,
+        audit: Callable[[], Awaitable[None]],
+        *,
+        scoped: bool,
+        back_off_s: float = BACK_OFF_S,
+    ) -> None:
+        self._manager = manager
+        self._bookie_id = bookie_id
+        self._audit = audit
+        self._scoped = scoped
+        self._back_off_s = back_off_s
+        self._what = "the scopes" if scoped else "scope 0"
+        #: True while we are the auditor.
+        self.elected = False
+        #: The number of our votes.
+        self.attempt_count = 0
+
+    async def run(self) -> None:
+        """Vote, wait and audit in turns until cancelled, and withdraw the vote then."""
+        while True:
+            try:
+                await self._term()
+            except BkctlError as error:
+                log.warning("The election of the auditor of %s is interrupted: %s", self._what, error)
+            await asyncio.sleep(self._back_off_s)
+
+    async def _term(self) -> None:
+        """Run from one vote of ours to its end."""
+        self.attempt_count += 1
+        voting = asyncio.ensure_future(asyncio.to_thread(self._manager.vote, self._bookie_id, scoped=self._scoped))
+        try:
+            vote = await asyncio.shield(voting)
+            changed = Signal()
+            election = vote.path.rpartition("/")[0]
+            async with watching(self._manager.store.watch, election, changed.set, children=True):
+                if await self._won(vote, changed):
+                    await self._be_auditor(vote, changed)
+        finally:
+            await run_to_end(_withdraw(voting))
+
+    async def _won(self, vote: Claim, changed: Signal) -> bool:
+        """Wait until our vote is the first one; return False if it is gone."""
+        while True:
+            changed.clear()
+            paths = await asyncio.to_thread(self._manager.vote_paths, scoped=self._scoped)
+            if vote.path not in paths:
+                return False
+            if paths[0] == vote.path:
+                return True
+            await changed.wait(LOOK_AGAIN_S)
+
+    async def _be_auditor(self, vote: Claim, changed: Signal) -> None:
+        await asyncio.to_thread(self._manager.note_auditor, self._bookie_id, scoped=self._scoped)
+        log.info("%s is the auditor of %s", self._bookie_id, self._what)
+        self.elected = True
+        auditing = asyncio.ensure_future(self._audit())
+        try:
+            while await self._holds(vote, changed):
+                waiting = asyncio.ensure_future(changed.wait(LOOK_AGAIN_S))
+                try:
+                    await asyncio.wait([waiting, auditing], return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    await cancel_and_wait(waiting)
+                if auditing.done():
+                    await auditing
+                    return
+        finally:
+            self.elected = False
+            await cancel_and_wait(auditing)
+
+    async def _holds(self, vote: Claim, changed: Signal) -> bool:
+        """Return False if our vote is gone. While the store is unreachable, the vote counts as held."""
+        changed.clear()
+        try:
+            if await asyncio.to_thread(vote.is_held):
+                return True
+        except Unreachable as error:
+            # No other auditor is elected before our session ends, and nothing can be marked without the store.
+            log.warning("The auditor of %s cannot reach the metadata store: %s", self._what, error)
+            return True
+        log.warning("%s is no longer the auditor of %s: its vote is gone", self._bookie_id, self._what)
+        return False
+
+
+async def _withdraw(voting: asyncio.Future[Claim]) -> None:
+    await asyncio.wait([voting])
+    if voting.exception() is None:
+        with contextlib.suppress(BkctlError):  # the end of the session withdraws it
+            await asyncio.to_thread(voting.result().release)

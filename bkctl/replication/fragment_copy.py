@@ -1,0 +1,247 @@
+"""Copies the entries of one fragment to bookies that lack them: read from any replica, RECOVERY_ADD to the targets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from bkctl.client.bookies import BookieChannel, failure, in_order
+from bkctl.client.reader import SPECULATIVE_READ_S, LedgerAccess, restate
+from bkctl.errors import BkctlError, NotFound, ProtocolError
+from bkctl.formats.availability import Availability
+from bkctl.protocol.messages import AddRequest, BytesLike, ReadRequest, ReadResponse, Response
+from bkctl.replication.fragments import ANSWERED, UNREADABLE_NAMED_MAX, LedgerFragment, ReplicaFault, reason_of
+
+if TYPE_CHECKING:
+    from bkctl.replication.copy_limits import CopyWindow, Throttle
+    from bkctl.replication.replica_reads import ReplicaReader
+
+#: A target with at least this many entries to get is asked first which of them it has.
+RESUME_COUNT_MIN: Final = 100
+
+
+class UnreadableEntries(NamedTuple):
+    """The `entry_count` entries from `first_entry_id` to `last_entry_id` that the fragment's bad bookies should hold,
+    and that no replica returns.
+
+    `problems` has the error of each bookie, for the first entry. `lost`: every bookie that should hold the entries
+    answers, and lacks them or has them damaged.
+    """
+
+    first_entry_id: int
+    last_entry_id: int
+    entry_count: int
+    problems: tuple[tuple[str, BkctlError], ...]
+    lost: bool
+
+    def __str__(self) -> str:
+        several = self.first_entry_id != self.last_entry_id
+        what = f"Entries {self.first_entry_id} to {self.last_entry_id}" if several else f"Entry {self.first_entry_id}"
+        return f"{what} cannot be read from any bookie ({self.answers})"
+
+    @property
+    def answers(self) -> str:
+        """The errors of the bookies, for a message."""
+        return "; ".join(f"{bookie_id}: {error.message}" for bookie_id, error in self.problems)
+
+
+class TargetFailed(Exception):
+    """A bookie did not take an entry."""
+
+    def __init__(self, bookie_id: str, error: BkctlError) -> None:
+        super().__init__(error.message)
+        self.bookie_id = bookie_id
+        self.error = error
+
+
+class CopyTools(NamedTuple):
+    """Parts that all copies of a replicator share. `progress` gets the entries and bytes of each write."""
+
+    replicas: ReplicaReader
+    window: CopyWindow
+    throttle: Throttle
+    progress: Callable[[int, int], None]
+
+
+class FragmentCopy:
+    """A copy of one fragment's entries to `targets` (ensemble index → bookie)."""
+
+    def __init__(
+        self, tools: CopyTools, access: LedgerAccess, fragment: LedgerFragment, targets: Mapping[int, str]
+    ) -> None:
+        self._tools = tools
+        self._access = access
+        self._fragment = fragment
+        self._targets = targets
+        #: Each bookie of the fragment, and True for a bad one.
+        self._bookies = [
+            (index in fragment.bookie_indexes, access.pool.channel(bookie_id))
+            for index, bookie_id in enumerate(fragment.ensemble)
+        ]
+        self._present: dict[str, Availability] = {}
+        self._size_bytes_largest = 0
+        self.entry_count = self.size_bytes = self.present_count = 0
+        self.unreadable: list[UnreadableEntries] = []
+
+    async def run(self) -> None:
+        """Copy all entries. Raise TargetFailed; entries that no replica returns are in `unreadable`."""
+        for index, target in self._targets.items():
+            if target == self._fragment.ensemble[index] or self._fragment.entry_count(index) >= RESUME_COUNT_MIN:
+                self._present[target] = await self._listed(target)
+        await self._copy_all(self._wanted())
+
+    async def try_reading(self, entry_ids: list[int] | None) -> None:
+        """Read entries (None: all) and write none; entries that no replica returns are in `unreadable`."""
+        wanted = (entry_id for entry_id, _ in self._wanted()) if entry_ids is None else iter(entry_ids)
+        await self._copy_all((entry_id, []) for entry_id in wanted)
+
+    def _wanted(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield each entry to copy, ascending, with the ensemble indexes of its targets."""
+        merged = heapq.merge(*(self._wanted_of(index) for index in self._targets))
+        return ((entry_id, [index for _, index in pairs]) for entry_id, pairs in groupby(merged, key=itemgetter(0)))
+
+    def _wanted_of(self, index: int) -> Iterator[tuple[int, int]]:
+        """Yield the entries for one target, ascending, each with `index`."""
+        fragment = self._fragment
+        fault = next((fault for fault in fragment.faults if fault.ensemble_index == index), None)
+        if fault is None or fault.missing is None or self._targets[index] != fragment.ensemble[index]:
+            return ((entry_id, index) for entry_id in fragment.entries_of(index))
+        return ((entry_id, index) for entry_id in _missing(fragment, fault))
+
+    async def _copy_all(self, wanted: Iterator[tuple[int, list[int]]]) -> None:
+        unreadable_count = 0
+        window = self._tools.window
+        copies = in_order(
+            wanted, lambda entry: self._copy(*entry), lambda: window.entry_count(self._size_bytes_largest)
+        )
+        async with window.copying(), contextlib.aclosing(copies):
+            async for (entry_id, _), problems in copies:
+                if problems:
+                    self._add_unreadable(entry_id, problems)
+                    unreadable_count += 1
+                    if unreadable_count >= UNREADABLE_NAMED_MAX:
+                        return
+
+    async def _listed(self, target: str) -> Availability:
+        """Return the entries that the target lists; each one is read there before it counts as present."""
+        try:
+            return await self._tools.replicas.listed(self._access, target)
+        except BkctlError:  # an old bookie cannot list: all is copied
+            return Availability(())
+
+    async def _copy(self, entry_id: int, indexes: list[int]) -> list[tuple[str, BkctlError]]:
+        """Bring one entry to the targets at `indexes`; return each bookie's error if no bookie returns the entry."""
+        access = self._access
+        body: BytesLike | None = None
+        lacking = []
+        for index in indexes:
+            target = self._targets[index]
+            if target in self._present and entry_id in self._present[target]:
+                found, _ = await self._read(entry_id, [access.pool.channel(target)])
+                if found is not None:
+                    body = found
+                    self.present_count += 1
+                    continue
+            lacking.append(target)
+        if indexes and not lacking:
+            return []
+        if body is None:
+            body, problems = await self._read(entry_id, self._sources(entry_id))
+            if body is None:
+                return problems
+        size = len(body)
+        self._size_bytes_largest = max(self._size_bytes_largest * 15 // 16, size)
+        await self._tools.throttle.acquire(size * max(len(lacking), 1))
+        if lacking and not self.unreadable:
+            await self._write(entry_id, body, lacking)
+        return []
+
+    def _sources(self, entry_id: int) -> list[BookieChannel]:
+        """Return the bookies that should have the entry: good ones first, suspects after others."""
+        now = time.monotonic()
+        bookies = [self._bookies[index] for index in self._access.schedule.write_set(entry_id)]
+        bookies.sort(key=lambda bookie: (bookie[0], bookie[1].suspect_until > now))
+        return [channel for _, channel in bookies]
+
+    async def _read(
+        self, entry_id: int, channels: list[BookieChannel]
+    ) -> tuple[BytesLike | None, list[tuple[str, BkctlError]]]:
+        """Return the entry from the first of `channels` that has it intact, or None and the error of each bookie.
+
+        While a bookie is silent for SPECULATIVE_READ_S, the next one is asked too.
+        """
+        access = self._access
+        untried = deque(channels)
+        pending: dict[asyncio.Future[Response], BookieChannel] = {}
+        problems: list[tuple[str, BkctlError]] = []
+        ask = True
+        while untried or pending:
+            if untried and (ask or not pending):
+                channel = untried.popleft()
+                pending[channel.send(ReadRequest(access.ledger, entry_id), access.scoped)] = channel
+            done, _ = await asyncio.wait(
+                pending, timeout=SPECULATIVE_READ_S if untried else None, return_when=asyncio.FIRST_COMPLETED
+            )
+            ask = not done
+            if not done:
+                for channel in pending.values():
+                    channel.failed()
+            for future in done:
+                channel = pending.pop(future)
+                try:
+                    return self._body(future, entry_id, channel.bookie_id), []
+                except BkctlError as error:
+                    if not isinstance(error, NotFound):
+                        channel.failed()
+                    problems.append((channel.bookie_id, error))
+        return None, problems
+
+    def _body(self, future: asyncio.Future[Response], entry_id: int, bookie_id: str) -> BytesLike:
+        """Return the entry in a bookie's answer. Raise the answer's error, or DigestMismatch."""
+        error = failure(future, self._access.ledger, entry_id, bookie_id)
+        if error is not None:
+            raise error
+        response = future.result()
+        if not isinstance(response, ReadResponse) or response.body is None:
+            raise ProtocolError(f"Bookie {bookie_id} answered a read of entry {entry_id} without an entry")
+        self._access.digest.open(response.body, entry_id)
+        return response.body
+
+    async def _write(self, entry_id: int, body: BytesLike, targets: list[str]) -> None:
+        access = self._access
+        request = AddRequest(access.ledger, entry_id, access.digest.master_key, body, True, True)
+        sent = {access.pool.channel(target).send(request, access.scoped): target for target in targets}
+        await asyncio.wait(sent)
+        for future, target in sent.items():
+            error = failure(future, access.ledger, entry_id, target)
+            if error is not None:
+                access.pool.channel(target).failed()
+                message = f"Bookie {target} does not take entry {entry_id} of ledger {access.ledger}: {error.message}"
+                raise TargetFailed(target, restate(error, message))
+            self.entry_count += 1
+            self.size_bytes += len(body)
+            self._tools.progress(1, len(body))
+
+    def _add_unreadable(self, entry_id: int, problems: list[tuple[str, BkctlError]]) -> None:
+        """Add an entry to `unreadable`: to its last span, or as a new one."""
+        lost = all(reason_of(error) in ANSWERED for _, error in problems)
+        last = self.unreadable[-1] if self.unreadable else None
+        adjoins = last and self._fragment.next_of(last.last_entry_id, self._fragment.bookie_indexes) == entry_id
+        if last and adjoins and last.lost == lost:
+            self.unreadable[-1] = last._replace(last_entry_id=entry_id, entry_count=last.entry_count + 1)
+        else:
+            self.unreadable.append(UnreadableEntries(entry_id, entry_id, 1, tuple(problems), lost))
+
+
+def _missing(fragment: LedgerFragment, fault: ReplicaFault) -> Iterator[int]:
+    for span in fault.missing or ():
+        for entry_id in range(span.first_entry_id, span.last_entry_id + 1):
+            if fragment.has(entry_id, fault.ensemble_index):
+                yield entry_id

@@ -1,0 +1,238 @@
+"""The auditor's periodic checks of all ledgers.
+
+Source: AuditorCheckAllLedgersTask, AuditorPlacementPolicyCheckTask, AuditorReplicasCheckTask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+
+from bkctl.client.ensemble import RoundRobinDistributionSchedule
+from bkctl.errors import BkctlError, LedgerNotFound, Unreachable
+from bkctl.metadata.underreplication import AuditorCheck, LedgerUnderreplicationManager
+from bkctl.replication.checker import LedgerChecker
+from bkctl.replication.marking import STEP_COUNT, available_bookies, ledgers_of
+from bkctl.replication.signals import cancel_and_wait
+from bkctl.replication.stats import AuditorStats
+
+if TYPE_CHECKING:
+    from collections.abc import Container
+
+    from bkctl.client.ledger import BookKeeper
+    from bkctl.config import BookieConfig
+    from bkctl.formats.metadata import LedgerMetadata
+    from bkctl.ids import LedgerId
+    from bkctl.metadata.ledgers import VersionedMetadata
+    from bkctl.replication.fragments import LedgerFragment
+    from bkctl.replication.placement import Topology
+
+log: Final = logging.getLogger("bkctl.replication")
+
+#: Entries whose replicas are counted in one step.
+PART_COUNT: Final = 65_536
+#: The largest number of ledgers that a check has open at once, whatever the configuration allows.
+CHECKS_AT_ONCE_MAX: Final = 32
+
+
+class LedgerChecks:
+    """Checks all ledgers of scope 0 (`scoped`: of all other scopes), and counts the results in `stats`.
+
+    `manager` switches the checks off while auto-recovery is disabled.
+    """
+
+    def __init__(
+        self,
+        bookkeeper: BookKeeper,
+        config: BookieConfig,
+        manager: LedgerUnderreplicationManager,
+        *,
+        scoped: bool,
+        stats: AuditorStats,
+        topology: Topology | None = None,
+    ) -> None:
+        self._bookkeeper = bookkeeper
+        self._cluster = bookkeeper.cluster
+        self._config = config
+        self._manager = manager
+        self._scoped = scoped
+        self._stats = stats
+        self._topology = topology
+        count = config.in_flight_read_entry_num_in_ledger_checker
+        self._checker = LedgerChecker(bookkeeper, in_flight_count_max=count) if count > 0 else LedgerChecker(bookkeeper)
+
+    async def check_all_ledgers(self) -> None:
+        """Read some entries of every fragment of every ledger, and mark ledgers that lack entries.
+
+        The check is not recorded as done if auto-recovery is disabled meanwhile. Source: AuditorCheckAllLedgersTask.
+        """
+
+        async def check(ledger: LedgerId, found: VersionedMetadata, up: set[str]) -> None:
+            percentage = self._config.auditor_ledger_verification_percentage
+            result = await self._checker.check(ledger, found, percentage=percentage, up=up)
+            bookies = sorted({bookie_id for fragment in result.fragments for bookie_id in fragment.bookies})
+            if bookies:
+                log.info("Ledger %s lacks entries on %s", ledger, ", ".join(bookies))
+                await asyncio.to_thread(self._manager.mark, ledger, bookies)
+            self._stats.num_ledgers_checked += 1
+
+        if await self._for_each_ledger(check):
+            await self._record(AuditorCheck.ALL_LEDGERS)
+
+    async def check_replicas(self) -> None:
+        """Ask the bookies which entries they have of every closed, unmarked ledger; count ledgers that lack replicas.
+
+        Nothing is marked. Source: AuditorReplicasCheckTask.
+        """
+        counts: Counter[str] = Counter()
+
+        async def check(ledger: LedgerId, found: VersionedMetadata, up: set[str]) -> None:
+            metadata = found.metadata
+            if not metadata.is_closed or metadata.last_entry_id < 0:
+                return
+            if await asyncio.to_thread(self._manager.get, ledger) is not None:
+                return
+            missing = await self._missing_replica_count(ledger, found)
+            left = metadata.write_quorum_size - missing
+            if left <= 0:
+                counts["no"] += 1
+            elif left < metadata.ack_quorum_size:
+                counts["aq"] += 1
+            elif missing:
+                counts["wq"] += 1
+            if missing:
+                log.error("Ledger %s: an entry has %d replicas of %d", ledger, left, metadata.write_quorum_size)
+
+        if await self._for_each_ledger(check):
+            await self._record(AuditorCheck.REPLICAS)
+        self._stats.num_ledgers_having_no_replica_of_an_entry = counts["no"]
+        self._stats.num_ledgers_having_less_than_aq_replicas_of_an_entry = counts["aq"]
+        self._stats.num_ledgers_having_less_than_wq_replicas_of_an_entry = counts["wq"]
+
+    async def _missing_replica_count(self, ledger: LedgerId, found: VersionedMetadata) -> int:
+        """Return the largest number of missing replicas of one entry; a silent bookie counts as complete."""
+        bookies = {bookie_id for fragment in found.metadata.ensembles for bookie_id in fragment.bookies}
+        access = self._bookkeeper.access(ledger, found)
+        fragments = (await self._checker.on_bookies(ledger, bookies, found)).fragments
+        listed: dict[str, Container[int]] = {}
+        for bookie_id in sorted(bookies):
+            try:
+                listed[bookie_id] = await self._checker.replicas.listed(access, bookie_id)
+            except BkctlError as error:
+                log.warning("Ledger %s: bookie %s does not list its entries: %s", ledger, bookie_id, error)
+        return await asyncio.to_thread(_worst_count, fragments, listed, found.metadata.write_quorum_size)
+
+    async def check_placement_policy(self) -> None:
+        """Count the closed ledgers whose replicas share a rack, and the marks that are older than their grace period.
+
+        Without known racks no ledger is counted. Nothing is marked. Source: AuditorPlacementPolicyCheckTask.
+        """
+        grace_ms = self._config.underreplicated_ledger_recovery_grace_period * 1000
+        if grace_ms > 0:
+            self._stats.num_underreplicated_ledgers_elapsed_recovery_grace_period = await asyncio.to_thread(
+                self._old_mark_count, now_ms() - grace_ms
+            )
+        racks: dict[str, str] = {}
+        if self._topology is not None:
+            bookies = await asyncio.to_thread(self._cluster.bookies.list, False)
+            racks = await asyncio.to_thread(self._topology.racks, bookies)
+        count = 0
+
+        async def check(ledger: LedgerId, found: VersionedMetadata, up: set[str]) -> None:
+            nonlocal count
+            if racks and found.metadata.is_closed and _shares_racks(found.metadata, racks):
+                log.warning("Ledger %s has replicas of an entry in one rack only", ledger)
+                count += 1
+
+        if await self._for_each_ledger(check):
+            await self._record(AuditorCheck.PLACEMENT_POLICY)
+        self._stats.num_ledgers_not_adhering_to_placement_policy = count
+
+    def _old_mark_count(self, before_ms: int) -> int:
+        count = 0
+        for ledger, mark in self._manager.list(None if self._scoped else 0):
+            if ledger.is_scoped == self._scoped and not isinstance(mark, BkctlError):
+                count += mark.ctime_ms is not None and mark.ctime_ms < before_ms
+        return count
+
+    async def _for_each_ledger(self, work: Callable[[LedgerId, VersionedMetadata, set[str]], Awaitable[None]]) -> bool:
+        """Call `work` with every ledger and the registered bookies, several at once.
+
+        Return False if auto-recovery was disabled meanwhile. Errors of single ledgers are logged. Raise Unreachable.
+        """
+        at_once = min(self._config.auditor_max_number_of_concurrent_open_ledger_operations, CHECKS_AT_ONCE_MAX)
+        permits = asyncio.Semaphore(at_once)
+
+        async def check_one(ledger: LedgerId, found: VersionedMetadata | BkctlError, up: set[str]) -> None:
+            try:
+                if isinstance(found, BkctlError):
+                    raise found
+                async with permits:
+                    await work(ledger, found, up)
+            except LedgerNotFound:
+                return
+            except Unreachable:
+                raise
+            except BkctlError as error:
+                log.warning("Ledger %s is not checked: %s", ledger, error)
+
+        remaining = iter(self._cluster.ledgers.read_many(ledgers_of(self._cluster, scoped=self._scoped)))
+        while step := await asyncio.to_thread(lambda: list(islice(remaining, STEP_COUNT // 4))):
+            if not await asyncio.to_thread(self._manager.is_enabled):
+                return False
+            up = await asyncio.to_thread(available_bookies, self._cluster, scoped=False)
+            tasks = [asyncio.ensure_future(check_one(ledger, found, up)) for ledger, found in step]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                await cancel_and_wait(*tasks)
+        return await asyncio.to_thread(self._manager.is_enabled)
+
+    async def _record(self, check: AuditorCheck) -> None:
+        """Record in the store that the check has run now."""
+        await asyncio.to_thread(self._manager.set_check_ctime_ms, check, now_ms(), scoped=self._scoped)
+
+
+def _worst_count(
+    fragments: Sequence[LedgerFragment], listed: Mapping[str, Container[int]], write_quorum_size: int
+) -> int:
+    """Return the largest number of bookies that lack one entry, by the lists of their entries."""
+    worst = 0
+    for fragment in fragments:
+        lists = [(index, listed[bookie_id]) for index, bookie_id in enumerate(fragment.ensemble) if bookie_id in listed]
+        limit = min(len(lists), write_quorum_size)
+        # In parts: a bookie that lost its disks lacks all entries.
+        for first in range(fragment.first_entry_id, fragment.last_entry_id + 1, PART_COUNT):
+            if worst >= limit:
+                break
+            last = min(first + PART_COUNT - 1, fragment.last_entry_id)
+            part = replace(fragment, first_entry_id=first, last_entry_id=last)
+            lacking: Counter[int] = Counter()
+            for index, present in lists:
+                lacking.update(entry_id for entry_id in part.entries_of(index) if entry_id not in present)
+            worst = max(worst, max(lacking.values(), default=0))
+    return worst
+
+
+def _shares_racks(metadata: LedgerMetadata, racks: dict[str, str]) -> bool:
+    """Return True if an entry has all its replicas in one rack. Source: isEnsembleAdheringToPlacementPolicy."""
+    schedule = RoundRobinDistributionSchedule.of(metadata)
+    if schedule.write_quorum_size < 2:
+        return False
+    for fragment in metadata.ensembles:
+        for start in range(schedule.ensemble_size):
+            used = [racks.get(fragment.bookies[index]) for index in schedule.write_set(start)]
+            if None not in used and len(set(used)) == 1:
+                return True
+    return False
+
+
+def now_ms() -> int:
+    """Return the milliseconds since 1970."""
+    return time.time_ns() // 1_000_000

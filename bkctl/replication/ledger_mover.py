@@ -1,0 +1,167 @@
+"""Moves one ledger from leaving bookies to others, under its auto-recovery lock."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Final
+
+from bkctl.client.bookies import in_thread
+from bkctl.errors import (
+    BkctlError,
+    BookieUnavailable,
+    Conflict,
+    Corrupt,
+    LedgerLengthUnknown,
+    LedgerNotFound,
+    LedgerRecoveryFailed,
+    MetadataVersionConflict,
+    NotEnoughBookies,
+    NotFound,
+    TimedOut,
+    Unreachable,
+)
+from bkctl.formats.metadata import LedgerState
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.replication.batching import BatchedCalls
+from bkctl.replication.fragments import EntrySpan, spans_text
+from bkctl.replication.move_plan import LedgerMove, MoveOutcome
+from bkctl.replication.replicator import LedgerFragmentReplicator, LedgerReplication, Outcome
+from bkctl.replication.signals import run_to_end
+
+if TYPE_CHECKING:
+    from bkctl.ids import LedgerId
+    from bkctl.metadata.cluster import Cluster
+    from bkctl.metadata.ledgers import VersionedMetadata
+    from bkctl.metadata.store import Claim
+
+#: Attempts to move a ledger whose ensembles other clients change meanwhile.
+_ATTEMPT_COUNT_MAX: Final = 3
+
+
+class LedgerMover:
+    """Moves single ledgers off the bookies `leaving`; the options are BookieMover's."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        replicator: LedgerFragmentReplicator,
+        leaving: frozenset[str],
+        marked: Collection[LedgerId],
+        *,
+        skip_open: bool,
+        fence: bool,
+        locks: bool,
+    ) -> None:
+        self._cluster = cluster
+        self._replicator = replicator
+        self._leaving = leaving
+        self._marked = marked
+        self._skip_open, self._fence, self._locks = skip_open, fence, locks
+        self._manager = LedgerUnderreplicationManager(cluster.store)
+        owner = f"{os.uname().nodename}:{os.getpid()}"
+        self._lock: BatchedCalls[LedgerId, Claim] = BatchedCalls(lambda ids: self._manager.lock_many(ids, owner))
+        self._unlock: BatchedCalls[LedgerId, None] = BatchedCalls(self._unlock_many)
+
+    async def move(
+        self, ledger: LedgerId, found: VersionedMetadata | None, *, waits_for_lock: bool
+    ) -> LedgerMove | None:
+        """Move the ledger. With `waits_for_lock`, return None if another worker has it locked; else move it anyway.
+
+        `found` is its metadata (None: read now). Raise errors of the store.
+        """
+        if not self._locks:
+            return await self._move(ledger, found)
+        is_locked_by_another = False
+        try:
+            lock: Claim | None = None
+            try:
+                lock = await run_to_end(self._lock(ledger))
+            except Conflict:
+                is_locked_by_another = True
+                if waits_for_lock:
+                    return None
+            return await self._move(ledger, found, lock)
+        finally:
+            if not is_locked_by_another:
+                await run_to_end(self._unlock(ledger))
+
+    async def _move(
+        self, ledger: LedgerId, found: VersionedMetadata | None = None, lock: Claim | None = None
+    ) -> LedgerMove:
+        state = None
+        try:
+            for _ in range(_ATTEMPT_COUNT_MAX):
+                if found is None:
+                    found = await in_thread(self._cluster.ledgers.read, ledger)
+                state = state or found.metadata.state
+                if self._skip_open and found.metadata.state is LedgerState.OPEN:
+                    return LedgerMove(ledger, MoveOutcome.OPEN, state, problem="It is open")
+                replication = await self._replicator.replicate_ledger(
+                    ledger, found, bookies=self._leaving, fence=self._fence, exclude=self._leaving, lock=lock
+                )
+                found = None
+                if not any(fragment.outcome is Outcome.SUPERSEDED for fragment in replication.fragments):
+                    break
+        except LedgerNotFound:
+            return LedgerMove(ledger, MoveOutcome.GONE)
+        except NotEnoughBookies as error:
+            return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=error.message)
+        except LedgerLengthUnknown as error:
+            return LedgerMove(ledger, MoveOutcome.UNRECOVERABLE, state, problem=str(error))
+        except (LedgerRecoveryFailed, BookieUnavailable) as error:
+            # No bookie can tell the last entry.
+            return LedgerMove(ledger, MoveOutcome.UNRECOVERABLE, state, problem=error.message)
+        except TimedOut as error:
+            await in_thread(self._cluster.instance_id)  # Raises if the silent server is the store.
+            return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=error.message)
+        except Unreachable:
+            raise
+        except BkctlError as error:
+            return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=error.message)
+        moved = _result_of(ledger, state, replication)
+        if moved.outcome is MoveOutcome.MOVED and ledger in self._marked:
+            await in_thread(self._unmark, ledger)
+        return moved
+
+    def _unlock_many(self, ledgers: list[LedgerId]) -> list[None]:
+        self._manager.unlock_many(ledgers)
+        return [None] * len(ledgers)
+
+    def _unmark(self, ledger: LedgerId) -> None:
+        """Delete the ledger's mark if it names leaving bookies only; otherwise a worker replicates the other ones."""
+        with contextlib.suppress(NotFound, MetadataVersionConflict, Corrupt):
+            mark = self._manager.get(ledger)
+            if mark is not None and self._leaving.issuperset(mark.missing_replicas):
+                self._manager.unmark(ledger, mark.version)
+
+
+def _result_of(ledger: LedgerId, before: LedgerState | None, replication: LedgerReplication) -> LedgerMove:
+    """Return the result for a ledger that was in the state `before`, and was replicated as `replication` says."""
+    check = replication.check
+    counts = (
+        check.metadata.state,
+        sum(bool(fragment.replaced) for fragment in replication.fragments),
+        sum(fragment.entry_count for fragment in replication.fragments),
+        sum(fragment.size_bytes for fragment in replication.fragments),
+    )
+    if replication.unreadable:
+        spans = tuple(
+            EntrySpan(entries.first_entry_id, entries.last_entry_id, entries.entry_count)
+            for entries in replication.unreadable
+        )
+        problem = f"No bookie gives {spans_text(spans)} ({replication.unreadable[0].answers})"
+        return LedgerMove(ledger, MoveOutcome.UNRECOVERABLE, *counts, spans, problem)
+    if replication.errors:
+        return LedgerMove(ledger, MoveOutcome.FAILED, *counts, problem=replication.errors[0][1].message)
+    if replication.left_open:
+        problem = "A writer may be adding to it; its last entries stay until it leaves the bookie, or is closed"
+        return LedgerMove(ledger, MoveOutcome.OPEN, *counts, problem=problem)
+    if not check.fragments:
+        # Closing a ledger moves its last entries to other bookies; these may have been all.
+        closed = before in (LedgerState.OPEN, LedgerState.IN_RECOVERY) and check.metadata.is_closed
+        return LedgerMove(ledger, MoveOutcome.MOVED if closed else MoveOutcome.GONE, *counts)
+    if not replication.done:
+        return LedgerMove(ledger, MoveOutcome.FAILED, *counts, problem="Others change its ensembles at the same time")
+    return LedgerMove(ledger, MoveOutcome.MOVED, *counts)

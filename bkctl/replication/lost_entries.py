@@ -1,0 +1,117 @@
+"""Finds entries of leaving bookies that no registered bookie has."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Container, Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+
+from bkctl.client.bookies import in_thread
+from bkctl.client.ensemble import RoundRobinDistributionSchedule
+from bkctl.errors import BkctlError, BookieUnavailable
+from bkctl.replication.fragments import UNREADABLE_NAMED_MAX, EntrySpan, LedgerFragment
+from bkctl.replication.holdings import HeldFragment, HeldLedger
+
+if TYPE_CHECKING:
+    from bkctl.client.ledger import BookKeeper
+    from bkctl.client.reader import LedgerAccess
+    from bkctl.replication.replica_reads import ReplicaReader
+
+#: Entries that are read at once.
+_READ_COUNT: Final = 500
+
+
+class LostEntryFinder:
+    """Asks bookies which entries of a ledger they have."""
+
+    def __init__(self, bookkeeper: BookKeeper, replicas: ReplicaReader) -> None:
+        self._bookkeeper = bookkeeper
+        self._replicas = replicas
+
+    async def find(self, held: HeldLedger, up: Collection[str]) -> dict[int, tuple[EntrySpan, ...]]:
+        """Return the entries that the leaving bookies should hold and no bookie of `up` has, by fragment's first entry.
+
+        The bookies list their entries. A bookie that cannot list must return the first and the last entry that it
+        should hold; if it does not, all of its entries are read. A fragment that may still grow is left out.
+        """
+        access = self._bookkeeper.access(held.ledger, held.found)
+        bookies = sorted({bookie for fragment in held.fragments for bookie in fragment.ensemble if bookie in up})
+        lists = await asyncio.gather(*(self._listed(access, bookie_id) for bookie_id in bookies))
+        listed = dict(zip(bookies, lists, strict=True))
+        found = {}
+        for fragment in held.fragments:
+            if fragment.last_entry_id is None:
+                continue
+            present: dict[str, Container[int]] = {}
+            for index, bookie_id in enumerate(fragment.ensemble):
+                if bookie_id in listed:
+                    entries = listed[bookie_id]
+                    present[bookie_id] = await self._read(access, fragment, index) if entries is None else entries
+            spans = await in_thread(_lost, held, fragment, present)
+            if spans:
+                found[fragment.first_entry_id] = spans
+        return found
+
+    async def _listed(self, access: LedgerAccess, bookie_id: str) -> Container[int] | None:
+        """Return the entries of the ledger that the bookie lists; None if it cannot list.
+
+        Apache's bookies with DbLedgerStorage leave that request without an answer.
+        """
+        try:
+            return await self._replicas.listed(access, bookie_id)
+        except BookieUnavailable:
+            return ()
+        except BkctlError:
+            return None
+
+    async def _read(self, access: LedgerAccess, held: HeldFragment, index: int) -> Container[int]:
+        """Return the entries of the fragment that the bookie at ensemble index `index` returns.
+
+        If it returns its first and its last entry, the entries between are taken as present.
+        """
+        assert held.last_entry_id is not None
+        fragment = LedgerFragment(
+            access.ledger, held.first_entry_id, held.last_entry_id, held.ensemble, True, access.schedule
+        )
+        ends = fragment.first_and_last_of(index)
+        if ends is None:
+            return ()
+        channel = access.pool.channel(held.ensemble[index])
+        if not any(await asyncio.gather(*(self._replicas.read(access, channel, end) for end in set(ends)))):
+            return range(ends[0], ends[1] + 1)
+        present: set[int] = set()
+        entries = fragment.entries_of(index)
+        while batch := list(islice(entries, _READ_COUNT)):
+            errors = await asyncio.gather(*(self._replicas.read(access, channel, entry_id) for entry_id in batch))
+            present.update(entry_id for entry_id, error in zip(batch, errors, strict=True) if error is None)
+            if any(isinstance(error, BookieUnavailable) for error in errors):
+                break
+        return present
+
+
+def _lost(held: HeldLedger, fragment: HeldFragment, present: Mapping[str, Container[int]]) -> tuple[EntrySpan, ...]:
+    """Return the entries of the leaving bookies that no bookie has `present`, at most UNREADABLE_NAMED_MAX."""
+    assert fragment.last_entry_id is not None
+    schedule = RoundRobinDistributionSchedule.of(held.metadata)
+    size = schedule.ensemble_size
+    write_sets = [schedule.write_set(remainder) for remainder in range(size)]
+    concerned = [any(index in fragment.indexes for index in write_set) for write_set in write_sets]
+    spans: list[EntrySpan] = []
+    is_adjoining, count = False, 0
+    for entry_id in range(fragment.first_entry_id, fragment.last_entry_id + 1):
+        if not concerned[entry_id % size]:
+            continue
+        bookies = (fragment.ensemble[index] for index in write_sets[entry_id % size])
+        is_present = any(entry_id in present[bookie_id] for bookie_id in bookies if bookie_id in present)
+        count += not is_present
+        if count > UNREADABLE_NAMED_MAX:
+            break
+        if is_present:
+            is_adjoining = False
+        elif is_adjoining:
+            spans[-1] = EntrySpan(spans[-1].first_entry_id, entry_id, spans[-1].entry_count + 1)
+        else:
+            spans.append(EntrySpan(entry_id, entry_id, 1))
+            is_adjoining = True
+    return tuple(spans)

@@ -1,0 +1,153 @@
+"""Marks ledgers that have replicas on lost bookies, for the replication workers."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from bkctl.errors import BkctlError, Corrupt, LedgerNotFound, Unreachable, UsageError
+from bkctl.ids import U64_MAX, LedgerId, check_bookie_id
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+
+if TYPE_CHECKING:
+    from bkctl.metadata.cluster import Cluster
+    from bkctl.metadata.ledgers import VersionedMetadata
+
+log: Final = logging.getLogger("bkctl.replication")
+
+#: Ledgers that are examined in one step; an audit can be stopped between steps.
+STEP_COUNT: Final = 1000
+MARKS_AT_ONCE: Final = 16
+
+
+class MarkedLedger(NamedTuple):
+    """A ledger with replicas on lost bookies, and those bookies. `changed`: its mark is new, or names more bookies."""
+
+    ledger: LedgerId
+    bookies: tuple[str, ...]
+    changed: bool
+
+
+class MarkProgress(NamedTuple):
+    """The progress: ledgers examined, ledgers with replicas on lost bookies, and ledgers whose mark changed."""
+
+    ledger_count: int
+    affected_count: int
+    changed_count: int
+
+
+def ledgers_of(cluster: Cluster, *, scoped: bool) -> Iterator[LedgerId]:
+    """Yield the ledgers of scope 0, or with `scoped` of all other scopes, in ascending order. Streams."""
+    return cluster.ledgers.ledgers(None, LedgerId(0, U64_MAX)) if scoped else cluster.ledgers.ledgers(0)
+
+
+def available_bookies(cluster: Cluster, *, scoped: bool) -> set[str]:
+    """Return the ids of the registered bookies, writable or not; with `scoped` only those that serve ledger scopes."""
+    return {bookie.bookie_id for bookie in cluster.bookies.list(False) if bookie.ledger_scopes or not scoped}
+
+
+def mark_ledgers(
+    cluster: Cluster,
+    bookies: Collection[str],
+    *,
+    scope_id: int | None = None,
+    dry_run: bool = False,
+    progress: Callable[[MarkProgress], None] = lambda _: None,
+) -> Iterator[MarkedLedger]:
+    """Mark every ledger of the scope (None: of every scope) that has replicas on `bookies`; yield them in order.
+
+    The bookies may be registered. A `dry_run` marks nothing; `changed` says then which marks would change. `progress`
+    is called after every step. A ledger whose metadata or mark is unreadable is logged and skipped.
+    Raise UsageError for an invalid bookie id, Unreachable. Source: Auditor, BookKeeperAdmin.triggerAudit.
+    """
+    wanted = set(map(check_bookie_id, bookies))
+    ids = cluster.ledgers.ledgers(scope_id)
+    yield from _mark(cluster, ids, lambda named: named & wanted, lambda: True, dry_run=dry_run, progress=progress)
+
+
+def audit_bookies(
+    cluster: Cluster,
+    *,
+    scoped: bool,
+    may_continue: Callable[[], bool] = lambda: True,
+    progress: Callable[[MarkProgress], None] = lambda _: None,
+) -> Counter[str]:
+    """Mark every ledger of scope 0 (`scoped`: of all other scopes) that names an unregistered bookie.
+
+    Return the number of ledgers of each such bookie. `may_continue` is asked before every step; False ends the audit.
+    Raise Unreachable. Source: AuditorBookieCheckTask.auditBookies, BookieLedgerIndexer.
+    """
+    available: set[str] = set()
+
+    def lost(named: set[str]) -> set[str]:
+        nonlocal available
+        if named <= available:
+            return set()
+        # Listed after the metadata was read: a ledger may be on a bookie that registered a moment ago.
+        available = available_bookies(cluster, scoped=scoped)
+        return named - available
+
+    counts: Counter[str] = Counter()
+    for marked in _mark(cluster, ledgers_of(cluster, scoped=scoped), lost, may_continue, progress=progress):
+        counts.update(marked.bookies)
+    return counts
+
+
+def _mark(
+    cluster: Cluster,
+    ids: Iterable[LedgerId],
+    lost: Callable[[set[str]], set[str]],
+    may_continue: Callable[[], bool],
+    *,
+    dry_run: bool = False,
+    progress: Callable[[MarkProgress], None],
+) -> Iterator[MarkedLedger]:
+    """Mark the ledgers with replicas on lost bookies; `lost` returns the lost ones of a set of bookies."""
+    manager = LedgerUnderreplicationManager(cluster.store)
+    ledger_count = affected_count = changed_count = 0
+    remaining = iter(cluster.ledgers.read_many(ids))
+    with ThreadPoolExecutor(MARKS_AT_ONCE, thread_name_prefix="mark-ledgers") as executor:
+        while may_continue() and (step := list(islice(remaining, STEP_COUNT))):
+            named = list(_named_bookies(step))
+            gone = lost(set().union(*(bookies for _, bookies in named)))
+            affected = [(ledger, tuple(sorted(bookies & gone))) for ledger, bookies in named if bookies & gone]
+            for marked in executor.map(lambda pair: _mark_one(manager, *pair, dry_run=dry_run), affected):
+                if marked is not None:
+                    changed_count += marked.changed
+                    yield marked
+            ledger_count += len(step)
+            affected_count += len(affected)
+            progress(MarkProgress(ledger_count, affected_count, changed_count))
+
+
+def _mark_one(
+    manager: LedgerUnderreplicationManager, ledger: LedgerId, missing: tuple[str, ...], *, dry_run: bool
+) -> MarkedLedger | None:
+    try:
+        if not dry_run:
+            return MarkedLedger(ledger, missing, manager.mark(ledger, missing))
+        present = manager.get(ledger)
+    except (Corrupt, UsageError) as error:
+        # The mark is damaged, or the ledger names an invalid bookie id: the next ledgers must not wait for it.
+        log.error("Ledger %s cannot be marked: %s", ledger, error)
+        return None
+    return MarkedLedger(ledger, missing, present is None or not set(missing) <= set(present.missing_replicas))
+
+
+def _named_bookies(
+    step: Iterable[tuple[LedgerId, VersionedMetadata | BkctlError]],
+) -> Iterator[tuple[LedgerId, set[str]]]:
+    """Yield each ledger with the bookies that its metadata names. Raise Unreachable; log other errors."""
+    for ledger, found in step:
+        if isinstance(found, Unreachable):
+            raise found
+        if isinstance(found, LedgerNotFound):
+            continue
+        if isinstance(found, BkctlError):
+            log.warning("Ledger %s is not audited: %s", ledger, found)
+            continue
+        yield ledger, {bookie_id for fragment in found.metadata.ensembles for bookie_id in fragment.bookies}

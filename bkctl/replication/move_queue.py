@@ -1,0 +1,148 @@
+"""Runs the moves of many ledgers at once, and retries ledgers that another worker has locked.
+
+waiting → metadata read ahead → running → result
+                              ↖         ↙
+                                locked
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
+
+from bkctl.client.bookies import in_thread
+from bkctl.errors import BkctlError
+from bkctl.replication.signals import cancel_and_wait
+
+if TYPE_CHECKING:
+    from bkctl.ids import LedgerId
+    from bkctl.metadata.ledgers import LedgerManager, VersionedMetadata
+    from bkctl.replication.move_plan import LedgerMove, MoveProgress
+
+#: Ledgers that are moved at once; so many wait for the metadata store together.
+CONCURRENCY: Final = 512
+#: The time for which another worker keeps a locked ledger to itself. A worker may keep a lock long after it gave up;
+#: while it does, its lock protects our copies from the bookies' garbage collection as our own lock would.
+LOCK_PATIENCE_S: Final = 15.0
+#: The pause between retries of locked ledgers if no other ledger is left.
+_LOCK_POLL_S: Final = 0.5
+
+_MetadataBatch: TypeAlias = "list[tuple[LedgerId, VersionedMetadata | BkctlError]]"
+
+
+class MoveFunction(Protocol):
+    """Moves one ledger, as LedgerMover.move."""
+
+    def __call__(
+        self, ledger: LedgerId, found: VersionedMetadata | None, *, waits_for_lock: bool
+    ) -> Awaitable[LedgerMove | None]:
+        """Return the result; None if `waits_for_lock` and another worker has the ledger locked."""
+
+
+class _Attempt(NamedTuple):
+    """A ledger being moved or locked, and the monotonic time of its first attempt."""
+
+    ledger: LedgerId
+    since_s: float
+
+    @property
+    def patience_s(self) -> float:
+        """The seconds for which the ledger is still left to the worker that has it locked."""
+        return self.since_s + LOCK_PATIENCE_S - time.monotonic()
+
+
+class MoveQueue:
+    """Moves ledgers, up to CONCURRENCY at once. `report` gets a message when only locked ledgers are left."""
+
+    def __init__(
+        self,
+        ids: Iterator[LedgerId],
+        ledgers: LedgerManager,
+        move: MoveFunction,
+        progress: MoveProgress,
+        report: Callable[[str], None],
+    ) -> None:
+        self._waiting = ids
+        self._ledgers = ledgers
+        self._move = move
+        self._progress = progress
+        self._report = report
+        self._read: deque[tuple[LedgerId, VersionedMetadata | BkctlError]] = deque()
+        self._locked: deque[_Attempt] = deque()
+        self._running: dict[asyncio.Task[LedgerMove | None], _Attempt] = {}
+        self._ended: asyncio.Queue[asyncio.Task[LedgerMove | None]] = asyncio.Queue()
+        #: True after a wait for nothing but locked ledgers: they are retried at once.
+        self._is_idle = False
+        self._has_reported = False
+
+    async def results(self) -> AsyncGenerator[LedgerMove, None]:
+        """Yield the result of each ledger as its move ends. Raise errors of the store."""
+        ahead = self._read_ahead()
+        try:
+            while True:
+                self._retry_locked()
+                while len(self._running) < CONCURRENCY:
+                    if not self._read:
+                        self._read.extend(await ahead)
+                        if not self._read:
+                            break
+                        ahead = self._read_ahead()
+                    ledger, found = self._read.popleft()
+                    known = None if isinstance(found, BkctlError) else found
+                    self._start(_Attempt(ledger, time.monotonic()), known)
+                self._progress.locked_count = len(self._locked)
+                if not self._running and not self._locked:
+                    return
+                result = await self._next_result()
+                if result is not None:
+                    yield result
+        finally:
+            await cancel_and_wait(ahead, *self._running)
+
+    def _read_ahead(self) -> asyncio.Task[_MetadataBatch]:
+        batch = list(islice(self._waiting, CONCURRENCY))
+        return asyncio.create_task(in_thread(lambda: list(self._ledgers.read_many(batch))))
+
+    def _retry_locked(self) -> None:
+        """Start the locked ledgers whose time is over, or all if there is nothing else to do."""
+        while self._locked and len(self._running) < CONCURRENCY and (self._is_idle or self._locked[0].patience_s <= 0):
+            self._start(self._locked.popleft(), None)
+        self._is_idle = False
+
+    def _start(self, attempt: _Attempt, found: VersionedMetadata | None) -> None:
+        task = asyncio.ensure_future(self._move(attempt.ledger, found, waits_for_lock=attempt.patience_s > 0))
+        self._running[task] = attempt
+        task.add_done_callback(self._ended.put_nowait)
+
+    async def _next_result(self) -> LedgerMove | None:
+        """Wait for the end of a move, at most until a locked ledger is due; return None if no ledger has a result."""
+        if not self._running:
+            self._report_waiting([attempt.ledger for attempt in self._locked])
+        timeout_s = None
+        if self._locked:
+            timeout_s = max(self._locked[0].patience_s, 0.0) if self._running else _LOCK_POLL_S
+        try:
+            async with asyncio.timeout(timeout_s):
+                task = await self._ended.get()
+        except TimeoutError:
+            self._is_idle = not self._running
+            return None
+        attempt = self._running.pop(task)
+        result = task.result()
+        if result is None:
+            self._locked.append(attempt)
+        return result
+
+    def _report_waiting(self, locked: Sequence[LedgerId]) -> None:
+        """Report once that all ledgers left are locked by other workers."""
+        if not self._has_reported:
+            self._has_reported = True
+            names = ", ".join(map(str, locked[:5])) + (f" and {len(locked) - 5:,} more" if len(locked) > 5 else "")
+            self._report(
+                f"{'Ledger' if len(locked) == 1 else 'Ledgers'} {names}: locked by other workers, such as "
+                f"auto-recovery's; waiting up to {LOCK_PATIENCE_S:g} s for them"
+            )

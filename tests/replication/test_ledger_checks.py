@@ -1,0 +1,92 @@
+"""The auditor's periodic checks of all ledgers."""
+
+from __future__ import annotations
+
+from replication.recovering import CONFIG, bookies_of, eventually, manager_of, marks, running, write
+
+from bkctl.ids import LedgerId
+from bkctl.metadata.underreplication import AuditorCheck
+from bkctl.replication.auditor import Auditor
+
+HOUR_S = 3600
+
+
+async def test_check_of_all_ledgers_marks_and_records_its_time(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        whole, bad, scoped = [await write(client, 9, scope_id=scope_id) for scope_id in (0, 0, 7)]
+        for ledger in (bad.ledger, scoped.ledger):
+            del bookies_of(cluster, ledger)[0].ledgers[ledger]
+        expected = {bookies_of(cluster, bad.ledger)[0].bookie_id}
+        manager = manager_of(cluster)
+        config = CONFIG.with_changes(auditor_periodic_check_interval=HOUR_S)
+        auditor = Auditor(client, config, scoped=False)
+        async with running(auditor.run()):
+            await eventually(lambda: manager.check_ctime_ms(AuditorCheck.ALL_LEDGERS), "the check is over")
+        assert marks(cluster) == {bad.ledger: expected}
+        assert auditor.stats.num_ledgers_checked == 2
+        assert manager.check_ctime_ms(AuditorCheck.ALL_LEDGERS, scoped=True) is None
+        # Who begins again keeps to the schedule: the next check is an hour away.
+        manager.unmark(bad.ledger)
+        again = Auditor(client, config, scoped=False)
+        async with running(again.run()):
+            await eventually(lambda: again.stats.audit_count, "it looked for bookies")
+            await again._step()
+        assert marks(cluster) == {}
+        assert again.stats.num_ledgers_checked == 0
+        assert whole.ledger not in marks(cluster)
+        of_scopes = Auditor(client, config, scoped=True)
+        async with running(of_scopes.run()):
+            await eventually(lambda: scoped.ledger in marks(cluster), "the scopes have their own schedule")
+
+
+async def test_replica_and_placement_checks_count_without_marking(fake_cluster, monkeypatch):
+    monkeypatch.setattr("bkctl.replication.ledger_checks.PART_COUNT", 2)
+
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        shape = {"write_quorum_size": 3, "ack_quorum_size": 2}
+        ledgers = [(await write(client, 4, **shape)).ledger for _ in range(4)]
+        for ledger, count in zip(ledgers, range(4), strict=True):
+            for bookie in cluster.bookies[:count]:
+                del bookie.ledgers[ledger].entries[2]
+        old = LedgerId(0, 1 << 40)
+        manager_of(cluster).mark(old, ["b0"], now_ms=1)
+        config = CONFIG.with_changes(underreplicated_ledger_recovery_grace_period=60)
+        auditor = Auditor(client, config, scoped=False)
+        await auditor.checks.check_replicas()
+        await auditor.checks.check_placement_policy()
+        stats = auditor.stats
+        assert (
+            stats.num_ledgers_having_less_than_wq_replicas_of_an_entry,
+            stats.num_ledgers_having_less_than_aq_replicas_of_an_entry,
+            stats.num_ledgers_having_no_replica_of_an_entry,
+            stats.num_underreplicated_ledgers_elapsed_recovery_grace_period,
+            stats.num_ledgers_not_adhering_to_placement_policy,
+        ) == (1, 1, 1, 1, 0)
+        assert set(marks(cluster)) == {old}
+        manager = manager_of(cluster)
+        assert manager.check_ctime_ms(AuditorCheck.REPLICAS) is not None
+        assert manager.check_ctime_ms(AuditorCheck.PLACEMENT_POLICY) is not None
+
+
+def test_placement_check_counts_ledgers_in_one_rack(fake_cluster, run):
+    class Racks:
+        def __init__(self, racks):
+            self._racks = racks
+
+        def racks(self, bookies):
+            return self._racks
+
+    async def scenario():
+        async with fake_cluster(3) as cluster, cluster.client() as client:
+            for _ in range(2):
+                await write(client, 4)
+            for racks, count in (
+                ({"b0": "/a", "b1": "/a", "b2": "/b"}, 2),
+                ({"b0": "/a", "b1": "/c", "b2": "/b"}, 0),
+                ({}, 0),
+            ):
+                auditor = Auditor(client, CONFIG, scoped=False, topology=Racks(racks))
+                await auditor.checks.check_placement_policy()
+                assert auditor.stats.num_ledgers_not_adhering_to_placement_policy == count
+
+    run(scenario())
