@@ -22,7 +22,15 @@ from bkctl.metadata.ledgers import (
     LongHierarchicalLedgerManager,
     QualifiedNameLedgerManager,
 )
-from bkctl.metadata.store import NEW, NO_CLUSTER_HINT, NO_SECURITY, MetadataStore, StoreSecurity, Versioned
+from bkctl.metadata.store import (
+    NEW,
+    NO_CLUSTER_HINT,
+    NO_SECURITY,
+    MetadataStore,
+    StoreSecurity,
+    Versioned,
+    cancel_all,
+)
 from bkctl.metadata.uri import MetadataUri, parse_uri
 
 COOKIES: Final = "cookies"
@@ -232,13 +240,7 @@ class Registration:
     def watch(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call `callback()` when bookies come, go or change their state, as MetadataStore.watch. Returns the cancel."""
         lists = (self._places.writable, self._places.read_only)
-        cancels = [self.store.watch(path, callback, children=True) for path in lists]
-
-        def cancel() -> None:
-            for each in cancels:
-                each()
-
-        return cancel
+        return cancel_all(*(self.store.watch(path, callback, children=True) for path in lists))
 
     def _path(self, bookie_id: str, read_only: bool) -> str:
         return f"{self._places.read_only if read_only else self._places.writable}/{check_bookie_id(bookie_id)}"
@@ -283,7 +285,7 @@ class Cluster:
         if self.location.driver == "sqlite" and layout.factory_class == _SQLITE_CLASS:
             return QualifiedNameLedgerManager(self.store)
         if layout == _ETCD_LAYOUT and self.location.driver == "etcd":
-            from bkctl.metadata.backends.etcd.store import EtcdLedgerManager
+            from bkctl.metadata.backends.etcd.ledger_manager import EtcdLedgerManager
 
             return EtcdLedgerManager(self.store)
         known = _ZOOKEEPER_LAYOUTS.get(name) if self.location.driver == "zk" else None

@@ -369,6 +369,16 @@ def _value(found: R | BkctlError) -> R:
     return found
 
 
+def cancel_all(*cancels: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls each of the functions that `watch` returned."""
+
+    def cancel() -> None:
+        for cancel_one in cancels:
+            cancel_one()
+
+    return cancel
+
+
 def walk_levels(
     store: MetadataStore, base: str, levels: Sequence[re.Pattern[str]], first: str = ""
 ) -> Iterator[tuple[str, str, list[str]]]:

@@ -27,7 +27,7 @@ from bkctl.metadata.admin.dump import (
     write_export,
 )
 from bkctl.metadata.admin.nuke import nuke, plan_nuke
-from bkctl.metadata.backends.etcd.store import EtcdLedgerManager
+from bkctl.metadata.backends.etcd.ledger_manager import EtcdLedgerManager
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import LedgerUnderreplicationManager

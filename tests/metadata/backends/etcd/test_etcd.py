@@ -34,8 +34,11 @@ from bkctl.errors import (
 )
 from bkctl.formats.metadata import BookieServiceInfo, Endpoint
 from bkctl.ids import LedgerId
-from bkctl.metadata.backends.etcd import store as module
-from bkctl.metadata.backends.etcd.store import EtcdStore, etcd3, etcdrpc
+from bkctl.metadata.backends.etcd import etcdrpc
+from bkctl.metadata.backends.etcd import store as store_module
+from bkctl.metadata.backends.etcd.connection import etcd3
+from bkctl.metadata.backends.etcd.etcdrpc import kv_pb2
+from bkctl.metadata.backends.etcd.store import EtcdStore
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW, StoreSecurity
 
@@ -82,8 +85,8 @@ def members(tmp_path: Path) -> Iterator[list[EtcdServer]]:
 def test_what_is_generated_is_current(tmp_path: Path) -> None:
     pytest.importorskip("grpc_tools")
     directory = Path(etcdrpc.__file__).parent
-    repository = directory.parent.parent.parent
-    protos = [f"bkctl/metadata/etcdrpc/{name}.proto" for name in ("kv", "rpc")]
+    repository = directory.parents[4]
+    protos = [f"bkctl/metadata/backends/etcd/etcdrpc/{name}.proto" for name in ("kv", "rpc")]
     for proto in protos:
         output = tmp_path / "descriptor"
         command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", f"--descriptor_set_out={output}", proto]
@@ -92,7 +95,7 @@ def test_what_is_generated_is_current(tmp_path: Path) -> None:
 
         made = descriptor_pb2.FileDescriptorSet.FromString(output.read_bytes()).file[0]
         loaded = descriptor_pb2.FileDescriptorProto()
-        (etcdrpc.rpc_pb2 if "rpc.proto" in proto else module.kv_pb2).DESCRIPTOR.CopyToProto(loaded)
+        (etcdrpc.rpc_pb2 if "rpc.proto" in proto else kv_pb2).DESCRIPTOR.CopyToProto(loaded)
         for message in (message for file in (made, loaded) for message in file.message_type):
             for field in message.field:
                 field.ClearField("json_name")
@@ -145,7 +148,7 @@ def test_children_are_listed_past_pages_and_past_what_is_below_them(
         store.put(f"directory/007-x{number:02d}", b"", NEW)
     expected = sorted([*names, *(f"007-x{number:02d}" for number in range(25))])
     for size in (1, 2, 7, 1000):
-        monkeypatch.setattr(module, "PAGE_SIZE", size)
+        monkeypatch.setattr(store_module, "PAGE_SIZE", size)
         assert store.children("directory") == expected
         assert store.children("directory", after="007", limit=3) == ["007-x00", "007-x01", "007-x02"]
         assert store.children("directory", after="007-x24", limit=2) == ["008", "009"]
@@ -159,8 +162,8 @@ def test_a_listing_survives_the_compaction_of_its_revision(
     names = [f"{number:03d}" for number in range(20)]
     for name in names:
         store.put(f"directory/{name}", b"", NEW)
-    monkeypatch.setattr(module, "PAGE_SIZE", 4)
-    send, asked = store._send, []
+    monkeypatch.setattr(store_module, "PAGE_SIZE", 4)
+    send, asked = store._connection.send, []
 
     def compact(method: str, request: Any) -> Any:
         asked.append(request)
@@ -170,7 +173,7 @@ def test_a_listing_survives_the_compaction_of_its_revision(
                 client.compact(revision)
         return send(method, request)
 
-    monkeypatch.setattr(store, "_send", compact)
+    monkeypatch.setattr(store._connection, "send", compact)
     assert store.children("directory") == names
 
 
@@ -191,10 +194,10 @@ def test_names_that_are_no_text_are_passed_over(store: EtcdStore, etcd: EtcdServ
 
 def test_more_than_etcd_takes_at_once_is_refused(store: EtcdStore) -> None:
     with pytest.raises(UsageError):
-        store.put_all([(f"node-{number}", b"") for number in range(module.TRANSACTION_SIZE_MAX + 1)])
+        store.put_all([(f"node-{number}", b"") for number in range(store_module.TRANSACTION_SIZE_MAX + 1)])
     assert store.children("") == []
-    store.put_all([(f"node-{number}", b"") for number in range(module.TRANSACTION_SIZE_MAX)])
-    assert len(store.children("") or []) == module.TRANSACTION_SIZE_MAX
+    store.put_all([(f"node-{number}", b"") for number in range(store_module.TRANSACTION_SIZE_MAX)])
+    assert len(store.children("") or []) == store_module.TRANSACTION_SIZE_MAX
 
 
 def test_a_missing_cluster_is_named(etcd: EtcdServer) -> None:
@@ -217,11 +220,11 @@ class Loser:
     def __init__(
         self, store: EtcdStore, monkeypatch: pytest.MonkeyPatch, between: Callable[[], None], applied: bool = True
     ) -> None:
-        self._send = store._send
+        self._send = store._connection.send
         self._between = between
         self._applied = applied
         self.armed = True
-        monkeypatch.setattr(store, "_send", self.send)
+        monkeypatch.setattr(store._connection, "send", self.send)
 
     def send(self, method: str, request: Any) -> tuple[Any, bool]:
         writes = method == "Txn" and any(op.WhichOneof("request") != "request_range" for op in request.success)
@@ -420,11 +423,11 @@ def test_registrations_and_watches_outlive_a_lease(etcd: EtcdServer, root: str) 
         observer.bookies.watch(lambda: seen.append({one.bookie_id for one in observer.bookies.list()}))
         for _ in range(2):
             store: Any = bookie.store
-            lease_id, before = store._lease_id, len(seen)
+            lease_id, before = store._session.lease_id, len(seen)
             with etcd3.client(port=etcd.port) as client:
                 client.revoke_lease(lease_id)
             eventually(lambda before=before: len(seen) > before)
-            eventually(lambda store=store, old=lease_id: store._lease_id not in (0, old))
+            eventually(lambda store=store, old=lease_id: store._session.lease_id not in (0, old))
             eventually(lambda: {one.bookie_id: one.state for one in observer.bookies.list()}
                        == {"bookie-1": "rw", "bookie-2": "ro"})  # fmt: skip
             eventually(lambda: seen[-1] == {"bookie-1", "bookie-2"})
@@ -440,7 +443,7 @@ def test_a_lease_that_is_gone_when_it_is_used_is_replaced_for_all(
 ) -> None:
     store.ephemeral("first", b"1")
     with etcd3.client(port=etcd.port) as client:
-        client.revoke_lease(store._lease_id)
+        client.revoke_lease(store._session.lease_id)
     store.ephemeral("second", b"2")
     eventually(lambda: store.get("first") is not None)
     assert [found.value for found in store.get_many(["first", "second"]) if found] == [b"1", b"2"]
@@ -455,7 +458,7 @@ def test_a_bookie_that_died_gives_way_to_its_successor_after_its_lease(etcd: Etc
         "from bkctl.metadata.backends.etcd.store import EtcdStore\n"
         "store = EtcdStore([('127.0.0.1', int(sys.argv[1]))], sys.argv[2], session_timeout_s=6)\n"
         "store.ephemeral('bookies/writable/bookie-1', b'first')\n"
-        "print(store._lease_id, flush=True)\n"
+        "print(store._session.lease_id, flush=True)\n"
         "time.sleep(600)\n"
     )
     with open_cluster(etcd.metadata_uri(root), create=True, session_timeout_s=1) as cluster:
@@ -508,7 +511,7 @@ def test_close_does_not_wait_for_a_server_that_is_away(etcd_server: Callable[...
     reader.join(timeout=60)
     assert not reader.is_alive()
     assert len(ended) == 1
-    eventually(lambda: not any(thread.name.startswith("metadata-store") for thread in store._threads.values()
+    eventually(lambda: not any(thread.name.startswith("metadata-store") for thread in store._connection.threads.values()
                                if thread.is_alive()))  # fmt: skip
 
 
