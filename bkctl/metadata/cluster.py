@@ -13,15 +13,13 @@ from typing import Final, NamedTuple, Self
 from bkctl.errors import AlreadyExists, Corrupt, MetadataVersionConflict, NotFound, Unsupported, UsageError
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, LedgerLayout
 from bkctl.ids import check_bookie_id
-from bkctl.metadata.ledgers import (
-    INSTANCE_ID,
+from bkctl.metadata.backends.zookeeper.ledger_managers import (
     FlatLedgerManager,
     HierarchicalLedgerManager,
-    LedgerManager,
     LegacyHierarchicalLedgerManager,
     LongHierarchicalLedgerManager,
-    QualifiedNameLedgerManager,
 )
+from bkctl.metadata.ledgers import INSTANCE_ID, LedgerManager, QualifiedNameLedgerManager
 from bkctl.metadata.store import (
     NEW,
     NO_CLUSTER_HINT,

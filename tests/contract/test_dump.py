@@ -149,17 +149,17 @@ def test_a_position_past_the_half_of_zookeepers_counter_is_no_negative_one(zooke
     with open_cluster(zookeeper_uri("hierarchical"), create=True) as cluster:
         cluster.store.put("idgen", b"", NEW)
         store: Any = cluster.store
-        run = store._run
+        run = store._connection.run
 
         def counted(creations: int, children: int) -> Any:
-            value, stat = run(lambda: store._get_async("idgen"), 20)
+            value, stat = run(lambda: store._connection.get_async("idgen"), 20)
             changes = (2 * creations - children + (1 << 31)) % (1 << 32) - (
                 1 << 31
             )  # DataNode.copyStat, an int of Java
             return value, stat._replace(cversion=changes, numChildren=children)
 
         for creations, children in ((0, 0), (5, 2), ((1 << 30) + 7, 1), ((1 << 31) - 1, 0)):
-            store._run = lambda *_, at=creations, left=children: counted(at, left)
+            store._connection.run = lambda *_, at=creations, left=children: counted(at, left)
             assert store.sequence_position("idgen") == creations
 
 

@@ -35,7 +35,7 @@ def eventually(condition: Callable[[], object], timeout_s: float = 60) -> None:
 def end_session(store: MetadataStore) -> None:
     """End the store's ZooKeeper session from elsewhere, as the server does after its timeout."""
     assert isinstance(store, ZooKeeperStore)
-    twin = KazooClient(store.hosts, client_id=store._client.client_id)
+    twin = KazooClient(store.hosts, client_id=store._connection.client.client_id)
     twin.start(timeout=20)
     twin.stop()
     twin.close()
@@ -198,13 +198,13 @@ def test_a_store_tells_that_another_process_took_what_a_lost_session_held(
     with open_cluster(uri, create=True) as bookie, open_cluster(uri) as other:
         bookie.bookies.register("bookie-1", INFO)
         taken = threading.Event()
-        hold = bookie.store._put_ephemeral
+        hold = bookie.store._session.put
 
         def hold_late(*arguments: Any) -> Any:
             taken.wait(60)
             return hold(*arguments)
 
-        monkeypatch.setattr(bookie.store, "_put_ephemeral", hold_late)
+        monkeypatch.setattr(bookie.store._session, "put", hold_late)
         assert bookie.bookies.usurped_s("bookie-1") == 0
         end_session(bookie.store)
         eventually(lambda: other.bookies.get("bookie-1") is None)
@@ -252,7 +252,7 @@ def test_what_was_done_for_many_at_once_although_the_answer_was_lost_is_ours(
                 return answer
             answer.get(timeout=60)
             lost.append(None)
-            failed = store._client.handler.async_result()
+            failed = store._connection.client.handler.async_result()
             failed.set_exception(ConnectionLoss())
             return failed
 
@@ -288,12 +288,14 @@ def test_a_node_of_the_next_session_is_not_claimed_by_the_one_before(
                 theirs.extend(other.store.claim_many(paths, b"them"))
             return answer
 
-        create, commit = store._client.create_async, TransactionRequest.commit_async
-        monkeypatch.setattr(store._client, "create_async", lambda *a, **k: answered_too_late(create(*a, **k)))
+        create, commit = store._connection.client.create_async, TransactionRequest.commit_async
+        monkeypatch.setattr(
+            store._connection.client, "create_async", lambda *a, **k: answered_too_late(create(*a, **k))
+        )
 
         def commit_async(transaction: TransactionRequest) -> Any:
             answer = commit(transaction)
-            return answered_too_late(answer) if transaction.client is store._client else answer
+            return answered_too_late(answer) if transaction.client is store._connection.client else answer
 
         monkeypatch.setattr(TransactionRequest, "commit_async", commit_async)
         ours = [store.claim(paths[0], b"us")] if count == 1 else store.claim_many(paths, b"us")
@@ -325,16 +327,16 @@ def test_a_release_whose_answer_was_lost_leaves_the_next_claim_alone(
                 return answer
             answer.get(timeout=60)
             theirs.extend(other.store.claim_many(paths, b"them"))
-            failed = store._client.handler.async_result()
+            failed = store._connection.client.handler.async_result()
             failed.set_exception(ConnectionLoss())
             return failed
 
-        delete, commit = store._client.delete_async, TransactionRequest.commit_async
-        monkeypatch.setattr(store._client, "delete_async", lambda *a, **k: applied_but_lost(delete(*a, **k)))
+        delete, commit = store._connection.client.delete_async, TransactionRequest.commit_async
+        monkeypatch.setattr(store._connection.client, "delete_async", lambda *a, **k: applied_but_lost(delete(*a, **k)))
 
         def commit_async(transaction: TransactionRequest) -> Any:
             answer = commit(transaction)
-            return applied_but_lost(answer) if transaction.client is store._client else answer
+            return applied_but_lost(answer) if transaction.client is store._connection.client else answer
 
         monkeypatch.setattr(TransactionRequest, "commit_async", commit_async)
         if count == 1:
@@ -371,7 +373,7 @@ def test_watches_that_were_cancelled_do_not_pile_up(zookeeper: Any) -> None:
             if number % 10:
                 cancel()
                 cancel_children()
-        kept = store._client._data_watchers, store._client._child_watchers
+        kept = store._connection.client._data_watchers, store._connection.client._child_watchers
         assert [len(callbacks) for by_path in kept for callbacks in by_path.values() if callbacks] == [1, 1]
         store.put("node", b"changed", 0)
         eventually(lambda: sorted(told) == [0, 10, 20, 30, 40])
@@ -447,7 +449,7 @@ def test_close_does_not_wait_for_a_server_that_is_away(zookeeper_server: Callabl
 
     reader = threading.Thread(target=read)
     reader.start()
-    eventually(lambda: not cluster.store._connected.is_set())  # type: ignore[attr-defined]
+    eventually(lambda: not cluster.store._connection.connected.is_set())  # type: ignore[attr-defined]
     cluster.close()
     reader.join(timeout=60)
     assert not reader.is_alive()

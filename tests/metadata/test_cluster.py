@@ -23,13 +23,13 @@ from bkctl.errors import (
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, Endpoint, Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
-from bkctl.metadata.cluster import RegisteredBookie, init_cluster, open_cluster
-from bkctl.metadata.ledgers import (
+from bkctl.metadata.backends.zookeeper.ledger_managers import (
     FlatLedgerManager,
     HierarchicalLedgerManager,
     LegacyHierarchicalLedgerManager,
     LongHierarchicalLedgerManager,
 )
+from bkctl.metadata.cluster import RegisteredBookie, init_cluster, open_cluster
 from bkctl.metadata.store import NEW
 
 METADATA = LedgerMetadata(1, 1, 1, DigestType.CRC32C, b"", (Fragment(0, ("bookie-1",)),))

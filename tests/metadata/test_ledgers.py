@@ -15,18 +15,17 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
 from bkctl.metadata.backends.sqlite import SqliteStore
-from bkctl.metadata.ledgers import (
-    SHORT_ID_END,
+from bkctl.metadata.backends.zookeeper.id_generators import SHORT_ID_END
+from bkctl.metadata.backends.zookeeper.ledger_managers import (
     FlatLedgerManager,
     HierarchicalLedgerManager,
     LegacyHierarchicalLedgerManager,
     LongHierarchicalLedgerManager,
-    QualifiedNameLedgerManager,
-    VersionedMetadata,
     ZooKeeperLedgerManager,
     _leaf_numbers,
-    ledger_object,
 )
+from bkctl.metadata.ledger_json import ledger_object
+from bkctl.metadata.ledgers import QualifiedNameLedgerManager, VersionedMetadata
 from bkctl.metadata.store import NEW
 
 MANAGERS = [

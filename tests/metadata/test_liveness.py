@@ -12,8 +12,9 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Cookie, Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.backends.sqlite import SqliteStore
+from bkctl.metadata.backends.zookeeper.ledger_managers import HierarchicalLedgerManager
 from bkctl.metadata.cluster import open_cluster
-from bkctl.metadata.ledgers import HierarchicalLedgerManager, LedgerManager, QualifiedNameLedgerManager
+from bkctl.metadata.ledgers import LedgerManager, QualifiedNameLedgerManager
 from bkctl.metadata.liveness import Liveness, check_instance
 from bkctl.model import LedgerLiveness
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from bkctl.errors import BkctlError, Conflict, LedgerNotFound
+from bkctl.errors import BkctlError, Conflict, LedgerNotFound, Unreachable
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
@@ -129,7 +129,7 @@ def remove_ledgers(
     def next_done() -> Removal:
         nonlocal first
         done = under_way.popleft().result()
-        if done.error is not None and first is None and (not keep_going or done.error.exit_code == 6):
+        if done.error is not None and first is None and (not keep_going or isinstance(done.error, Unreachable)):
             first = done.error
         return done
 

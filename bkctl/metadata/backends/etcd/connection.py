@@ -100,7 +100,7 @@ class EtcdConnection:
 
     @property
     def has_login(self) -> bool:
-        """Whether requests carry a token of a user."""
+        """Return whether requests carry the token of a user."""
         return self._security.user is not None
 
     @property

@@ -39,7 +39,7 @@ def is_present(key: bytes) -> Any:
 
 
 def has_no_children(key: bytes) -> Any:
-    """Return the comparison: there are no keys below the node at `key`."""
+    """Return the comparison: the node at `key` has no child."""
     return etcdrpc.Compare(
         key=key + b"/",
         range_end=key + b"0",

@@ -32,7 +32,7 @@ _DELETED: Final = -1
 
 
 class EtcdSession:
-    """Ephemerals and claims under one lease; a lost lease is replaced, and the ephemerals are created under the new one.
+    """Ephemerals and claims under one lease; after a lost lease the ephemerals are created again under a new one.
 
     `note_owner` is MetadataStore's; `delete` deletes a node by its path.
     """

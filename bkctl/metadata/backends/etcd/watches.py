@@ -194,7 +194,7 @@ class EtcdWatches:
             watch.answered.set()
 
     def _handle_refused(self, watch_id: int, watch: _Watch, reason: str) -> None:
-        """Give up a watch that the server refuses; where a forgotten login token may be the cause, log in again first."""
+        """Give up a watch that the server refuses; where a forgotten login token may be the cause, log in again."""
         if self._connection.has_login and (watch.answered.is_set() or watch_id not in self._refused):
             self._refused.add(watch_id)
             self._connection.forget_token()

@@ -35,10 +35,9 @@ from bkctl.errors import (
 from bkctl.formats.metadata import BookieServiceInfo, Endpoint
 from bkctl.ids import LedgerId
 from bkctl.metadata.backends.etcd import etcdrpc
-from bkctl.metadata.backends.etcd import store as store_module
 from bkctl.metadata.backends.etcd.connection import etcd3
 from bkctl.metadata.backends.etcd.etcdrpc import kv_pb2
-from bkctl.metadata.backends.etcd.store import EtcdStore
+from bkctl.metadata.backends.etcd.store import TRANSACTION_SIZE_MAX, EtcdStore
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW, StoreSecurity
 
@@ -148,7 +147,7 @@ def test_children_are_listed_past_pages_and_past_what_is_below_them(
         store.put(f"directory/007-x{number:02d}", b"", NEW)
     expected = sorted([*names, *(f"007-x{number:02d}" for number in range(25))])
     for size in (1, 2, 7, 1000):
-        monkeypatch.setattr(store_module, "PAGE_SIZE", size)
+        monkeypatch.setattr("bkctl.metadata.backends.etcd.store.PAGE_SIZE", size)
         assert store.children("directory") == expected
         assert store.children("directory", after="007", limit=3) == ["007-x00", "007-x01", "007-x02"]
         assert store.children("directory", after="007-x24", limit=2) == ["008", "009"]
@@ -162,7 +161,7 @@ def test_a_listing_survives_the_compaction_of_its_revision(
     names = [f"{number:03d}" for number in range(20)]
     for name in names:
         store.put(f"directory/{name}", b"", NEW)
-    monkeypatch.setattr(store_module, "PAGE_SIZE", 4)
+    monkeypatch.setattr("bkctl.metadata.backends.etcd.store.PAGE_SIZE", 4)
     send, asked = store._connection.send, []
 
     def compact(method: str, request: Any) -> Any:
@@ -194,10 +193,10 @@ def test_names_that_are_no_text_are_passed_over(store: EtcdStore, etcd: EtcdServ
 
 def test_more_than_etcd_takes_at_once_is_refused(store: EtcdStore) -> None:
     with pytest.raises(UsageError):
-        store.put_all([(f"node-{number}", b"") for number in range(store_module.TRANSACTION_SIZE_MAX + 1)])
+        store.put_all([(f"node-{number}", b"") for number in range(TRANSACTION_SIZE_MAX + 1)])
     assert store.children("") == []
-    store.put_all([(f"node-{number}", b"") for number in range(store_module.TRANSACTION_SIZE_MAX)])
-    assert len(store.children("") or []) == store_module.TRANSACTION_SIZE_MAX
+    store.put_all([(f"node-{number}", b"") for number in range(TRANSACTION_SIZE_MAX)])
+    assert len(store.children("") or []) == TRANSACTION_SIZE_MAX
 
 
 def test_a_missing_cluster_is_named(etcd: EtcdServer) -> None:

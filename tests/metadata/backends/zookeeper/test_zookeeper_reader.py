@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bkctl.metadata.backends.zookeeper.reader import AGAIN, Reader, ReaderLost
+from bkctl.metadata.backends.zookeeper.reader import NO_ANSWER, Reader, ReaderLost
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW, Versioned
 
@@ -68,7 +68,7 @@ def talking(*answers: bytes, closing: bool = True, timeout_s: float = 5.0) -> It
 def test_a_session_knows_what_we_know_and_many_reads_are_one_request() -> None:
     with talking(SYNCED, answer(result(4, frame(b"value") + STAT), refused(-101), refused(-102))) as (reader, server):
         batch = reader.get(["/r/a", "/r/b", "/r/c"])
-        assert reader.answers(batch) == [Versioned(b"value", 5, 1_700_000_000_123), None, AGAIN]
+        assert reader.answers(batch) == [Versioned(b"value", 5, 1_700_000_000_123), None, NO_ANSWER]
         sent = server.recv(65536)
     connect, rest = sent[:49], sent[49:]
     assert struct.unpack(">iiqiqi16s?", connect) == (45, 0, 42, 10_000, 0, 16, bytes(16), False)
@@ -177,10 +177,10 @@ def test_the_store_reads_on_where_the_server_cannot_read_many(zookeeper: Any, mo
         expected = [path.encode() for path in paths]
         for operation in (1234, 22):
             monkeypatch.setattr(module, "_MULTI_READ", operation)
-            cluster.store._no_reader_until = 0.0  # type: ignore[attr-defined]
+            cluster.store._reads.no_reader_until_s = 0.0  # type: ignore[attr-defined]
             found = cluster.store.get_many(iter(paths))
             assert [one.value for one in found if one is not None] == expected
-            assert (cluster.store._reader is None) == (operation != 22)  # type: ignore[attr-defined]
+            assert (cluster.store._reads.reader is None) == (operation != 22)  # type: ignore[attr-defined]
 
 
 def test_readers_of_many_threads_share_one_connection(zookeeper: Any) -> None:

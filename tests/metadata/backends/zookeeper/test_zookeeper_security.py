@@ -65,7 +65,7 @@ def work(cluster: Cluster) -> None:
     ids = [LedgerId(scope, number * 10_000) for scope in (0, 7) for number in range(LEDGERS // 2)]
     cluster.ledgers.process(lambda ledger: cluster.ledgers.create(ledger, METADATA), ledgers=ids, concurrency=8)
     assert [ledger for ledger, found in cluster.ledgers.read_many(cluster.ledgers.ledgers(None))] == ids
-    assert cluster.store._reader is not None  # type: ignore[attr-defined]
+    assert cluster.store._reads.reader is not None  # type: ignore[attr-defined]
     cluster.bookies.register("bookie-1", BookieServiceInfo())
     assert [bookie.bookie_id for bookie in cluster.bookies.list()] == ["bookie-1"]
     assert cluster.ledgers.new_ledger_id().ledger_id == 0
