@@ -12,8 +12,10 @@ import pytest
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, Endpoint, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
-from bkctl.metadata.admin.check import check_metadata, impossibilities, orphans, remove_orphan, replace_bookie
+from bkctl.metadata.admin.bookie_replacement import replace_bookie
+from bkctl.metadata.admin.check import check_metadata, impossibilities
 from bkctl.metadata.admin.health import HealthCheckSwitch, Severity, health_findings
+from bkctl.metadata.admin.orphans import orphans, remove_orphan
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import LedgerUnderreplicationManager
