@@ -84,7 +84,7 @@ class Liveness:
         reason = "the scopes tree is missing" if state == "absent" else "the scopes tree belongs to a formatted cluster"
         self._note(
             Conflict(
-                f"Dead and live scoped ledgers in {self._manager.store.name} look the same: {reason}",
+                f"Cannot tell which scoped ledgers in {self._manager.store.name} are alive: {reason}",
                 hint="run 'bkctl metadata check'",
             )
         )

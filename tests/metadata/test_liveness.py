@@ -80,7 +80,7 @@ def test_without_a_scopes_tree_nothing_scoped_is_dead(store: SqliteStore) -> Non
     assert liveness.states([SCOPED, plain]) == {SCOPED: UNKNOWN, plain: DEAD}
     (problem,) = liveness.problems
     assert isinstance(problem, Conflict)
-    assert "no scopes tree" in str(problem)
+    assert "the scopes tree is missing" in str(problem)
 
 
 def test_under_a_foreign_scopes_tree_nothing_scoped_is_dead_or_alive(store: SqliteStore) -> None:

@@ -31,6 +31,7 @@ from bkctl.errors import (
     Unsupported,
     UsageError,
 )
+from bkctl.metadata.backends.processes import may_live, process_identity, process_start
 from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, Claim, MetadataStore, Versioned, check_path
 
 HEARTBEAT_MS: Final = 2_000
@@ -320,7 +321,7 @@ class SqliteStore(MetadataStore):
             self._session is None
             or not connection.execute("SELECT 1 FROM session WHERE id = ?", (self._session,)).fetchone()
         ):
-            identity = (*_process_identity(), _monotonic_ms(), _wall_ms())
+            identity = (*process_identity(), _monotonic_ms(), _wall_ms())
             self._session = connection.execute("INSERT INTO session VALUES(NULL, ?, ?, ?, ?, ?, ?)", identity).lastrowid
 
     def _put_ephemeral(self, path: str, value: bytes) -> bool:
@@ -559,49 +560,14 @@ def _end_session(connection: sqlite3.Connection, session_id: int) -> None:
 
 def _is_dead(session: Sequence[Any]) -> bool:
     _, pid, pid_start, pid_namespace, boot_id, beat_ms, wall_ms = session
-    _, _, our_namespace, our_boot_id = _process_identity()
+    _, _, our_namespace, our_boot_id = process_identity()
     if not boot_id or boot_id != our_boot_id:
         return abs(_wall_ms() - int(wall_ms)) > SESSION_EXPIRY_MS
     if pid_namespace and pid_namespace == our_namespace:
-        start = _process_start(pid)
-        if start != pid_start and not (start is None and _may_live(pid)):
+        start = process_start(pid)
+        if start != pid_start and not (start is None and may_live(pid)):
             return True
     return _monotonic_ms() - int(beat_ms) > SESSION_EXPIRY_MS
-
-
-def _process_identity() -> tuple[int, str, str, str]:
-    """Return this process's id, start time, id namespace and boot id; "" where the system does not tell."""
-    pid = os.getpid()
-    namespace = boot_id = ""
-    with contextlib.suppress(OSError):
-        namespace = os.readlink("/proc/self/ns/pid")
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot_id = file.read().strip()
-    return pid, _process_start(pid) or "", namespace, boot_id
-
-
-def _process_start(pid: int) -> str | None:
-    """Return the start of process `pid` in ticks since boot; "" when it ended, None when the system does not tell.
-
-    Source: proc(5), stat.
-    """
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return "" if fields[0] in (b"Z", b"X") else fields[19].decode("ascii")
-
-
-def _may_live(pid: int) -> bool:
-    """Return whether process `pid` may exist: `hidepid` hides the processes of other users from /proc."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def _monotonic_ms() -> int:

@@ -134,7 +134,7 @@ def test_a_process_that_the_system_hides_is_judged_by_its_heartbeat(
     store: SqliteStore, file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mounted with hidepid, /proc shows nothing of another user's bookie; a signal tells only that it is there."""
-    plain_start = sqlite._process_start
+    plain_start = sqlite.process_start
 
     def refuse(pid: int, number: int) -> None:
         raise PermissionError
@@ -144,7 +144,7 @@ def test_a_process_that_the_system_hides_is_judged_by_its_heartbeat(
             assert holder.stdout is not None
             assert holder.stdout.readline() == "held\n"
             holder.send_signal(signal.SIGSTOP)
-            monkeypatch.setattr(sqlite, "_process_start", lambda pid: None if pid == holder.pid else plain_start(pid))
+            monkeypatch.setattr(sqlite, "process_start", lambda pid: None if pid == holder.pid else plain_start(pid))
             with monkeypatch.context() as foreign:
                 foreign.setattr(os, "kill", refuse)
                 with pytest.raises(AlreadyExists):
