@@ -413,7 +413,7 @@ class LedgerManager(ABC):
     def _no_ledger(self, ledger: LedgerId) -> LedgerNotFound:
         where = f" --ledger-scope-id {ledger.scope_id}" if ledger.is_scoped else ""
         return LedgerNotFound(
-            f"No ledger {ledger} in {self.store.name}", hint=f"'bkctl ledger list{where}' shows those that are there"
+            f"No ledger {ledger} in {self.store.name}", hint=f"'bkctl ledger list{where}' lists the existing ones"
         )
 
     def _decode(self, ledger: LedgerId, path: str, found: Versioned[bytes] | None) -> VersionedMetadata:

@@ -10,7 +10,8 @@ from typing import Any, Final
 
 import grpc
 
-from bkctl.errors import AlreadyExists, BkctlError, NotFound, Unreachable
+from bkctl.errors import AlreadyExists, BkctlError, Unreachable
+from bkctl.metadata.backends.ephemerals import Ephemerals
 from bkctl.metadata.backends.etcd import etcdrpc
 from bkctl.metadata.backends.etcd.connection import (
     REQUIRE_LEADER,
@@ -53,38 +54,23 @@ class EtcdSession:
         self._nodes = nodes
         self._name = name
         self._timeout_s = timeout_s
-        self._note_owner = note_owner
-        self._delete = delete
+        self.ephemerals = Ephemerals(lambda path, value: self._put(path, value) is None, note_owner, delete)
         self._ttl_s = timeout_s
         self._lease_lock = threading.Lock()
-        self._ephemerals: dict[str, bytes] = {}
-        self._lock = threading.Lock()
 
     # ephemerals
 
     def hold(self, path: str, value: bytes, wait_s: float | None) -> None:
         """See MetadataStore.ephemeral."""
         begin = time.monotonic()
-        with self._lock:
-            before = self._ephemerals.get(path)
-            self._ephemerals[path] = value
-        try:
+        with self.ephemerals.adding(path, value):
             while (holder := self._put(path, value)) is not None:
                 if wait_s is None:
                     wait_s = self._expiry_s(holder)
                 if time.monotonic() - begin >= wait_s:
                     raise AlreadyExists(f"{path} is held by another session in {self._name}")
                 self._connection.closed.wait(_POLL_S)
-        except BaseException:
-            if before is None:
-                self.forget(path)
-            raise
         self._connection.start_thread("lease", self._keep_lease)
-
-    def forget(self, path: str) -> None:
-        """Do not create the ephemeral at `path` again."""
-        with self._lock:
-            self._ephemerals.pop(path, None)
 
     def _put(self, path: str, value: bytes) -> int | None:
         """Create or update our ephemeral. Returns None, else the lease that holds the key (0: none, or _DELETED)."""
@@ -180,7 +166,7 @@ class EtcdSession:
                 if lease_id and not self._refresh(lease_id, wait_s):
                     self._forget_lease(lease_id)
                 if restored_under == 0 or restored_under != self.lease_id:
-                    done = self._restore()
+                    done = self.ephemerals.restore()
                     restored_under = self.lease_id if done else 0
                     wait_s = wait_s if done else RESTORE_PAUSE_S
             except (BkctlError, grpc.RpcError, ValueError):
@@ -203,28 +189,6 @@ class EtcdSession:
         if answer is None:
             raise Unreachable(f"etcd at {self._connection.address} did not answer")
         return bool(answer.TTL > 0)
-
-    def _restore(self) -> bool:
-        """Create our ephemerals under a new lease; return False when some need another attempt."""
-        done = True
-        for path, value in list(self._ephemerals.items()):
-            try:
-                is_ours = self._put(path, value) is None
-                self._note_owner(path, is_ours=is_ours)
-                done = is_ours and done
-                if path not in self._ephemerals:  # Deleted meanwhile: it must not come back.
-                    self._delete(path)
-            except NotFound:
-                continue
-            except BkctlError:
-                done = False
-        return done
-
-    def close(self) -> int:
-        """Stop restoring ephemerals; return the lease to revoke, 0 without one."""
-        with self._lock:
-            self._ephemerals.clear()
-        return self.lease_id
 
 
 class _EtcdClaim(Claim):

@@ -193,7 +193,7 @@ class EtcdStore(MetadataStore):
 
     def _delete_node(self, path: str, expected: int | None) -> None:
         key = self._nodes.key(path)
-        self._session.forget(path)
+        self._session.ephemerals.forget(path)
         while True:
             answer, repeated = self._connection.transact(
                 [is_present(key) if expected is None else at_revision(key, expected), has_no_children(key)],
@@ -300,9 +300,9 @@ class EtcdStore(MetadataStore):
         """See MetadataStore.close."""
         if not self._connection.begin_close():
             return
-        lease_id = self._session.close()
+        self._session.ephemerals.clear()
         self._watches.close()
-        self._connection.close(lease_id)
+        self._connection.close(self._session.lease_id)
 
 
 def _first_page(key: bytes, after: str = "", limit: int | None = None) -> Any:

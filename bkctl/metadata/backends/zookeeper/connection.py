@@ -1,7 +1,7 @@
 """The connection to a ZooKeeper ensemble through kazoo: sockets, TLS, login, calls that outlive a lost connection.
 
 kazoo keeps the connection and the session. It leaves a request whose connection broke to its caller: here the request
-is sent again, and `Call.repeated` says that an earlier one may have been executed.
+is sent again, and `ZooKeeperCall.repeated` says that an earlier one may have been executed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _ANSWERS: Final = (BadVersionError, NoChildrenForEphemeralsError, NodeExistsErro
 _UNAUTHORIZED: Final = (NoAuthError, AuthFailedError, InvalidACLError)
 
 
-class Call:
+class ZooKeeperCall:
     """One operation, which may take several requests; `repeated`: an earlier one may have been executed.
 
     With `once` a request whose answer is lost is not sent again: the caller gets kazoo's error (one of LOST).
@@ -186,9 +186,9 @@ class ZooKeeperConnection:
 
     def run(self, request: Callable[[], Any], timeout_s: float | None = None) -> Any:
         """Return the answer to an idempotent request; `request` sends it and returns kazoo's result. See `answer`."""
-        return self.answer(Call(request), timeout_s)
+        return self.answer(ZooKeeperCall(request), timeout_s)
 
-    def answer(self, call: Call, timeout_s: float | None = None) -> Any:
+    def answer(self, call: ZooKeeperCall, timeout_s: float | None = None) -> Any:
         """Return ZooKeeper's answer. Raises its refusals as kazoo's errors, else as every `MetadataStore` method."""
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         while not self.is_closed:

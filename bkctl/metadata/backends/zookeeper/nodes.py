@@ -18,7 +18,7 @@ from kazoo.exceptions import (
 )
 
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, NotFound, Unreachable
-from bkctl.metadata.backends.zookeeper.connection import LOST, Call, ZooKeeperConnection
+from bkctl.metadata.backends.zookeeper.connection import LOST, ZooKeeperCall, ZooKeeperConnection
 from bkctl.metadata.store import NO_CLUSTER_HINT
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class ZooKeeperNodes:
         node = NewNode(connection.full(path), value, ephemeral, sequence)
         deadline = time.monotonic() + connection.timeout_s
         while True:
-            call = Call(
+            call = ZooKeeperCall(
                 lambda: connection.client.create_async(node.full, value, ephemeral=ephemeral, sequence=sequence),
                 repeated=repeated,
             )
@@ -99,7 +99,7 @@ class ZooKeeperNodes:
             raise BkctlError(f"{path} cannot be created in {name}: {problem!r}") from problem
         return None
 
-    def transaction(self, nodes: Sequence[NewNode]) -> Call:
+    def transaction(self, nodes: Sequence[NewNode]) -> ZooKeeperCall:
         """Return the call that creates all these nodes, or none."""
 
         def request() -> Any:
@@ -108,7 +108,7 @@ class ZooKeeperNodes:
                 transaction.create(full, value, ephemeral=ephemeral, sequence=sequence)
             return transaction.commit_async()
 
-        return Call(request)
+        return ZooKeeperCall(request)
 
     def _is_ours(self, node: NewNode) -> bool:
         """Return whether an earlier request of ours, whose answer was lost, created the present node."""
@@ -185,7 +185,7 @@ class ZooKeeperNodes:
                 add(transaction, item)
             return transaction.commit_async()
 
-        call = Call(request, once=once)
+        call = ZooKeeperCall(request, once=once)
         try:
             answers = self._connection.answer(call)
         except LOST:

@@ -74,7 +74,7 @@ class _NoAnswer:
 NO_ANSWER: Final = _NoAnswer()
 
 
-class Batch:
+class ReadBatch:
     """Requests sent together, and their answers."""
 
     __slots__ = ("answers", "count", "first_xid", "operation", "parse")
@@ -102,7 +102,7 @@ class Reader:
     ) -> None:
         """Open a session. `last_zxid`: the server must know at least this change. Raises ReaderLost, OSError."""
         self._lock = threading.RLock()
-        self._under_way: deque[Batch] = deque()
+        self._under_way: deque[ReadBatch] = deque()
         self._buffer = bytearray()
         self._at = 0
         self._xid = 0
@@ -159,19 +159,19 @@ class Reader:
 
     # requests
 
-    def get(self, paths: Sequence[str]) -> Batch:
+    def get(self, paths: Sequence[str]) -> ReadBatch:
         """Ask for the values of nodes: each becomes a Versioned, None for a missing node, or NO_ANSWER."""
         return self._ask(_GET_DATA, _value, paths)
 
-    def origin(self, paths: Sequence[str]) -> Batch:
+    def origin(self, paths: Sequence[str]) -> ReadBatch:
         """Ask for the Origin of each node, else as `get`; earlier acknowledged changes are included."""
         return self._ask(_GET_DATA, _origin, paths)
 
-    def children(self, paths: Sequence[str]) -> Batch:
+    def children(self, paths: Sequence[str]) -> ReadBatch:
         """Ask for the sorted names of nodes' children, else as `get`; earlier acknowledged changes are included."""
         return self._ask(_GET_CHILDREN, _names, paths)
 
-    def _ask(self, operation: int, parse: _Parse, paths: Sequence[str]) -> Batch:
+    def _ask(self, operation: int, parse: _Parse, paths: Sequence[str]) -> ReadBatch:
         with self._lock:
             if self._lost:
                 raise ReaderLost("the connection broke")
@@ -190,7 +190,7 @@ class Reader:
             reads.append(_MULTI_END)
             body = b"".join(reads)
             parts = [_REQUEST.pack(12 + len(root), first_xid, _SYNC, len(root)), root, _INT.pack(len(body)), body]
-            batch = Batch(operation, parse, first_xid, len(paths))
+            batch = ReadBatch(operation, parse, first_xid, len(paths))
             self._under_way.append(batch)
             try:
                 self._socket.sendall(b"".join(parts))
@@ -199,7 +199,7 @@ class Reader:
                 raise ReaderLost("the connection broke") from error
             return batch
 
-    def answers(self, batch: Batch) -> list[Any]:
+    def answers(self, batch: ReadBatch) -> list[Any]:
         """Return the batch's answers, in the order of its paths. Raises ReaderLost."""
         with self._lock:
             try:
@@ -224,7 +224,7 @@ class Reader:
         self._under_way.clear()
         self._socket.close()
 
-    def _read(self, batch: Batch) -> None:
+    def _read(self, batch: ReadBatch) -> None:
         parse = batch.parse
         self._frame()  # of the `sync`
         self._check(batch.first_xid)

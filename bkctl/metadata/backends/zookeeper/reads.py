@@ -13,7 +13,7 @@ from kazoo.exceptions import AuthFailedError, KazooException, NoNodeError
 from kazoo.handlers.threading import KazooTimeoutError
 
 from bkctl.metadata.backends.zookeeper.connection import ZooKeeperConnection
-from bkctl.metadata.backends.zookeeper.reader import NO_ANSWER, Batch, Origin, Reader, ReaderLost
+from bkctl.metadata.backends.zookeeper.reader import NO_ANSWER, Origin, ReadBatch, Reader, ReaderLost
 from bkctl.metadata.store import Versioned
 
 _BATCH_SIZE_MAX: Final = 256
@@ -170,7 +170,7 @@ class _KazooBatch(_Batch):
 
 
 class _ReaderBatch(_Batch):
-    def __init__(self, drop: Callable[[Reader], None], reader: Reader, asked: Batch, paths: list[str]) -> None:
+    def __init__(self, drop: Callable[[Reader], None], reader: Reader, asked: ReadBatch, paths: list[str]) -> None:
         self.paths = paths
         self._drop = drop
         self._reader = reader

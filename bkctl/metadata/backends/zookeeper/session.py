@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,7 +10,8 @@ from typing import Any, Final, cast
 
 from kazoo.exceptions import NoNodeError
 
-from bkctl.errors import AlreadyExists, BkctlError, NotFound
+from bkctl.errors import AlreadyExists, BkctlError
+from bkctl.metadata.backends.ephemerals import Ephemerals
 from bkctl.metadata.backends.zookeeper.connection import ZooKeeperConnection
 from bkctl.metadata.backends.zookeeper.nodes import ZooKeeperNodes
 from bkctl.metadata.backends.zookeeper.reader import Origin
@@ -41,10 +41,7 @@ class ZooKeeperSession:
         self._connection = connection
         self._nodes = nodes
         self._reads = reads
-        self._note_owner = note_owner
-        self._delete = delete
-        self._ephemerals: dict[str, bytes] = {}
-        self._lock = threading.Lock()
+        self.ephemerals = Ephemerals(lambda path, value: self.put(path, value), note_owner, delete)
 
     # ephemerals
 
@@ -52,28 +49,11 @@ class ZooKeeperSession:
         """See MetadataStore.ephemeral."""
         expiry_s = self._connection.session_timeout_s + _EXPIRY_SLACK_S
         deadline = time.monotonic() + (expiry_s if wait_s is None else wait_s)
-        with self._lock:
-            before = self._ephemerals.get(path)
-            self._ephemerals[path] = value
-        try:
+        with self.ephemerals.adding(path, value):
             while not self.put(path, value):
                 if time.monotonic() >= deadline:
                     raise AlreadyExists(f"{path} is held by another session in {self._connection.name}")
                 time.sleep(_POLL_S)
-        except BaseException:
-            if before is None:
-                self.forget(path)
-            raise
-
-    def forget(self, path: str) -> None:
-        """Do not create the ephemeral at `path` again."""
-        with self._lock:
-            self._ephemerals.pop(path, None)
-
-    def clear(self) -> None:
-        """Do not create any ephemeral again."""
-        with self._lock:
-            self._ephemerals.clear()
 
     def put(self, path: str, value: bytes) -> bool:
         """Create or update our ephemeral; return False when another session owns the node."""
@@ -91,22 +71,6 @@ class ZooKeeperSession:
             except NoNodeError:
                 return False
         return True
-
-    def restore(self) -> bool:
-        """Create our ephemerals in a new session; return False when some need another attempt."""
-        done = True
-        for path, value in list(self._ephemerals.items()):
-            try:
-                is_ours = self.put(path, value)
-                self._note_owner(path, is_ours=is_ours)
-                done = is_ours and done
-                if path not in self._ephemerals:  # Deleted meanwhile: it must not come back.
-                    self._delete(path)
-            except NotFound:
-                continue
-            except BkctlError:
-                done = False
-        return done
 
     # claims
 

@@ -16,7 +16,7 @@ from kazoo.exceptions import (
 from kazoo.handlers.threading import KazooTimeoutError
 
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, MetadataVersionConflict, NotFound, UsageError
-from bkctl.metadata.backends.zookeeper.connection import Call, ZooKeeperConnection
+from bkctl.metadata.backends.zookeeper.connection import ZooKeeperCall, ZooKeeperConnection
 from bkctl.metadata.backends.zookeeper.nodes import NewNode, ZooKeeperNodes, is_problem
 from bkctl.metadata.backends.zookeeper.reads import ZooKeeperReads
 from bkctl.metadata.backends.zookeeper.session import ZooKeeperSession
@@ -59,7 +59,7 @@ class ZooKeeperStore(MetadataStore):
         self._session = ZooKeeperSession(
             self._connection, self._nodes, self._reads, note_owner=self._note_owner, delete=self.delete
         )
-        self._watches = ZooKeeperWatches(self._connection, self._session.restore)
+        self._watches = ZooKeeperWatches(self._connection, self._session.ephemerals.restore)
         try:
             self._connection.open()
         except BaseException:
@@ -97,7 +97,9 @@ class ZooKeeperStore(MetadataStore):
             raise UsageError(f"{path}: a value of {len(value)} bytes is above ZooKeeper's {VALUE_SIZE_BYTES_MAX}")
         client = self._connection.client
         while expected != NEW:
-            call = Call(lambda: client.set_async(full, value, -1 if expected is None else expected), repeated=repeated)
+            call = ZooKeeperCall(
+                lambda: client.set_async(full, value, -1 if expected is None else expected), repeated=repeated
+            )
             try:
                 return int(self._connection.answer(call).version)
             except NoNodeError as error:
@@ -163,8 +165,8 @@ class ZooKeeperStore(MetadataStore):
 
     def _delete_node(self, path: str, expected: int | None) -> None:
         full = self._connection.full(path)
-        self._session.forget(path)
-        call = Call(lambda: self._connection.client.delete_async(full, -1 if expected is None else expected))
+        self._session.ephemerals.forget(path)
+        call = ZooKeeperCall(lambda: self._connection.client.delete_async(full, -1 if expected is None else expected))
         try:
             self._connection.answer(call)
         except NoNodeError as error:
@@ -248,7 +250,7 @@ class ZooKeeperStore(MetadataStore):
         """See MetadataStore.close."""
         if not self._connection.begin_close():
             return
-        self._session.clear()
+        self._session.ephemerals.clear()
         self._reads.close()
         self._watches.close()
         self._connection.close()
