@@ -93,22 +93,6 @@ def import_records(
     under_way: deque[Future[tuple[DumpRecord, str]]] = deque()
     waiting: deque[DumpRecord] = deque()
 
-    def paths() -> Iterator[str]:
-        scoped = False
-        for record in records:
-            if record.kind == "sequence":
-                position = _position(record)
-                if not dry_run and not target.ledgers.skip_ids(position):
-                    result.unskipped_position = position
-                continue
-            if record.kind == "ledger" and not scoped and record.ledger.is_scoped:
-                next(
-                    target.ledgers.ledgers(record.ledger.scope_id), None
-                )  # raises where the scopes are another cluster's
-                scoped = True
-            waiting.append(record)
-            yield _path(record, target)
-
     def write(record: DumpRecord, found: Versioned[bytes] | None) -> tuple[DumpRecord, str]:
         return record, _write(record, found, target, overwrite, record_change)
 
@@ -122,7 +106,7 @@ def import_records(
 
     with ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="import") as executor:
         # Reads are batched, so that a second run is fast: it writes nothing.
-        for found in target.store.get_many(paths()):
+        for found in target.store.get_many(_paths(records, target, dry_run, result, waiting)):
             record = waiting.popleft()
             outcome = _outcome(record, found, overwrite)
             if dry_run or outcome in ("same", "conflict"):
@@ -134,6 +118,24 @@ def import_records(
         while under_way:
             count(*under_way.popleft().result())
     return result
+
+
+def _paths(
+    records: Iterable[DumpRecord], target: Cluster, dry_run: bool, result: Imported, waiting: deque[DumpRecord]
+) -> Iterator[str]:
+    """Yield the path of each record and append the record to `waiting`; a "sequence" advances the target's ids."""
+    scopes_checked = False
+    for record in records:
+        if record.kind == "sequence":
+            position = _position(record)
+            if not dry_run and not target.ledgers.skip_ids(position):
+                result.unskipped_position = position
+            continue
+        if record.kind == "ledger" and not scopes_checked and record.ledger.is_scoped:
+            next(target.ledgers.ledgers(record.ledger.scope_id), None)  # Raises Conflict for another cluster's scopes.
+            scopes_checked = True
+        waiting.append(record)
+        yield _path(record, target)
 
 
 def _outcome(record: DumpRecord, found: Versioned[bytes] | None, overwrite: bool) -> str:
