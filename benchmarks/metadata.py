@@ -91,7 +91,7 @@ def create_all(cluster: Cluster, ids: Iterator[LedgerId]) -> None:
     under_way: list[object] = []
     value = METADATA.serialize()
     while batch := list(islice(ids, CREATES_AT_ONCE)):
-        transaction = store._client.transaction()
+        transaction = store._connection.client.transaction()
         for ledger in batch:
             path = cluster.ledgers.path(ledger)
             parts = path.split("/")

@@ -550,8 +550,8 @@ def orphans(
 
     Exit code 3 when there are any.
     """
-    from bkctl.metadata.admin.check import orphans as find
-    from bkctl.metadata.admin.check import remove_orphan
+    from bkctl.metadata.admin.orphans import orphans as find
+    from bkctl.metadata.admin.orphans import remove_orphan
 
     with run.cluster() as cluster:
         with run.working("Looking for orphans"):
@@ -688,7 +688,7 @@ def replace_bookie(
     nobody knows the new one. Exit code 3 when ledgers are left.
     """
     from bkctl.ids import check_bookie_id
-    from bkctl.metadata.admin.check import replace_bookie as replace
+    from bkctl.metadata.admin.bookie_replacement import replace_bookie as replace
 
     if old is None or new is None:
         raise UsageError("--from BOOKIE and --to BOOKIE are needed")

@@ -1,4 +1,4 @@
-"""A cluster as its metadata store shows it: ledgers, registered bookies, cookies, layout, instance id.
+"""A cluster in its metadata store: ledgers, registered bookies, cookies, layout, instance id.
 
 Source: ZKRegistrationManager, ZKRegistrationClient, ZkLayoutManager, AbstractZkLedgerManagerFactory.
 """
@@ -13,20 +13,28 @@ from typing import Final, NamedTuple, Self
 from bkctl.errors import AlreadyExists, Corrupt, MetadataVersionConflict, NotFound, Unsupported, UsageError
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, LedgerLayout
 from bkctl.ids import check_bookie_id
-from bkctl.metadata.ledgers import (
-    INSTANCE_ID,
+from bkctl.metadata.backends.zookeeper.ledger_managers import (
     FlatLedgerManager,
     HierarchicalLedgerManager,
-    LedgerManager,
     LegacyHierarchicalLedgerManager,
     LongHierarchicalLedgerManager,
-    QualifiedNameLedgerManager,
 )
-from bkctl.metadata.store import NEW, NO_CLUSTER_HINT, NO_SECURITY, MetadataStore, StoreSecurity, Versioned
+from bkctl.metadata.ledgers import INSTANCE_ID, LedgerManager, QualifiedNameLedgerManager
+from bkctl.metadata.store import (
+    NEW,
+    NO_CLUSTER_HINT,
+    NO_SECURITY,
+    MetadataStore,
+    StoreSecurity,
+    Versioned,
+    cancel_all,
+)
 from bkctl.metadata.uri import MetadataUri, parse_uri
 
 COOKIES: Final = "cookies"
-#: BookieServiceInfo property of a bookie that knows ledger scopes (BP-35).
+#: BookieServiceInfo property of a bookie that knows ledger scopes (BP-35): "1". The registration lock: placement for
+#: scopes ≠ 0 picks only bookies that registered it, since Apache's bookies ignore the scope and act on scope 0. The
+#: connection lock (the READ_LAC probe in `bkctl/protocol/connection.py`) then asks the process behind the address.
 LEDGER_SCOPES_PROPERTY: Final = "ledgerScopes"
 BOOKIE_RPC_PROTOCOL: Final = "bookie-rpc"
 #: The id of the endpoint that a bookie with an HTTP server registers. Source: HttpService.publishInfo.
@@ -38,7 +46,7 @@ _MANAGER_VERSION: Final = 1
 
 
 class Places(NamedTuple):
-    """Where a kind of store keeps, below the root, what a cluster has once. Cookies are at `cookies` in each."""
+    """Paths below the root of the nodes that a cluster has once, by kind of store. Cookies are at `cookies` in each."""
 
     layout: str = "LAYOUT"
     instance_id: str = INSTANCE_ID
@@ -50,7 +58,7 @@ class Places(NamedTuple):
 PLACES: Final = Places()
 #: Source: EtcdConstants.
 ETCD_PLACES: Final = Places("layout", "instanceid", "bookies/writable", "bookies/readonly")
-#: What Apache's driver creates beside those. Source: EtcdRegistrationManager.initNewCluster.
+#: Nodes that Apache's driver creates beside these. Source: EtcdRegistrationManager.initNewCluster.
 _ETCD_MARKERS: Final = ("cookies", "bookies", "ledgers", "buckets", "underreplication")
 _ETCD_LAYOUT: Final = LedgerLayout(2, "org.apache.bookkeeper.metadata.etcd.EtcdLedgerManagerFactory", 0)
 
@@ -76,10 +84,10 @@ _NEW_LAYOUTS: Final = {
 
 
 class RegisteredBookie(NamedTuple):
-    """A bookie as the cluster knows it.
+    """A bookie with a registration or a cookie.
 
-    `state` is "rw" or "ro" while it is registered, "down" when only its cookie is there. `info` is what it registered;
-    None for a bookie that is down, published nothing (BookKeeper before 4.11), or published what is no service info.
+    `state` is "rw" or "ro" for a registered bookie, "down" for one that only has a cookie. `info` is its registration;
+    None for a bookie that is down, or registered without a readable service info (BookKeeper before 4.11).
     """
 
     bookie_id: str
@@ -88,7 +96,7 @@ class RegisteredBookie(NamedTuple):
 
     @property
     def address(self) -> tuple[str, int] | None:
-        """Host and port of its `bookie-rpc` endpoint, else of a bookie id `HOST:PORT`; None where neither is there."""
+        """Host and port of its `bookie-rpc` endpoint, else of a bookie id `HOST:PORT`; None without either."""
         for endpoint in self.info.endpoints if self.info else ():
             if endpoint.protocol == BOOKIE_RPC_PROTOCOL:
                 return endpoint.host, endpoint.port
@@ -97,7 +105,7 @@ class RegisteredBookie(NamedTuple):
 
     @property
     def ledger_scopes(self) -> bool:
-        """Whether it may be given ledgers of scopes ≠ 0 (lock 1 of BP-35's reading)."""
+        """True if placement may pick it for scopes ≠ 0: the registration lock, see LEDGER_SCOPES_PROPERTY."""
         return self.info is not None and self.info.properties.get(LEDGER_SCOPES_PROPERTY) == "1"
 
 
@@ -108,11 +116,11 @@ class CookieStore:
         self.store = store
 
     def list(self) -> list[str]:
-        """Ids of the bookies that have a cookie, ascending."""
+        """Return the ids of the bookies that have a cookie, ascending."""
         return self.store.children(COOKIES) or []
 
     def read(self, bookie_id: str) -> Versioned[Cookie] | None:
-        """The bookie's cookie, None when there is none. Raises Corrupt or Unsupported, naming the bookie."""
+        """Return the bookie's cookie, None without one. Raises Corrupt or Unsupported, naming the bookie."""
         found = self.store.get(_cookie_path(bookie_id))
         if found is None:
             return None
@@ -129,7 +137,7 @@ class CookieStore:
         except AlreadyExists as error:
             raise AlreadyExists(f"Bookie {bookie_id} has a cookie") from error
         except NotFound as error:
-            if expected in (NEW, None):  # There is no cluster, and the error says so.
+            if expected in (NEW, None):  # The cluster is missing, and the error says so.
                 raise
             raise NotFound(f"Bookie {bookie_id} has no cookie") from error
         except MetadataVersionConflict as error:
@@ -150,7 +158,7 @@ class CookieStore:
 
 
 class Registration:
-    """Which bookies are there: ephemeral nodes that vanish with the bookie. Source: ZKRegistrationManager."""
+    """The registered bookies: ephemeral nodes that vanish with the bookie. Source: ZKRegistrationManager."""
 
     def __init__(self, store: MetadataStore, places: Places = PLACES) -> None:
         self.store = store
@@ -159,10 +167,10 @@ class Registration:
     def register(
         self, bookie_id: str, info: BookieServiceInfo, read_only: bool = False, *, wait_s: float | None = None
     ) -> None:
-        """Show the bookie as writable or read-only, until `unregister` or the store is closed; lost sessions included.
+        """Register the bookie as writable or read-only, until `unregister` or `close`; again after a lost session.
 
-        A registration that another process left or holds is waited for (`wait_s`, None: until a dead one's session is
-        over). Raises AlreadyExists when it is still there then: a bookie of this id is running.
+        While another process holds the registration, wait `wait_s` seconds (None: until the session of a dead process
+        is over), then raise AlreadyExists: a bookie of this id is running.
         """
         path, other = self._path(bookie_id, read_only), self._path(bookie_id, not read_only)
         try:
@@ -175,20 +183,20 @@ class Registration:
         self._delete(other)
 
     def set_read_only(self, bookie_id: str, read_only: bool, info: BookieServiceInfo) -> None:
-        """Move a registered bookie to read-only or back: the new node first, then the old one goes."""
+        """Move a registered bookie to read-only or back: create the new node, then delete the old one."""
         self.register(bookie_id, info, read_only)
 
     def usurped_s(self, bookie_id: str, read_only: bool = False) -> float:
-        """Seconds since another process was first seen to hold the registration that we lost with a session; else 0."""
+        """Return the seconds since another process was first seen with the registration that we lost; else 0."""
         return self.store.usurped_s(self._path(bookie_id, read_only))
 
     def unregister(self, bookie_id: str) -> None:
-        """Take the bookie off both lists; nothing happens when it is on none."""
+        """Delete the bookie's registrations; do nothing without one."""
         for read_only in (False, True):
             self._delete(self._path(bookie_id, read_only))
 
     def list(self, include_down: bool = True) -> list[RegisteredBookie]:
-        """All bookies by id; with `include_down` also those that have a cookie and are not registered."""
+        """Return all bookies by id; with `include_down` also bookies that have a cookie and are not registered."""
         lists = (self._places.writable, self._places.read_only)
         writable, read_only, cookies = self.store.children_many((*lists, COOKIES if include_down else lists[1]))
         states = dict.fromkeys(cookies or () if include_down else (), "down")
@@ -207,7 +215,7 @@ class Registration:
         for name in names:
             state, found = states[name], infos.get(name)
             if state != "down" and found is None:
-                # Between the two steps it left, or became read-only or writable: that is no lost bookie.
+                # Between the two steps it left, or became read-only or writable: do not report it as lost.
                 state = "ro" if state == "rw" else "rw"
                 found = self.store.get(f"{lists[0] if state == 'rw' else lists[1]}/{name}")
             if state != "down" and found is None:
@@ -218,7 +226,7 @@ class Registration:
         return bookies
 
     def get(self, bookie_id: str) -> RegisteredBookie | None:
-        """One bookie, down ones included; None when neither a registration nor a cookie names it."""
+        """Return one bookie, also a down one; None without a registration and a cookie."""
         check_bookie_id(bookie_id)
         writable, read_only, cookie = self.store.get_many(
             (f"{self._places.writable}/{bookie_id}", f"{self._places.read_only}/{bookie_id}", f"{COOKIES}/{bookie_id}")
@@ -230,15 +238,9 @@ class Registration:
         return None if cookie is None else RegisteredBookie(bookie_id, "down", None)
 
     def watch(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call `callback()` when bookies come, go or change their state, as MetadataStore.watch. Returns the cancel."""
+        """Call `callback()` when bookies come, go or change state; see MetadataStore.watch."""
         lists = (self._places.writable, self._places.read_only)
-        cancels = [self.store.watch(path, callback, children=True) for path in lists]
-
-        def cancel() -> None:
-            for each in cancels:
-                each()
-
-        return cancel
+        return cancel_all(*(self.store.watch(path, callback, children=True) for path in lists))
 
     def _path(self, bookie_id: str, read_only: bool) -> str:
         return f"{self._places.read_only if read_only else self._places.writable}/{check_bookie_id(bookie_id)}"
@@ -251,7 +253,7 @@ class Registration:
 
 
 class Cluster:
-    """One cluster's metadata, open until `close`; a context manager. Made by `open_cluster`."""
+    """One cluster's metadata, open until `close`; a context manager. Created by `open_cluster`."""
 
     def __init__(self, location: MetadataUri, store: MetadataStore) -> None:
         self.location = location
@@ -260,17 +262,17 @@ class Cluster:
         self.places = ETCD_PLACES if location.driver == "etcd" else PLACES
         self.cookies = CookieStore(store)
         self.bookies = Registration(store, self.places)
-        #: Whether `open_cluster` made it.
+        #: True if `open_cluster` created the cluster.
         self.created = False
         self._ledgers: LedgerManager | None = None
         self._lock = threading.Lock()
 
     @property
     def ledgers(self) -> LedgerManager:
-        """The ledger manager that the LAYOUT names; read on first use.
+        """The ledger manager of the LAYOUT, which is read on first use.
 
-        Raises NotFound when there is no cluster, UsageError when the URI names another type than LAYOUT, Unsupported
-        for a LAYOUT of a manager that is not known here.
+        Raises NotFound without a cluster, UsageError when the URI names another type than LAYOUT, Unsupported for the
+        LAYOUT of an unknown manager.
         """
         with self._lock:
             if self._ledgers is None:
@@ -283,11 +285,11 @@ class Cluster:
         if self.location.driver == "sqlite" and layout.factory_class == _SQLITE_CLASS:
             return QualifiedNameLedgerManager(self.store)
         if layout == _ETCD_LAYOUT and self.location.driver == "etcd":
-            from bkctl.metadata.backends.etcd.store import EtcdLedgerManager
+            from bkctl.metadata.backends.etcd.ledger_manager import EtcdLedgerManager
 
             return EtcdLedgerManager(self.store)
-        known = _ZOOKEEPER_LAYOUTS.get(name) if self.location.driver == "zk" else None
-        if known is None:
+        entry = _ZOOKEEPER_LAYOUTS.get(name) if self.location.driver == "zk" else None
+        if entry is None:
             raise Unsupported(
                 f"{self.store.name} is laid out by {layout.factory_class}:{layout.manager_version}, "
                 "which bkctl does not have there"
@@ -298,10 +300,10 @@ class Cluster:
                 f"version {_MANAGER_VERSION} is known"
             )
         self.check_layout(layout)
-        return known[1](self.store)
+        return entry[1](self.store)
 
     def check_layout(self, layout: LedgerLayout) -> None:
-        """Raises UsageError, with the right URI, where a ZooKeeper cluster of this layout is not what the URI names."""
+        """Raise UsageError, with the right URI, where the URI names another ledger manager type than this layout."""
         name = _simple_name(layout)
         types = _ZOOKEEPER_LAYOUTS[name][0] if name in _ZOOKEEPER_LAYOUTS else ()
         if self.location.manager_type != "null" and self.location.manager_type not in types:
@@ -312,20 +314,20 @@ class Cluster:
             )
 
     def layout(self) -> LedgerLayout:
-        """The stored layout; where none is stored, the one that the URI stands for (Apache's default: hierarchical).
+        """Return the stored layout, else the default of the URI (Apache's default: hierarchical).
 
-        Raises NotFound when there is no cluster at all, Corrupt or Unsupported for a damaged or later LAYOUT.
+        Raises NotFound without a cluster, Corrupt or Unsupported for a damaged or later LAYOUT.
         """
         found = self.store.get(self.places.layout)
         if found is not None:
             return LedgerLayout.parse(found.value, f"{self.places.layout} in {self.store.name}")
         if self.store.get(self.places.writable) is None and self.store.get(self.places.instance_id) is None:
-            # Any node could be the root else, and would look like a cluster without ledgers.
+            # Else any node would look like the root of a cluster without ledgers.
             raise NotFound(f"No BookKeeper cluster in {self.store.name}", hint=NO_CLUSTER_HINT)
         return new_layout(self.location)
 
     def instance_id(self) -> str:
-        """The cluster's instance id; "" where none was stored. Raises Corrupt when it is no text."""
+        """Return the cluster's instance id, "" where none is stored. Raises Corrupt for bytes that are not UTF-8."""
         found = self.store.get(self.places.instance_id)
         try:
             return "" if found is None else found.value.decode()
@@ -333,7 +335,7 @@ class Cluster:
             raise Corrupt(f"{self.places.instance_id} in {self.store.name} is not UTF-8") from error
 
     def close(self) -> None:
-        """Give up the store's session; a second call does nothing."""
+        """End the store's session; a second call does nothing."""
         self.store.close()
 
     def __enter__(self) -> Self:
@@ -354,12 +356,11 @@ def open_cluster(
 ) -> Cluster:
     """Connect to the metadata store that `uri` names.
 
-    `timeout_s` is the longest wait without progress, `session_timeout_s` how long ZooKeeper or etcd keeps the
-    ephemerals of a client that is gone (`zkTimeout`), `security` how the store is reached and logged in to (a SQLite
-    file is guarded by the file system alone). With `create`, a cluster is made where there is none, as `init_cluster`
-    does; with `create_store` only the SQLite file that is to hold one.
-    Raises UsageError or Unsupported for the URI, Unreachable within `timeout_s`, Unauthorized where the store does not
-    let us in, NotFound for a SQLite file that is not there.
+    `timeout_s` is the longest wait without progress, `session_timeout_s` the time for which ZooKeeper or etcd keeps the
+    ephemerals of a dead client (`zkTimeout`), `security` TLS and login (a SQLite file has file permissions only). With
+    `create`, a missing cluster is created as by `init_cluster`; with `create_store` only the SQLite file for one.
+    Raises UsageError or Unsupported for the URI, Unreachable within `timeout_s`, Unauthorized for a refused login,
+    NotFound for a missing SQLite file.
     """
     location = parse_uri(uri)
     security = security.over(location.security)
@@ -375,11 +376,11 @@ def open_cluster(
 
 
 def init_cluster(cluster: Cluster, *, instance_id: str | None = None, layout: LedgerLayout | None = None) -> bool:
-    """Make a new cluster in the store: root, registration nodes, instance id, LAYOUT; False if it was there.
+    """Create a cluster in the store: root, registration nodes, instance id, LAYOUT; return False if it exists.
 
-    `instance_id` None: a random one, "": none; `layout` None: what the URI stands for.
-    Several processes may do it at once. A cluster that somebody began is completed. Source:
-    ZKRegistrationManager.initNewCluster.
+    `instance_id` None: a random one, "": none; `layout` None: the default of the URI.
+    Several processes may call it at once; an incomplete cluster is completed.
+    Source: ZKRegistrationManager.initNewCluster.
     """
     import uuid
 
@@ -392,11 +393,11 @@ def init_cluster(cluster: Cluster, *, instance_id: str | None = None, layout: Le
     if instance_id != "":
         nodes.append((places.instance_id, (instance_id or str(uuid.uuid4())).encode()))
     last = (places.layout, (layout or new_layout(cluster.location)).serialize())
-    # On etcd Apache's processes take the root alone for a whole cluster, so there it is all made in one step.
-    together = cluster.location.driver == "etcd"
+    # On etcd Apache's processes take a root without further nodes for a whole cluster, so create all in one step.
+    in_one_step = cluster.location.driver == "etcd"
     try:
-        store.put_all([*root, *nodes, *([last] if together else [])])
-        if together:
+        store.put_all([*root, *nodes, *([last] if in_one_step else [])])
+        if in_one_step:
             return True
     except AlreadyExists:
         for path, value in nodes:
@@ -405,7 +406,7 @@ def init_cluster(cluster: Cluster, *, instance_id: str | None = None, layout: Le
 
 
 def _simple_name(layout: LedgerLayout) -> str:
-    """Of a class of Apache's, also where it was shaded into another package; else the whole name."""
+    """Return the simple name of an Apache class, also of one shaded into another package; else the whole name."""
     match = _APACHE_CLASS.fullmatch(layout.factory_class)
     return match[1] if match else layout.factory_class
 
@@ -419,7 +420,7 @@ def _put_new(store: MetadataStore, path: str, value: bytes) -> bool:
 
 
 def new_layout(location: MetadataUri, *, long_long: bool = False) -> LedgerLayout:
-    """The LAYOUT that a new cluster gets there; `long_long`: BP-35's class, on which no Apache process starts.
+    """Return the LAYOUT of a new cluster; `long_long`: BP-35's class, on which no Apache process starts.
 
     Raises UsageError for `long_long` where the URI is not `zk+longlonghierarchical`.
     """
@@ -446,7 +447,7 @@ def _open_store(
     if location.driver == "zk":
         from bkctl.metadata.backends.zookeeper.store import ZooKeeperStore
 
-        # Pulsar takes PATH for a chroot and puts its root at `ledgers` in it; operators also write the root itself.
+        # Pulsar's PATH is a chroot, with the root at `ledgers` in it; operators also write the path of the root.
         root = f"{location.path.rstrip('/')}/ledgers" if location.pulsar else location.path
         store = ZooKeeperStore(
             location.connect_string, root, timeout_s=timeout_s, session_timeout_s=session_timeout_s, security=security

@@ -1,4 +1,4 @@
-"""Which ledgers of a bookie's files are alive: asked of the metadata store, and never guessed.
+"""Liveness of the ledgers in a bookie's files, by the metadata store, and unknown in any doubt.
 
 Source: ListActiveLedgersCommand, ScanAndCompareGarbageCollector; BP-35 for scopes.
 """
@@ -17,47 +17,44 @@ from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledgers import LedgerManager
 from bkctl.model import LedgerLiveness
 
-#: States kept so that a ledger in many logs is asked for once.
-_KNOWN_MAX: Final = 1_000_000
+#: Cached states: a ledger in many logs is looked up once.
+_CACHE_SIZE_MAX: Final = 1_000_000
 
 
 class Liveness:
-    """Asks a metadata store whether ledgers exist. Not for several threads.
-
-    `problems` are the errors for which some ledger's state is unknown, each message once.
-    """
+    """Looks up in a metadata store whether ledgers exist. Not thread-safe."""
 
     def __init__(self, manager: LedgerManager) -> None:
         self._manager = manager
-        self._known: dict[LedgerId, LedgerLiveness] = {}
+        self._states: dict[LedgerId, LedgerLiveness] = {}
         self._problems: dict[str, BkctlError] = {}
         self._unreachable = False
 
     @property
     def problems(self) -> list[BkctlError]:
-        """Why some states are unknown, in the order in which it was found out."""
+        """Errors that left states unknown, in the order of their occurrence, each message once."""
         return list(self._problems.values())
 
     def states(self, ledgers: Collection[LedgerId]) -> dict[LedgerId, LedgerLiveness]:
-        """The state of each ledger. Alive is what has metadata that can be read, dead what the store says is not there.
+        """Return the state of each ledger: alive with readable metadata, dead if the store has none.
 
-        Unknown: metadata that is damaged or of an unknown version; a store that cannot be reached; an id that no ledger
-        can have; and every scoped ledger while the `scopes` tree is absent or another cluster's.
-        What is asked for must have been seen before the call: a ledger created later is not taken for dead.
+        Unknown: damaged metadata, or of an unknown version; an unreachable store; an impossible id; and every scoped
+        ledger while the `scopes` tree is absent or another cluster's.
+        Callers must have seen the ledgers before the call: then a ledger created since is never reported as dead.
         """
-        missing = [ledger for ledger in ledgers if ledger not in self._known]
+        missing = [ledger for ledger in ledgers if ledger not in self._states]
         if missing and not self._unreachable:
-            if len(self._known) + len(missing) > _KNOWN_MAX:
-                self._known = {ledger: self._known[ledger] for ledger in ledgers if ledger in self._known}
+            if len(self._states) + len(missing) > _CACHE_SIZE_MAX:
+                self._states = {ledger: self._states[ledger] for ledger in ledgers if ledger in self._states}
             try:
                 self._ask(missing)
             except Unreachable as error:
                 self._unreachable = True
                 self._note(error)
-        return {ledger: self._known.get(ledger, LedgerLiveness.UNKNOWN) for ledger in ledgers}
+        return {ledger: self._states.get(ledger, LedgerLiveness.UNKNOWN) for ledger in ledgers}
 
     def _ask(self, ledgers: list[LedgerId]) -> None:
-        # A server that lags behind catches up first, else a young ledger would look dead.
+        # Listing makes a server that lags behind catch up first; else a young ledger would look dead.
         self._manager.store.children("cookies", limit=1)
         found: dict[LedgerId, LedgerLiveness] = {}
         default = [ledger for ledger in ledgers if not ledger.is_scoped]
@@ -67,7 +64,7 @@ class Liveness:
             self._read(scoped, found)
             if not self._scopes_are_ours():
                 found.update(dict.fromkeys(scoped, LedgerLiveness.UNKNOWN))
-        self._known.update(found)
+        self._states.update(found)
 
     def _read(self, ledgers: Iterable[LedgerId], found: dict[LedgerId, LedgerLiveness]) -> None:
         for ledger, answer in self._manager.read_many(ledgers):
@@ -84,11 +81,11 @@ class Liveness:
         state = self._manager.scopes_state()
         if state == "ours":
             return True
-        whose = "there is no scopes tree" if state == "absent" else "the scopes tree is a formatted cluster's"
+        reason = "the scopes tree is missing" if state == "absent" else "the scopes tree belongs to a formatted cluster"
         self._note(
             Conflict(
-                f"Scoped ledgers in {self._manager.store.name} cannot be told dead from alive: {whose}",
-                hint="'bkctl metadata check' says more",
+                f"Cannot tell which scoped ledgers in {self._manager.store.name} are alive: {reason}",
+                hint="run 'bkctl metadata check'",
             )
         )
         return False
@@ -98,10 +95,9 @@ class Liveness:
 
 
 def check_instance(cluster: Cluster, logs: Iterable[Path]) -> None:
-    """Make sure that the bookie which wrote these logs belongs to `cluster`: in another one all its ledgers are dead.
+    """Raise Conflict unless the bookie of these logs belongs to `cluster`: in another one its ledgers all look dead.
 
-    Compares the instance id in the cookies beside the logs; a directory without a cookie that can be read proves
-    nothing. Raises Conflict.
+    Compares the instance id in the cookies beside the logs; a directory without a readable cookie proves nothing.
     """
     directories = dict.fromkeys(
         path.parent.parent if path.parent.name == SCOPED_DIRECTORY else path.parent for path in logs

@@ -1,4 +1,4 @@
-"""What every metadata store does: a tree of small versioned values, compare-and-set, ephemerals, watches.
+"""The contract of every metadata store: a tree of small versioned values, compare-and-set, ephemerals, watches.
 
 Ledgers, registration and cookies are written once above this contract (`ledgers.py`, `cluster.py`). One contract test
 runs over every driver. All calls block; every method may be called from any thread.
@@ -28,19 +28,19 @@ NEW: Final = -1
 VALUE_SIZE_BYTES_MAX: Final = 1 << 20
 PATH_LENGTH_MAX: Final = 1024
 SEQUENCE_STEPS_MAX: Final = 100_000
-#: Changes of many nodes that are under way at once, where the store has no request for many.
-_AT_ONCE: Final = 8
-_NO_NAMES: Final = frozenset(("", ".", ".."))
-_UNFIT: Final = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
+#: Concurrent changes of nodes, where the store has no request for many.
+_CONCURRENCY: Final = 8
+_RESERVED_NAMES: Final = frozenset(("", ".", ".."))
+_UNPRINTABLE: Final = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
 NO_CLUSTER_HINT: Final = "check the path at the end of the metadata URI"
 
 
 class Versioned(NamedTuple, Generic[T]):
-    """A value as it was read, with what a conditional write needs.
+    """A value with its version, for a conditional write.
 
-    `version` is another after each write of the node, and greater: ZooKeeper and SQLite count the node's writes, 0 just
-    after its creation; on etcd it is the mod revision, above 0. `ctime_ms` is when the store created the node, in ms
-    since 1970, None where the store does not know (etcd).
+    `version` grows with each write of the node: ZooKeeper and SQLite count the node's writes, from 0 at its creation;
+    on etcd it is the mod revision, above 0. `ctime_ms` is the node's creation time in ms since 1970, None where the
+    store does not keep it (etcd).
     """
 
     value: T
@@ -56,11 +56,11 @@ def client_tls(
     key_password: str | None = None,
     verify_hostname: bool = True,
 ) -> ssl.SSLContext:
-    """A TLS context for connections to bookies and stores, from PEM files.
+    """Return a TLS context for connections to bookies and stores, from PEM files.
 
-    `ca` (None: the system's) says whom we trust, `certificate` and its `key` say who we are. `verify_hostname` also
-    checks that the server's certificate names the host it is reached by; the chain is always checked. Raises
-    UsageError when a file cannot be read or is no PEM file of its kind.
+    `ca` holds the trusted authorities (None: the system's), `certificate` and `key` our own identity. `verify_hostname`
+    also checks the host name in the server's certificate; the chain is always checked. Raises UsageError for a file
+    that cannot be read or is not a PEM file of its kind.
     """
     import ssl
 
@@ -84,8 +84,8 @@ def client_tls(
 def load_certificate(context: ssl.SSLContext, certificate: str, key: str | None, password: str | None) -> None:
     """Load a PEM certificate and its private key (None: in the same file) into `context`.
 
-    Raises UsageError for an encrypted key that `password` is missing for or does not open, never asking at a terminal;
-    OSError as `load_cert_chain` for other files that cannot be used.
+    Raises UsageError for an encrypted key without the right `password`, and never asks on the terminal; OSError as
+    `load_cert_chain` for other unusable files.
     """
     import ssl
 
@@ -101,7 +101,7 @@ def load_certificate(context: ssl.SSLContext, certificate: str, key: str | None,
     except ssl.SSLError as error:
         if not is_encrypted:
             raise
-        problem = "the password that is given does not open it" if password else "no password is given for it"
+        problem = "the given password does not open it" if password else "no password is given for it"
         raise UsageError(
             f"The private key in {key or certificate} is encrypted, and {problem}",
             hint="give its password where the settings take one, or a key that is not encrypted and has mode 0600",
@@ -110,12 +110,12 @@ def load_certificate(context: ssl.SSLContext, certificate: str, key: str | None,
 
 @dataclass(frozen=True, slots=True)
 class StoreSecurity:
-    """How a guarded metadata store is opened, and what guards what we create there. The empty value: not at all.
+    """TLS, login and ACLs of a connection to a metadata store. The empty value uses none of them.
 
     `tls` encrypts; `ca` is the PEM file of the authorities that sign the servers' certificates (None: the system's),
     `certificate` and `key` are our own, for servers that ask. `user` and `password` log in: on ZooKeeper by its
-    `digest` scheme, or with `sasl` by SASL DIGEST-MD5 (JAAS's DigestLoginModule). `creator_acl` gives what we create on
-    ZooKeeper to whom we logged in as, alone (`zkEnableSecurity`, ZkUtils.getACLs); without, it is open to everybody.
+    `digest` scheme, or with `sasl` by SASL DIGEST-MD5 (JAAS's DigestLoginModule). `creator_acl` restricts nodes that we
+    create on ZooKeeper to our own user (`zkEnableSecurity`, ZkUtils.getACLs); without it every client may change them.
     """
 
     tls: bool = False
@@ -140,7 +140,7 @@ class StoreSecurity:
             raise UsageError("SASL needs a user and a password for the metadata store")
 
     def over(self, other: StoreSecurity | None) -> StoreSecurity:
-        """This value, with TLS and login of `other` where this one has none of its own."""
+        """Return this value, with TLS and login from `other` where this one has none."""
         if other is None:
             return self
         merged = self
@@ -154,7 +154,7 @@ class StoreSecurity:
         return merged
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """The context for connections; None without `tls`. Raises UsageError for a file that is no PEM of its kind."""
+        """Return the context for connections; None without `tls`. Raises UsageError for an unusable file."""
         if not self.tls:
             return None
         return client_tls(
@@ -167,46 +167,48 @@ NO_SECURITY: Final = StoreSecurity()
 
 def check_path(path: str) -> str:
     """Return `path` if it names a node below the root: "" is the root, else parts joined by "/". Raises UsageError."""
-    if path and (len(path) > PATH_LENGTH_MAX or not _NO_NAMES.isdisjoint(path.split("/")) or _UNFIT.search(path)):
+    if path and (
+        len(path) > PATH_LENGTH_MAX or not _RESERVED_NAMES.isdisjoint(path.split("/")) or _UNPRINTABLE.search(path)
+    ):
         raise UsageError(f"Not a path below the metadata root: {path!r}", hint="write it as 'cookies/BOOKIE'")
     return path
 
 
 class Claim(ABC):
-    """A node that we made, and that goes with our session: ours from its creation until it is gone, never again after.
+    """A node that `MetadataStore.claim` created, and that ends with our session; a lost claim never becomes ours again.
 
-    Made by `MetadataStore.claim`. `path` is where it is.
+    `path` is its path.
     """
 
     path: str
 
     @abstractmethod
     def is_held(self) -> bool:
-        """Whether the node is there, and still the one that we made. Raises Unreachable: nobody knows."""
+        """Return whether the node that we created still exists. Raises Unreachable: unknown."""
 
     @abstractmethod
     def release(self) -> None:
-        """Delete the node, if it is still the one that we made; a second call does nothing. Raises Unreachable."""
+        """Delete the node that we created, but no later node at its path. Raises Unreachable."""
 
 
 class MetadataStore(ABC):
     """One metadata store, from the cluster's root down. Paths are relative to it, with no leading "/"; "" is the root.
 
     Every method raises Unreachable when the store cannot be reached and TimedOut (an Unreachable) when it did not
-    answer within the `timeout_s` it was opened with; UsageError for a path that is none.
+    answer within the `timeout_s` it was opened with; UsageError for a malformed path.
     """
 
-    #: How to name this store in a message: `ZooKeeper at 127.0.0.1:2181`.
+    #: Name of this store in messages: `/ledgers of ZooKeeper at 127.0.0.1:2181`.
     name: str
-    #: By path: since when (monotonic clock) another owner holds an `ephemeral` of ours.
+    #: Path of an `ephemeral` of ours → time (monotonic clock) since which another owner holds it.
     _usurped_since_s: dict[str, float] | None = None
 
     @abstractmethod
     def get(self, path: str) -> Versioned[bytes] | None:
-        """The value of the node at `path`; None when there is no such node."""
+        """Return the value of the node at `path`, None for a missing node."""
 
     def get_many(self, paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
-        """`get` of each path, in the order given; `paths` is consumed as results are taken, a bounded number ahead."""
+        """`get` each path, in the order given; `paths` is consumed a bounded number ahead of the results."""
         return (self.get(path) for path in paths)
 
     @abstractmethod
@@ -214,34 +216,34 @@ class MetadataStore(ABC):
         """Write the node and return its new version.
 
         `expected` NEW creates it, together with the missing parents (empty values) in one step; a version replaces the
-        value only while that is the node's version; None replaces whatever is there, creating the node if need be.
+        value only while the node has that version; None replaces any value, or creates the node.
         Raises AlreadyExists (NEW, exists), NotFound (a version, missing), MetadataVersionConflict (another version).
-        A write that was applied although its answer was lost is recognised, and succeeds. Only where somebody has
-        written since and the store keeps no history (ZooKeeper; etcd once it is compacted) it cannot be: then it is a
-        MetadataVersionConflict that says so in `may_be_applied`.
+        A write that was applied although its answer was lost is recognised, and succeeds. It is not recognised where
+        another client has written since and the store keeps no history (ZooKeeper; etcd after a compaction): then the
+        MetadataVersionConflict has `may_be_applied`.
         """
 
     def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
-        """`put` of each node in the version that is given, each for itself; a node's error comes in its place.
+        """`put` each node in the given version, independently; a node's error comes in its place.
 
-        Raises only Unreachable: which of them were written is not known then.
+        Raises only Unreachable: some of the nodes may be written then.
         """
-        return _each(lambda node: self.put(*node), nodes)
+        return _map(lambda node: self.put(*node), nodes)
 
     @abstractmethod
     def put_all(self, nodes: Sequence[tuple[str, bytes]]) -> None:
-        """Create all these nodes (parents before children) or none. Raises AlreadyExists."""
+        """Create all these nodes (parents before children), or none of them. Raises AlreadyExists."""
 
     @abstractmethod
     def delete(self, path: str, expected: int | None = None, *, prune: int = 0) -> None:
-        """Delete the node, only in version `expected` if given; then as many as `prune` of its parents that are empty.
+        """Delete the node, only in version `expected` if given; then up to `prune` of its parents while they are empty.
 
-        Pruning is best effort: a parent that got a child meanwhile, or any failure, ends it silently.
+        Pruning is best effort: a parent with a new child, or any failure, ends it silently.
         Raises NotFound, MetadataVersionConflict, Conflict when the node has children.
         """
 
     def delete_root(self) -> None:
-        """Delete the root itself, which must be empty; where the root is the store (SQLite), nothing happens.
+        """Delete the root itself, which must be empty; do nothing where the root is the store (SQLite).
 
         Raises NotFound, and Conflict when it has children.
         """
@@ -249,26 +251,26 @@ class MetadataStore(ABC):
 
     @abstractmethod
     def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
-        """Names of the node's children in ascending order; None when the node does not exist.
+        """Return the names of the node's children in ascending order, None for a missing node.
 
-        `after` and `limit` narrow the answer to at most `limit` names greater than `after`. What was acknowledged to
-        anybody before the call is seen (ZooKeeper: `sync` first).
+        `after` and `limit` narrow the answer to at most `limit` names greater than `after`. Changes acknowledged to any
+        client before the call are included (ZooKeeper: `sync` first).
         """
 
     def children_many(self, paths: Iterable[str]) -> Iterator[list[str] | None]:
-        """`children` of each path, in the order given, a bounded number ahead as `get_many`."""
+        """Yield the `children` of each path, in the order given; `paths` is consumed as by `get_many`."""
         return (self.children(path) for path in paths)
 
     @abstractmethod
     def sequence(self, path: str) -> int:
-        """The next number of the sequence kept at `path`: never the same twice, ascending, 0 first."""
+        """Return the next number of the sequence at `path`: ascending from 0, each number once."""
 
     @abstractmethod
     def sequence_position(self, path: str) -> int:
-        """The number that `sequence` will give next at `path`; 0 where it gave none, and where there is no node."""
+        """Return the number that `sequence` gives next at `path`; 0 for a new sequence."""
 
     def advance_sequence(self, path: str, position: int) -> bool:
-        """Make `sequence` give `position` or more from now on; False where that would take too many steps."""
+        """Make `sequence` give `position` or more from now on; return False where that would take too many steps."""
         behind = position - self.sequence_position(path)
         if behind > SEQUENCE_STEPS_MAX:
             return False
@@ -282,10 +284,10 @@ class MetadataStore(ABC):
 
     @abstractmethod
     def ephemeral(self, path: str, value: bytes, *, wait_s: float | None = None) -> None:
-        """Keep a node at `path` for as long as this store object lives; set its value where we own it already.
+        """Keep a node at `path` for as long as this store object lives; set the value of a node that we own already.
 
-        After a lost session the node is created again, until `delete(path)` or `close`. A node that another owner holds
-        is waited for: `wait_s` seconds (None: until a dead one's session is over), then AlreadyExists.
+        After a lost session the node is created again, until `delete(path)` or `close`. While another owner holds the
+        node, wait `wait_s` seconds (None: until the session of a dead owner is over), then raise AlreadyExists.
         """
 
     def usurped_s(self, path: str) -> float:
@@ -294,7 +296,7 @@ class MetadataStore(ABC):
         return 0.0 if since_s is None else max(time.monotonic() - since_s, 0.001)
 
     def _note_owner(self, path: str, *, is_ours: bool) -> None:
-        """Take note of who holds our `ephemeral` at `path`, after it was tried to hold it again."""
+        """Record whether our `ephemeral` at `path` is ours, after an attempt to create it again."""
         if self._usurped_since_s is None:
             self._usurped_since_s = {}
         if is_ours:
@@ -306,36 +308,36 @@ class MetadataStore(ABC):
     def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:
         """Create an ephemeral node that is not created again: a lost session loses the claim, unlike `ephemeral`.
 
-        With `numbered` ten digits follow `path`, greater than those of any node created so before beside it: whoever
-        sees its own node sees all lower ones that there are (ZooKeeper's sequential nodes). One session claims a
-        numbered path once with the same value. Raises AlreadyExists.
+        With `numbered` ten digits follow `path`, greater than in every earlier node beside it: a client that sees its
+        own node also sees every lower one (ZooKeeper's sequential nodes). One session claims a numbered path with the
+        same value once. Raises AlreadyExists.
         """
 
     def claim_many(self, paths: Sequence[str], value: bytes) -> list[Claim | BkctlError]:
-        """`claim` of each path; AlreadyExists, or another error, comes in its place. Raises only Unreachable."""
-        return _each(lambda path: self.claim(path, value), paths)
+        """`claim` each path; AlreadyExists, or another error, comes in its place. Raises only Unreachable."""
+        return _map(lambda path: self.claim(path, value), paths)
 
     def held_many(self, claims: Sequence[Claim]) -> list[bool]:
-        """`is_held` of each. Raises Unreachable."""
-        return [_value(each) for each in _each(lambda claim: claim.is_held(), claims)]
+        """Return `is_held` of each claim. Raises Unreachable."""
+        return [_value(found) for found in _map(lambda claim: claim.is_held(), claims)]
 
     def release_many(self, claims: Sequence[Claim]) -> None:
-        """`release` of each. Raises Unreachable: some may be left then."""
-        for each in _each(lambda claim: claim.release(), claims):
-            _value(each)
+        """`release` each claim. Raises Unreachable: some may be left then."""
+        for found in _map(lambda claim: claim.release(), claims):
+            _value(found)
 
     @abstractmethod
     def watch(self, path: str, callback: Callable[[], None], *, children: bool = False) -> Callable[[], None]:
         """Call `callback()` after each change of the node (created, replaced, deleted), or of its set of children.
 
-        Several changes may give one call, and a lost connection gives a call without a change: read again and compare.
-        It runs on the store's own thread, one call at a time, and must not block long; when it raises a BkctlError (the
-        store is away again, say) it is called once more later. Returns a function that cancels.
+        Several changes may cause one call, and a lost connection causes a call too: read again and compare.
+        Calls run on the store's own thread, one at a time, and must not block long; a call that raises a BkctlError
+        (the store is down again, say) is repeated later. Returns a function that cancels.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Give up the session: our ephemerals vanish at once, watches end. A second call does nothing."""
+        """End the session: our ephemerals vanish at once, watches end. A second call does nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -344,10 +346,10 @@ class MetadataStore(ABC):
         self.close()
 
 
-def _each(call: Callable[[T], R], items: Sequence[T]) -> list[R | BkctlError]:
-    """What `call` gives for each, some at once; its error in the place of one that failed. Raises only Unreachable."""
+def _map(call: Callable[[T], R], items: Sequence[T]) -> list[R | BkctlError]:
+    """Call `call` with each item, several at once; an error comes in its item's place. Raises only Unreachable."""
 
-    def one(item: T) -> R | BkctlError:
+    def attempt(item: T) -> R | BkctlError:
         try:
             return call(item)
         except Unreachable:
@@ -356,11 +358,11 @@ def _each(call: Callable[[T], R], items: Sequence[T]) -> list[R | BkctlError]:
             return error
 
     if len(items) < 2:
-        return [one(item) for item in items]
+        return [attempt(item) for item in items]
     from concurrent.futures import ThreadPoolExecutor
 
-    with ThreadPoolExecutor(min(len(items), _AT_ONCE), thread_name_prefix="change-many") as executor:
-        return list(executor.map(one, items))
+    with ThreadPoolExecutor(min(len(items), _CONCURRENCY), thread_name_prefix="change-many") as executor:
+        return list(executor.map(attempt, items))
 
 
 def _value(found: R | BkctlError) -> R:
@@ -369,14 +371,24 @@ def _value(found: R | BkctlError) -> R:
     return found
 
 
+def cancel_all(*cancels: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls each of the functions that `watch` returned."""
+
+    def cancel() -> None:
+        for cancel_one in cancels:
+            cancel_one()
+
+    return cancel
+
+
 def walk_levels(
     store: MetadataStore, base: str, levels: Sequence[re.Pattern[str]], first: str = ""
 ) -> Iterator[tuple[str, str, list[str]]]:
-    """The lowest directories of a tree below `base`: path, the names of its directories joined, its children's names.
+    """Yield the lowest directories of a tree below `base`: path, joined names of its directories, children's names.
 
-    Each of `levels` is what a directory's name in that level is like; others are passed over. All of a level have the
-    same width, so that directories come in ascending order, and `first` leaves out those that sort before it.
-    Several requests are under way in every level at once. What vanishes meanwhile is passed over.
+    Each of `levels` matches the names of directories in that level; other names are passed over. All names of a level
+    have the same width, so directories come in ascending order; directories that sort before `first` are left out.
+    Several requests are under way in every level at once. Directories deleted meanwhile are passed over.
     """
     directories: Iterator[tuple[str, str]] = iter([(base, "")])
     for level in levels:

@@ -1,4 +1,4 @@
-"""Where a cluster's metadata is: every URI form that Apache BookKeeper, Pulsar and bkctl know.
+"""Metadata URIs: every form of Apache BookKeeper, Pulsar and bkctl.
 
     zk[+TYPE]://HOST[:PORT][;HOST…][/ROOT]      TYPE: hierarchical, longhierarchical, longlonghierarchical, flat, null
     etcd[+TYPE]://[USER:PASSWORD@]HOST[:PORT][;HOST…][/SCOPE][?tls=true&ca=FILE&cert=FILE&key=FILE]
@@ -36,8 +36,8 @@ class MetadataUri(NamedTuple):
 
     `driver` is "zk", "etcd" or "sqlite"; `manager_type` one of LEDGER_MANAGER_TYPES ("null": as the LAYOUT says);
     `hosts` are (host, port) pairs, empty for sqlite; `path` is the ledgers root, key scope or file, with leading "/".
-    `pulsar`: it came as `metadata-store:`, where Pulsar puts the root at PATH/ledgers, and may write no LAYOUT.
-    `security` is what an etcd URI says of login and TLS; it is no part of `text`, nor printed otherwise.
+    `pulsar`: the URI is a `metadata-store:`, where Pulsar puts the root at PATH/ledgers, and may write no LAYOUT.
+    `security` is the login and TLS of an etcd URI; it is not part of `text`, nor printed otherwise.
     """
 
     driver: str
@@ -66,8 +66,8 @@ class MetadataUri(NamedTuple):
 def parse_uri(text: str) -> MetadataUri:
     """Read any form of metadata URI.
 
-    Raises UsageError, naming what is wrong, when the text is no metadata URI; Unsupported (exit 8) when it names a
-    store or a ledger manager type that this release does not have.
+    Raises UsageError, naming the problem, for another kind of text; Unsupported for a store or a ledger manager type
+    that this release does not have.
     """
     if len(text) > _URI_LENGTH_MAX:
         raise UsageError(f"Metadata URI of {len(text)} characters; at most {_URI_LENGTH_MAX} are read")
@@ -107,7 +107,7 @@ def parse_uri(text: str) -> MetadataUri:
 def assemble_uri(
     zk_servers: str, zk_ledgers_root_path: str = ROOT_PATH_DEFAULT, manager_type: str | None = None
 ) -> MetadataUri:
-    """The URI of the old settings `zkServers`, `zkLedgersRootPath` and `ledgerManagerType`.
+    """Return the URI of the old settings `zkServers`, `zkLedgersRootPath` and `ledgerManagerType`.
 
     A chroot behind the servers (`HOST:2181/chroot`) comes before the root path. Raises UsageError, Unsupported.
     Source: AbstractConfiguration.getMetadataServiceUri.
@@ -123,7 +123,7 @@ def _bad(text: str, problem: str) -> UsageError:
 
 
 def _shown(text: str) -> str:
-    """It may hold a password."""
+    """Return the URI without its password."""
     return without_user_info(text, "…")
 
 
@@ -139,7 +139,7 @@ def _parse_sqlite(text: str, kind: str | None, rest: str) -> MetadataUri:
 
 
 def _split_security(text: str, rest: str) -> tuple[str, StoreSecurity | None]:
-    """`rest` without user, password and query, and what they said; None where they said nothing."""
+    """Return `rest` without user, password and query, and their settings; None without any."""
     from urllib.parse import parse_qsl, unquote
 
     rest, _, query = rest.partition("?")

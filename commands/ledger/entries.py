@@ -78,7 +78,7 @@ class LedgerRow(NamedTuple):
 
 
 def _ledger_row(ledger: LedgerId, found: VersionedMetadata, show_secrets: bool = False) -> LedgerRow:
-    from bkctl.metadata.ledgers import ledger_object
+    from bkctl.metadata.ledger_json import ledger_object
 
     return LedgerRow(ledger, ledger_object(ledger, found, show_secrets))
 

@@ -23,7 +23,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.backends.sqlite import SqliteStore
 from bkctl.metadata.cluster import Cluster, init_cluster, open_cluster
 from bkctl.metadata.ledgers import LedgerManager
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import LedgerLocks, LedgerUnderreplicationManager
 from bkctl.metadata.uri import parse_uri
 from bkctl.storage.checkpoints import Checkpoint
 from bkctl.storage.entry_logger import EntryLogger
@@ -355,13 +355,13 @@ def test_ledger_replicated_back_before_the_lock_stays(cluster: Cluster, monkeypa
     create(cluster, ledger, metadata=ELSEWHERE)
     bookie = Bookie(cluster, Storage(ledger), gc_overreplicated_ledger_wait_time=60_000)
     bookie.now_ms += 60_001
-    lock = LedgerUnderreplicationManager.lock
+    lock = LedgerLocks.lock
 
-    def bring_back(self: LedgerUnderreplicationManager, which: LedgerId, owner: str) -> None:
+    def bring_back(self: LedgerLocks, which: LedgerId, owner: str) -> None:
         cluster.ledgers.write(which, OPEN, cluster.ledgers.read(which).version)
         lock(self, which, owner)
 
-    monkeypatch.setattr(LedgerUnderreplicationManager, "lock", bring_back)
+    monkeypatch.setattr(LedgerLocks, "lock", bring_back)
     bookie.collector.run_round()
     assert bookie.storage.ledgers == {ledger}
     assert list(LedgerUnderreplicationManager(cluster.store).locks()) == []

@@ -65,7 +65,7 @@ async def assert_whole(client: Any, ledgers: Any) -> None:
         assert (check.fragments, check.problem) == ((), None)
 
 
-async def test_lost_bookies_are_healed_in_every_scope_also_when_the_auditor_goes(cluster: Cluster) -> None:
+async def test_lost_bookies_are_replicated_in_every_scope_across_auditors(cluster: Cluster) -> None:
     manager = LedgerUnderreplicationManager(cluster.store)
     async with fakes_on(cluster, 5) as fakes, fakes.client() as client, contextlib.AsyncExitStack() as rest:
         ledgers = [(await write(client, 20, scope_id=scope_id)).ledger for scope_id in (0, 0, 7, 7, 1 << 63)]
@@ -90,7 +90,7 @@ async def test_lost_bookies_are_healed_in_every_scope_also_when_the_auditor_goes
     assert manager.votes() == manager.votes(scoped=True) == ()
 
 
-async def test_a_session_that_ends_ends_the_term_and_another_begins(zookeeper: Any) -> None:
+async def test_lost_session_ends_the_auditors_term(zookeeper: Any) -> None:
     uri = zookeeper.metadata_uri(zookeeper.new_root())
     cluster = await asyncio.to_thread(open_cluster, uri, timeout_s=20, create=True)
     manager = LedgerUnderreplicationManager(cluster.store)
@@ -121,7 +121,7 @@ async def test_a_session_that_ends_ends_the_term_and_another_begins(zookeeper: A
     await asyncio.to_thread(cluster.close)
 
 
-async def test_a_server_that_is_away_for_longer_than_the_session_interrupts_it_only(zookeeper_server: Any) -> None:
+async def test_outage_longer_than_the_session_only_interrupts_auto_recovery(zookeeper_server: Any) -> None:
     server = zookeeper_server()
     uri = server.metadata_uri()
     cluster = await asyncio.to_thread(open_cluster, uri, timeout_s=60, session_timeout_s=4, create=True)
@@ -145,7 +145,7 @@ async def test_a_server_that_is_away_for_longer_than_the_session_interrupts_it_o
     await asyncio.to_thread(cluster.close)
 
 
-async def test_a_process_that_is_killed_while_it_copies_is_finished_by_the_next_and_ends_by_sigterm(
+async def test_next_process_finishes_a_killed_copy_and_stops_on_sigterm(
     tmp_path: Path,
 ) -> None:
     def process(name: str, *options: str) -> subprocess.Popen[bytes]:
@@ -192,7 +192,7 @@ async def test_a_process_that_is_killed_while_it_copies_is_finished_by_the_next_
             assert (manager.votes(), manager.votes(scoped=True), list(manager.locks())) == ((), (), [])
 
 
-def test_beside_a_bookie_it_waits_for_the_store_and_ends_with_the_bookie(tmp_path: Path) -> None:
+def test_auto_recovery_beside_a_bookie_waits_for_the_store(tmp_path: Path) -> None:
     uri = f"sqlite://{tmp_path / 'metadata.db'}"
     thread = AutoRecoveryThread(CONFIG.with_changes(metadata_service_uri=uri), "bookie:1")
     thread.stop()  # before it began

@@ -27,7 +27,7 @@ from bkctl.metadata.admin.dump import (
     write_export,
 )
 from bkctl.metadata.admin.nuke import nuke, plan_nuke
-from bkctl.metadata.backends.etcd.store import EtcdLedgerManager
+from bkctl.metadata.backends.etcd.ledger_manager import EtcdLedgerManager
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import LedgerUnderreplicationManager
@@ -82,7 +82,7 @@ def zookeeper_uri(zookeeper: Any) -> Callable[[str], str]:
 
 
 @pytest.mark.parametrize("manager", ["hierarchical", "longhierarchical", "flat"])
-def test_what_went_to_etcd_and_sqlite_and_back_is_the_same_bytes(
+def test_copy_through_etcd_and_sqlite_keeps_every_byte(
     zookeeper_uri: Callable[[str], str], etcd: Any, tmp_path: Path, manager: str
 ) -> None:
     source_uri, back_uri = zookeeper_uri(manager), zookeeper_uri(manager)
@@ -108,7 +108,7 @@ def test_what_went_to_etcd_and_sqlite_and_back_is_the_same_bytes(
         assert back.ledgers.new_ledger_id().ledger_id not in taken - set(SHORT_IDS)
 
 
-def test_ids_that_were_generated_are_not_generated_again(cluster_uri: str, tmp_path: Path) -> None:
+def test_generated_ids_are_not_generated_again_after_import(cluster_uri: str, tmp_path: Path) -> None:
     with (
         open_cluster(cluster_uri, create=True) as source,
         open_cluster(f"sqlite://{tmp_path}/copy.db", create_store=True) as target,
@@ -129,7 +129,7 @@ def test_ids_that_were_generated_are_not_generated_again(cluster_uri: str, tmp_p
         assert min(each & counted for each in later) > max(each & counted for each in generated) + 7
 
 
-def test_long_ids_begin_behind_short_ones_that_were_generated(zookeeper_uri: Callable[[str], str]) -> None:
+def test_long_ids_follow_generated_short_ids_after_import(zookeeper_uri: Callable[[str], str]) -> None:
     """`idgen-long` without a directory: a generator that stopped between its two steps."""
     with (
         open_cluster(zookeeper_uri("hierarchical"), create=True) as source,
@@ -145,25 +145,25 @@ def test_long_ids_begin_behind_short_ones_that_were_generated(zookeeper_uri: Cal
         assert target.ledgers.new_ledger_id() == LedgerId(0, taken.ledger_id + 1)
 
 
-def test_a_position_past_the_half_of_zookeepers_counter_is_no_negative_one(zookeeper_uri: Callable[[str], str]) -> None:
+def test_sequence_position_survives_the_overflow_of_cversion(zookeeper_uri: Callable[[str], str]) -> None:
     with open_cluster(zookeeper_uri("hierarchical"), create=True) as cluster:
         cluster.store.put("idgen", b"", NEW)
         store: Any = cluster.store
-        run = store._run
+        run = store._connection.run
 
         def counted(creations: int, children: int) -> Any:
-            value, stat = run(lambda: store._get_async("idgen"), 20)
+            value, stat = run(lambda: store._connection.get_async("idgen"), 20)
             changes = (2 * creations - children + (1 << 31)) % (1 << 32) - (
                 1 << 31
             )  # DataNode.copyStat, an int of Java
             return value, stat._replace(cversion=changes, numChildren=children)
 
         for creations, children in ((0, 0), (5, 2), ((1 << 30) + 7, 1), ((1 << 31) - 1, 0)):
-            store._run = lambda *_, at=creations, left=children: counted(at, left)
+            store._connection.run = lambda *_, at=creations, left=children: counted(at, left)
             assert store.sequence_position("idgen") == creations
 
 
-def test_a_cluster_without_an_instance_id_stays_one(tmp_path: Path) -> None:
+def test_import_keeps_a_missing_instance_id(tmp_path: Path) -> None:
     """Bookies' cookies name none either, and would not start where there is one."""
     with (
         open_cluster(f"sqlite://{tmp_path}/a.db", create=True) as source,
@@ -176,7 +176,7 @@ def test_a_cluster_without_an_instance_id_stays_one(tmp_path: Path) -> None:
         assert target.layout() == source.layout()
 
 
-def test_an_export_that_was_stopped_is_finished_by_doing_it_again(cluster_uri: str, tmp_path: Path) -> None:
+def test_second_import_finishes_an_interrupted_one(cluster_uri: str, tmp_path: Path) -> None:
     with (
         open_cluster(f"sqlite://{tmp_path}/source.db", create=True) as source,
         open_cluster(cluster_uri, create_store=True) as target,
@@ -197,7 +197,7 @@ def test_an_export_that_was_stopped_is_finished_by_doing_it_again(cluster_uri: s
         assert list(compare(records, ClusterSource(target).records())) == []
 
 
-def test_nuke_leaves_nothing_and_refuses_where_bookies_are(cluster_uri: str) -> None:
+def test_nuke_removes_every_node_and_refuses_registered_bookies(cluster_uri: str) -> None:
     from bkctl.formats.metadata import BookieServiceInfo
 
     with open_cluster(cluster_uri, create=True) as cluster:
@@ -214,7 +214,7 @@ def test_nuke_leaves_nothing_and_refuses_where_bookies_are(cluster_uri: str) -> 
             plan_nuke(cluster)
 
 
-def test_nuke_refuses_what_is_no_part_of_a_cluster(cluster_uri: str) -> None:
+def test_nuke_refuses_foreign_nodes_in_the_root(cluster_uri: str) -> None:
     with open_cluster(cluster_uri, create=True) as cluster:
         cluster.store.put("brokers", b"", NEW)
         with pytest.raises(Conflict, match="brokers"):
@@ -244,11 +244,11 @@ def test_an_export_is_read_back_and_hashed(source: Cluster, tmp_path: Path) -> N
     with pytest.raises(AlreadyExists):
         export_to_file(ClusterSource(source), path)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UsageError, match="is no file"):
+    with pytest.raises(UsageError, match="is not a regular file, and would be replaced by one"):
         export_to_file(ClusterSource(source), tmp_path / "pipe", overwrite=True)
 
 
-def test_every_damage_of_an_export_is_noticed(source: Cluster, tmp_path: Path) -> None:
+def test_every_damage_of_an_export_is_corrupt(source: Cluster, tmp_path: Path) -> None:
     buffer = io.BytesIO()
     write_export(ClusterSource(source), buffer)
     data = buffer.getvalue()
@@ -263,12 +263,12 @@ def test_every_damage_of_an_export_is_noticed(source: Cluster, tmp_path: Path) -
         file.check()
 
 
-def test_another_cluster_is_not_imported_into(source: Cluster, tmp_path: Path) -> None:
+def test_import_refuses_another_cluster(source: Cluster, tmp_path: Path) -> None:
     with open_cluster(f"sqlite://{tmp_path}/other.db", create=True) as other, pytest.raises(Conflict):
         prepare_target(other, ClusterSource(source).header)
 
 
-def test_what_is_there_with_another_value_is_left_or_replaced(source: Cluster, tmp_path: Path) -> None:
+def test_import_reports_or_replaces_different_values(source: Cluster, tmp_path: Path) -> None:
     records = list(ClusterSource(source).records())
     path = source.ledgers.path(LedgerId(0, 5))
     before = source.store.get(path)

@@ -20,13 +20,10 @@ from bkctl.errors import (
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
+from bkctl.metadata.backends.zookeeper.id_generators import SHORT_ID_END
+from bkctl.metadata.backends.zookeeper.ledger_managers import LegacyHierarchicalLedgerManager
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.ledgers import (
-    SHORT_ID_END,
-    LedgerManager,
-    LegacyHierarchicalLedgerManager,
-    VersionedMetadata,
-)
+from bkctl.metadata.ledgers import LedgerManager, VersionedMetadata
 from bkctl.metadata.store import NEW
 
 METADATA = LedgerMetadata(
@@ -85,7 +82,7 @@ def create_all(ledgers: LedgerManager, ids: list[LedgerId]) -> None:
 
 
 @pytest.mark.parametrize("ledger", [LedgerId(0, 5), LedgerId(0, 10**10 - 1), LedgerId(7, 5)], ids=str)
-def test_a_ledger_goes_through_its_life(ledgers: LedgerManager, ledger: LedgerId) -> None:
+def test_ledger_is_created_written_and_removed(ledgers: LedgerManager, ledger: LedgerId) -> None:
     with pytest.raises(LedgerNotFound):
         ledgers.read(ledger)
     first = ledgers.create(ledger, METADATA)
@@ -126,7 +123,7 @@ def test_a_ledger_is_created_once(ledgers: LedgerManager) -> None:
             ledgers.create(ledger, METADATA)
 
 
-def test_a_create_that_was_applied_unseen_succeeds_by_its_token(ledgers: LedgerManager) -> None:
+def test_create_with_lost_answer_is_recognised_by_its_token(ledgers: LedgerManager) -> None:
     ours = replace(METADATA, c_token=123)
     version = ledgers.create(LedgerId(0, 5), ours)
     assert ledgers.create(LedgerId(0, 5), ours) == version
@@ -149,7 +146,7 @@ def test_a_stored_ctime_wins_over_the_stores(ledgers: LedgerManager) -> None:
     assert ledgers.read(LedgerId(0, 5)).ctime_ms == 1_600_000_000_123
 
 
-def test_ids_that_scope_0_cannot_hold_are_refused_on_create_and_unknown_else(ledgers: LedgerManager) -> None:
+def test_too_large_ids_of_scope_0_are_refused_on_create_and_not_found_else(ledgers: LedgerManager) -> None:
     ledger = LedgerId(0, 1 << 63)
     with pytest.raises(UsageError):
         ledgers.create(ledger, METADATA)
@@ -167,7 +164,7 @@ def test_ledgers_come_in_ascending_order_by_scope(ledgers: LedgerManager, ids: l
     assert list(ledgers.scopes()) == [0, 1, 7, 1 << 63, U64_MAX]
 
 
-def test_listing_goes_on_after_any_id(ledgers: LedgerManager, ids: list[LedgerId]) -> None:
+def test_listing_resumes_after_any_id(ledgers: LedgerManager, ids: list[LedgerId]) -> None:
     create_all(ledgers, ids)
     between = [LedgerId.from_value(min(ledger.value + 1, (1 << 128) - 1)) for ledger in ids]
     for after in [*ids, *between, LedgerId(0, 1 << 63), LedgerId(0, U64_MAX), LedgerId(3, 3)]:
@@ -177,7 +174,7 @@ def test_listing_goes_on_after_any_id(ledgers: LedgerManager, ids: list[LedgerId
             assert list(ledgers.ledgers(scope_id, after)) == expected
 
 
-def test_an_emptied_scope_is_gone_and_can_be_filled_again(ledgers: LedgerManager) -> None:
+def test_emptied_scope_vanishes_and_can_be_filled_again(ledgers: LedgerManager) -> None:
     create_all(ledgers, [LedgerId(7, 1), LedgerId(8, 1)])
     ledgers.remove(LedgerId(7, 1))
     assert list(ledgers.scopes()) == [8]
@@ -188,7 +185,7 @@ def test_an_emptied_scope_is_gone_and_can_be_filled_again(ledgers: LedgerManager
     assert list(ledgers.ledgers(None)) == [LedgerId(7, 1)]
 
 
-def test_a_listing_has_every_ledger_that_was_there_throughout(cluster_uri: str) -> None:
+def test_listing_has_every_ledger_that_exists_throughout(cluster_uri: str) -> None:
     with open_cluster(cluster_uri, create=True) as cluster, open_cluster(cluster_uri) as other:
         bases = (0, 20_000, 1 << 33)
         stable = [LedgerId(scope, base + n) for scope in (0, 7) for base in bases for n in range(0, 60, 2)]
@@ -248,7 +245,7 @@ def test_many_creators_share_one_store(cluster_uri: str) -> None:
         assert list(first.ledgers.ledgers(None)) == sorted(made)
 
 
-def test_many_are_read_in_order_and_errors_come_in_their_place(ledgers: LedgerManager, ids: list[LedgerId]) -> None:
+def test_read_many_keeps_order_with_errors_in_place(ledgers: LedgerManager, ids: list[LedgerId]) -> None:
     create_all(ledgers, ids)
     broken = LedgerId(7, 500)
     version = ledgers.create(broken, METADATA)
@@ -279,7 +276,7 @@ def test_damaged_metadata_is_one_clear_error_and_stays_listed(ledgers: LedgerMan
     assert list(ledgers.ledgers()) == [LedgerId(0, 1)]
 
 
-def test_a_watcher_hears_of_each_change_and_of_the_end(cluster_uri: str) -> None:
+def test_watch_reports_each_change_and_the_removal(cluster_uri: str) -> None:
     with open_cluster(cluster_uri, create=True) as cluster, open_cluster(cluster_uri) as other:
         ledger = LedgerId(7, 5)
         version = cluster.ledgers.create(ledger, METADATA)
@@ -318,7 +315,7 @@ def test_listing_streams(ledgers: LedgerManager) -> None:
     assert list(listing) == [LedgerId(0, n * 10_000) for n in range(3, 40)]
 
 
-def test_names_that_are_no_ledgers_are_passed_over(ledgers: LedgerManager) -> None:
+def test_foreign_names_are_skipped_in_listings(ledgers: LedgerManager) -> None:
     create_all(ledgers, [LedgerId(0, 5), LedgerId(0, 1 << 33), LedgerId(7, 5)])
     for path in (
         "underreplication/ledgers/0000/0000/0000/0005/urL0000000005",

@@ -71,7 +71,7 @@ def running(*works: Callable[[threading.Event], None]) -> Iterator[None]:
 # --- ranges ---------------------------------------------------------------------------------------------------------
 
 
-def test_ranges_hold_every_ledger_that_was_there_while_others_come_and_go(cluster_uri: str) -> None:
+def test_ranges_hold_every_ledger_that_exists_throughout(cluster_uri: str) -> None:
     """As collection asks: the ids it has, then the ranges. An id that is in no range's ledgers is taken for deleted."""
     with open_cluster(cluster_uri, create=True) as cluster, open_cluster(cluster_uri) as other:
         bases = (0, 9_990, 70_000, (1 << 31) - 30, 1 << 33)
@@ -127,7 +127,7 @@ def test_empty_scopes_are_one_range_and_unproven_ones_none(cluster: Cluster) -> 
     ]
 
 
-def test_ranges_say_nothing_of_scopes_that_are_another_clusters(zookeeper: Any) -> None:
+def test_ranges_leave_out_scopes_of_another_cluster(zookeeper: Any) -> None:
     with open_cluster(zookeeper.metadata_uri(zookeeper.new_root()), create=True) as cluster:
         assert list(cluster.ledgers.ranges(7)) == []
         assert list(cluster.ledgers.ranges(None))[-1].last == LedgerId(0, U64_MAX)
@@ -186,7 +186,7 @@ def test_the_first_failure_ends_the_processing_and_is_raised(cluster: Cluster) -
     assert len(done) < 15
 
 
-def test_with_keep_going_all_are_processed_and_the_failures_told(cluster: Cluster) -> None:
+def test_keep_going_processes_all_and_returns_failures(cluster: Cluster) -> None:
     ids = [LedgerId(0, number) for number in range(20)]
     create_all(cluster.ledgers, ids)
 
@@ -221,7 +221,7 @@ def is_stopped(pid: int) -> bool:
     return set(states) == {"T"}
 
 
-def test_listing_and_processing_go_on_while_the_server_is_killed(metadata_server: Callable[[], Any]) -> None:
+def test_listing_and_processing_survive_a_killed_server(metadata_server: Callable[[], Any]) -> None:
     server = metadata_server()
     ids = spread(300)
 
@@ -252,7 +252,7 @@ def test_listing_and_processing_go_on_while_the_server_is_killed(metadata_server
         assert list(cluster.ledgers.ledgers(None)) == []
 
 
-def test_a_server_that_hangs_is_an_error_within_the_timeout_and_serves_again(
+def test_hanging_server_is_a_timeout_and_serves_again(
     metadata_server: Callable[[], Any],
 ) -> None:
     server = metadata_server()
@@ -286,7 +286,7 @@ def test_a_server_that_hangs_is_an_error_within_the_timeout_and_serves_again(
         assert all(not isinstance(found, BkctlError) for _, found in cluster.ledgers.read_many(ids))
 
 
-def test_what_is_read_by_the_many_is_what_is_read_alone(cluster: Cluster) -> None:
+def test_many_reads_equal_single_reads(cluster: Cluster) -> None:
     """Names and values of every size: some in one request with hundreds of others."""
     store = cluster.store
     names = [*(f"name-{number:04d}" for number in range(300)), *("n" * length for length in (1, 2, 127, 128, 200, 255))]

@@ -76,7 +76,7 @@ def test_replace_needs_the_version_that_was_read(store: MetadataStore) -> None:
     assert store.get("other") is None
 
 
-def test_of_many_nodes_each_is_written_for_itself(store: MetadataStore) -> None:
+def test_put_many_writes_each_node_on_its_own(store: MetadataStore) -> None:
     paths = [f"many/{number:03d}" for number in range(100)]
     versions = [store.put(path, b"0", NEW) for path in paths]
     written = store.put_many([(path, b"1", version) for path, version in zip(paths, versions, strict=True)])
@@ -166,7 +166,7 @@ def test_a_node_with_children_is_not_deleted(store: MetadataStore) -> None:
         store.delete("")
 
 
-def test_prune_removes_empty_parents_and_stops_at_the_first_that_is_not(store: MetadataStore) -> None:
+def test_prune_removes_parents_up_to_the_first_non_empty_one(store: MetadataStore) -> None:
     store.put("a/b/c/d/leaf", b"", NEW)
     store.put("a/b/other", b"", NEW)
     store.delete("a/b/c/d/leaf", prune=4)
@@ -211,7 +211,7 @@ def test_children_are_sorted_and_can_be_paged(store: MetadataStore) -> None:
     assert store.children("directory/missing/x") is None
 
 
-def test_many_are_read_in_order_with_the_missing_ones_in_place(store: MetadataStore) -> None:
+def test_get_many_keeps_order_with_missing_nodes_in_place(store: MetadataStore) -> None:
     for number in range(0, 300, 2):
         store.put(f"many/{number}", b"%d" % number, NEW)
     found = list(store.get_many(f"many/{number}" for number in range(300)))
@@ -224,7 +224,7 @@ def test_many_are_read_in_order_with_the_missing_ones_in_place(store: MetadataSt
     assert list(store.get_many([])) == []
 
 
-def test_many_are_read_a_bounded_number_ahead(store: MetadataStore) -> None:
+def test_get_many_reads_a_bounded_number_ahead(store: MetadataStore) -> None:
     asked = 0
 
     def endless() -> Any:
@@ -248,7 +248,7 @@ def test_put_all_creates_all_or_none(store: MetadataStore) -> None:
     assert store.get("c")[0] == b"3"  # type: ignore[index]
 
 
-def test_a_sequence_gives_each_number_once_to_anybody(backend: Any) -> None:
+def test_sequence_gives_each_number_to_one_client(backend: Any) -> None:
     stores = [backend.open() for _ in range(3)]
     taken: list[list[int]] = [[], [], []]
 
@@ -274,7 +274,7 @@ def test_an_ephemeral_lives_as_long_as_its_store(backend: Any) -> None:
     assert other.children("available") == []
 
 
-def test_an_ephemeral_of_another_is_waited_for(backend: Any) -> None:
+def test_ephemeral_waits_for_another_owner(backend: Any) -> None:
     first, second = backend.open(), backend.open()
     first.ephemeral("available/bookie-1", b"first")
     with pytest.raises(AlreadyExists):
@@ -286,14 +286,14 @@ def test_an_ephemeral_of_another_is_waited_for(backend: Any) -> None:
     assert second.get("available/bookie-1").value == b"second"
 
 
-def test_a_persistent_node_is_never_taken_over_by_an_ephemeral(store: MetadataStore) -> None:
+def test_ephemeral_never_replaces_a_persistent_node(store: MetadataStore) -> None:
     store.put("available/bookie-1", b"persistent", NEW)
     with pytest.raises(AlreadyExists):
         store.ephemeral("available/bookie-1", b"", wait_s=0.1)
     assert store.get("available/bookie-1")[0] == b"persistent"  # type: ignore[index]
 
 
-def test_a_watch_tells_each_change_until_it_is_cancelled(backend: Any) -> None:
+def test_watch_reports_each_change_until_cancelled(backend: Any) -> None:
     writer, watcher = backend.open(), backend.open()
     seen: list[bytes | None] = []
 
@@ -319,7 +319,7 @@ def test_a_watch_tells_each_change_until_it_is_cancelled(backend: Any) -> None:
     assert len(seen) == seen_count
 
 
-def test_a_watch_of_children_tells_who_comes_and_goes(backend: Any) -> None:
+def test_watch_of_children_reports_created_and_deleted_ones(backend: Any) -> None:
     writer, watcher = backend.open(), backend.open()
     seen: list[list[str] | None] = []
     watcher.watch("available", lambda: seen.append(watcher.children("available")), children=True)
@@ -331,7 +331,7 @@ def test_a_watch_of_children_tells_who_comes_and_goes(backend: Any) -> None:
     eventually(lambda: seen[-1] == ["bookie-2"])
 
 
-def test_nothing_is_answered_after_close(backend: Any) -> None:
+def test_every_call_after_close_is_unreachable(backend: Any) -> None:
     store = backend.open()
     store.put("node", b"", NEW)
     store.close()
@@ -343,7 +343,7 @@ def test_nothing_is_answered_after_close(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/node", "node/", "a//b", ".", "a/../b", "a\0b", "a\nb", "x" * 2000, "\ud800"])
-def test_what_is_no_path_is_refused(store: MetadataStore, path: str) -> None:
+def test_malformed_path_is_refused(store: MetadataStore, path: str) -> None:
     with pytest.raises(UsageError):
         store.get(path)
     with pytest.raises(UsageError):
@@ -352,14 +352,14 @@ def test_what_is_no_path_is_refused(store: MetadataStore, path: str) -> None:
         store.children(path)
 
 
-def test_a_value_that_no_store_takes_is_refused_before_it_is_sent(store: MetadataStore) -> None:
+def test_too_large_value_is_refused_before_it_is_sent(store: MetadataStore) -> None:
     with pytest.raises(UsageError):
         store.put("node", bytes(VALUE_SIZE_BYTES_MAX + 1), NEW)
     store.put("node", bytes(VALUE_SIZE_BYTES_MAX // 2), NEW)
     assert len(store.get("node").value) == VALUE_SIZE_BYTES_MAX // 2  # type: ignore[union-attr]
 
 
-def test_a_callback_that_failed_is_called_again(backend: Any) -> None:
+def test_failed_callback_is_called_again(backend: Any) -> None:
     writer, watcher = backend.open(), backend.open()
     calls: list[str] = []
 
@@ -378,7 +378,7 @@ def test_a_callback_that_failed_is_called_again(backend: Any) -> None:
     eventually(lambda: len(calls) > before[0] and len(others) > before[1])
 
 
-def test_a_claim_is_ours_until_it_is_released(store: MetadataStore, backend: Any) -> None:
+def test_claim_is_held_until_released(store: MetadataStore, backend: Any) -> None:
     claim = store.claim("locks/one", b"us")
     assert (claim.path, claim.is_held()) == ("locks/one", True)
     found = store.get("locks/one")
@@ -403,7 +403,7 @@ def test_a_claim_is_ours_until_it_is_released(store: MetadataStore, backend: Any
     assert again.is_held()
 
 
-def test_of_many_claims_each_is_made_for_itself(store: MetadataStore, backend: Any) -> None:
+def test_claim_many_makes_each_claim_on_its_own(store: MetadataStore, backend: Any) -> None:
     paths = [f"locks/{number:03d}" for number in range(100)]
     for some in (paths, paths[::-1]):
         ours = [claim for claim in store.claim_many(some, b"us") if isinstance(claim, Claim)]
@@ -428,7 +428,7 @@ def test_of_many_claims_each_is_made_for_itself(store: MetadataStore, backend: A
     assert store.children("locks") == [each.path.rpartition("/")[2] for each in (theirs, taken)]
 
 
-def test_claims_go_with_the_store_that_made_them(store: MetadataStore, backend: Any) -> None:
+def test_claims_end_with_their_store(store: MetadataStore, backend: Any) -> None:
     owner = backend.open()
     for path in ("locks/one", "locks/two"):
         owner.claim(path, b"")
@@ -436,7 +436,7 @@ def test_claims_go_with_the_store_that_made_them(store: MetadataStore, backend: 
     assert store.children("locks") == []
 
 
-def test_numbered_claims_ascend_over_all_sessions(store: MetadataStore, backend: Any) -> None:
+def test_numbered_claims_ascend_across_sessions(store: MetadataStore, backend: Any) -> None:
     stores = [store, backend.open()]
     claims = [stores[count % 2].claim("election/V_", b"%d" % count, numbered=True) for count in range(6)]
     names = [claim.path for claim in claims]
@@ -452,7 +452,7 @@ def test_numbered_claims_ascend_over_all_sessions(store: MetadataStore, backend:
     assert stores[1].claim("election/V_", b"last", numbered=True).path > later.path
 
 
-def test_many_claim_a_number_at_once_and_all_get_their_own(store: MetadataStore, backend: Any) -> None:
+def test_concurrent_numbered_claims_get_distinct_numbers(store: MetadataStore, backend: Any) -> None:
     stores = [store, *(backend.open() for _ in range(2))]
     with ThreadPoolExecutor(6) as executor:
         claims = list(

@@ -35,7 +35,7 @@ def eventually(condition: Callable[[], object], timeout_s: float = 60) -> None:
 def end_session(store: MetadataStore) -> None:
     """End the store's ZooKeeper session from elsewhere, as the server does after its timeout."""
     assert isinstance(store, ZooKeeperStore)
-    twin = KazooClient(store.hosts, client_id=store._client.client_id)
+    twin = KazooClient(store.hosts, client_id=store._connection.client.client_id)
     twin.start(timeout=20)
     twin.stop()
     twin.close()
@@ -65,7 +65,7 @@ class Workers:
             raise self._problems[0]
 
 
-def test_acknowledged_writes_are_there_once_after_the_server_was_killed(metadata_server: Callable[[], Any]) -> None:
+def test_acknowledged_writes_survive_a_killed_server_once(metadata_server: Callable[[], Any]) -> None:
     server = metadata_server()
     uri = server.metadata_uri()
     with open_cluster(uri, create=True) as cluster, open_cluster(uri) as other:
@@ -127,7 +127,7 @@ def test_acknowledged_writes_are_there_once_after_the_server_was_killed(metadata
         assert list(cluster.ledgers.ledgers(None)) == sorted(set(created) - set(removed))
 
 
-def test_a_listing_goes_on_while_the_server_is_killed(metadata_server: Callable[[], Any]) -> None:
+def test_listing_survives_a_killed_server(metadata_server: Callable[[], Any]) -> None:
     server = metadata_server()
     with open_cluster(server.metadata_uri(), create=True) as cluster:
         ids = [LedgerId(scope, number * 10_000) for scope in (0, 7) for number in range(30)]
@@ -144,7 +144,7 @@ def test_a_listing_goes_on_while_the_server_is_killed(metadata_server: Callable[
         assert all(not isinstance(found, Exception) for _, found in listed)
 
 
-def test_a_server_that_stays_away_is_an_error_within_the_timeout(
+def test_server_that_stays_down_is_a_timeout(
     metadata_server: Callable[[], Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     server = metadata_server()
@@ -191,20 +191,18 @@ def test_registrations_and_watches_outlive_a_session(zookeeper: Any) -> None:
         assert observer.bookies.get("bookie-3") is None
 
 
-def test_a_store_tells_that_another_process_took_what_a_lost_session_held(
-    zookeeper: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_usurped_registration_is_reported_after_a_lost_session(zookeeper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     uri = zookeeper.metadata_uri(zookeeper.new_root())
     with open_cluster(uri, create=True) as bookie, open_cluster(uri) as other:
         bookie.bookies.register("bookie-1", INFO)
         taken = threading.Event()
-        hold = bookie.store._put_ephemeral
+        hold = bookie.store._session.put
 
         def hold_late(*arguments: Any) -> Any:
             taken.wait(60)
             return hold(*arguments)
 
-        monkeypatch.setattr(bookie.store, "_put_ephemeral", hold_late)
+        monkeypatch.setattr(bookie.store._session, "put", hold_late)
         assert bookie.bookies.usurped_s("bookie-1") == 0
         end_session(bookie.store)
         eventually(lambda: other.bookies.get("bookie-1") is None)
@@ -216,7 +214,7 @@ def test_a_store_tells_that_another_process_took_what_a_lost_session_held(
         assert other.bookies.get("bookie-1") is not None
 
 
-def test_a_claim_does_not_outlive_its_session_and_its_place_is_free(zookeeper: Any) -> None:
+def test_claim_ends_with_its_session_and_frees_its_place(zookeeper: Any) -> None:
     uri = zookeeper.metadata_uri(zookeeper.new_root())
     with open_cluster(uri, create=True) as owner, open_cluster(uri) as other:
         claims = [owner.store.claim("locks/one", b"us"), owner.store.claim("locks/two", b"us")]
@@ -234,9 +232,7 @@ def test_a_claim_does_not_outlive_its_session_and_its_place_is_free(zookeeper: A
         assert owner.store.claim("locks/two", b"us").is_held()
 
 
-def test_what_was_done_for_many_at_once_although_the_answer_was_lost_is_ours(
-    zookeeper: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transaction_of_claims_with_lost_answer_is_recognised(zookeeper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     uri = zookeeper.metadata_uri(zookeeper.new_root())
     with open_cluster(uri, create=True) as cluster:
         store: Any = cluster.store
@@ -252,7 +248,7 @@ def test_what_was_done_for_many_at_once_although_the_answer_was_lost_is_ours(
                 return answer
             answer.get(timeout=60)
             lost.append(None)
-            failed = store._client.handler.async_result()
+            failed = store._connection.client.handler.async_result()
             failed.set_exception(ConnectionLoss())
             return failed
 
@@ -269,7 +265,7 @@ def test_what_was_done_for_many_at_once_although_the_answer_was_lost_is_ours(
 
 
 @pytest.mark.parametrize("count", [1, 5, 300])
-def test_a_node_of_the_next_session_is_not_claimed_by_the_one_before(
+def test_node_of_the_next_session_is_not_claimed_by_the_former_one(
     zookeeper: Any, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     """The session ends between the answer to the create and the question which node it was; another worker claims."""
@@ -288,12 +284,14 @@ def test_a_node_of_the_next_session_is_not_claimed_by_the_one_before(
                 theirs.extend(other.store.claim_many(paths, b"them"))
             return answer
 
-        create, commit = store._client.create_async, TransactionRequest.commit_async
-        monkeypatch.setattr(store._client, "create_async", lambda *a, **k: answered_too_late(create(*a, **k)))
+        create, commit = store._connection.client.create_async, TransactionRequest.commit_async
+        monkeypatch.setattr(
+            store._connection.client, "create_async", lambda *a, **k: answered_too_late(create(*a, **k))
+        )
 
         def commit_async(transaction: TransactionRequest) -> Any:
             answer = commit(transaction)
-            return answered_too_late(answer) if transaction.client is store._client else answer
+            return answered_too_late(answer) if transaction.client is store._connection.client else answer
 
         monkeypatch.setattr(TransactionRequest, "commit_async", commit_async)
         ours = [store.claim(paths[0], b"us")] if count == 1 else store.claim_many(paths, b"us")
@@ -309,7 +307,7 @@ def test_a_node_of_the_next_session_is_not_claimed_by_the_one_before(
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_release_whose_answer_was_lost_leaves_the_next_claim_alone(
+def test_release_with_lost_answer_leaves_the_next_claim(
     zookeeper: Any, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     uri = zookeeper.metadata_uri(zookeeper.new_root())
@@ -325,16 +323,16 @@ def test_a_release_whose_answer_was_lost_leaves_the_next_claim_alone(
                 return answer
             answer.get(timeout=60)
             theirs.extend(other.store.claim_many(paths, b"them"))
-            failed = store._client.handler.async_result()
+            failed = store._connection.client.handler.async_result()
             failed.set_exception(ConnectionLoss())
             return failed
 
-        delete, commit = store._client.delete_async, TransactionRequest.commit_async
-        monkeypatch.setattr(store._client, "delete_async", lambda *a, **k: applied_but_lost(delete(*a, **k)))
+        delete, commit = store._connection.client.delete_async, TransactionRequest.commit_async
+        monkeypatch.setattr(store._connection.client, "delete_async", lambda *a, **k: applied_but_lost(delete(*a, **k)))
 
         def commit_async(transaction: TransactionRequest) -> Any:
             answer = commit(transaction)
-            return applied_but_lost(answer) if transaction.client is store._client else answer
+            return applied_but_lost(answer) if transaction.client is store._connection.client else answer
 
         monkeypatch.setattr(TransactionRequest, "commit_async", commit_async)
         if count == 1:
@@ -346,9 +344,7 @@ def test_a_release_whose_answer_was_lost_leaves_the_next_claim_alone(
         assert other.store.held_many(held) == [True] * count
 
 
-def test_a_node_found_while_the_connection_is_away_is_still_known_as_ours(
-    zookeeper: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_node_is_recognised_across_a_lost_connection(zookeeper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """kazoo names no session while it has no connection, which may be lost after any answer."""
     uri = zookeeper.metadata_uri(zookeeper.new_root())
     with open_cluster(uri, create=True) as cluster:
@@ -359,7 +355,7 @@ def test_a_node_found_while_the_connection_is_away_is_still_known_as_ours(
         assert store.get("mine").value == b"2"
 
 
-def test_watches_that_were_cancelled_do_not_pile_up(zookeeper: Any) -> None:
+def test_cancelled_watches_do_not_accumulate(zookeeper: Any) -> None:
     uri = zookeeper.metadata_uri(zookeeper.new_root())
     told: list[int] = []
     with open_cluster(uri, create=True) as cluster:
@@ -371,7 +367,7 @@ def test_watches_that_were_cancelled_do_not_pile_up(zookeeper: Any) -> None:
             if number % 10:
                 cancel()
                 cancel_children()
-        kept = store._client._data_watchers, store._client._child_watchers
+        kept = store._connection.client._data_watchers, store._connection.client._child_watchers
         assert [len(callbacks) for by_path in kept for callbacks in by_path.values() if callbacks] == [1, 1]
         store.put("node", b"changed", 0)
         eventually(lambda: sorted(told) == [0, 10, 20, 30, 40])
@@ -379,7 +375,7 @@ def test_watches_that_were_cancelled_do_not_pile_up(zookeeper: Any) -> None:
         eventually(lambda: sorted(told) == [0, 0, 10, 10, 20, 20, 30, 30, 40, 40])
 
 
-def test_a_registration_is_held_again_after_the_server_was_down(metadata_server: Callable[[], Any]) -> None:
+def test_registration_is_restored_after_an_outage(metadata_server: Callable[[], Any]) -> None:
     server = metadata_server()
     uri = server.metadata_uri()
     with open_cluster(uri, create=True) as bookie, open_cluster(uri) as observer:
@@ -393,7 +389,7 @@ def test_a_registration_is_held_again_after_the_server_was_down(metadata_server:
         eventually(lambda: told and told[-1] == ["bookie-1", "bookie-2"])
 
 
-def test_a_bookie_that_died_gives_way_to_its_successor_after_the_session_timeout(zookeeper: Any) -> None:
+def test_successor_of_a_dead_bookie_registers_after_the_session(zookeeper: Any) -> None:
     uri = zookeeper.metadata_uri(zookeeper.new_root())
     program = (
         "import sys, time\n"
@@ -420,7 +416,7 @@ def test_a_bookie_that_died_gives_way_to_its_successor_after_the_session_timeout
         assert found.info == INFO
 
 
-def test_a_successor_waits_also_for_a_session_that_ends_later_than_its_own_timeout(zookeeper: Any) -> None:
+def test_successor_waits_for_a_session_longer_than_its_own(zookeeper: Any) -> None:
     uri = zookeeper.metadata_uri(zookeeper.new_root())
     with open_cluster(uri, create=True) as first, open_cluster(uri, session_timeout_s=1) as second:
         first.bookies.register("bookie-1", BookieServiceInfo())
@@ -432,7 +428,7 @@ def test_a_successor_waits_also_for_a_session_that_ends_later_than_its_own_timeo
         eventually(lambda: (found := second.bookies.get("bookie-1")) is not None and found.info == INFO)
 
 
-def test_close_does_not_wait_for_a_server_that_is_away(zookeeper_server: Callable[[], Any]) -> None:
+def test_close_does_not_wait_for_a_server_that_is_down(zookeeper_server: Callable[[], Any]) -> None:
     server = zookeeper_server()
     cluster = open_cluster(server.metadata_uri(), timeout_s=120, create=True)
     cluster.bookies.register("bookie-1", INFO)
@@ -447,7 +443,7 @@ def test_close_does_not_wait_for_a_server_that_is_away(zookeeper_server: Callabl
 
     reader = threading.Thread(target=read)
     reader.start()
-    eventually(lambda: not cluster.store._connected.is_set())  # type: ignore[attr-defined]
+    eventually(lambda: not cluster.store._connection.connected.is_set())  # type: ignore[attr-defined]
     cluster.close()
     reader.join(timeout=60)
     assert not reader.is_alive()

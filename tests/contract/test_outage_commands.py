@@ -105,7 +105,7 @@ def check_exits(cli: CommandLine, directory: Path) -> None:
         assert len(answer.err.splitlines()) == 1
 
 
-def test_a_store_that_is_down_or_hangs_ends_each_command(metadata_server: Callable[[], Any], tmp_path: Path) -> None:
+def test_every_command_ends_when_the_store_is_down_or_hangs(metadata_server: Callable[[], Any], tmp_path: Path) -> None:
     server = metadata_server()
     with open_cluster(server.metadata_uri(), create=True) as cluster:
         cluster.cookies.write("b1:1", Cookie("b1:1", ("/j",), ("/l",)), NEW)
@@ -116,7 +116,7 @@ def test_a_store_that_is_down_or_hangs_ends_each_command(metadata_server: Callab
         assert cli("cluster", "id").code == 0
 
 
-def test_what_a_restart_interrupts_is_done_whole(metadata_server: Callable[[], Any], tmp_path: Path) -> None:
+def test_commands_complete_across_a_restart(metadata_server: Callable[[], Any], tmp_path: Path) -> None:
     server = metadata_server()
     with open_cluster(server.metadata_uri(), create=True) as cluster:
         fill(cluster)
@@ -137,7 +137,7 @@ def test_what_a_restart_interrupts_is_done_whole(metadata_server: Callable[[], A
         assert cli("metadata", "diff", other, "-o", "id").ids == []
 
 
-def test_a_target_that_is_down_or_hangs_ends_the_copy(metadata_server: Callable[[], Any], tmp_path: Path) -> None:
+def test_copy_ends_when_the_target_is_down_or_hangs(metadata_server: Callable[[], Any], tmp_path: Path) -> None:
     server = metadata_server()
     source = CommandLine(f"sqlite://{tmp_path}/m.db")
     with open_cluster(source.settings["METADATA_URI"], create=True) as cluster:
@@ -150,7 +150,7 @@ def test_a_target_that_is_down_or_hangs_ends_the_copy(metadata_server: Callable[
     assert source(*words).code == 0
 
 
-def test_a_sqlite_file_that_somebody_holds_ends_each_change(tmp_path: Path) -> None:
+def test_every_change_ends_when_the_sqlite_file_is_locked(tmp_path: Path) -> None:
     cli = CommandLine(f"sqlite://{tmp_path}/m.db")
     with open_cluster(cli.settings["METADATA_URI"], create=True) as cluster:
         fill(cluster)
@@ -216,7 +216,7 @@ class Gate:
             each.close()
 
 
-def test_what_was_killed_is_finished_by_doing_it_again(zookeeper: Any, tmp_path: Path) -> None:
+def test_second_run_finishes_a_killed_command(zookeeper: Any, tmp_path: Path) -> None:
     source, export = CommandLine(f"sqlite://{tmp_path}/m.db"), tmp_path / "export"
     with open_cluster(source.settings["METADATA_URI"], create=True) as cluster:
         value = METADATA.serialize()

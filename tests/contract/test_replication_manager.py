@@ -31,7 +31,7 @@ def missing(manager: LedgerUnderreplicationManager, ledger: LedgerId) -> set[str
     return set(found.missing_replicas)
 
 
-def test_marks_are_listed_by_scope_and_taken_away(manager: LedgerUnderreplicationManager) -> None:
+def test_marks_are_listed_by_scope_and_removed(manager: LedgerUnderreplicationManager) -> None:
     assert list(manager.list(None)) == []
     assert not manager.any()
     for index, ledger in enumerate(IDS[::2] + IDS[1::2]):
@@ -65,7 +65,7 @@ def test_marks_are_listed_by_scope_and_taken_away(manager: LedgerUnderreplicatio
     assert manager.store.children("underreplication/ledgers") == []
 
 
-def test_marks_of_many_at_once_add_up(store: MetadataStore, backend: Any) -> None:
+def test_concurrent_marks_add_up(store: MetadataStore, backend: Any) -> None:
     managers = [LedgerUnderreplicationManager(store), LedgerUnderreplicationManager(backend.open())]
     problems: list[BaseException] = []
 
@@ -88,7 +88,7 @@ def test_marks_of_many_at_once_add_up(store: MetadataStore, backend: Any) -> Non
         assert missing(managers[0], ledger) == expected
 
 
-def test_a_lock_is_held_by_one_until_its_owner_goes(manager: LedgerUnderreplicationManager, backend: Any) -> None:
+def test_lock_has_one_owner_until_its_session_ends(manager: LedgerUnderreplicationManager, backend: Any) -> None:
     other_store = backend.open()
     other = LedgerUnderreplicationManager(other_store)
     for ledger in (LedgerId(0, 5), LedgerId(7, 5)):
@@ -109,7 +109,7 @@ def test_a_lock_is_held_by_one_until_its_owner_goes(manager: LedgerUnderreplicat
     assert [(lock.ledger, lock.owner) for lock in manager.locks()] == [(LedgerId(0, 5), "our-host")]
 
 
-def test_many_locks_are_taken_and_released_together(manager: LedgerUnderreplicationManager, backend: Any) -> None:
+def test_lock_many_and_unlock_many(manager: LedgerUnderreplicationManager, backend: Any) -> None:
     other = LedgerUnderreplicationManager(backend.open())
     ledgers = [LedgerId(scope, number) for scope in (0, 7) for number in range(30)]
     other.lock(ledgers[40], "other-host")
@@ -149,7 +149,7 @@ def test_switches_delay_and_clocks(manager: LedgerUnderreplicationManager) -> No
         assert manager.check_ctime_ms(check) == 1_700_000_000_000 + index
 
 
-def test_votes_are_counted_by_number_and_those_of_scopes_apart(manager: LedgerUnderreplicationManager) -> None:
+def test_votes_count_by_number_and_apart_for_scopes(manager: LedgerUnderreplicationManager) -> None:
     def vote(place: str, name: str, bookie_id: str) -> None:
         value = f'bookieId: "{bookie_id}"\n'.encode()
         manager.store.ephemeral(f"underreplication/{place}auditorelection/{name}", value)
@@ -193,7 +193,7 @@ def test_damage_is_one_clear_error(
     assert path in str(caught.value)
 
 
-def test_a_damaged_mark_comes_in_its_place_and_other_names_are_passed_over(
+def test_damaged_mark_is_listed_as_error_and_foreign_names_skipped(
     manager: LedgerUnderreplicationManager,
 ) -> None:
     manager.mark(LedgerId(0, 5), ["b"])
@@ -217,14 +217,14 @@ def test_a_later_layout_is_refused(manager: LedgerUnderreplicationManager) -> No
             call()  # type: ignore[operator]
 
 
-def test_what_cannot_be_marked_is_refused(manager: LedgerUnderreplicationManager) -> None:
+def test_impossible_ids_and_bookies_are_not_marked(manager: LedgerUnderreplicationManager) -> None:
     for ledger, bookies in ((LedgerId(0, 5), ["not a bookie"]), (LedgerId(0, 1 << 63), ["b"])):
         with pytest.raises(UsageError):
             manager.mark(ledger, bookies)
     assert list(manager.list(None)) == []
 
 
-def test_a_lock_that_another_took_since_is_not_released(manager: LedgerUnderreplicationManager, backend: Any) -> None:
+def test_unlock_leaves_a_lock_taken_by_another_worker(manager: LedgerUnderreplicationManager, backend: Any) -> None:
     ledger = LedgerId(7, 5)
     ours = manager.lock(ledger, "us")
     assert ours.is_held()
@@ -256,21 +256,21 @@ def test_the_first_vote_of_each_election_wins(manager: LedgerUnderreplicationMan
     assert manager.vote_paths(scoped=True) == (scoped.path,)
 
 
-def test_ids_of_marks_come_by_domain(manager: LedgerUnderreplicationManager) -> None:
+def test_marked_ids_are_listed_for_scope_0_and_for_the_others(manager: LedgerUnderreplicationManager) -> None:
     for ledger in IDS:
         manager.mark(ledger, ["b"])
     assert list(manager.marked(scoped=False)) == [ledger for ledger in IDS if not ledger.is_scoped]
     assert list(manager.marked(scoped=True)) == [ledger for ledger in IDS if ledger.is_scoped]
 
 
-def test_clocks_of_scopes_are_their_own(manager: LedgerUnderreplicationManager) -> None:
+def test_clocks_of_scopes_are_separate(manager: LedgerUnderreplicationManager) -> None:
     manager.set_check_ctime_ms(AuditorCheck.ALL_LEDGERS, 5)
     manager.set_check_ctime_ms(AuditorCheck.ALL_LEDGERS, 7, scoped=True)
     clocks = [manager.check_ctime_ms(AuditorCheck.ALL_LEDGERS, scoped=scoped) for scoped in (False, True)]
     assert clocks == [5, 7]
 
 
-def test_the_delay_is_stored_once_and_each_write_of_it_shows(manager: LedgerUnderreplicationManager) -> None:
+def test_delay_is_initialized_once_and_every_write_changes_its_version(manager: LedgerUnderreplicationManager) -> None:
     assert manager.delay_version() is None
     assert manager.initialize_lost_bookie_recovery_delay_s(30) == 30
     assert manager.initialize_lost_bookie_recovery_delay_s(60) == 30
@@ -281,7 +281,7 @@ def test_the_delay_is_stored_once_and_each_write_of_it_shows(manager: LedgerUnde
     assert len(set(versions)) == 3
 
 
-def test_who_waits_for_work_is_told(manager: LedgerUnderreplicationManager, backend: Any) -> None:
+def test_watch_work_reports_marks_unlocks_and_switches(manager: LedgerUnderreplicationManager, backend: Any) -> None:
     other = LedgerUnderreplicationManager(backend.open())
     other.mark(LedgerId(0, 5), ["b"])
     told = threading.Event()

@@ -45,7 +45,7 @@ def values(cli: CommandLine) -> dict[LedgerId, bytes]:
     return {ledger: each.value for ledger, each in found.items() if each is not None}
 
 
-def test_ledgers_are_deleted_and_come_back(cli: CommandLine, tmp_path: Path) -> None:
+def test_deleted_ledgers_are_restored_by_undo(cli: CommandLine, tmp_path: Path) -> None:
     before = values(cli)
     names = [str(ledger) for ledger in LEDGERS]
     assert cli("ledger", "list", "--all-scopes", "-o", "id").ids == names
@@ -69,7 +69,7 @@ def test_ledgers_are_deleted_and_come_back(cli: CommandLine, tmp_path: Path) -> 
     assert values(cli) == before
 
 
-def test_locate_tells_of_both_fragments(cli: CommandLine) -> None:
+def test_locate_lists_both_fragments(cli: CommandLine) -> None:
     rows = cli("ledger", "locate", str(LEDGERS[2]), "-o", "ndjson").rows
     assert [(row["firstEntryId"], row["lastEntryId"], row["bookieId"], row["entryCount"]) for row in rows] == [
         (0, 9, "a:1", 10), (0, 9, "b:1", 10), (10, 14, "a:1", 5), (10, 14, "c:1", 5),
@@ -78,7 +78,7 @@ def test_locate_tells_of_both_fragments(cli: CommandLine) -> None:
     assert cli("ledger", "locate", str(LEDGERS[2]), "--entry", 11, "-o", "id").ids == ["c:1", "a:1"]
 
 
-def test_cookies_are_made_renamed_and_come_back(cli: CommandLine, tmp_path: Path) -> None:
+def test_cookies_are_created_renamed_and_restored_by_undo(cli: CommandLine, tmp_path: Path) -> None:
     cookie = Cookie("one:1", ("/j",), ("/l",), "i").serialize()
     file = tmp_path / "cookie"
     file.write_bytes(cookie)

@@ -222,7 +222,7 @@ def test_an_unknown_ledger_is_exit_4_everywhere(cli: CommandLine, apache_cluster
     for command in (("show",), ("read",), ("read", "--protocol", "v2"), ("read", "--recover"), ("tail",), ("recover",),
                     ("verify",), ("delete", "--yes"), ("delete", "--dry-run")):  # fmt: skip
         answer = cli("ledger", *command, UNKNOWN, "-o", "ndjson")
-        check(answer, 4, f"No ledger {UNKNOWN} in {where}; 'bkctl ledger list' shows those that are there")
+        check(answer, 4, f"No ledger {UNKNOWN} in {where}; 'bkctl ledger list' lists the existing ones")
         assert answer.out == b""
         scoped = cli("ledger", *[part for part in command if part not in ("--protocol", "v2")], "7:1")
         check(scoped, 4, f"No ledger {7:016x}{1:016x} in {where}")

@@ -55,7 +55,7 @@ def apache(java: Any, uri: str) -> Iterator[Ask]:
         yield ask
 
 
-def test_each_reads_what_the_other_wrote_and_scopes_stay_ours(
+def test_apache_and_bkctl_read_each_others_ledgers_and_scopes_stay_hidden(
     cluster: Cluster, apache: Ask, java: Any, uri: str, tmp_path: Path
 ) -> None:
     layout = cluster.store.get("LAYOUT")
@@ -108,7 +108,7 @@ def test_each_reads_what_the_other_wrote_and_scopes_stay_ours(
     assert cluster.store.get("LAYOUT") == layout
 
 
-def test_ids_that_both_generate_in_turn_never_repeat(cluster: Cluster, apache: Ask) -> None:
+def test_ids_generated_in_turn_by_apache_and_bkctl_never_repeat(cluster: Cluster, apache: Ask) -> None:
     taken: list[int] = []
     for _ in range(5):
         taken.append(int(apache("id")["ledgerId"]))
@@ -118,7 +118,7 @@ def test_ids_that_both_generate_in_turn_never_repeat(cluster: Cluster, apache: A
 
 
 @pytest.mark.parametrize("long", [False, True], ids=["31 bits", "63 bits"])
-def test_ids_that_both_generate_at_the_same_time_never_repeat(
+def test_ids_generated_concurrently_by_apache_and_bkctl_never_repeat(
     cluster: Cluster, apache: Ask, layout: str, long: bool
 ) -> None:
     if long and layout != "flat":
@@ -141,7 +141,7 @@ def test_ids_that_both_generate_at_the_same_time_never_repeat(
     assert taken == list(range(first, first + 80))
 
 
-def test_both_go_on_with_63_bits(cluster: Cluster, apache: Ask, layout: str) -> None:
+def test_apache_and_bkctl_continue_with_63_bit_ids(cluster: Cluster, apache: Ask, layout: str) -> None:
     if layout == "flat":
         assert cluster.ledgers.new_ledger_id().ledger_id < 1 << 31
         return
@@ -153,7 +153,7 @@ def test_both_go_on_with_63_bits(cluster: Cluster, apache: Ask, layout: str) -> 
     assert taken == [(3 << 32) + number for number in range(6)]
 
 
-def test_apache_sees_the_bookies_that_we_register(cluster: Cluster, apache: Ask, layout: str) -> None:
+def test_apache_sees_registrations_of_bkctl(cluster: Cluster, apache: Ask, layout: str) -> None:
     info = BookieServiceInfo((Endpoint("bookie", 3181, "10.0.0.1", "bookie-rpc"),), {"ledgerScopes": "1"})
     cluster.bookies.register("bookie-1", info)
     cluster.bookies.register("127.0.0.1:3182", info)
@@ -167,7 +167,7 @@ def test_apache_sees_the_bookies_that_we_register(cluster: Cluster, apache: Ask,
     assert (answer["rw"], answer["ro"]) == (["127.0.0.1:3182", "bookie-2"], ["bookie-1"])
 
 
-def test_we_work_on_a_root_that_apache_made(zookeeper: Any, java: Any, layout: str, tmp_path: Path) -> None:
+def test_bkctl_works_on_a_root_created_by_apache(zookeeper: Any, java: Any, layout: str, tmp_path: Path) -> None:
     uri = zookeeper.metadata_uri(zookeeper.new_root(), layout)
     conf = servers.write_conf(tmp_path / "init.conf", {"metadataServiceUri": uri})
     java.shell(conf, "initnewcluster", check=True)

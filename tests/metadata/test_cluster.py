@@ -23,13 +23,13 @@ from bkctl.errors import (
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, Endpoint, Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
-from bkctl.metadata.cluster import RegisteredBookie, init_cluster, open_cluster
-from bkctl.metadata.ledgers import (
+from bkctl.metadata.backends.zookeeper.ledger_managers import (
     FlatLedgerManager,
     HierarchicalLedgerManager,
     LegacyHierarchicalLedgerManager,
     LongHierarchicalLedgerManager,
 )
+from bkctl.metadata.cluster import RegisteredBookie, init_cluster, open_cluster
 from bkctl.metadata.store import NEW
 
 METADATA = LedgerMetadata(1, 1, 1, DigestType.CRC32C, b"", (Fragment(0, ("bookie-1",)),))
@@ -110,7 +110,7 @@ def test_a_uri_that_does_not_fit_the_layout_is_refused_with_the_right_one(zookee
         (b"\xff\xfe", Corrupt),
     ],
 )
-def test_every_layout_is_read_or_told_apart(zookeeper: Any, value: bytes, manager: type) -> None:
+def test_every_layout_opens_its_manager_or_is_refused(zookeeper: Any, value: bytes, manager: type) -> None:
     with open_cluster(zookeeper.metadata_uri(zookeeper.new_root(), "null"), create=True) as cluster:
         cluster.store.put("LAYOUT", value, None)
         if issubclass(manager, Exception):
@@ -159,12 +159,12 @@ def test_pulsars_uri_finds_its_root(zookeeper_server: Any, path: str) -> None:
 
 
 @pytest.mark.parametrize("uri", ["metadata-store:etcd:http://127.0.0.1:2379", "zk+ms://127.0.0.1/ledgers", "other://x"])
-def test_stores_that_we_lack_are_unsupported(uri: str) -> None:
+def test_unknown_stores_are_unsupported(uri: str) -> None:
     with pytest.raises(Unsupported):
         open_cluster(uri)
 
 
-def test_a_store_that_is_not_there_is_unreachable_and_named() -> None:
+def test_absent_server_is_unreachable_and_named() -> None:
     with pytest.raises(Unreachable) as caught:
         open_cluster("zk://127.0.0.1:1,no-such-host.invalid:2/ledgers", timeout_s=5)
     assert "127.0.0.1:1,no-such-host.invalid:2" in str(caught.value)
@@ -198,7 +198,7 @@ def test_many_may_create_the_cluster_at_once(uri: str) -> None:
     assert made[0][0]
 
 
-def test_bookies_come_go_and_change_their_state(uri: str) -> None:
+def test_registration_follows_bookies_and_their_state(uri: str) -> None:
     cookie = Cookie("bookie-1", ("/journal",), ("/ledgers",), "instance")
     with open_cluster(uri, create=True) as observer:
         with open_cluster(uri) as bookie:
@@ -234,9 +234,7 @@ def test_bookies_come_go_and_change_their_state(uri: str) -> None:
                 observer.bookies.register(name, INFO)
 
 
-def test_a_bookie_that_changes_its_state_while_bookies_are_listed_is_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bookie_changing_state_during_a_listing_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_cluster(f"sqlite://{tmp_path}/metadata.db", create=True) as cluster:
         init_cluster(cluster)
         bookies, children_many = cluster.bookies, cluster.store.children_many
@@ -316,7 +314,7 @@ def test_cookies_are_written_by_compare_and_set(uri: str) -> None:
             cookies.write("bookie-1", cookie, 1)
 
 
-def test_scopes_of_a_formatted_cluster_are_never_mixed_in(zookeeper: Any) -> None:
+def test_scopes_of_a_formatted_cluster_stay_hidden(zookeeper: Any) -> None:
     uri = zookeeper.metadata_uri(zookeeper.new_root())
     with open_cluster(uri, create=True) as cluster:
         assert cluster.ledgers.scopes_state() == "absent"
@@ -375,7 +373,7 @@ def _eventually(condition: Any) -> None:
         time.sleep(0.02)
 
 
-def test_a_cookie_for_a_cluster_that_is_not_there_is_refused_with_the_reason(tmp_path: Path, zookeeper: Any) -> None:
+def test_cookie_for_a_missing_cluster_is_refused_with_the_reason(tmp_path: Path, zookeeper: Any) -> None:
     with open_cluster(zookeeper.metadata_uri(zookeeper.new_root()), timeout_s=20) as cluster:
         cookie = Cookie("bookie-1", ("/journal",), ("/ledgers",))
         for expected in (NEW, None):

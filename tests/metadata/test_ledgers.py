@@ -15,18 +15,17 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
 from bkctl.metadata.backends.sqlite import SqliteStore
-from bkctl.metadata.ledgers import (
-    SHORT_ID_END,
+from bkctl.metadata.backends.zookeeper.id_generators import SHORT_ID_END
+from bkctl.metadata.backends.zookeeper.ledger_managers import (
     FlatLedgerManager,
     HierarchicalLedgerManager,
     LegacyHierarchicalLedgerManager,
     LongHierarchicalLedgerManager,
-    QualifiedNameLedgerManager,
-    VersionedMetadata,
     ZooKeeperLedgerManager,
     _leaf_numbers,
-    ledger_object,
 )
+from bkctl.metadata.ledger_json import ledger_object
+from bkctl.metadata.ledgers import QualifiedNameLedgerManager, VersionedMetadata
 from bkctl.metadata.store import NEW
 
 MANAGERS = [
@@ -67,7 +66,7 @@ def store(tmp_path: Path) -> Iterator[SqliteStore]:
         ),
     ],
 )
-def test_paths_are_apaches_and_ours_beside_them(
+def test_paths_are_apaches_in_scope_0_and_in_the_scopes_tree_else(
     store: SqliteStore, manager: type[HierarchicalLedgerManager], ledger: LedgerId, path: str
 ) -> None:
     assert manager(store).path(ledger) == path
@@ -138,12 +137,12 @@ leaf_names = st.from_regex(r"L[0-9]{4}", fullmatch=True) | odd_names
 
 
 @given(names=st.lists(leaf_names, unique=True, max_size=6).map(sorted))
-def test_a_directory_read_at_once_is_its_names_read_one_by_one(names: list[str]) -> None:
+def test_leaf_numbers_at_once_equal_leaf_numbers_one_by_one(names: list[str]) -> None:
     matches = [re.fullmatch("L([0-9]{4})", name, re.ASCII) for name in names]
     assert _leaf_numbers(names) == [int(match[1]) for match in matches if match]
 
 
-def test_removing_a_scoped_ledger_removes_what_is_empty_but_never_scopes(store: SqliteStore) -> None:
+def test_removing_a_scoped_ledger_prunes_empty_parents_but_not_scopes(store: SqliteStore) -> None:
     ledgers = HierarchicalLedgerManager(store)
     for ledger in (LedgerId(7, 1), LedgerId(7, 1 << 40), LedgerId(8, 1), LedgerId(0, 1), LedgerId(0, 2)):
         ledgers.create(ledger, METADATA)
@@ -176,7 +175,7 @@ class Sequences:
         return number if number < 1 << 31 else number - (1 << 32)
 
 
-def test_ids_go_on_with_63_bits_when_the_31_are_used_up(store: SqliteStore) -> None:
+def test_ids_continue_with_63_bits_after_the_31_bit_ones(store: SqliteStore) -> None:
     sequences = Sequences(store, {"idgen": SHORT_ID_END - 2})
     ledgers = HierarchicalLedgerManager(sequences)  # type: ignore[arg-type]
     taken = [ledgers.new_ledger_id().ledger_id for _ in range(4)]
@@ -195,7 +194,7 @@ def test_ids_go_on_with_63_bits_when_the_31_are_used_up(store: SqliteStore) -> N
 
 
 @pytest.mark.parametrize("manager", [FlatLedgerManager, LegacyHierarchicalLedgerManager])
-def test_short_layouts_end_with_the_31_bits(store: SqliteStore, manager: type[ZooKeeperLedgerManager]) -> None:
+def test_short_layouts_run_out_of_ids_after_31_bits(store: SqliteStore, manager: type[ZooKeeperLedgerManager]) -> None:
     path = "" if manager is FlatLedgerManager else "idgen"
     ledgers = manager(Sequences(store, {path: SHORT_ID_END - 1}))  # type: ignore[arg-type]
     assert ledgers.new_ledger_id() == LedgerId(0, SHORT_ID_END - 1)
@@ -245,7 +244,7 @@ def test_the_ledger_object_has_every_field() -> None:
     assert ledger_object(LedgerId(7, 12), found, show_secrets=True)["password"] == "c2VjcmV0"
 
 
-def test_what_is_unknown_is_null_in_the_ledger_object() -> None:
+def test_unknown_fields_are_null_in_the_ledger_object() -> None:
     metadata = LedgerMetadata(1, 1, 1, None, None, (Fragment(0, ("b1",)),), format_version=1)
     value = ledger_object(LedgerId(0, 1), VersionedMetadata(metadata, 0, None), show_secrets=True)
     assert (value["digestType"], value["ctime"], value["password"]) == (None, None, None)

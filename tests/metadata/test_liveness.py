@@ -12,8 +12,9 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Cookie, Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.backends.sqlite import SqliteStore
+from bkctl.metadata.backends.zookeeper.ledger_managers import HierarchicalLedgerManager
 from bkctl.metadata.cluster import open_cluster
-from bkctl.metadata.ledgers import HierarchicalLedgerManager, LedgerManager, QualifiedNameLedgerManager
+from bkctl.metadata.ledgers import LedgerManager, QualifiedNameLedgerManager
 from bkctl.metadata.liveness import Liveness, check_instance
 from bkctl.model import LedgerLiveness
 
@@ -47,7 +48,7 @@ def test_ledgers_with_metadata_are_alive_and_others_dead(manager: LedgerManager)
     assert liveness.states([]) == {}
 
 
-def test_a_ledger_is_asked_for_once_and_a_younger_one_still_found(manager: LedgerManager) -> None:
+def test_liveness_is_cached_and_finds_younger_ledgers(manager: LedgerManager) -> None:
     liveness = Liveness(manager)
     one, other = LedgerId(0, 5), LedgerId(0, 6)
     manager.create(one, METADATA)
@@ -68,21 +69,21 @@ def test_damaged_metadata_is_neither_dead_nor_alive(manager: LedgerManager) -> N
     assert "ledger 5" in str(problem)
 
 
-def test_an_id_that_no_ledger_can_have_is_not_dead(manager: LedgerManager) -> None:
+def test_impossible_id_is_not_dead(manager: LedgerManager) -> None:
     impossible = LedgerId(0, 1 << 63)
     assert Liveness(manager).states([impossible]) == {impossible: UNKNOWN}
 
 
-def test_without_a_scopes_tree_nothing_scoped_is_dead(store: SqliteStore) -> None:
+def test_missing_scopes_tree_leaves_scoped_ledgers_unknown(store: SqliteStore) -> None:
     liveness = Liveness(HierarchicalLedgerManager(store))
     plain = LedgerId(0, 5)
     assert liveness.states([SCOPED, plain]) == {SCOPED: UNKNOWN, plain: DEAD}
     (problem,) = liveness.problems
     assert isinstance(problem, Conflict)
-    assert "no scopes tree" in str(problem)
+    assert "the scopes tree is missing" in str(problem)
 
 
-def test_under_a_foreign_scopes_tree_nothing_scoped_is_dead_or_alive(store: SqliteStore) -> None:
+def test_foreign_scopes_tree_leaves_scoped_ledgers_unknown(store: SqliteStore) -> None:
     manager = HierarchicalLedgerManager(store)
     manager.create(SCOPED, METADATA)
     store.put("scopes", b"another", None)
@@ -93,7 +94,7 @@ def test_under_a_foreign_scopes_tree_nothing_scoped_is_dead_or_alive(store: Sqli
     assert "formatted" in str(problem)
 
 
-def test_a_scopes_tree_that_goes_away_meanwhile_proves_nothing(store: SqliteStore) -> None:
+def test_scopes_tree_vanishing_during_the_look_up_proves_nothing(store: SqliteStore) -> None:
     class Vanishing(HierarchicalLedgerManager):
         looked = False
 
@@ -109,7 +110,7 @@ def test_a_scopes_tree_that_goes_away_meanwhile_proves_nothing(store: SqliteStor
     assert Liveness(Vanishing(store)).states([gone]) == {gone: UNKNOWN}
 
 
-def test_what_an_unreachable_store_did_not_say_is_unknown(store: SqliteStore) -> None:
+def test_unreachable_store_leaves_ledgers_unknown(store: SqliteStore) -> None:
     class Dropping(HierarchicalLedgerManager):
         calls = 0
 

@@ -62,7 +62,7 @@ def test_an_encrypted_key_opens_with_its_password_only(
         )  # fmt: skip
 
     assert context(PASSWORD) is not None
-    for wrong, problem in ((None, "no password is given"), ("wrong", "the password that is given does not open it")):
+    for wrong, problem in ((None, "no password is given"), ("wrong", "the given password does not open it")):
         with pytest.raises(UsageError, match=f"private key in {encrypted} is encrypted, and {problem}"):
             context(wrong)
 

@@ -74,7 +74,7 @@ def test_every_form_is_read(text: str, driver: str, manager_type: str, connect_s
         ("zk://" + "a" * 5000, "characters"),
     ],
 )
-def test_what_is_no_uri_is_refused_with_what_is_wrong(text: str, problem: str) -> None:
+def test_malformed_uri_is_refused_with_the_problem(text: str, problem: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_uri(text)
     assert problem in caught.value.message
@@ -93,14 +93,14 @@ def test_what_is_no_uri_is_refused_with_what_is_wrong(text: str, problem: str) -
         "metadata-store:memory:local",
     ],
 )
-def test_stores_that_we_lack_are_unsupported(text: str) -> None:
+def test_unknown_stores_are_unsupported(text: str) -> None:
     with pytest.raises(Unsupported) as caught:
         parse_uri(text)
     assert caught.value.exit_code == 8
     assert "\n" not in str(caught.value)
 
 
-def test_the_old_settings_make_a_uri() -> None:
+def test_old_settings_give_a_uri() -> None:
     assert assemble_uri("zk1:2181,zk2:2181").text == "zk://zk1:2181;zk2:2181/ledgers"
     assert assemble_uri("zk1", "/bk/ledgers", "flat") == parse_uri("zk+flat://zk1:2181/bk/ledgers")
     assert assemble_uri("zk1:2181,zk2:2181/chroot", "/ledgers").path == "/chroot/ledgers"
@@ -119,7 +119,7 @@ parts = st.from_regex(r"[A-Za-z0-9_-]{1,12}", fullmatch=True)
     st.lists(st.tuples(hosts, st.integers(1, 65535)), min_size=1, max_size=5),
     st.lists(parts, min_size=1, max_size=4),
 )
-def test_a_uri_and_its_text_are_one(manager_type: str, pairs: list[tuple[str, int]], path: list[str]) -> None:
+def test_uri_text_parses_to_an_equal_uri(manager_type: str, pairs: list[tuple[str, int]], path: list[str]) -> None:
     uri = MetadataUri("zk", manager_type, tuple(pairs), "/" + "/".join(path))
     assert parse_uri(uri.text) == uri
     assert parse_uri(uri.text.replace(";", ",")) == uri
@@ -175,6 +175,6 @@ def test_an_etcd_uri_may_name_user_password_and_tls() -> None:
         ("etcd://a/x?key=/k", "certificate"),
     ],
 )
-def test_what_an_etcd_uri_says_wrongly_of_login_and_tls(text: str, problem: str) -> None:
+def test_wrong_login_and_tls_options_of_an_etcd_uri_are_refused(text: str, problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         parse_uri(text)

@@ -13,7 +13,7 @@ from bkctl.formats.metadata import BookieServiceInfo, Cookie, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import LedgerLocks, LedgerUnderreplicationManager
 from bkctl.protocol.messages import AddRequest
 from bkctl.replication import move_queue
 from bkctl.replication.bookie_mover import BookieMover
@@ -348,14 +348,14 @@ async def test_move_swaps_nothing_after_losing_lock(fake_cluster):
 
 async def test_cancelled_move_releases_lock_being_taken(fake_cluster, monkeypatch):
     taking, go_on = threading.Event(), threading.Event()
-    lock_many = LedgerUnderreplicationManager.lock_many
+    lock_many = LedgerLocks.lock_many
 
     def slowly(*arguments):
         taking.set()
         assert go_on.wait(60)
         return lock_many(*arguments)
 
-    monkeypatch.setattr(LedgerUnderreplicationManager, "lock_many", slowly)
+    monkeypatch.setattr(LedgerLocks, "lock_many", slowly)
 
     async with fake_cluster(4) as cluster, cluster.client() as client:
         await write(client, 3, ensemble_size=4)

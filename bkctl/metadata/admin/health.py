@@ -1,4 +1,4 @@
-"""What is wrong with a cluster, as its metadata store shows it: findings with a code, and what to do about each."""
+"""Health findings of a cluster from its metadata store, each with a code and advice."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from bkctl.metadata.cluster import Cluster, RegisteredBookie
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import LedgerUnderreplicationManager
 
-#: While it is there, clients take no bookie into quarantine. Source: ZKMetadataDriverBase.disableHealthCheck.
+#: While this node exists, clients quarantine no bookie. Source: ZKMetadataDriverBase.disableHealthCheck.
 DISABLE_HEALTH_CHECK: Final = "disableHealthCheck"
 UNDERREPLICATED_AGE_S_MAX: Final = 3600
-#: Ages that under-replicated ledgers are counted by, in seconds.
+#: Ages by which under-replicated ledgers are counted, in seconds.
 AGES_S: Final = {"10m": 600, "1h": 3600, "1d": 86400}
 
 
 class Severity(StrEnum):
-    """How bad a finding is: data is at risk or out of reach; or somebody should look at it."""
+    """Error: data is at risk or unreachable. Warning: an operator should look at it."""
 
     ERROR = "error"
     WARNING = "warning"
 
 
 class HealthFinding(NamedTuple):
-    """One thing that is wrong. `code` is for scripts and stays the same, `subject` the bookie or scope it is about."""
+    """One problem. `code` is stable, for scripts; `subject` is the bookie or scope."""
 
     code: str
     severity: Severity
     subject: str
     message: str
     advice: str
-    #: Numbers behind the message, under the names that JSON has them by; None where there are none.
+    #: Numbers behind the message, by their JSON names; None without numbers.
     details: Mapping[str, Any] | None = None
 
 
 def health_findings(cluster: Cluster) -> Iterator[HealthFinding]:
-    """Yield what the metadata store shows to be wrong: bookies, cookies, scopes, under-replication, auto-recovery.
+    """Yield the problems in the metadata store: bookies, cookies, scopes, under-replication, auto-recovery.
 
-    Raises NotFound when there is no cluster, Unreachable when the store is away.
+    Raises NotFound without a cluster, Unreachable.
     """
     cluster.layout()
     instance_id = cluster.instance_id()
@@ -98,7 +98,7 @@ def _of_cookies(cluster: Cluster, bookies: list[RegisteredBookie], instance_id: 
         except BkctlError as error:
             yield HealthFinding(
                 "cookie-damaged", Severity.ERROR, bookie.bookie_id, str(error),
-                "it cannot start again: write its cookie anew with 'bkctl cookie update'",
+                "it cannot start again: rewrite its cookie with 'bkctl cookie update'",
             )  # fmt: skip
             continue
         if found is not None and found.value.instance_id and found.value.instance_id != instance_id:
@@ -117,8 +117,8 @@ def _of_scopes(cluster: Cluster, bookies: list[RegisteredBookie]) -> Iterator[He
             "'bkctl metadata orphans' shows them",
         )  # fmt: skip
     if state == "ours" and next((scope for scope in cluster.ledgers.scopes() if scope), None) is not None:
-        knowing = [bookie for bookie in bookies if bookie.state == "rw" and bookie.ledger_scopes]
-        if not knowing:
+        capable = [bookie for bookie in bookies if bookie.state == "rw" and bookie.ledger_scopes]
+        if not capable:
             yield HealthFinding(
                 "no-bookie-for-scopes", Severity.ERROR, "",
                 "There are scoped ledgers, and no writable bookie that knows ledger scopes",
@@ -149,7 +149,7 @@ class _Marks:
 
 
 def age_text(age_s: int) -> str:
-    """Seconds for people: `40 s`, `12 min`, `3 h 20 min`, `2 d 4 h`."""
+    """Return seconds in words: `40 s`, `12 min`, `3 h 20 min`, `2 d 4 h`."""
     minutes, hours, days = age_s // 60, age_s // 3600, age_s // 86400
     if days:
         return f"{days:,} d {hours % 24} h"
@@ -173,17 +173,17 @@ def _of_replication(cluster: Cluster) -> Iterator[HealthFinding]:
         marks.setdefault(ledger.scope_id, _Marks()).add(age_s)
     enabled = manager.is_enabled()
     for scope_id in sorted(marks):
-        found_there = marks[scope_id]
-        late = found_there.oldest_s > UNDERREPLICATED_AGE_S_MAX
+        scope_marks = marks[scope_id]
+        late = scope_marks.oldest_s > UNDERREPLICATED_AGE_S_MAX
         yield HealthFinding(
-            "underreplicated", Severity.ERROR if late else Severity.WARNING, f"scope {scope_id}", found_there.text(),
+            "underreplicated", Severity.ERROR if late else Severity.WARNING, f"scope {scope_id}", scope_marks.text(),
             "'bkctl autorecovery list' shows them"
-            + ("; nobody replicates them while auto-recovery is disabled" if not enabled else ""),
+            + ("; they stay so while auto-recovery is disabled" if not enabled else ""),
             {
                 "ledgerScopeId": str(scope_id),
-                "ledgerCount": found_there.count,
-                "oldestSeconds": found_there.oldest_s,
-                "olderThan": found_there.older,
+                "ledgerCount": scope_marks.count,
+                "oldestSeconds": scope_marks.oldest_s,
+                "olderThan": scope_marks.older,
             },
         )  # fmt: skip
     if not enabled:
@@ -192,7 +192,7 @@ def _of_replication(cluster: Cluster) -> Iterator[HealthFinding]:
             "'bkctl autorecovery enable' when the maintenance is over",
         )  # fmt: skip
     elif marks or manager.was_elected() or cluster.location.driver != "sqlite":
-        # A local cluster is well without auto-recovery, as long as it neither has had it nor needs it.
+        # A local cluster is healthy without auto-recovery, until it has had or needs one.
         yield from _of_auditors(cluster, manager, {scope_id for scope_id in marks if scope_id})
 
 
@@ -223,7 +223,7 @@ def _of_auditors(
 
 
 class HealthCheckSwitch:
-    """Whether clients may take bookies that fail them into quarantine, for the whole cluster.
+    """The switch that lets clients quarantine failing bookies, for the whole cluster.
 
     Source: ZKMetadataDriverBase, SwitchOfHealthCheckCommand.
     """
@@ -233,11 +233,11 @@ class HealthCheckSwitch:
         cluster.layout()
 
     def is_enabled(self) -> bool:
-        """Whether it is on."""
+        """Return whether clients may quarantine bookies."""
         return self._store.get(DISABLE_HEALTH_CHECK) is None
 
     def set(self, enabled: bool) -> bool:
-        """Switch it; returns whether that changed anything."""
+        """Set the switch; return False when it was set so already."""
         try:
             if enabled:
                 self._store.delete(DISABLE_HEALTH_CHECK)

@@ -1,4 +1,4 @@
-"""Removing a cluster from its metadata store, and nothing else that may be beside it.
+"""Remove a cluster from its metadata store, and nothing beside it.
 
 Source: ZKRegistrationManager.nukeExistingCluster, AbstractZkLedgerManagerFactory.validateAndNukeExistingCluster.
 """
@@ -16,8 +16,8 @@ from bkctl.metadata.store import MetadataStore
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-#: What a cluster keeps below its root: Apache's nodes, ours, and the roots of every layout's ledgers.
-OF_A_CLUSTER: Final = re.compile(
+#: Names of a cluster's nodes in its root: Apache's, ours, and the directories of every layout's ledgers.
+CLUSTER_NODE: Final = re.compile(
     "available|cookies|LAYOUT|INSTANCEID|underreplication|idgen|idgen-long|ID-?[0-9]*|disableHealthCheck|scopes"
     "|[0-9]{2,3}|L[0-9]{10,19}"  # the tree of each layout on ZooKeeper
     "|ledgers|sequences"  # SQLite
@@ -31,9 +31,9 @@ _BATCH_SIZE: Final = 1000
 
 
 class NukePlan(NamedTuple):
-    """What a nuke would remove: the instance id, and how many ledgers, scopes ≠ 0 and cookies there are.
+    """The cluster that a nuke would remove: its instance id, and the numbers of its ledgers, scopes ≠ 0 and cookies.
 
-    `foreign_scopes`: also the scoped ledgers of a cluster that was formatted away, which are not counted.
+    `foreign_scopes`: it would also remove, uncounted, the scoped ledgers of a cluster that was formatted since.
     """
 
     instance_id: str
@@ -44,8 +44,10 @@ class NukePlan(NamedTuple):
 
 
 def plan_nuke(cluster: Cluster) -> NukePlan:
-    """What would be lost. Raises Conflict while bookies are registered, or where there is something else in the root,
-    which may be nobody's cluster; NotFound when there is no cluster."""
+    """Return what `nuke` would remove.
+
+    Raises Conflict while bookies are registered, or for foreign nodes in the root; NotFound without a cluster.
+    """
     _refuse(cluster)
     ledger_count = scope_count = 0
     last_scope_id = 0
@@ -68,29 +70,29 @@ def _refuse(cluster: Cluster) -> None:
     registered = [bookie.bookie_id for bookie in cluster.bookies.list(include_down=False)]
     if registered:
         raise Conflict(
-            f"{len(registered):,} bookies are registered in {cluster.store.name}: {_some(registered)}",
+            f"{len(registered):,} bookies are registered in {cluster.store.name}: {_shorten(registered)}",
             hint="stop every bookie first",
         )
     names = cluster.store.children("") or []
-    unknown = [name for name in names if not OF_A_CLUSTER.fullmatch(name)]
+    unknown = [name for name in names if not CLUSTER_NODE.fullmatch(name)]
     if unknown:
         raise Conflict(
-            f"{cluster.uri} also holds what is no part of a cluster: {_some(unknown)}",
+            f"{cluster.uri} also holds nodes of something else than a cluster: {_shorten(unknown)}",
             hint="check the path at the end of the metadata URI",
         )
 
 
 def nuke(cluster: Cluster, *, progress: Callable[[int], None] = lambda _: None) -> int:
-    """Remove the cluster's nodes, its root included; returns how many went.
+    """Remove the cluster's nodes, its root included; return the number of removed nodes.
 
-    LAYOUT and instance id go last, so that what was stopped halfway can be finished. Raises as `plan_nuke`; Conflict
-    when something was created meanwhile.
+    LAYOUT and instance id go last, so that a second run can finish an interrupted one. Raises as `plan_nuke`; Conflict
+    when another client created a node meanwhile.
     """
     from concurrent.futures import ThreadPoolExecutor
 
     _refuse(cluster)
     names = cluster.store.children("") or []
-    # By the instance id the second run is told that it is the same cluster.
+    # A second run recognises the cluster by its instance id.
     last = [cluster.places.layout.partition("/")[0], cluster.places.instance_id.partition("/")[0]]
     with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="nuke") as executor:
         remover = _Remover(cluster.store, executor, progress)
@@ -109,7 +111,7 @@ class _Remover:
         self.count = 0
 
     def remove(self, path: str, depth: int = 0) -> None:
-        """Remove the node and what is below it."""
+        """Remove the node and all nodes below it."""
         names = self._store.children(path) if depth < _DEPTH_MAX else None
         for at in range(0, len(names or ()), _BATCH_SIZE):
             below = [f"{path}/{name}" for name in (names or ())[at : at + _BATCH_SIZE]]
@@ -135,6 +137,6 @@ class _Remover:
         return True
 
 
-def _some(names: list[str]) -> str:
+def _shorten(names: list[str]) -> str:
     more = f" and {len(names) - _NAMES_SHOWN_MAX:,} more" if len(names) > _NAMES_SHOWN_MAX else ""
     return ", ".join(names[:_NAMES_SHOWN_MAX]) + more

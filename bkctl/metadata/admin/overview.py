@@ -1,4 +1,4 @@
-"""A cluster at a glance: its bookies counted, its auditor, the tree of its nodes, the ledgers that fit a question.
+"""Summaries of a cluster: counts of its bookies, its auditor, the tree of its nodes, its ledgers by query.
 
 Source: ClusterInfoService.
 """
@@ -16,7 +16,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.metadata.store import MetadataStore, Versioned
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import AuditorElection, AutoRecoverySettings, LedgerMarks
 
 TREE_DEPTH_MAX: Final = 64
 
@@ -38,13 +38,13 @@ class ClusterInfo(NamedTuple):
 
     @property
     def auditor_elected(self) -> bool:
-        """Whether an auditor is elected."""
+        """True if an auditor is elected."""
         return self.auditor_id is not None
 
 
 def cluster_info(cluster: Cluster) -> ClusterInfo:
-    """What the metadata store says of the cluster now. Raises NotFound when there is no cluster."""
-    replication = LedgerUnderreplicationManager(cluster.store)
+    """Return the present state of the cluster by its metadata store. Raises NotFound without a cluster."""
+    store = cluster.store
     layout = cluster.layout()
     bookies = cluster.bookies.list()
     states = Counter(bookie.state for bookie in bookies)
@@ -57,22 +57,25 @@ def cluster_info(cluster: Cluster) -> ClusterInfo:
         read_only_count=states["ro"],
         down_count=states["down"],
         scopes_count=sum(bookie.ledger_scopes for bookie in bookies),
-        auditor_id=_auditor(replication),
-        underreplicated=replication.any(),
-        replication_enabled=replication.is_enabled(),
+        auditor_id=_auditor(store),
+        underreplicated=LedgerMarks(store).has_marks(),
+        replication_enabled=AutoRecoverySettings(store).is_enabled(),
     )
 
 
-def _auditor(replication: LedgerUnderreplicationManager) -> str | None:
+def _auditor(store: MetadataStore) -> str | None:
     try:
-        return replication.auditor()
+        return AuditorElection(store).auditor()
     except Corrupt:
         return None
 
 
 class Node(NamedTuple):
-    """One node of the tree below a path. `lasts` says, for the node and each ancestor below the start, whether it is
-    the last of its siblings; empty for the start itself. `found` is None where the node went away meanwhile."""
+    """One node of the tree below a path.
+
+    `lasts` says, for the node and each ancestor below the start, if it is the last of its siblings; empty for the start
+    itself. `found` is None for a node deleted meanwhile.
+    """
 
     path: str
     lasts: tuple[bool, ...]
@@ -85,9 +88,9 @@ class Node(NamedTuple):
 
 
 def walk(store: MetadataStore, path: str = "", *, depth: int | None = None) -> Iterator[Node]:
-    """The node at `path` and all below it, parents first, siblings in ascending order; `depth` limits the levels.
+    """Yield the node at `path` and all below it, parents first, siblings in ascending order; `depth` limits the levels.
 
-    Raises NotFound when there is no node at `path`.
+    Raises NotFound for a missing node at `path`.
     """
     found = store.get(path)
     if found is None:
@@ -108,7 +111,7 @@ def _walk_below(store: MetadataStore, path: str, lasts: tuple[bool, ...], depth:
 
 
 class LedgerQuery(NamedTuple):
-    """Which ledgers to list; None asks for nothing. Ages are in seconds, of the creation time where it is known."""
+    """Conditions on ledgers; None: no condition. Ages are in seconds since the creation, where it is known."""
 
     bookie_id: str | None = None
     states: frozenset[str] = frozenset()
@@ -120,11 +123,11 @@ class LedgerQuery(NamedTuple):
 
     @property
     def needs_metadata(self) -> bool:
-        """Whether ids alone do not answer it."""
+        """True if ids alone do not answer the query."""
         return self != LedgerQuery()
 
     def matches(self, found: VersionedMetadata, now_ms: int) -> bool:
-        """Whether the ledger is asked for. A ledger of unknown age matches no limit on the age."""
+        """Return whether the ledger meets the conditions. A ledger of unknown age meets none on the age."""
         metadata = found.metadata
         age_s = None if found.ctime_ms is None else (now_ms - found.ctime_ms) / 1000
         return (
@@ -134,7 +137,7 @@ class LedgerQuery(NamedTuple):
             and (self.size_bytes_min is None or metadata.length >= self.size_bytes_min)
             and (self.size_bytes_max is None or metadata.length <= self.size_bytes_max)
             and all(metadata.custom_metadata.get(key) == value for key, value in self.custom_metadata)
-            and (self.bookie_id is None or any(self.bookie_id in each.bookies for each in metadata.ensembles))
+            and (self.bookie_id is None or any(self.bookie_id in fragment.bookies for fragment in metadata.ensembles))
         )
 
 
@@ -149,9 +152,9 @@ def list_ledgers(
     query: LedgerQuery = NO_QUERY,
     unreadable: Callable[[LedgerId, BkctlError], None] | None = None,
 ) -> Iterator[tuple[LedgerId, VersionedMetadata]]:
-    """Yield the ledgers of a scope (None: all) in order, with their metadata; those deleted meanwhile are left out.
+    """Yield the ledgers of a scope (None: all) in order, with their metadata; ledgers deleted meanwhile are left out.
 
-    Metadata that cannot be read is told to `unreadable`, or raised where there is none.
+    Errors of unreadable metadata go to `unreadable`; without it they are raised.
     """
     now_ms = time.time_ns() // 1_000_000
     for ledger, found in cluster.ledgers.read_many(cluster.ledgers.ledgers(scope_id, after)):
@@ -166,7 +169,7 @@ def list_ledgers(
 
 
 class BookieLedgers(NamedTuple):
-    """How many ledgers have a bookie in an ensemble, and how many unclosed ones have it in their last."""
+    """Numbers of ledgers with the bookie in an ensemble, and of unclosed ledgers with it in their last ensemble."""
 
     ledger_count: int
     open_count: int
@@ -175,12 +178,12 @@ class BookieLedgers(NamedTuple):
 def ledgers_of_bookies(cluster: Cluster, bookie_ids: Collection[str]) -> dict[str, BookieLedgers]:
     """Count the ledgers of every scope on each of `bookie_ids`, in one pass over all metadata.
 
-    Raises what is wrong with metadata that cannot be read.
+    Raises the error of unreadable metadata.
     """
     ledgers, growing = Counter[str](), Counter[str]()
     for _, found in list_ledgers(cluster, None):
         metadata = found.metadata
-        ledgers.update({each for fragment in metadata.ensembles for each in fragment.bookies})
+        ledgers.update({bookie_id for fragment in metadata.ensembles for bookie_id in fragment.bookies})
         if metadata.state is not LedgerState.CLOSED:
             growing.update(set(metadata.last_fragment.bookies))
-    return {each: BookieLedgers(ledgers[each], growing[each]) for each in bookie_ids}
+    return {bookie_id: BookieLedgers(ledgers[bookie_id], growing[bookie_id]) for bookie_id in bookie_ids}

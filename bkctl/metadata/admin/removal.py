@@ -1,4 +1,4 @@
-"""Removing many ledgers' metadata: several at once, in a state that is asked for, each kept in an undo file before."""
+"""Remove the metadata of many ledgers: several at once, only in given states, each recorded for undo first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from bkctl.errors import BkctlError, Conflict, LedgerNotFound
+from bkctl.errors import BkctlError, Conflict, LedgerNotFound, Unreachable
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
@@ -21,9 +21,9 @@ CONCURRENCY: Final = 16
 
 
 class Removal(NamedTuple):
-    """What became of one ledger. `metadata` is what it was; None where it was not there, or cannot be read.
+    """Result for one ledger. `metadata` is its former metadata; None if missing or unreadable.
 
-    `error` says why it was not removed; a ledger that was not there has none where that is allowed.
+    `error` is the reason of a failure; a missing ledger has none where missing ledgers are allowed.
     """
 
     ledger: LedgerId
@@ -33,7 +33,7 @@ class Removal(NamedTuple):
 
 
 class RemovalPlan(NamedTuple):
-    """What `plan_removal` found: the ledgers to remove, the bytes of the closed ones, and what stands against it."""
+    """The ledgers to remove, the number and size of the closed ones, and the ledgers that cannot be removed."""
 
     ledgers: list[LedgerId]
     closed_count: int
@@ -42,7 +42,7 @@ class RemovalPlan(NamedTuple):
 
 
 def check_state(ledger: LedgerId, metadata: LedgerMetadata, states: Collection[str]) -> None:
-    """Raises Conflict when the ledger is in none of `states`; none given: any will do."""
+    """Raise Conflict when the ledger is in none of `states`; empty: every state is allowed."""
     if states and metadata.state.name not in states:
         raise Conflict(f"Ledger {ledger} is {metadata.state.name}, not {' or '.join(sorted(states))}")
 
@@ -55,10 +55,9 @@ def plan_removal(
     keep_missing: bool = False,
     seen: Callable[[Removal], None] = lambda _: None,
 ) -> RemovalPlan:
-    """Look at every ledger that is to be removed; each goes to `seen` with its metadata, in the order given.
+    """Read every ledger to remove; each goes to `seen` with its metadata, in the order given.
 
-    A ledger that is given twice counts once. With `keep_missing` one that is not there is no failure, and is left out.
-    Memory: the ids.
+    A repeated id counts once. With `keep_missing` a missing ledger is left out and does not fail. Memory: the ids.
     """
     ledgers: list[LedgerId] = []
     failures: list[Removal] = []
@@ -91,62 +90,83 @@ def remove_ledgers(
     keep_going: bool = False,
     per_second: int | None = None,
 ) -> Iterator[Removal]:
-    """Remove the ledgers' metadata, and yield what became of each in the order given.
+    """Remove the ledgers' metadata, and yield the result of each in the order given.
 
-    Each is read again, and removed in the version that was read only, after `record(ledger, path, bytes)` kept it;
-    `record` is called from several threads. The first failure is raised once what is under way has ended and was
-    yielded; with `keep_going` failures are yielded instead. Raises Unreachable always.
+    Each ledger is read again, and removed only in the version read, after `record(ledger, path, bytes)`, which several
+    threads call. The first failure is raised once the removals under way have ended and were yielded; with `keep_going`
+    failures are yielded instead, and only Unreachable is raised.
     """
     from concurrent.futures import ThreadPoolExecutor
 
-    def remove(ledger: LedgerId, found: Versioned[bytes] | None) -> Removal:
+    remover = _LedgerRemover(cluster, states, record, keep_missing)
+    under_way: deque[Future[Removal]] = deque()
+    failure: BkctlError | None = None
+
+    def next_done() -> Removal:
+        nonlocal failure
+        done = under_way.popleft().result()
+        if failure is None and (not keep_going or isinstance(done.error, Unreachable)):
+            failure = done.error
+        return done
+
+    with ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="remove-ledgers") as executor:
+        for ledger, found in _values(cluster, ids, per_second):
+            under_way.append(executor.submit(remover.remove, ledger, found))
+            if len(under_way) >= CONCURRENCY or (per_second is not None and under_way[0].done()):
+                yield next_done()
+            if failure is not None:
+                break
+        while under_way:
+            yield next_done()
+    if failure is not None:
+        raise failure
+
+
+def _values(
+    cluster: Cluster, ids: Iterable[LedgerId], per_second: int | None
+) -> Iterator[tuple[LedgerId, Versioned[bytes] | None]]:
+    """Yield each ledger with the bytes of its metadata, at most `per_second` ledgers a second."""
+    if per_second is None:
+        yield from cluster.ledgers.values(ids)
+        return
+    due = time.monotonic()
+    for ledger in ids:
+        due = max(due + 1 / per_second, time.monotonic())
+        time.sleep(max(due - time.monotonic(), 0))
+        # Read only now: metadata read far ahead changes before its turn.
+        yield ledger, cluster.store.get(cluster.ledgers.path(ledger))
+
+
+class _LedgerRemover:
+    """Removes one ledger at a time; see `remove_ledgers`."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        states: Collection[str],
+        record: Callable[[LedgerId, str, bytes], None],
+        keep_missing: bool,
+    ) -> None:
+        self._cluster = cluster
+        self._states = states
+        self._record = record
+        self._keep_missing = keep_missing
+
+    def remove(self, ledger: LedgerId, found: Versioned[bytes] | None) -> Removal:
+        """Remove the ledger whose metadata was `found`; every error is in the result."""
+        cluster = self._cluster
         metadata: LedgerMetadata | None = None
         try:
             path = cluster.ledgers.path(ledger)
             if found is None:
-                cluster.ledgers.read(ledger)  # says that it is not there
+                cluster.ledgers.read(ledger)  # raises LedgerNotFound
                 raise Conflict(f"Ledger {ledger} was created just now")
             metadata = LedgerMetadata.parse(found.value, f"ledger {ledger} at {path} in {cluster.store.name}")
-            check_state(ledger, metadata, states)
-            record(ledger, path, found.value)
+            check_state(ledger, metadata, self._states)
+            self._record(ledger, path, found.value)
             cluster.ledgers.remove(ledger, found.version)
         except LedgerNotFound as error:
-            return Removal(ledger, metadata, False, None if keep_missing else error)
+            return Removal(ledger, metadata, False, None if self._keep_missing else error)
         except BkctlError as error:
             return Removal(ledger, metadata, False, error)
         return Removal(ledger, metadata, True)
-
-    def slowly(ledgers: Iterable[LedgerId], count: int) -> Iterator[LedgerId]:
-        due = time.monotonic()
-        for ledger in ledgers:
-            due = max(due + 1 / count, time.monotonic())
-            time.sleep(max(due - time.monotonic(), 0))
-            yield ledger
-
-    under_way: deque[Future[Removal]] = deque()
-    first: BkctlError | None = None
-
-    def next_done() -> Removal:
-        nonlocal first
-        done = under_way.popleft().result()
-        if done.error is not None and first is None and (not keep_going or done.error.exit_code == 6):
-            first = done.error
-        return done
-
-    with ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="remove-ledgers") as executor:
-        # Reading far ahead would be reading what changes before its turn comes.
-        found_ledgers = (
-            cluster.ledgers.values(ids)
-            if per_second is None
-            else ((ledger, cluster.store.get(cluster.ledgers.path(ledger))) for ledger in slowly(ids, per_second))
-        )
-        for ledger, found in found_ledgers:
-            under_way.append(executor.submit(remove, ledger, found))
-            if len(under_way) >= CONCURRENCY or (per_second is not None and under_way[0].done()):
-                yield next_done()
-            if first is not None:
-                break
-        while under_way:
-            yield next_done()
-    if first is not None:
-        raise first

@@ -1,4 +1,4 @@
-"""Undo files: what nodes of the metadata store were before a command changed them, and putting that back.
+"""Undo files: the values of nodes before a command changed them, and their restoration.
 
 An undo file is ndjson. The first line describes it, each other line is one change, in the order they were made:
 
@@ -7,7 +7,7 @@ An undo file is ndjson. The first line describes it, each other line is one chan
     {"file": "/data/current/VERSION", "before": null, "after": "<base64>"}
 
 `path` is a node below the cluster's root, `file` a small file of this host; `before` and `after` are its value, null
-where it is not there. A line is written before its change is made, so that the last ones may tell of changes that never
+where it does not exist. Each line is written before its change, so the last lines may describe changes that never
 happened.
 """
 
@@ -35,14 +35,14 @@ LINE_SIZE_BYTES_MAX: Final = 3 * VALUE_SIZE_BYTES_MAX
 
 
 class UndoFile:
-    """Writes an undo file; a context manager. The file is made by the first `record`, so no change leaves no file.
+    """Writes an undo file; a context manager. The first `record` creates the file.
 
-    `path` None keeps nothing.
+    `path` None: nothing is written.
     """
 
     def __init__(self, path: Path | None, cluster: Cluster, command: Sequence[str]) -> None:
         self.path = path
-        #: How many changes were recorded.
+        #: Number of recorded changes.
         self.count = 0
         self._cluster = cluster
         self._command = list(command)
@@ -50,16 +50,15 @@ class UndoFile:
         self._lock = threading.Lock()
 
     def record(self, path: str, before: bytes | None, after: bytes | None) -> None:
-        """Note a change of the node at `path` that is about to be made. Raises OSError: then it must not be made.
+        """Record a change of the node at `path` before it is made. After an OSError it must not be made.
 
-        The line is with the system when this returns: it outlives this process, and is on disk after `close`. May be
-        called from any thread.
+        The line outlives this process at once, and is on disk after `close`. Any thread may call.
         """
         with self._lock:
             self._record("path", path, before, after)
 
     def record_file(self, file: Path, after: bytes | None) -> None:
-        """Note a change of a file of this host that is about to be made, as `record`. Raises OSError."""
+        """Record a change of a file of this host, as `record`. Raises OSError."""
         try:
             before = file.read_bytes()
         except FileNotFoundError:
@@ -95,7 +94,7 @@ class UndoFile:
             data = data[os.write(self._file, data) :]
 
     def close(self) -> None:
-        """Bring the file to disk; a second call does nothing."""
+        """Sync the file to disk; a second call does nothing."""
         if self._file is not None:
             file, self._file = self._file, None
             try:
@@ -112,29 +111,29 @@ class UndoFile:
         self.close()
 
 
-class Undone(NamedTuple):
-    """One change put back, of a node or a file.
+class UndoneChange(NamedTuple):
+    """One undone change of a node or a file.
 
-    `outcome` is "restored", "already" (it is as before) or "changed" (by somebody since).
+    `outcome` is "restored", "already" (it has the former value) or "changed" (it has another value since).
     """
 
     path: str
     outcome: str
-    #: Bytes of the value that was there before; None where there was no node.
+    #: Size of the former value in bytes; None where the node did not exist.
     size_bytes: int | None
 
 
-def undo(cluster: Cluster, path: Path, *, dry_run: bool = False) -> Iterator[Undone]:
-    """Put back every change of the undo file at `path`, the last one first; with `dry_run` only say what would be done.
+def undo(cluster: Cluster, path: Path, *, dry_run: bool = False) -> Iterator[UndoneChange]:
+    """Undo every change in the undo file at `path`, the last one first; with `dry_run` only report.
 
-    What somebody changed since is left alone ("changed"). Memory grows by 8 bytes a change. Raises Conflict for an undo
-    file of another cluster, or one that changes files of another host; Corrupt for one that is none, Unsupported for a
-    later version, OSError, and what the store raises.
+    Nodes changed since stay as they are ("changed"). Memory grows by 8 bytes a change. Raises Conflict for an undo file
+    of another cluster, or with changes of files of another host; Corrupt for another kind of file, Unsupported for a
+    later version, OSError, and the store's errors.
     """
     with open(path, "rb") as file:
         header = _parse(file.readline(LINE_SIZE_BYTES_MAX), f"{path}: line 1")
         if header.get("format") != FORMAT:
-            raise Corrupt(f"{path} is no undo file")
+            raise Corrupt(f"{path} is not an undo file")
         if header.get("version") != VERSION:
             raise Unsupported(
                 f"{path} is an undo file of version {header.get('version')!r}; version {VERSION} is known"
@@ -142,7 +141,7 @@ def undo(cluster: Cluster, path: Path, *, dry_run: bool = False) -> Iterator[Und
         instance_id = cluster.instance_id()
         if header.get("instanceId") != instance_id:
             raise Conflict(
-                f"{path} is of the cluster {header.get('instanceId')!r}, and {cluster.uri} is {instance_id!r}",
+                f"{path} belongs to the cluster {header.get('instanceId')!r}, but {cluster.uri} is {instance_id!r}",
                 hint="name the cluster that the command ran on",
             )
         starts = array("q")
@@ -151,7 +150,7 @@ def undo(cluster: Cluster, path: Path, *, dry_run: bool = False) -> Iterator[Und
             if not line.endswith(b"\n"):
                 if len(line) == LINE_SIZE_BYTES_MAX:
                     raise Corrupt(f"{path}: the line at byte {at} is longer than {LINE_SIZE_BYTES_MAX} bytes")
-                break  # Cut short with the command that wrote it: its change was not begun.
+                break  # An incomplete line of a killed command: its change was never made.
             starts.append(at)
             at += len(line)
         for start in reversed(starts):
@@ -159,14 +158,14 @@ def undo(cluster: Cluster, path: Path, *, dry_run: bool = False) -> Iterator[Und
             fields = _parse(file.readline(LINE_SIZE_BYTES_MAX), f"{path}: the line at byte {start}")
             where = f"{path}: the line at byte {start}"
             if "file" not in fields:
-                yield _put_back(cluster.store, fields, where, dry_run)
+                yield _undo_node(cluster.store, fields, where, dry_run)
             elif header.get("host") != os.uname().nodename:
                 raise Conflict(f"{where} changes a file of {header.get('host')}", hint="run it on that host")
             else:
-                yield _put_back_file(fields, where, dry_run)
+                yield _undo_file(fields, where, dry_run)
 
 
-def _put_back(store: MetadataStore, fields: dict[str, Any], where: str, dry_run: bool) -> Undone:
+def _undo_node(store: MetadataStore, fields: dict[str, Any], where: str, dry_run: bool) -> UndoneChange:
     name = fields.get("path")
     if not isinstance(name, str) or not name:
         raise Corrupt(f"{where} names no node")
@@ -175,9 +174,9 @@ def _put_back(store: MetadataStore, fields: dict[str, Any], where: str, dry_run:
     found = store.get(place)
     value = None if found is None else found.value
     if value == before:
-        return Undone(place, "already", size)
+        return UndoneChange(place, "already", size)
     if value != after:
-        return Undone(place, "changed", size)
+        return UndoneChange(place, "changed", size)
     if not dry_run:
         try:
             if before is None:
@@ -186,11 +185,11 @@ def _put_back(store: MetadataStore, fields: dict[str, Any], where: str, dry_run:
             else:
                 store.put(place, before, NEW if found is None else found.version)
         except (AlreadyExists, MetadataVersionConflict, NotFound):
-            return Undone(place, "changed", size)
-    return Undone(place, "restored", size)
+            return UndoneChange(place, "changed", size)
+    return UndoneChange(place, "restored", size)
 
 
-def _put_back_file(fields: dict[str, Any], where: str, dry_run: bool) -> Undone:
+def _undo_file(fields: dict[str, Any], where: str, dry_run: bool) -> UndoneChange:
     name = fields.get("file")
     if not isinstance(name, str) or not os.path.isabs(name):
         raise Corrupt(f"{where} names no file")
@@ -202,9 +201,9 @@ def _put_back_file(fields: dict[str, Any], where: str, dry_run: bool) -> Undone:
     except FileNotFoundError:
         value = None
     if value == before:
-        return Undone(name, "already", size)
+        return UndoneChange(name, "already", size)
     if value != after:
-        return Undone(name, "changed", size)
+        return UndoneChange(name, "changed", size)
     if not dry_run:
         from bkctl.disk import Files
 
@@ -212,16 +211,16 @@ def _put_back_file(fields: dict[str, Any], where: str, dry_run: bool) -> Undone:
             Files().remove(file)
         else:
             Files().replace(file, before)
-    return Undone(name, "restored", size)
+    return UndoneChange(name, "restored", size)
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise Corrupt(f"{where} is no JSON object") from error
+        raise Corrupt(f"{where} is not a JSON object") from error
     if not isinstance(value, dict):
-        raise Corrupt(f"{where} is no JSON object")
+        raise Corrupt(f"{where} is not a JSON object")
     return value
 
 
@@ -236,4 +235,4 @@ def _decode(fields: dict[str, Any], key: str, where: str) -> bytes | None:
     try:
         return base64.b64decode(text, validate=True)
     except (TypeError, ValueError) as error:
-        raise Corrupt(f"{where}: {key!r} is no base64") from error
+        raise Corrupt(f"{where}: {key!r} is not base64") from error

@@ -2,7 +2,7 @@
 
     node(parent, name, value, version, ctime_ms, changed, children_changed, owner)   the tree; owner: of an ephemeral
     session(id, …, beat_ms, wall_ms)                                                 owners, with their last heartbeat
-    counter(name, value)                                                             `change`, and one a sequence
+    counter(name, value)                                                             `change`, and one per sequence
 
 Every change is one transaction (write-ahead log, synced) that moves the `change` counter, which watches poll. A session
 ends when its heartbeat stops, or at once when its process is gone on this boot of this machine.
@@ -31,12 +31,13 @@ from bkctl.errors import (
     Unsupported,
     UsageError,
 )
+from bkctl.metadata.backends.processes import may_live, process_identity, process_start
 from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, Claim, MetadataStore, Versioned, check_path
 
 HEARTBEAT_MS: Final = 2_000
 SESSION_EXPIRY_MS: Final = 6_000
 WATCH_POLL_MS: Final = 200
-_APPLICATION_ID: Final = 0x424B6374  # "BKct", so that no other program's database is taken for ours
+_APPLICATION_ID: Final = 0x424B6374  # "BKct", marks our files among other programs' databases
 _SCHEMA_VERSION: Final = 1
 _SCHEMA: Final = (
     """CREATE TABLE node(
@@ -64,9 +65,8 @@ class _Watch(NamedTuple):
 class SqliteStore(MetadataStore):
     """`MetadataStore` on the SQLite file `file`.
 
-    With `create`, the file and its tables are made where they are missing. Raises NotFound when there is no such file
-    (or, with `create`, no such directory), Corrupt when it is another kind of file, Unsupported when a later release
-    wrote it.
+    With `create`, a missing file and its tables are created. Raises NotFound for a missing file (with `create`: a
+    missing directory), Corrupt for another kind of file, Unsupported for the file of a later release.
     """
 
     def __init__(self, file: str, *, timeout_s: float = 30.0, create: bool = False) -> None:
@@ -77,7 +77,7 @@ class SqliteStore(MetadataStore):
         self._closed = False
         self._session: int | None = None
         self._ephemerals: dict[str, bytes] = {}
-        #: Some of them are to be held again.
+        #: Some ephemerals were lost, and must be created again.
         self._has_lost = False
         self._watches: dict[int, tuple[_Watch, int | None]] = {}
         self._watch_id = 0
@@ -102,8 +102,8 @@ class SqliteStore(MetadataStore):
         from urllib.parse import quote
 
         if create:
-            # SQLite would leave it to the umask; its files beside this one get the mode of this one.
-            with contextlib.suppress(OSError):  # what is wrong SQLite says below
+            # SQLite would apply the umask; its files beside this one get the mode of this one.
+            with contextlib.suppress(OSError):  # SQLite reports the problem below.
                 os.close(os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
         with self._errors():
             connection = sqlite3.connect(
@@ -127,17 +127,18 @@ class SqliteStore(MetadataStore):
                     self._connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
                 elif empty:
                     raise NotFound(
-                        f"{self.file} is empty, no metadata store", hint="start a local cluster with 'bkctl cluster up'"
+                        f"{self.file} is empty, not a metadata store",
+                        hint="start a local cluster with 'bkctl cluster up'",
                     )
         if self._pragma("application_id") != _APPLICATION_ID:
-            raise Corrupt(f"{self.file} is a database of another program, no metadata store")
+            raise Corrupt(f"{self.file} is a database of another program, not a metadata store")
         if (version := self._pragma("user_version")) != _SCHEMA_VERSION:
             raise Unsupported(
                 f"{self.file} has store version {version}; this release knows {_SCHEMA_VERSION}", hint="update bkctl"
             )
         deadline = time.monotonic() + self.timeout_s
         while self._connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
-            try:  # The switch is refused at once, without waiting, while another process is at it.
+            try:  # SQLite refuses the switch at once, without waiting, while another process makes it.
                 self._connection.execute("PRAGMA journal_mode = WAL")
             except sqlite3.OperationalError as error:
                 if not _is_busy(error) or time.monotonic() > deadline:
@@ -159,7 +160,7 @@ class SqliteStore(MetadataStore):
         if _is_busy(error):
             return TimedOut(f"{self.file} is locked by another process for more than {self.timeout_s:g} s")
         if code.startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT", "SQLITE_FORMAT")):
-            return Corrupt(f"{self.file} is damaged, or no metadata store: {error}")
+            return Corrupt(f"{self.file} is damaged, or not a metadata store: {error}")
         if code.startswith("SQLITE_CANTOPEN") or isinstance(error, sqlite3.ProgrammingError):
             return Unreachable(f"{self.file} cannot be opened: {error}")
         return BkctlError(f"{self.file}: {error}")
@@ -320,7 +321,7 @@ class SqliteStore(MetadataStore):
             self._session is None
             or not connection.execute("SELECT 1 FROM session WHERE id = ?", (self._session,)).fetchone()
         ):
-            identity = (*_process_identity(), _monotonic_ms(), _wall_ms())
+            identity = (*process_identity(), _monotonic_ms(), _wall_ms())
             self._session = connection.execute("INSERT INTO session VALUES(NULL, ?, ?, ?, ?, ?, ?)", identity).lastrowid
 
     def _put_ephemeral(self, path: str, value: bytes) -> bool:
@@ -344,7 +345,7 @@ class SqliteStore(MetadataStore):
             return True
 
     def _beat(self) -> None:
-        """Tell the others that this session lives; after it expired, start a new one and hold its nodes again."""
+        """Renew the session's heartbeat; after it expired, start a new session and create its nodes again."""
         with self._transaction() as connection:
             alive = connection.execute(
                 "UPDATE session SET beat_ms = ?, wall_ms = ? WHERE id = ?", (_monotonic_ms(), _wall_ms(), self._session)
@@ -362,7 +363,7 @@ class SqliteStore(MetadataStore):
         self._has_lost = not all_ours
 
     def _end_dead_sessions(self, *, at_once: bool = False) -> None:
-        """Drop the ephemerals of sessions that ended; looks at most every poll interval."""
+        """Delete the ephemerals of dead sessions; without `at_once` at most once every poll interval."""
         now = time.monotonic()
         if not at_once and now - self._sessions_checked_at < WATCH_POLL_MS / 1000:
             return
@@ -409,7 +410,7 @@ class SqliteStore(MetadataStore):
         beat_at = time.monotonic() + HEARTBEAT_MS / 1000
         last_change = -1
         while not self._wake.wait(WATCH_POLL_MS / 1000):
-            # The file may be locked, or away for a moment: the next round tries again.
+            # The file may be locked, or missing for a moment: the next round tries again.
             with contextlib.suppress(BkctlError):
                 if self._session is not None and time.monotonic() >= beat_at:
                     self._beat()
@@ -417,11 +418,11 @@ class SqliteStore(MetadataStore):
                 if self._watches:
                     self._end_dead_sessions()
                     change = self._rows("SELECT value FROM counter WHERE name = 'change'")[0][0]
-                    if change != last_change and self._tell_watches():
+                    if change != last_change and self._call_watches():
                         last_change = change
 
-    def _tell_watches(self) -> bool:
-        """Call back what changed; False when a callback failed, and is to be called again."""
+    def _call_watches(self) -> bool:
+        """Call the callbacks of changed nodes; return False when one failed, and must be called again."""
         done = True
         for watch_id, (watch, seen) in list(self._watches.items()):
             state = self._state(watch)
@@ -454,7 +455,7 @@ class SqliteStore(MetadataStore):
 
 
 class _SqliteClaim(Claim):
-    """`change` is the one that made the node: no other node has it."""
+    """A node created by the change number `change`, which no other node has."""
 
     def __init__(self, store: SqliteStore, path: str, change: int) -> None:
         self.path = path
@@ -524,7 +525,7 @@ def _insert(
     change: int,
     ctime_ms: int | None = None,
 ) -> None:
-    ctime_ms = _wall_ms() if ctime_ms is None else ctime_ms  # Parents that come with it are as old.
+    ctime_ms = _wall_ms() if ctime_ms is None else ctime_ms  # Parents created with it get the same time.
     if parent:
         grand_parent, parent_name = _split(parent)
         row = connection.execute(
@@ -559,49 +560,14 @@ def _end_session(connection: sqlite3.Connection, session_id: int) -> None:
 
 def _is_dead(session: Sequence[Any]) -> bool:
     _, pid, pid_start, pid_namespace, boot_id, beat_ms, wall_ms = session
-    _, _, our_namespace, our_boot_id = _process_identity()
+    _, _, our_namespace, our_boot_id = process_identity()
     if not boot_id or boot_id != our_boot_id:
         return abs(_wall_ms() - int(wall_ms)) > SESSION_EXPIRY_MS
     if pid_namespace and pid_namespace == our_namespace:
-        start = _process_start(pid)
-        if start != pid_start and not (start is None and _may_live(pid)):
+        start = process_start(pid)
+        if start != pid_start and not (start is None and may_live(pid)):
             return True
     return _monotonic_ms() - int(beat_ms) > SESSION_EXPIRY_MS
-
-
-def _process_identity() -> tuple[int, str, str, str]:
-    """This process: id, start time, id namespace, and the boot it belongs to; "" where the system does not tell."""
-    pid = os.getpid()
-    namespace = boot_id = ""
-    with contextlib.suppress(OSError):
-        namespace = os.readlink("/proc/self/ns/pid")
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot_id = file.read().strip()
-    return pid, _process_start(pid) or "", namespace, boot_id
-
-
-def _process_start(pid: int) -> str | None:
-    """When process `pid` started, in ticks since boot; "" when it ended, None when the system does not tell.
-
-    Source: proc(5), stat.
-    """
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return "" if fields[0] in (b"Z", b"X") else fields[19].decode("ascii")
-
-
-def _may_live(pid: int) -> bool:
-    """Whether there is a process `pid`, for all we may know: `hidepid` hides those of other users from /proc."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def _monotonic_ms() -> int:

@@ -25,7 +25,8 @@ from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.dump import ExportFile, ExportSection
 from bkctl.metadata.cluster import Cluster
-from bkctl.metadata.ledgers import RANGE_SIZE, VersionedMetadata, pulsar_object
+from bkctl.metadata.ledger_json import pulsar_object
+from bkctl.metadata.ledgers import RANGE_SIZE, VersionedMetadata
 from bkctl.spark.sources.columns import DAMAGE, ddl, where_and_why
 from bkctl.spark.sources.connection import CONNECTION_OPTIONS, ClusterOptions
 from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions

@@ -12,8 +12,10 @@ import pytest
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, Endpoint, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
-from bkctl.metadata.admin.check import check_metadata, impossibilities, orphans, remove_orphan, replace_bookie
+from bkctl.metadata.admin.bookie_replacement import replace_bookie
+from bkctl.metadata.admin.check import check_metadata, impossibilities
 from bkctl.metadata.admin.health import HealthCheckSwitch, Severity, health_findings
+from bkctl.metadata.admin.orphans import orphans, remove_orphan
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import LedgerUnderreplicationManager
@@ -56,7 +58,7 @@ def codes(cluster: Cluster) -> list[tuple[str, LedgerId | None]]:
         ({"last_entry_id": 2}, "has an ensemble from entry 4 on"),
     ],
 )
-def test_what_cannot_be_is_said(change: dict[str, Any], words: str) -> None:
+def test_contradicting_fields_are_described(change: dict[str, Any], words: str) -> None:
     assert list(impossibilities(GOOD)) == []
     found = list(impossibilities(replace(GOOD, **change)))
     assert any(words in each for each in found), found
@@ -103,14 +105,14 @@ def test_damaged_and_foreign_cookies_and_marks_are_found(cluster: Cluster) -> No
     }  # fmt: skip
 
 
-def test_a_ledger_that_is_long_in_recovery_is_stuck(cluster: Cluster) -> None:
+def test_ledger_in_recovery_for_a_day_is_stuck(cluster: Cluster) -> None:
     cluster.ledgers.create(
         LedgerId(0, 6), replace(GOOD, state=LedgerState.IN_RECOVERY, ctime_ms=1, length=0, last_entry_id=-1)
     )
     assert codes(cluster) == [("stuck-in-recovery", LedgerId(0, 6))]
 
 
-def test_orphans_are_named_and_the_removable_ones_removed(cluster: Cluster) -> None:
+def test_orphans_are_listed_and_removable_ones_removed(cluster: Cluster) -> None:
     marks = LedgerUnderreplicationManager(cluster.store)
     for ledger in (LedgerId(0, 99), LedgerId(7, 99), SCOPED):
         marks.mark(ledger, ["b0:3181"])
@@ -131,7 +133,7 @@ def test_orphans_are_named_and_the_removable_ones_removed(cluster: Cluster) -> N
     assert [ledger for ledger, _ in marks.list(None)] == [SCOPED]
 
 
-def test_a_bookie_is_replaced_in_every_scope_and_clashes_are_left(cluster: Cluster) -> None:
+def test_bookie_is_replaced_in_every_scope_unless_ensembles_clash(cluster: Cluster) -> None:
     clash = replace(GOOD, ensembles=(Fragment(0, ("b0:3181", "b1:3181", "b9:1")),))
     cluster.ledgers.create(LedgerId(0, 6), clash)
     changes: list[Any] = []
@@ -160,7 +162,7 @@ def test_a_bookie_is_replaced_in_every_scope_and_clashes_are_left(cluster: Clust
         assert cluster.store.get(path)[0] == after  # type: ignore[index]
 
 
-def test_health_says_what_is_wrong_with_bookies_and_replication(cluster: Cluster, tmp_path: Path) -> None:
+def test_health_reports_bookies_and_replication(cluster: Cluster, tmp_path: Path) -> None:
     cluster.bookies.unregister("b0:3181")
     cluster.bookies.set_read_only("b1:3181", True, INFO)
     cluster.cookies.remove("b2:3181", None)
@@ -200,7 +202,7 @@ def test_a_damaged_vote_is_a_finding(zookeeper: Any) -> None:
         assert "vote-damaged" in {each.code for each in health_findings(cluster)}
 
 
-def test_a_local_cluster_misses_an_auditor_once_it_had_one_or_has_marks(tmp_path: Path) -> None:
+def test_local_cluster_needs_an_auditor_only_after_an_election_or_with_marks(tmp_path: Path) -> None:
     def codes(cluster: Cluster) -> set[str]:
         return {each.code for each in health_findings(cluster) if "auditor" in each.code or "replicated" in each.code}
 
@@ -216,7 +218,7 @@ def test_a_local_cluster_misses_an_auditor_once_it_had_one_or_has_marks(tmp_path
         assert codes(cluster) == {"no-auditor", "underreplicated"}
 
 
-def test_a_bookie_that_comes_while_ledgers_are_checked_is_known(cluster: Cluster) -> None:
+def test_bookie_registered_during_the_check_is_not_dangling(cluster: Cluster) -> None:
     cluster.ledgers.create(LedgerId(0, 4), replace(GOOD, ensembles=(Fragment(0, ("a:1", "b1:3181", "b2:3181")),)))
     cluster.ledgers.create(LedgerId(8, 4), replace(GOOD, ensembles=(Fragment(0, ("b:1", "b1:3181", "b2:3181")),)))
     found = check_metadata(cluster)
@@ -227,7 +229,7 @@ def test_a_bookie_that_comes_while_ledgers_are_checked_is_known(cluster: Cluster
     assert list(found) == []
 
 
-def test_ledgers_that_are_left_do_not_count_to_the_limit(cluster: Cluster) -> None:
+def test_unchanged_ledgers_do_not_count_towards_the_limit(cluster: Cluster) -> None:
     cluster.ledgers.create(LedgerId(0, 4), replace(GOOD, ensembles=(Fragment(0, ("b0:3181", "b1:3181", "b9:1")),)))
     done = list(replace_bookie(cluster, "b0:3181", "b9:1", record=lambda *_: None, limit=1))
     assert [(each.ledger, each.problem is None) for each in done] == [(LedgerId(0, 4), False), (LedgerId(0, 5), True)]

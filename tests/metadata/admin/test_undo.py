@@ -32,7 +32,7 @@ def outcomes(cluster: Cluster, path: Path, *, dry_run: bool = False) -> list[tup
     return [(each.path, each.outcome) for each in undo(cluster, path, dry_run=dry_run)]
 
 
-def test_changes_are_put_back_the_last_first(cluster: Cluster, tmp_path: Path) -> None:
+def test_undo_restores_the_last_change_first(cluster: Cluster, tmp_path: Path) -> None:
     store, path = cluster.store, tmp_path / "undo"
     store.put("n/changed", b"\x00\xff", NEW)
     store.put("n/deleted", b"", NEW)
@@ -57,7 +57,7 @@ def test_changes_are_put_back_the_last_first(cluster: Cluster, tmp_path: Path) -
     assert [value(cluster, f"n/{name}") for name in ("made", "deleted", "changed")] == [None, b"", b"\x00\xff"]
 
 
-def test_what_somebody_changed_since_is_left_alone(cluster: Cluster, tmp_path: Path) -> None:
+def test_undo_leaves_nodes_changed_since(cluster: Cluster, tmp_path: Path) -> None:
     store, path = cluster.store, tmp_path / "undo"
     with UndoFile(path, cluster, []) as kept:
         kept.record("a", b"before", b"after")
@@ -70,7 +70,7 @@ def test_what_somebody_changed_since_is_left_alone(cluster: Cluster, tmp_path: P
     assert [value(cluster, name) for name in "abc"] == [b"other", None, b"other"]
 
 
-def test_files_are_put_back_on_their_host_only(
+def test_undo_restores_files_only_on_their_host(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, old, new = tmp_path / "undo", tmp_path / "old", tmp_path / "new"
@@ -89,7 +89,7 @@ def test_files_are_put_back_on_their_host_only(
     assert (old.read_bytes(), new.exists()) == (b"1", False)
 
 
-def test_no_change_leaves_no_file_and_no_file_is_overwritten(cluster: Cluster, tmp_path: Path) -> None:
+def test_undo_file_is_created_by_the_first_change_and_never_overwrites(cluster: Cluster, tmp_path: Path) -> None:
     path = tmp_path / "undo"
     with UndoFile(path, cluster, []):
         pass
@@ -100,7 +100,7 @@ def test_no_change_leaves_no_file_and_no_file_is_overwritten(cluster: Cluster, t
     assert path.read_bytes() == b"mine"
 
 
-def test_nothing_is_kept_where_nobody_wants_it(cluster: Cluster, tmp_path: Path) -> None:
+def test_undo_file_without_path_writes_nothing(cluster: Cluster, tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
     with UndoFile(None, cluster, []) as kept:
         kept.record("a", None, b"1")
@@ -108,7 +108,7 @@ def test_nothing_is_kept_where_nobody_wants_it(cluster: Cluster, tmp_path: Path)
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_line_that_was_cut_short_is_passed_over(cluster: Cluster, tmp_path: Path) -> None:
+def test_undo_skips_a_truncated_last_line(cluster: Cluster, tmp_path: Path) -> None:
     path = tmp_path / "undo"
     with UndoFile(path, cluster, []) as kept:
         kept.record("a", None, b"1")
@@ -136,7 +136,7 @@ def test_undo_files_of_other_clusters_and_versions_are_refused(cluster: Cluster,
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.binary(max_size=60), at=st.integers(0, 400))
-def test_damage_is_an_error_of_ours(cluster: Cluster, tmp_path: Path, data: bytes, at: int) -> None:
+def test_damaged_undo_file_is_corrupt(cluster: Cluster, tmp_path: Path, data: bytes, at: int) -> None:
     path = tmp_path / "undo"
     path.unlink(missing_ok=True)
     with UndoFile(path, cluster, []) as kept:

@@ -65,7 +65,7 @@ def eventually(condition: Callable[[], object], timeout_s: float = 30) -> None:
         time.sleep(0.02)
 
 
-def test_what_was_written_is_there_when_the_file_is_opened_again(file: str) -> None:
+def test_values_survive_reopening_the_file(file: str) -> None:
     with SqliteStore(file, create=True) as store:
         store.put("node", b"value", NEW)
         store.put("node", b"newer", 0)
@@ -112,7 +112,7 @@ def test_many_processes_may_create_the_store_at_once(file: str) -> None:
     assert len(answers[0].strip()) == 36
 
 
-def test_the_ephemerals_of_a_killed_process_vanish_at_once(
+def test_ephemerals_of_a_killed_process_vanish_at_once(
     store: SqliteStore, file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process id tells; no heartbeat is waited for."""
@@ -130,11 +130,11 @@ def test_the_ephemerals_of_a_killed_process_vanish_at_once(
     assert store.get("available/bookie-1").value == b"successor"  # type: ignore[union-attr]
 
 
-def test_a_process_that_the_system_hides_is_judged_by_its_heartbeat(
+def test_hidden_process_is_judged_by_its_heartbeat(
     store: SqliteStore, file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mounted with hidepid, /proc shows nothing of another user's bookie; a signal tells only that it is there."""
-    plain_start = sqlite._process_start
+    plain_start = sqlite.process_start
 
     def refuse(pid: int, number: int) -> None:
         raise PermissionError
@@ -144,7 +144,7 @@ def test_a_process_that_the_system_hides_is_judged_by_its_heartbeat(
             assert holder.stdout is not None
             assert holder.stdout.readline() == "held\n"
             holder.send_signal(signal.SIGSTOP)
-            monkeypatch.setattr(sqlite, "_process_start", lambda pid: None if pid == holder.pid else plain_start(pid))
+            monkeypatch.setattr(sqlite, "process_start", lambda pid: None if pid == holder.pid else plain_start(pid))
             with monkeypatch.context() as foreign:
                 foreign.setattr(os, "kill", refuse)
                 with pytest.raises(AlreadyExists):
@@ -163,7 +163,7 @@ def test_a_process_that_the_system_hides_is_judged_by_its_heartbeat(
             holder.kill()
 
 
-def test_a_process_that_stands_still_loses_its_session_and_takes_it_again(store: SqliteStore, file: str) -> None:
+def test_suspended_process_loses_its_session_and_renews_it(store: SqliteStore, file: str) -> None:
     with child(HOLD, file) as holder:
         try:
             assert holder.stdout is not None
@@ -194,7 +194,7 @@ def test_a_session_of_another_boot_is_judged_by_its_last_heartbeat(store: Sqlite
             assert fresh.children("available") == []
 
 
-def test_a_lock_that_is_not_given_back_is_a_timeout(file: str) -> None:
+def test_locked_database_times_out(file: str) -> None:
     with SqliteStore(file, timeout_s=0.3, create=True) as store:
         store.put("node", b"value", NEW)
         raw = sqlite3.connect(file, isolation_level=None)
@@ -208,7 +208,7 @@ def test_a_lock_that_is_not_given_back_is_a_timeout(file: str) -> None:
         assert store.put("node", b"newer", 0) == 1
 
 
-def test_files_that_are_no_store_are_told_apart(file: str, tmp_path: Path) -> None:
+def test_files_of_other_kinds_are_refused(file: str, tmp_path: Path) -> None:
     with pytest.raises(NotFound) as missing:
         SqliteStore(file)
     assert missing.value.exit_code == 4
@@ -258,7 +258,7 @@ def test_a_damaged_page_is_an_error_and_no_traceback(store: SqliteStore, file: s
     assert file in str(caught.value)
 
 
-def test_names_with_signs_that_a_query_knows_are_only_names(store: SqliteStore) -> None:
+def test_names_with_sql_wildcards_are_plain_names(store: SqliteStore) -> None:
     for name in ("%", "_", "'; DROP TABLE node; --", '"', "*", "?"):
         store.put(f"odd/{name}", name.encode(), NEW)
         assert store.get(f"odd/{name}").value == name.encode()  # type: ignore[union-attr]

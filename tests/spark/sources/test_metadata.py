@@ -17,7 +17,7 @@ from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import U64_MAX, LedgerId
 from bkctl.metadata.admin.dump import ClusterSource, export_to_file
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.ledgers import ledger_object
+from bkctl.metadata.ledger_json import ledger_object
 from bkctl.spark.sources.filters import LEDGER_COLUMNS
 from bkctl.spark.sources.metadata import COLUMNS, LedgerIds, MetadataSource
 

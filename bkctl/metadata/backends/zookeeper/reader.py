@@ -1,12 +1,12 @@
-"""A connection to ZooKeeper that only reads, many requests in one packet: for listings of hundreds of thousands.
+"""A read-only connection to ZooKeeper with many requests in one packet: for listings of hundreds of thousands.
 
-kazoo takes 0.1 ms of Python for each request, most of it for handing the answer from one thread to another; here the
-thread that asks reads the answers itself, in the order in which it asked. The server takes as long to hand a request
-through its five threads, so many reads are one `multiRead` (ZooKeeper 3.6). Whatever goes wrong ends the connection
-with `ReaderLost`: what was asked is asked again through kazoo, which knows how to wait for a server that is away.
+kazoo takes 0.1 ms of Python for each request, most of it to hand the answer from one thread to another; here the
+thread that asks reads the answers itself, in the order of its requests. The server takes as long to pass a request
+through its five threads, so many reads are one `multiRead` (ZooKeeper 3.6). Any failure ends the connection with
+`ReaderLost`: the caller repeats its reads through kazoo, which waits for a server that is down.
 
     frame: length:int32 | request: xid:int32 type:int32 … | answer: xid:int32 zxid:int64 error:int32 …
-    of multiRead, in both directions: type:int32 done:bool error:int32 … for each read; -1, true, -1 ends them
+    multiRead, in both directions: type:int32 done:bool error:int32 … for each read; -1, true, -1 ends them
 
 Source: ZooKeeper's zookeeper.jute, ZooDefs.OpCode, KeeperException.Code, MultiOperationRecord, MultiResponse.
 """
@@ -48,34 +48,34 @@ _STAT = struct.Struct(">qqqqiiiqiiq")
 _CONNECT = struct.Struct(">iiqiqi16s?")  # length, version, last zxid, timeout in ms, session id, password, read-only
 
 
-#: From the buffer, a place in it, and its end: an answer, and where the next one is.
+#: From the buffer, an offset in it, and its end: an answer, and the offset of the next one.
 _Parse: TypeAlias = Callable[[bytearray, int, int], tuple[Any, int]]
 
 
 class Origin(NamedTuple):
-    """Which transaction created a node, and the session that an ephemeral node belongs to (0: it is not ephemeral)."""
+    """The transaction that created a node, and the session that owns an ephemeral node (0: not ephemeral)."""
 
     czxid: int
     session_id: int
 
 
 class ReaderLost(Exception):
-    """The connection is of no use any more; `waited_s` is how long nothing came, where that is why."""
+    """The connection cannot be used any more; `waited_s`: the time without an answer, where that is the reason."""
 
     def __init__(self, problem: str, waited_s: float = 0.0) -> None:
         super().__init__(problem)
         self.waited_s = waited_s
 
 
-class _Again:
-    """An answer that says nothing: ask another way."""
+class _NoAnswer:
+    """The server answered this read with an error other than a missing node: read it through kazoo."""
 
 
-AGAIN: Final = _Again()
+NO_ANSWER: Final = _NoAnswer()
 
 
-class Batch:
-    """Requests that were sent together, and their answers as they come."""
+class ReadBatch:
+    """Requests sent together, and their answers."""
 
     __slots__ = ("answers", "count", "first_xid", "operation", "parse")
 
@@ -100,9 +100,9 @@ class Reader:
         digest_login: str | None,
         sasl_client: Any | None,
     ) -> None:
-        """`last_zxid`: the server must know at least this change. Raises ReaderLost, OSError."""
+        """Open a session. `last_zxid`: the server must know at least this change. Raises ReaderLost, OSError."""
         self._lock = threading.RLock()
-        self._under_way: deque[Batch] = deque()
+        self._under_way: deque[ReadBatch] = deque()
         self._buffer = bytearray()
         self._at = 0
         self._xid = 0
@@ -118,7 +118,7 @@ class Reader:
             start, end = self._frame()
             if end - start < 8 or (granted_ms := _INT.unpack_from(self._buffer, start + 4)[0]) <= 0:
                 raise ReaderLost("no session")
-            #: Left unused for longer, the server may have forgotten us.
+            #: After a longer idle time the server may have ended the session.
             self._idle_s_max = granted_ms / 1000 / _SESSION_SLACK
             if sasl_client is not None:
                 self._log_in_by_sasl(sasl_client)
@@ -159,19 +159,19 @@ class Reader:
 
     # requests
 
-    def get(self, paths: Sequence[str]) -> Batch:
-        """Ask for the values of nodes: each becomes a Versioned, None where there is no such node, or AGAIN."""
+    def get(self, paths: Sequence[str]) -> ReadBatch:
+        """Ask for the values of nodes: each becomes a Versioned, None for a missing node, or NO_ANSWER."""
         return self._ask(_GET_DATA, _value, paths)
 
-    def origin(self, paths: Sequence[str]) -> Batch:
-        """Ask for the Origin of each node; else as `get`. What was acknowledged before is seen."""
+    def origin(self, paths: Sequence[str]) -> ReadBatch:
+        """Ask for the Origin of each node, else as `get`; earlier acknowledged changes are included."""
         return self._ask(_GET_DATA, _origin, paths)
 
-    def children(self, paths: Sequence[str]) -> Batch:
-        """Ask for the names of nodes' children, ascending; else as `get`. What was acknowledged before is seen."""
+    def children(self, paths: Sequence[str]) -> ReadBatch:
+        """Ask for the sorted names of nodes' children, else as `get`; earlier acknowledged changes are included."""
         return self._ask(_GET_CHILDREN, _names, paths)
 
-    def _ask(self, operation: int, parse: _Parse, paths: Sequence[str]) -> Batch:
+    def _ask(self, operation: int, parse: _Parse, paths: Sequence[str]) -> ReadBatch:
         with self._lock:
             if self._lost:
                 raise ReaderLost("the connection broke")
@@ -181,7 +181,7 @@ class Reader:
             self._xid += 2
             if self._xid >= 1 << 31:
                 raise ReaderLost("no more numbers")
-            # The server answers in order, so what was acknowledged before the `sync` is in what is read after it.
+            # The server answers in order, so reads after the `sync` see all changes acknowledged before it.
             root = paths[0].encode()
             reads = [_INT.pack(first_xid + 1), _INT.pack(_MULTI_READ)]
             for path in paths:
@@ -190,7 +190,7 @@ class Reader:
             reads.append(_MULTI_END)
             body = b"".join(reads)
             parts = [_REQUEST.pack(12 + len(root), first_xid, _SYNC, len(root)), root, _INT.pack(len(body)), body]
-            batch = Batch(operation, parse, first_xid, len(paths))
+            batch = ReadBatch(operation, parse, first_xid, len(paths))
             self._under_way.append(batch)
             try:
                 self._socket.sendall(b"".join(parts))
@@ -199,8 +199,8 @@ class Reader:
                 raise ReaderLost("the connection broke") from error
             return batch
 
-    def answers(self, batch: Batch) -> list[Any]:
-        """The batch's answers, in the order of its paths. Raises ReaderLost."""
+    def answers(self, batch: ReadBatch) -> list[Any]:
+        """Return the batch's answers, in the order of its paths. Raises ReaderLost."""
         with self._lock:
             try:
                 while len(batch.answers) < batch.count:
@@ -224,7 +224,7 @@ class Reader:
         self._under_way.clear()
         self._socket.close()
 
-    def _read(self, batch: Batch) -> None:
+    def _read(self, batch: ReadBatch) -> None:
         parse = batch.parse
         self._frame()  # of the `sync`
         self._check(batch.first_xid)
@@ -238,7 +238,7 @@ class Reader:
             kind, _, error = _MULTI_HEADER.unpack_from(buffer, at)
             at += 9
             if kind == _ERROR:
-                answers.append(None if error == _NO_NODE else AGAIN)
+                answers.append(None if error == _NO_NODE else NO_ANSWER)
                 at += 4
             elif kind == batch.operation:
                 answer, at = parse(buffer, at, end)
@@ -248,14 +248,14 @@ class Reader:
         batch.answers = answers
 
     def _check(self, xid: int) -> int:
-        """The error in the frame that was just read; it must answer the request `xid`."""
+        """Return the error code in the last frame, which must answer the request `xid`."""
         _, found, _, error = _HEADER.unpack_from(self._buffer, self._start - 4)
         if found != xid:
             raise ReaderLost("an answer to another request")
         return int(error)
 
     def _frame(self) -> tuple[int, int]:
-        """Where the next frame's bytes are in the buffer, until the next call."""
+        """Read the next frame; return its start and end in the buffer, valid until the next call."""
         buffer, at = self._buffer, self._at
         if len(buffer) - at < 4:
             self._fill(4)
@@ -271,7 +271,7 @@ class Reader:
         return at + 4, at + 4 + size
 
     def _fill(self, needed: int) -> None:
-        """Have `needed` bytes in the buffer from `_at` on."""
+        """Read until the buffer holds `needed` bytes from `_at` on."""
         rest = self._buffer[self._at :]
         parts: list[bytes | bytearray] = [rest]
         have = len(rest)
@@ -304,7 +304,7 @@ def _origin(buffer: bytearray, start: int, end: int) -> tuple[Origin, int]:
 
 
 def _stat(buffer: bytearray, start: int, end: int) -> tuple[int, tuple[int, ...]]:
-    """Where a node's value ends, and what follows it."""
+    """Return the end of a node's value, and the stat behind it."""
     size = max(_INT.unpack_from(buffer, start)[0], 0)  # -1: null
     at = start + 4 + size
     if at + _STAT.size > end:
@@ -317,7 +317,7 @@ def _names(buffer: bytearray, start: int, end: int) -> tuple[list[str], int]:
     start += 4
     if count <= 0:
         return [], start
-    # Mostly all names are of one length: then the length before each is one separator, whose zeros no name contains.
+    # Names mostly have one length. Then the length before each name is one separator, and no name contains its zeros.
     at = start + count * (4 + _INT.unpack_from(buffer, start)[0])
     if start < at <= end and (data := buffer[start:at]).isascii():
         text = data.decode("ascii")

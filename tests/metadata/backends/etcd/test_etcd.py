@@ -34,8 +34,10 @@ from bkctl.errors import (
 )
 from bkctl.formats.metadata import BookieServiceInfo, Endpoint
 from bkctl.ids import LedgerId
-from bkctl.metadata.backends.etcd import store as module
-from bkctl.metadata.backends.etcd.store import EtcdStore, etcd3, etcdrpc
+from bkctl.metadata.backends.etcd import etcdrpc
+from bkctl.metadata.backends.etcd.connection import etcd3
+from bkctl.metadata.backends.etcd.etcdrpc import kv_pb2
+from bkctl.metadata.backends.etcd.store import TRANSACTION_SIZE_MAX, EtcdStore
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW, StoreSecurity
 
@@ -79,11 +81,11 @@ def members(tmp_path: Path) -> Iterator[list[EtcdServer]]:
 # loading
 
 
-def test_what_is_generated_is_current(tmp_path: Path) -> None:
+def test_generated_protobuf_modules_are_current(tmp_path: Path) -> None:
     pytest.importorskip("grpc_tools")
     directory = Path(etcdrpc.__file__).parent
-    repository = directory.parent.parent.parent
-    protos = [f"bkctl/metadata/etcdrpc/{name}.proto" for name in ("kv", "rpc")]
+    repository = directory.parents[4]
+    protos = [f"bkctl/metadata/backends/etcd/etcdrpc/{name}.proto" for name in ("kv", "rpc")]
     for proto in protos:
         output = tmp_path / "descriptor"
         command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", f"--descriptor_set_out={output}", proto]
@@ -92,14 +94,14 @@ def test_what_is_generated_is_current(tmp_path: Path) -> None:
 
         made = descriptor_pb2.FileDescriptorSet.FromString(output.read_bytes()).file[0]
         loaded = descriptor_pb2.FileDescriptorProto()
-        (etcdrpc.rpc_pb2 if "rpc.proto" in proto else module.kv_pb2).DESCRIPTOR.CopyToProto(loaded)
+        (etcdrpc.rpc_pb2 if "rpc.proto" in proto else kv_pb2).DESCRIPTOR.CopyToProto(loaded)
         for message in (message for file in (made, loaded) for message in file.message_type):
             for field in message.field:
                 field.ClearField("json_name")
         assert loaded == made
 
 
-def test_etcd3_gets_our_stubs_and_works_with_them(etcd: EtcdServer, root: str) -> None:
+def test_etcd3_works_with_the_regenerated_stubs(etcd: EtcdServer, root: str) -> None:
     assert sys.modules["etcd3.etcdrpc"] is etcdrpc
     with etcd3.client(port=etcd.port) as client:
         client.put(f"{root}/key", "value")
@@ -134,7 +136,7 @@ def test_only_etcd_uris_load_grpc() -> None:
 # keys
 
 
-def test_children_are_listed_past_pages_and_past_what_is_below_them(
+def test_children_are_listed_across_pages_without_grandchildren(
     store: EtcdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = [f"{number:03d}" for number in range(60)]
@@ -145,7 +147,7 @@ def test_children_are_listed_past_pages_and_past_what_is_below_them(
         store.put(f"directory/007-x{number:02d}", b"", NEW)
     expected = sorted([*names, *(f"007-x{number:02d}" for number in range(25))])
     for size in (1, 2, 7, 1000):
-        monkeypatch.setattr(module, "PAGE_SIZE", size)
+        monkeypatch.setattr("bkctl.metadata.backends.etcd.store.PAGE_SIZE", size)
         assert store.children("directory") == expected
         assert store.children("directory", after="007", limit=3) == ["007-x00", "007-x01", "007-x02"]
         assert store.children("directory", after="007-x24", limit=2) == ["008", "009"]
@@ -159,8 +161,8 @@ def test_a_listing_survives_the_compaction_of_its_revision(
     names = [f"{number:03d}" for number in range(20)]
     for name in names:
         store.put(f"directory/{name}", b"", NEW)
-    monkeypatch.setattr(module, "PAGE_SIZE", 4)
-    send, asked = store._send, []
+    monkeypatch.setattr("bkctl.metadata.backends.etcd.store.PAGE_SIZE", 4)
+    send, asked = store._connection.send, []
 
     def compact(method: str, request: Any) -> Any:
         asked.append(request)
@@ -170,11 +172,11 @@ def test_a_listing_survives_the_compaction_of_its_revision(
                 client.compact(revision)
         return send(method, request)
 
-    monkeypatch.setattr(store, "_send", compact)
+    monkeypatch.setattr(store._connection, "send", compact)
     assert store.children("directory") == names
 
 
-def test_siblings_of_the_root_are_not_ours(etcd: EtcdServer, root: str, store: EtcdStore) -> None:
+def test_siblings_of_the_root_are_not_listed(etcd: EtcdServer, root: str, store: EtcdStore) -> None:
     with open_store(etcd, root=f"{root}-x") as other:
         other.put_all([("", b""), ("a", b"")])
         store.put("b", b"", NEW)
@@ -182,19 +184,19 @@ def test_siblings_of_the_root_are_not_ours(etcd: EtcdServer, root: str, store: E
         assert other.children("") == ["a"]
 
 
-def test_names_that_are_no_text_are_passed_over(store: EtcdStore, etcd: EtcdServer, root: str) -> None:
+def test_undecodable_names_are_skipped(store: EtcdStore, etcd: EtcdServer, root: str) -> None:
     store.put("directory/a", b"", NEW)
     with etcd3.client(port=etcd.port) as client:
         client.put(f"{root}/directory/".encode() + b"\xff\xfe", b"")
     assert store.children("directory") == ["a"]
 
 
-def test_more_than_etcd_takes_at_once_is_refused(store: EtcdStore) -> None:
+def test_transactions_above_etcds_limit_are_refused(store: EtcdStore) -> None:
     with pytest.raises(UsageError):
-        store.put_all([(f"node-{number}", b"") for number in range(module.TRANSACTION_SIZE_MAX + 1)])
+        store.put_all([(f"node-{number}", b"") for number in range(TRANSACTION_SIZE_MAX + 1)])
     assert store.children("") == []
-    store.put_all([(f"node-{number}", b"") for number in range(module.TRANSACTION_SIZE_MAX)])
-    assert len(store.children("") or []) == module.TRANSACTION_SIZE_MAX
+    store.put_all([(f"node-{number}", b"") for number in range(TRANSACTION_SIZE_MAX)])
+    assert len(store.children("") or []) == TRANSACTION_SIZE_MAX
 
 
 def test_a_missing_cluster_is_named(etcd: EtcdServer) -> None:
@@ -217,11 +219,11 @@ class Loser:
     def __init__(
         self, store: EtcdStore, monkeypatch: pytest.MonkeyPatch, between: Callable[[], None], applied: bool = True
     ) -> None:
-        self._send = store._send
+        self._send = store._connection.send
         self._between = between
         self._applied = applied
         self.armed = True
-        monkeypatch.setattr(store, "_send", self.send)
+        monkeypatch.setattr(store._connection, "send", self.send)
 
     def send(self, method: str, request: Any) -> tuple[Any, bool]:
         writes = method == "Txn" and any(op.WhichOneof("request") != "request_range" for op in request.success)
@@ -234,7 +236,7 @@ class Loser:
         return self._send(method, request)[0], True
 
 
-def test_a_write_whose_answer_was_lost_is_recognised(
+def test_write_with_lost_answer_is_recognised(
     store: EtcdStore, etcd: EtcdServer, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_store(etcd, root=root) as other:
@@ -258,7 +260,7 @@ def test_a_write_whose_answer_was_lost_is_recognised(
         assert store.sequence("numbers") == 0 or store.sequence("numbers") > 1
 
 
-def test_somebody_elses_write_is_not_taken_for_ours(
+def test_equal_write_of_another_client_is_not_taken_for_ours(
     store: EtcdStore, etcd: EtcdServer, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_store(etcd, root=root) as other:
@@ -285,7 +287,7 @@ def test_somebody_elses_write_is_not_taken_for_ours(
 
 
 @pytest.mark.parametrize("writes", [1, 2, 3, 50])
-def test_a_write_whose_answer_was_lost_is_recognised_behind_those_of_others(
+def test_write_with_lost_answer_is_recognised_behind_later_writes(
     store: EtcdStore, etcd: EtcdServer, root: str, monkeypatch: pytest.MonkeyPatch, writes: int
 ) -> None:
     with open_store(etcd, root=root) as other:
@@ -301,7 +303,7 @@ def test_a_write_whose_answer_was_lost_is_recognised_behind_those_of_others(
         assert version < ours < other.get("node").version  # type: ignore[union-attr]
 
 
-def test_a_write_whose_answer_was_lost_may_be_applied_when_etcd_forgot_what_was_meanwhile(
+def test_write_with_lost_answer_may_be_applied_after_compaction(
     store: EtcdStore, etcd: EtcdServer, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_store(etcd, root=root) as other:
@@ -319,7 +321,7 @@ def test_a_write_whose_answer_was_lost_may_be_applied_when_etcd_forgot_what_was_
 # outages
 
 
-def test_a_server_that_hangs_ends_in_time_or_goes_on(etcd_server: Callable[..., EtcdServer]) -> None:
+def test_hanging_server_times_out_or_resumes(etcd_server: Callable[..., EtcdServer]) -> None:
     server = etcd_server()
     with open_store(server) as store, open_store(server, timeout_s=60) as patient:
         store.put_all([("", b""), ("node", b"0")])
@@ -352,7 +354,7 @@ def test_a_server_that_hangs_ends_in_time_or_goes_on(etcd_server: Callable[..., 
         assert found.value in (b"0", b"no")
 
 
-def test_a_server_that_is_not_there_is_named_at_once() -> None:
+def test_absent_server_is_named_at_once() -> None:
     with pytest.raises(Unreachable) as caught:
         EtcdStore([("127.0.0.1", free_port()), ("no-such-host.invalid", 2379)], "/ledgers", timeout_s=60)
     assert not isinstance(caught.value, TimedOut)
@@ -361,7 +363,7 @@ def test_a_server_that_is_not_there_is_named_at_once() -> None:
     assert "does not resolve" in str(caught.value)
 
 
-def test_other_members_are_asked_when_one_is_killed_or_hangs(members: list[EtcdServer]) -> None:
+def test_requests_fail_over_when_a_member_is_killed_or_hangs(members: list[EtcdServer]) -> None:
     with open_store(*members, timeout_s=60, session_timeout_s=20) as store, open_store(members[1]) as observer:
         store.put_all([("", b"")])
         store.ephemeral("available/bookie-1", b"info")
@@ -383,7 +385,7 @@ def test_other_members_are_asked_when_one_is_killed_or_hangs(members: list[EtcdS
         eventually(lambda: observer.get("available/bookie-1") is not None)
 
 
-def test_a_cluster_without_a_majority_answers_in_time(members: list[EtcdServer]) -> None:
+def test_cluster_without_majority_times_out(members: list[EtcdServer]) -> None:
     with open_store(*members, timeout_s=60) as store:
         store.put_all([("", b"")])
         store.timeout_s = 2
@@ -420,11 +422,11 @@ def test_registrations_and_watches_outlive_a_lease(etcd: EtcdServer, root: str) 
         observer.bookies.watch(lambda: seen.append({one.bookie_id for one in observer.bookies.list()}))
         for _ in range(2):
             store: Any = bookie.store
-            lease_id, before = store._lease_id, len(seen)
+            lease_id, before = store._session.lease_id, len(seen)
             with etcd3.client(port=etcd.port) as client:
                 client.revoke_lease(lease_id)
             eventually(lambda before=before: len(seen) > before)
-            eventually(lambda store=store, old=lease_id: store._lease_id not in (0, old))
+            eventually(lambda store=store, old=lease_id: store._session.lease_id not in (0, old))
             eventually(lambda: {one.bookie_id: one.state for one in observer.bookies.list()}
                        == {"bookie-1": "rw", "bookie-2": "ro"})  # fmt: skip
             eventually(lambda: seen[-1] == {"bookie-1", "bookie-2"})
@@ -435,12 +437,10 @@ def test_registrations_and_watches_outlive_a_lease(etcd: EtcdServer, root: str) 
             assert client.get(f"{root}/bookies/readonly/bookie-1")[0] == INFO.serialize()
 
 
-def test_a_lease_that_is_gone_when_it_is_used_is_replaced_for_all(
-    etcd: EtcdServer, root: str, store: EtcdStore
-) -> None:
+def test_lost_lease_is_replaced_for_all_ephemerals(etcd: EtcdServer, root: str, store: EtcdStore) -> None:
     store.ephemeral("first", b"1")
     with etcd3.client(port=etcd.port) as client:
-        client.revoke_lease(store._lease_id)
+        client.revoke_lease(store._session.lease_id)
     store.ephemeral("second", b"2")
     eventually(lambda: store.get("first") is not None)
     assert [found.value for found in store.get_many(["first", "second"]) if found] == [b"1", b"2"]
@@ -449,13 +449,13 @@ def test_a_lease_that_is_gone_when_it_is_used_is_replaced_for_all(
         assert other.children("") == []
 
 
-def test_a_bookie_that_died_gives_way_to_its_successor_after_its_lease(etcd: EtcdServer, root: str) -> None:
+def test_successor_of_a_dead_bookie_registers_after_its_lease(etcd: EtcdServer, root: str) -> None:
     program = (
         "import sys, time\n"
         "from bkctl.metadata.backends.etcd.store import EtcdStore\n"
         "store = EtcdStore([('127.0.0.1', int(sys.argv[1]))], sys.argv[2], session_timeout_s=6)\n"
         "store.ephemeral('bookies/writable/bookie-1', b'first')\n"
-        "print(store._lease_id, flush=True)\n"
+        "print(store._session.lease_id, flush=True)\n"
         "time.sleep(600)\n"
     )
     with open_cluster(etcd.metadata_uri(root), create=True, session_timeout_s=1) as cluster:
@@ -479,7 +479,7 @@ def test_a_bookie_that_died_gives_way_to_its_successor_after_its_lease(etcd: Etc
         assert cluster.bookies.get("bookie-1").info == INFO  # type: ignore[union-attr]
 
 
-def test_a_value_of_an_ephemeral_is_replaced_without_its_lease(store: EtcdStore, etcd: EtcdServer, root: str) -> None:
+def test_replaced_ephemeral_keeps_its_lease(store: EtcdStore, etcd: EtcdServer, root: str) -> None:
     store.ephemeral("node", b"1")
     store.put("node", b"2", store.get("node").version)  # type: ignore[union-attr]
     store.close()
@@ -487,7 +487,7 @@ def test_a_value_of_an_ephemeral_is_replaced_without_its_lease(store: EtcdStore,
         assert other.get("node") is None
 
 
-def test_close_does_not_wait_for_a_server_that_is_away(etcd_server: Callable[..., EtcdServer]) -> None:
+def test_close_does_not_wait_for_a_server_that_is_down(etcd_server: Callable[..., EtcdServer]) -> None:
     server = etcd_server()
     store = open_store(server, timeout_s=120)
     store.put_all([("", b"")])
@@ -508,7 +508,7 @@ def test_close_does_not_wait_for_a_server_that_is_away(etcd_server: Callable[...
     reader.join(timeout=60)
     assert not reader.is_alive()
     assert len(ended) == 1
-    eventually(lambda: not any(thread.name.startswith("metadata-store") for thread in store._threads.values()
+    eventually(lambda: not any(thread.name.startswith("metadata-store") for thread in store._connection.threads.values()
                                if thread.is_alive()))  # fmt: skip
 
 
@@ -566,7 +566,7 @@ def enable_users(server: EtcdServer) -> None:
     call_gateway(server, "auth/enable")
 
 
-def test_a_user_and_a_password(etcd_server: Callable[..., EtcdServer]) -> None:
+def test_login_with_user_and_password(etcd_server: Callable[..., EtcdServer]) -> None:
     server = etcd_server(options=("--auth-token-ttl=2",))
     uri = server.metadata_uri()
     operator = StoreSecurity(user="operator", password="operator's secret")
@@ -610,7 +610,7 @@ def test_a_user_and_a_password(etcd_server: Callable[..., EtcdServer]) -> None:
 # bookies on it
 
 
-def test_commands_take_the_same(etcd_server: Callable[..., EtcdServer], pem: Path, tmp_path: Path) -> None:
+def test_commands_accept_tls_and_login(etcd_server: Callable[..., EtcdServer], pem: Path, tmp_path: Path) -> None:
     def bkctl(server: EtcdServer, *options: object, **environment: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "bkctl", "cluster", "id", "-o", "json", "-u", server.metadata_uri()]
         return subprocess.run(
@@ -693,7 +693,7 @@ def test_our_bookies_serve_ledgers_of_every_scope(etcd_server: Callable[..., Etc
             bookie.kill()
 
 
-def test_a_callback_is_told_of_an_error_only_as_a_later_call(store: EtcdStore) -> None:
+def test_failed_callback_is_called_again_later(store: EtcdStore) -> None:
     """One callback that fails does not end the watches of others."""
     calls: list[str] = []
 

@@ -20,7 +20,7 @@ from bkctl.errors import LedgerExists, LedgerNotFound, MetadataVersionConflict
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import I64_MAX, LedgerId
-from bkctl.metadata.backends.etcd.store import etcd3
+from bkctl.metadata.backends.etcd.connection import etcd3
 from bkctl.metadata.cluster import Cluster, open_cluster
 
 pytestmark = pytest.mark.java
@@ -84,7 +84,7 @@ def apache(java_on_etcd: Any, uri: str) -> Iterator[Ask]:
             java_on_etcd.end(program)
 
 
-def test_a_new_cluster_has_the_keys_that_apache_makes(
+def test_new_cluster_has_the_keys_of_apaches_driver(
     java_on_etcd: Any, etcd: Any, root: str, uri: str, tmp_path: Path
 ) -> None:
     theirs = etcd.new_root()
@@ -102,7 +102,7 @@ def test_a_new_cluster_has_the_keys_that_apache_makes(
         assert list(opened.ledgers.ledgers(None)) == []
 
 
-def test_each_reads_what_the_other_wrote_and_scopes_stay_ours(
+def test_apache_and_bkctl_read_each_others_ledgers_and_scopes_stay_hidden(
     cluster: Cluster, apache: Ask, etcd: Any, root: str
 ) -> None:
     versions = {}
@@ -157,7 +157,7 @@ def test_each_reads_what_the_other_wrote_and_scopes_stay_ours(
     assert list(cluster.ledgers.scopes()) == [0, 7, (1 << 64) - 1]
 
 
-def test_ids_come_from_the_same_buckets(cluster: Cluster, apache: Ask, etcd: Any, root: str) -> None:
+def test_apache_and_bkctl_share_id_buckets(cluster: Cluster, apache: Ask, etcd: Any, root: str) -> None:
     """More than the 128 buckets have: so both counted in each, one after the other."""
     made = []
     for _ in range(140):
@@ -170,7 +170,7 @@ def test_ids_come_from_the_same_buckets(cluster: Cluster, apache: Ask, etcd: Any
     assert buckets == {f"{root}/buckets/{bucket:03d}": b"" for bucket in range(128)}
 
 
-def test_apaches_bookie_and_client_and_ours_make_one_cluster(
+def test_apaches_and_own_bookies_and_clients_share_a_cluster(
     java_on_etcd: Any, cluster: Cluster, uri: str, etcd: Any, root: str, tmp_path: Path
 ) -> None:
     theirs = servers.ApacheBookie(java_on_etcd, uri, tmp_path / "apache", servers.SORTED)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bkctl.metadata.backends.zookeeper.reader import AGAIN, Reader, ReaderLost
+from bkctl.metadata.backends.zookeeper.reader import NO_ANSWER, Reader, ReaderLost
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW, Versioned
 
@@ -65,10 +65,10 @@ def talking(*answers: bytes, closing: bool = True, timeout_s: float = 5.0) -> It
         reader.close()
 
 
-def test_a_session_knows_what_we_know_and_many_reads_are_one_request() -> None:
+def test_reader_sends_the_last_zxid_and_one_request_for_many_reads() -> None:
     with talking(SYNCED, answer(result(4, frame(b"value") + STAT), refused(-101), refused(-102))) as (reader, server):
         batch = reader.get(["/r/a", "/r/b", "/r/c"])
-        assert reader.answers(batch) == [Versioned(b"value", 5, 1_700_000_000_123), None, AGAIN]
+        assert reader.answers(batch) == [Versioned(b"value", 5, 1_700_000_000_123), None, NO_ANSWER]
         sent = server.recv(65536)
     connect, rest = sent[:49], sent[49:]
     assert struct.unpack(">iiqiqi16s?", connect) == (45, 0, 42, 10_000, 0, 16, bytes(16), False)
@@ -92,7 +92,7 @@ def test_a_session_knows_what_we_know_and_many_reads_are_one_request() -> None:
         (b"abcde", b"ab"),
     ],
 )
-def test_names_come_in_order_whatever_their_lengths(values: tuple[bytes, ...]) -> None:
+def test_reader_sorts_names_of_any_length(values: tuple[bytes, ...]) -> None:
     following = names(b"z9999", b"z0000")
     with talking(SYNCED, answer(names(*values), following, names(*values))) as (reader, _):
         expected = sorted(value.decode() for value in values)
@@ -100,7 +100,7 @@ def test_names_come_in_order_whatever_their_lengths(values: tuple[bytes, ...]) -
         assert reader.answers(batch) == [expected, ["z0000", "z9999"], expected]
 
 
-def test_batches_are_answered_in_the_order_in_which_they_were_asked_whoever_waits_first() -> None:
+def test_reader_answers_batches_in_request_order_for_any_waiter() -> None:
     second = frame(header(3) + struct.pack(">i", 0)) + answer(names(b"b"), xid=4)
     with talking(SYNCED, answer(names(b"a")), second) as (reader, _):
         batches = reader.children(["/r/a"]), reader.children(["/r/b"])
@@ -127,7 +127,7 @@ def test_batches_are_answered_in_the_order_in_which_they_were_asked_whoever_wait
     ],
     ids=range(13),
 )
-def test_what_is_no_answer_ends_the_reader_and_all_that_was_asked(answers: tuple[bytes, ...]) -> None:
+def test_malformed_answer_ends_the_reader_and_its_batches(answers: tuple[bytes, ...]) -> None:
     with talking(*answers) as (reader, _):
         batches = reader.children(["/r/a"]), reader.children(["/r/b"])
         for batch in (*batches, batches[0]):
@@ -139,7 +139,7 @@ def test_what_is_no_answer_ends_the_reader_and_all_that_was_asked(answers: tuple
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.binary(max_size=200) | st.binary(max_size=200).map(lambda data: SYNCED + frame(header(2) + data)))
-def test_any_bytes_are_an_answer_or_the_end(data: bytes) -> None:
+def test_any_bytes_are_an_answer_or_end_the_reader(data: bytes) -> None:
     for operation in ("get", "children"):
         with talking(data) as (reader, _):
             batch = getattr(reader, operation)(["/r/a", "/r/b"])
@@ -148,7 +148,7 @@ def test_any_bytes_are_an_answer_or_the_end(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("session", [b"", b"\x00", SESSION[:20], struct.pack(">iii", 8, 0, 0), frame(b"1")])
-def test_a_server_that_gives_no_session_is_told(session: bytes) -> None:
+def test_refused_session_is_reader_lost(session: bytes) -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         theirs.sendall(session)
@@ -158,7 +158,7 @@ def test_a_server_that_gives_no_session_is_told(session: bytes) -> None:
     assert ours.fileno() == -1
 
 
-def test_a_silent_server_is_told_with_the_time_that_was_waited() -> None:
+def test_silent_server_is_reader_lost_with_the_waited_time() -> None:
     with talking(closing=False, timeout_s=0.05) as (reader, _):
         batch = reader.get(["/r/a"])
         with pytest.raises(ReaderLost) as caught:
@@ -166,7 +166,7 @@ def test_a_silent_server_is_told_with_the_time_that_was_waited() -> None:
         assert caught.value.waited_s == 0.05
 
 
-def test_the_store_reads_on_where_the_server_cannot_read_many(zookeeper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_reads_through_kazoo_without_multi_read(zookeeper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with ZooKeepers before 3.6, whose answer is an error, or the end of the connection."""
     import bkctl.metadata.backends.zookeeper.reader as module
 
@@ -177,13 +177,13 @@ def test_the_store_reads_on_where_the_server_cannot_read_many(zookeeper: Any, mo
         expected = [path.encode() for path in paths]
         for operation in (1234, 22):
             monkeypatch.setattr(module, "_MULTI_READ", operation)
-            cluster.store._no_reader_until = 0.0  # type: ignore[attr-defined]
+            cluster.store._reads.no_reader_until_s = 0.0  # type: ignore[attr-defined]
             found = cluster.store.get_many(iter(paths))
             assert [one.value for one in found if one is not None] == expected
-            assert (cluster.store._reader is None) == (operation != 22)  # type: ignore[attr-defined]
+            assert (cluster.store._reads.reader is None) == (operation != 22)  # type: ignore[attr-defined]
 
 
-def test_readers_of_many_threads_share_one_connection(zookeeper: Any) -> None:
+def test_threads_share_one_reader(zookeeper: Any) -> None:
     with open_cluster(zookeeper.metadata_uri(zookeeper.new_root()), create=True) as cluster:
         paths = [f"many/{number:04d}" for number in range(300)]
         for path in paths:

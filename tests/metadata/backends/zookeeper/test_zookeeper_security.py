@@ -65,7 +65,7 @@ def work(cluster: Cluster) -> None:
     ids = [LedgerId(scope, number * 10_000) for scope in (0, 7) for number in range(LEDGERS // 2)]
     cluster.ledgers.process(lambda ledger: cluster.ledgers.create(ledger, METADATA), ledgers=ids, concurrency=8)
     assert [ledger for ledger, found in cluster.ledgers.read_many(cluster.ledgers.ledgers(None))] == ids
-    assert cluster.store._reader is not None  # type: ignore[attr-defined]
+    assert cluster.store._reads.reader is not None  # type: ignore[attr-defined]
     cluster.bookies.register("bookie-1", BookieServiceInfo())
     assert [bookie.bookie_id for bookie in cluster.bookies.list()] == ["bookie-1"]
     assert cluster.ledgers.new_ledger_id().ledger_id == 0
@@ -100,7 +100,9 @@ def acls(server: Any, root: str, security: StoreSecurity) -> dict[str, str]:
 
 @pytest.mark.parametrize("login", [NO_SECURITY, DIGEST, SASL], ids=["open", "digest", "sasl"])
 @pytest.mark.parametrize("secure", [False, True], ids=["plain", "tls"])
-def test_all_that_we_do_works_on_a_guarded_server(guarded: Any, pem: Path, login: StoreSecurity, secure: bool) -> None:
+def test_every_operation_works_on_a_server_with_tls_and_login(
+    guarded: Any, pem: Path, login: StoreSecurity, secure: bool
+) -> None:
     root = guarded.new_root()
     port = guarded.secure_port if secure else guarded.port
     security = login
@@ -122,7 +124,7 @@ def test_all_that_we_do_works_on_a_guarded_server(guarded: Any, pem: Path, login
         assert len(list(again.ledgers.ledgers(None))) == LEDGERS - 1
 
 
-def test_apache_works_on_what_only_its_login_may_change_and_we_on_what_it_made(
+def test_apache_and_bkctl_share_nodes_with_creator_acls(
     guarded: Any, java: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = guarded.new_root(), guarded.new_root()
@@ -143,7 +145,7 @@ def test_apache_works_on_what_only_its_login_may_change_and_we_on_what_it_made(
             assert list(cluster.ledgers.ledgers()) == []
 
 
-def test_a_wrong_login_is_refused_in_words_and_in_time(guarded: Any) -> None:
+def test_wrong_login_is_unauthorized_in_time(guarded: Any) -> None:
     root = guarded.new_root()
     uri = guarded.metadata_uri(root)
     open_cluster(uri, create=True, security=DIGEST).close()
@@ -157,7 +159,7 @@ def test_a_wrong_login_is_refused_in_words_and_in_time(guarded: Any) -> None:
     assert "wrong" not in str(caught.value)
 
 
-def test_what_is_wrong_with_tls_is_said(guarded: Any, pem: Path, tmp_path: Path) -> None:
+def test_tls_failures_name_the_reason(guarded: Any, pem: Path, tmp_path: Path) -> None:
     uri = f"zk://127.0.0.1:{guarded.secure_port}/ledgers"
 
     def problem(uri: str, security: StoreSecurity) -> str:
@@ -181,7 +183,7 @@ def test_what_is_wrong_with_tls_is_said(guarded: Any, pem: Path, tmp_path: Path)
             open_cluster(uri, security=security)
 
 
-def test_settings_that_contradict_each_other_are_refused() -> None:
+def test_contradicting_security_settings_are_refused() -> None:
     wrong: list[Callable[[], StoreSecurity]] = [
         lambda: StoreSecurity(ca="ca.pem"),
         lambda: StoreSecurity(tls=True, key="key.pem"),

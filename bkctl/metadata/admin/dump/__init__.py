@@ -1,0 +1,43 @@
+"""A cluster's metadata as a stream of records: exported, imported, copied from store to store, and compared.
+
+An export is ndjson, in the order below, so that two exports are compared record by record:
+
+    {"format": "bkctl-metadata", "version": 1, "time": …, "metadataUri": …, "instanceId": …, "layout": "<base64>"}
+    {"kind": "node", "key": "underreplication/disable", "value": "<base64>"}       switches and clocks, by path
+    {"kind": "cookie", "key": "10.0.0.1:3181", "value": "<base64>"}                 by bookie id
+    {"kind": "sequence", "key": "ledger", "value": "<base64 of a decimal>"}         lower ids of scope 0 may be taken
+    {"kind": "mark", "key": "<32 hex>", "value": "<base64>"}                        under-replicated ledgers, by id
+    {"kind": "ledger", "key": "<32 hex>", "value": "<base64>", "ctime": <ms>}       by id; ctime if it is known
+    {"kind": "end", "records": <count>, "sha256": "<hex>"}                          of all lines before
+
+Values are the bytes that the store holds, including ledger passwords. Nodes of sessions (registrations, locks, votes)
+are not exported. An export without its last line is incomplete.
+"""
+
+from __future__ import annotations
+
+from bkctl.metadata.admin.dump.comparison import Difference, compare, compare_headers
+from bkctl.metadata.admin.dump.export import Exported, export_to_file, write_export
+from bkctl.metadata.admin.dump.export_file import ExportFile, ExportSection
+from bkctl.metadata.admin.dump.importing import Imported, import_records, prepare_target
+from bkctl.metadata.admin.dump.records import DumpHeader, DumpRecord, MetadataSource
+from bkctl.metadata.admin.dump.sources import ClusterSource, open_source
+
+__all__ = [
+    "ClusterSource",
+    "Difference",
+    "DumpHeader",
+    "DumpRecord",
+    "ExportFile",
+    "ExportSection",
+    "Exported",
+    "Imported",
+    "MetadataSource",
+    "compare",
+    "compare_headers",
+    "export_to_file",
+    "import_records",
+    "open_source",
+    "prepare_target",
+    "write_export",
+]

@@ -1,0 +1,206 @@
+"""An export as a source of records: read whole in order, or in sections by several readers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from binascii import Error as Base64Error
+from binascii import a2b_base64
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from bkctl.errors import BkctlError, Corrupt, CorruptRecord, Unsupported
+from bkctl.ids import I64_MAX, U64_MAX
+from bkctl.metadata.admin.dump.records import FORMAT, KINDS, NODE_PATHS, VERSION, DumpHeader, DumpRecord, MetadataSource
+from bkctl.metadata.store import VALUE_SIZE_BYTES_MAX
+
+#: A value in base64, a key, and the names around them.
+LINE_SIZE_BYTES_MAX: Final = 2 * VALUE_SIZE_BYTES_MAX
+
+
+class ExportSection(NamedTuple):
+    """`line_count` whole lines of an export, from byte `start` to before byte `end`."""
+
+    start: int
+    end: int
+    line_count: int
+
+
+class ExportFile(MetadataSource):
+    """An export, read line by line; `check` reads the whole file and verifies its hash.
+
+    Raises OSError; Corrupt for another kind of file, Unsupported for a later version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._file = open(path, "rb")  # noqa: SIM115 - closed by close
+        try:
+            fields = self._fields(self._file.readline(LINE_SIZE_BYTES_MAX), 0)
+            if fields.get("format") != FORMAT:
+                raise Corrupt(f"{self.name} is not a metadata export")
+            if fields.get("version") != VERSION:
+                raise Unsupported(
+                    f"{self.name} is an export of version {fields.get('version')!r}; version {VERSION} is known"
+                )
+            layout, uri, instance_id = fields.get("layout"), fields.get("metadataUri"), fields.get("instanceId")
+            if not isinstance(uri, str) or not isinstance(instance_id, str):
+                raise CorruptRecord(
+                    "The export's first line lacks metadataUri or instanceId", offset=0, where=self.name
+                )
+            self.header = DumpHeader(
+                uri, instance_id, None if layout is None else self._value(layout, 0), str(fields.get("time"))
+            )
+        except BkctlError:
+            self.close()
+            raise
+
+    def check(self, progress: Callable[[int], None] = lambda _: None) -> Counter[str]:
+        """Read the whole file; return the number of records of each kind. Raises Corrupt for an incomplete file."""
+        counts: Counter[str] = Counter()
+        for record in self.records():
+            counts[record.kind] += 1
+            if not counts[record.kind] % 1000:
+                progress(counts.total())
+        return counts
+
+    def records(self) -> Iterator[DumpRecord]:
+        """See MetadataSource.records. Raises Corrupt, naming the byte; at the end also for a wrong hash or count."""
+        self._file.seek(0)
+        digest = hashlib.sha256()
+        at = count = 0
+        last: tuple[int, str] | None = None
+        while line := self._file.readline(LINE_SIZE_BYTES_MAX):
+            if at == 0:
+                digest.update(line)
+                at = len(line)
+                continue
+            fields = self._fields(line, at)
+            if fields.get("kind") == "end":
+                if fields.get("records") != count or fields.get("sha256") != digest.hexdigest():
+                    raise self._changed(at)
+                if self._file.read(1):
+                    raise CorruptRecord(
+                        "Something follows the export's last line", offset=at + len(line), where=self.name
+                    )
+                return
+            record = self._record(fields, at)
+            if last is not None and record.place <= last:
+                raise CorruptRecord("The export's records are out of order", offset=at, where=self.name)
+            last = record.place
+            yield record
+            digest.update(line)
+            at += len(line)
+            count += 1
+        raise self._cut_short(at)
+
+    def sections(self, size_bytes: int) -> tuple[list[ExportSection], CorruptRecord | None]:
+        """Return the records' lines in sections of about `size_bytes`, and the error of an incomplete file.
+
+        Reads and hashes the whole file, without parsing records.
+        """
+        self._file.seek(0)
+        line = self._file.readline(LINE_SIZE_BYTES_MAX)
+        digest = hashlib.sha256(line)
+        start = at = len(line)
+        count = total = 0
+        found = []
+        line = self._file.readline(LINE_SIZE_BYTES_MAX)
+        while following := self._file.readline(LINE_SIZE_BYTES_MAX):
+            digest.update(line)
+            at += len(line)
+            count += 1
+            if at - start >= size_bytes:
+                found.append(ExportSection(start, at, count))
+                start, total, count = at, total + count, 0
+            line = following
+        problem = self._end_problem(line, at, total + count, digest.hexdigest())
+        if problem is not None and line and b'"kind":"end"' not in line:
+            at, count = at + len(line), count + 1  # the part of a record that was written
+        if count:
+            found.append(ExportSection(start, at, count))
+        return found, problem
+
+    def _end_problem(self, line: bytes, at: int, count: int, sha256: str) -> CorruptRecord | None:
+        """Return the error of the last line, which begins at byte `at` after `count` records of this hash."""
+        try:
+            fields = self._fields(line, at)
+        except CorruptRecord:
+            fields = {}
+        if fields.get("kind") != "end":
+            return self._cut_short(at + len(line))
+        return None if fields.get("records") == count and fields.get("sha256") == sha256 else self._changed(at)
+
+    def section(self, section: ExportSection) -> Iterator[tuple[int, DumpRecord | CorruptRecord]]:
+        """Yield the byte of each line with its record, or with its error.
+
+        Raises Corrupt where the file changed since `sections`.
+        """
+        self._file.seek(section.start)
+        at = section.start
+        for _ in range(section.line_count):
+            line = self._file.readline(LINE_SIZE_BYTES_MAX)
+            if not line:
+                raise self._cut_short(at)
+            try:
+                found: DumpRecord | CorruptRecord = self._record(self._fields(line, at), at)
+            except CorruptRecord as error:
+                found = error
+            yield at, found
+            at += len(line)
+        if at != section.end:
+            raise self._changed(at)
+
+    def _cut_short(self, at: int) -> CorruptRecord:
+        return CorruptRecord(
+            "The export is cut short: its last line is missing", offset=at, where=self.name,
+            hint="export again: an incomplete export cannot be imported",
+        )  # fmt: skip
+
+    def _changed(self, at: int) -> CorruptRecord:
+        return CorruptRecord(
+            "The export's lines do not match its hash: the file was changed or damaged", offset=at, where=self.name
+        )
+
+    def _record(self, fields: dict[str, Any], at: int) -> DumpRecord:
+        kind, key, ctime_ms = fields.get("kind"), fields.get("key"), fields.get("ctime")
+        if kind not in KINDS or not isinstance(key, str) or not (ctime_ms is None or isinstance(ctime_ms, int)):
+            raise CorruptRecord("Not a record of a metadata export", offset=at, where=self.name)
+        if (kind in ("ledger", "mark")) and (len(key) != 32 or key.strip("0123456789abcdef")):
+            raise CorruptRecord(f"{key[:40]!r} is not a ledger's qualified name", offset=at, where=self.name)
+        if kind == "node" and key not in NODE_PATHS:
+            raise CorruptRecord(f"{key[:80]!r} is not a node that exports hold", offset=at, where=self.name)
+        if kind in ("ledger", "mark") and I64_MAX < int(key, 16) <= U64_MAX:
+            raise CorruptRecord(f"{key} is not an id of scope 0: it is 2^63 or more", offset=at, where=self.name)
+        if kind == "cookie" and ("/" in key or key in ("", ".", "..") or not key.isprintable()):
+            raise CorruptRecord(f"{key[:80]!r} is not a bookie id", offset=at, where=self.name)
+        return DumpRecord(kind, key, self._value(fields.get("value"), at), ctime_ms)
+
+    def _fields(self, line: bytes, at: int) -> dict[str, Any]:
+        if not line.endswith(b"\n"):
+            long = len(line) == LINE_SIZE_BYTES_MAX
+            what = f"The line is longer than {LINE_SIZE_BYTES_MAX:,} bytes" if long else "The export is cut short"
+            raise CorruptRecord(what, offset=at, where=self.name)
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise CorruptRecord(
+                "Not a metadata export: the line is not a JSON record", offset=at, where=self.name
+            ) from error
+        if not isinstance(fields, dict):
+            raise CorruptRecord("Not a metadata export: the line is not a JSON record", offset=at, where=self.name)
+        return fields
+
+    def _value(self, text: object, at: int) -> bytes:
+        try:
+            if not isinstance(text, str):
+                raise ValueError(text)
+            return a2b_base64(text, strict_mode=True)
+        except (ValueError, Base64Error) as error:
+            raise CorruptRecord("The value is not base64", offset=at, where=self.name) from error
+
+    def close(self) -> None:
+        """See MetadataSource.close."""
+        self._file.close()

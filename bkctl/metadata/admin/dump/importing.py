@@ -1,0 +1,188 @@
+"""Importing records into a cluster: create, skip equal ones, report or replace different ones."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from bkctl.errors import AlreadyExists, Conflict, Corrupt, MetadataVersionConflict, NotFound
+from bkctl.metadata.admin.dump.records import DumpHeader, DumpRecord
+from bkctl.metadata.cluster import COOKIES, Cluster, init_cluster, new_layout
+from bkctl.metadata.store import NEW, Versioned
+from bkctl.metadata.underreplication import mark_path
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+CONCURRENCY: Final = 32
+
+
+@dataclass
+class Imported:
+    """Result of an import. `conflicts` name the records that exist with another value, and were left unchanged."""
+
+    created: Counter[str] = field(default_factory=Counter)
+    replaced: Counter[str] = field(default_factory=Counter)
+    same: Counter[str] = field(default_factory=Counter)
+    conflicts: list[str] = field(default_factory=list)
+    #: The target may generate ids below this one again; None: it cannot.
+    unskipped_position: int | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of records compared."""
+        return self.created.total() + self.replaced.total() + self.same.total() + len(self.conflicts)
+
+
+def prepare_target(target: Cluster, header: DumpHeader, *, dry_run: bool = False) -> bool:
+    """Create the cluster of `header` in `target` where there is none yet; return whether it was missing.
+
+    The instance id is kept, since bookies' cookies name it, and the LAYOUT where the target's URI allows. Raises
+    Conflict when `target` is another cluster.
+    """
+    from bkctl.formats.metadata import LedgerLayout
+
+    store, places = target.store, target.places
+    has_layout = store.get(places.layout) is not None
+    if has_layout or store.get(places.instance_id) is not None:
+        instance_id = target.instance_id()
+        if instance_id != header.instance_id:
+            raise Conflict(
+                f"{target.uri} is the cluster {instance_id or 'without an id'}, "
+                f"not {header.instance_id or 'the one without an id'}",
+                hint="import into a store without a cluster, or 'bkctl cluster nuke' that one first",
+            )
+        if has_layout:
+            return False
+        # Without a LAYOUT the URI decides (Pulsar creates such clusters), unless an interrupted import began this one.
+        if header.layout is None or store.children(COOKIES):
+            return False
+    location = target.location
+    layout = new_layout(location)
+    if header.layout is not None and location.driver == "zk":
+        stored = LedgerLayout.parse(header.layout, "The export's LAYOUT")
+        # The LAYOUT of a cluster in another kind of store means nothing on ZooKeeper.
+        if stored.factory_class.startswith("org.apache.bookkeeper.meta."):
+            target.check_layout(stored)
+            layout = stored
+    if not dry_run:
+        init_cluster(target, instance_id=header.instance_id, layout=layout)
+    return True
+
+
+def import_records(
+    records: Iterable[DumpRecord],
+    target: Cluster,
+    *,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    record_change: Callable[[str, bytes | None, bytes], None] = lambda *_: None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Imported:
+    """Write records into a cluster, several at once; skip records that exist with the same value.
+
+    So a second run finishes an interrupted one. A record that exists with another value is a conflict and stays; with
+    `overwrite` it is replaced, after `record_change(path, before, after)` (called from several threads). The store's
+    errors are raised once the writes under way have ended; with `dry_run` nothing is changed.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    result = Imported()
+    under_way: deque[Future[tuple[DumpRecord, str]]] = deque()
+    waiting: deque[DumpRecord] = deque()
+
+    def write(record: DumpRecord, found: Versioned[bytes] | None) -> tuple[DumpRecord, str]:
+        return record, _write(record, found, target, overwrite, record_change)
+
+    def count(record: DumpRecord, outcome: str) -> None:
+        if outcome == "conflict":
+            result.conflicts.append(record.name)
+        else:
+            getattr(result, outcome)[record.kind] += 1
+        if not result.count % 100:
+            progress(result.count)
+
+    with ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="import") as executor:
+        # Reads are batched, so that a second run is fast: it writes nothing.
+        for found in target.store.get_many(_paths(records, target, dry_run, result, waiting)):
+            record = waiting.popleft()
+            outcome = _outcome(record, found, overwrite)
+            if dry_run or outcome in ("same", "conflict"):
+                count(record, outcome)
+                continue
+            under_way.append(executor.submit(write, record, found))
+            if len(under_way) >= 2 * CONCURRENCY:
+                count(*under_way.popleft().result())
+        while under_way:
+            count(*under_way.popleft().result())
+    return result
+
+
+def _paths(
+    records: Iterable[DumpRecord], target: Cluster, dry_run: bool, result: Imported, waiting: deque[DumpRecord]
+) -> Iterator[str]:
+    """Yield the path of each record and append the record to `waiting`; a "sequence" advances the target's ids."""
+    scopes_checked = False
+    for record in records:
+        if record.kind == "sequence":
+            position = _position(record)
+            if not dry_run and not target.ledgers.skip_ids(position):
+                result.unskipped_position = position
+            continue
+        if record.kind == "ledger" and not scopes_checked and record.ledger.is_scoped:
+            next(target.ledgers.ledgers(record.ledger.scope_id), None)  # Raises Conflict for another cluster's scopes.
+            scopes_checked = True
+        waiting.append(record)
+        yield _path(record, target)
+
+
+def _outcome(record: DumpRecord, found: Versioned[bytes] | None, overwrite: bool) -> str:
+    """Return the name of the field of Imported that counts the record, or "conflict"."""
+    if found is None:
+        return "created"
+    if found.value == record.value:
+        return "same"
+    return "replaced" if overwrite else "conflict"
+
+
+def _write(
+    record: DumpRecord,
+    found: Versioned[bytes] | None,
+    target: Cluster,
+    overwrite: bool,
+    record_change: Callable[[str, bytes | None, bytes], None],
+) -> str:
+    """Write the record over the `found` value, and again after a concurrent change; return the `_outcome`."""
+    path = _path(record, target)
+    while (outcome := _outcome(record, found, overwrite)) in ("created", "replaced"):
+        record_change(path, None if found is None else found.value, record.value)
+        try:
+            _put(record, target, path, NEW if found is None else found.version)
+        except (AlreadyExists, NotFound, MetadataVersionConflict):
+            found = target.store.get(path)  # Another client changed it since the read.
+        else:
+            break
+    return outcome
+
+
+def _put(record: DumpRecord, target: Cluster, path: str, expected: int) -> None:
+    if record.kind == "ledger":
+        target.ledgers.restore(record.ledger, record.value, expected)
+    else:
+        target.store.put(path, record.value, expected)
+
+
+def _path(record: DumpRecord, cluster: Cluster) -> str:
+    if record.kind == "ledger":
+        return cluster.ledgers.path(record.ledger)
+    if record.kind == "mark":
+        return mark_path(record.ledger)
+    return f"cookies/{record.key}" if record.kind == "cookie" else record.key
+
+
+def _position(record: DumpRecord) -> int:
+    if not record.value.isdigit() or len(record.value) > 19:
+        raise Corrupt(f"{record.value[:40]!r} is not a position in the sequence of ledger ids")
+    return int(record.value)

@@ -1,0 +1,244 @@
+"""Watches on etcd: one stream for all of them, opened again whenever it ends, and one thread that calls back.
+
+A watch needs no start revision: when a new stream watches, every watch is called, and its owner reads again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import grpc
+
+from bkctl.errors import BkctlError, Unauthorized
+from bkctl.metadata.backends.etcd import etcdrpc
+from bkctl.metadata.backends.etcd.connection import (
+    REQUIRE_LEADER,
+    RETRY_PAUSE_S,
+    EtcdConnection,
+    is_stale_token,
+    shorten,
+    status_of,
+)
+from bkctl.metadata.backends.etcd.etcdrpc import kv_pb2
+
+_RESTORE_PAUSE_S: Final = 0.5
+
+
+class _Watch(NamedTuple):
+    key: bytes
+    children: bool
+    callback: Callable[[], None]
+    #: Set once the server watches, or the watch failed for good.
+    answered: threading.Event
+
+    def concerns(self, event: Any) -> bool:
+        """Return whether to call back; for children: only when one is created or deleted, not for nodes below it."""
+        if not self.children:
+            return True
+        below = b"/" in event.kv.key[len(self.key) + 1 :]
+        return not below and (event.type == kv_pb2.Event.DELETE or event.kv.version == 1)
+
+
+class EtcdWatches:
+    """The watches of one store."""
+
+    def __init__(self, connection: EtcdConnection) -> None:
+        self._connection = connection
+        connection.on_fail_over = self._leave
+        self._lock = threading.RLock()
+        self._watches: dict[int, _Watch] = {}
+        self._watch_id = 0
+        self._problem = ""
+        #: Watches that the server refused once; a forgotten login token looks the same.
+        self._refused: set[int] = set()
+        #: Requests on the open stream; None: no stream is open.
+        self._requests: queue.SimpleQueue[Any] | None = None
+        #: Watches requested on the stream and not answered yet; the server answers in order.
+        self._pending: deque[int] = deque()
+        #: The server's number of a watch → ours.
+        self._watch_ids: dict[int, int] = {}
+        self._stream: Any = None
+        self._client: Any = None
+        self._wanted = threading.Event()
+        #: Watches to call back; None: the store was closed.
+        self._events: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+
+    def add(self, path: str, key: bytes, callback: Callable[[], None], children: bool) -> Callable[[], None]:
+        """See MetadataStore.watch."""
+        watch = _Watch(key, children, callback, threading.Event())
+        with self._lock:
+            self._connection.check_open()
+            self._watch_id += 1
+            watch_id = self._watch_id
+            self._watches[watch_id] = watch
+            if self._requests is not None:
+                self._request(watch_id, watch)
+
+        def cancel() -> None:
+            self._cancel(watch_id)
+
+        self._wanted.set()
+        self._connection.start_thread("watch", self._keep_stream)
+        self._connection.start_thread("events", self._call_back)
+        is_answered = watch.answered.wait(self._connection.timeout_s)
+        if not is_answered or watch_id not in self._watches:
+            cancel()
+            self._connection.check_open()
+            if is_answered:
+                raise Unauthorized(
+                    f"etcd at {self._connection.address} refuses to watch {path}: {shorten(self._problem)}"
+                )
+            raise self._connection.timed_out()
+        return cancel
+
+    def _cancel(self, watch_id: int) -> None:
+        with self._lock:
+            if self._watches.pop(watch_id, None) is not None:
+                for number, known_id in self._watch_ids.items():
+                    if known_id == watch_id:
+                        self._cancel_on_server(number)
+
+    def _cancel_on_server(self, number: int) -> None:
+        if self._requests is not None:
+            request = etcdrpc.WatchCancelRequest(watch_id=number)
+            self._requests.put(etcdrpc.WatchRequest(cancel_request=request))
+
+    def _request(self, watch_id: int, watch: _Watch) -> None:
+        """Send the watch on the open stream; the lock is held."""
+        assert self._requests is not None
+        request = etcdrpc.WatchCreateRequest(key=watch.key)
+        if watch.children:
+            request = etcdrpc.WatchCreateRequest(key=watch.key + b"/", range_end=watch.key + b"0")
+        self._pending.append(watch_id)
+        self._requests.put(etcdrpc.WatchRequest(create_request=request))
+
+    # the stream
+
+    def _keep_stream(self) -> None:
+        """Read the stream, and open it again whenever it ends (thread `metadata-store-watch`)."""
+        opened = 0
+        connection = self._connection
+        while not connection.closed.is_set():
+            self._wanted.wait()
+            requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            client = None
+            try:
+                client = connection.client()
+                self._open(client, requests)
+                for answer in self._stream:
+                    with self._lock:
+                        self._handle(answer)
+            except (grpc.RpcError, ValueError, BkctlError) as error:
+                if isinstance(error, grpc.RpcError) and is_stale_token(*status_of(error)):
+                    connection.forget_token()
+            with self._lock:
+                self._requests = self._client = None
+            requests.put(None)  # ends gRPC's thread that takes them
+            if client is not None:
+                connection.fail_over(client)
+            opened += 1
+            connection.closed.wait(min(RETRY_PAUSE_S * opened, _RESTORE_PAUSE_S))
+
+    def _open(self, client: Any, requests: queue.SimpleQueue[Any]) -> None:
+        metadata = (*self._connection.metadata(client, self._connection.timeout_s), *REQUIRE_LEADER)
+        stub = etcdrpc.WatchStub(client.channel)
+        with self._lock:
+            self._connection.check_open()
+            self._requests = requests
+            self._pending.clear()
+            self._watch_ids.clear()
+            for watch_id, watch in self._watches.items():
+                self._request(watch_id, watch)
+            self._stream = stub.Watch(iter(requests.get, None), metadata=metadata)  # type: ignore[attr-defined]
+            self._client = client
+
+    def _leave(self, client: Any) -> None:
+        """End the stream on this client: its server failed, or answers no more."""
+        with self._lock:
+            if self._client is client and client is not None:
+                self._stream.cancel()
+
+    def _handle(self, answer: Any) -> None:
+        """Handle one answer of the stream; the lock is held."""
+        number = answer.watch_id
+        if answer.created:
+            self._handle_created(answer)
+        elif answer.canceled:
+            watch_id = self._watch_ids.pop(number, 0)
+            watch = self._watches.get(watch_id)
+            if watch is not None:  # The server cancelled it.
+                self._request(watch_id, watch)
+        else:
+            watch_id = self._watch_ids.get(number, 0)
+            watch = self._watches.get(watch_id)
+            if watch is not None and any(watch.concerns(event) for event in answer.events):
+                self._events.put(watch_id)
+
+    def _handle_created(self, answer: Any) -> None:
+        watch_id = self._pending.popleft()
+        watch = self._watches.get(watch_id)
+        if watch is None:  # cancelled meanwhile
+            if not answer.canceled:
+                self._cancel_on_server(answer.watch_id)
+        elif answer.canceled:
+            self._handle_refused(watch_id, watch, answer.cancel_reason)
+        else:
+            self._watch_ids[answer.watch_id] = watch_id
+            if watch.answered.is_set():  # A former stream had it: changes may have been missed.
+                self._events.put(watch_id)
+            watch.answered.set()
+
+    def _handle_refused(self, watch_id: int, watch: _Watch, reason: str) -> None:
+        """Give up a watch that the server refuses; where a forgotten login token may be the cause, log in again."""
+        if self._connection.has_login and (watch.answered.is_set() or watch_id not in self._refused):
+            self._refused.add(watch_id)
+            self._connection.forget_token()
+            self._stream.cancel()
+            return
+        self._problem = reason
+        del self._watches[watch_id]
+        watch.answered.set()
+
+    # callbacks
+
+    def _call_back(self) -> None:
+        """Call the callbacks of watches that changed, one at a time (thread `metadata-store-events`)."""
+        failed: set[int] = set()
+        while not self._connection.closed.is_set():
+            for watch_id in sorted(self._changed(_RESTORE_PAUSE_S if failed else None) | failed):
+                failed.discard(watch_id)
+                watch = self._watches.get(watch_id)
+                if watch is None or self._connection.closed.is_set():
+                    continue
+                try:
+                    watch.callback()
+                except BkctlError:
+                    failed.add(watch_id)
+
+    def _changed(self, timeout_s: float | None) -> set[int]:
+        """Wait for events; return the watches that they concern."""
+        changed: set[int | None] = set()
+        with contextlib.suppress(queue.Empty):
+            changed.add(self._events.get(timeout=timeout_s))
+            while True:
+                changed.add(self._events.get_nowait())
+        return {watch_id for watch_id in changed if watch_id is not None}
+
+    def close(self) -> None:
+        """End every watch, after the connection's `closed` is set."""
+        with self._lock:
+            watches = list(self._watches.values())
+            self._watches.clear()
+            stream = self._stream
+        for watch in watches:
+            watch.answered.set()
+        self._wanted.set()
+        self._events.put(None)
+        with contextlib.suppress(grpc.RpcError):
+            if stream is not None:
+                stream.cancel()

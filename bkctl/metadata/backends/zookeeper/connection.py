@@ -1,0 +1,310 @@
+"""The connection to a ZooKeeper ensemble through kazoo: sockets, TLS, login, calls that outlive a lost connection.
+
+kazoo keeps the connection and the session. It leaves a request whose connection broke to its caller: here the request
+is sent again, and `ZooKeeperCall.repeated` says that an earlier one may have been executed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from kazoo.client import KazooClient
+from kazoo.exceptions import (
+    AuthFailedError,
+    BadVersionError,
+    ConnectionClosedError,
+    ConnectionLoss,
+    InvalidACLError,
+    KazooException,
+    NoAuthError,
+    NoChildrenForEphemeralsError,
+    NodeExistsError,
+    NoNodeError,
+    NotEmptyError,
+    OperationTimeoutError,
+    SessionExpiredError,
+    SessionMovedError,
+)
+from kazoo.handlers.threading import KazooTimeoutError, SequentialThreadingHandler
+from kazoo.protocol.states import KazooState
+from kazoo.retry import KazooRetry
+from kazoo.security import CREATOR_ALL_ACL
+
+from bkctl.errors import BkctlError, TimedOut, Unauthorized, Unreachable
+from bkctl.metadata.backends.zookeeper.reader import Reader
+from bkctl.metadata.store import StoreSecurity, check_path
+
+if TYPE_CHECKING:
+    import ssl
+
+_FIRST_ANSWER_S: Final = 0.3
+_RETRY_PAUSE_S: Final = 0.02
+_CLOSE_S: Final = 2.0
+_READER_CONNECT_S: Final = 2.0
+#: Errors that leave open whether ZooKeeper executed the request: it is sent again.
+LOST: Final = (
+    ConnectionLoss,
+    ConnectionClosedError,
+    OperationTimeoutError,
+    SessionExpiredError,
+    SessionMovedError,
+)
+#: Refusals that callers translate, each with its own words.
+_ANSWERS: Final = (BadVersionError, NoChildrenForEphemeralsError, NodeExistsError, NoNodeError, NotEmptyError)
+_UNAUTHORIZED: Final = (NoAuthError, AuthFailedError, InvalidACLError)
+
+
+class ZooKeeperCall:
+    """One operation, which may take several requests; `repeated`: an earlier one may have been executed.
+
+    With `once` a request whose answer is lost is not sent again: the caller gets kazoo's error (one of LOST).
+    """
+
+    def __init__(self, request: Callable[[], Any], *, repeated: bool = False, once: bool = False) -> None:
+        self.request = request
+        self.repeated = repeated
+        self.once = once
+
+
+class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
+    """kazoo's threads, with our own sockets: one TLS context for all, and the reason of the last failed connection."""
+
+    def __init__(self, tls: ssl.SSLContext | None) -> None:
+        super().__init__()
+        self.tls = tls
+        #: The reason of the last failed connection; "" after a successful one.
+        self.problem = ""
+        #: Host and port of the last successful connection.
+        self.peer: tuple[str, int] | None = None
+
+    def create_connection(self, *, address: tuple[str, int], hostname: str, timeout: float, **_: Any) -> socket.socket:
+        """Source: kazoo.handlers.utils.create_tcp_connection."""
+        try:
+            connection = _connect(address, hostname, timeout, self.tls)
+        except OSError as error:
+            self.problem = _reason(error)
+            raise
+        self.problem = ""
+        self.peer = hostname, address[1]
+        return connection
+
+
+class ZooKeeperConnection:
+    """One session on the ensemble `hosts` (`HOST:PORT,HOST:PORT`), with paths below the node `root`.
+
+    Raises Unreachable, naming the hosts: at once when each refuses or none resolves, else after `timeout_s`.
+    """
+
+    def __init__(
+        self, hosts: str, root: str, *, timeout_s: float, session_timeout_s: float, security: StoreSecurity
+    ) -> None:
+        self.hosts = hosts
+        self.root = root
+        self.timeout_s = timeout_s
+        self.session_timeout_s = session_timeout_s
+        self.is_closed = False
+        self.connected = threading.Event()
+        #: None between the end of a session and the start of the next one.
+        self.session_id: int | None = None
+        #: Called on kazoo's thread once a new session replaces a lost one: must only note and wake.
+        self.on_new_session: Callable[[], None] = lambda: None
+        self._lock = threading.Lock()
+        self._session_lost = False
+        self._security = security
+        self._handler = _Handler(security.tls_context())
+        self._digest_login = None if security.user is None or security.sasl else f"{security.user}:{security.password}"
+        self.client = KazooClient(
+            hosts,
+            timeout=session_timeout_s,
+            handler=self._handler,
+            connection_retry=KazooRetry(max_tries=-1, delay=0.05, backoff=2, max_jitter=0.4, max_delay=1.0),
+            default_acl=list(CREATOR_ALL_ACL) if security.creator_acl else None,
+            auth_data=[("digest", self._digest_login)] if self._digest_login is not None else None,
+            sasl_options=_sasl_options(security),
+            logger=_silent_logger(),
+        )
+        self.client.add_listener(self._on_state)
+
+    @property
+    def name(self) -> str:
+        """The root and the hosts, for messages."""
+        return f"{self.root} of ZooKeeper at {self.hosts}"
+
+    def open(self) -> None:
+        """Wait for the session. Raises Unreachable, TimedOut."""
+        deadline = time.monotonic() + self.timeout_s
+        self.client.start_async()
+        if self.connected.wait(min(_FIRST_ANSWER_S, self.timeout_s)):
+            return
+        if reasons := self._refusals(deadline):
+            raise Unreachable(f"No ZooKeeper at {self.hosts}: {reasons}", hint="check the metadata URI")
+        if not self.connected.wait(max(deadline - time.monotonic(), 0)):
+            why = f": {self._handler.problem}" if self._handler.problem else ""
+            raise TimedOut(
+                f"ZooKeeper at {self.hosts} gave no session within {self.timeout_s:g} s{why}",
+                hint="check the metadata URI, or give it more time with --timeout",
+            )
+
+    def _refusals(self, deadline: float) -> str:
+        """Return the reasons why no host accepts connections; "" when one accepts, or may."""
+        reasons = []
+        for host, port in self.client.hosts:
+            remaining_s = max(deadline - time.monotonic(), 0.01)
+            try:
+                _connect((host.strip("[]"), port), host, remaining_s, self._handler.tls).close()
+            except TimeoutError:
+                return ""
+            except socket.gaierror:
+                reasons.append(f"the name {host} does not resolve")
+            except OSError as error:
+                reasons.append(_reason(error))
+            else:
+                return ""
+        return ", ".join(dict.fromkeys(reasons))
+
+    def _on_state(self, state: str) -> None:
+        """Note the state of the session; on kazoo's connection thread, so this never blocks."""
+        if state == KazooState.CONNECTED:
+            self.session_id = self.client.client_id[0]
+            self.connected.set()
+            if self._session_lost:
+                self.on_new_session()
+            self._session_lost = False
+        else:
+            self.connected.clear()
+            if state == KazooState.LOST:
+                self._session_lost = True
+                self.session_id = None
+
+    # calls
+
+    def run(self, request: Callable[[], Any], timeout_s: float | None = None) -> Any:
+        """Return the answer to an idempotent request; `request` sends it and returns kazoo's result. See `answer`."""
+        return self.answer(ZooKeeperCall(request), timeout_s)
+
+    def answer(self, call: ZooKeeperCall, timeout_s: float | None = None) -> Any:
+        """Return ZooKeeper's answer. Raises its refusals as kazoo's errors, else as every `MetadataStore` method."""
+        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        while not self.is_closed:
+            try:
+                return call.request().get(timeout=max(deadline - time.monotonic(), 0.001))
+            except LOST as error:
+                call.repeated = True
+                if call.once:
+                    raise
+                time.sleep(_RETRY_PAUSE_S)
+                if not self.is_closed and not self.connected.wait(max(deadline - time.monotonic(), 0)):
+                    raise self.timed_out() from error
+                if time.monotonic() >= deadline:
+                    raise self.timed_out() from error
+            except KazooTimeoutError as error:
+                raise self.timed_out() from error
+            except _UNAUTHORIZED as error:
+                raise Unauthorized(f"ZooKeeper at {self.hosts} refuses access to {self.root}") from error
+            except _ANSWERS:
+                raise
+            except KazooException as error:
+                raise BkctlError(f"ZooKeeper at {self.hosts} failed: {error!r}") from error
+        raise Unreachable(f"The connection to ZooKeeper at {self.hosts} is closed")
+
+    def timed_out(self) -> TimedOut:
+        """Return the error of a call without an answer in time."""
+        return TimedOut(f"ZooKeeper at {self.hosts} did not answer within {self.timeout_s:g} s")
+
+    def full(self, path: str) -> str:
+        """Return the full path of the node at `path` below the root."""
+        return f"{self.root}/{check_path(path)}" if path else self.root
+
+    def get_async(self, path: str) -> Any:
+        """Ask for the node's value and stat."""
+        return self.client.get_async(self.full(path))
+
+    def children_async(self, path: str) -> Any:
+        """Ask for the names of the node's children, after a `sync`: earlier acknowledged changes are included."""
+        full = self.full(path)
+        self.client.sync_async(full)  # Answered in order, so the answer to the next request implies it.
+        return self.client.get_children_async(full)
+
+    def connect_reader(self) -> Reader:
+        """Open a Reader on the server that kazoo is connected to. Raises ReaderLost, OSError, AuthFailedError."""
+        sasl_client = None
+        if options := _sasl_options(self._security):
+            from puresasl.client import SASLClient  # type: ignore[import-untyped]
+
+            sasl_client = SASLClient("zk-sasl-md5", service="zookeeper", **options)
+        host, port = self._handler.peer or self.client.hosts[0]
+        timeout_s = min(self.timeout_s, _READER_CONNECT_S)
+        return Reader(
+            lambda: _connect((host.strip("[]"), port), host, timeout_s, self._handler.tls),
+            # kazoo leaves a silent server after the same time.
+            timeout_s=min(self.timeout_s, self.session_timeout_s * 2 / 3),
+            session_timeout_s=self.session_timeout_s,
+            last_zxid=self.client.last_zxid,
+            digest_login=self._digest_login,
+            sasl_client=sasl_client,
+        )
+
+    # end
+
+    def begin_close(self) -> bool:
+        """Set `is_closed`: no request starts any more. Return False in a second call."""
+        with self._lock:
+            was_open = not self.is_closed
+            self.is_closed = True
+            return was_open
+
+    def close(self) -> None:
+        """End the session, waiting a bounded time for it, and not at all without a connection."""
+        # kazoo's stop waits for a connection in progress, up to the session timeout; a thread takes that wait.
+        stopping = threading.Thread(target=self._stop, name="metadata-store-close", daemon=True)
+        was_connected = self.connected.is_set()
+        stopping.start()
+        self.connected.set()  # Wake the calls that wait for the connection: they see `is_closed`.
+        stopping.join(_CLOSE_S if was_connected else 0)
+
+    def _stop(self) -> None:
+        with contextlib.suppress(KazooException, OSError):
+            self.client.stop()
+        with contextlib.suppress(KazooException, OSError):
+            self.client.close()
+
+
+def _connect(address: tuple[str, int], hostname: str, timeout_s: float, tls: ssl.SSLContext | None) -> socket.socket:
+    connection = socket.create_connection(address, timeout_s)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if tls is not None:
+            connection = tls.wrap_socket(connection, server_hostname=hostname.strip("[]"))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _reason(error: OSError) -> str:
+    reason = getattr(error, "verify_message", "") or getattr(error, "reason", "")
+    if reason:
+        return f"TLS failed: {reason}"
+    return (error.strerror or str(error)).lower()
+
+
+def _sasl_options(security: StoreSecurity) -> dict[str, Any] | None:
+    if not security.sasl:
+        return None
+    return {"mechanism": "DIGEST-MD5", "username": security.user, "password": security.password}
+
+
+def _silent_logger() -> logging.Logger:
+    """Return a logger for kazoo that drops everything: callers get lost connections as errors.
+
+    Its level keeps kazoo from formatting a message for each request.
+    """
+    logger = logging.Logger(__name__, logging.CRITICAL + 1)
+    logger.addHandler(logging.NullHandler())
+    return logger

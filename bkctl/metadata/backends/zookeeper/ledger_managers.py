@@ -1,0 +1,199 @@
+"""Apache's layouts of ledgers on ZooKeeper, each with the tree of the scopes ≠ 0 beside it.
+
+Source: AbstractZkLedgerManager and its subclasses, StringUtils.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Iterator
+from itertools import chain
+from typing import Final
+
+from bkctl.errors import Conflict, LedgerNotFound, NotFound, UsageError
+from bkctl.ids import I64_MAX, LedgerId, ledger_ids
+from bkctl.metadata.backends.zookeeper.id_generators import (
+    SHORT_ID_END,
+    IdGenerator,
+    LongIdGenerator,
+    ShortIdGenerator,
+)
+from bkctl.metadata.backends.zookeeper.scopes import ScopesTree, scoped_ledger_path
+from bkctl.metadata.ledgers import LedgerManager, ScopesState
+from bkctl.metadata.store import NO_CLUSTER_HINT, MetadataStore, walk_levels
+
+_FLAT_LEDGER: Final = re.compile(r"L([0-9]{10,19})", re.ASCII)
+_LEAF: Final = re.compile(r"L([0-9]{4})", re.ASCII)
+
+
+class ZooKeeperLedgerManager(LedgerManager):
+    """A tree of directories for scope 0, a generator of its ids, and the tree of the scopes ≠ 0."""
+
+    def __init__(self, store: MetadataStore) -> None:
+        super().__init__(store)
+        self._scopes = ScopesTree(store)
+        self._ids = self._id_generator()
+
+    def _id_generator(self) -> IdGenerator:
+        return LongIdGenerator(self.store)
+
+    @abstractmethod
+    def _default_path(self, ledger_id: int) -> str:
+        """Return the path of a ledger of scope 0. Raises UsageError for an id that does not fit."""
+
+    @abstractmethod
+    def _default_batches(self, after: int) -> Iterator[list[LedgerId]]:
+        """Yield scope 0's ledgers after the id `after`, ascending, one directory at a time."""
+
+    def path(self, ledger: LedgerId) -> str:
+        """See LedgerManager.path."""
+        return scoped_ledger_path(ledger) if ledger.is_scoped else self._default_path(ledger.ledger_id)
+
+    def scopes_state(self) -> ScopesState:
+        """See LedgerManager.scopes_state."""
+        return self._scopes.state()
+
+    def batches(self, scope_id: int | None = 0, after: LedgerId | None = None) -> Iterator[list[LedgerId]]:
+        """See LedgerManager.batches."""
+        if scope_id in (None, 0) and (after is None or not after.is_scoped):
+            yield from self._default_batches(-1 if after is None else after.ledger_id)
+        if scope_id != 0:
+            yield from self._scopes.batches(scope_id, after)
+
+    def _ledgers_of_scope(self, scope_id: int, after: int) -> Iterator[LedgerId]:
+        return chain.from_iterable(self.batches(scope_id, LedgerId(scope_id, after) if after >= 0 else None))
+
+    def _scopes_from(self, first: int) -> Iterator[int]:
+        if first == 0:
+            yield 0
+        yield from self._scopes.scope_ids(first)
+
+    def _prepare_scopes(self) -> None:
+        self._scopes.prepare()
+
+    def _path_to_read(self, ledger: LedgerId) -> str:
+        if ledger.is_scoped:
+            try:
+                self._scopes.is_ours()
+            except Conflict as error:
+                raise LedgerNotFound(f"No ledger {ledger} in {self.store.name}", hint=str(error)) from error
+        return super()._path_to_read(ledger)
+
+    def _prunable_count(self, ledger: LedgerId, path: str) -> int:
+        return path.count("/") - (1 if ledger.is_scoped else 0)  # never `scopes` itself
+
+    def _walk_default(self, widths: tuple[int, ...], first: int, end: int, after: int) -> Iterator[list[LedgerId]]:
+        """Yield the ledger ids in [first, end) of the decimal tree of `widths` below the root, after the id `after`."""
+        first = max(first, after + 1)
+        if first >= end:
+            return
+        levels = tuple(re.compile(f"[0-9]{{{width}}}", re.ASCII) for width in widths)
+        digit_count = sum(widths)
+        for _, digits, names in walk_levels(self.store, "", levels, f"{first:0{digit_count + 4}d}"[:digit_count]):
+            high = int(digits) * 10_000
+            if high >= end:
+                return
+            ids = [high + number for number in _leaf_numbers(names)]
+            if ids and not first <= ids[0] <= ids[-1] < end:
+                ids = [ledger_id for ledger_id in ids if first <= ledger_id < end]
+            if ids:
+                yield ledger_ids(0, ids)
+
+    def _check_root(self) -> None:
+        if self.store.get("") is None:
+            raise NotFound(f"No BookKeeper cluster in {self.store.name}", hint=NO_CLUSTER_HINT)
+
+    def _new_default_id(self) -> int:
+        return self._ids.next_id()
+
+    def id_position(self) -> int:
+        """See LedgerManager.id_position."""
+        return self._ids.position()
+
+    def skip_ids(self, position: int) -> bool:
+        """See LedgerManager.skip_ids."""
+        return self._ids.skip_to(position)
+
+
+class HierarchicalLedgerManager(ZooKeeperLedgerManager):
+    """Ids below 2^31−1 as `00/1234/L5678`, the others as 19 digits. Source: HierarchicalLedgerManager."""
+
+    def _default_path(self, ledger_id: int) -> str:
+        return _short_path(ledger_id) if ledger_id < SHORT_ID_END else _long_path(ledger_id)
+
+    def _default_batches(self, after: int) -> Iterator[list[LedgerId]]:
+        self._check_root()
+        yield from self._walk_default((2, 4), 0, SHORT_ID_END, after)
+        yield from self._walk_default((3, 4, 4, 4), SHORT_ID_END, 1 << 63, after)
+
+
+class LegacyHierarchicalLedgerManager(ZooKeeperLedgerManager):
+    """All ids as `00/1234/L5678`, so of up to 10 digits. Source: LegacyHierarchicalLedgerManager."""
+
+    def _id_generator(self) -> IdGenerator:
+        return ShortIdGenerator(self.store, "idgen")
+
+    def _default_path(self, ledger_id: int) -> str:
+        if ledger_id >= 10**10:
+            raise UsageError(f"Ledger id {ledger_id} has more than the 10 digits of a LegacyHierarchical layout")
+        return _short_path(ledger_id)
+
+    def _default_batches(self, after: int) -> Iterator[list[LedgerId]]:
+        self._check_root()
+        yield from self._walk_default((2, 4), 0, 10**10, after)
+
+
+class LongHierarchicalLedgerManager(ZooKeeperLedgerManager):
+    """All ids as `000/0000/0000/1234/L5678`; LongLong too. Source: LongHierarchicalLedgerManager."""
+
+    def _default_path(self, ledger_id: int) -> str:
+        return _long_path(ledger_id)
+
+    def _default_batches(self, after: int) -> Iterator[list[LedgerId]]:
+        self._check_root()
+        yield from self._walk_default((3, 4, 4, 4), 0, 1 << 63, after)
+
+
+class FlatLedgerManager(ZooKeeperLedgerManager):
+    """All ledgers side by side as `L0012345678`. Source: FlatLedgerManager."""
+
+    def _id_generator(self) -> IdGenerator:
+        return ShortIdGenerator(self.store, "")
+
+    def _default_path(self, ledger_id: int) -> str:
+        return f"L{ledger_id:010d}"
+
+    def _default_batches(self, after: int) -> Iterator[list[LedgerId]]:
+        names = self.store.children("")
+        if names is None:
+            raise NotFound(f"No BookKeeper cluster in {self.store.name}", hint=NO_CLUSTER_HINT)
+        matches = map(_FLAT_LEDGER.fullmatch, names)
+        ids = sorted(number for match in matches if match and after < (number := int(match[1])) <= I64_MAX)
+        if ids:
+            yield ledger_ids(0, ids)
+
+
+def _leaf_numbers(names: list[str]) -> list[int]:
+    """Return the numbers of the names that are `L` and four digits, in the order given; other names are passed over."""
+    text = "".join(names)
+    digits = text.replace("L", "")
+    # Check up to ten thousand names at once: five characters each, of which the first is the L.
+    if (
+        text[::5] == "L" * len(names)
+        and len(text) == 5 * len(names) == len(digits) + len(names)
+        and digits.isascii()
+        and digits.isdigit()
+    ):
+        return [int(digits[at : at + 4]) for at in range(0, len(digits), 4)]
+    return [int(match[1]) for match in map(_LEAF.fullmatch, names) if match]
+
+
+def _short_path(ledger_id: int) -> str:
+    digits = f"{ledger_id:010d}"
+    return f"{digits[:2]}/{digits[2:6]}/L{digits[6:]}"
+
+
+def _long_path(ledger_id: int) -> str:
+    digits = f"{ledger_id:019d}"
+    return f"{digits[:3]}/{digits[3:7]}/{digits[7:11]}/{digits[11:15]}/L{digits[15:]}"

@@ -1,0 +1,166 @@
+"""Ephemerals and claims of one store: ephemerals are created again in a new session, claims are not."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, cast
+
+from kazoo.exceptions import NoNodeError
+
+from bkctl.errors import AlreadyExists, BkctlError
+from bkctl.metadata.backends.ephemerals import Ephemerals
+from bkctl.metadata.backends.zookeeper.connection import ZooKeeperConnection
+from bkctl.metadata.backends.zookeeper.nodes import ZooKeeperNodes
+from bkctl.metadata.backends.zookeeper.reader import Origin
+from bkctl.metadata.backends.zookeeper.reads import ZooKeeperReads
+from bkctl.metadata.store import Claim
+
+#: A server ends a session at a tick after its timeout, and may have granted a longer timeout than requested.
+_EXPIRY_SLACK_S: Final = 5.0
+_POLL_S: Final = 0.1
+
+
+class ZooKeeperSession:
+    """The ephemerals and claims of one connection's session.
+
+    `note_owner` is MetadataStore's; `delete` deletes a node by its path.
+    """
+
+    def __init__(
+        self,
+        connection: ZooKeeperConnection,
+        nodes: ZooKeeperNodes,
+        reads: ZooKeeperReads,
+        *,
+        note_owner: Callable[..., None],
+        delete: Callable[[str], None],
+    ) -> None:
+        self._connection = connection
+        self._nodes = nodes
+        self._reads = reads
+        self.ephemerals = Ephemerals(lambda path, value: self.put(path, value), note_owner, delete)
+
+    # ephemerals
+
+    def hold(self, path: str, value: bytes, wait_s: float | None) -> None:
+        """See MetadataStore.ephemeral."""
+        expiry_s = self._connection.session_timeout_s + _EXPIRY_SLACK_S
+        deadline = time.monotonic() + (expiry_s if wait_s is None else wait_s)
+        with self.ephemerals.adding(path, value):
+            while not self.put(path, value):
+                if time.monotonic() >= deadline:
+                    raise AlreadyExists(f"{path} is held by another session in {self._connection.name}")
+                time.sleep(_POLL_S)
+
+    def put(self, path: str, value: bytes) -> bool:
+        """Create or update our ephemeral; return False when another session owns the node."""
+        connection = self._connection
+        full = connection.full(path)
+        try:
+            self._nodes.create(path, value, ephemeral=True)
+        except AlreadyExists:
+            try:
+                found, stat = connection.run(lambda: connection.client.get_async(full))
+                if stat.ephemeralOwner != connection.session_id:
+                    return False
+                if found != value:
+                    connection.run(lambda: connection.client.set_async(full, value))
+            except NoNodeError:
+                return False
+        return True
+
+    # claims
+
+    def claim(self, path: str, value: bytes, numbered: bool) -> Claim:
+        """See MetadataStore.claim."""
+        full = self._nodes.create(path, value, ephemeral=True, sequence=numbered)
+        stat = self._nodes.stat(full)
+        claim = self._claim_of(full, None if stat is None else Origin(stat.czxid, stat.ephemeralOwner))
+        if numbered and claim.origin is not None:
+            self._delete_duplicates(full, value)
+        return claim
+
+    def claim_many(self, paths: Sequence[str], value: bytes) -> list[Claim | BkctlError]:
+        """See MetadataStore.claim_many."""
+        created = self._nodes.change_many(
+            paths,
+            lambda transaction, path: transaction.create(self._connection.full(path), value, ephemeral=True),
+            str,
+            lambda path, repeated: self._nodes.create(path, value, ephemeral=True, repeated=repeated),
+        )
+        claimed = [path for path, full in zip(paths, created, strict=True) if not isinstance(full, BkctlError)]
+        origins = self._reads.origins(claimed)
+        return [full if isinstance(full, BkctlError) else self._claim_of(full, next(origins)) for full in created]
+
+    def _claim_of(self, full: str, found: Origin | None) -> _ZooKeeperClaim:
+        """Return the claim on the node that we created at `full`, whose present origin is `found`.
+
+        Our session may have ended since, and another session may have created the present node: that one is not ours.
+        """
+        origin = found if found is not None and found.session_id == self._connection.session_id else None
+        path = full[len(self._connection.root) + 1 :]
+        return _ZooKeeperClaim(self._connection, self._nodes, path, full, origin)
+
+    def _delete_duplicates(self, full: str, value: bytes) -> None:
+        """Delete the nodes of requests whose answers were lost: each attempt gets a number of its own."""
+        client = self._connection.client
+        parent, _, name = full.rpartition("/")
+        for sibling in self._connection.run(lambda: client.get_children_async(parent)):
+            if sibling != name and sibling[:-10] == name[:-10]:
+                duplicate = f"{parent}/{sibling}"
+                with contextlib.suppress(NoNodeError):
+                    found, stat = self._connection.run(partial(client.get_async, duplicate))
+                    if (stat.ephemeralOwner, found) == (self._connection.session_id, value):
+                        self._connection.run(partial(client.delete_async, duplicate))
+
+    def held_many(self, claims: Sequence[Claim]) -> list[bool]:
+        """See MetadataStore.held_many."""
+        origins = self._reads.origins([claim.path for claim in claims])
+        return [
+            origin is not None and origin == cast(_ZooKeeperClaim, claim).origin
+            for claim, origin in zip(claims, origins, strict=True)
+        ]
+
+    def release_many(self, claims: Sequence[Claim]) -> None:
+        """See MetadataStore.release_many."""
+        held = [claim for claim, is_held in zip(claims, self.held_many(claims), strict=True) if is_held]
+        errors = self._nodes.change_many(
+            held,
+            lambda transaction, claim: transaction.delete(self._connection.full(claim.path)),
+            lambda _: None,
+            lambda claim, _: claim.release(),
+            once=True,
+        )
+        for error in errors:
+            if error is not None:
+                raise error
+
+
+class _ZooKeeperClaim(Claim):
+    """`origin` is that of the node we created; None: the node was gone before its origin was read."""
+
+    def __init__(
+        self, connection: ZooKeeperConnection, nodes: ZooKeeperNodes, path: str, full: str, origin: Origin | None
+    ) -> None:
+        self.path = path
+        self.origin = origin
+        self._connection = connection
+        self._nodes = nodes
+        self._full = full
+
+    def is_held(self) -> bool:
+        stat = self._nodes.stat(self._full)
+        return stat is not None and Origin(stat.czxid, stat.ephemeralOwner) == self.origin
+
+    def release(self) -> None:
+        def delete() -> Any:
+            # Checked before each attempt: an earlier one may have deleted ours, and another session claimed the place.
+            if not self.is_held():
+                raise NoNodeError
+            return self._connection.client.delete_async(self._full)
+
+        with contextlib.suppress(NoNodeError):
+            self._connection.run(delete)
