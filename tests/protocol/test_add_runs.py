@@ -79,13 +79,12 @@ def frames_of(data: bytes, begin: int, stop: int, *, is_v2: bool) -> list[tuple[
             head, request = v2.decode_request(memoryview(data), begin + 4, end)
             v2.encode_response(head, AddResponse(Status.EOK, request.ledger, request.entry_id), out)
         else:
-            call = v3.decode_request(memoryview(data), begin + 4, end)
+            call = v3.decode_request_protobuf(memoryview(data), begin + 4, end)
             assert call is not None
             header, request = call
             assert request is not None
-            v3.encode_response(
-                header, AddResponse(Status.EOK, request.ledger, request.entry_id), request.ledger[0], out
-            )
+            response = AddResponse(Status.EOK, request.ledger, request.entry_id)
+            v3.encode_response_protobuf(header, response, request.ledger[0], out)
         found.append((request, b"".join(out)))
         begin = end
     assert begin == stop
