@@ -92,8 +92,9 @@ from bkctl.protocol.messages import (
     WriteLacRequest,
     WriteLacResponse,
     refusal,
+    status_of,
 )
-from bkctl.protocol.server import BookieServer, status_of
+from bkctl.protocol.server import BookieServer
 from bkctl.storage.bookie_storage import Batch, BookieStorage
 from bkctl.storage.ledger.ledger_storage import LedgerHandle, NeedsDisk
 

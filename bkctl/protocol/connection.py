@@ -13,25 +13,21 @@ import math
 import os
 import re
 import ssl
-import struct
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
 from bkctl.errors import BkctlError, BookieUnavailable, ProtocolError, TimedOut, UsageError
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.protocol import v2, v3
+from bkctl.protocol.framing import WRITE_BUFFER_BYTES_MAX, FramedProtocol
 from bkctl.protocol.messages import (
     FRAME_SIZE_BYTES_MAX,
     LAST_ENTRY,
+    LEDGER_REQUESTS,
+    LEDGER_RESPONSES,
     AddRequest,
-    AddResponse,
     BatchReadRequest,
-    BytesLike,
-    ForceLedgerRequest,
-    ForceLedgerResponse,
-    ListEntriesRequest,
-    ListEntriesResponse,
     Protocol,
     ReadLacRequest,
     ReadLacResponse,
@@ -41,8 +37,7 @@ from bkctl.protocol.messages import (
     Response,
     StartTlsRequest,
     Status,
-    WriteLacRequest,
-    WriteLacResponse,
+    scope_of,
 )
 
 _T = TypeVar("_T")
@@ -51,18 +46,11 @@ _T = TypeVar("_T")
 SCOPE_PROBE: Final = LedgerId(1, I64_MAX)
 _PROBE: Final = ReadLacRequest(SCOPE_PROBE)
 
-#: Bytes that may wait for a slow reader before its connection is no longer read (server) or `drain` waits (client).
-WRITE_BUFFER_BYTES_MAX: Final = 1 << 20
 #: Answers still to come that nobody waits for, above which the connection is given up.
 OWED_MAX: Final = 10_000
 
 #: How long a client that closes waits for the bookie to say so too: Apache's never does.
 TLS_FAREWELL_S: Final = 0.5
-
-#: A small entry keeps the buffer that it came in: that is no larger than what its connection has sent calls for.
-_RECEIVE_BYTES_MIN: Final = 1 << 12
-_RECEIVE_BYTES_MAX: Final = 1 << 18
-_FRAME_LENGTH: Final = struct.Struct(">i")
 
 
 def run(coroutine: Coroutine[Any, Any, _T]) -> _T:
@@ -74,171 +62,9 @@ def run(coroutine: Coroutine[Any, Any, _T]) -> _T:
     return uvloop.run(coroutine)
 
 
-class FramedProtocol(asyncio.BufferedProtocol):
-    """Splits what arrives into frames, and collects what is sent into one write a loop tick."""
-
-    def __init__(self, frame_size_bytes_max: int) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._transport: asyncio.Transport | None = None
-        self._body_size_max = frame_size_bytes_max - 4
-        self._chunk_size = _RECEIVE_BYTES_MIN
-        self._buffer = memoryview(b"")
-        self._start = 0  # the first byte that is not consumed
-        self._end = 0  # behind the last byte received
-        self._is_viewed = False  # whether a frame's body may still be a view of the buffer
-        self._halted = False  # frames wait in the buffer for _continue()
-        self._out: list[BytesLike] = []
-        self._out_size = 0
-        self._flush_due = False
-        self._write_paused = False
-        self._lost = False
-        self._gone: asyncio.Future[None] = self._loop.create_future()
-
-    # What the two ends supply.
-
-    def _frame(self, buffer: memoryview, at: int, end: int) -> None:
-        """Take one frame's body. Raises ProtocolError for bytes that end the connection."""
-        raise AssertionError
-
-    def _broken(self, problem: str) -> None:
-        """The peer broke the protocol: close."""
-        raise AssertionError
-
-    #: Takes many frames at once, from byte `at` of the buffer on; returns where it stopped, and leaves no view of it
-    #: behind. None: all frames go to `_frame`.
-    _take_frames: Callable[[memoryview, int, int], int] | None = None
-
-    # Receiving.
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        buffer, start, end = self._buffer, self._start, self._end
-        if len(buffer) - end >= self._chunk_size >> 3:
-            return buffer[end:]
-        present = end - start
-        if start and self._is_reusable and not self._is_outgrown and len(buffer) - present >= self._chunk_size >> 1:
-            buffer[:present] = buffer[start:end]
-            self._start, self._end = 0, present
-            return buffer[present:]
-        size = present + self._chunk_size
-        self._chunk_size = min(2 * self._chunk_size, _RECEIVE_BYTES_MAX)
-        if present >= 4:
-            # A large frame gets room as it arrives, not as its length claims.
-            (body_size,) = _FRAME_LENGTH.unpack_from(buffer, start)
-            size = max(size, min(4 + body_size, 4 * present))
-        fresh = memoryview(bytearray(size))
-        fresh[:present] = buffer[start:end]
-        self._buffer, self._start, self._end, self._is_viewed = fresh, 0, present, False
-        return fresh[present:]
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self._end += nbytes
-        if not self._halted:
-            self._parse()
-
-    def _parse(self) -> None:
-        buffer, at, end = self._buffer, self._start, self._end
-        length_of, size_max, frame = _FRAME_LENGTH.unpack_from, self._body_size_max, self._frame
-        take = self._take_frames
-        try:
-            while end - at >= 4:
-                if take is not None and (stop := take(buffer, at, end)) > at:
-                    self._start = at = stop
-                    if self._halted:
-                        return
-                    continue
-                (size,) = length_of(buffer, at)
-                if not 0 <= size <= size_max:
-                    raise ProtocolError(f"a frame of {size} bytes, the limit is {size_max}")
-                stop = at + 4 + size
-                if stop > end:
-                    break
-                self._start = stop
-                self._is_viewed = True
-                frame(buffer, at + 4, stop)
-                at = stop
-                if self._halted:
-                    return
-        except ProtocolError as error:
-            self._halted = True
-            self._broken(error.message)
-            return
-        if at == end and self._is_reusable and not self._is_outgrown:
-            self._start = self._end = 0
-        elif at == end and (len(buffer) - end < self._chunk_size >> 3 or not self._is_viewed):
-            # Nothing left in a used buffer, in one for a large frame, or in one that became too small.
-            self._buffer, self._start, self._end = memoryview(b""), 0, 0
-
-    @property
-    def _is_reusable(self) -> bool:
-        return not self._is_viewed and len(self._buffer) <= 2 * _RECEIVE_BYTES_MAX
-
-    @property
-    def _is_outgrown(self) -> bool:
-        """Whether the peer fills the buffer, and a larger one may be taken: the more arrives at once the better."""
-        return self._end == len(self._buffer) < self._chunk_size
-
-    # Sending.
-
-    def _queued(self, size: int) -> None:
-        """`size` bytes were appended to `_out`: see that they leave."""
-        self._out_size += size
-        if self._out_size > WRITE_BUFFER_BYTES_MAX:
-            self._flush()
-        elif not self._flush_due:
-            self._flush_due = True
-            self._loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._flush_due = False
-        if self._out and self._transport is not None and not self._lost:
-            out = b"".join(self._out)
-            self._out.clear()
-            self._out_size = 0
-            self._transport.write(out)
-
-    def pause_writing(self) -> None:
-        self._write_paused = True
-
-    def resume_writing(self) -> None:
-        self._write_paused = False
-
-    # Life.
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._use(cast("asyncio.Transport", transport))
-
-    def _use(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES_MAX)
-
-    def eof_received(self) -> bool:
-        return False
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._lost = self._halted = True
-        self._out.clear()
-        self._buffer, self._start, self._end = memoryview(b""), 0, 0
-        if not self._gone.done():
-            self._gone.set_result(None)
-
-
 #: What waits for an answer: its future, its request, and the tick at which it has failed.
 _Waiting: TypeAlias = tuple["asyncio.Future[Response]", Request, int]
 _TICKS_PER_TIMEOUT: Final = 8
-_LEDGER_REQUESTS: Final = frozenset(
-    {
-        AddRequest,
-        ReadRequest,
-        BatchReadRequest,
-        WriteLacRequest,
-        ReadLacRequest,
-        ForceLedgerRequest,
-        ListEntriesRequest,
-    }
-)
-_LEDGER_RESPONSES: Final = frozenset(
-    {AddResponse, ReadResponse, WriteLacResponse, ReadLacResponse, ForceLedgerResponse, ListEntriesResponse}
-)
 
 
 class BookieConnection(FramedProtocol):
@@ -510,7 +336,7 @@ class BookieConnection(FramedProtocol):
             problem = f"operation {operation} in answer to {type(request).__name__}"
         elif answer is None:
             problem = f"an answer to {type(request).__name__} that makes no sense: {problem}"
-        elif type(answer) in _LEDGER_RESPONSES and answer[1] != request[0]:  # type: ignore[misc]
+        elif type(answer) in LEDGER_RESPONSES and answer[1] != request[0]:  # type: ignore[misc]
             asked, told = cast("ReadRequest", request).ledger, cast("ReadResponse", answer).ledger
             problem = f"an answer for ledger {told!r} to {type(request).__name__} of {asked!r}"
             if told[0] != asked[0]:
@@ -610,10 +436,6 @@ class BookieConnection(FramedProtocol):
         await asyncio.shield(self._gone)
 
 
-def scope_of(request: Request) -> int:
-    return cast("ReadRequest", request).ledger[0] if type(request) in _LEDGER_REQUESTS else 0
-
-
 def _forces(request: Request) -> bool:
     """Whether it is a fencing read or a recovery add."""
     if isinstance(request, ReadRequest):
@@ -625,7 +447,7 @@ def _described(request: Request) -> str:
     """`request` in an operator's words."""
     name = type(request).__name__.removesuffix("Request")
     what = "a request (" + re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower() + ")"
-    if type(request) in _LEDGER_REQUESTS:
+    if type(request) in LEDGER_REQUESTS:
         what += f" of ledger {cast('ReadRequest', request).ledger}"
     if isinstance(request, AddRequest | ReadRequest | BatchReadRequest):
         what += ", the last entry" if request.entry_id == LAST_ENTRY else f", entry {request.entry_id}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum, IntFlag
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias, get_args
 
 from bkctl.errors import BY_V3_CODE, BkctlError
 from bkctl.ids import LedgerId
@@ -65,6 +65,11 @@ for _status in Status:
     if _status and (_code := BY_V3_CODE[_status].v2_code) is not None:
         _V2_CODES[_status] = _code
 _BY_V2_CODE: Final[dict[int, Status]] = {code: status for status, code in _V2_CODES.items()}
+
+
+def status_of(error: BaseException) -> Status:
+    """Return the status that tells a client of `error`; EIO for an error without a status."""
+    return Status.EIO if not isinstance(error, BkctlError) or error.v3_code is None else Status(error.v3_code)
 
 
 def error_for(status: Status, message: str, *, hint: str | None = None) -> BkctlError:
@@ -289,6 +294,16 @@ Response: TypeAlias = (
     | StartTlsResponse
     | BareResponse
 )
+
+
+#: Requests and responses about one ledger, which is the first field of a request and the second of a response.
+LEDGER_REQUESTS: Final = frozenset(kind for kind in get_args(Request) if kind._fields[:1] == ("ledger",))
+LEDGER_RESPONSES: Final = frozenset(kind for kind in get_args(Response) if kind._fields[1:2] == ("ledger",))
+
+
+def scope_of(request: Request) -> int:
+    """Return the scope of the ledger that `request` is about; 0 without a ledger."""
+    return request[0][0] if type(request) in LEDGER_REQUESTS else 0  # type: ignore[misc, index, return-value]
 
 
 def refusal(request: Request, status: Status) -> Response:

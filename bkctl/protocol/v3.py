@@ -260,7 +260,8 @@ def encode_request_protobuf(txn_id: int, request: Request, out: list[BytesLike])
     header = message.header
     header.version, header.operation, header.txnId = VERSION, row.number, txn_id
     nested = getattr(message, row.request.nested)
-    nested.SetInParent()
+    if row.number == START_TLS:  # its messages have no fields, so they are set as such
+        nested.SetInParent()
     for field, value in zip(row.request.fields, request, strict=True):
         if field is not _PRIORITY:
             field.write(nested, value)
@@ -394,7 +395,8 @@ def encode_response_protobuf(header: Header, response: Response, scope_id: int, 
     if row is None:
         raise IllegalOperation("Protocol v3 has no batch read")
     nested = getattr(message, row.response.nested)
-    nested.SetInParent()
+    if row.number == START_TLS:
+        nested.SetInParent()
     for field, value in zip(row.response.fields, response, strict=True):
         if field is _LEDGER:
             field.write(nested, (scope_id, cast("LedgerId", value)[1]))

@@ -22,9 +22,9 @@ from bkctl.errors import (
     UsageError,
 )
 from bkctl.ids import LedgerId
-from bkctl.protocol import server as server_module
-from bkctl.protocol import v3
+from bkctl.protocol import backpressure, served_connection, v3
 from bkctl.protocol.connection import SCOPE_PROBE, BookieConnection
+from bkctl.protocol.handler import RequestHandler
 from bkctl.protocol.messages import (
     AddRequest,
     AddResponse,
@@ -53,7 +53,7 @@ from bkctl.protocol.messages import (
     WriteLacResponse,
     refusal,
 )
-from bkctl.protocol.server import BookieServer, RequestHandler
+from bkctl.protocol.server import BookieServer
 
 LEDGER = LedgerId(0, 5)
 SCOPED = LedgerId(7, 5)
@@ -808,7 +808,7 @@ async def test_a_reader_that_does_not_read_stops_its_own_requests(monkeypatch: p
 def test_reads_of_the_disk_wait_for_a_client_that_is_behind(
     runner: Runner, monkeypatch: pytest.MonkeyPatch, leaves: bool
 ) -> None:
-    monkeypatch.setattr(server_module, "READS_IN_PROGRESS_MAX", 8)
+    monkeypatch.setattr(backpressure, "READS_IN_PROGRESS_MAX", 8)
     body, count = bytes(100_000), 2000
     begun: list[int] = []
     in_progress: set[asyncio.Future[bytes]] = set()
@@ -828,7 +828,7 @@ def test_reads_of_the_disk_wait_for_a_client_that_is_behind(
                 future.add_done_callback(lambda read: respond(ReadResponse(Status.EOK, LEDGER, 1, read.result())))
                 return future
 
-            self.server.read(respond, start)
+            respond.read(start)
 
     async def main() -> None:
         disk = Disk()
@@ -857,7 +857,7 @@ def test_reads_of_the_disk_wait_for_a_client_that_is_behind(
 
 
 async def test_a_bookie_that_answers_late_gets_a_bounded_number_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "IN_FLIGHT_REQUESTS_MAX", 100)
+    monkeypatch.setattr(served_connection, "IN_FLIGHT_REQUESTS_MAX", 100)
 
     bookie = Holding()
     async with serving(bookie) as server, connected(server.port) as connection:
@@ -874,7 +874,7 @@ async def test_a_bookie_that_answers_late_gets_a_bounded_number_of_requests(monk
 
 
 async def test_bytes_in_flight_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "IN_FLIGHT_BYTES_MAX", 1_000_000)
+    monkeypatch.setattr(served_connection, "IN_FLIGHT_BYTES_MAX", 1_000_000)
 
     bookie = Holding()
     async with serving(bookie) as server, connected(server.port) as connection:

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from bkctl.ids import LedgerId
+from bkctl.protocol import backpressure, v2
 from bkctl.protocol import server as server_module
-from bkctl.protocol import v2
 from bkctl.protocol.connection import BookieConnection
+from bkctl.protocol.handler import Responder
+from bkctl.protocol.limits import ServerLimits
 from bkctl.protocol.messages import (
     AddRequest,
     AddResponse,
@@ -23,12 +25,11 @@ from bkctl.protocol.messages import (
     ReadRequest,
     ReadResponse,
     Request,
-    Respond,
     Response,
     Status,
     refusal,
 )
-from bkctl.protocol.server import BookieServer, ServerLimits
+from bkctl.protocol.server import BookieServer
 
 HOST = "127.0.0.1"
 LEDGER = LedgerId(0, 5)
@@ -42,9 +43,9 @@ class Holding:
     """A bookie that answers when the test says so."""
 
     def __init__(self) -> None:
-        self.held: list[tuple[Request, Respond]] = []
+        self.held: list[tuple[Request, Responder]] = []
 
-    def handle(self, request: Request, respond: Respond) -> None:
+    def handle(self, request: Request, respond: Responder) -> None:
         self.held.append((request, respond))
 
     def answer(self, count: int) -> None:
@@ -118,7 +119,7 @@ async def test_what_is_in_flight_is_bounded_over_all_clients() -> None:
 class Prompt:
     """A bookie that answers at once."""
 
-    def handle(self, request: Request, respond: Respond) -> None:
+    def handle(self, request: Request, respond: Responder) -> None:
         respond(answer(request))
 
 
@@ -139,7 +140,7 @@ async def test_requests_that_do_not_arrive_are_bounded_over_all_clients_and_keep
     most = limit + count * (2 << 20)
     clock = types.SimpleNamespace(now_s=0.0)
     clock.monotonic = lambda: clock.now_s
-    monkeypatch.setattr(server_module, "time", clock)
+    monkeypatch.setattr(backpressure, "time", clock)
     monkeypatch.setattr(server_module, "STALL_CHECK_S", 0.01)
 
     async with serving(Prompt(), unfinished_bytes=limit) as server, clients(server, 1) as (client,):
@@ -152,8 +153,8 @@ async def test_requests_that_do_not_arrive_are_bounded_over_all_clients_and_keep
         assert {each.status for each in small} == {Status.EOK}, "small requests go on in any case"
         large = asyncio.gather(*adds(client, 8, 1_000_000))
         while not large.done():
-            if server.frame_waits(served):
-                clock.now_s += 2 * server_module.STALLED_FRAME_S
+            if server.unfinished.is_halted(served):
+                clock.now_s += 2 * backpressure.STALLED_FRAME_S
             assert server.unfinished_bytes < most
             await asyncio.sleep(0.01)
         assert {each.status for each in await large} == {Status.EOK}
@@ -169,7 +170,7 @@ async def test_requests_of_any_size_that_do_not_arrive_are_bounded(monkeypatch: 
     """900 clients that each send 200 KiB of a request: none of it was counted while it was below 256 KiB."""
     limit, count, sent = 2 << 20, 60, 200 * KIB
     monkeypatch.setattr(server_module, "STALL_CHECK_S", 0.01)
-    monkeypatch.setattr(server_module, "STALLED_FRAME_S", 3600.0)
+    monkeypatch.setattr(backpressure, "STALLED_FRAME_S", 3600.0)
 
     async with serving(Prompt(), unfinished_bytes=limit, request_ms=0, first_request_ms=0) as server:
         writers = await begin_requests(server, count, 250 * KIB, sent)
@@ -269,7 +270,7 @@ async def test_clients_that_wait_for_the_bookie_meet_no_deadline(monkeypatch: py
 
 
 async def test_large_requests_of_many_clients_wait_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "STALLED_FRAME_S", 3600.0)
+    monkeypatch.setattr(backpressure, "STALLED_FRAME_S", 3600.0)
 
     async with serving(Prompt(), unfinished_bytes=1 << 20) as server, clients(server, 12) as opened:
         sent = [future for client in opened for future in adds(client, 6, 1_500_000)]
@@ -344,7 +345,7 @@ async def test_a_client_that_takes_no_answers_does_not_keep_a_slot_from_the_othe
     body = bytes(1 << 20)
 
     class Bookie:
-        def handle(self, request: Request, respond: Respond) -> None:
+        def handle(self, request: Request, respond: Responder) -> None:
             assert isinstance(request, ReadRequest)
             respond(ReadResponse(Status.EOK, request.ledger, request.entry_id, body))
 
@@ -400,20 +401,20 @@ async def test_a_client_that_takes_no_answers_for_too_long_loses_them(closes: bo
 
 
 def test_reads_beyond_those_that_may_wait_are_refused(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bkctl.protocol.server.READS_IN_PROGRESS_MAX", 2)
+    monkeypatch.setattr("bkctl.protocol.backpressure.READS_IN_PROGRESS_MAX", 2)
 
     class Disk:
         server: BookieServer
         futures: list[asyncio.Future[bytes]]
 
-        def handle(self, request: Request, respond: Respond) -> None:
+        def handle(self, request: Request, respond: Responder) -> None:
             def start() -> asyncio.Future[bytes]:
                 future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
                 future.add_done_callback(lambda _: respond(answer(request)))
                 self.futures.append(future)
                 return future
 
-            if not self.server.read(respond, start):
+            if not respond.read(start):
                 respond(refusal(request, Status.ETOOMANYREQUESTS))
 
     async def main() -> None:
@@ -454,7 +455,7 @@ async def test_who_asked_is_told_when_a_client_is_lost() -> None:
         async with clients(server, 1) as (client,):
             client.send(ReadRequest(LEDGER, 1)).add_done_callback(lambda done: done.exception())
             await settled(lambda: len(bookie.held))
-            lost = server.on_lost(bookie.held[0][1])
+            lost = bookie.held[0][1].on_lost
             lost[lambda: told.append("told")] = None
         while not told:
             await asyncio.sleep(0.01)

@@ -15,6 +15,7 @@ from bkctl.ids import LedgerId
 from bkctl.protocol import server as server_module
 from bkctl.protocol import v3
 from bkctl.protocol.connection import BookieConnection
+from bkctl.protocol.limits import ServerLimits
 from bkctl.protocol.messages import (
     AddRequest,
     AddResponse,
@@ -28,7 +29,7 @@ from bkctl.protocol.messages import (
     StartTlsResponse,
     Status,
 )
-from bkctl.protocol.server import BookieServer, ServerLimits
+from bkctl.protocol.server import BookieServer
 
 HOST = "127.0.0.1"
 LEDGER = LedgerId(0, 5)
