@@ -1,15 +1,20 @@
-"""Reading every entry from every bookie that should have it. Source: LedgerChecker, which samples; this reads all."""
+"""Replicas of entries: reading them from one bookie, and checking all of them.
+
+Source: LedgerChecker, which samples; this reads every replica.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from enum import Enum
+from itertools import chain
 from typing import Final, NamedTuple
 
-from bkctl.client.bookies import BookieChannel
-from bkctl.client.ledger import ReadHandle, entry_of
+from bkctl.client.bookies import BookieChannel, in_order
+from bkctl.client.read_handle import ReadHandle, entry_of
 from bkctl.client.reader import ENTRY_SIZE_BYTES_GUESS, WINDOW_BYTES, LedgerEntry
 from bkctl.errors import (
     BkctlError,
@@ -20,10 +25,15 @@ from bkctl.errors import (
     TruncatedRecord,
     UsageError,
 )
-from bkctl.protocol.messages import ReadRequest, Response
+from bkctl.protocol.messages import (
+    ReadRequest,
+    Response,
+)
 
-#: Entries asked for ahead of the one that is reported.
+#: Entries read ahead of the one that is reported.
 WINDOW_COUNT_MAX: Final = 256
+#: Reads of one replica in flight.
+REPLICA_WINDOW_COUNT: Final = 256
 
 
 class ReplicaState(Enum):
@@ -121,3 +131,107 @@ def _check(
                 state = ReplicaState.DIFFERENT
             found.append(Replica(channel.bookie_id, state, len(entry.payload), entry.last_add_confirmed))
     return EntryCheck(entry_id, tuple(found))
+
+
+class ReplicaFinding(NamedTuple):
+    """Something wrong with one replica of an entry.
+
+    `problem` is `missing`, `damaged`, `different` (see ReplicaState), `unavailable`, or `length`: the entries' sizes
+    do not add up to the length in the metadata. `bookie_id` is None where the finding is the ledger's own.
+    """
+
+    entry_id: int
+    bookie_id: str | None
+    problem: str
+    message: str
+
+
+class Verification:
+    """Reads every entry of a ledger from every replica.
+
+    `entry_count`, `replica_count` and `finding_count` grow as it goes. A bookie that cannot be asked gives one finding,
+    however many entries it should have. `progress` is told the number of entries checked so far.
+    """
+
+    def __init__(self, handle: ReadHandle, progress: Callable[[int], None] = lambda _: None) -> None:
+        self._handle = handle
+        self._progress = progress
+        self.entry_count = 0
+        self.replica_count = 0
+        self.finding_count = 0
+
+    async def findings(self) -> AsyncIterator[ReplicaFinding]:
+        """Check the entries up to the last add confirmed, and yield what is wrong, in order of the entries."""
+        unavailable: dict[str, tuple[int, int, str]] = {}
+        length: int | None = 0
+        async for check in verify_entries(self._handle):
+            size = None
+            for replica in check.replicas:
+                if replica.state is ReplicaState.UNAVAILABLE:
+                    first, count, message = unavailable.get(replica.bookie_id, (check.entry_id, 0, _text(replica)))
+                    unavailable[replica.bookie_id] = first, count + 1, message
+                    continue
+                self.replica_count += 1
+                if replica.state is ReplicaState.OK:
+                    size = replica.size_bytes
+                else:
+                    self.finding_count += 1
+                    yield ReplicaFinding(check.entry_id, replica.bookie_id, replica.state.value, _text(replica))
+            length = None if length is None or size is None else length + size
+            self.entry_count += 1
+            self._progress(self.entry_count)
+        for bookie_id, (first, count, message) in unavailable.items():
+            self.finding_count += 1
+            text = f"{count:,} {'entry' if count == 1 else 'entries'} not checked: {message}"
+            yield ReplicaFinding(first, bookie_id, ReplicaState.UNAVAILABLE.value, text)
+        metadata = self._handle.metadata
+        if metadata.is_closed and length not in (None, metadata.length):
+            self.finding_count += 1
+            text = f"The entries have {length} bytes, the metadata says {metadata.length}"
+            yield ReplicaFinding(metadata.last_entry_id, None, "length", text)
+
+
+def _text(replica: Replica) -> str:
+    return "Differs from the first intact replica" if replica.error is None else replica.error.message
+
+
+async def read_replica(
+    handle: ReadHandle, bookie_id: str, first: int, last: int, *, verify: bool = True
+) -> AsyncIterator[LedgerEntry]:
+    """Yield the entries `first` to `last` as this one bookie has them, those in its write sets only.
+
+    Raises UsageError when it has none of them by the metadata, and what `read_from` raises.
+    """
+    wanted = _entries_at(handle, bookie_id, first, last)
+    head = next(wanted, None)
+    if head is None and first <= last:
+        raise UsageError(
+            f"Bookie {bookie_id} has no replica of the entries {first} to {last} of ledger {handle.ledger}",
+            hint="its ensembles are in 'bkctl ledger show'",
+        )
+    entries = in_order(
+        () if head is None else chain((head,), wanted),
+        lambda entry_id: handle.read_from(bookie_id, entry_id, verify=verify),
+        lambda: REPLICA_WINDOW_COUNT,
+    )
+    async with contextlib.aclosing(entries):
+        async for _, entry in entries:
+            yield entry
+
+
+def _entries_at(handle: ReadHandle, bookie_id: str, first: int, last: int) -> Iterator[int]:
+    """Yield the entries `first` to `last` whose write sets have the bookie, one by one."""
+    fragments = handle.metadata.ensembles
+    ends = [each.first_entry_id for each in fragments[1:]]
+    for fragment, end in zip(fragments, (*ends, last + 1), strict=True):
+        if bookie_id in fragment.bookies:
+            for entry_id in range(max(first, fragment.first_entry_id), min(last + 1, end)):
+                if bookie_id in replicas_of(handle, entry_id):
+                    yield entry_id
+
+
+def replicas_of(handle: ReadHandle, entry_id: int) -> tuple[str, ...]:
+    """The bookies that the metadata says have the entry, in the order of the write set."""
+    metadata = handle.metadata
+    bookies = metadata.fragment_of(entry_id).bookies
+    return tuple(bookies[(entry_id + index) % metadata.ensemble_size] for index in range(metadata.write_quorum_size))

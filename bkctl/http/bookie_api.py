@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from bkctl.bookie.cookies import stamp_or_verify
 from bkctl.bookie.metrics import CONTENT_TYPE
-from bkctl.client.operations import sanity_test
+from bkctl.client.trials import sanity_test
 from bkctl.config import BookieConfig, read_properties
 from bkctl.disk import Files
 from bkctl.errors import BkctlError, Conflict, NotFound, UsageError

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from starlette.responses import Response
 
+from bkctl.client.disk_space import disk_space
 from bkctl.client.ledger import LedgerEntry, ReadHandle
-from bkctl.client.operations import disk_space
 from bkctl.errors import BkctlError, Conflict, LedgerNotFound, NotFound, UsageError
 from bkctl.http.endpoints import (
     BOOLEAN,

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.client.bookies import BookieChannel, failure, in_order, in_thread
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
-from bkctl.client.ledger import BookKeeper, entry_of
+from bkctl.client.ledger import BookKeeper
+from bkctl.client.read_handle import entry_of
 from bkctl.client.reader import LedgerAccess, read_last_confirmed
 from bkctl.errors import (
     BkctlError,

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.client.bookies import in_thread
-from bkctl.client.operations import disk_space
+from bkctl.client.disk_space import disk_space
 from bkctl.errors import BkctlError, Conflict, NotFound, TimedOut
 from bkctl.metadata.underreplication import LedgerUnderreplicationManager
 from bkctl.replication.auditor import mark_ledgers
