@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class BookieSpace(NamedTuple):
-    """What a bookie said of its ledger directories' disks, in bytes; or the error that kept it from saying so."""
+    """A bookie's report on the disks of its ledger directories, in bytes, or the error in place of it."""
 
     bookie: RegisteredBookie
     total: int | None
@@ -31,12 +31,12 @@ class BookieSpace(NamedTuple):
 
     @property
     def used(self) -> int | None:
-        """Bytes that are not free."""
+        """Used bytes."""
         return None if self.total is None or self.free is None else self.total - self.free
 
     @property
     def used_percent(self) -> float | None:
-        """The used part in percent, to one digit."""
+        """Used part in percent, rounded to one decimal."""
         return round(100 * self.used / self.total, 1) if self.total and self.used is not None else None
 
 
@@ -64,7 +64,7 @@ async def disk_space(bookkeeper: BookKeeper, bookies: Iterable[RegisteredBookie]
 async def disk_findings(
     bookkeeper: BookKeeper, bookies: Iterable[RegisteredBookie], percent_max: float
 ) -> list[HealthFinding]:
-    """What is wrong with bookies that are asked for their disk space: they are silent, or fuller than `percent_max`."""
+    """Return a finding for each bookie that does not answer, or uses more than `percent_max` of its disks."""
     from bkctl.metadata.admin.health import HealthFinding, Severity
 
     findings = []

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 __all__ = ["BookKeeper", "LedgerEntry", "ReadHandle", "WriteHandle", "client_tls"]
 
 TIMEOUT_S: Final = 30.0
-#: Tries of a generated ledger id before giving up; every one collides only in a broken store.
+#: Generated ledger ids to try; all of them exist only in a broken store.
 _CREATE_ATTEMPTS_MAX: Final = 20
 
 
@@ -62,10 +62,10 @@ _LAST_UNSCOPED: Final = LedgerId(0, I64_MAX)
 class BookKeeper:
     """A client of one cluster; belongs to the event loop that it is used in.
 
-    `cluster` is open and stays the caller's. `timeout_s` is the longest wait for a bookie without progress.
-    `addresses` says where bookies are that advertise what this machine cannot reach. `tls` turns on START_TLS (see
-    `client_tls`). `throttle_count` is how many adds of one ledger may be in flight before `ready` waits. `only` these
-    bookies get what is written (None: whoever is registered).
+    `cluster` is open; its owner closes it. `timeout_s` is the longest wait for a bookie without progress. `addresses`
+    overrides the addresses of bookies that advertise an unreachable one. `tls` turns on START_TLS (see `client_tls`).
+    `throttle_count` is the number of adds of one ledger in flight above which `ready` waits. New entries go to bookies
+    in `only` (None: all registered ones).
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class BookKeeper:
         await self.close()
 
     async def close(self) -> None:
-        """Close all connections to bookies: what is in flight fails, and ledgers that are being written stay open."""
+        """Close all connections to bookies. Requests in flight fail, and ledgers being written stay open."""
         await self.pool.close()
 
     async def create_ledger(
@@ -124,11 +124,11 @@ class BookKeeper:
         password: bytes = b"",
         custom_metadata: Mapping[str, bytes] = {},
     ) -> WriteHandle:
-        """Create a ledger under `ledger_id` of scope `ledger_scope_id`; without an id one is generated there.
+        """Create a ledger under `ledger_id` (None: a generated id) of scope `ledger_scope_id`, and open it for writing.
 
-        Raises LedgerExists for an id that is taken, UsageError for a scope-0 id of 2^63 or more (2^63 − 1 too where
-        bookies of Apache's are up, which that id makes delete everything) or quorums that do not fit, IllegalOperation
-        for a scope in protocol v2, NotEnoughBookies (for a scope: among those that serve scopes).
+        Raises LedgerExists for an existing id, UsageError for quorums that do not fit, a scope-0 id of 2^63 or more, or
+        2^63 − 1 while Apache's bookies are up (that id makes them delete all ledgers), IllegalOperation for a scope in
+        protocol v2, NotEnoughBookies (for a scope: bookies that serve scopes).
         Source: BP-35 (CreateAdvBuilder.withLedgerScopeId).
         """
         return await self._create(
@@ -146,13 +146,13 @@ class BookKeeper:
         accept_loss: RecoveryLoss | None = None,
         digest_type: DigestType | None = None,
     ) -> ReadHandle:
-        """Open a ledger for reading; with `recovery` fence it and close it first, if it is not closed.
+        """Open a ledger for reading; with `recovery` fence and close an open ledger first.
 
-        `accept_loss` is what `find_recovery_loss` found and the recovery may give up.
-        `password` None opens administratively, with the metadata's own password. `digest_type` None takes the
-        metadata's; it counts where the metadata has none (CRC32 if that is None too).
-        Raises LedgerNotFound, Unauthorized for a wrong password, DigestMismatch for another digest type than the
-        metadata's, IllegalOperation for a scope in protocol v2; what reading the last add confirmed or recovery raise.
+        `accept_loss` is the loss from `find_recovery_loss` that the recovery may cause. `password` None opens
+        administratively, with the metadata's own password. `digest_type` applies if the metadata has none (None:
+        CRC32). Raises LedgerNotFound, Unauthorized for a wrong password, DigestMismatch for another digest type than
+        the metadata's, IllegalOperation for a scope in protocol v2, and the errors of `read_last_confirmed` and
+        `recover`.
         Source: LedgerOpenOp; BP-35 (OpenBuilder.withLedgerScopeId).
         """
         ledger = self._ledger(ledger_scope_id, ledger_id)
@@ -171,9 +171,9 @@ class BookKeeper:
         return ReadHandle(access, confirmed.last_add_confirmed, confirmed.length)
 
     async def find_recovery_loss(self, ledger: LedgerId) -> tuple[VersionedMetadata, RecoveryLoss | None]:
-        """Return a ledger's metadata, and what recovering it would give up: None where nothing. Changes nothing.
+        """Return a ledger's metadata and the loss from recovering it (None: no loss). Changes nothing.
 
-        Raises LedgerNotFound, and as `bkctl.client.recovery.find_loss`.
+        Raises LedgerNotFound, and the errors of `bkctl.client.recovery.find_loss`.
         """
         versioned = await in_thread(self.cluster.ledgers.read, self._ledger(ledger.scope_id, ledger.ledger_id))
         return versioned, await find_loss(self.access(ledger, versioned))
@@ -186,9 +186,9 @@ class BookKeeper:
         digest_type: DigestType | None = None,
         password: bytes | None = None,
     ) -> LedgerAccess:
-        """What requests for the ledger need, by its metadata alone: no bookie is asked, no password is checked.
+        """Return the access to a ledger by its metadata alone, without asking a bookie or checking a password.
 
-        `digest_type` and `password` count where the metadata has none. Raises IllegalOperation as `open_ledger`.
+        `digest_type` and `password` apply if the metadata has none. Raises IllegalOperation as `open_ledger`.
         """
         self._check_scope(ledger.scope_id)
         metadata = versioned.metadata

@@ -64,25 +64,25 @@ class LedgerHandleBase:
 
     @property
     def versioned_metadata(self) -> VersionedMetadata:
-        """The metadata with the version that a compare-and-set needs."""
+        """The metadata with its version for a compare-and-set."""
         return self._access.versioned
 
     @property
     def is_closed(self) -> bool:
-        """Whether the metadata says that the ledger is closed."""
+        """True if the ledger is closed by its metadata as last read or written."""
         return self._access.metadata.is_closed
 
     @property
     def last_add_confirmed(self) -> int:
-        """The last entry known to be acknowledged; -1: none."""
+        """Id of the last entry known to be acknowledged; -1: none."""
         raise AssertionError
 
     def read(self, first: int, last: int, *, verify: bool = True) -> AsyncIterator[LedgerEntry]:
         """Yield the entries `first` to `last` (both included) in order; memory does not grow with their number.
 
-        Each comes from the first replica that gives it intact; `verify` False leaves the digest unchecked. Raises
-        UsageError for a range that is none or goes beyond the last add confirmed; when no replica of an entry gives
-        it: EntryNotFound, DigestMismatch, BookieUnavailable, … as the gravest of them said.
+        Each entry comes from the first replica that returns it intact; `verify` False leaves the digest unchecked.
+        Raises UsageError for an invalid range or one beyond the last add confirmed, and when no replica returns an
+        entry the gravest error: EntryNotFound, DigestMismatch, BookieUnavailable, ….
         """
         if last > self.last_add_confirmed:
             raise UsageError(
@@ -91,18 +91,18 @@ class LedgerHandleBase:
         return self.read_unconfirmed(first, last, verify=verify)
 
     def read_unconfirmed(self, first: int, last: int, *, verify: bool = True) -> AsyncIterator[LedgerEntry]:
-        """As `read`, but also beyond the last add confirmed: EntryNotFound is raised where the entries end.
+        """Yield entries as `read` does, also beyond the last add confirmed. Raises EntryNotFound after the last entry.
 
-        Such an entry may not be acknowledged, and gone after a recovery.
+        Entries beyond the last add confirmed may be unacknowledged, and lost in a recovery.
         """
         if not 0 <= first <= last <= I64_MAX:
-            raise UsageError(f"Entries {first} to {last} are no range")
+            raise UsageError(f"Entries {first} to {last} are not a range")
         return read_entries(self._access, first, last, verify=verify)
 
     async def read_from(self, bookie_id: str, entry_id: int, *, verify: bool = True) -> LedgerEntry:
-        """The entry as this one bookie has it.
+        """Return the replica of an entry that one bookie has.
 
-        Raises EntryNotFound or LedgerNotFound (it has none), DigestMismatch, BookieUnavailable, TimedOut, ….
+        Raises EntryNotFound or LedgerNotFound if it has none, DigestMismatch, BookieUnavailable, TimedOut, ….
         """
         channel = self._access.pool.channel(bookie_id)
         future = channel.send(ReadRequest(self.ledger, entry_id), self._access.scoped)
@@ -113,7 +113,7 @@ class LedgerHandleBase:
 def entry_of(
     future: asyncio.Future[Response], access: LedgerAccess, entry_id: int, bookie_id: str, *, verify: bool = True
 ) -> LedgerEntry:
-    """The entry that the done `future` of a read brought. Raises what is wrong with it."""
+    """Return the entry in the response of the done `future`. Raise the error that the response carries."""
     error = failure(future, access.ledger, entry_id, bookie_id)
     if error is not None:
         raise error
@@ -124,30 +124,30 @@ def entry_of(
 
 
 class ReadHandle(LedgerHandleBase):
-    """A ledger opened for reading (`BookKeeper.open_ledger`); its writer may still be at work (`is_closed` False)."""
+    """A ledger opened for reading (`BookKeeper.open_ledger`); its writer may still be writing (`is_closed` False)."""
 
     def __init__(self, access: LedgerAccess, last_add_confirmed: int, length: int) -> None:
         super().__init__(access)
         self._last_add_confirmed = last_add_confirmed
         self._length = length
         self._changed = asyncio.Event()
-        self._told: VersionedMetadata | BkctlError | None = None
+        self._reported: VersionedMetadata | BkctlError | None = None
         self._cancel_watch: Callable[[], None] | None = None
 
     @property
     def last_add_confirmed(self) -> int:
-        """The last entry known to be acknowledged; -1: none. Of a closed ledger its last entry."""
+        """Id of the last entry known to be acknowledged; -1: none. The last entry of a closed ledger."""
         return self._last_add_confirmed
 
     @property
     def length(self) -> int:
-        """Payload bytes: of a closed ledger all, else about those up to the last add confirmed."""
+        """Payload bytes: all bytes of a closed ledger, else about the bytes up to the last add confirmed."""
         return self._length
 
     async def read_last_confirmed(self) -> int:
-        """Read metadata and, while the ledger is not closed, ask its bookies anew; returns the last add confirmed.
+        """Read the metadata again, ask the bookies of an open ledger again, and return the last add confirmed.
 
-        Raises LedgerNotFound when the ledger was deleted, BookieUnavailable, … when too few bookies answer.
+        Raises LedgerNotFound for a deleted ledger, and BookieUnavailable, … when too few bookies answer.
         """
         self._use(await in_thread(self._access.pool.cluster.ledgers.read, self.ledger))
         if not self.is_closed:
@@ -156,20 +156,20 @@ class ReadHandle(LedgerHandleBase):
         return self._last_add_confirmed
 
     async def wait_for_lac(self, previous: int, timeout_s: float) -> int:
-        """Wait until the last add confirmed is above `previous`, the ledger is closed, or `timeout_s` is over.
+        """Wait until the last add confirmed exceeds `previous`, the ledger is closed, or `timeout_s` is over.
 
-        Returns the last add confirmed as known then. The bookies tell it as it moves (long poll), the metadata store
-        when the ledger is closed, its ensemble changes or it is deleted. Raises LedgerNotFound for a deleted ledger.
+        Returns the last add confirmed as known then. Bookies report its progress (long poll), the metadata store
+        reports closing, ensemble changes and deletion. Raises LedgerNotFound for a deleted ledger.
         """
         deadline = time.monotonic() + timeout_s
         await self._watch()
         while True:
             self._changed.clear()
-            told, self._told = self._told, None
-            if isinstance(told, BkctlError):
-                raise restated(told)
-            if told is not None:
-                self._use(told)
+            reported, self._reported = self._reported, None
+            if isinstance(reported, BkctlError):
+                raise restated(reported)
+            if reported is not None:
+                self._use(reported)
             left_s = deadline - time.monotonic()
             if self.is_closed or self._last_add_confirmed > previous or left_s <= 0:
                 return self._last_add_confirmed
@@ -195,16 +195,16 @@ class ReadHandle(LedgerHandleBase):
             return
         loop = asyncio.get_running_loop()
 
-        def told(found: VersionedMetadata | BkctlError) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                loop.call_soon_threadsafe(self._tell, found)
+        def report(found: VersionedMetadata | BkctlError) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._report, found)
 
-        self._cancel_watch = await in_thread(self._access.pool.cluster.ledgers.watch, self.ledger, told)
-        # The first call came from that thread before it returned: let it arrive.
+        self._cancel_watch = await in_thread(self._access.pool.cluster.ledgers.watch, self.ledger, report)
+        # Let the first report arrive, which that thread scheduled before it returned.
         await asyncio.sleep(0)
 
-    def _tell(self, found: VersionedMetadata | BkctlError) -> None:
-        self._told = found
+    def _report(self, found: VersionedMetadata | BkctlError) -> None:
+        self._reported = found
         self._changed.set()
 
     def _use(self, found: VersionedMetadata) -> None:

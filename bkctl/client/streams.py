@@ -26,27 +26,27 @@ class Splitter(Protocol):
     """Cuts a stream of bytes into the payloads of entries."""
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """The payloads that are complete with `chunk`."""
+        """Return the payloads that `chunk` completes."""
 
     def finish(self) -> list[bytes]:
-        """The payload that the end of the stream completes, if there is one."""
+        """Return the payload that the end of the stream completes, if any."""
 
 
 def check_entry_size(size_bytes: int, what: str) -> None:
-    """Raises UsageError, naming `what`, for entries that no frame holds; said before a ledger is created."""
+    """Raise UsageError, naming `what`, for entries larger than a frame; call this before creating a ledger."""
     if size_bytes > ENTRY_SIZE_BYTES_MAX:
         raise UsageError(f"{what}: an entry holds at most {ENTRY_SIZE_BYTES_MAX} bytes, not {size_bytes}")
 
 
 class LineSplitter:
-    """One entry a line. The LF is not part of it, an empty line is an empty entry, a last line without LF counts."""
+    """Cuts one entry per line, without its LF. An empty line is an empty entry; the last line may lack its LF."""
 
     def __init__(self) -> None:
         self._rest: list[bytes] = []
         self._rest_size = 0
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """The lines that end in `chunk`. Raises UsageError for a line that no entry can hold."""
+        """Return the lines that end in `chunk`. Raises UsageError for a line larger than an entry."""
         head, newline, tail = chunk.partition(b"\n")
         if not newline:
             self._keep(chunk)
@@ -57,7 +57,7 @@ class LineSplitter:
         return lines
 
     def finish(self) -> list[bytes]:
-        """The last line, when it has no LF."""
+        """Return the last line, if it lacks its LF."""
         rest = b"".join(self._rest)
         self._rest, self._rest_size = [], 0
         return [rest] if rest else []
@@ -74,7 +74,7 @@ class LineSplitter:
 
 
 class RecordSplitter:
-    """Entries of `size_bytes` each; the last one holds what is left."""
+    """Cuts entries of `size_bytes` each; the last one may be shorter."""
 
     def __init__(self, size_bytes: int) -> None:
         if size_bytes < 1:
@@ -84,14 +84,14 @@ class RecordSplitter:
         self._rest = b""
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """The whole records so far."""
+        """Return the complete records so far."""
         data = self._rest + chunk if self._rest else chunk
         end = len(data) - len(data) % self._size
         self._rest = data[end:]
         return [data[at : at + self._size] for at in range(0, end, self._size)]
 
     def finish(self) -> list[bytes]:
-        """The last, shorter record, if there is one."""
+        """Return the last, shorter record, if any."""
         rest, self._rest = self._rest, b""
         return [rest] if rest else []
 
@@ -99,10 +99,10 @@ class RecordSplitter:
 async def write_stream(
     handle: WriteHandle, file: int, splitter: Splitter, progress: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Add what the open file descriptor `file` gives until its end, pipelined.
+    """Add the content of the open file descriptor `file`, pipelined, until its end.
 
-    Whenever no more input waits, everything so far is acknowledged and an explicit LAC is sent, so that a reader that
-    tails the ledger has it at once. `progress` is told how many bytes were read. Raises what `WriteHandle.add` does.
+    When no input waits, the function waits for all acknowledgements and writes an explicit LAC, so that a tail of the
+    ledger sees the entries at once. `progress` gets the bytes of each chunk. Raises the errors of `WriteHandle.add`.
     """
     async for chunk, more_waits in _chunks(file):
         for payload in splitter.feed(chunk):
@@ -119,14 +119,14 @@ async def write_stream(
 
 
 async def _chunks(file: int) -> AsyncIterator[tuple[bytes, bool]]:
-    """What `file` gives, chunk by chunk, and whether more waits to be read."""
+    """Yield the content of `file` by chunks, each with True if more input waits."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     watched = not stat.S_ISREG(os.fstat(file).st_mode)
     if watched:
         try:
             loop.add_reader(file, readable.set)
-        except PermissionError:  # a device that never makes one wait, as /dev/null
+        except PermissionError:  # a device that is always ready, such as /dev/null
             watched = False
     try:
         while True:
@@ -146,7 +146,7 @@ async def _chunks(file: int) -> AsyncIterator[tuple[bytes, bool]]:
 async def tail(handle: ReadHandle, first: int, *, verify: bool = True) -> AsyncIterator[LedgerEntry]:
     """Yield the entries from `first` on, then each new one as it is confirmed, until the ledger is closed.
 
-    Raises LedgerNotFound when the ledger is deleted meanwhile, and what `ReadHandle.read` raises.
+    Raises LedgerNotFound if the ledger is deleted meanwhile, and the errors of `ReadHandle.read`.
     """
     next_id = max(first, 0)
     while True:

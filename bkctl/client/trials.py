@@ -19,7 +19,7 @@ SANITY_ENTRY_SIZE_BYTES: Final = 100
 
 
 class RoundTrip(NamedTuple):
-    """How a trial ledger was written and read; times in seconds."""
+    """Result of writing and reading a trial ledger; times in seconds."""
 
     entry_count: int
     entry_size_bytes: int
@@ -37,9 +37,9 @@ async def round_trip(
     password: bytes = b"",
     progress: Callable[[int], None] = lambda _: None,
 ) -> RoundTrip:
-    """Write `entry_count` random entries with `handle`, read them before and after closing, compare.
+    """Write `entry_count` random entries with `handle`, read them before and after closing, and compare.
 
-    Raises Corrupt where what was read is not what was written, and what writing and reading raise. The ledger stays.
+    Raises Corrupt for entries that differ, and the errors of writing and reading. The ledger stays.
     """
     payloads = [os.urandom(entry_size_bytes) for _ in range(min(entry_count, 64))]
     began = time.perf_counter()
@@ -57,10 +57,10 @@ async def round_trip(
         elif bookkeeper.protocol is Protocol.V3:
             await handle.write_lac()
         reader = await bookkeeper.open_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=password)
-        # A v2 reader is told no explicit LAC, so it does not see the last entries of an open ledger as confirmed.
-        told = closed or bookkeeper.protocol is Protocol.V3
-        known = reader.last_add_confirmed if told else handle.last_add_confirmed
-        async with reader, contextlib.aclosing(_compared(reader, payloads, known)) as entries:
+        # v2 does not carry an explicit LAC, so its reader does not see the last entries of an open ledger as confirmed.
+        sees_lac = closed or bookkeeper.protocol is Protocol.V3
+        last = reader.last_add_confirmed if sees_lac else handle.last_add_confirmed
+        async with reader, contextlib.aclosing(_compared(reader, payloads, last)) as entries:
             started = time.perf_counter()
             count = 0
             async for _ in entries:
@@ -75,9 +75,9 @@ async def round_trip(
 async def sanity_test(
     bookkeeper: BookKeeper, *, ledger_scope_id: int, entry_count: int, progress: Callable[[int], None] = lambda _: None
 ) -> RoundTrip:
-    """`round_trip` on a new ledger of one bookie, which is deleted at the end, however that goes.
+    """Run `round_trip` on a new ledger of one bookie, and delete the ledger in any case.
 
-    `bookkeeper` is made for `only` that bookie. Raises what creating, writing and reading raise: NotEnoughBookies for a
+    `bookkeeper` has `only` that bookie. Raises the errors of creating, writing and reading: NotEnoughBookies for a
     bookie that takes no entries. Source: SanityTestCommand.
     """
     shape: dict[str, Any] = {
@@ -95,7 +95,7 @@ async def sanity_test(
                 bookkeeper, handle, entry_count=entry_count, entry_size_bytes=SANITY_ENTRY_SIZE_BYTES, progress=progress
             )
     except BaseException:
-        with contextlib.suppress(BkctlError):  # What went wrong first is what counts.
+        with contextlib.suppress(BkctlError):  # the first error is the cause
             await delete()
         raise
     await delete()

@@ -37,20 +37,20 @@ REPLICA_WINDOW_COUNT: Final = 256
 
 
 class ReplicaState(Enum):
-    """What one bookie has of one entry."""
+    """State of one bookie's replica of an entry."""
 
     OK = "ok"
     MISSING = "missing"
-    #: The digest does not match, or it is another entry.
+    #: The digest does not match, or the entry is another one.
     DAMAGED = "damaged"
     #: Intact, but with another payload or ledger length than the first intact replica.
     DIFFERENT = "different"
-    #: The bookie is not there, answers nothing or nonsense, or cannot serve the ledger's scope: nothing is known.
+    #: Unknown: the bookie is down, gives no valid answer, or cannot serve the ledger's scope.
     UNAVAILABLE = "unavailable"
 
 
 class Replica(NamedTuple):
-    """One replica of one entry; `error` says why it is not OK. Good replicas may differ in `last_add_confirmed`."""
+    """One replica of one entry; `error` is None for OK. Intact replicas may differ in `last_add_confirmed`."""
 
     bookie_id: str
     state: ReplicaState
@@ -67,15 +67,15 @@ class EntryCheck(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether every replica is there and intact."""
+        """True if every replica is present and intact."""
         return all(replica.state is ReplicaState.OK for replica in self.replicas)
 
 
 async def verify_entries(handle: ReadHandle, first: int = 0, last: int | None = None) -> AsyncIterator[EntryCheck]:
     """Read the entries `first` to `last` (None: the last add confirmed) from every bookie of their write sets.
 
-    Yields one check an entry, in order; an empty ledger gives none. Reads are pipelined within a bounded window.
-    Raises UsageError for a range that is none; what a bookie does wrong is in the checks.
+    Yields one check per entry, in order. Reads are pipelined within a bounded window. Raises UsageError for an invalid
+    range; failures of bookies are in the checks.
     """
     if last is None:
         last = handle.last_add_confirmed
@@ -134,10 +134,10 @@ def _check(
 
 
 class ReplicaFinding(NamedTuple):
-    """Something wrong with one replica of an entry.
+    """A fault of one replica of an entry.
 
     `problem` is `missing`, `damaged`, `different` (see ReplicaState), `unavailable`, or `length`: the entries' sizes
-    do not add up to the length in the metadata. `bookie_id` is None where the finding is the ledger's own.
+    do not add up to the length in the metadata. `bookie_id` is None for a finding about the whole ledger.
     """
 
     entry_id: int
@@ -149,8 +149,8 @@ class ReplicaFinding(NamedTuple):
 class Verification:
     """Reads every entry of a ledger from every replica.
 
-    `entry_count`, `replica_count` and `finding_count` grow as it goes. A bookie that cannot be asked gives one finding,
-    however many entries it should have. `progress` is told the number of entries checked so far.
+    `entry_count`, `replica_count` and `finding_count` grow with progress. An unavailable bookie gives one finding for
+    all of its entries. `progress` gets the number of entries checked so far.
     """
 
     def __init__(self, handle: ReadHandle, progress: Callable[[int], None] = lambda _: None) -> None:
@@ -161,7 +161,7 @@ class Verification:
         self.finding_count = 0
 
     async def findings(self) -> AsyncIterator[ReplicaFinding]:
-        """Check the entries up to the last add confirmed, and yield what is wrong, in order of the entries."""
+        """Check the entries up to the last add confirmed, and yield the findings in order of the entries."""
         unavailable: dict[str, tuple[int, int, str]] = {}
         length: int | None = 0
         async for check in verify_entries(self._handle):
@@ -198,9 +198,9 @@ def _text(replica: Replica) -> str:
 async def read_replica(
     handle: ReadHandle, bookie_id: str, first: int, last: int, *, verify: bool = True
 ) -> AsyncIterator[LedgerEntry]:
-    """Yield the entries `first` to `last` as this one bookie has them, those in its write sets only.
+    """Yield one bookie's replicas of the entries `first` to `last` that it should have.
 
-    Raises UsageError when it has none of them by the metadata, and what `read_from` raises.
+    Raises UsageError if it should have none of them by the metadata, and the errors of `read_from`.
     """
     wanted = _entries_at(handle, bookie_id, first, last)
     head = next(wanted, None)
@@ -220,9 +220,9 @@ async def read_replica(
 
 
 def _entries_at(handle: ReadHandle, bookie_id: str, first: int, last: int) -> Iterator[int]:
-    """Yield the entries `first` to `last` whose write sets have the bookie, one by one."""
+    """Yield the ids among `first` to `last` whose write sets contain the bookie."""
     fragments = handle.metadata.ensembles
-    ends = [each.first_entry_id for each in fragments[1:]]
+    ends = [fragment.first_entry_id for fragment in fragments[1:]]
     for fragment, end in zip(fragments, (*ends, last + 1), strict=True):
         if bookie_id in fragment.bookies:
             for entry_id in range(max(first, fragment.first_entry_id), min(last + 1, end)):
@@ -231,7 +231,7 @@ def _entries_at(handle: ReadHandle, bookie_id: str, first: int, last: int) -> It
 
 
 def replicas_of(handle: ReadHandle, entry_id: int) -> tuple[str, ...]:
-    """The bookies that the metadata says have the entry, in the order of the write set."""
+    """Return the bookies of the entry's write set by the metadata, in order."""
     metadata = handle.metadata
     bookies = metadata.fragment_of(entry_id).bookies
     return tuple(bookies[(entry_id + index) % metadata.ensemble_size] for index in range(metadata.write_quorum_size))

@@ -35,7 +35,7 @@ from bkctl.protocol.messages import (
 
 
 class WriteHandle(LedgerHandleBase):
-    """A ledger that we write, from its creation until `close`. Made by `BookKeeper.create_ledger`."""
+    """A ledger that this client writes, from `BookKeeper.create_ledger` until `close`."""
 
     def __init__(self, access: LedgerAccess, *, throttle_count: int, own_entry_ids: bool) -> None:
         super().__init__(access)
@@ -45,29 +45,31 @@ class WriteHandle(LedgerHandleBase):
 
     @property
     def last_add_confirmed(self) -> int:
-        """The last entry that is acknowledged; -1: none."""
+        """Id of the last acknowledged entry; -1: none."""
         return self._pipeline.last_add_confirmed
 
     @property
     def length(self) -> int:
-        """Payload bytes added, those not acknowledged yet included."""
+        """Payload bytes added, including unacknowledged ones."""
         return self._pipeline.length
 
     @property
     def pending_count(self) -> int:
-        """Entries added and not acknowledged yet."""
+        """Number of unacknowledged entries."""
         return self._pipeline.pending_count
 
     def add(self, payload: Buffer, *, entry_id: int | None = None) -> asyncio.Future[int]:
-        """Add an entry without waiting: the future gives its id once the ack quorum has it and all entries before it.
+        """Add an entry without waiting; the future gives its id once the ack quorum has it and all entries before it.
 
-        `await handle.add(b"…")` adds one after the other; to pipeline, `await handle.ready()` before each add. An
-        `entry_id` of the caller's is for ledgers of `create_ledger_adv`; entries are acknowledged without gaps.
-        Raises, as the future: LedgerFenced (another client recovers the ledger), NotEnoughBookies, Unauthorized,
-        LedgerClosed; at once UsageError for a payload that fits no frame, DuplicateEntryId.
+        `await handle.add(b"…")` adds one entry after the other; to pipeline, `await handle.ready()` before each add.
+        Only ledgers of `create_ledger_adv` accept an `entry_id`; entries are acknowledged without gaps. The future
+        fails with, or `add` raises, LedgerFenced (another client recovers the ledger), NotEnoughBookies, Unauthorized,
+        LedgerClosed. `add` also raises UsageError for a payload that does not fit a frame, and DuplicateEntryId.
         """
         if entry_id is not None and not self._own_entry_ids:
-            raise IllegalOperation("Entry ids are the client's in this ledger", hint="make it with create_ledger_adv")
+            raise IllegalOperation(
+                "The client chooses the entry ids of this ledger", hint="create it with create_ledger_adv"
+            )
         return self._pipeline.add(payload, entry_id=entry_id)
 
     async def ready(self) -> None:
@@ -79,9 +81,9 @@ class WriteHandle(LedgerHandleBase):
         await self._pipeline.flush()
 
     async def write_lac(self) -> None:
-        """Tell the bookies the last add confirmed now (explicit LAC), so that readers see it before the next entry.
+        """Write the last add confirmed to the bookies (explicit LAC), so that readers see it before the next entry.
 
-        Does nothing before the first acknowledged entry. Raises when the ack quorum cannot be had.
+        Does nothing before the first acknowledged entry. Raises the last error when the ack quorum is not reached.
         Source: PendingWriteLacOp.
         """
         access, lac = self._access, self.last_add_confirmed
@@ -92,9 +94,9 @@ class WriteHandle(LedgerHandleBase):
         await self._ask(request, indexes, access.schedule.ack_quorum_size, "Explicit LAC")
 
     async def force(self) -> None:
-        """Wait until all bookies of the ensemble have synced what they have of this ledger. v3 only.
+        """Wait until all bookies of the ensemble have synced their entries of this ledger. v3 only.
 
-        Raises IllegalOperation in v2; when a bookie does not answer, its error. Source: ForceLedgerOp.
+        Raises IllegalOperation in v2, and the error of a bookie that fails. Source: ForceLedgerOp.
         """
         access = self._access
         if access.pool.protocol is Protocol.V2:
@@ -103,10 +105,10 @@ class WriteHandle(LedgerHandleBase):
         await self._ask(ForceLedgerRequest(self.ledger), range(size), size, "Force")
 
     async def close(self) -> None:
-        """Wait for the adds in flight, then close the ledger at the last add confirmed. A second call does nothing new.
+        """Wait for the adds in flight, then close the ledger at the last add confirmed. Further calls are harmless.
 
-        Raises the error that ended writing, if one did (the ledger is closed at its last acknowledged entry even so,
-        unless another client fenced it); MetadataVersionConflict when another client closed it elsewhere.
+        Raises the error that ended writing, if one did (the ledger is still closed at its last acknowledged entry,
+        unless another client fenced it), and MetadataVersionConflict if another client closed it at another entry.
         Source: LedgerHandle.doAsyncCloseInternal.
         """
         if self._closing is None:
@@ -126,13 +128,13 @@ class WriteHandle(LedgerHandleBase):
         if kind is None:
             await self.close()
         else:
-            with contextlib.suppress(BkctlError):  # the one on its way tells more
+            with contextlib.suppress(BkctlError):  # the error in progress is the cause
                 await self.close()
 
     def _ended(self, error: BkctlError) -> None:
         if self._closing is None and not isinstance(error, _ClosedByUs) and not self._access.pool.closed:
             self._closing = asyncio.get_running_loop().create_task(self._close())
-            # close() raises it; where nobody closes, the error of the adds has said enough.
+            # close() raises the error; without close(), the adds have failed with their own.
             self._closing.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def _close(self) -> None:
@@ -142,7 +144,7 @@ class WriteHandle(LedgerHandleBase):
         if isinstance(self._pipeline.error, (LedgerFenced, LedgerClosed)) and not isinstance(
             self._pipeline.error, _ClosedByUs
         ):
-            # Who fenced the ledger closes it, with what it found.
+            # The client that fenced the ledger closes it.
             access.versioned = await in_thread(ledgers.read, self.ledger)
             return
 
@@ -159,7 +161,7 @@ class WriteHandle(LedgerHandleBase):
         access.versioned = await in_thread(update_metadata, ledgers, self.ledger, access.versioned, change)
 
     async def _ask(self, request: Request, indexes: tuple[int, ...] | range, needed: int, what: str) -> None:
-        """Send `request` to the bookies at `indexes` over v3 until `needed` of them did it."""
+        """Send `request` to the bookies at `indexes` over v3, and wait until `needed` of them succeed."""
         access = self._access
         ensemble = self._pipeline.ensemble
         pending = {
@@ -184,4 +186,4 @@ class WriteHandle(LedgerHandleBase):
 
 
 class _ClosedByUs(LedgerClosed):
-    """The writer itself closed the ledger."""
+    """Ends the pipeline of a handle that closes its own ledger."""

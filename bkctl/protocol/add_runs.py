@@ -1,9 +1,11 @@
-"""Runs of plain adds of one ledger, taken from a bookie's connection at once: what one add costs is shared by many.
+"""Runs of plain adds of one ledger, decoded from a bookie's connection at once, so that many adds share their cost.
 
-A run is frames that stand one behind the other in what arrived, of one ledger with one master key, without flags, each
-with an entry of that ledger in the format of its scope. Whatever is not in exactly that form is left to `v2.py` and
-`v3.py`, frame by frame; so are entry ids that not every storage has room for. Entries are copied out of the
-connection's buffer, as records: behind their size, as journals and entry logs keep them.
+A run is a sequence of adjacent frames of one ledger with one master key, without flags, each with an entry of that
+ledger in the format of its scope. `v2.py` and `v3.py` decode all other frames one by one, and entry ids that some
+storage has no room for. Entries are copied out of the connection's buffer as records: behind their size, as journals
+and entry logs store them.
+
+`_add_runs.c` is the same loop, compiled. Both are tested against protobuf.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from bkctl.ids import I64_MAX, LedgerId
 from bkctl.protocol import v2, v3, v3_hot
 from bkctl.protocol.messages import AddResponse, BytesLike, Status
 
-#: What `_add_runs` must say of itself: one that was built from other sources, or none at all, is not used.
+#: Version of `_add_runs` that fits; a module that was built from other sources is not used.
 COMPILED_API: Final = 1
 try:
     from bkctl.protocol import _add_runs as compiled
@@ -31,7 +33,7 @@ else:
         compiled = None  # type: ignore[assignment]
 
 _V2_HEAD: Final = v2.VERSION << 24 | v2.ADD_ENTRY << 16
-#: Frame length, header, master key, and what an entry of scope 0 begins with: ledger, entry, LAC.
+#: Frame length, header, master key, and the first fields of an entry of scope 0: ledger, entry, LAC.
 _V2_FRAME: Final = struct.Struct(">iI20sQqq")
 _V2_BODY_AT: Final = 28
 _V2_BODY_MIN: Final = HEADER_SIZE_V1
@@ -51,9 +53,9 @@ _new = tuple.__new__
 
 
 class AddRun(NamedTuple):
-    """Plain adds of one ledger. `size` is the bytes of `records`, `last_add_confirmed` the highest that they say.
+    """Plain adds of one ledger. `size` is the bytes of `records`, `last_add_confirmed` the highest one in them.
 
-    `answers` are the frames that tell the client that all of them are on disk.
+    `answers` are the response frames for the case that all of them are on disk.
     """
 
     ledger: LedgerId
@@ -65,20 +67,20 @@ class AddRun(NamedTuple):
     answers: bytes
 
 
-#: Called once with what became of a run.
+#: Called once with the outcome of a run.
 AnswerAdds: TypeAlias = Callable[[Status], None]
 
 
-#: Where a run ends, and the fields of its AddRun, the ledger as a plain tuple.
+#: The offset behind a run, and the fields of its AddRun, the ledger as a plain tuple.
 RunFields: TypeAlias = tuple[int, tuple[int, int], bytes, list[int], list[bytes], int, int, bytes]
 
 
 def take_run(
     buffer: memoryview, at: int, end: int, size_max: int, count_max: int, *, is_v2: bool
 ) -> tuple[int, AddRun] | None:
-    """The run of frames that begins at byte `at` of `buffer`, and where it ends; None where none begins there.
+    """Return the offset behind the run of frames that begins at byte `at`, and the run; None without a run there.
 
-    Of at most `count_max` frames of at most `size_max` bytes (their length field's), all within `buffer[:end]`.
+    A run has at most `count_max` frames of at most `size_max` bytes (by their length field), within `buffer[:end]`.
     """
     found = (_take_v2 if is_v2 else _take_v3)(buffer, at, end, size_max, count_max)
     if found is None:
@@ -88,7 +90,7 @@ def take_run(
 
 
 def take_v2(buffer: memoryview, at: int, end: int, size_max: int, count_max: int) -> RunFields | None:
-    """`take_run` for protocol v2, in plain Python."""
+    """Do what `take_run` does for protocol v2, in plain Python."""
     unpack, pack_size, pack_answer = _V2_FRAME.unpack_from, _LENGTH.pack, _V2_ANSWER.pack
     entry_ids: list[int] = []
     records: list[bytes] = []
@@ -175,7 +177,7 @@ def take_v3(buffer: memoryview, at: int, end: int, size_max: int, count_max: int
 
 @functools.lru_cache(1024)
 def _number(field: bytes) -> int:
-    """Return the number that a varint stands for; most numbers of a run are those of the add before."""
+    """Return the number that a varint stands for; most numbers of a run repeat."""
     return v3_hot.read_varint(memoryview(field + bytes(8)), 0)[0]
 
 
@@ -187,7 +189,7 @@ def _scope_of(tail: bytes) -> int | None:
 
 
 def _ids_of(body: memoryview, ledger: tuple[int, int]) -> tuple[int, int] | None:
-    """Entry id and LAC of an entry; None where it is none of this ledger in the format of its scope."""
+    """Return entry id and LAC of an entry; None for another ledger's, or one not in the format of its scope."""
     try:
         if ledger[0]:
             flags, scope_id, ledger_id, entry_id, lac, _ = ENTRY_V2.unpack_from(body)
@@ -205,7 +207,7 @@ _take_v3 = take_v3 if compiled is None else compiled.take_v3
 
 
 def refusals(adds: AddRun, status: Status, *, is_v2: bool) -> bytes:
-    """The frames that tell the client of `status` instead of `adds.answers`."""
+    """Return the response frames with `status`, in place of `adds.answers`."""
     out: list[BytesLike] = []
     if is_v2:
         for entry_id in adds.entry_ids:
