@@ -100,7 +100,7 @@ async def settled(value: Callable[[], int]) -> int:
     return seen
 
 
-async def test_what_is_in_flight_is_bounded_over_all_clients() -> None:
+async def test_requests_in_flight_are_bounded_over_all_clients() -> None:
     bookie = Holding()
     limit = 2000 * KIB
     async with serving(bookie, in_flight_bytes=limit) as server, clients(server, 8) as opened:
@@ -133,7 +133,7 @@ async def begin_requests(server: BookieServer, count: int, size: int, sent: int)
     return writers
 
 
-async def test_requests_that_do_not_arrive_are_bounded_over_all_clients_and_keep_nobody_out(
+async def test_unfinished_requests_are_bounded_and_do_not_block_other_clients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limit, count = 4 << 20, 24
@@ -166,7 +166,7 @@ async def test_requests_that_do_not_arrive_are_bounded_over_all_clients_and_keep
         assert server.unfinished_bytes == 0
 
 
-async def test_requests_of_any_size_that_do_not_arrive_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unfinished_requests_of_any_size_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """900 clients that each send 200 KiB of a request: none of it was counted while it was below 256 KiB."""
     limit, count, sent = 2 << 20, 60, 200 * KIB
     monkeypatch.setattr(server_module, "STALL_CHECK_S", 0.01)
@@ -341,7 +341,7 @@ async def test_no_more_adds_are_in_progress_than_allowed_and_reads_have_a_bound_
         assert {(await future).status for future in sent} == {Status.EOK}
 
 
-async def test_a_client_that_takes_no_answers_does_not_keep_a_slot_from_the_others() -> None:
+async def test_client_that_reads_no_answers_does_not_hold_slots() -> None:
     body = bytes(1 << 20)
 
     class Bookie:
@@ -362,7 +362,7 @@ async def test_a_client_that_takes_no_answers_does_not_keep_a_slot_from_the_othe
 
 
 @pytest.mark.parametrize("closes", [True, False])
-async def test_a_client_that_takes_no_answers_for_too_long_loses_them(closes: bool) -> None:
+async def test_client_that_reads_no_answers_in_time_loses_them(closes: bool) -> None:
     body = bytes(1 << 20)
 
     bookie = Holding()
@@ -448,7 +448,7 @@ def test_reads_beyond_those_that_may_wait_are_refused(runner: Runner, monkeypatc
     runner(main())
 
 
-async def test_who_asked_is_told_when_a_client_is_lost() -> None:
+async def test_on_lost_callback_runs_when_client_is_lost() -> None:
     bookie = Holding()
     told = []
     async with serving(bookie) as server:
@@ -462,7 +462,7 @@ async def test_who_asked_is_told_when_a_client_is_lost() -> None:
         assert told == ["told"]
 
 
-async def test_the_system_looks_after_clients_that_are_gone_without_a_word() -> None:
+async def test_keepalive_settings_are_applied_to_clients() -> None:
     async with serving(Holding(), keepalive_idle_s=77, keepalive_count=3) as server, clients(server, 1):
         while not server.connections:
             await asyncio.sleep(0.01)
