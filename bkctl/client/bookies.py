@@ -229,7 +229,7 @@ class BookiePool:
     def registered(self) -> list[RegisteredBookie]:
         """Return the bookies that are up and may get new entries. Blocks."""
         bookies = self.cluster.bookies.list(include_down=False)
-        return bookies if self._only is None else [each for each in bookies if each.bookie_id in self._only]
+        return bookies if self._only is None else [bookie for bookie in bookies if bookie.bookie_id in self._only]
 
     async def close(self) -> None:
         """Close every connection; requests fail from now on."""

@@ -110,7 +110,7 @@ def locate(
 
     Raises EntryNotFound for an entry after the end of a closed ledger.
     """
-    known = {bookie.bookie_id: bookie for bookie in bookies}
+    by_id = {bookie.bookie_id: bookie for bookie in bookies}
     schedule = RoundRobinDistributionSchedule.of(metadata)
     end = metadata.last_entry_id if metadata.state is LedgerState.CLOSED else None
     if entry_id is not None and end is not None and entry_id > end:
@@ -121,7 +121,7 @@ def locate(
             continue
         indexes = range(len(fragment.bookies)) if entry_id is None else schedule.write_set(entry_id)
         for position, index in enumerate(indexes):
-            bookie = known.get(fragment.bookies[index])
+            bookie = by_id.get(fragment.bookies[index])
             yield ReplicaPlace(
                 fragment.first_entry_id,
                 later,
@@ -149,8 +149,8 @@ def choose_bookies(
     (they failed lately) are chosen only when the rest does not suffice. Raises NotEnoughBookies, which names the usable
     bookies and, with `scoped`, the ones that serve scope 0 only.
     """
-    writable = [each for each in bookies if each.state == "rw"]
-    candidates = [each.bookie_id for each in writable if not scoped or each.ledger_scopes]
+    writable = [bookie for bookie in bookies if bookie.state == "rw"]
+    candidates = [bookie.bookie_id for bookie in writable if not scoped or bookie.ledger_scopes]
     usable = [bookie_id for bookie_id in candidates if bookie_id not in exclude]
     if len(usable) < count:
         raise _not_enough(writable, candidates, usable, count, exclude)
@@ -172,12 +172,12 @@ def _not_enough(
     notes = []
     if usable:
         notes.append(f"writable: {_names(usable)}")
-    without = [each.bookie_id for each in writable if each.bookie_id not in candidates]
+    without = [bookie.bookie_id for bookie in writable if bookie.bookie_id not in candidates]
     if without:
         notes.append(f"without ledger scopes: {_names(without)}")
-    taken = [bookie_id for bookie_id in candidates if bookie_id in exclude]
-    if taken:
-        notes.append(f"in use or failed: {_names(taken)}")
+    excluded = [bookie_id for bookie_id in candidates if bookie_id in exclude]
+    if excluded:
+        notes.append(f"in use or failed: {_names(excluded)}")
     return NotEnoughBookies(
         f"{problem} ({'; '.join(notes)})" if notes else problem,
         hint="start bookies that serve ledger scopes" if without else "see 'bkctl bookies list'",
@@ -207,8 +207,8 @@ def replace_bookies(
     indexes = [index for index, bookie_id in sorted(failed.items()) if ensemble[index] == bookie_id]
     if not indexes:
         return tuple(ensemble)
-    taken = {*ensemble, *failed.values(), *exclude}
-    chosen = choose_bookies(bookies, len(indexes), scoped=scoped, exclude=taken, avoid=avoid, rng=rng)
+    unusable = {*ensemble, *failed.values(), *exclude}
+    chosen = choose_bookies(bookies, len(indexes), scoped=scoped, exclude=unusable, avoid=avoid, rng=rng)
     changed = list(ensemble)
     for index, bookie_id in zip(indexes, chosen, strict=True):
         changed[index] = bookie_id

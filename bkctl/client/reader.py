@@ -140,7 +140,7 @@ def restate(error: BkctlError, message: str, hint: str | None = None) -> BkctlEr
 class _Read:
     """One entry being read: the replica asked last, and earlier ones that may still answer."""
 
-    __slots__ = ("channel", "entry_id", "error", "first_error", "future", "others", "problems", "replicas", "untried")
+    __slots__ = ("channel", "earlier", "entry_id", "error", "first_error", "future", "problems", "replicas", "untried")
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class _Read:
         self.channel = channel
         self.future = future
         self.untried: list[BookieChannel] | None = None
-        self.others: list[tuple[BookieChannel, asyncio.Future[Response]]] | None = None
+        self.earlier: list[tuple[BookieChannel, asyncio.Future[Response]]] | None = None
         self.first_error: BkctlError | None = None
         self.problems: list[str] | None = None
         self.error: BkctlError | None = None
@@ -217,7 +217,7 @@ class _RangeReader:
             replicas = self._replicas[entry_id % ensemble_size]
             channel = replicas[0]
             if channel.suspect_until > now:
-                channel = next((each for each in replicas if each.suspect_until <= now), channel)
+                channel = next((replica for replica in replicas if replica.suspect_until <= now), channel)
             if access.piggybacked is not None and access.piggybacked[0] == entry_id:
                 future: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
                 future.set_result(ReadResponse(Status.EOK, ledger, entry_id, access.piggybacked[1]))
@@ -233,14 +233,14 @@ class _RangeReader:
         fragment = self._access.metadata.fragment_of(entry_id)
         self._replicas = self._access.replicas(fragment.bookies)
         self._fragment_end = next(
-            (each.first_entry_id for each in self._access.metadata.ensembles if each.first_entry_id > entry_id),
+            (later.first_entry_id for later in self._access.metadata.ensembles if later.first_entry_id > entry_id),
             self._last + 1,
         )
 
     async def _settle(self, read: _Read) -> None:
         """Wait until a replica answered for `read`; after SPECULATIVE_READ_S without an answer ask another one, too."""
         while True:
-            futures = [read.future, *(future for _, future in read.others or ())]
+            futures = [read.future, *(future for _, future in read.earlier or ())]
             can_ask = read.untried != [] and len(read.replicas) > 1
             done, _ = await asyncio.wait(
                 futures, timeout=SPECULATIVE_READ_S if can_ask else None, return_when=asyncio.FIRST_COMPLETED
@@ -252,10 +252,10 @@ class _RangeReader:
             for other in self._window:
                 if other.channel is silent and not other.future.done():
                     self._ask_another(other)
-        if not read.future.done() and read.others:
-            for at, (channel, future) in enumerate(read.others):
+        if not read.future.done() and read.earlier:
+            for at, (channel, future) in enumerate(read.earlier):
                 if future.done():
-                    read.others[at] = (read.channel, read.future)
+                    read.earlier[at] = (read.channel, read.future)
                     read.channel, read.future = channel, future
                     return
 
@@ -308,14 +308,14 @@ class _RangeReader:
         """Ask the next replica, while the present one may still answer; return False when none is left."""
         if read.untried is None:
             now = time.monotonic()
-            read.untried = [each for each in read.replicas if each is not read.channel]
-            read.untried.sort(key=lambda each: each.suspect_until > now)
+            read.untried = [replica for replica in read.replicas if replica is not read.channel]
+            read.untried.sort(key=lambda replica: replica.suspect_until > now)
         if not read.untried:
             return False
         if not read.future.done():
-            if read.others is None:
-                read.others = []
-            read.others.append((read.channel, read.future))
+            if read.earlier is None:
+                read.earlier = []
+            read.earlier.append((read.channel, read.future))
         read.channel = read.untried.pop(0)
         read.future = read.channel.send(ReadRequest(self._access.ledger, read.entry_id), self._access.scoped)
         return True
@@ -323,8 +323,8 @@ class _RangeReader:
     def _try_next(self, read: _Read) -> None:
         if self._ask_another(read):
             return
-        if read.others:
-            read.channel, read.future = read.others.pop()
+        if read.earlier:
+            read.channel, read.future = read.earlier.pop()
             return
         assert read.first_error is not None
         if len(read.problems or ()) < 2:

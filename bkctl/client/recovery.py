@@ -212,7 +212,7 @@ class _Tail:
             if self._fence:
                 request = ReadRequest(access.ledger, entry_id, access.digest.master_key, True, True)
             channels = self._replicas[entry_id % access.schedule.ensemble_size]
-            self._window.append((entry_id, {each.send(request, access.scoped): each for each in channels}))
+            self._window.append((entry_id, {channel.send(request, access.scoped): channel for channel in channels}))
             self._next_id += 1
         entry_id, pending = self._window.popleft()
         missing_count = 0

@@ -97,7 +97,7 @@ async def verify_entries(handle: ReadHandle, first: int = 0, last: int | None = 
             while fragments and fragments[0].first_entry_id <= next_id:
                 replicas = access.replicas(fragments.popleft().bookies)
             request = ReadRequest(handle.ledger, next_id)
-            asked = [(each, each.send(request, access.scoped)) for each in replicas[next_id % ensemble_size]]
+            asked = [(channel, channel.send(request, access.scoped)) for channel in replicas[next_id % ensemble_size]]
             window.append((next_id, asked))
             next_id += 1
         entry_id, asked = window.popleft()

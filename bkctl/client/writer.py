@@ -256,7 +256,9 @@ class AddPipeline:
         before = self.ensemble
         try:
             while self._failed_later and self.error is None:
-                failed = {index: each for index, each in self._failed_later.items() if self.ensemble[index] == each}
+                failed = {
+                    at: bookie_id for at, bookie_id in self._failed_later.items() if self.ensemble[at] == bookie_id
+                }
                 self._failed_later.clear()
                 if failed:
                     self.ensemble = await self._commit(failed)

@@ -17,7 +17,7 @@ class Deadlines:
         self._heard_s = now_s
 
     def restart(self, now_s: float) -> None:
-        """Wait for the first request anew, because TLS begins."""
+        """Restart the wait for the first request, because TLS begins."""
         self._first_since_s = now_s
 
     def received(self, now_s: float, *, is_whole: bool, is_unfinished: bool, is_served: bool) -> None:
