@@ -242,7 +242,7 @@ class FakeCluster:
         self.bookies: list[FakeBookie] = []
 
     async def add_bookie(self, **options: Any) -> FakeBookie:
-        """Start and register one more; `registers_scopes` is lock 1's property."""
+        """Start and register one more; `registers_scopes` sets the registration lock's property."""
         registers_scopes = options.pop("registers_scopes", options.get("scopes", True))
         bookie = FakeBookie(f"b{len(self.bookies)}", **options)
         await bookie.start()
