@@ -101,7 +101,7 @@ def health(
         raise UsageError(f"--threshold {threshold:g}: percent are 0 to 100")
 
     async def asked() -> list[HealthFinding]:
-        from bkctl.client.operations import disk_findings
+        from bkctl.client.disk_space import disk_findings
 
         async with run.bookkeeper(cluster) as bookkeeper:
             return await disk_findings(bookkeeper, cluster.bookies.list(include_down=False), threshold)

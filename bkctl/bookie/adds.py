@@ -10,7 +10,8 @@ from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.bookie.waiting_requests import WaitingRequests
 from bkctl.ids import LedgerId
 from bkctl.protocol.add_runs import AddRun, AnswerAdds
-from bkctl.protocol.messages import AddRequest, AddResponse, Respond, Status
+from bkctl.protocol.handler import Responder
+from bkctl.protocol.messages import AddRequest, AddResponse, Status
 from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.ledger.ledger_storage import NeedsDisk
 
@@ -29,7 +30,7 @@ class AddHandler:
         self._requests = requests
         self._waiting = requests.by_ledger
 
-    def add(self, request: AddRequest, respond: Respond) -> None:
+    def add(self, request: AddRequest, respond: Responder) -> None:
         """Serve one add. Raises ReadOnlyBookie, TooManyRequests and the errors of `BookieStorage.add`."""
         ledger, entry_id, master_key, body, recovery_add, high_priority, deferred_sync = request
         state = self._state
@@ -78,5 +79,5 @@ class AddHandler:
             answer(self._requests.status_after(AddRequest.__name__, failure))
 
 
-def _answer_add(respond: Respond, ledger: LedgerId, entry_id: int, status: Status) -> None:
+def _answer_add(respond: Responder, ledger: LedgerId, entry_id: int, status: Status) -> None:
     respond(AddResponse(status, ledger, entry_id))

@@ -12,6 +12,7 @@ from bkctl.bookie.reads import EntryFetcher
 from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.disk import DiskUsage, Files
 from bkctl.errors import EntryNotFound, LedgerNotFound
+from bkctl.protocol.handler import Responder
 from bkctl.protocol.messages import (
     BookieInfoFlags,
     BookieInfoRequest,
@@ -22,12 +23,10 @@ from bkctl.protocol.messages import (
     ListEntriesResponse,
     ReadLacRequest,
     ReadLacResponse,
-    Respond,
     Status,
     WriteLacRequest,
     WriteLacResponse,
 )
-from bkctl.protocol.server import BookieServer
 from bkctl.storage.bookie_storage import BookieStorage
 
 
@@ -41,16 +40,14 @@ class LedgerRequestHandler:
         state: BookieStateManager,
         commits: GroupCommit,
         reader: EntryFetcher,
-        server: BookieServer,
     ) -> None:
         self._files = files
         self._storage = storage
         self._state = state
         self._commits = commits
         self._reader = reader
-        self._server = server
 
-    def write_lac(self, request: WriteLacRequest, respond: Respond) -> None:
+    def write_lac(self, request: WriteLacRequest, respond: Responder) -> None:
         """Keep an explicit LAC; answer once it is on disk."""
         if self._state.read_only:
             raise self._state.refuse_writes()
@@ -62,7 +59,7 @@ class LedgerRequestHandler:
         self._storage.write_lac(ledger, request.lac, request.master_key, request.body, done)
         self._commits.flush_soon()
 
-    def read_lac(self, request: ReadLacRequest, respond: Respond) -> None:
+    def read_lac(self, request: ReadLacRequest, respond: Responder) -> None:
         """Answer the explicit LAC and the last entry."""
         try:
             handle = self._reader.handle(request.ledger)
@@ -82,7 +79,7 @@ class LedgerRequestHandler:
             lambda body: respond(ReadLacResponse(Status.EOK, request.ledger, lac_body, body)),
         )
 
-    def force(self, request: ForceLedgerRequest, respond: Respond) -> None:
+    def force(self, request: ForceLedgerRequest, respond: Responder) -> None:
         """Answer once every earlier add of the ledger is on disk."""
 
         def done(error: BaseException | None) -> None:
@@ -91,10 +88,10 @@ class LedgerRequestHandler:
         self._storage.force(request.ledger, done)
         self._commits.flush_soon()
 
-    def list_entries(self, request: ListEntriesRequest, respond: Respond) -> None:
+    def list_entries(self, request: ListEntriesRequest, respond: Responder) -> None:
         """Answer the ids of a ledger's entries; a client that is gone ends the search."""
         handle = self._reader.handle(request.ledger)
-        availability = self._storage.availability(handle, lambda: not self._server.is_lost(respond))
+        availability = self._storage.availability(handle, lambda: not respond.is_lost)
         self._reader.in_thread(
             lambda: availability().serialize(),
             request,
@@ -102,7 +99,7 @@ class LedgerRequestHandler:
             lambda data: respond(ListEntriesResponse(Status.EOK, request.ledger, data)),
         )
 
-    def bookie_info(self, request: BookieInfoRequest, respond: Respond) -> None:
+    def bookie_info(self, request: BookieInfoRequest, respond: Responder) -> None:
         """Answer the capacity and free space of the ledger directories' disks."""
 
         def take(disks: DiskUsage) -> None:

@@ -6,8 +6,8 @@ import asyncio
 import typing
 from typing import Final
 
-from bkctl.protocol.messages import ReadRequest, Respond, Status, refusal
-from bkctl.protocol.server import BookieServer
+from bkctl.protocol.handler import Responder
+from bkctl.protocol.messages import ReadRequest, Status, refusal
 from bkctl.storage.ledger.ledger_storage import LedgerHandle
 
 LONG_POLL_MS_MAX: Final = 3_600_000
@@ -18,21 +18,20 @@ LONG_POLLS_MAX: Final = 50_000
 class FinishPoll(typing.Protocol):
     """Answers a long poll whose wait is over; `updated`: because the LAC of `handle` advanced."""
 
-    def __call__(self, handle: LedgerHandle, request: ReadRequest, respond: Respond, *, updated: bool) -> None: ...
+    def __call__(self, handle: LedgerHandle, request: ReadRequest, respond: Responder, *, updated: bool) -> None: ...
 
 
 class LongPolls:
     """The long polls of a bookie that wait."""
 
-    def __init__(self, server: BookieServer, finish: FinishPoll) -> None:
-        self.server = server
+    def __init__(self, finish: FinishPoll) -> None:
         self.answer = finish
         self.waiting: dict[LongPoll, None] = {}
 
     def __len__(self) -> int:
         return len(self.waiting)
 
-    def wait(self, handle: LedgerHandle, request: ReadRequest, respond: Respond) -> bool:
+    def wait(self, handle: LedgerHandle, request: ReadRequest, respond: Responder) -> bool:
         """Answer `request` once the LAC of `handle` passes the reader's, the ledger is fenced, or the time is over.
 
         A poll ends with its client's connection. Return False, and do nothing, when LONG_POLLS_MAX wait already.
@@ -51,14 +50,14 @@ class LongPolls:
 class LongPoll:
     """One long poll, from its creation until it is answered."""
 
-    def __init__(self, polls: LongPolls, handle: LedgerHandle, request: ReadRequest, respond: Respond) -> None:
+    def __init__(self, polls: LongPolls, handle: LedgerHandle, request: ReadRequest, respond: Responder) -> None:
         self._polls = polls
         self._handle = handle
         self._request = request
         self._respond = respond
         self._loop = asyncio.get_running_loop()
         self._is_over = False
-        self._on_lost = polls.server.on_lost(respond)
+        self._on_lost = respond.on_lost
         self._on_lost[self._abandon] = None
         timeout_s = min(request.timeout_ms or 0, LONG_POLL_MS_MAX) / 1000
         self._timer = self._loop.call_later(timeout_s, self._finish_late)

@@ -20,7 +20,7 @@ from bkctl.formats.metadata import Cookie
 from bkctl.formats.names import CURRENT
 from bkctl.metadata.store import load_certificate
 from bkctl.protocol.acceptor import share_of_descriptors
-from bkctl.protocol.server import ServerLimits
+from bkctl.protocol.limits import ServerLimits
 
 #: Bytes of requests without an answer, of all clients, unless journalMaxMemorySizeMb says otherwise.
 IN_FLIGHT_BYTES_MAX: Final = 256 << 20

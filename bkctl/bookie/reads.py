@@ -20,6 +20,7 @@ from bkctl.bookie.waiting_requests import WaitingRequests
 from bkctl.errors import BadRequest, BkctlError, EntryNotFound, Unauthorized
 from bkctl.formats.layout import Buffer
 from bkctl.ids import LedgerId
+from bkctl.protocol.handler import Responder
 from bkctl.protocol.messages import (
     LAST_ENTRY,
     BatchReadRequest,
@@ -27,11 +28,9 @@ from bkctl.protocol.messages import (
     ReadRequest,
     ReadResponse,
     Request,
-    Respond,
     Status,
     refusal,
 )
-from bkctl.protocol.server import BookieServer
 from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.ledger.ledger_storage import LedgerHandle
 
@@ -47,13 +46,10 @@ _EOK: Final = Status.EOK
 class EntryFetcher:
     """Finds an entry in memory, or has a thread read it."""
 
-    def __init__(
-        self, storage: BookieStorage, metrics: BookieMetrics, requests: WaitingRequests, server: BookieServer
-    ) -> None:
+    def __init__(self, storage: BookieStorage, metrics: BookieMetrics, requests: WaitingRequests) -> None:
         self._storage = storage
         self._metrics = metrics
         self._requests = requests
-        self._server = server
         self._threads = ThreadPoolExecutor(READ_THREADS, "read")
 
     def stop(self) -> None:
@@ -72,7 +68,7 @@ class EntryFetcher:
         handle: LedgerHandle,
         entry_id: int,
         request: Request,
-        respond: Respond,
+        respond: Responder,
         take: Callable[[Buffer], None],
         absent: Callable[[], None] | None = None,
     ) -> None:
@@ -88,7 +84,7 @@ class EntryFetcher:
                 raise
             absent()
             return
-        if body is not None and not self._server.is_congested(respond):
+        if body is not None and not respond.is_congested:
             self._metrics.reads_from_memory += 1
             self._metrics.read_bytes += len(body)
             take(body)
@@ -99,7 +95,7 @@ class EntryFetcher:
         self,
         read: Callable[[], Any],
         request: Request,
-        respond: Respond,
+        respond: Responder,
         take: Callable[[Any], None],
         absent: Callable[[], None] | None = None,
     ) -> None:
@@ -124,7 +120,7 @@ class EntryFetcher:
             future.add_done_callback(done)
             return future
 
-        if not self._server.read(respond, start):
+        if not respond.read(start):
             respond(refusal(request, Status.ETOOMANYREQUESTS))
 
 
@@ -138,17 +134,15 @@ class ReadHandler:
         commits: GroupCommit,
         requests: WaitingRequests,
         reader: EntryFetcher,
-        server: BookieServer,
     ) -> None:
         self._storage = storage
         self._state = state
         self._commits = commits
         self._requests = requests
         self._reader = reader
-        self._server = server
-        self.polls = LongPolls(server, self._finish_poll)
+        self.polls = LongPolls(self._finish_poll)
 
-    def read(self, request: ReadRequest, respond: Respond) -> None:
+    def read(self, request: ReadRequest, respond: Responder) -> None:
         """Serve one read. Raises BkctlError for a refusal, NeedsDisk."""
         if request.fence:
             self._requests.serve_timed("READ_ENTRY_FENCE", self._fence_and_read, request, respond)
@@ -163,7 +157,7 @@ class ReadHandler:
 
     # --- plain -------------------------------------------------------------------------------------------------------
 
-    def _read_plain(self, request: ReadRequest, respond: Respond) -> None:
+    def _read_plain(self, request: ReadRequest, respond: Responder) -> None:
         reader = self._reader
         handle = reader.handle(request.ledger)
         entry_id = self._entry_id(handle, request.entry_id)
@@ -172,7 +166,7 @@ class ReadHandler:
             max_lac = handle.lac if handle.lac_is_known else None
             respond(ReadResponse(_EOK, request.ledger, request.entry_id, body, max_lac))
 
-        if handle.lac_is_known or handle.unknown or not self._server.carries_lac(respond):
+        if handle.lac_is_known or handle.unknown or not respond.carries_lac:
             reader.read_entry(handle, entry_id, request, respond, take)
             return
 
@@ -199,7 +193,7 @@ class ReadHandler:
         request: ReadRequest | BatchReadRequest,
         master_key: bytes | None,
         take: Callable[[LedgerHandle], None],
-        respond: Respond,
+        respond: Responder,
     ) -> None:
         """Fence the ledger, and give its handle to `take` once that is on disk. Raises Unauthorized."""
         if master_key is None:
@@ -214,10 +208,10 @@ class ReadHandler:
         handle = self._storage.fence(request.ledger, master_key, done)
         self._commits.flush_soon()
 
-    def _fence_and_read(self, request: ReadRequest, respond: Respond) -> None:
+    def _fence_and_read(self, request: ReadRequest, respond: Responder) -> None:
         self._fence(request, request.master_key, functools.partial(self._read_fenced, request, respond), respond)
 
-    def _read_fenced(self, request: ReadRequest, respond: Respond, handle: LedgerHandle) -> None:
+    def _read_fenced(self, request: ReadRequest, respond: Responder, handle: LedgerHandle) -> None:
         self._reader.read_entry(
             handle,
             self._entry_id(handle, request.entry_id),
@@ -228,7 +222,7 @@ class ReadHandler:
 
     # --- long polls --------------------------------------------------------------------------------------------------
 
-    def _long_poll(self, request: ReadRequest, respond: Respond) -> None:
+    def _long_poll(self, request: ReadRequest, respond: Responder) -> None:
         """Answer once the LAC passes the reader's, or the time is over. Source: LongPollReadEntryProcessorV3."""
         if request.piggyback and request.entry_id != LAST_ENTRY:
             raise BadRequest("A long poll with piggyback reads the last entry, entry id -1")
@@ -244,7 +238,7 @@ class ReadHandler:
 
         self._reader.in_thread(functools.partial(self._storage.read_lac, handle), request, respond, take)
 
-    def _wait_for_lac(self, handle: LedgerHandle, request: ReadRequest, respond: Respond) -> None:
+    def _wait_for_lac(self, handle: LedgerHandle, request: ReadRequest, respond: Responder) -> None:
         previous = request.previous_lac
         assert previous is not None
         waits = request.timeout_ms is not None and request.timeout_ms > 0
@@ -252,7 +246,7 @@ class ReadHandler:
         if not (waits and self.polls.wait(handle, request, respond)):
             self._answer_poll(handle, request, respond, updated=False)
 
-    def _finish_poll(self, handle: LedgerHandle, request: ReadRequest, respond: Respond, *, updated: bool) -> None:
+    def _finish_poll(self, handle: LedgerHandle, request: ReadRequest, respond: Responder, *, updated: bool) -> None:
         """Answer a long poll whose wait is over; `updated`: because the LAC advanced."""
 
         def answer(handle: LedgerHandle) -> None:
@@ -262,7 +256,7 @@ class ReadHandler:
 
         self._requests.resume(request, respond, answer, handle)
 
-    def _answer_poll(self, handle: LedgerHandle, request: ReadRequest, respond: Respond, *, updated: bool) -> None:
+    def _answer_poll(self, handle: LedgerHandle, request: ReadRequest, respond: Responder, *, updated: bool) -> None:
         lac = handle.lac
         timestamp = time.time_ns() // 1_000_000 if updated else None
         previous = request.previous_lac
@@ -288,14 +282,14 @@ class ReadHandler:
 
     # --- batches -----------------------------------------------------------------------------------------------------
 
-    def read_batch(self, request: BatchReadRequest, respond: Respond) -> None:
+    def read_batch(self, request: BatchReadRequest, respond: Responder) -> None:
         """Serve a read of consecutive entries. Raises BkctlError for a refusal, NeedsDisk."""
         if request.fence:
             self._fence(request, request.master_key, functools.partial(self._read_batch, request, respond), respond)
         else:
             self._read_batch(request, respond, self._reader.handle(request.ledger))
 
-    def _read_batch(self, request: BatchReadRequest, respond: Respond, handle: LedgerHandle) -> None:
+    def _read_batch(self, request: BatchReadRequest, respond: Responder, handle: LedgerHandle) -> None:
         first = self._entry_id(handle, request.entry_id)
         size_max = min(request.max_size, self._state.config.max_batch_read_size)
         count_max = min(request.max_count, BATCH_READ_COUNT_MAX) if request.max_count > 0 else BATCH_READ_COUNT_MAX

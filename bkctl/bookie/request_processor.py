@@ -15,6 +15,7 @@ from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.bookie.waiting_requests import Handler, WaitingRequests
 from bkctl.disk import Files
 from bkctl.protocol.add_runs import AddRun, AnswerAdds
+from bkctl.protocol.handler import Responder
 from bkctl.protocol.messages import (
     AddRequest,
     BatchReadRequest,
@@ -24,7 +25,6 @@ from bkctl.protocol.messages import (
     ReadLacRequest,
     ReadRequest,
     Request,
-    Respond,
     WriteLacRequest,
 )
 from bkctl.protocol.server import BookieServer
@@ -50,12 +50,12 @@ class RequestProcessor:
         server = self.server = BookieServer(
             self, tls=tls_context(config), requires_tls=config.tls_required, limits=server_limits(config)
         )
-        self.requests = WaitingRequests(storage, state, metrics, server)
-        self.reader = EntryFetcher(storage, metrics, self.requests, server)
-        self._reads = ReadHandler(storage, state, commits, self.requests, self.reader, server)
+        self.requests = WaitingRequests(storage, state, metrics)
+        self.reader = EntryFetcher(storage, metrics, self.requests)
+        self._reads = ReadHandler(storage, state, commits, self.requests, self.reader)
         self.polls = self._reads.polls
         adds = AddHandler(storage, state, commits, self.requests)
-        ledgers = LedgerRequestHandler(files, storage, state, commits, self.reader, server)
+        ledgers = LedgerRequestHandler(files, storage, state, commits, self.reader)
         timed = self.requests.serve_timed
         self._waiting = self.requests.by_ledger
         self._handlers: dict[type, Handler] = {
@@ -72,7 +72,7 @@ class RequestProcessor:
         self.handle_adds: Callable[[AddRun, AnswerAdds], None] = adds.add_run
         self.adds_at_once: Callable[[], int] = commits.adds_at_once
 
-    def handle(self, request: Request, respond: Respond) -> None:
+    def handle(self, request: Request, respond: Responder) -> None:
         """Serve one request: `respond` is called once, now or later."""
         handler = self._handlers[type(request)]
         if self._waiting and getattr(request, "ledger", None) in self._waiting:

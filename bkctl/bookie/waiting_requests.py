@@ -19,8 +19,8 @@ from bkctl.bookie.metrics import BookieMetrics
 from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.errors import BkctlError
 from bkctl.ids import LedgerId
-from bkctl.protocol.messages import AddRequest, Request, Respond, Status, refusal
-from bkctl.protocol.server import BookieServer, status_of
+from bkctl.protocol.handler import Responder
+from bkctl.protocol.messages import AddRequest, Request, Status, refusal, status_of
 from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.ledger.ledger_storage import NeedsDisk
 
@@ -32,19 +32,16 @@ OPEN_THREADS: Final = 4
 #: Called with None once the ledger or page is in memory, or with the error of reading it.
 Waiter: TypeAlias = Callable[[BaseException | None], None]
 #: Serves one request: calls `respond` now or later, or raises the error to answer.
-Handler: TypeAlias = Callable[[Any, Respond], None]
+Handler: TypeAlias = Callable[[Any, Responder], None]
 
 
 class WaitingRequests:
     """Queues of requests by ledger, and the answers of requests that fail after a wait."""
 
-    def __init__(
-        self, storage: BookieStorage, state: BookieStateManager, metrics: BookieMetrics, server: BookieServer
-    ) -> None:
+    def __init__(self, storage: BookieStorage, state: BookieStateManager, metrics: BookieMetrics) -> None:
         self._storage = storage
         self._state = state
         self._metrics = metrics
-        self._server = server
         self._openers = ThreadPoolExecutor(OPEN_THREADS, "open")
         #: By ledger that is being opened: its waiters in order.
         self.by_ledger: dict[LedgerId, list[Waiter]] = {}
@@ -78,7 +75,7 @@ class WaitingRequests:
                 else:
                     waiter(error)
 
-    def serve_later(self, need: NeedsDisk | None, handler: Handler, request: Any, respond: Respond) -> None:
+    def serve_later(self, need: NeedsDisk | None, handler: Handler, request: Any, respond: Responder) -> None:
         """Give the request to `handler` again once `need` is in memory; None: behind the waiters of its ledger."""
         if isinstance(request, AddRequest) and isinstance(request.body, memoryview):
             request = request._replace(body=bytes(request.body))  # it is in the connection's buffer
@@ -96,7 +93,7 @@ class WaitingRequests:
 
     # --- answers -----------------------------------------------------------------------------------------------------
 
-    def serve(self, handler: Handler, request: Any, respond: Respond) -> None:
+    def serve(self, handler: Handler, request: Any, respond: Responder) -> None:
         """Give the request to `handler`: now, again when it needs the disk, and answer the error that it raises."""
         try:
             handler(request, respond)
@@ -105,7 +102,7 @@ class WaitingRequests:
         except Exception as error:  # noqa: BLE001 - answered, logged and counted
             self.refuse(request, respond, error)
 
-    def resume(self, request: Request, respond: Respond, take: Callable[[Any], None], found: Any) -> None:
+    def resume(self, request: Request, respond: Responder, take: Callable[[Any], None], found: Any) -> None:
         """Give `found` to `take` after a wait; errors that it raises are answered to this request alone."""
         try:
             take(found)
@@ -114,11 +111,11 @@ class WaitingRequests:
         except Exception as error:  # noqa: BLE001 - answered, logged and counted
             self.refuse(request, respond, error)
 
-    def serve_timed(self, name: str, handler: Handler, request: Request, respond: Respond) -> None:
+    def serve_timed(self, name: str, handler: Handler, request: Request, respond: Responder) -> None:
         """Give the request to `handler`, and observe as `name` how long its answer takes."""
         latency = self._metrics.requests[name]
         began_s = time.monotonic()
-        timed = self._server.timed(respond, latency.answered)
+        timed = respond.timed(latency.answered)
         try:
             handler(request, timed)
         except NeedsDisk as need:
@@ -127,7 +124,7 @@ class WaitingRequests:
             latency.observe(time.monotonic() - began_s, ok=False)
             raise
 
-    def refuse(self, request: Request, respond: Respond, error: BaseException) -> None:
+    def refuse(self, request: Request, respond: Responder, error: BaseException) -> None:
         """Answer `request` with the status of `error`; log an error that is not a plain refusal."""
         respond(refusal(request, self.status_after(type(request).__name__, error)))
 

@@ -1,7 +1,7 @@
-"""Connections to bookies: one channel a bookie and protocol, opened when first used and again after a failure.
+"""Connections to bookies: one channel per bookie and protocol, opened at first use and again after a failure.
 
-A channel never lets a scoped request reach a bookie that does not serve scopes: before the first one it asks the
-connection (the second lock of BP-35). Such a bookie is unavailable to the ledger, whatever it would have answered.
+A channel sends a scoped request only after the connection lock of scopes opened (`BookieConnection.supports_scopes`). A
+bookie that does not serve scopes is unavailable to a scoped ledger, whatever it would have answered.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ R = TypeVar("R")
 
 BACK_OFF_S_MIN: Final = 0.1
 BACK_OFF_S_MAX: Final = 5.0
-#: For how long reads and placement prefer other bookies after a failure.
+#: Time for which reads and placement prefer other bookies after a failure.
 SUSPECT_S: Final = 30.0
 
 
 class BookieChannel:
-    """Requests to one bookie over one protocol. `send` works at any time; the connection is the channel's own business.
+    """Requests to one bookie over one protocol. `send` works at any time; the channel connects as needed.
 
     While the bookie cannot be reached, attempts to connect are at least 0.1 s apart, doubling to 5 s, and requests in
     between fail at once with the last attempt's error.
@@ -51,7 +51,7 @@ class BookieChannel:
     def __init__(self, pool: BookiePool, bookie_id: str, protocol: Protocol) -> None:
         self.bookie_id = bookie_id
         self.protocol = protocol
-        #: `time.monotonic()` until which others are preferred, because this bookie failed.
+        #: `time.monotonic()` until which other bookies are preferred, because this one failed.
         self.suspect_until = 0.0
         self._pool = pool
         self._connection: BookieConnection | None = None
@@ -70,7 +70,7 @@ class BookieChannel:
         """
         connection = self._connection
         if connection is not None and not connection.closed:
-            # The one path that has to be fast.
+            # The hot path.
             if not scoped or self._scoped:
                 try:
                     return connection.send(request)
@@ -91,11 +91,11 @@ class BookieChannel:
         return future
 
     def failed(self) -> None:
-        """Remember that this bookie did not serve a request that it should have."""
+        """Prefer other bookies for a while, because this one did not serve a request."""
         self.suspect_until = time.monotonic() + SUSPECT_S
 
     async def close(self) -> None:
-        """Close the connection; what waits for it fails with BookieUnavailable."""
+        """Close the connection; requests that wait for it fail with BookieUnavailable."""
         if self._attempt is not None:
             self._attempt.cancel()
             await asyncio.gather(self._attempt, return_exceptions=True)
@@ -107,7 +107,7 @@ class BookieChannel:
             self._connection = None
 
     async def _connect(self) -> None:
-        """One attempt, shared by all that wait; also asks the second lock when a scoped request waits."""
+        """Connect once for all waiting requests; ask for the connection lock when a scoped one waits."""
         try:
             connection = self._connection
             if connection is None:
@@ -138,7 +138,7 @@ class BookieChannel:
             self._fail_waiting(error)
         finally:
             self._attempt = None
-            if self._waiting:  # cancelled, or a defect: nobody may wait for ever
+            if self._waiting:  # cancelled, or a defect: no request may wait for ever
                 self._fail_waiting(BookieUnavailable(f"Connecting to bookie {self.bookie_id} was broken off"))
 
     def _forward(
@@ -166,9 +166,9 @@ class BookieChannel:
 
 
 class BookiePool:
-    """The channels of one client, and where its bookies are.
+    """The channels of one client, and the addresses of its bookies.
 
-    `addresses` overrides what the bookies registered. Not thread safe: it belongs to one event loop.
+    `addresses` overrides registered ones. Not thread-safe: a pool belongs to one event loop.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class BookiePool:
         self.protocol = protocol
         self.tls = tls
         self.timeout_s = timeout_s
-        #: Set by `close`: nothing is connected any more.
+        #: Set by `close`: the pool does not connect any more.
         self.closed = False
         self._overrides = dict(addresses)
         self._only = only
@@ -193,7 +193,7 @@ class BookiePool:
         self._channels: dict[tuple[str, Protocol], BookieChannel] = {}
 
     def channel(self, bookie_id: str, protocol: Protocol | None = None) -> BookieChannel:
-        """The one channel to that bookie over `protocol` (None: the client's)."""
+        """Return the channel to a bookie over `protocol` (None: the client's)."""
         key = (bookie_id, protocol or self.protocol)
         channel = self._channels.get(key)
         if channel is None:
@@ -201,14 +201,14 @@ class BookiePool:
         return channel
 
     def suspects(self) -> set[str]:
-        """Bookies that failed lately."""
+        """Return the bookies that failed within the last SUSPECT_S."""
         now = time.monotonic()
         return {bookie_id for (bookie_id, _), channel in self._channels.items() if channel.suspect_until > now}
 
     async def address(self, bookie_id: str) -> tuple[str, int]:
-        """Host and port: the override, else the registered `bookie-rpc` endpoint, else what a `host:port` id says.
+        """Return host and port: the override, else the registered `bookie-rpc` endpoint, else the id's own.
 
-        Raises BookieUnavailable when nothing says where the bookie is.
+        Raises BookieUnavailable when none of them exists.
         """
         found = self._overrides.get(bookie_id) or self._addresses.get(bookie_id)
         if found is None:
@@ -216,20 +216,20 @@ class BookiePool:
             found = (registered.address if registered is not None else None) or _parsed_address(bookie_id)
             if found is None:
                 raise BookieUnavailable(
-                    f"Bookie {bookie_id} is not registered, and its id is no HOST:PORT",
+                    f"Bookie {bookie_id} is not registered, and its id is not HOST:PORT",
                     hint=f"start it, or say where it is with --bookie-address {bookie_id}=HOST:PORT",
                 )
             self._addresses[bookie_id] = found
         return found
 
     def forget_address(self, bookie_id: str) -> None:
-        """Look the bookie's registration up again before the next attempt."""
+        """Look up the bookie's registration again before the next attempt."""
         self._addresses.pop(bookie_id, None)
 
     def registered(self) -> list[RegisteredBookie]:
-        """The bookies that are up, and that new entries may go to. Blocks."""
+        """Return the bookies that are up and may get new entries. Blocks."""
         bookies = self.cluster.bookies.list(include_down=False)
-        return bookies if self._only is None else [each for each in bookies if each.bookie_id in self._only]
+        return bookies if self._only is None else [bookie for bookie in bookies if bookie.bookie_id in self._only]
 
     async def close(self) -> None:
         """Close every connection; requests fail from now on."""
@@ -252,9 +252,9 @@ async def in_thread(call: Callable[..., T], *arguments: Any) -> T:
 async def in_order(
     items: AsyncIterable[T] | Iterable[T], work: Callable[[T], Awaitable[R]], count_max: Callable[[], int]
 ) -> AsyncGenerator[tuple[T, R], None]:
-    """Each item and what `work` gives for it, in order, while work for later ones goes on: `count_max()` at once.
+    """Yield each item with the result of its `work`, in order, with up to `count_max()` items in work at once.
 
-    What is under way when the generator is closed, or when some work raises, is cancelled, and its end waited for.
+    When the generator is closed or a `work` raises, it cancels the work in progress and waits for its end.
     """
     window: deque[tuple[T, asyncio.Future[R]]] = deque()
     try:
@@ -278,14 +278,14 @@ async def _asynchronous(items: Iterable[T]) -> AsyncGenerator[T, None]:
 
 
 def fail(future: asyncio.Future[Any], error: BaseException) -> None:
-    """Fail `future` unless it is done; nobody has to look at the exception."""
+    """Fail `future` unless it is done, without asyncio's complaint when its exception is never retrieved."""
     if not future.done():
         future.set_exception(error)
         future.exception()
 
 
 def failed_future(error: BaseException) -> asyncio.Future[Any]:
-    """A future that has failed already."""
+    """Return a future that failed with `error`."""
     future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     fail(future, error)
     return future
@@ -305,7 +305,7 @@ def _copy_outcome(done: asyncio.Future[Response], future: asyncio.Future[Respons
 def failure(
     future: asyncio.Future[Response], ledger: LedgerId, entry_id: int | None, bookie_id: str
 ) -> BkctlError | None:
-    """What went wrong with the request of the done `future`; None when its status is EOK."""
+    """Return the error of the request whose `future` is done; None when its status is EOK."""
     if future.cancelled():
         return BookieUnavailable(f"Request to bookie {bookie_id} was cancelled")
     error = future.exception()

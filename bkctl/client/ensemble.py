@@ -1,7 +1,7 @@
-"""Which bookies hold an entry, which answers decide, and how an ensemble is chosen, changed and written to metadata.
+"""Ensembles: the bookies of an entry, quorums of answers, choosing and replacing bookies, writing metadata.
 
-Nothing here speaks to a bookie. Source: RoundRobinDistributionSchedule, EnsembleUtils, DefaultEnsemblePlacementPolicy,
-MetadataUpdateLoop.
+This module does not talk to bookies. Source: RoundRobinDistributionSchedule, EnsembleUtils,
+DefaultEnsemblePlacementPolicy, MetadataUpdateLoop.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from bkctl.metadata.cluster import RegisteredBookie
     from bkctl.metadata.ledgers import LedgerManager, VersionedMetadata
 
-#: What Apache's formats allow is far more; an ensemble above this is a mistake in the request.
+#: Largest ensemble. Apache's formats allow far more, but more is a mistake in the request.
 ENSEMBLE_SIZE_MAX: Final = 1000
 UPDATE_ATTEMPTS_MAX: Final = 100
 
 
 def check_quorums(ensemble_size: int, write_quorum_size: int, ack_quorum_size: int) -> None:
-    """Raises UsageError unless ensemble ≥ write quorum ≥ ack quorum ≥ 1. Source: LedgerCreateOp.validate."""
+    """Raise UsageError unless ensemble ≥ write quorum ≥ ack quorum ≥ 1. Source: LedgerCreateOp.validate."""
     if not ENSEMBLE_SIZE_MAX >= ensemble_size >= write_quorum_size >= ack_quorum_size >= 1:
         raise UsageError(
             f"Ensemble size {ensemble_size}, write quorum {write_quorum_size}, ack quorum {ack_quorum_size} do not fit",
@@ -35,9 +35,9 @@ def check_quorums(ensemble_size: int, write_quorum_size: int, ack_quorum_size: i
 
 
 class RoundRobinDistributionSchedule:
-    """Where entries stand in an ensemble: entry e is on the indexes (e + w) mod E, w = 0 … Wq−1, e being absolute.
+    """The write set of each entry: entry e is on the ensemble indexes (e + w) mod E, w = 0 … Wq−1, with absolute e.
 
-    An ack quorum of 0, which Apache's old createLedger lets through, counts as 1: nothing could be decided with it.
+    An ack quorum of 0, which Apache's old createLedger allows, counts as 1, because 0 cannot decide anything.
     """
 
     __slots__ = ("_write_sets", "ack_quorum_size", "ensemble_size", "write_quorum_size")
@@ -52,15 +52,15 @@ class RoundRobinDistributionSchedule:
 
     @staticmethod
     def of(metadata: LedgerMetadata) -> RoundRobinDistributionSchedule:
-        """The schedule of one ledger; ledgers of one shape share it."""
+        """Return the schedule of a ledger; ledgers of the same shape share it."""
         return _schedule(metadata.ensemble_size, metadata.write_quorum_size, metadata.ack_quorum_size)
 
     def write_set(self, entry_id: int) -> tuple[int, ...]:
-        """Ensemble indexes that hold the entry, in the order in which they are asked."""
+        """Return the ensemble indexes that hold the entry, in the order of asking."""
         return self._write_sets[entry_id % self.ensemble_size]
 
     def entry_count(self, index: int, first: int, last: int) -> int:
-        """How many of the entries `first` to `last` are on ensemble index `index`."""
+        """Return the number of the entries `first` to `last` that are on ensemble index `index`."""
         found = 0
         for w in range(self.write_quorum_size):
             start = first + (index - w - first) % self.ensemble_size
@@ -69,13 +69,13 @@ class RoundRobinDistributionSchedule:
 
     @property
     def missing_count_for_recovery(self) -> int:
-        """How many bookies of a write set must lack an entry for it never to have been acknowledged: Wq − Aq + 1."""
+        """Bookies of a write set that must lack an entry to prove that it was never acknowledged: Wq − Aq + 1."""
         return self.write_quorum_size - self.ack_quorum_size + 1
 
     def covered(self, answered: Collection[int]) -> bool:
-        """Whether no entry can have been acknowledged by bookies outside `answered` (ensemble indexes) alone.
+        """Return True if bookies outside `answered` (ensemble indexes) cannot have acknowledged an entry alone.
 
-        An index counts as answered when its bookie said what it has, or that it has nothing.
+        An index counts as answered when its bookie reported its entries, or that it has none.
         Source: RRQuorumCoverageSet.
         """
         return all(
@@ -87,10 +87,10 @@ _schedule = lru_cache(maxsize=64)(RoundRobinDistributionSchedule)
 
 
 class ReplicaPlace(NamedTuple):
-    """One bookie of a fragment, and what it should have of it.
+    """One bookie of a fragment, and the entries that it should have.
 
-    `last_entry_id` and `entry_count` are None where the fragment still grows. `state` is "down" too for a bookie that
-    nothing names any more. `position` is its place in the write set of the one entry that was asked for.
+    `last_entry_id` and `entry_count` are None while the fragment still grows. `state` is "down" for unregistered
+    bookies too. `position` is the place in the write set of the one requested entry.
     """
 
     first_entry_id: int
@@ -106,11 +106,11 @@ class ReplicaPlace(NamedTuple):
 def locate(
     ledger: LedgerId, metadata: LedgerMetadata, bookies: Iterable[RegisteredBookie], entry_id: int | None = None
 ) -> Iterator[ReplicaPlace]:
-    """Yield where the ledger's entries are: every bookie of every fragment in order, or for one entry its write set.
+    """Yield the places of a ledger's replicas: every bookie of every fragment in order, or the write set of one entry.
 
-    Raises EntryNotFound for an entry behind the end of a closed ledger.
+    Raises EntryNotFound for an entry after the end of a closed ledger.
     """
-    known = {bookie.bookie_id: bookie for bookie in bookies}
+    by_id = {bookie.bookie_id: bookie for bookie in bookies}
     schedule = RoundRobinDistributionSchedule.of(metadata)
     end = metadata.last_entry_id if metadata.state is LedgerState.CLOSED else None
     if entry_id is not None and end is not None and entry_id > end:
@@ -121,7 +121,7 @@ def locate(
             continue
         indexes = range(len(fragment.bookies)) if entry_id is None else schedule.write_set(entry_id)
         for position, index in enumerate(indexes):
-            bookie = known.get(fragment.bookies[index])
+            bookie = by_id.get(fragment.bookies[index])
             yield ReplicaPlace(
                 fragment.first_entry_id,
                 later,
@@ -143,14 +143,14 @@ def choose_bookies(
     avoid: Collection[str] = (),
     rng: random.Random | None = None,
 ) -> tuple[str, ...]:
-    """`count` different bookie ids, at random among the writable ones that are not in `exclude`.
+    """Return `count` different bookie ids, chosen at random among the writable ones that are not in `exclude`.
 
-    `scoped`: only bookies registered with `ledgerScopes` = 1 (the first lock of BP-35). Those in `avoid` (they failed
-    lately) are taken only when the others do not suffice.
-    Raises NotEnoughBookies, which names what there is and, for `scoped`, the bookies that serve scope 0 only.
+    `scoped` allows only bookies registered with `ledgerScopes` = 1: the registration lock of scopes. Bookies in `avoid`
+    (they failed lately) are chosen only when the rest does not suffice. Raises NotEnoughBookies, which names the usable
+    bookies and, with `scoped`, the ones that serve scope 0 only.
     """
-    writable = [each for each in bookies if each.state == "rw"]
-    candidates = [each.bookie_id for each in writable if not scoped or each.ledger_scopes]
+    writable = [bookie for bookie in bookies if bookie.state == "rw"]
+    candidates = [bookie.bookie_id for bookie in writable if not scoped or bookie.ledger_scopes]
     usable = [bookie_id for bookie_id in candidates if bookie_id not in exclude]
     if len(usable) < count:
         raise _not_enough(writable, candidates, usable, count, exclude)
@@ -172,12 +172,12 @@ def _not_enough(
     notes = []
     if usable:
         notes.append(f"writable: {_names(usable)}")
-    without = [each.bookie_id for each in writable if each.bookie_id not in candidates]
+    without = [bookie.bookie_id for bookie in writable if bookie.bookie_id not in candidates]
     if without:
         notes.append(f"without ledger scopes: {_names(without)}")
-    taken = [bookie_id for bookie_id in candidates if bookie_id in exclude]
-    if taken:
-        notes.append(f"in use or failed: {_names(taken)}")
+    excluded = [bookie_id for bookie_id in candidates if bookie_id in exclude]
+    if excluded:
+        notes.append(f"in use or failed: {_names(excluded)}")
     return NotEnoughBookies(
         f"{problem} ({'; '.join(notes)})" if notes else problem,
         hint="start bookies that serve ledger scopes" if without else "see 'bkctl bookies list'",
@@ -199,16 +199,16 @@ def replace_bookies(
     avoid: Collection[str] = (),
     rng: random.Random | None = None,
 ) -> tuple[str, ...]:
-    """The ensemble with another bookie at each failed index; `failed` maps an index to the bookie that failed there.
+    """Return the ensemble with another bookie at each failed index; `failed` maps an index to its failed bookie.
 
-    An index that holds another bookie by now is left alone. Nobody stands in the ensemble twice, and nobody of `failed`
-    or `exclude` comes in. Raises NotEnoughBookies. Source: EnsembleUtils.replaceBookiesInEnsemble.
+    An index that holds another bookie by now stays as it is. No bookie gets two indexes, and none of `failed` or
+    `exclude` gets one. Raises NotEnoughBookies. Source: EnsembleUtils.replaceBookiesInEnsemble.
     """
     indexes = [index for index, bookie_id in sorted(failed.items()) if ensemble[index] == bookie_id]
     if not indexes:
         return tuple(ensemble)
-    taken = {*ensemble, *failed.values(), *exclude}
-    chosen = choose_bookies(bookies, len(indexes), scoped=scoped, exclude=taken, avoid=avoid, rng=rng)
+    unusable = {*ensemble, *failed.values(), *exclude}
+    chosen = choose_bookies(bookies, len(indexes), scoped=scoped, exclude=unusable, avoid=avoid, rng=rng)
     changed = list(ensemble)
     for index, bookie_id in zip(indexes, chosen, strict=True):
         changed[index] = bookie_id
@@ -216,15 +216,15 @@ def replace_bookies(
 
 
 def changed_indexes(before: Sequence[str], after: Sequence[str]) -> list[int]:
-    """The indexes at which two ensembles of one size differ."""
+    """Return the indexes at which two ensembles of one size differ."""
     return [index for index, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
 
 
 def with_fragment(metadata: LedgerMetadata, first_entry_id: int, ensemble: tuple[str, ...]) -> LedgerMetadata:
-    """`metadata` whose entries from `first_entry_id` on are on `ensemble`.
+    """Return `metadata` with the entries from `first_entry_id` on `ensemble`.
 
-    The last fragment is replaced when it starts there, else a new one follows it. Raises MetadataVersionConflict when
-    another client wrote a later fragment. Source: LedgerHandle.ensembleChangeLoop.
+    The last fragment is replaced when it starts at that entry, else a new one is appended. Raises
+    MetadataVersionConflict when another client wrote a later fragment. Source: LedgerHandle.ensembleChangeLoop.
     """
     last = metadata.last_fragment
     if first_entry_id < last.first_entry_id:
@@ -236,7 +236,7 @@ def with_fragment(metadata: LedgerMetadata, first_entry_id: int, ensemble: tuple
 
 
 def closed(metadata: LedgerMetadata, last_entry_id: int, length: int) -> LedgerMetadata:
-    """`metadata` in state CLOSED. Source: LedgerMetadataBuilder.withClosedState."""
+    """Return `metadata` in state CLOSED. Source: LedgerMetadataBuilder.withClosedState."""
     return replace(metadata, state=LedgerState.CLOSED, last_entry_id=last_entry_id, length=length)
 
 
@@ -246,11 +246,11 @@ def update_metadata(
     current: VersionedMetadata,
     change: Callable[[LedgerMetadata], LedgerMetadata | None],
 ) -> VersionedMetadata:
-    """Compare-and-set loop: write what `change` makes of the metadata, on a conflict read it again and repeat.
+    """Write the result of `change` by compare-and-set; on a conflict, read the metadata again and repeat.
 
-    `change` returns None when there is nothing (more) to write, and may raise to give up. Blocks; run it in a thread.
-    Returns the metadata as it stands then. Raises what the store and `change` raise, and MetadataVersionConflict when
-    others were always faster. Source: MetadataUpdateLoop.
+    `change` returns None when nothing is left to write, and may raise to give up. Blocks; run this in a thread. Returns
+    the metadata as stored then. Raises the errors of the store and of `change`, and MetadataVersionConflict when other
+    clients were faster UPDATE_ATTEMPTS_MAX times. Source: MetadataUpdateLoop.
     """
     for _ in range(UPDATE_ATTEMPTS_MAX):
         changed = change(current.metadata)

@@ -1,4 +1,4 @@
-"""Reading one ledger from its bookies: entries in order with fallback to other replicas, the last add confirmed, tails.
+"""Reads of one ledger: entries in order with fallback to other replicas, the last add confirmed, long polls.
 
 Source: PendingReadOp, ReadLastConfirmedOp, PendingReadLacOp, ReadLastConfirmedAndEntryOp.
 """
@@ -41,24 +41,24 @@ if TYPE_CHECKING:
     from bkctl.ids import LedgerId
     from bkctl.metadata.ledgers import VersionedMetadata
 
-#: Reads in flight of one range: at most so many, and about so many bytes.
+#: Reads in flight of one range: at most this many, and about this many bytes.
 WINDOW_COUNT_MAX: Final = 512
 WINDOW_COUNT_MIN: Final = 4
 WINDOW_BYTES: Final = 16 << 20
-#: What an entry is taken to have before one was seen.
+#: Assumed size of an entry before the first one is read.
 ENTRY_SIZE_BYTES_GUESS: Final = 256 << 10
-#: A replica that is silent for so long is asked no more alone: the next one is asked too (speculative read).
+#: Time without an answer after which the next replica is asked, too (speculative read).
 SPECULATIVE_READ_S: Final = 2.0
-#: One long poll; the bookie answers at the latest then. A tail is a sequence of them.
+#: Longest wait of one long poll. A tail is a sequence of long polls.
 LONG_POLL_S_MAX: Final = 10.0
-#: How long after its end a long poll's answer is still waited for.
+#: Extra time for the answer to a long poll after its end.
 LONG_POLL_GRACE_S: Final = 1.0
-#: Pause before the next long poll where no bookie could wait (the ledger has no entry yet, or all are down).
+#: Pause before the next long poll when no bookie could wait (the ledger has no entry yet, or all are down).
 LONG_POLL_PAUSE_S: Final = 0.2
 
 
 class LedgerEntry(NamedTuple):
-    """One entry as it was read. `length` is the ledger's payload bytes up to and with it; `format_version` 1 or 2."""
+    """One entry that was read. `length` is the ledger's payload bytes up to its end; `format_version` 1 or 2."""
 
     entry_id: int
     last_add_confirmed: int
@@ -68,7 +68,7 @@ class LedgerEntry(NamedTuple):
 
 
 class LedgerAccess:
-    """What every operation on one open ledger needs: the metadata as last seen, the digest, the bookies."""
+    """The common needs of operations on one open ledger: its metadata as last seen, its digest, and its bookies."""
 
     __slots__ = ("digest", "ledger", "piggybacked", "pool", "schedule", "scoped", "versioned")
 
@@ -79,7 +79,7 @@ class LedgerAccess:
         self.versioned = versioned
         self.scoped = ledger.is_scoped
         self.schedule = RoundRobinDistributionSchedule.of(versioned.metadata)
-        #: An entry that came with a long poll's answer: its id and the whole entry.
+        #: Id and bytes of an entry that came with a long poll's answer.
         self.piggybacked: tuple[int, BytesLike] | None = None
 
     @property
@@ -89,17 +89,17 @@ class LedgerAccess:
 
     @property
     def format_version(self) -> int:
-        """Of its entries: 1 in scope 0, else 2."""
+        """Format of the ledger's entries: 1 in scope 0, else 2."""
         return 2 if self.scoped else 1
 
     def replicas(self, bookies: Sequence[str]) -> list[tuple[BookieChannel, ...]]:
-        """For each entry id modulo the ensemble size: the channels of its write set, in the order of asking."""
+        """Return the channels of each write set in the order of asking, by entry id modulo the ensemble size."""
         channels = [self.pool.channel(bookie_id) for bookie_id in bookies]
         schedule = self.schedule
         return [tuple(channels[index] for index in schedule.write_set(at)) for at in range(schedule.ensemble_size)]
 
     def open_entry(self, body: BytesLike | None, entry_id: int, verify: bool = True) -> LedgerEntry:
-        """The entry in a bookie's answer. Raises DigestMismatch, ProtocolError (no body), Corrupt without `verify`."""
+        """Return the entry in a bookie's answer. Raises DigestMismatch, ProtocolError, without `verify` Corrupt."""
         if body is None:
             raise ProtocolError(f"Entry {entry_id} of ledger {self.ledger} was answered without a body")
         if verify:
@@ -116,7 +116,7 @@ class LedgerAccess:
 
 
 def graver(first: BkctlError | None, later: BkctlError) -> BkctlError:
-    """Which of two replicas' errors to report: the first, unless a later one says that the entry may well exist.
+    """Return the error of two replicas to report: the first, unless the later one means that the entry may exist.
 
     Source: ReadOpBase.logErrorAndReattemptRead (`firstError`).
     """
@@ -128,7 +128,7 @@ def graver(first: BkctlError | None, later: BkctlError) -> BkctlError:
 
 
 def restate(error: BkctlError, message: str, hint: str | None = None) -> BkctlError:
-    """An error of the same class with another message, caused by `error`."""
+    """Return an error of the same class with another message, caused by `error`."""
     if type(error).__init__ is BkctlError.__init__:
         restated = type(error)(message, hint=hint or error.hint)
     else:
@@ -138,9 +138,9 @@ def restate(error: BkctlError, message: str, hint: str | None = None) -> BkctlEr
 
 
 class _Read:
-    """One entry on its way: the replica asked last, and those asked before that may still answer."""
+    """One entry being read: the replica asked last, and earlier ones that may still answer."""
 
-    __slots__ = ("channel", "entry_id", "error", "first_error", "future", "others", "problems", "replicas", "untried")
+    __slots__ = ("channel", "earlier", "entry_id", "error", "first_error", "future", "problems", "replicas", "untried")
 
     def __init__(
         self,
@@ -154,14 +154,14 @@ class _Read:
         self.channel = channel
         self.future = future
         self.untried: list[BookieChannel] | None = None
-        self.others: list[tuple[BookieChannel, asyncio.Future[Response]]] | None = None
+        self.earlier: list[tuple[BookieChannel, asyncio.Future[Response]]] | None = None
         self.first_error: BkctlError | None = None
         self.problems: list[str] | None = None
         self.error: BkctlError | None = None
 
 
 class _RangeReader:
-    """Pipelined reads of consecutive entries, given out in order."""
+    """Pipelined reads of consecutive entries, yielded in order."""
 
     def __init__(self, access: LedgerAccess, first: int, last: int, verify: bool) -> None:
         self._access = access
@@ -169,7 +169,7 @@ class _RangeReader:
         self._next_id = first
         self._last = last
         self._window: deque[_Read] = deque()
-        self._fragment_end = first  # the first entry that `_replicas` does not hold for
+        self._fragment_end = first  # the first entry after the fragment of `_replicas`
         self._replicas: list[tuple[BookieChannel, ...]] = []
         metadata = access.metadata
         if metadata.is_closed and metadata.last_entry_id >= 0:
@@ -194,7 +194,7 @@ class _RangeReader:
                 if read.error is not None:
                     raise read.error
                 for other in window:
-                    # What else failed is asked for elsewhere now, not when its turn comes.
+                    # Ask other replicas for further failed reads now, not when their turn comes.
                     if other is not read and other.future.done() and other.error is None and self._failed(other):
                         self._try_next(other)
                 continue
@@ -202,7 +202,7 @@ class _RangeReader:
             yield entry
 
     def _fill(self) -> int:
-        """Send reads until the window is full; returns how many it holds then."""
+        """Send reads until the window is full, and return the number of reads in it."""
         access, window = self._access, self._window
         if self._count_seen:
             self._entry_size = max(self._size_seen // self._count_seen, self._entry_size * 3 // 4)
@@ -217,7 +217,7 @@ class _RangeReader:
             replicas = self._replicas[entry_id % ensemble_size]
             channel = replicas[0]
             if channel.suspect_until > now:
-                channel = next((each for each in replicas if each.suspect_until <= now), channel)
+                channel = next((replica for replica in replicas if replica.suspect_until <= now), channel)
             if access.piggybacked is not None and access.piggybacked[0] == entry_id:
                 future: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
                 future.set_result(ReadResponse(Status.EOK, ledger, entry_id, access.piggybacked[1]))
@@ -233,14 +233,14 @@ class _RangeReader:
         fragment = self._access.metadata.fragment_of(entry_id)
         self._replicas = self._access.replicas(fragment.bookies)
         self._fragment_end = next(
-            (each.first_entry_id for each in self._access.metadata.ensembles if each.first_entry_id > entry_id),
+            (later.first_entry_id for later in self._access.metadata.ensembles if later.first_entry_id > entry_id),
             self._last + 1,
         )
 
     async def _settle(self, read: _Read) -> None:
-        """Wait until a replica answered for `read`; after a while without an answer ask others too."""
+        """Wait until a replica answered for `read`; after SPECULATIVE_READ_S without an answer ask another one, too."""
         while True:
-            futures = [read.future, *(future for _, future in read.others or ())]
+            futures = [read.future, *(future for _, future in read.earlier or ())]
             can_ask = read.untried != [] and len(read.replicas) > 1
             done, _ = await asyncio.wait(
                 futures, timeout=SPECULATIVE_READ_S if can_ask else None, return_when=asyncio.FIRST_COMPLETED
@@ -252,15 +252,15 @@ class _RangeReader:
             for other in self._window:
                 if other.channel is silent and not other.future.done():
                     self._ask_another(other)
-        if not read.future.done() and read.others:
-            for at, (channel, future) in enumerate(read.others):
+        if not read.future.done() and read.earlier:
+            for at, (channel, future) in enumerate(read.earlier):
                 if future.done():
-                    read.others[at] = (read.channel, read.future)
+                    read.earlier[at] = (read.channel, read.future)
                     read.channel, read.future = channel, future
                     return
 
     def _outcome(self, read: _Read) -> LedgerEntry | None:
-        """The entry, verified; None when its replica failed (the next one is asked, or `error` is set)."""
+        """Return the verified entry; None when its replica failed (the next one is asked, or `error` is set)."""
         if read.error is not None:
             return None
         future = read.future
@@ -269,7 +269,7 @@ class _RangeReader:
         try:
             response = future.result()
         except (BkctlError, asyncio.CancelledError):
-            pass  # `_failed` looks closer
+            pass  # examined by `_failed`
         else:
             if type(response) is ReadResponse and response.status is Status.EOK:
                 try:
@@ -286,7 +286,7 @@ class _RangeReader:
         return None
 
     def _failed(self, read: _Read) -> bool:
-        """Whether the replica answered with an error, which is recorded then."""
+        """Return True, and record the error, if the replica answered with one."""
         error = failure(read.future, self._access.ledger, read.entry_id, read.channel.bookie_id)
         if error is None:
             response = read.future.result()
@@ -305,17 +305,17 @@ class _RangeReader:
         read.problems.append(f"{read.channel.bookie_id}: {error.message}")
 
     def _ask_another(self, read: _Read) -> bool:
-        """Ask the next replica, and go on waiting for the present one; False when there is none."""
+        """Ask the next replica, while the present one may still answer; return False when none is left."""
         if read.untried is None:
             now = time.monotonic()
-            read.untried = [each for each in read.replicas if each is not read.channel]
-            read.untried.sort(key=lambda each: each.suspect_until > now)
+            read.untried = [replica for replica in read.replicas if replica is not read.channel]
+            read.untried.sort(key=lambda replica: replica.suspect_until > now)
         if not read.untried:
             return False
         if not read.future.done():
-            if read.others is None:
-                read.others = []
-            read.others.append((read.channel, read.future))
+            if read.earlier is None:
+                read.earlier = []
+            read.earlier.append((read.channel, read.future))
         read.channel = read.untried.pop(0)
         read.future = read.channel.send(ReadRequest(self._access.ledger, read.entry_id), self._access.scoped)
         return True
@@ -323,8 +323,8 @@ class _RangeReader:
     def _try_next(self, read: _Read) -> None:
         if self._ask_another(read):
             return
-        if read.others:
-            read.channel, read.future = read.others.pop()
+        if read.earlier:
+            read.channel, read.future = read.earlier.pop()
             return
         assert read.first_error is not None
         if len(read.problems or ()) < 2:
@@ -340,14 +340,14 @@ class _RangeReader:
 def read_entries(access: LedgerAccess, first: int, last: int, *, verify: bool = True) -> AsyncIterator[LedgerEntry]:
     """Yield the entries `first` to `last` (inclusive) in order, each from the first replica that gives it intact.
 
-    Reads are pipelined within a bounded window, which moves on as entries are taken. Raises the gravest replica's
-    error when no replica of an entry gives it; the entries before it were yielded then.
+    Reads are pipelined within a bounded window, which advances as the caller takes entries. When no replica returns an
+    entry, the entries before it are yielded, then the gravest error is raised.
     """
     return _RangeReader(access, first, last, verify).entries()
 
 
 class LastConfirmed(NamedTuple):
-    """The highest last add confirmed that bookies told, and the `length` field of the entry that told it.
+    """The highest last add confirmed among bookies, and the `length` field of the entry that carried it.
 
     Source: DigestManager.RecoveryData.
     """
@@ -357,11 +357,11 @@ class LastConfirmed(NamedTuple):
 
 
 async def read_last_confirmed(access: LedgerAccess, *, fence: bool = False) -> LastConfirmed:
-    """Ask all bookies of the last fragment for the last add confirmed, until what they say covers the ensemble.
+    """Ask all bookies of the last fragment for the last add confirmed, until their answers cover the ensemble.
 
-    With `fence` each fences the ledger first. NoSuchEntry and NoSuchLedger are valid answers ("nothing here"); a bookie
-    that cannot serve the ledger's scope gives none. Raises Unauthorized at once; else, when too few answer, the
-    last error. Source: ReadLastConfirmedOp, PendingReadLacOp.
+    With `fence` each bookie fences the ledger first. NoSuchEntry and NoSuchLedger are valid answers; a bookie that
+    cannot serve the ledger's scope gives none. Raises Unauthorized at once, and the last error when too few answer.
+    Source: ReadLastConfirmedOp, PendingReadLacOp.
     """
     ledger, digest = access.ledger, access.digest
     by_entry = fence or access.pool.protocol is Protocol.V2
@@ -404,7 +404,7 @@ async def read_last_confirmed(access: LedgerAccess, *, fence: bool = False) -> L
 
 
 def _last_confirmed_of(future: asyncio.Future[Response], access: LedgerAccess, bookie_id: str) -> LastConfirmed | None:
-    """What one bookie's answer says; None for a bookie that has nothing. Raises what makes it no answer."""
+    """Return one bookie's last add confirmed; None if it has no entry. Raise the error that the response carries."""
     error = failure(future, access.ledger, None, bookie_id)
     if error is None:
         response = future.result()
@@ -418,7 +418,7 @@ def _last_confirmed_of(future: asyncio.Future[Response], access: LedgerAccess, b
         return None
     if not future.cancelled() and future.exception() is None:
         response = future.result()
-        # An explicit LAC without any entry: the bookie says EIO, and gives the LAC.
+        # For an explicit LAC without any entry, the bookie answers EIO with the LAC.
         if isinstance(response, ReadLacResponse) and response.lac_body:
             return _last_confirmed_in(response, access)
     raise error
@@ -437,10 +437,10 @@ def _last_confirmed_in(response: ReadLacResponse, access: LedgerAccess) -> LastC
 
 
 async def long_poll(access: LedgerAccess, previous: int, timeout_s: float, changed: asyncio.Event) -> int | None:
-    """Ask all bookies of the last fragment to answer when their last add confirmed is above `previous`.
+    """Ask all bookies of the last fragment to answer when their last add confirmed exceeds `previous`.
 
-    Returns the first one told that is, None after about `timeout_s` or as soon as `changed` is set. An entry
-    `previous` + 1 that comes with it is kept for the next read. Always over v3. Source: ReadLastConfirmedAndEntryOp.
+    Returns the first such answer; None after about `timeout_s`, or as soon as `changed` is set. If entry `previous` + 1
+    comes with it, the next read uses that entry. Always over v3. Source: ReadLastConfirmedAndEntryOp.
     """
     request = ReadRequest(
         access.ledger, LAST_ENTRY, previous_lac=previous, timeout_ms=max(int(timeout_s * 1000), 1), piggyback=True

@@ -1,10 +1,10 @@
-"""Recovery: fence a ledger, find where it ends, make its last entries safe, close it.
+"""Recovery: fence a ledger, find its last entry, replicate its last entries again, close it.
 
     OPEN → IN_RECOVERY (compare-and-set) → fencing read of the last add confirmed from the last fragment → each entry
     after it: recovery read; found by any bookie: added again (RECOVERY_ADD); lacking on Wq − Aq + 1 bookies: the end
-    → CLOSED (compare-and-set), with the fragments that re-adding made.
+    → CLOSED (compare-and-set), with the fragments from re-adding.
 
-Several clients may recover one ledger at once: whoever closes it first decides. Source: LedgerRecoveryOp,
+Several clients may recover one ledger at once: the first one to close it decides. Source: LedgerRecoveryOp,
 ReadOnlyLedgerHandle.recover, ListenerBasedPendingReadOp.
 """
 
@@ -34,16 +34,16 @@ from bkctl.formats.entry import INVALID_ENTRY_ID
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.protocol.messages import ReadRequest, ReadResponse, Response
 
-#: Recovery reads in flight ahead of the entry that is decided. Java reads one at a time (recoveryReadBatchSize).
+#: Recovery reads in flight ahead of the entry being decided. Java reads one at a time (recoveryReadBatchSize).
 RECOVERY_READ_AHEAD: Final = 16
 
 
 class RecoveryLoss(NamedTuple):
-    """What closing a ledger gives up while no bookie gives its last entry, `last_entry_id`, which was acknowledged.
+    """The loss from closing a ledger while no bookie returns its acknowledged last entry, `last_entry_id`.
 
-    `readable_entry_id` is the last entry that a bookie gives, -1 if none of those asked for does. `length` is the
-    ledger's length in bytes up to it. The closed ledger keeps this length for ever, and it is too small. The entries
-    behind it are lost if their bookies never return.
+    `readable_entry_id` is the last entry that a bookie returns, -1 if none of the requested ones. `length` is the
+    ledger's length in bytes up to that entry; the closed ledger keeps this length, which is too small. The entries
+    after it are lost if their bookies never return.
     """
 
     last_entry_id: int
@@ -52,12 +52,12 @@ class RecoveryLoss(NamedTuple):
 
 
 async def recover(access: LedgerAccess, *, accept_loss: RecoveryLoss | None = None) -> None:
-    """Recover the ledger of `access`, whose `versioned` is CLOSED afterwards (by us, or by who was faster).
+    """Recover the ledger of `access`; its `versioned` is CLOSED afterwards, by this client or a faster one.
 
-    With `accept_loss` (of `find_loss`) a ledger is closed although no bookie gives its last entry, unless more would be
-    given up by now. Apache's client closes such a ledger with the length 0 or that of another entry.
-    Raises LedgerLengthUnknown where only that would close the ledger, LedgerRecoveryFailed when the end cannot be
-    decided or the last entries not be made safe (the ledger stays IN_RECOVERY), Unauthorized, TimedOut,
+    With `accept_loss` (from `find_loss`) a ledger is closed although no bookie returns its last entry, unless the loss
+    grew since. Apache's client closes such a ledger with the length 0 or another entry's. Raises LedgerLengthUnknown
+    when only an accepted loss would close the ledger, LedgerRecoveryFailed when the end cannot be decided or the last
+    entries cannot be replicated (the ledger stays IN_RECOVERY), Unauthorized, TimedOut,
     MetadataVersionConflict, and what the store raises.
     """
     ledgers, ledger = access.pool.cluster.ledgers, access.ledger
@@ -86,10 +86,10 @@ async def recover(access: LedgerAccess, *, accept_loss: RecoveryLoss | None = No
 
 
 async def find_loss(access: LedgerAccess) -> RecoveryLoss | None:
-    """Return what closing the ledger would give up; None where `recover` needs to give nothing up.
+    """Return the loss from closing the ledger; None if `recover` needs no loss.
 
-    Nothing is changed or fenced. Raises LedgerRecoveryFailed where the end cannot be decided, which no loss helps;
-    else as `read_last_confirmed`.
+    Changes and fences nothing. Raises LedgerRecoveryFailed when the end cannot be decided, with or without a loss, and
+    the errors of `read_last_confirmed`.
     """
     if access.metadata.is_closed:
         return None
@@ -105,10 +105,10 @@ async def find_loss(access: LedgerAccess) -> RecoveryLoss | None:
 
 
 async def _measure_loss(access: LedgerAccess, last_entry_id: int) -> RecoveryLoss:
-    """Find the last entry up to `last_entry_id` that a bookie gives.
+    """Find the last entry up to `last_entry_id` that a bookie returns.
 
-    Of each fragment, from the last one down, as many entries are asked for as it has bookies: their write sets are all
-    that there are.
+    Reads as many entries of each fragment as it has bookies, from the last fragment down: their write sets are all
+    write sets of the fragment.
     """
 
     async def length_at(entry_id: int) -> tuple[int, int] | None:
@@ -129,7 +129,7 @@ async def _measure_loss(access: LedgerAccess, last_entry_id: int) -> RecoveryLos
 
 
 async def _make_safe(access: LedgerAccess, accept_loss: RecoveryLoss | None) -> tuple[RecoveryPipeline, int]:
-    """Fence, and add again what may have been acknowledged; returns the pipeline, drained, and the ledger's length."""
+    """Fence, and add entries again that may be acknowledged; return the drained pipeline and the ledger's length."""
     metadata = access.metadata
     try:
         confirmed = await read_last_confirmed(access, fence=True)
@@ -164,11 +164,11 @@ async def _make_safe(access: LedgerAccess, accept_loss: RecoveryLoss | None) -> 
 
 
 async def _length_at(access: LedgerAccess, entry_id: int) -> int:
-    """The ledger's length with entry `entry_id` as its last, which only that entry tells.
+    """Return the ledger's length with `entry_id` as its last entry, which only that entry contains.
 
-    Raises LedgerLengthUnknown when no bookie gives the entry. The length told with the last add confirmed is a later
-    entry's, or 0 when the last fragment has no entry yet. Java's client takes it as it is; but a wrong length in
-    metadata stays for ever, and readers trust it.
+    Raises LedgerLengthUnknown when no bookie returns the entry. The length beside the last add confirmed is a later
+    entry's, or 0 when the last fragment has no entry yet. Java's client uses that length; but a wrong length in
+    metadata is permanent, and readers trust it.
     """
     length = 0
     if entry_id >= 0:
@@ -187,21 +187,21 @@ async def _length_at(access: LedgerAccess, entry_id: int) -> int:
 
 
 class _Tail:
-    """Recovery reads of one entry after the other: each asked of its whole write set, some entries ahead.
+    """Recovery reads of consecutive entries, each from its whole write set, with some entries read ahead.
 
-    Without `fence` plain reads, of which only the first entry counts.
+    Without `fence`: a plain read of the first entry only.
     """
 
     def __init__(self, access: LedgerAccess, first: int, *, fence: bool = True) -> None:
         self._access = access
         self._fence = fence
-        # A copy: replacements made while re-adding are not where the entries are.
+        # A copy, because bookies that replace others while re-adding do not have the entries.
         self._replicas = access.replicas(access.metadata.last_fragment.bookies)
         self._next_id = first
         self._window: deque[tuple[int, dict[asyncio.Future[Response], BookieChannel]]] = deque()
 
     async def next(self) -> LedgerEntry | None:
-        """The next entry; None when it was never acknowledged, which is the end.
+        """Return the next entry; None at the end, an entry that was never acknowledged.
 
         Raises LedgerRecoveryFailed when that cannot be decided; Unauthorized.
         """
@@ -212,12 +212,12 @@ class _Tail:
             if self._fence:
                 request = ReadRequest(access.ledger, entry_id, access.digest.master_key, True, True)
             channels = self._replicas[entry_id % access.schedule.ensemble_size]
-            self._window.append((entry_id, {each.send(request, access.scoped): each for each in channels}))
+            self._window.append((entry_id, {channel.send(request, access.scoped): channel for channel in channels}))
             self._next_id += 1
         entry_id, pending = self._window.popleft()
         missing_count = 0
         problems: list[str] = []
-        passed_on: BkctlError | None = None
+        decisive_error: BkctlError | None = None
         while pending:
             done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for future in done:
@@ -228,8 +228,8 @@ class _Tail:
                     missing_count += 1
                 except BkctlError as error:
                     problems.append(f"{channel.bookie_id}: {error.message}")
-                    if isinstance(error, Unauthorized) or (passed_on is None and isinstance(error, TimedOut)):
-                        passed_on = error
+                    if isinstance(error, Unauthorized) or (decisive_error is None and isinstance(error, TimedOut)):
+                        decisive_error = error
             if missing_count >= access.schedule.missing_count_for_recovery:
                 return None
         message = (
@@ -237,7 +237,11 @@ class _Tail:
             f"({'; '.join(problems)})"
         )
         hint = "it stays IN_RECOVERY; try again when its bookies are back"
-        raise LedgerRecoveryFailed(message, hint=hint) if passed_on is None else restate(passed_on, message, hint)
+        raise (
+            LedgerRecoveryFailed(message, hint=hint)
+            if decisive_error is None
+            else restate(decisive_error, message, hint)
+        )
 
     def _entry(self, future: asyncio.Future[Response], entry_id: int, channel: BookieChannel) -> LedgerEntry:
         error = failure(future, self._access.ledger, entry_id, channel.bookie_id)

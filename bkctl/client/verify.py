@@ -1,15 +1,20 @@
-"""Reading every entry from every bookie that should have it. Source: LedgerChecker, which samples; this reads all."""
+"""Replicas of entries: reading them from one bookie, and checking all of them.
+
+Source: LedgerChecker, which samples; this reads every replica.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from enum import Enum
+from itertools import chain
 from typing import Final, NamedTuple
 
-from bkctl.client.bookies import BookieChannel
-from bkctl.client.ledger import ReadHandle, entry_of
+from bkctl.client.bookies import BookieChannel, in_order
+from bkctl.client.read_handle import ReadHandle, entry_of
 from bkctl.client.reader import ENTRY_SIZE_BYTES_GUESS, WINDOW_BYTES, LedgerEntry
 from bkctl.errors import (
     BkctlError,
@@ -20,27 +25,32 @@ from bkctl.errors import (
     TruncatedRecord,
     UsageError,
 )
-from bkctl.protocol.messages import ReadRequest, Response
+from bkctl.protocol.messages import (
+    ReadRequest,
+    Response,
+)
 
-#: Entries asked for ahead of the one that is reported.
+#: Entries read ahead of the one that is reported.
 WINDOW_COUNT_MAX: Final = 256
+#: Reads of one replica in flight.
+REPLICA_WINDOW_COUNT: Final = 256
 
 
 class ReplicaState(Enum):
-    """What one bookie has of one entry."""
+    """State of one bookie's replica of an entry."""
 
     OK = "ok"
     MISSING = "missing"
-    #: The digest does not match, or it is another entry.
+    #: The digest does not match, or the entry is another one.
     DAMAGED = "damaged"
     #: Intact, but with another payload or ledger length than the first intact replica.
     DIFFERENT = "different"
-    #: The bookie is not there, answers nothing or nonsense, or cannot serve the ledger's scope: nothing is known.
+    #: Unknown: the bookie is down, gives no valid answer, or cannot serve the ledger's scope.
     UNAVAILABLE = "unavailable"
 
 
 class Replica(NamedTuple):
-    """One replica of one entry; `error` says why it is not OK. Good replicas may differ in `last_add_confirmed`."""
+    """One replica of one entry; `error` is None for OK. Intact replicas may differ in `last_add_confirmed`."""
 
     bookie_id: str
     state: ReplicaState
@@ -57,15 +67,15 @@ class EntryCheck(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether every replica is there and intact."""
+        """True if every replica is present and intact."""
         return all(replica.state is ReplicaState.OK for replica in self.replicas)
 
 
 async def verify_entries(handle: ReadHandle, first: int = 0, last: int | None = None) -> AsyncIterator[EntryCheck]:
     """Read the entries `first` to `last` (None: the last add confirmed) from every bookie of their write sets.
 
-    Yields one check an entry, in order; an empty ledger gives none. Reads are pipelined within a bounded window.
-    Raises UsageError for a range that is none; what a bookie does wrong is in the checks.
+    Yields one check per entry, in order. Reads are pipelined within a bounded window. Raises UsageError for an invalid
+    range; failures of bookies are in the checks.
     """
     if last is None:
         last = handle.last_add_confirmed
@@ -87,7 +97,7 @@ async def verify_entries(handle: ReadHandle, first: int = 0, last: int | None = 
             while fragments and fragments[0].first_entry_id <= next_id:
                 replicas = access.replicas(fragments.popleft().bookies)
             request = ReadRequest(handle.ledger, next_id)
-            asked = [(each, each.send(request, access.scoped)) for each in replicas[next_id % ensemble_size]]
+            asked = [(channel, channel.send(request, access.scoped)) for channel in replicas[next_id % ensemble_size]]
             window.append((next_id, asked))
             next_id += 1
         entry_id, asked = window.popleft()
@@ -121,3 +131,107 @@ def _check(
                 state = ReplicaState.DIFFERENT
             found.append(Replica(channel.bookie_id, state, len(entry.payload), entry.last_add_confirmed))
     return EntryCheck(entry_id, tuple(found))
+
+
+class ReplicaFinding(NamedTuple):
+    """A fault of one replica of an entry.
+
+    `problem` is `missing`, `damaged`, `different` (see ReplicaState), `unavailable`, or `length`: the entries' sizes
+    do not add up to the length in the metadata. `bookie_id` is None for a finding about the whole ledger.
+    """
+
+    entry_id: int
+    bookie_id: str | None
+    problem: str
+    message: str
+
+
+class Verification:
+    """Reads every entry of a ledger from every replica.
+
+    `entry_count`, `replica_count` and `finding_count` grow with progress. An unavailable bookie gives one finding for
+    all of its entries. `progress` gets the number of entries checked so far.
+    """
+
+    def __init__(self, handle: ReadHandle, progress: Callable[[int], None] = lambda _: None) -> None:
+        self._handle = handle
+        self._progress = progress
+        self.entry_count = 0
+        self.replica_count = 0
+        self.finding_count = 0
+
+    async def findings(self) -> AsyncIterator[ReplicaFinding]:
+        """Check the entries up to the last add confirmed, and yield the findings in order of the entries."""
+        unavailable: dict[str, tuple[int, int, str]] = {}
+        length: int | None = 0
+        async for check in verify_entries(self._handle):
+            size = None
+            for replica in check.replicas:
+                if replica.state is ReplicaState.UNAVAILABLE:
+                    first, count, message = unavailable.get(replica.bookie_id, (check.entry_id, 0, _text(replica)))
+                    unavailable[replica.bookie_id] = first, count + 1, message
+                    continue
+                self.replica_count += 1
+                if replica.state is ReplicaState.OK:
+                    size = replica.size_bytes
+                else:
+                    self.finding_count += 1
+                    yield ReplicaFinding(check.entry_id, replica.bookie_id, replica.state.value, _text(replica))
+            length = None if length is None or size is None else length + size
+            self.entry_count += 1
+            self._progress(self.entry_count)
+        for bookie_id, (first, count, message) in unavailable.items():
+            self.finding_count += 1
+            text = f"{count:,} {'entry' if count == 1 else 'entries'} not checked: {message}"
+            yield ReplicaFinding(first, bookie_id, ReplicaState.UNAVAILABLE.value, text)
+        metadata = self._handle.metadata
+        if metadata.is_closed and length not in (None, metadata.length):
+            self.finding_count += 1
+            text = f"The entries have {length} bytes, the metadata says {metadata.length}"
+            yield ReplicaFinding(metadata.last_entry_id, None, "length", text)
+
+
+def _text(replica: Replica) -> str:
+    return "Differs from the first intact replica" if replica.error is None else replica.error.message
+
+
+async def read_replica(
+    handle: ReadHandle, bookie_id: str, first: int, last: int, *, verify: bool = True
+) -> AsyncIterator[LedgerEntry]:
+    """Yield one bookie's replicas of the entries `first` to `last` that it should have.
+
+    Raises UsageError if it should have none of them by the metadata, and the errors of `read_from`.
+    """
+    wanted = _entries_at(handle, bookie_id, first, last)
+    head = next(wanted, None)
+    if head is None and first <= last:
+        raise UsageError(
+            f"Bookie {bookie_id} has no replica of the entries {first} to {last} of ledger {handle.ledger}",
+            hint="its ensembles are in 'bkctl ledger show'",
+        )
+    entries = in_order(
+        () if head is None else chain((head,), wanted),
+        lambda entry_id: handle.read_from(bookie_id, entry_id, verify=verify),
+        lambda: REPLICA_WINDOW_COUNT,
+    )
+    async with contextlib.aclosing(entries):
+        async for _, entry in entries:
+            yield entry
+
+
+def _entries_at(handle: ReadHandle, bookie_id: str, first: int, last: int) -> Iterator[int]:
+    """Yield the ids among `first` to `last` whose write sets contain the bookie."""
+    fragments = handle.metadata.ensembles
+    ends = [fragment.first_entry_id for fragment in fragments[1:]]
+    for fragment, end in zip(fragments, (*ends, last + 1), strict=True):
+        if bookie_id in fragment.bookies:
+            for entry_id in range(max(first, fragment.first_entry_id), min(last + 1, end)):
+                if bookie_id in replicas_of(handle, entry_id):
+                    yield entry_id
+
+
+def replicas_of(handle: ReadHandle, entry_id: int) -> tuple[str, ...]:
+    """Return the bookies of the entry's write set by the metadata, in order."""
+    metadata = handle.metadata
+    bookies = metadata.fragment_of(entry_id).bookies
+    return tuple(bookies[(entry_id + index) % metadata.ensemble_size] for index in range(metadata.write_quorum_size))

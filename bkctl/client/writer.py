@@ -1,4 +1,4 @@
-"""Adding entries: sent to the write set, acknowledged strictly in order, the ensemble changed when a bookie fails.
+"""Adds of one ledger: sent to the write set, acknowledged strictly in order, with ensemble changes on failures.
 
 Source: LedgerHandle (add, ensemble change), PendingAddOp, ReadOnlyLedgerHandle.handleBookieFailure.
 """
@@ -37,12 +37,12 @@ from bkctl.protocol.messages import FRAME_SIZE_BYTES_MAX, AddRequest, Response, 
 THROTTLE_COUNT: Final = 5000
 #: Payload bytes in flight before `ready` waits.
 PENDING_BYTES_MAX: Final = 64 << 20
-#: What a request takes beside the entry at most (protobuf fields, master key, frame length).
+#: Largest size of a request without its entry (protobuf fields, master key, frame length).
 _REQUEST_OVERHEAD_BYTES: Final = 128
 
 
 class _PendingAdd:
-    """One entry that is not acknowledged yet. `acks` has a bit for each ensemble index that stored it."""
+    """One unacknowledged entry. `acks` has a bit for each ensemble index that stored it."""
 
     __slots__ = ("acks", "entry_id", "future", "request", "size")
 
@@ -57,8 +57,8 @@ class _PendingAdd:
 class AddPipeline:
     """Adds in flight of one ledger; belongs to one event loop.
 
-    An entry is done when the ack quorum stored it and all entries before it are done. A bookie that fails is replaced:
-    entries from the last add confirmed + 1 on get a new fragment (`_commit`), and what is pending is sent again there.
+    An entry is acknowledged when the ack quorum stored it and all entries before it are acknowledged. A failed bookie
+    is replaced: entries from the last add confirmed + 1 get a new fragment (`_commit`), and pending ones are resent.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class AddPipeline:
     ) -> None:
         self.access = access
         self.last_add_confirmed = last_add_confirmed
-        #: Payload bytes up to the last add confirmed, and with what is pending.
+        #: Payload bytes up to the last add confirmed, and including pending entries.
         self.length_confirmed = self.length = length
-        #: What ended the pipeline.
+        #: The error that ended the pipeline.
         self.error: BkctlError | None = None
         self.ensemble: tuple[str, ...] = access.metadata.last_fragment.bookies
         self._next_id = last_add_confirmed + 1
@@ -89,7 +89,7 @@ class AddPipeline:
         self._changing: asyncio.Task[None] | None = None
         self._failed_later: dict[int, str] = {}
         self._failed_since_progress: set[str] = set()
-        #: What each bookie that failed said last.
+        #: The last error of each failed bookie.
         self._problems: dict[str, str] = {}
         self._waiter: asyncio.Future[None] | None = None
         self._wake_below = 0
@@ -105,15 +105,15 @@ class AddPipeline:
 
     @property
     def pending_count(self) -> int:
-        """Entries that are not acknowledged yet."""
+        """Number of unacknowledged entries."""
         return len(self._pending)
 
     def add(self, payload: Buffer, *, entry_id: int | None = None, length: int | None = None) -> asyncio.Future[int]:
-        """Send the next entry; the future gives its id once it and all before it are acknowledged.
+        """Send the next entry; the future gives its id once it and all entries before it are acknowledged.
 
-        `entry_id` is the caller's choice where ids need not come in order (None: the next). `length` is the ledger's
-        length with this entry where it is known (recovery). Raises what ended the pipeline before, UsageError for a
-        payload larger than a frame, DuplicateEntryId.
+        The caller may choose an `entry_id`, in any order (None: the next id). `length` is the ledger's length with this
+        entry where it is known (recovery). Raises the error that ended the pipeline, UsageError for a payload larger
+        than a frame, DuplicateEntryId.
         """
         if self.error is not None:
             raise restated(self.error)
@@ -138,20 +138,20 @@ class AddPipeline:
         for index in access.schedule.write_set(entry_id):
             self._send(add, index)
         if self._failed_later and self._changing is None:
-            # A bookie failed entries that had their quorum without it: replaced now that there is something to add.
+            # Replace a bookie that failed entries with a quorum without it, now that another entry comes.
             self._bookies_failed({})
         return future
 
     def _send(self, add: _PendingAdd, index: int) -> None:
         channel = self._channels[index]
-        # One context for all: copying the current one costs as much as the callback itself.
+        # One context for all callbacks: copying the current one costs as much as a callback.
         channel.send(add.request, self.access.scoped).add_done_callback(
             partial(self._answered, add, index, channel), context=self._context
         )
 
     def _answered(self, add: _PendingAdd, index: int, channel: BookieChannel, future: asyncio.Future[Response]) -> None:
         if self._channels[index] is not channel or self.error is not None:
-            return  # the ensemble changed: what this bookie says is immaterial
+            return  # the ensemble changed, so this bookie's answer does not count
         try:
             stored = future.result().status is Status.EOK
         except (BkctlError, asyncio.CancelledError):
@@ -181,7 +181,7 @@ class AddPipeline:
                 self._bookies_failed({index: channel.bookie_id})
 
     def _complete(self) -> None:
-        """Acknowledge, in order, what has its quorum; not while the ensemble changes."""
+        """Acknowledge, in order, entries with a quorum; not while the ensemble changes."""
         if self._changing is not None:
             return
         pending, quorum = self._pending, self._ack_quorum_size
@@ -203,9 +203,9 @@ class AddPipeline:
     # Back-pressure.
 
     def _must_wait(self, count: int) -> bool:
-        """Whether more than `count` adds, or too many bytes, are in flight, and will become fewer by themselves.
+        """Return True if more than `count` adds, or too many bytes, are in flight and bookies can complete some.
 
-        They will not where the caller left out an entry id: what comes after the gap waits for the caller.
+        Entries after an entry id that the caller left out wait for the caller, not for bookies.
         """
         if self.error is not None or self.last_add_confirmed + 1 not in self._pending:
             return False
@@ -218,14 +218,14 @@ class AddPipeline:
             self._waiter = None
 
     async def ready(self) -> None:
-        """Wait until another add may be sent. Raises what ended the pipeline."""
+        """Wait until another add may be sent. Raises the error that ended the pipeline."""
         if len(self._pending) >= self._throttle_count or self._pending_bytes >= PENDING_BYTES_MAX:
             await self._wait_below(self._throttle_count // 2)
         if self.error is not None:
             raise restated(self.error)
 
     async def flush(self) -> None:
-        """Wait until nothing is pending but entries after a gap in the caller's ids. Raises what ended the pipeline."""
+        """Wait until no entry is pending before a gap in the caller's ids. Raises the error that ended the pipeline."""
         await self._wait_below(0)
         if self.error is not None:
             raise restated(self.error)
@@ -246,17 +246,19 @@ class AddPipeline:
             self._changing.add_done_callback(self._changed)
 
     def _changed(self, task: asyncio.Task[None]) -> None:
-        """A change that died of a defect, or with the event loop, must not leave adds waiting for ever."""
+        """End the pipeline if the change died of a defect or with the event loop, so that no add waits for ever."""
         if task.cancelled() or task.exception() is not None:
             self._changing = None
             self._end(BkctlError(f"Changing the ensemble of ledger {self.access.ledger} was broken off"))
 
     async def _change_ensemble(self) -> None:
-        """Replace failed bookies until no more fail meanwhile, then send again what is pending on changed indexes."""
+        """Replace failed bookies until no more fail, then resend pending entries of changed indexes."""
         before = self.ensemble
         try:
             while self._failed_later and self.error is None:
-                failed = {index: each for index, each in self._failed_later.items() if self.ensemble[index] == each}
+                failed = {
+                    at: bookie_id for at, bookie_id in self._failed_later.items() if self.ensemble[at] == bookie_id
+                }
                 self._failed_later.clear()
                 if failed:
                     self.ensemble = await self._commit(failed)
@@ -282,7 +284,7 @@ class AddPipeline:
         self._complete()
 
     async def _commit(self, failed: Mapping[int, str]) -> tuple[str, ...]:
-        """Put other bookies in the place of `failed` into the ledger's metadata; returns the ensemble as it is then."""
+        """Replace `failed` bookies in the ledger's metadata, and return the ensemble as stored then."""
         access, first_entry_id = self.access, self.last_add_confirmed + 1
         excluded, suspects = set(self._failed_since_progress), access.pool.suspects()
 
@@ -305,7 +307,7 @@ class AddPipeline:
         return access.metadata.last_fragment.bookies
 
     def _end(self, error: BkctlError) -> None:
-        """Nothing more can be added: all that is pending fails with `error`."""
+        """End the pipeline: pending adds fail with `error`, and no more are accepted."""
         if self.error is not None:
             return
         self.error = error
@@ -318,14 +320,14 @@ class AddPipeline:
             self._on_end(error)
 
     async def close(self, error: BkctlError) -> None:
-        """End the pipeline with `error`, if nothing did before, and wait for a change of the ensemble under way."""
+        """End the pipeline with `error`, unless it ended before, and wait for an ensemble change in progress."""
         self._end(error)
         if self._changing is not None:
             await asyncio.gather(self._changing, return_exceptions=True)
 
 
 class RecoveryPipeline(AddPipeline):
-    """Adds of a recovery: flagged RECOVERY_ADD, and with fragments that are kept in memory until the ledger is closed.
+    """Adds of a recovery: flagged RECOVERY_ADD, with new fragments kept in memory until the ledger is closed.
 
     Source: ReadOnlyLedgerHandle.newEnsemblesFromRecovery.
     """
@@ -345,16 +347,16 @@ class RecoveryPipeline(AddPipeline):
         return ensemble
 
     def with_fragments(self, metadata: LedgerMetadata) -> LedgerMetadata:
-        """`metadata` with the fragments that this recovery made."""
+        """Return `metadata` with the new fragments of this recovery."""
         for first_entry_id, ensemble in sorted(self._fragments.items()):
             metadata = with_fragment(metadata, first_entry_id, ensemble)
         return metadata
 
 
 def restated(error: BkctlError) -> BkctlError:
-    """`error` to be raised at another place: a new exception of its class, so that tracebacks do not pile up."""
+    """Return a new error of the class of `error` to raise at another place, so that tracebacks do not pile up."""
     if type(error).__init__ is BkctlError.__init__:
-        again = type(error)(error.message, hint=error.hint)
-        again.__cause__ = error.__cause__
-        return again
+        copy = type(error)(error.message, hint=error.hint)
+        copy.__cause__ = error.__cause__
+        return copy
     return error

@@ -1,7 +1,7 @@
-/* The inner loop of add_runs.py, compiled: the same answers, several times as fast.
+/* The inner loop of add_runs.py, compiled: the same results, several times as fast.
  *
- * Optional: without a compiler at installation add_runs.py's own loops do the work. What both must agree on is said there
- * and held by tests/protocol/test_add_runs.py on any bytes. Nothing is read outside the given part of the buffer.
+ * Optional: without a compiler at installation, add_runs.py's own loops do the work. tests/protocol/test_add_runs.py
+ * compares both with protobuf on arbitrary bytes. Nothing is read outside the given part of the buffer.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -9,7 +9,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* What the functions take and return: add_runs.py uses a module with its own number only. Raise both together. */
+/* Version of the functions' arguments and results; add_runs.py accepts only its own. Raise both together. */
 #define API 1
 
 enum {
@@ -60,7 +60,7 @@ typedef struct {
     Py_ssize_t size;
 } Add;
 
-/* What is between `at` and `end` is still to be read; `failed` once something did not fit. */
+/* The unread bytes are between `at` and `end`; `failed` is set at the first byte of another form. */
 typedef struct {
     const unsigned char *at, *end;
     int failed;
@@ -82,7 +82,7 @@ static uint64_t take_varint(Reader *in) {
     return 0;
 }
 
-/* Read past `count` bytes, which must begin with the `size` bytes of `expected`; where they are. */
+/* Read past `count` bytes, which must begin with the `size` bytes of `expected`; return their place. */
 static const unsigned char *take(Reader *in, Py_ssize_t count, const char *expected, size_t size) {
     const unsigned char *begin = in->at;
     if (in->failed || in->end - begin < count || memcmp(begin, expected, size) != 0) {
@@ -93,7 +93,7 @@ static const unsigned char *take(Reader *in, Py_ssize_t count, const char *expec
     return begin;
 }
 
-/* Whether the body is the entry that the add says, in the format of its scope; reads its LAC. */
+/* Return 1, and read the LAC, if the body is the add's entry in the format of its scope. */
 static int fits(Add *add) {
     const unsigned char *ids = add->body;
     if (add->entry < 0 || add->entry > ENTRY_ID_MAX) {

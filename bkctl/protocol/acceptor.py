@@ -17,14 +17,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-#: A TLS handshake takes as long at most. Source: Netty's SslHandler.
+#: Longest TLS handshake. Source: Netty's SslHandler.
 TLS_HANDSHAKE_TIMEOUT_S: Final = 10.0
-#: Connections that one turn of the event loop accepts: those that are open get their turn, too.
+#: Connections accepted in one turn of the event loop, so that open connections get their turn, too.
 ACCEPTS_AT_ONCE: Final = 64
 BACKLOG: Final = 1024
-#: After accept failed for want of resources, the next attempt comes so much later.
+#: Pause after accept failed for lack of resources.
 ACCEPT_PAUSE_S: Final = 0.5
-#: The process, or the system, cannot have another socket now.
+#: The process or the system has no resources for another socket.
 _EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 log: Final = logging.getLogger("bkctl.protocol")
@@ -40,9 +40,9 @@ def share_of_descriptors(divisor: int, most: int) -> int:
 
 
 def release(error: BaseException | None) -> None:
-    """Drop what the traceback of a failed handshake holds: its frames, the transport and 256 KiB of buffer, in a cycle.
+    """Free what the traceback of a failed handshake holds in a cycle: frames, transport, and 256 KiB of buffer.
 
-    The collector of cycles runs too seldom for strangers who fail on purpose.
+    Python's cycle collector runs too seldom when clients fail on purpose.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
@@ -51,7 +51,7 @@ def release(error: BaseException | None) -> None:
 
 
 class _Accepted(socket.socket):
-    """A client's socket that reports once that its transport gave it up."""
+    """A client's socket that reports once when its transport gives it up."""
 
     on_closed: Callable[[], None] | None = None
 
@@ -76,7 +76,7 @@ class Acceptor:
     connections are closed as they are accepted. `tls` encrypts from the first byte; a handshake ends after
     `handshake_timeout_s`. `ended` counts, by reason, connections that ended for another reason than a client's wish:
     `connections` (over the bound), `descriptors` (attempts to accept without a free descriptor) and `handshake`.
-    `close` and `wait_closed` are those of asyncio.Server.
+    `close` and `wait_closed` work as asyncio.Server's.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Acceptor:
             try:
                 plain, _ = listener.accept()
             except OSError as error:
-                # Linux also reports what happened to the connection that waited: the next one is tried then.
+                # Linux also reports errors of the waiting connection itself; the next turn accepts the next one.
                 if error.errno in _EXHAUSTED:
                     self._wait_for_descriptors(error)
                 return

@@ -1,25 +1,28 @@
-"""Runs of plain adds of one ledger, taken from a bookie's connection at once: what one add costs is shared by many.
+"""Runs of plain adds of one ledger, decoded from a bookie's connection at once, so that many adds share their cost.
 
-A run is frames that stand one behind the other in what arrived, of one ledger with one master key, without flags, each
-with an entry of that ledger in the format of its scope. Whatever is not in exactly that form is left to `v2.py` and
-`v3.py`, frame by frame; so are entry ids that not every storage has room for. Entries are copied out of the
-connection's buffer, as records: behind their size, as journals and entry logs keep them.
+A run is a sequence of adjacent frames of one ledger with one master key, without flags, each with an entry of that
+ledger in the format of its scope. `v2.py` and `v3.py` decode all other frames one by one, and entry ids that some
+storage has no room for. Entries are copied out of the connection's buffer as records: behind their size, as journals
+and entry logs store them.
+
+`_add_runs.c` is the same loop, compiled. Both are tested against protobuf.
 """
 
 from __future__ import annotations
 
+import functools
+import re
 import struct
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 from bkctl.formats.entry import ENTRY_FLAGS_V2, ENTRY_V1, ENTRY_V2, HEADER_SIZE_V1
 from bkctl.formats.index import ENTRY_ID_MAX
-from bkctl.formats.record import record_of
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.protocol import v2, v3, v3_hot
-from bkctl.protocol.messages import AddRequest, AddResponse, BytesLike, Status
+from bkctl.protocol.messages import AddResponse, BytesLike, Status
 
-#: What `_add_runs` must say of itself: one that was built from other sources, or none at all, is not used.
+#: Version of `_add_runs` that fits; a module that was built from other sources is not used.
 COMPILED_API: Final = 1
 try:
     from bkctl.protocol import _add_runs as compiled
@@ -30,12 +33,19 @@ else:
         compiled = None  # type: ignore[assignment]
 
 _V2_HEAD: Final = v2.VERSION << 24 | v2.ADD_ENTRY << 16
-#: Frame length, header, master key, and what an entry of scope 0 begins with: ledger, entry, LAC.
+#: Frame length, header, master key, and the first fields of an entry of scope 0: ledger, entry, LAC.
 _V2_FRAME: Final = struct.Struct(">iI20sQqq")
 _V2_BODY_AT: Final = 28
 _V2_BODY_MIN: Final = HEADER_SIZE_V1
-#: Where the transaction id stands in a v3 frame behind its length.
-_V3_TXN_AT: Final = 7
+_VARINT: Final = rb"([\x80-\xff]{0,8}[\x00-\x7f]|[\x80-\xff]{9}[\x00\x01])"
+#: An add as in v3_hot.py, up to its body; the groups are header size, transaction id, nested size,
+#: ledger, entry, master key and body size.
+_V3_ADD: Final = re.compile(
+    rb"\x0a(.)\x08\x03\x10\x02\x18%b\xaa\x06%b\x08%b\x10%b\x1a\x14(.{20})\x22%b" % ((_VARINT,) * 5), re.DOTALL
+)
+_V3_SCOPE: Final = re.compile(b"\x78" + _VARINT)
+#: Frame length, header size, transaction id, nested size, nested message in three parts.
+_V3_ANSWER: Final = b"%b\x0a%c\x08\x03\x10\x02\x18%b\x10\x00\xaa\x06%c%b%b%b"
 _V2_ANSWER: Final = struct.Struct(">iIiQq")
 _LENGTH: Final = struct.Struct(">i")
 
@@ -43,9 +53,9 @@ _new = tuple.__new__
 
 
 class AddRun(NamedTuple):
-    """Plain adds of one ledger. `size` is the bytes of `records`, `last_add_confirmed` the highest that they say.
+    """Plain adds of one ledger. `size` is the bytes of `records`, `last_add_confirmed` the highest one in them.
 
-    `answers` are the frames that tell the client that all of them are on disk.
+    `answers` are the response frames for the case that all of them are on disk.
     """
 
     ledger: LedgerId
@@ -57,20 +67,20 @@ class AddRun(NamedTuple):
     answers: bytes
 
 
-#: Called once with what became of a run.
+#: Called once with the outcome of a run.
 AnswerAdds: TypeAlias = Callable[[Status], None]
 
 
-#: Where a run ends, and the fields of its AddRun, the ledger as a plain tuple.
-Taken: TypeAlias = tuple[int, tuple[int, int], bytes, list[int], list[bytes], int, int, bytes]
+#: The offset behind a run, and the fields of its AddRun, the ledger as a plain tuple.
+RunFields: TypeAlias = tuple[int, tuple[int, int], bytes, list[int], list[bytes], int, int, bytes]
 
 
 def take_run(
     buffer: memoryview, at: int, end: int, size_max: int, count_max: int, *, is_v2: bool
 ) -> tuple[int, AddRun] | None:
-    """The run of frames that begins at byte `at` of `buffer`, and where it ends; None where none begins there.
+    """Return the offset behind the run of frames that begins at byte `at`, and the run; None without a run there.
 
-    Of at most `count_max` frames of at most `size_max` bytes (their length field's), all within `buffer[:end]`.
+    A run has at most `count_max` frames of at most `size_max` bytes (by their length field), within `buffer[:end]`.
     """
     found = (_take_v2 if is_v2 else _take_v3)(buffer, at, end, size_max, count_max)
     if found is None:
@@ -79,8 +89,8 @@ def take_run(
     return stop, _new(AddRun, (_new(LedgerId, ledger), *fields))
 
 
-def take_v2(buffer: memoryview, at: int, end: int, size_max: int, count_max: int) -> Taken | None:
-    """`take_run` for protocol v2, in plain Python."""
+def take_v2(buffer: memoryview, at: int, end: int, size_max: int, count_max: int) -> RunFields | None:
+    """Do what `take_run` does for protocol v2, in plain Python."""
     unpack, pack_size, pack_answer = _V2_FRAME.unpack_from, _LENGTH.pack, _V2_ANSWER.pack
     entry_ids: list[int] = []
     records: list[bytes] = []
@@ -111,124 +121,75 @@ def take_v2(buffer: memoryview, at: int, end: int, size_max: int, count_max: int
     return at, (0, run_ledger), run_key, entry_ids, records, size, highest, b"".join(answers)
 
 
-def take_v3(buffer: memoryview, at: int, end: int, size_max: int, count_max: int) -> Taken | None:
-    """`take_run` for protocol v3, of any scope, in plain Python."""
+def take_v3(buffer: memoryview, at: int, end: int, size_max: int, count_max: int) -> RunFields | None:
+    """Do what `take_run` does for protocol v3, of any scope, in plain Python."""
+    unpack_length, match_add, pack_size = _LENGTH.unpack_from, _V3_ADD.match, _LENGTH.pack
     entry_ids: list[int] = []
     records: list[bytes] = []
-    answers: list[BytesLike] = []
-    ledger, key, highest = LedgerId(0, 0), b"", -1
-    form: _Form | None = None
+    answers: list[bytes] = []
+    run_key, run_ledger, highest = b"", (0, 0), -1
     size = 0
     while end - at >= 4 and len(records) < count_max:
-        found = None if form is None else form.read(buffer, at, end)
-        if form is not None and found is not None:
-            entry_id, lac, record, answer = found
-            answers.append(answer)
-            stop = at + form.size
-        else:
-            (frame_size,) = _LENGTH.unpack_from(buffer, at)
-            stop = at + 4 + frame_size
-            if stop > end or not 0 <= frame_size <= size_max:
-                break
-            call = v3_hot.decode_request(buffer, at + 4, stop)
-            if call is None:
-                break
-            txn_id, _, request = call
-            if type(request) is not AddRequest:
-                break
-            body = request.body
-            assert isinstance(body, memoryview)
-            ids = _ids_of(body, request.ledger)
-            if ids is None or ids[0] != request.entry_id:
-                break
-            if not records:
-                ledger, key = request.ledger, request.master_key
-            elif request.ledger != ledger or request.master_key != key:
-                break
-            elif v3_hot.encode_add(txn_id, request, []) == stop - at:  # no number is written longer than it need be
-                form = _Form(buffer, at, stop, txn_id, request)
-            entry_id, lac = ids
-            record = record_of(body)
-            v3_hot.encode_add_response(txn_id, AddResponse(Status.EOK, ledger, entry_id), ledger[0], answers)
+        (frame_size,) = unpack_length(buffer, at)
+        stop = at + 4 + frame_size
+        if stop > end or not 0 <= frame_size <= size_max:
+            break
+        found = match_add(buffer, at + 4, stop)
+        if found is None:
+            break
+        header_size, txn, nested_size, ledger_field, entry_field, key, body_field = found.groups()
+        body_at = found.end()
+        body_size = _number(body_field)
+        body_end = body_at + body_size
+        scope_id = 0 if body_end == stop else _scope_of(bytes(buffer[body_end:stop]))
+        if header_size[0] != 5 + len(txn) or _number(nested_size) != stop - found.end(3) or scope_id is None:
+            break
+        ledger = scope_id, _number(ledger_field)
+        body = buffer[body_at:body_end]
+        ids = _ids_of(body, ledger)
+        if ids is None:
+            break
+        entry_id, lac = ids
+        entry = v3_hot.varint(entry_id)
+        if entry_field != entry and _number(entry_field) != entry_id:
+            break
+        if not records:
+            run_ledger, run_key = ledger, key
+            tail = b"\x78" + v3_hot.varint(scope_id) if scope_id else b""
+            nested = b"\x08\x00\x10%b\x18" % v3_hot.varint(ledger[1])
+            nested_rest = len(nested) + len(tail)
+        elif ledger != run_ledger or key != run_key:
+            break
+        if not txn[-1] and len(txn) > 1:  # a longer form of the number than ours
+            txn = v3_hot.varint(_number(txn))
+        sizes = 12 + len(txn) + nested_rest + len(entry), 5 + len(txn), nested_rest + len(entry)
+        answers.append(_V3_ANSWER % (pack_size(sizes[0]), sizes[1], txn, sizes[2], nested, entry, tail))
         if lac > highest:
             highest = lac
         entry_ids.append(entry_id)
-        records.append(record)
-        size += len(record)
+        records.append(pack_size(body_size) + body)
+        size += 4 + body_size
         at = stop
     if not records:
         return None
-    return at, ledger, key, entry_ids, records, size, highest, b"".join(answers)
+    return at, run_ledger, run_key, entry_ids, records, size, highest, b"".join(answers)
 
 
-class _Form:
-    """Adds of protocol v3 that are as one that was decoded, but for the bytes of transaction id, entry id and entry."""
-
-    def __init__(self, buffer: memoryview, at: int, stop: int, txn_id: int, request: AddRequest) -> None:
-        self.ledger = request.ledger
-        body = request.body
-        assert isinstance(body, memoryview)
-        #: Bytes of a frame; of the body; of the two numbers as varints.
-        self.size = stop - at
-        self.body_size = len(body)
-        self.txn_size, self.entry_size = len(v3_hot.varint(txn_id)), len(v3_hot.varint(request.entry_id))
-        scope = b"\x78" + v3_hot.varint(self.ledger[0]) if self.ledger[0] else b""
-        #: Where they stand in a frame.
-        self.txn_at = 4 + _V3_TXN_AT
-        self.body_at = self.size - len(scope) - self.body_size
-        self.entry_at = self.body_at - len(v3_hot.varint(self.body_size)) - 23 - self.entry_size
-        #: What stands before, between and behind them.
-        frame = buffer[at:stop]
-        txn_end, entry_end, body_end = (
-            self.txn_at + self.txn_size, self.entry_at + self.entry_size, self.body_at + self.body_size
-        )  # fmt: skip
-        self.fixed = tuple(
-            (begin, end, bytes(frame[begin:end]))
-            for begin, end in (
-                (0, self.txn_at), (txn_end, self.entry_at), (entry_end, self.body_at), (body_end, self.size)
-            ) if begin != end
-        )  # fmt: skip
-        self.txn_mask = int.from_bytes(b"\x80" * self.txn_size, "little")
-        self.txn_marks = int.from_bytes(b"\x80" * (self.txn_size - 1), "little")
-        self.txn_last_max = 127 if self.txn_size < 10 else 1
-        nested = b"\x08\x00\x10%b\x18" % v3_hot.varint(self.ledger[1])
-        header_size, nested_size = 5 + self.txn_size, len(nested) + self.entry_size + len(scope)
-        self.answer = (
-            _LENGTH.pack(2 + header_size + 5 + nested_size) + b"\x0a%c\x08\x03\x10\x02\x18" % header_size,
-            b"\x10\x00\xaa\x06%c%b" % (nested_size, nested),
-            scope,
-        )
-        self.size_field = _LENGTH.pack(self.body_size)
-
-    def read(self, buffer: memoryview, at: int, end: int) -> tuple[int, int, bytes, bytes] | None:
-        """Entry id, LAC, record and answer of the frame at byte `at`; None where it has another form."""
-        if end - at < self.size:
-            return None
-        for begin, stop, expected in self.fixed:
-            if buffer[at + begin : at + stop] != expected:
-                return None
-        txn_at = at + self.txn_at
-        txn = bytes(buffer[txn_at : txn_at + self.txn_size])
-        if int.from_bytes(txn, "little") & self.txn_mask != self.txn_marks:
-            return None
-        if self.txn_size > 1 and not 1 <= txn[-1] <= self.txn_last_max:
-            return None
-        body_at = at + self.body_at
-        body = buffer[body_at : body_at + self.body_size]
-        found = _ids_of(body, self.ledger)
-        if found is None:
-            return None
-        entry_id, lac = found
-        entry_at = at + self.entry_at
-        entry = v3_hot.varint(entry_id)
-        if buffer[entry_at : entry_at + self.entry_size] != entry:
-            return None
-        front, between, scope = self.answer
-        return entry_id, lac, self.size_field + body, b"".join((front, txn, between, entry, scope))
+@functools.lru_cache(1024)
+def _number(field: bytes) -> int:
+    """Return the number that a varint stands for; most numbers of a run repeat."""
+    return v3_hot.read_varint(memoryview(field + bytes(8)), 0)[0]
 
 
-def _ids_of(body: memoryview, ledger: LedgerId) -> tuple[int, int] | None:
-    """Entry id and LAC of an entry; None where it is none of this ledger in the format of its scope."""
+@functools.lru_cache(1024)
+def _scope_of(tail: bytes) -> int | None:
+    """Return the scope that the field behind an add's body says; None for another field, or a body cut short."""
+    found = _V3_SCOPE.fullmatch(tail)
+    return None if found is None else _number(found[1])
+
+
+def _ids_of(body: memoryview, ledger: tuple[int, int]) -> tuple[int, int] | None:
+    """Return entry id and LAC of an entry; None for another ledger's, or one not in the format of its scope."""
     try:
         if ledger[0]:
             flags, scope_id, ledger_id, entry_id, lac, _ = ENTRY_V2.unpack_from(body)
@@ -246,7 +207,7 @@ _take_v3 = take_v3 if compiled is None else compiled.take_v3
 
 
 def refusals(adds: AddRun, status: Status, *, is_v2: bool) -> bytes:
-    """The frames that tell the client of `status` instead of `adds.answers`."""
+    """Return the response frames with `status`, in place of `adds.answers`."""
     out: list[BytesLike] = []
     if is_v2:
         for entry_id in adds.entry_ids:

@@ -1,9 +1,8 @@
-"""A client's TCP connection to a bookie: correlation, timeouts, START_TLS, what a bookie without scopes never gets.
+"""A client's TCP connection to a bookie: correlation, timeouts, START_TLS, and the connection lock of scopes.
 
-Its framing serves both ends; the bookie's is `server.py`. Both are asyncio protocols that receive straight into their
-own buffer (no streams) and write once a loop tick.
-A decoded body is a view of that buffer and keeps it alive; a new buffer is taken instead of reusing one in view.
-Source: PerChannelBookieClient, LengthFieldBasedFrameDecoder.
+A bookie without scopes ignores the scope of a request and acts on scope 0. Two locks keep scoped requests from it (see
+"Scopes beside Apache's bookies" in docs/architecture.md); `BookieConnection.supports_scopes` is the second one.
+Source: PerChannelBookieClient.
 """
 
 from __future__ import annotations
@@ -13,25 +12,20 @@ import math
 import os
 import re
 import ssl
-import struct
-from collections import deque
-from collections.abc import Callable, Coroutine
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from collections.abc import Coroutine
+from typing import Any, Final, TypeVar, cast
 
 from bkctl.errors import BkctlError, BookieUnavailable, ProtocolError, TimedOut, UsageError
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.protocol import v2, v3
+from bkctl.protocol.framing import WRITE_BUFFER_BYTES_MAX, FramedProtocol
 from bkctl.protocol.messages import (
     FRAME_SIZE_BYTES_MAX,
     LAST_ENTRY,
+    LEDGER_REQUESTS,
+    LEDGER_RESPONSES,
     AddRequest,
-    AddResponse,
     BatchReadRequest,
-    BytesLike,
-    ForceLedgerRequest,
-    ForceLedgerResponse,
-    ListEntriesRequest,
-    ListEntriesResponse,
     Protocol,
     ReadLacRequest,
     ReadLacResponse,
@@ -41,32 +35,25 @@ from bkctl.protocol.messages import (
     Response,
     StartTlsRequest,
     Status,
-    WriteLacRequest,
-    WriteLacResponse,
+    scope_of,
 )
+from bkctl.protocol.pending_packets import PendingPackets, PendingRequest
 
 _T = TypeVar("_T")
 
-#: The ledger that only a bookie with scopes answers with its scope (design: lock 2). Nothing is ever stored there.
+#: The ledger that the connection lock asks about: only a bookie with scopes echoes its scope. It never has entries.
 SCOPE_PROBE: Final = LedgerId(1, I64_MAX)
 _PROBE: Final = ReadLacRequest(SCOPE_PROBE)
 
-#: Bytes that may wait for a slow reader before its connection is no longer read (server) or `drain` waits (client).
-WRITE_BUFFER_BYTES_MAX: Final = 1 << 20
-#: Answers still to come that nobody waits for, above which the connection is given up.
+#: Keys of timed-out v2 requests with answers still to come, above which the connection is given up.
 OWED_MAX: Final = 10_000
 
-#: How long a client that closes waits for the bookie to say so too: Apache's never does.
+#: Time that a closing client waits for the bookie's own TLS closure, which Apache's never sends.
 TLS_FAREWELL_S: Final = 0.5
-
-#: A small entry keeps the buffer that it came in: that is no larger than what its connection has sent calls for.
-_RECEIVE_BYTES_MIN: Final = 1 << 12
-_RECEIVE_BYTES_MAX: Final = 1 << 18
-_FRAME_LENGTH: Final = struct.Struct(">i")
 
 
 def run(coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """Run `coroutine` to its end on a new event loop, uvloop's where it is installed; returns its result."""
+    """Run `coroutine` on a new event loop, uvloop's where it is installed, and return its result."""
     try:
         import uvloop
     except ImportError:
@@ -74,189 +61,21 @@ def run(coroutine: Coroutine[Any, Any, _T]) -> _T:
     return uvloop.run(coroutine)
 
 
-class FramedProtocol(asyncio.BufferedProtocol):
-    """Splits what arrives into frames, and collects what is sent into one write a loop tick."""
-
-    def __init__(self, frame_size_bytes_max: int) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._transport: asyncio.Transport | None = None
-        self._body_size_max = frame_size_bytes_max - 4
-        self._chunk_size = _RECEIVE_BYTES_MIN
-        self._buffer = memoryview(b"")
-        self._start = 0  # the first byte that is not consumed
-        self._end = 0  # behind the last byte received
-        self._is_viewed = False  # whether a frame's body may still be a view of the buffer
-        self._halted = False  # frames wait in the buffer for _continue()
-        self._out: list[BytesLike] = []
-        self._out_size = 0
-        self._flush_due = False
-        self._write_paused = False
-        self._lost = False
-        self._gone: asyncio.Future[None] = self._loop.create_future()
-
-    # What the two ends supply.
-
-    def _frame(self, buffer: memoryview, at: int, end: int) -> None:
-        """Take one frame's body. Raises ProtocolError for bytes that end the connection."""
-        raise AssertionError
-
-    def _broken(self, problem: str) -> None:
-        """The peer broke the protocol: close."""
-        raise AssertionError
-
-    #: Takes many frames at once, from byte `at` of the buffer on; returns where it stopped, and leaves no view of it
-    #: behind. None: all frames go to `_frame`.
-    _take_frames: Callable[[memoryview, int, int], int] | None = None
-
-    # Receiving.
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        buffer, start, end = self._buffer, self._start, self._end
-        if len(buffer) - end >= self._chunk_size >> 3:
-            return buffer[end:]
-        present = end - start
-        if start and self._is_reusable and not self._is_outgrown and len(buffer) - present >= self._chunk_size >> 1:
-            buffer[:present] = buffer[start:end]
-            self._start, self._end = 0, present
-            return buffer[present:]
-        size = present + self._chunk_size
-        self._chunk_size = min(2 * self._chunk_size, _RECEIVE_BYTES_MAX)
-        if present >= 4:
-            # A large frame gets room as it arrives, not as its length claims.
-            (body_size,) = _FRAME_LENGTH.unpack_from(buffer, start)
-            size = max(size, min(4 + body_size, 4 * present))
-        fresh = memoryview(bytearray(size))
-        fresh[:present] = buffer[start:end]
-        self._buffer, self._start, self._end, self._is_viewed = fresh, 0, present, False
-        return fresh[present:]
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self._end += nbytes
-        if not self._halted:
-            self._parse()
-
-    def _parse(self) -> None:
-        buffer, at, end = self._buffer, self._start, self._end
-        length_of, size_max, frame = _FRAME_LENGTH.unpack_from, self._body_size_max, self._frame
-        take = self._take_frames
-        try:
-            while end - at >= 4:
-                if take is not None and (stop := take(buffer, at, end)) > at:
-                    self._start = at = stop
-                    if self._halted:
-                        return
-                    continue
-                (size,) = length_of(buffer, at)
-                if not 0 <= size <= size_max:
-                    raise ProtocolError(f"a frame of {size} bytes, the limit is {size_max}")
-                stop = at + 4 + size
-                if stop > end:
-                    break
-                self._start = stop
-                self._is_viewed = True
-                frame(buffer, at + 4, stop)
-                at = stop
-                if self._halted:
-                    return
-        except ProtocolError as error:
-            self._halted = True
-            self._broken(error.message)
-            return
-        if at == end and self._is_reusable and not self._is_outgrown:
-            self._start = self._end = 0
-        elif at == end and (len(buffer) - end < self._chunk_size >> 3 or not self._is_viewed):
-            # Nothing left in a used buffer, in one for a large frame, or in one that became too small.
-            self._buffer, self._start, self._end = memoryview(b""), 0, 0
-
-    @property
-    def _is_reusable(self) -> bool:
-        return not self._is_viewed and len(self._buffer) <= 2 * _RECEIVE_BYTES_MAX
-
-    @property
-    def _is_outgrown(self) -> bool:
-        """Whether the peer fills the buffer, and a larger one may be taken: the more arrives at once the better."""
-        return self._end == len(self._buffer) < self._chunk_size
-
-    # Sending.
-
-    def _queued(self, size: int) -> None:
-        """`size` bytes were appended to `_out`: see that they leave."""
-        self._out_size += size
-        if self._out_size > WRITE_BUFFER_BYTES_MAX:
-            self._flush()
-        elif not self._flush_due:
-            self._flush_due = True
-            self._loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._flush_due = False
-        if self._out and self._transport is not None and not self._lost:
-            out = b"".join(self._out)
-            self._out.clear()
-            self._out_size = 0
-            self._transport.write(out)
-
-    def pause_writing(self) -> None:
-        self._write_paused = True
-
-    def resume_writing(self) -> None:
-        self._write_paused = False
-
-    # Life.
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._use(cast("asyncio.Transport", transport))
-
-    def _use(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES_MAX)
-
-    def eof_received(self) -> bool:
-        return False
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._lost = self._halted = True
-        self._out.clear()
-        self._buffer, self._start, self._end = memoryview(b""), 0, 0
-        if not self._gone.done():
-            self._gone.set_result(None)
-
-
-#: What waits for an answer: its future, its request, and the tick at which it has failed.
-_Waiting: TypeAlias = tuple["asyncio.Future[Response]", Request, int]
 _TICKS_PER_TIMEOUT: Final = 8
-_LEDGER_REQUESTS: Final = frozenset(
-    {
-        AddRequest,
-        ReadRequest,
-        BatchReadRequest,
-        WriteLacRequest,
-        ReadLacRequest,
-        ForceLedgerRequest,
-        ListEntriesRequest,
-    }
-)
-_LEDGER_RESPONSES: Final = frozenset(
-    {AddResponse, ReadResponse, WriteLacResponse, ReadLacResponse, ForceLedgerResponse, ListEntriesResponse}
-)
 
 
 class BookieConnection(FramedProtocol):
-    """A client's connection to one bookie; made by `open`. All of it belongs to the event loop's thread.
+    """A client's connection to one bookie, created by `open`. Use it from the event loop's thread only.
 
     Any number of requests may be in flight. v3 answers are matched by transaction id, v2's by operation, ledger and
-    entry (equal requests: first in, first out; batch reads by request id). An answer nobody waits for is dropped.
-
-    v2 answers do not tell a fencing read from a plain one, or a recovery add from another; taken for the answer of a
-    fencing read, a plain one's would prove a fence that never was. So of two such requests for one entry the second
-    waits here until the first is answered; when that does not come in time, the connection is given up.
+    entry (batch reads by request id; see PendingPackets). Late answers are dropped.
     """
 
     def __init__(self, bookie_id: str, protocol: Protocol, timeout_s: float, frame_size_bytes_max: int) -> None:
         super().__init__(frame_size_bytes_max)
         self.bookie_id = bookie_id
         self.protocol = protocol
-        self._is_v2 = False  # also with Protocol.V2 the TLS request before is v3
+        self._is_v2 = False  # until START_TLS, which is v3 even with Protocol.V2, is over
         self._upgrading = False
         self._frame_size_max = frame_size_bytes_max
         self._timeout_s = timeout_s
@@ -264,10 +83,8 @@ class BookieConnection(FramedProtocol):
         self._tick = 0
         self._ticker: asyncio.TimerHandle | None = None
         self._txn_id = 0
-        self._calls: dict[int, _Waiting] = {}
-        self._packets: dict[v2.Key, _Waiting | deque[_Waiting]] = {}
-        self._held: dict[v2.Key, deque[_Waiting]] = {}  # not sent yet
-        self._owed: dict[v2.Key, int] = {}  # answers to come that nobody waits for any more
+        self._calls: dict[int, PendingRequest] = {}
+        self._packets = PendingPackets(lambda request: self._queued(v2.encode_request(request, self._out)[1]))
         self._scopes: bool | None = None
         self._probe: asyncio.Future[Response] | None = None
         self._failure: BkctlError | None = None
@@ -313,7 +130,7 @@ class BookieConnection(FramedProtocol):
                 reason = os.strerror(error.errno)  # asyncio says `Connect call failed ('127.0.0.1', 3181)`
             what = "and this client do not agree on TLS" if is_tls else "cannot be reached"
             raise BookieUnavailable(f"{where} {what}: {reason}") from error
-        except (ValueError, OverflowError) as error:  # what was registered is no host name, or no port
+        except (ValueError, OverflowError) as error:  # the registered address is not a host name and port
             raise BookieUnavailable(f"{where} cannot be reached: {error}") from error
         else:
             connection._is_v2 = protocol is Protocol.V2
@@ -344,7 +161,7 @@ class BookieConnection(FramedProtocol):
 
     @property
     def closed(self) -> bool:
-        """Whether no request can be sent any more."""
+        """True once no request can be sent any more."""
         return self._failure is not None
 
     def send(self, request: Request) -> asyncio.Future[Response]:
@@ -364,13 +181,13 @@ class BookieConnection(FramedProtocol):
             key, size = v2.encode_request(request, out)
             if self._refused(future, size, count):
                 return future
-            waiting = (future, request, expiry)
-            if (key in self._packets or self._owed) and self._has_to_wait(key, request):
+            packets, pending = self._packets, (future, request, expiry)
+            if (key in packets.sent or packets.owed) and packets.must_hold(key, request):
                 del out[count:]
                 size = 0
-                self._held.setdefault(key, deque()).append(waiting)
+                packets.hold(key, pending)
             else:
-                self._expect(key, waiting)
+                packets.expect(key, pending)
         else:
             if not self._scopes and scope_of(request) and request is not _PROBE:
                 ledger = cast("ReadRequest", request).ledger
@@ -390,49 +207,8 @@ class BookieConnection(FramedProtocol):
         self._queued(size)
         return future
 
-    def _expect(self, key: v2.Key, waiting: _Waiting) -> None:
-        earlier = self._packets.setdefault(key, waiting)
-        if earlier is not waiting:
-            if isinstance(earlier, deque):
-                earlier.append(waiting)
-            else:
-                self._packets[key] = deque((earlier, waiting))
-
-    def _has_to_wait(self, key: v2.Key, request: Request) -> bool:
-        """Whether an answer is still to come for `key` that must not be taken for the answer to `request`."""
-        if key in self._held:
-            return True
-        forces = _forces(request)
-        earlier = self._packets.get(key)
-        if earlier is not None and _forces((earlier[0] if isinstance(earlier, deque) else earlier)[1]) != forces:
-            return True
-        return forces and key in self._owed
-
-    def _send_held(self, key: v2.Key) -> None:
-        """Send what was held back for `key`, up to the first request that still has to wait."""
-        held = self._held.pop(key)
-        while held:
-            waiting = held[0]
-            if not waiting[0].done():
-                if self._has_to_wait(key, waiting[1]):
-                    self._held[key] = held
-                    return
-                self._expect(key, waiting)
-                self._queued(v2.encode_request(waiting[1], self._out)[1])
-            held.popleft()
-
-    def _tend_held(self, tick: int) -> bool:
-        """Send what need not wait any more; False when a request failed that waited too long."""
-        for key in list(self._held):
-            self._send_held(key)
-            for waiting in self._held.get(key, ()):
-                if waiting[2] <= tick and not waiting[0].done():
-                    self._time_out(waiting)
-                    return False
-        return True
-
     def _refused(self, future: asyncio.Future[Response], size: int, count: int) -> bool:
-        """Whether the frame just appended behind `count` pieces must not leave; takes it back then."""
+        """Take back the frame behind `count` pieces, and return True, if it is too large or the connection failed."""
         if size <= self._frame_size_max and self._failure is None:
             return False
         del self._out[count:]
@@ -453,10 +229,10 @@ class BookieConnection(FramedProtocol):
             raise _copy(self._failure)
 
     async def supports_scopes(self) -> bool:
-        """Whether the bookie serves scopes other than 0; asked once a connection (READ_LAC of SCOPE_PROBE).
+        """Return True if the bookie serves scopes other than 0; asked once per connection (READ_LAC of SCOPE_PROBE).
 
-        Only an answer that echoes the scope is True; a bare status or none in time is False for this connection, and
-        so is v2. Raises BookieUnavailable when the connection is lost. Source: BP-35, lock 2.
+        This is the connection lock of scopes. Only an answer that echoes the scope opens it; a bare status, no answer
+        in time, and v2 leave it shut for this connection. Raises BookieUnavailable when the connection is lost.
         """
         if self._scopes is None and self._is_v2:
             self._scopes = False
@@ -480,21 +256,13 @@ class BookieConnection(FramedProtocol):
     def _frame(self, buffer: memoryview, at: int, end: int) -> None:
         if self._is_v2:
             key, response = v2.decode_response(buffer, at, end)
-            waiting = self._packets.pop(key, None)
-            if isinstance(waiting, deque):
-                queue, waiting = waiting, waiting.popleft()
-                if queue:
-                    self._packets[key] = queue
-            if waiting is not None:
-                future = waiting[0]
-                if not future.done():
-                    future.set_result(response)
-            elif key in self._owed:
-                self._owed[key] -= 1
-                if not self._owed[key]:
-                    del self._owed[key]
-            if key in self._held:
-                self._send_held(key)
+            packets = self._packets
+            sent = packets.sent.pop(key, None)
+            future_or_none = sent[0] if isinstance(sent, tuple) else packets.first_of(key, sent)
+            if future_or_none is not None and not future_or_none.done():
+                future_or_none.set_result(response)
+            if key in packets.held:
+                packets.send_held(key)
             return
         txn_id, operation, answer, problem = v3.decode_response(buffer, at, end)
         call = self._calls.pop(txn_id, None)
@@ -502,7 +270,7 @@ class BookieConnection(FramedProtocol):
             return
         future, request, _ = call
         if self._upgrading:
-            # What follows in clear is not the bookie's word.
+            # Anything may have sent what follows in clear text.
             self._halted = True
         if future.done():
             return
@@ -510,10 +278,10 @@ class BookieConnection(FramedProtocol):
             problem = f"operation {operation} in answer to {type(request).__name__}"
         elif answer is None:
             problem = f"an answer to {type(request).__name__} that makes no sense: {problem}"
-        elif type(answer) in _LEDGER_RESPONSES and answer[1] != request[0]:  # type: ignore[misc]
-            asked, told = cast("ReadRequest", request).ledger, cast("ReadResponse", answer).ledger
-            problem = f"an answer for ledger {told!r} to {type(request).__name__} of {asked!r}"
-            if told[0] != asked[0]:
+        elif type(answer) in LEDGER_RESPONSES and answer[1] != request[0]:  # type: ignore[misc]
+            asked, answered = cast("ReadRequest", request).ledger, cast("ReadResponse", answer).ledger
+            problem = f"an answer for ledger {answered!r} to {type(request).__name__} of {asked!r}"
+            if answered[0] != asked[0]:
                 self._scopes = False
         else:
             future.set_result(answer)
@@ -524,27 +292,21 @@ class BookieConnection(FramedProtocol):
         self._tick = tick = self._tick + 1
         for txn_id in [txn_id for txn_id, call in self._calls.items() if call[2] <= tick]:
             self._time_out(self._calls.pop(txn_id))
-        if self._packets:
-            for key, waiting in list(self._packets.items()):
-                if isinstance(waiting, deque):
-                    while waiting and waiting[0][2] <= tick:
-                        self._time_out(waiting.popleft())
-                        self._owed[key] = self._owed.get(key, 0) + 1
-                    if not waiting:
-                        del self._packets[key]
-                elif waiting[2] <= tick:
-                    del self._packets[key]
-                    self._time_out(waiting)
-                    self._owed[key] = self._owed.get(key, 0) + 1
-        if len(self._owed) > OWED_MAX or not self._tend_held(tick):
+        packets = self._packets
+        for pending in packets.expire(tick):
+            self._time_out(pending)
+        late = None if len(packets.owed) > OWED_MAX else packets.expire_held(tick)
+        if late is not None:
+            self._time_out(late)
+        if late is not None or len(packets.owed) > OWED_MAX:
             self._fail(BookieUnavailable(f"Bookie {self.bookie_id} left too much without an answer"))
             self._abort()
             return
-        more = self._calls or self._packets or self._held
+        more = self._calls or packets.sent or packets.held
         self._ticker = self._loop.call_later(self._tick_s, self._expire) if more else None
 
-    def _time_out(self, waiting: _Waiting) -> None:
-        future, request, _ = waiting
+    def _time_out(self, pending: PendingRequest) -> None:
+        future, request, _ = pending
         if not future.done():
             message = f"Bookie {self.bookie_id} gave no answer within {self._timeout_s:g} s to {_described(request)}"
             _fail(future, TimedOut(message, hint="it may be overloaded or cut off; --timeout sets how long to wait"))
@@ -576,19 +338,9 @@ class BookieConnection(FramedProtocol):
         if self._ticker is not None:
             self._ticker.cancel()
             self._ticker = None
-        waiting = list(self._calls.values())
-        for packet in self._packets.values():
-            if isinstance(packet, deque):
-                waiting.extend(packet)
-            else:
-                waiting.append(packet)
-        for held in self._held.values():
-            waiting.extend(held)
+        unanswered = [*self._calls.values(), *self._packets.clear()]
         self._calls.clear()
-        self._packets.clear()
-        self._held.clear()
-        self._owed.clear()
-        for future, _, _ in waiting:
+        for future, _, _ in unanswered:
             if not future.done():
                 _fail(future, _copy(failure))
         self._wake_writers()
@@ -610,22 +362,11 @@ class BookieConnection(FramedProtocol):
         await asyncio.shield(self._gone)
 
 
-def scope_of(request: Request) -> int:
-    return cast("ReadRequest", request).ledger[0] if type(request) in _LEDGER_REQUESTS else 0
-
-
-def _forces(request: Request) -> bool:
-    """Whether it is a fencing read or a recovery add."""
-    if isinstance(request, ReadRequest):
-        return request.fence
-    return isinstance(request, AddRequest) and request.recovery_add
-
-
 def _described(request: Request) -> str:
-    """`request` in an operator's words."""
+    """Return `request` in an operator's words."""
     name = type(request).__name__.removesuffix("Request")
     what = "a request (" + re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower() + ")"
-    if type(request) in _LEDGER_REQUESTS:
+    if type(request) in LEDGER_REQUESTS:
         what += f" of ledger {cast('ReadRequest', request).ledger}"
     if isinstance(request, AddRequest | ReadRequest | BatchReadRequest):
         what += ", the last entry" if request.entry_id == LAST_ENTRY else f", entry {request.entry_id}"
@@ -633,11 +374,11 @@ def _described(request: Request) -> str:
 
 
 def _fail(future: asyncio.Future[Response], error: BkctlError) -> None:
-    """Fail `future`; a caller that has its answer elsewhere by now need not look (asyncio would complain)."""
+    """Fail `future`, without asyncio's complaint when its caller no longer looks at it."""
     future.set_exception(error)
     future.exception()
 
 
 def _copy(error: BkctlError) -> BkctlError:
-    """The same error anew, since each raise adds to an error's traceback."""
+    """Return a new error like `error`, because each raise extends an error's traceback."""
     return type(error)(error.message, hint=error.hint)

@@ -1,15 +1,16 @@
 """BookKeeper's wire messages as one set of immutable values, shared by protocol v2 and v3 and by both ends.
 
-The bytes are in `v2.py` and `v3.py`; `connection.py` moves them. A body that was received is a view of the receive
-buffer: it stays valid as long as it is held, and keeps up to a receive buffer alive (copy it with `bytes()` to keep it
-for long). Source: BookieProtocol (v2), BookkeeperProtocol.proto (v3), BP-35 for the ledger scope id.
+The bytes are in `v2.py` and `v3.py`; `framing.py` moves them. A received body is a view of the receive buffer: it stays
+valid while it is held, and keeps the buffer alive (copy a body with `bytes()` to keep it for long).
+
+Source: BookieProtocol (v2), BookkeeperProtocol.proto (v3), BP-35 for the ledger scope id.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum, IntFlag
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias, get_args
 
 from bkctl.errors import BY_V3_CODE, BkctlError
 from bkctl.ids import LedgerId
@@ -19,7 +20,7 @@ FRAME_SIZE_BYTES_MAX: Final = 5 * 1024 * 1024
 MASTER_KEY_SIZE_BYTES: Final = 20
 #: The entry id of "the last entry on that bookie".
 LAST_ENTRY: Final = -1
-#: Plug-in name of a peer without authentication. Source: AuthProviderFactoryFactory.
+#: Name of the authentication plug-in of peers without authentication. Source: AuthProviderFactoryFactory.
 AUTH_DISABLED_PLUGIN: Final = "AuthDisabledPlugin"
 #: The priority that Java's client sends with recovery reads and adds. Source: PerChannelBookieClient.
 HIGH_PRIORITY: Final = 100
@@ -35,7 +36,7 @@ class Protocol(IntEnum):
 
 
 class Status(IntEnum):
-    """What a bookie answers; the numbers are v3's. Source: BookkeeperProtocol.StatusCode, BookieProtocol."""
+    """Status of a response; the numbers are v3's. Source: BookkeeperProtocol.StatusCode, BookieProtocol."""
 
     EOK = 0
     ENOLEDGER = 402
@@ -51,12 +52,12 @@ class Status(IntEnum):
 
     @property
     def v2(self) -> int:
-        """The same answer as v2's return code."""
+        """The return code of v2 with the same meaning."""
         return _V2_CODES[self]
 
     @classmethod
     def from_v2(cls, code: int) -> Status | None:
-        """The status that v2's return code `code` means; None when v2 has no such code."""
+        """Return the status that v2's return code `code` means; None for an unknown code."""
         return _BY_V2_CODE.get(code)
 
 
@@ -67,24 +68,29 @@ for _status in Status:
 _BY_V2_CODE: Final[dict[int, Status]] = {code: status for status, code in _V2_CODES.items()}
 
 
+def status_of(error: BaseException) -> Status:
+    """Return the status that tells a client of `error`; EIO for an error without a status."""
+    return Status.EIO if not isinstance(error, BkctlError) or error.v3_code is None else Status(error.v3_code)
+
+
 def error_for(status: Status, message: str, *, hint: str | None = None) -> BkctlError:
-    """The error of the tree that `status` (not EOK) stands for, with `message`."""
+    """Return the error that `status` (not EOK) stands for, with `message`."""
     return BY_V3_CODE[status](message, hint=hint)
 
 
 class BookieInfoFlags(IntFlag):
-    """What GET_BOOKIE_INFO asks for. Source: GetBookieInfoRequest.Flags."""
+    """Values that GET_BOOKIE_INFO can ask for. Source: GetBookieInfoRequest.Flags."""
 
     TOTAL_DISK_CAPACITY = 1
     FREE_DISK_SPACE = 2
 
 
 class AddRequest(NamedTuple):
-    """Store one entry. `body` is the whole entry (header, digest, payload); on the sending side it may be a tuple of
-    pieces that are sent one after the other, on the receiving side it is one view or bytes.
+    """Store one entry. `body` is the whole entry: header, digest, payload.
 
-    A v2 frame has no ids but those in the body: `ledger` and `entry_id` are then its first two 64-bit numbers, in scope
-    0, whatever the first byte says (the bookie refuses a body of scope 0 whose first byte is ≥ 0x80).
+    A sender may give `body` as a tuple of pieces, sent one after the other; a receiver gets one view or bytes. A v2
+    frame has only the ids in the body: `ledger` and `entry_id` are its first two 64-bit numbers, in scope 0, whatever
+    the first byte is (the bookie refuses a body of scope 0 whose first byte is ≥ 0x80).
     """
 
     ledger: LedgerId
@@ -99,8 +105,8 @@ class AddRequest(NamedTuple):
 class ReadRequest(NamedTuple):
     """Read one entry, or LAST_ENTRY; with `fence` the bookie fences the ledger first (needs the master key).
 
-    `previous_lac` makes it a long poll: with `timeout_ms` the bookie waits until its LAC is above it, and with
-    `piggyback` (entry id LAST_ENTRY) answers with entry `previous_lac` + 1 beside the LAC.
+    `previous_lac` makes the read a long poll: with `timeout_ms` the bookie waits until its LAC exceeds `previous_lac`,
+    and with `piggyback` (entry id LAST_ENTRY) it answers with entry `previous_lac` + 1 beside the LAC.
     """
 
     ledger: LedgerId
@@ -116,7 +122,7 @@ class ReadRequest(NamedTuple):
 class BatchReadRequest(NamedTuple):
     """Read consecutive entries from `entry_id`, at most `max_count` (≤ 0: no limit), about `max_size` bytes; v2 only.
 
-    `request_id` is the caller's choice, unique among the requests in flight on one connection.
+    The caller chooses `request_id`, unique among the requests in flight on one connection.
     """
 
     ledger: LedgerId
@@ -145,13 +151,13 @@ class ReadLacRequest(NamedTuple):
 
 
 class ForceLedgerRequest(NamedTuple):
-    """Wait until everything that was added with deferred sync is on disk."""
+    """Wait until all entries added with deferred sync are on disk."""
 
     ledger: LedgerId
 
 
 class ListEntriesRequest(NamedTuple):
-    """Ask which entries of the ledger the bookie has. Source: GetListOfEntriesOfLedgerRequest."""
+    """Ask for the ids of the ledger's entries on the bookie. Source: GetListOfEntriesOfLedgerRequest."""
 
     ledger: LedgerId
 
@@ -170,7 +176,7 @@ class AuthMessage(NamedTuple):
 
 
 class StartTlsRequest(NamedTuple):
-    """Ask to go on in TLS; always v3."""
+    """Ask to continue in TLS; always v3."""
 
 
 class AddResponse(NamedTuple):
@@ -291,8 +297,18 @@ Response: TypeAlias = (
 )
 
 
+#: Requests and responses about one ledger, which is the first field of a request and the second of a response.
+LEDGER_REQUESTS: Final = frozenset(kind for kind in get_args(Request) if kind._fields[:1] == ("ledger",))
+LEDGER_RESPONSES: Final = frozenset(kind for kind in get_args(Response) if kind._fields[1:2] == ("ledger",))
+
+
+def scope_of(request: Request) -> int:
+    """Return the scope of the ledger that `request` is about; 0 without a ledger."""
+    return request[0][0] if type(request) in LEDGER_REQUESTS else 0  # type: ignore[misc, index, return-value]
+
+
 def refusal(request: Request, status: Status) -> Response:
-    """The answer of `request`'s own kind that carries `status` (not EOK) and nothing else."""
+    """Return the response of `request`'s operation that carries `status` (not EOK) and nothing else."""
     match request:
         case AddRequest():
             return AddResponse(status, request.ledger, request.entry_id)
@@ -314,5 +330,5 @@ def refusal(request: Request, status: Status) -> Response:
             return BareResponse(status)
 
 
-#: Takes the one answer to a request; called once, from the event loop's thread, at any time and in any order.
+#: Sends the one answer to a request. Called once, from the event loop's thread, at any time and in any order.
 Respond: TypeAlias = Callable[[Response], None]

@@ -44,7 +44,7 @@ VERSION: Final = 2
 ADD_ENTRY, READ_ENTRY, AUTH, BATCH_READ_ENTRY = 1, 2, 3, 7
 DO_FENCING, RECOVERY_ADD, HIGH_PRIORITY = 0x0001, 0x0002, 0x0004
 
-#: What finds the request that a response answers; v2 has no transaction id.
+#: Key that a request shares with its response, because v2 has no transaction id: operation, then two ids.
 Key: TypeAlias = tuple[int, int, int]
 
 _ADD_HEAD: Final = VERSION << 24 | ADD_ENTRY << 16
@@ -67,12 +67,12 @@ _I64: Final = struct.Struct(">q")
 _SIZE: Final = struct.Struct(">i")
 
 _EOK: Final = Status.EOK
-# A LedgerId whose halves were just read as u64 needs no range check: this makes it as the plain tuple that it is.
+# Creates a LedgerId without its range check, which halves that were just read as u64 do not need.
 _new = tuple.__new__
 
 
 def encode_request(request: Request, out: list[BytesLike]) -> tuple[Key, int]:
-    """Append the frame of `request` to `out`; returns its key and the frame's size in bytes.
+    """Append the frame of `request` to `out`, and return its key and the frame's size in bytes.
 
     Raises, with nothing appended, IllegalOperation when v2 cannot carry `request` (a scope other than 0, or an
     operation of v3 only), and UsageError for a master key that is missing or not 20 bytes long.
@@ -136,9 +136,9 @@ def _checked_key(master_key: bytes | None) -> bytes:
 
 
 def decode_response(buffer: memoryview, at: int, end: int) -> tuple[Key, Response]:
-    """The response whose body is `buffer[at:end]`, and the key of its request. Bodies are views of `buffer`.
+    """Return the key and the response whose body is `buffer[at:end]`. Entries are views of `buffer`.
 
-    Raises ProtocolError when the bytes are no response, or carry a code that v2 does not have.
+    Raises ProtocolError when the bytes are not a response, or carry a code that v2 does not have.
     """
     if end - at < 24:
         return _decode_other_response(buffer, at, end)
@@ -203,14 +203,14 @@ class Packet(NamedTuple):
 
     @property
     def version(self) -> int:
-        """The version that the client speaks; above 2 the answer is EBADVERSION."""
+        """The client's protocol version; above 2 the answer is EBADVERSION."""
         return self.head >> 24
 
 
 def decode_request(buffer: memoryview, at: int, end: int) -> Packet:
-    """The request whose body is `buffer[at:end]`; an add's body is a view of `buffer`.
+    """Return the request whose body is `buffer[at:end]`; an add's entry is a view of `buffer`.
 
-    Raises ProtocolError when the bytes are no v2 request: the bookie closes such a connection without an answer.
+    Raises ProtocolError when the bytes are not a v2 request: the bookie closes such a connection without an answer.
     """
     if end - at < 4:
         raise ProtocolError(f"a v2 request of {end - at} bytes")
@@ -226,7 +226,7 @@ def decode_request(buffer: memoryview, at: int, end: int) -> Packet:
         key = bytes(buffer[at : at + 20])
         at += 20
         ledger_id, entry_id = _IDS.unpack_from(buffer, at)
-        # The positions of AddRequest's fields; its own constructor takes twice as long.
+        # AddRequest's fields in order; its own constructor takes twice as long.
         fields = (
             _new(LedgerId, (0, ledger_id)),
             entry_id,
@@ -286,7 +286,7 @@ def _fencing_key(buffer: memoryview, at: int, end: int, version: int) -> bytes |
 
 
 def encode_response(head: int, response: Response, out: list[BytesLike]) -> int:
-    """Append the frame of `response` to a packet with `head` to `out`; returns its size in bytes.
+    """Append the frame of `response` to a packet with `head` to `out`, and return its size in bytes.
 
     A BareResponse has no form in v2: raises IllegalOperation (the bookie closes the connection instead).
     """

@@ -1,13 +1,15 @@
 """Protocol v3: protobuf messages with a transaction id, and BP-35's ledger scope id. Both directions.
 
 Frame: length i32 (of what follows, big-endian) ‖ serialized `Request` or `Response` of `bookkeeper_protocol.proto`.
+`MESSAGES` maps each operation to our values and to protobuf's fields; both directions follow it. Plain adds and reads
+take the fast path of `v3_hot.py`.
 Source: BookkeeperProtocol.proto, RequestEnDecoderV3 and ResponseEnDecoderV3; field 15 (`ledgerScopeId`) is BP-35's.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from google.protobuf.message import DecodeError
 
@@ -50,32 +52,196 @@ FENCE_LEDGER, ENTRY_PIGGYBACK = 1, 2
 RECOVERY_ADD = 1
 DEFERRED_SYNC = 1
 
-OPERATIONS: Final[dict[type, int]] = {
-    ReadRequest: READ_ENTRY,
-    AddRequest: ADD_ENTRY,
-    AuthMessage: AUTH,
-    WriteLacRequest: WRITE_LAC,
-    ReadLacRequest: READ_LAC,
-    BookieInfoRequest: GET_BOOKIE_INFO,
-    StartTlsRequest: START_TLS,
-    ForceLedgerRequest: FORCE_LEDGER,
-    ListEntriesRequest: LIST_ENTRIES,
-}
-
 _LENGTH: Final = struct.Struct(">i")
 _STATUSES: Final[dict[int, Status]] = {int(status): status for status in Status}
 _EOK: Final = Status.EOK
 _new = tuple.__new__
 
 
-def _join(body: BytesLike | tuple[BytesLike, ...]) -> bytes:
-    return b"".join(body) if isinstance(body, tuple) else bytes(body)
+class _Field:
+    """A value's place in a protobuf message: one field that is always set."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+
+    def write(self, message: Any, value: Any) -> None:
+        """Set `value` in `message`."""
+        setattr(message, self.name, value)
+
+    def read(self, message: Any) -> Any:
+        """Return the value that `message` has."""
+        return getattr(message, self.name)
+
+
+class _Optional(_Field):
+    """A field that is left out for None."""
+
+    def write(self, message: Any, value: Any) -> None:
+        if value is not None:
+            setattr(message, self.name, value)
+
+    def read(self, message: Any) -> Any:
+        return getattr(message, self.name) if message.HasField(self.name) else None
+
+
+class _Bytes(_Field):
+    """An entry or packet, which may be given in pieces."""
+
+    def write(self, message: Any, value: Any) -> None:
+        setattr(message, self.name, b"".join(value) if isinstance(value, tuple) else bytes(value))
+
+
+class _View(_Bytes):
+    """An entry that is received as a view."""
+
+    def read(self, message: Any) -> memoryview:
+        return memoryview(getattr(message, self.name))
+
+
+class _OptionalBytes(_Optional):
+    """An entry or packet that is left out for None."""
+
+    def write(self, message: Any, value: Any) -> None:
+        if value is not None:
+            setattr(message, self.name, bytes(value))
+
+
+class _Choice(_Field):
+    """A boolean that is one of the values of an enumeration; at most one of them can be set."""
+
+    def __init__(self, name: str, number: int) -> None:
+        super().__init__(name)
+        self.number = number
+
+    def write(self, message: Any, value: bool) -> None:
+        if value:
+            if message.HasField(self.name):
+                raise IllegalOperation("A read can fence or piggyback, not both: v3 has one flag")
+            setattr(message, self.name, self.number)
+
+    def read(self, message: Any) -> bool:
+        return bool(getattr(message, self.name) == self.number)
+
+
+class _Bit(_Choice):
+    """A boolean that is one bit of a number."""
+
+    def read(self, message: Any) -> bool:
+        return bool(getattr(message, self.name) & self.number)
+
+
+class _Ledger(_Field):
+    """A ledger id in two signed fields; the scope is left out in scope 0."""
+
+    def write(self, message: Any, value: tuple[int, int]) -> None:
+        message.ledgerId = to_signed(value[1])
+        if value[0]:
+            message.ledgerScopeId = to_signed(value[0])
+
+    def read(self, message: Any) -> LedgerId:
+        return LedgerId(to_unsigned(message.ledgerScopeId), to_unsigned(message.ledgerId))
+
+
+_LEDGER: Final = _Ledger()
+#: The priority of an add or read stands in the packet's header.
+_PRIORITY: Final = _Field("priority")
+#: The status of a response: in its nested message too, except where the row says otherwise.
+_STATUS: Final = _Field("status")
+_ENTRY_ID: Final = _Field("entryId")
+
+
+class _Form(NamedTuple):
+    """One of our values in protobuf: its type, its nested message, and its fields in the order of the type's."""
+
+    kind: type
+    nested: str
+    fields: tuple[_Field, ...]
+
+
+class _Operation(NamedTuple):
+    """A row of MESSAGES: an operation with its request and its response."""
+
+    number: int
+    request: _Form
+    response: _Form
+
+
+#: Every operation of v3. A response's first field, the status, is written to the nested message of all but AUTH and
+#: START_TLS, which have none there.
+MESSAGES: Final = (
+    _Operation(
+        READ_ENTRY,
+        _Form(ReadRequest, "readRequest", (
+            _LEDGER, _ENTRY_ID, _Optional("masterKey"), _Choice("flag", FENCE_LEDGER), _PRIORITY,
+            _Optional("previousLAC"), _Optional("timeOut"), _Choice("flag", ENTRY_PIGGYBACK),
+        )),
+        _Form(ReadResponse, "readResponse", (
+            _STATUS, _LEDGER, _ENTRY_ID, _OptionalBytes("body"), _Optional("maxLAC"), _Optional("lacUpdateTimestamp"),
+        )),
+    ),
+    _Operation(
+        ADD_ENTRY,
+        _Form(AddRequest, "addRequest", (
+            _LEDGER, _ENTRY_ID, _Field("masterKey"), _View("body"), _Choice("flag", RECOVERY_ADD), _PRIORITY,
+            _Bit("writeFlags", DEFERRED_SYNC),
+        )),
+        _Form(AddResponse, "addResponse", (_STATUS, _LEDGER, _ENTRY_ID)),
+    ),
+    _Operation(
+        AUTH,
+        _Form(AuthMessage, "authRequest", (_Field("authPluginName"), _Field("payload"))),
+        _Form(AuthResponse, "authResponse", (_STATUS, _Field("authPluginName"), _Field("payload"))),
+    ),
+    _Operation(
+        WRITE_LAC,
+        _Form(WriteLacRequest, "writeLacRequest", (_LEDGER, _Field("lac"), _Field("masterKey"), _Bytes("body"))),
+        _Form(WriteLacResponse, "writeLacResponse", (_STATUS, _LEDGER)),
+    ),
+    _Operation(
+        READ_LAC,
+        _Form(ReadLacRequest, "readLacRequest", (_LEDGER,)),
+        _Form(ReadLacResponse, "readLacResponse", (
+            _STATUS, _LEDGER, _OptionalBytes("lacBody"), _OptionalBytes("lastEntryBody"),
+        )),
+    ),
+    _Operation(
+        GET_BOOKIE_INFO,
+        _Form(BookieInfoRequest, "getBookieInfoRequest", (_Field("requested"),)),
+        _Form(BookieInfoResponse, "getBookieInfoResponse", (
+            _STATUS, _Optional("totalDiskCapacity"), _Optional("freeDiskSpace"),
+        )),
+    ),
+    _Operation(
+        START_TLS,
+        _Form(StartTlsRequest, "startTLSRequest", ()),
+        _Form(StartTlsResponse, "startTLSResponse", (_STATUS,)),
+    ),
+    _Operation(
+        FORCE_LEDGER,
+        _Form(ForceLedgerRequest, "forceLedgerRequest", (_LEDGER,)),
+        _Form(ForceLedgerResponse, "forceLedgerResponse", (_STATUS, _LEDGER)),
+    ),
+    _Operation(
+        LIST_ENTRIES,
+        _Form(ListEntriesRequest, "getListOfEntriesOfLedgerRequest", (_LEDGER,)),
+        _Form(ListEntriesResponse, "getListOfEntriesOfLedgerResponse", (
+            _STATUS, _LEDGER, _OptionalBytes("availabilityOfEntriesOfLedger"),
+        )),
+    ),
+)  # fmt: skip
+
+OPERATIONS: Final[dict[type, int]] = {row.request.kind: row.number for row in MESSAGES}
+_BY_REQUEST: Final = {row.request.kind: row for row in MESSAGES}
+_BY_RESPONSE: Final = {row.response.kind: row for row in MESSAGES}
+_BY_NUMBER: Final = {row.number: row for row in MESSAGES}
+#: Operations whose responses carry their status outside of the nested message only.
+_OUTER_STATUS: Final = frozenset({AUTH, START_TLS})
 
 
 def encode_request(txn_id: int, request: Request, out: list[BytesLike]) -> int:
-    """Append the frame of `request` to `out`; returns its size in bytes.
+    """Append the frame of `request` to `out`, and return its size in bytes.
 
-    Raises IllegalOperation for a batch read, which v3 does not have, and for a read that is to fence and to piggyback.
+    Raises IllegalOperation for a batch read, which v3 lacks, and for a read that is to fence and to piggyback.
     """
     size = 0
     if type(request) is AddRequest:
@@ -86,73 +252,22 @@ def encode_request(txn_id: int, request: Request, out: list[BytesLike]) -> int:
 
 
 def encode_request_protobuf(txn_id: int, request: Request, out: list[BytesLike]) -> int:
-    """`encode_request` for every request, by protobuf."""
-    operation = OPERATIONS.get(type(request))
-    if operation is None:
+    """Encode any request as `encode_request` does, by protobuf."""
+    row = _BY_REQUEST.get(type(request))
+    if row is None:
         raise IllegalOperation("Protocol v3 has no batch read", hint="use v2, or pipelined reads")
     message = pb.Request()
     header = message.header
-    header.version, header.operation, header.txnId = VERSION, operation, txn_id
-    match request:
-        case AddRequest():
-            add = message.addRequest
-            add.ledgerId, add.entryId = request.ledger.signed[1], request.entry_id
-            add.masterKey, add.body = request.master_key, _join(request.body)
-            if request.deferred_sync:
-                add.writeFlags = DEFERRED_SYNC
-            if request.recovery_add:
-                add.flag = RECOVERY_ADD
-            if request.high_priority:
-                header.priority = HIGH_PRIORITY
-            if request.ledger[0]:
-                add.ledgerScopeId = to_signed(request.ledger[0])
-        case ReadRequest():
-            read = message.readRequest
-            read.ledgerId, read.entryId = request.ledger.signed[1], request.entry_id
-            if request.master_key is not None:
-                read.masterKey = request.master_key
-            if request.previous_lac is not None:
-                read.previousLAC = request.previous_lac
-            if request.timeout_ms is not None:
-                read.timeOut = request.timeout_ms
-            if request.fence:
-                if request.piggyback:
-                    raise IllegalOperation("A read can fence or piggyback, not both: v3 has one flag")
-                read.flag = FENCE_LEDGER
-            elif request.piggyback:
-                read.flag = ENTRY_PIGGYBACK
-            if request.high_priority:
-                header.priority = HIGH_PRIORITY
-            if request.ledger[0]:
-                read.ledgerScopeId = to_signed(request.ledger[0])
-        case WriteLacRequest():
-            write_lac = message.writeLacRequest
-            write_lac.ledgerId, write_lac.lac = request.ledger.signed[1], request.lac
-            write_lac.masterKey, write_lac.body = request.master_key, bytes(request.body)
-            if request.ledger[0]:
-                write_lac.ledgerScopeId = to_signed(request.ledger[0])
-        case ReadLacRequest() | ForceLedgerRequest() | ListEntriesRequest():
-            by_ledger: pb.ReadLacRequest | pb.ForceLedgerRequest | pb.GetListOfEntriesOfLedgerRequest
-            if isinstance(request, ReadLacRequest):
-                by_ledger = message.readLacRequest
-            elif isinstance(request, ForceLedgerRequest):
-                by_ledger = message.forceLedgerRequest
-            else:
-                by_ledger = message.getListOfEntriesOfLedgerRequest
-            by_ledger.ledgerId = request.ledger.signed[1]
-            if request.ledger[0]:
-                by_ledger.ledgerScopeId = to_signed(request.ledger[0])
-        case BookieInfoRequest():
-            message.getBookieInfoRequest.requested = request.requested
-        case AuthMessage():
-            message.authRequest.authPluginName = request.plugin_name
-            message.authRequest.payload = request.payload
-        case StartTlsRequest():
-            message.startTLSRequest.SetInParent()
-    body = message.SerializeToString()
-    out.append(_LENGTH.pack(len(body)))
-    out.append(body)
-    return 4 + len(body)
+    header.version, header.operation, header.txnId = VERSION, row.number, txn_id
+    nested = getattr(message, row.request.nested)
+    if row.number == START_TLS:  # its messages have no fields, so they are set as such
+        nested.SetInParent()
+    for field, value in zip(row.request.fields, request, strict=True):
+        if field is not _PRIORITY:
+            field.write(nested, value)
+        elif value:
+            header.priority = HIGH_PRIORITY
+    return _append(message, out)
 
 
 class Answer(NamedTuple):
@@ -165,9 +280,9 @@ class Answer(NamedTuple):
 
 
 def decode_response(buffer: memoryview, at: int, end: int) -> Answer:
-    """The response whose body is `buffer[at:end]`; the body of a plain read is a view of `buffer`.
+    """Return the response whose body is `buffer[at:end]`; the body of a plain read is a view of `buffer`.
 
-    Raises ProtocolError when the bytes are no `Response`.
+    Raises ProtocolError when the bytes are not a `Response`.
     """
     hot = v3_hot.decode_response(buffer, at, end)
     if hot is not None:
@@ -176,7 +291,7 @@ def decode_response(buffer: memoryview, at: int, end: int) -> Answer:
 
 
 def decode_response_protobuf(buffer: memoryview, at: int, end: int) -> Answer:
-    """`decode_response` for every response, by protobuf."""
+    """Decode any response as `decode_response` does, by protobuf."""
     message = pb.Response()
     try:
         message.ParseFromString(buffer[at:end])  # type: ignore[arg-type]
@@ -184,101 +299,23 @@ def decode_response_protobuf(buffer: memoryview, at: int, end: int) -> Answer:
         raise ProtocolError(f"a v3 response that does not parse ({error})") from error
     if not message.IsInitialized():
         raise ProtocolError("a v3 response without its required fields")
-    header = message.header
-    txn_id, operation, outer = header.txnId, header.operation, message.status
-    name = _NESTED_RESPONSE.get(operation)
-    if name is None or not message.HasField(name):
-        status = _STATUSES.get(outer)
-        if status is None:
-            return Answer(txn_id, operation, None, f"status {outer} is unknown")
-        if status is _EOK:
-            if operation == START_TLS:
-                return Answer(txn_id, operation, StartTlsResponse(status))
-            return Answer(txn_id, operation, None, "success, but nothing of the operation's own")
-        return Answer(txn_id, operation, BareResponse(status))
-    if operation == AUTH:
-        auth = message.authResponse
-        status = _STATUSES.get(outer)
-        if status is None:
-            return Answer(txn_id, operation, None, f"status {outer} is unknown")
-        return Answer(txn_id, operation, AuthResponse(status, auth.authPluginName, auth.payload))
-    if operation == START_TLS:
-        status = _STATUSES.get(outer)
-        if status is None:
-            return Answer(txn_id, operation, None, f"status {outer} is unknown")
-        return Answer(txn_id, operation, StartTlsResponse(status))
-    nested = getattr(message, name)
-    number = outer or nested.status
+    txn_id, operation, number = message.header.txnId, message.header.operation, message.status
+    row = _BY_NUMBER.get(operation)
+    form = None if row is None or not message.HasField(cast("Any", row.response.nested)) else row.response
+    nested = None if form is None else getattr(message, form.nested)
+    if nested is not None and operation not in _OUTER_STATUS:
+        number = number or nested.status
     status = _STATUSES.get(number)
     if status is None:
         return Answer(txn_id, operation, None, f"status {number} is unknown")
-    if operation == GET_BOOKIE_INFO:
-        info = message.getBookieInfoResponse
-        return Answer(
-            txn_id,
-            operation,
-            BookieInfoResponse(
-                status,
-                info.totalDiskCapacity if info.HasField("totalDiskCapacity") else None,
-                info.freeDiskSpace if info.HasField("freeDiskSpace") else None,
-            ),
-        )
-    ledger = LedgerId(to_unsigned(nested.ledgerScopeId), to_unsigned(nested.ledgerId))
-    response: Response
-    if operation == READ_ENTRY:
-        read = message.readResponse
-        response = ReadResponse(
-            status,
-            ledger,
-            read.entryId,
-            read.body if read.HasField("body") else None,
-            read.maxLAC if read.HasField("maxLAC") else None,
-            read.lacUpdateTimestamp if read.HasField("lacUpdateTimestamp") else None,
-        )
-    elif operation == ADD_ENTRY:
-        response = AddResponse(status, ledger, message.addResponse.entryId)
-    elif operation == WRITE_LAC:
-        response = WriteLacResponse(status, ledger)
-    elif operation == READ_LAC:
-        lac = message.readLacResponse
-        response = ReadLacResponse(
-            status,
-            ledger,
-            lac.lacBody if lac.HasField("lacBody") else None,
-            lac.lastEntryBody if lac.HasField("lastEntryBody") else None,
-        )
-    elif operation == FORCE_LEDGER:
-        response = ForceLedgerResponse(status, ledger)
-    else:
-        entries = message.getListOfEntriesOfLedgerResponse
-        has_list = entries.HasField("availabilityOfEntriesOfLedger")
-        response = ListEntriesResponse(status, ledger, entries.availabilityOfEntriesOfLedger if has_list else None)
-    return Answer(txn_id, operation, response)
-
-
-_NESTED_RESPONSE: Final[dict[int, str]] = {
-    READ_ENTRY: "readResponse",
-    ADD_ENTRY: "addResponse",
-    AUTH: "authResponse",
-    WRITE_LAC: "writeLacResponse",
-    READ_LAC: "readLacResponse",
-    GET_BOOKIE_INFO: "getBookieInfoResponse",
-    START_TLS: "startTLSResponse",
-    FORCE_LEDGER: "forceLedgerResponse",
-    LIST_ENTRIES: "getListOfEntriesOfLedgerResponse",
-}
-
-_NESTED_REQUEST: Final[dict[int, str]] = {
-    READ_ENTRY: "readRequest",
-    ADD_ENTRY: "addRequest",
-    AUTH: "authRequest",
-    WRITE_LAC: "writeLacRequest",
-    READ_LAC: "readLacRequest",
-    GET_BOOKIE_INFO: "getBookieInfoRequest",
-    START_TLS: "startTLSRequest",
-    FORCE_LEDGER: "forceLedgerRequest",
-    LIST_ENTRIES: "getListOfEntriesOfLedgerRequest",
-}
+    if form is not None:
+        fields = [field.read(nested) for field in form.fields[1:]]
+        return Answer(txn_id, operation, form.kind(status, *fields))
+    if status is not _EOK:
+        return Answer(txn_id, operation, BareResponse(status))
+    if operation == START_TLS:
+        return Answer(txn_id, operation, StartTlsResponse(status))
+    return Answer(txn_id, operation, None, "success, but nothing of the operation's own")
 
 
 class Header(NamedTuple):
@@ -291,16 +328,16 @@ class Header(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A v3 request as a bookie gets it; `request` is None when we have no such operation (EBADREQ)."""
+    """A v3 request as a bookie gets it; `request` is None for an unknown operation (EBADREQ)."""
 
     header: Header
     request: Request | None
 
 
 def decode_request(buffer: memoryview, at: int, end: int) -> Call | None:
-    """The request whose body is `buffer[at:end]`; the body of a plain add is a view of `buffer`.
+    """Return the request whose body is `buffer[at:end]`; the body of a plain add is a view of `buffer`.
 
-    None when the bytes are no `Request`, so that v2 is to be tried.
+    None when the bytes are not a `Request`, so that v2 is to be tried.
     """
     hot = v3_hot.decode_request(buffer, at, end)
     if hot is not None:
@@ -310,7 +347,7 @@ def decode_request(buffer: memoryview, at: int, end: int) -> Call | None:
 
 
 def decode_request_protobuf(buffer: memoryview, at: int, end: int) -> Call | None:
-    """`decode_request` for every request, by protobuf."""
+    """Decode any request as `decode_request` does, by protobuf."""
     message = pb.Request()
     try:
         message.ParseFromString(buffer[at:end])  # type: ignore[arg-type]
@@ -319,60 +356,19 @@ def decode_request_protobuf(buffer: memoryview, at: int, end: int) -> Call | Non
     if not message.IsInitialized():
         return None
     head = message.header
-    operation, priority = head.operation, head.priority
-    header = Header(head.txnId, operation, head.version, priority)
-    name = _NESTED_REQUEST.get(operation)
-    if name is None or not message.HasField(name):
+    header = Header(head.txnId, head.operation, head.version, head.priority)
+    row = _BY_NUMBER.get(header.operation)
+    if row is None or not message.HasField(cast("Any", row.request.nested)):
         return Call(header, None)
-    request: Request
-    if operation == AUTH:
-        request = AuthMessage(message.authRequest.authPluginName, message.authRequest.payload)
-        return Call(header, request)
-    if operation == START_TLS:
-        return Call(header, StartTlsRequest())
-    if operation == GET_BOOKIE_INFO:
-        return Call(header, BookieInfoRequest(message.getBookieInfoRequest.requested))
-    nested = getattr(message, name)
-    ledger = LedgerId(to_unsigned(nested.ledgerScopeId), to_unsigned(nested.ledgerId))
-    if operation == ADD_ENTRY:
-        add = message.addRequest
-        request = AddRequest(
-            ledger,
-            add.entryId,
-            add.masterKey,
-            memoryview(add.body),
-            add.flag == RECOVERY_ADD,
-            priority > 0,
-            add.writeFlags & DEFERRED_SYNC != 0,
-        )
-    elif operation == READ_ENTRY:
-        read = message.readRequest
-        request = ReadRequest(
-            ledger,
-            read.entryId,
-            read.masterKey if read.HasField("masterKey") else None,
-            read.flag == FENCE_LEDGER,
-            priority > 0,
-            read.previousLAC if read.HasField("previousLAC") else None,
-            read.timeOut if read.HasField("timeOut") else None,
-            read.flag == ENTRY_PIGGYBACK,
-        )
-    elif operation == WRITE_LAC:
-        write_lac = message.writeLacRequest
-        request = WriteLacRequest(ledger, write_lac.lac, write_lac.masterKey, write_lac.body)
-    elif operation == READ_LAC:
-        request = ReadLacRequest(ledger)
-    elif operation == FORCE_LEDGER:
-        request = ForceLedgerRequest(ledger)
-    else:
-        request = ListEntriesRequest(ledger)
-    return Call(header, request)
+    nested, is_high = getattr(message, row.request.nested), header.priority > 0
+    fields = [is_high if field is _PRIORITY else field.read(nested) for field in row.request.fields]
+    return Call(header, row.request.kind(*fields))
 
 
 def encode_response(header: Header, response: Response, scope_id: int, out: list[BytesLike]) -> int:
-    """Append the frame of `response` to the request with `header` to `out`; returns its size in bytes.
+    """Append the frame that answers the request with `header` to `out`, and return its size in bytes.
 
-    A `scope_id` other than 0 is echoed in the nested message. Raises IllegalOperation for a batch read's answer.
+    A `scope_id` other than 0 is echoed in the nested message. Raises IllegalOperation for a batch read's response.
     """
     size = 0
     if type(response) is AddResponse:
@@ -383,85 +379,33 @@ def encode_response(header: Header, response: Response, scope_id: int, out: list
 
 
 def encode_response_protobuf(header: Header, response: Response, scope_id: int, out: list[BytesLike]) -> int:
-    """`encode_response` for every response, by protobuf."""
+    """Encode any response as `encode_response` does, by protobuf."""
     message = pb.Response()
     head = message.header
     head.version, head.operation, head.txnId = VERSION, header.operation, header.txn_id
     message.status = response.status
-    nested: (
-        pb.AddResponse
-        | pb.ReadResponse
-        | pb.WriteLacResponse
-        | pb.ReadLacResponse
-        | pb.ForceLedgerResponse
-        | pb.GetListOfEntriesOfLedgerResponse
-    )
-    match response:
-        case AddResponse():
-            message.addResponse.entryId = response.entry_id
-            nested = message.addResponse
-        case ReadResponse():
-            read = message.readResponse
-            read.entryId = response.entry_id
-            if response.body is not None:
-                read.body = bytes(response.body)
-            if response.max_lac is not None:
-                read.maxLAC = response.max_lac
-            if response.lac_update_timestamp_ms is not None:
-                read.lacUpdateTimestamp = response.lac_update_timestamp_ms
-            nested = read
-        case WriteLacResponse():
-            nested = message.writeLacResponse
-        case ReadLacResponse():
-            read_lac = message.readLacResponse
-            if response.lac_body is not None:
-                read_lac.lacBody = bytes(response.lac_body)
-            if response.last_entry_body is not None:
-                read_lac.lastEntryBody = bytes(response.last_entry_body)
-            nested = read_lac
-        case ForceLedgerResponse():
-            nested = message.forceLedgerResponse
-        case ListEntriesResponse():
-            entries = message.getListOfEntriesOfLedgerResponse
-            if response.availability is not None:
-                entries.availabilityOfEntriesOfLedger = bytes(response.availability)
-            nested = entries
-        case BookieInfoResponse():
-            info = message.getBookieInfoResponse
-            info.status = response.status
-            if response.total_disk_capacity is not None:
-                info.totalDiskCapacity = response.total_disk_capacity
-            if response.free_disk_space is not None:
-                info.freeDiskSpace = response.free_disk_space
-            return _finish(message, out)
-        case AuthResponse():
-            _repeat(header, head)
-            message.authResponse.authPluginName = response.plugin_name
-            message.authResponse.payload = response.payload
-            return _finish(message, out)
-        case StartTlsResponse():
-            message.startTLSResponse.SetInParent()
-            return _finish(message, out)
-        case BareResponse():
-            _repeat(header, head)
-            return _finish(message, out)
-        case _:
-            raise IllegalOperation("Protocol v3 has no batch read")
-    nested.status = response.status
-    nested.ledgerId = to_signed(response.ledger[1])
-    if scope_id:
-        nested.ledgerScopeId = to_signed(scope_id)
-    return _finish(message, out)
+    if type(response) in (AuthResponse, BareResponse):
+        # These two copy the request's header whole.
+        head.version = header.version
+        if header.priority:
+            head.priority = header.priority
+        if type(response) is BareResponse:
+            return _append(message, out)
+    row = _BY_RESPONSE.get(type(response))
+    if row is None:
+        raise IllegalOperation("Protocol v3 has no batch read")
+    nested = getattr(message, row.response.nested)
+    if row.number == START_TLS:
+        nested.SetInParent()
+    for field, value in zip(row.response.fields, response, strict=True):
+        if field is _LEDGER:
+            field.write(nested, (scope_id, cast("LedgerId", value)[1]))
+        elif field is not _STATUS or row.number not in _OUTER_STATUS:
+            field.write(nested, value)
+    return _append(message, out)
 
 
-def _repeat(header: Header, head: pb.BKPacketHeader) -> None:
-    """Bare and authentication answers copy the request's header whole."""
-    head.version = header.version
-    if header.priority:
-        head.priority = header.priority
-
-
-def _finish(message: pb.Response, out: list[BytesLike]) -> int:
+def _append(message: pb.Request | pb.Response, out: list[BytesLike]) -> int:
     body = message.SerializeToString()
     out.append(_LENGTH.pack(len(body)))
     out.append(body)
@@ -469,12 +413,12 @@ def _finish(message: pb.Response, out: list[BytesLike]) -> int:
 
 
 def encode_auth(message: AuthMessage) -> bytes:
-    """The serialized AuthMessage, as v2 carries it too."""
+    """Serialize an AuthMessage, which v2 carries too."""
     return pb.AuthMessage(authPluginName=message.plugin_name, payload=message.payload).SerializeToString()
 
 
 def decode_auth(data: memoryview) -> AuthMessage:
-    """The AuthMessage in `data`. Raises ProtocolError when it is none."""
+    """Return the AuthMessage in `data`. Raises ProtocolError for other bytes."""
     message = pb.AuthMessage()
     try:
         message.ParseFromString(data)  # type: ignore[arg-type]

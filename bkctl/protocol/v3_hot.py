@@ -1,5 +1,6 @@
-"""The plain adds and reads of protocol v3, read and written by hand: about twice as fast as protobuf, and bodies are
-not copied. Whatever is not in exactly the form below gives None (or 0), and `v3.py` takes protobuf for it.
+"""The plain adds and reads of protocol v3 without protobuf: about twice as fast, and entries are not copied.
+
+Messages in any other form than the ones below give None (or 0), and `v3.py` uses protobuf for them.
 
 | message | form: protobuf fields in the order of their numbers, each once |
 | --- | --- |
@@ -38,16 +39,16 @@ _HEAD: Final = struct.Struct(">BBIB")  # 0A, header size, 08 03 10 operation, 18
 _HEAD_REQUIRED: Final = 0x08031000
 _READ, _ADD = 1, 2
 _BYTE: Final = tuple(bytes((value,)) for value in range(256))
-# What stands before the transaction id, by the id's size in bytes.
+# Bytes before the transaction id, by the id's size in bytes.
 _READ_HEAD: Final = tuple(bytes((0x0A, 5 + size, 0x08, 0x03, 0x10, _READ, 0x18)) for size in range(11))
 _ADD_HEAD: Final = tuple(bytes((0x0A, 5 + size, 0x08, 0x03, 0x10, _ADD, 0x18)) for size in range(11))
 _EOK: Final = Status.EOK
-# The halves of a decoded ledger id are u64 already, so its range check is left out: the plain tuple is made.
+# Creates a LedgerId without its range check: the decoded halves are u64 already.
 _new = tuple.__new__
 
 
 def varint(value: int) -> bytes:
-    """`value` (unsigned) as protobuf writes it: 7 bits a byte, the lowest first."""
+    """Return `value` (unsigned) as protobuf writes it: 7 bits a byte, the lowest first."""
     if value < 0x80:
         return _BYTE[value]
     if value < 0x4000:
@@ -66,13 +67,13 @@ def varint(value: int) -> bytes:
 
 @functools.lru_cache(1024)
 def _field(tag: int, value: int) -> bytes:
-    """A varint field whose value comes again and again: a ledger or scope id."""
+    """Return a varint field whose value repeats: a ledger or scope id."""
     return _BYTE[tag] + varint(value)
 
 
 @functools.lru_cache(1024)
 def _gather(word: int) -> int:
-    """The lower 7 bits of each of 8 bytes, put together; numbers so long are ids from UUIDs, which come again."""
+    """Join the lower 7 bits of each of 8 bytes. Numbers this long are ids from UUIDs, which repeat."""
     word &= 0x7F7F7F7F7F7F7F7F
     word = word & 0x007F007F007F007F | word >> 1 & 0x3F803F803F803F80
     word = word & 0x00003FFF00003FFF | word >> 2 & 0x0FFFC0000FFFC000
@@ -80,7 +81,7 @@ def _gather(word: int) -> int:
 
 
 def read_varint(buffer: memoryview, at: int) -> tuple[int, int]:
-    """The varint at `at` (below 2^64) and the offset behind it.
+    """Return the varint at `at` (below 2^64) and the offset behind it.
 
     Raises ValueError for one of more than 64 bits, IndexError or struct.error at the end of `buffer`.
     """
@@ -115,7 +116,7 @@ def read_varint(buffer: memoryview, at: int) -> tuple[int, int]:
 
 
 def encode_add(txn_id: int, request: AddRequest, out: list[BytesLike]) -> int:
-    """Append a plain add's frame to `out`; returns its size, or 0 when it is not plain."""
+    """Append a plain add's frame to `out`, and return its size; 0 for an add that is not plain."""
     (scope_id, ledger_id), entry_id, master_key, body, recovery_add, high_priority, deferred_sync = request
     if recovery_add or high_priority or deferred_sync or entry_id < 0 or len(master_key) != MASTER_KEY_SIZE_BYTES:
         return 0
@@ -138,7 +139,7 @@ def encode_add(txn_id: int, request: AddRequest, out: list[BytesLike]) -> int:
 
 
 def encode_read(txn_id: int, request: ReadRequest, out: list[BytesLike]) -> int:
-    """Append a plain read's frame to `out`; returns its size, or 0 when it is not plain."""
+    """Append a plain read's frame to `out`, and return its size; 0 for a read that is not plain."""
     (scope_id, ledger_id), entry_id, master_key, fence, high_priority, previous_lac, timeout_ms, piggyback = request
     if (
         entry_id < 0
@@ -159,7 +160,7 @@ def encode_read(txn_id: int, request: ReadRequest, out: list[BytesLike]) -> int:
 
 
 def decode_request(buffer: memoryview, at: int, end: int) -> tuple[int, int, AddRequest | ReadRequest] | None:
-    """Transaction id, operation and request of a plain add or read; the body is a view of `buffer`."""
+    """Return transaction id, operation and request of a plain add or read; the entry is a view of `buffer`."""
     try:
         tag, header_size, fields, txn_tag = _HEAD.unpack_from(buffer, at)
         operation = fields & 0xFF
@@ -210,7 +211,7 @@ def decode_request(buffer: memoryview, at: int, end: int) -> tuple[int, int, Add
 
 
 def encode_add_response(txn_id: int, response: AddResponse, scope_id: int, out: list[BytesLike]) -> int:
-    """Append a successful add's answer to `out`; returns its size, or 0 when it is not plain."""
+    """Append a successful add's answer to `out`, and return its size; 0 for an answer that is not plain."""
     status, (_, ledger_id), entry_id = response
     if status is not _EOK or entry_id < 0:
         return 0
@@ -223,7 +224,7 @@ def encode_add_response(txn_id: int, response: AddResponse, scope_id: int, out: 
 
 
 def encode_read_response(txn_id: int, response: ReadResponse, scope_id: int, out: list[BytesLike]) -> int:
-    """Append a successful read's answer to `out`; returns its size, or 0 when it is not plain."""
+    """Append a successful read's answer to `out`, and return its size; 0 for an answer that is not plain."""
     status, (_, ledger_id), entry_id, body, max_lac, timestamp = response
     if status is not _EOK or entry_id < 0 or body is None or timestamp is not None:
         return 0
@@ -244,7 +245,7 @@ def encode_read_response(txn_id: int, response: ReadResponse, scope_id: int, out
 
 
 def decode_response(buffer: memoryview, at: int, end: int) -> tuple[int, int, AddResponse | ReadResponse] | None:
-    """Transaction id, operation and response of a successful add or read; the body is a view of `buffer`."""
+    """Return transaction id, operation and response of a successful add or read; the entry is a view of `buffer`."""
     try:
         tag, header_size, fields, txn_tag = _HEAD.unpack_from(buffer, at)
         operation = fields & 0xFF
@@ -285,7 +286,7 @@ def decode_response(buffer: memoryview, at: int, end: int) -> tuple[int, int, Ad
         at = body_end
         max_lac = None
         if at != end and buffer[at] == 0x28:
-            # A bookie that served no add of the ledger since its start says -1.
+            # -1 if the bookie served no add of the ledger since its start.
             max_lac, at = read_varint(buffer, at + 1)
             max_lac = to_signed(max_lac)
         if at != end:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Final
 
-from bkctl.client.operations import disk_space
+from bkctl.client.disk_space import disk_space
 from bkctl.errors import BkctlError
 from bkctl.replication.bookie_mover import BookieMover
 from bkctl.replication.departure_steps import (

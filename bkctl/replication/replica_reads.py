@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from bkctl.client.bookies import BookieChannel, failure
-from bkctl.client.ledger import entry_of
+from bkctl.client.read_handle import entry_of
 from bkctl.errors import BkctlError, EntryNotFound, LedgerNotFound, ProtocolError, TimedOut
 from bkctl.formats.availability import Availability
 from bkctl.protocol.messages import ListEntriesRequest, ListEntriesResponse, Protocol, ReadRequest, Response

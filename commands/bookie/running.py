@@ -30,7 +30,7 @@ from ..kit.options import (
 from ..kit.output import GREEN, RED, YELLOW, Column, Columns, Kind, Output, iso_time
 
 if TYPE_CHECKING:
-    from bkctl.client.operations import RoundTrip
+    from bkctl.client.trials import RoundTrip
     from bkctl.http.bookie_client import BookieApi, BookieState, CollectorStatus, DiskSpace, GarbageCollection
     from bkctl.http.prometheus import Metric
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
@@ -744,7 +744,7 @@ def _sanity_over_the_wire(run: Run, bookie_id: str, count: int, scope_id: int, d
     async def work() -> RoundTrip:
         import asyncio
 
-        from bkctl.client.operations import sanity_test
+        from bkctl.client.trials import sanity_test
 
         try:
             async with asyncio.timeout(deadline), run.bookkeeper(cluster, only={bookie_id}) as bookkeeper:

@@ -15,7 +15,7 @@ from ..kit.options import WatchOption
 from ..kit.output import GREEN, RED, YELLOW, Column, Columns, Kind, Output, size_text
 
 if TYPE_CHECKING:
-    from bkctl.client.operations import BookieSpace
+    from bkctl.client.disk_space import BookieSpace
     from bkctl.formats.metadata import Cookie
     from bkctl.metadata.admin.overview import BookieLedgers
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
@@ -225,7 +225,7 @@ def usage(
         raise UsageError(f"--threshold {threshold:g}: percent are 0 to 100")
 
     async def work() -> list[BookieSpace]:
-        from bkctl.client.operations import disk_space
+        from bkctl.client.disk_space import disk_space
 
         async with run.bookkeeper(cluster) as bookkeeper:
             return [each async for each in disk_space(bookkeeper, registered)]

@@ -57,8 +57,9 @@ from ..kit.output import (
 if TYPE_CHECKING:
     from bkctl.client.ensemble import ReplicaPlace
     from bkctl.client.ledger import BookKeeper, ReadHandle, WriteHandle
-    from bkctl.client.operations import ReplicaFinding, RoundTrip
     from bkctl.client.recovery import RecoveryLoss
+    from bkctl.client.trials import RoundTrip
+    from bkctl.client.verify import ReplicaFinding
     from bkctl.metadata.admin.removal import Removal, RemovalPlan
     from bkctl.metadata.cluster import Cluster
     from bkctl.metadata.ledgers import VersionedMetadata
@@ -225,7 +226,7 @@ def write(
     One entry a line: the line's end is not part of it, an empty line is an empty entry. The ledger's id is on stderr
     from the start. While stdin stays open, each line is acknowledged as it comes and can be tailed at once.
     """
-    from bkctl.client.operations import LineSplitter, RecordSplitter, write_stream
+    from bkctl.client.streams import LineSplitter, RecordSplitter, write_stream
 
     names = files or ["-"]
     if names.count("-") > 1:
@@ -574,7 +575,7 @@ def read(
     columns = _entry_columns(ledger, body or format is not None, format)
 
     async def work() -> None:
-        from bkctl.client.operations import read_replica
+        from bkctl.client.verify import read_replica
 
         async with run.bookkeeper(cluster, protocol) as bookkeeper:
             handle = await bookkeeper.open_ledger(
@@ -646,7 +647,7 @@ def tail(
     columns = _entry_columns(ledger, body or format is not None, format)
 
     async def work() -> None:
-        from bkctl.client.operations import tail as follow
+        from bkctl.client.streams import tail as follow
 
         async with run.bookkeeper(cluster, protocol) as bookkeeper:
             handle = await bookkeeper.open_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=password)
@@ -925,7 +926,7 @@ def verify(run: Run, ledgers: ManyLedgers, protocol: ProtocolOption) -> None:
 
     Checked are presence, ids, digest and the ledger's length at each entry. Needs no password.
     """
-    from bkctl.client.operations import Verification
+    from bkctl.client.verify import Verification
 
     async def work(writer: RowWriter) -> int:
         findings = 0
@@ -992,7 +993,8 @@ def try_out(
     keep: Annotated[bool, typer.Option("--keep", help="Do not delete the ledger at the end.")] = False,
 ) -> None:
     """Try the cluster out: create a ledger, write random entries, read them before and after closing, delete it."""
-    from bkctl.client.operations import check_entry_size, round_trip
+    from bkctl.client.streams import check_entry_size
+    from bkctl.client.trials import round_trip
 
     check_entry_size(size, "--size")
 

@@ -25,8 +25,7 @@ from bkctl.formats.entry import ENTRY_V1
 from bkctl.formats.layout import Buffer
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
-from bkctl.protocol import connection, v2
-from bkctl.protocol import server as protocol_server
+from bkctl.protocol import backpressure, framing, v2
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.messages import LAST_ENTRY, AddRequest, ForceLedgerRequest, ReadRequest, Status
 from bkctl.storage.ledger.interleaved_ledger_storage import InterleavedLedgerStorage
@@ -66,7 +65,7 @@ async def test_held_adds_continue_without_another_request_or_checkpoint(
 async def test_client_that_does_not_read_has_few_answers_in_memory(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol_server, "READS_IN_PROGRESS_MAX", 4)
+    monkeypatch.setattr(backpressure, "READS_IN_PROGRESS_MAX", 4)
     count, payload = 200, bytes(200_000)
 
     bookie = bookie_of(cluster, tmp_path)
@@ -335,7 +334,7 @@ def test_memory_stays_bounded_when_clients_write_faster_than_the_disk(
 async def test_memory_stays_bounded_when_a_client_never_reads_its_answers(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "WRITE_BUFFER_BYTES_MAX", 64 << 10)
+    monkeypatch.setattr(framing, "WRITE_BUFFER_BYTES_MAX", 64 << 10)
 
     bookie = bookie_of(cluster, tmp_path)
     await bookie.start()

@@ -15,6 +15,7 @@ from bkctl.formats.metadata import BookieServiceInfo, Endpoint
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.protocol.connection import SCOPE_PROBE
+from bkctl.protocol.handler import Responder
 from bkctl.protocol.messages import (
     AddRequest,
     AddResponse,
@@ -219,12 +220,12 @@ class FakeBookie:
         respond(ForceLedgerResponse(Status.EOK, request.ledger))
 
 
-def _unscoped(respond: Any) -> Any:
-    """The server's respond without the echo of the scope; v2's as it is."""
-    if len(respond.args) < 3:
+def _unscoped(respond: Responder) -> Any:
+    """A v3 response without the echo of the scope; v2's as it is."""
+    if not respond.carries_lac:
         return respond
-    header, _, size = respond.args
-    plain = functools.partial(respond.func, header, 0, size)
+    connection, header, _, size = respond.args
+    plain = Responder(respond.func, connection, header, 0, size)
 
     def answer(response: Any) -> None:
         ledger = getattr(response, "ledger", None)
@@ -241,7 +242,7 @@ class FakeCluster:
         self.bookies: list[FakeBookie] = []
 
     async def add_bookie(self, **options: Any) -> FakeBookie:
-        """Start and register one more; `registers_scopes` is lock 1's property."""
+        """Start and register one more; `registers_scopes` sets the registration lock's property."""
         registers_scopes = options.pop("registers_scopes", options.get("scopes", True))
         bookie = FakeBookie(f"b{len(self.bookies)}", **options)
         await bookie.start()

@@ -20,7 +20,7 @@ from bkctl.protocol.messages import Protocol, ReadLacRequest
     [(f"{'x' * 70}.example", 3181), ("a\0b", 3181), ("127.0.0.1", 65536), ("no such host", 3181)],
     ids=["label too long", "zero byte", "port too large", "unknown name"],
 )
-async def test_an_address_that_is_none_makes_the_bookie_unavailable(tmp_path: Path, address: tuple[str, int]) -> None:
+async def test_invalid_address_makes_bookie_unavailable(tmp_path: Path, address: tuple[str, int]) -> None:
     with open_cluster(f"sqlite://{tmp_path / 'metadata.db'}", create=True) as cluster:
         pool = BookiePool(cluster, protocol=Protocol.V3, tls=None, timeout_s=30, addresses={"bookie-1": address})
         answer = pool.channel("bookie-1").send(ReadLacRequest(LedgerId(0, 1)))
@@ -29,7 +29,7 @@ async def test_an_address_that_is_none_makes_the_bookie_unavailable(tmp_path: Pa
         await pool.close()
 
 
-async def test_work_goes_on_ahead_within_its_bound_and_comes_in_order() -> None:
+async def test_in_order_works_ahead_within_bound() -> None:
     begun: list[int] = []
     ended: list[int] = []
 

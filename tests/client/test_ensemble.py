@@ -91,7 +91,7 @@ def test_placement_takes_writable_bookies_and_for_a_scope_those_that_serve_scope
     assert "b4" in choose_bookies(there, 3, scoped=True, avoid={"b4"})
 
 
-def test_replacing_touches_only_what_failed_and_is_still_there():
+def test_replace_bookies_changes_failed_indexes_only():
     there = bookies(6)
     ensemble = ("b0", "b1", "b2")
     changed = replace_bookies(ensemble, {1: "b1"}, there, scoped=True)
@@ -136,7 +136,7 @@ class Ledgers:
         return version + 1
 
 
-def test_the_loop_applies_the_change_to_what_others_wrote():
+def test_update_metadata_reapplies_change_after_conflict():
     metadata = metadata_of((0, ("b0",)))
     others = [replace(metadata, custom_metadata={"n": b"%d" % i}) for i in range(3)]
     ledgers = Ledgers(metadata, others)
@@ -150,7 +150,7 @@ def test_the_loop_applies_the_change_to_what_others_wrote():
     assert len(ledgers.written) == 1
 
 
-def test_the_loop_stops_where_others_did_it_or_the_change_gives_up():
+def test_update_metadata_stops_when_change_is_done_or_gives_up():
     metadata = metadata_of((0, ("b0",)))
     done = replace(metadata, state=LedgerState.CLOSED, last_entry_id=3)
     ledgers = Ledgers(metadata, [done])

@@ -64,7 +64,7 @@ async def write(client, payloads=PAYLOADS, **options):
 
 @pytest.mark.parametrize("digest_type", list(DigestType))
 @pytest.mark.parametrize(("protocol", "scope_id"), [(Protocol.V2, 0), (Protocol.V3, 0), (Protocol.V3, 7)])
-async def test_what_is_written_is_read_back(fake_cluster, digest_type, protocol, scope_id):
+async def test_written_entries_are_read_back(fake_cluster, digest_type, protocol, scope_id):
     async with fake_cluster(4) as cluster, cluster.client(protocol=protocol) as client:
         writer = await write(
             client,
@@ -294,7 +294,7 @@ async def test_caller_chosen_entry_ids(fake_cluster):
             plain.add(b"x", entry_id=0)
 
 
-async def test_a_gap_in_the_callers_entry_ids_makes_nobody_wait_for_ever(fake_cluster):
+async def test_gap_in_caller_entry_ids_does_not_block(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client(throttle_count=5) as client:
         writer = await client.create_ledger_adv(78)
         await writer.add(b"ab", entry_id=0)
@@ -309,7 +309,7 @@ async def test_a_gap_in_the_callers_entry_ids_makes_nobody_wait_for_ever(fake_cl
         assert (metadata.last_entry_id, metadata.length) == (0, 2)
 
 
-async def test_a_closed_client_fails_what_is_in_flight_and_leaves_the_ledger_open(fake_cluster):
+async def test_closed_client_fails_adds_in_flight_and_leaves_ledger_open(fake_cluster):
     async with fake_cluster(5) as cluster:
         async with cluster.client() as client:
             writer = await client.create_ledger()
@@ -327,7 +327,7 @@ async def test_a_closed_client_fails_what_is_in_flight_and_leaves_the_ledger_ope
         assert (metadata.state, metadata.ensembles) == (LedgerState.OPEN, writer.metadata.ensembles)
 
 
-async def test_an_entry_larger_than_a_frame_is_refused_and_the_ledger_goes_on(fake_cluster):
+async def test_entry_larger_than_frame_is_refused_and_ledger_stays_writable(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         writer = await client.create_ledger()
         with pytest.raises(UsageError):
@@ -365,7 +365,7 @@ async def test_reads_fall_back_to_the_next_replica(fake_cluster, kind, monkeypat
         assert [entry.payload for entry in entries] == PAYLOADS
 
 
-async def test_an_entry_that_no_replica_gives_names_them_and_comes_after_those_before(fake_cluster):
+async def test_unreadable_entry_error_names_replicas_after_earlier_entries(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         writer = await write(client)
         bookies = cluster.metadata(writer.ledger).ensembles[0].bookies
@@ -576,7 +576,7 @@ async def test_a_wrong_master_key_ends_the_writes(fake_cluster):
 # Closing.
 
 
-async def test_close_waits_for_what_is_in_flight_and_a_second_close_does_nothing(fake_cluster):
+async def test_close_waits_for_adds_in_flight_and_second_close_does_nothing(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         async with await client.create_ledger() as writer:
             futures = [writer.add(b"%d" % i) for i in range(100)]

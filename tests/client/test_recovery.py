@@ -206,7 +206,7 @@ async def test_an_empty_last_fragment_ends_at_the_fragment_before_with_its_lengt
         assert (reader.last_add_confirmed, reader.length) == (1, 7)
 
 
-async def test_a_length_that_nobody_tells_is_never_guessed(fake_cluster):
+async def test_recovery_never_guesses_unknown_length(fake_cluster):
     """The last add confirmed is known, but its entry, which has the ledger's length, cannot be read for now."""
 
     async with fake_cluster(6) as cluster, cluster.client() as client:

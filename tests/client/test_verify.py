@@ -9,7 +9,7 @@ from bkctl.errors import DigestMismatch, UsageError
 
 
 @pytest.mark.parametrize("scope_id", [0, 7])
-async def test_every_replica_of_every_entry_is_told(fake_cluster, scope_id):
+async def test_verify_reports_every_replica_of_every_entry(fake_cluster, scope_id):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         writer = await client.create_ledger_adv(
             ledger_scope_id=scope_id, ensemble_size=4, write_quorum_size=3, ack_quorum_size=3

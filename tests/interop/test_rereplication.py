@@ -24,7 +24,7 @@ from support.servers import (
 )
 
 from bkctl.client.ledger import BookKeeper
-from bkctl.client.operations import Verification
+from bkctl.client.verify import Verification
 from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster

@@ -79,13 +79,12 @@ def frames_of(data: bytes, begin: int, stop: int, *, is_v2: bool) -> list[tuple[
             head, request = v2.decode_request(memoryview(data), begin + 4, end)
             v2.encode_response(head, AddResponse(Status.EOK, request.ledger, request.entry_id), out)
         else:
-            call = v3.decode_request(memoryview(data), begin + 4, end)
+            call = v3.decode_request_protobuf(memoryview(data), begin + 4, end)
             assert call is not None
             header, request = call
             assert request is not None
-            v3.encode_response(
-                header, AddResponse(Status.EOK, request.ledger, request.entry_id), request.ledger[0], out
-            )
+            response = AddResponse(Status.EOK, request.ledger, request.entry_id)
+            v3.encode_response_protobuf(header, response, request.ledger[0], out)
         found.append((request, b"".join(out)))
         begin = end
     assert begin == stop
@@ -160,13 +159,13 @@ def changed(data: bytes, where: list[tuple[int, int]]) -> bytes:
 
 
 @given(st.lists(v2_frames, max_size=12).map(b"".join), changes, st.integers(0, 40))
-def test_a_v2_run_is_what_the_decoder_says(data: bytes, where: list[tuple[int, int]], cut: int) -> None:
+def test_v2_run_equals_single_decoding(data: bytes, where: list[tuple[int, int]], cut: int) -> None:
     data = changed(data, where)[: len(data) - cut if cut < 20 else None]
     check(data, 0, run_of(data, is_v2=True), is_v2=True)
 
 
 @given(st.lists(v3_frames, max_size=12).map(b"".join), changes, st.integers(0, 40))
-def test_a_v3_run_is_what_the_decoder_says(data: bytes, where: list[tuple[int, int]], cut: int) -> None:
+def test_v3_run_equals_protobuf_decoding(data: bytes, where: list[tuple[int, int]], cut: int) -> None:
     data = changed(data, where)[: len(data) - cut if cut < 20 else None]
     check(data, 0, run_of(data, is_v2=False), is_v2=False)
 
@@ -180,7 +179,7 @@ def with_txn(varint: bytes) -> bytes:
 
 @needs_compiled
 @pytest.mark.parametrize("is_v2", [True, False], ids=["v2", "v3"])
-def test_the_compiled_and_the_plain_loop_take_the_same(is_v2: bool) -> None:
+def test_compiled_and_plain_loop_agree(is_v2: bool) -> None:
     compiled, plain = (add_runs.compiled.take_v2, add_runs.take_v2) if is_v2 else (
         add_runs.compiled.take_v3, add_runs.take_v3
     )  # fmt: skip
@@ -207,7 +206,7 @@ def test_the_compiled_and_the_plain_loop_take_the_same(is_v2: bool) -> None:
 
 
 @pytest.mark.parametrize("is_v2", [True, False], ids=["v2", "v3"])
-def test_a_run_goes_on_as_far_as_it_is_one_ledger_and_key(is_v2: bool) -> None:
+def test_run_ends_at_another_ledger_or_master_key(is_v2: bool) -> None:
     ledgers = (*PLAIN, *(() if is_v2 else SCOPED))
     requests = [
         add(ledger, entry_id, b"p" * entry_id, key) for ledger in ledgers for key in KEYS for entry_id in (0, 9, 3)
@@ -225,7 +224,7 @@ def test_a_run_goes_on_as_far_as_it_is_one_ledger_and_key(is_v2: bool) -> None:
 
 
 @pytest.mark.parametrize("is_v2", [True, False], ids=["v2", "v3"])
-def test_what_is_no_plain_add_ends_a_run_or_begins_none(is_v2: bool) -> None:
+def test_request_other_than_plain_add_ends_run(is_v2: bool) -> None:
     plain = [frame(add(PLAIN[1], entry_id), is_v2=is_v2) for entry_id in range(3)]
     odd: list[Request] = [
         add(PLAIN[1], 3, recovery_add=True),
@@ -258,7 +257,7 @@ def test_what_is_no_plain_add_ends_a_run_or_begins_none(is_v2: bool) -> None:
     assert run_of(data, is_v2=is_v2, size_max=len(plain[0]) - 5) is None
 
 
-def test_a_run_keeps_nothing_of_the_buffer() -> None:
+def test_run_releases_receive_buffer() -> None:
     buffer = bytearray(frame(add(PLAIN[1], 1, b"payload"), is_v2=True))
     with memoryview(buffer) as view:
         found = take_run(view, 0, len(buffer), SIZE_MAX, 10, is_v2=True)

@@ -22,9 +22,9 @@ from bkctl.errors import (
     UsageError,
 )
 from bkctl.ids import LedgerId
-from bkctl.protocol import server as server_module
-from bkctl.protocol import v3
+from bkctl.protocol import backpressure, served_connection, v3
 from bkctl.protocol.connection import SCOPE_PROBE, BookieConnection
+from bkctl.protocol.handler import RequestHandler
 from bkctl.protocol.messages import (
     AddRequest,
     AddResponse,
@@ -53,7 +53,7 @@ from bkctl.protocol.messages import (
     WriteLacResponse,
     refusal,
 )
-from bkctl.protocol.server import BookieServer, RequestHandler
+from bkctl.protocol.server import BookieServer
 
 LEDGER = LedgerId(0, 5)
 SCOPED = LedgerId(7, 5)
@@ -222,7 +222,7 @@ async def test_equal_v2_requests_are_answered_first_in_first_out() -> None:
 
 
 @pytest.mark.parametrize("fence_first", [False, True])
-async def test_v2_never_takes_a_plain_answer_for_a_fencing_ones(fence_first: bool) -> None:
+async def test_v2_holds_fencing_read_behind_plain_read(fence_first: bool) -> None:
     plain, fence = ReadRequest(LEDGER, -1), ReadRequest(LEDGER, -1, KEY, fence=True)
     sent = [fence, plain, fence] if fence_first else [plain, plain, fence, plain]
 
@@ -259,7 +259,7 @@ async def test_v2_never_takes_a_plain_answer_for_a_fencing_ones(fence_first: boo
 
 
 @pytest.mark.parametrize("comes", [True, False], ids=["comes", "never comes"])
-async def test_v2_a_late_plain_answer_is_not_a_fencing_ones(comes: bool) -> None:
+async def test_v2_late_plain_answer_does_not_answer_fencing_read(comes: bool) -> None:
     plain, fence = ReadRequest(LEDGER, -1), ReadRequest(LEDGER, -1, KEY, fence=True)
 
     bookie = Holding()
@@ -404,7 +404,7 @@ async def test_a_cancelled_request_leaves_the_others_alone() -> None:
 
 
 @pytest.mark.parametrize("protocol", Protocol)
-async def test_a_lost_connection_fails_what_is_in_flight_and_what_follows(protocol: Protocol) -> None:
+async def test_lost_connection_fails_requests_in_flight_and_later_ones(protocol: Protocol) -> None:
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readexactly(10)
 
@@ -422,7 +422,7 @@ async def test_a_lost_connection_fails_what_is_in_flight_and_what_follows(protoc
             assert not await connection.supports_scopes()
 
 
-async def test_close_fails_what_is_in_flight() -> None:
+async def test_close_fails_requests_in_flight() -> None:
     bookie = Holding()
     async with serving(bookie) as server, connected(server.port) as connection:
         read = connection.send(ReadRequest(LEDGER, 1))
@@ -433,7 +433,7 @@ async def test_close_fails_what_is_in_flight() -> None:
         assert connection.closed
 
 
-async def test_nobody_listening_is_an_unavailable_bookie() -> None:
+async def test_refused_connection_is_unavailable_bookie() -> None:
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]
 
@@ -522,7 +522,7 @@ async def test_an_answer_that_makes_no_sense_fails_its_request_alone(
         assert (await read).status is Status.EOK
 
 
-async def test_an_answer_to_nothing_is_dropped() -> None:
+async def test_answer_without_request_is_dropped() -> None:
     def answer(header: v3.Header, request: Request) -> bytes:
         return v3_answer(header._replace(txn_id=999), entry(request)) + v3_answer(header, entry(request))
 
@@ -561,7 +561,7 @@ async def scopes_refused(connection: BookieConnection) -> None:
             await connection.send(request)
 
 
-async def test_no_scoped_request_leaves_before_the_bookie_echoed_a_scope() -> None:
+async def test_connection_lock_opens_with_echo_before_scoped_requests() -> None:
     bookie = Handler(entry)
     async with serving(bookie) as server, connected(server.port) as connection:
         await scopes_refused(connection)
@@ -589,7 +589,7 @@ def in_scope_0(header: v3.Header, request: Request) -> bytes:
     ],
     ids=["no echo", "bare status", "other scope", "silence"],
 )
-async def test_a_bookie_that_does_not_echo_never_gets_a_scoped_request(
+async def test_connection_lock_stays_shut_without_echo(
     make: Callable[[v3.Header, Request], bytes],
 ) -> None:
     asked: list[Request] = []
@@ -607,13 +607,13 @@ async def test_a_bookie_that_does_not_echo_never_gets_a_scoped_request(
 
 
 @pytest.mark.parametrize("status", [Status.EOK, Status.ENOENTRY, Status.ENOLEDGER, Status.EIO])
-async def test_an_echo_counts_whatever_the_status(status: Status) -> None:
+async def test_connection_lock_opens_with_echo_of_any_status(status: Status) -> None:
     bookie = Handler(lambda request: refusal(request, status))
     async with serving(bookie) as server, connected(server.port) as connection:
         assert await connection.supports_scopes()
 
 
-async def test_a_connection_lost_while_asking_is_unavailable() -> None:
+async def test_connection_lost_during_scope_probe_is_unavailable() -> None:
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readexactly(4)
 
@@ -623,7 +623,7 @@ async def test_a_connection_lost_while_asking_is_unavailable() -> None:
                 await connection.supports_scopes()
 
 
-async def test_a_bookie_that_forgets_a_scope_loses_its_trust() -> None:
+async def test_answer_without_scope_shuts_connection_lock() -> None:
     def answer(header: v3.Header, request: Request) -> bytes:
         return v3_answer(header, entry(request), 1 if isinstance(request, ReadLacRequest) else 0)
 
@@ -651,7 +651,7 @@ V2_READ = bytes.fromhex("00000014 02020000 0000000000000005 0000000000000001")
 V2_READ_ANSWER = bytes.fromhex("02020000 00000000 0000000000000005 0000000000000001") + b"1 " * 100
 
 
-async def test_a_connection_goes_from_v3_to_v2_once_and_for_all() -> None:
+async def test_served_connection_switches_from_v3_to_v2_once() -> None:
     async with serving(Handler(entry)) as server, raw(server.port) as (reader, writer):
         writer.write(v3_request(1, ReadRequest(LEDGER, 1)))
         assert (await read_response(reader))[:2] == (1, v3.READ_ENTRY)
@@ -678,7 +678,7 @@ async def test_a_connection_goes_from_v3_to_v2_once_and_for_all() -> None:
     ],
     ids=lambda data: data[:12].hex(),
 )
-async def test_what_is_no_request_closes_the_connection_without_a_word(data: bytes) -> None:
+async def test_invalid_request_closes_connection_without_answer(data: bytes) -> None:
     bookie = Handler(entry)
     async with serving(bookie) as server:
         async with raw(server.port) as (reader, writer):
@@ -699,7 +699,7 @@ async def test_requests_that_come_byte_by_byte() -> None:
         assert await read_frame(reader) == V2_READ_ANSWER
 
 
-async def test_other_versions_are_told_so() -> None:
+async def test_other_versions_are_answered_ebadversion() -> None:
     bookie = Handler(entry)
     async with serving(bookie) as server:
         async with raw(server.port) as (reader, writer):
@@ -749,7 +749,7 @@ async def test_an_error_that_the_bookie_raises_is_its_answer(protocol: Protocol)
 
 
 @pytest.mark.parametrize("protocol", Protocol)
-async def test_a_bug_in_the_bookie_ends_the_connection_and_is_told(protocol: Protocol) -> None:
+async def test_handler_bug_ends_connection_and_is_reported(protocol: Protocol) -> None:
     def fail(request: Request) -> Response:
         raise ZeroDivisionError("a bug")
 
@@ -786,7 +786,7 @@ async def test_a_v2_add_of_a_scoped_entry_reaches_the_bookie_as_scope_0() -> Non
 # Back-pressure and limits.
 
 
-async def test_a_reader_that_does_not_read_stops_its_own_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_client_that_reads_no_answers_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     body = bytes(100_000)
 
     bookie = Handler(lambda request: entry(request)._replace(body=body))  # type: ignore[call-arg]
@@ -808,7 +808,7 @@ async def test_a_reader_that_does_not_read_stops_its_own_requests(monkeypatch: p
 def test_reads_of_the_disk_wait_for_a_client_that_is_behind(
     runner: Runner, monkeypatch: pytest.MonkeyPatch, leaves: bool
 ) -> None:
-    monkeypatch.setattr(server_module, "READS_IN_PROGRESS_MAX", 8)
+    monkeypatch.setattr(backpressure, "READS_IN_PROGRESS_MAX", 8)
     body, count = bytes(100_000), 2000
     begun: list[int] = []
     in_progress: set[asyncio.Future[bytes]] = set()
@@ -828,7 +828,7 @@ def test_reads_of_the_disk_wait_for_a_client_that_is_behind(
                 future.add_done_callback(lambda read: respond(ReadResponse(Status.EOK, LEDGER, 1, read.result())))
                 return future
 
-            self.server.read(respond, start)
+            respond.read(start)
 
     async def main() -> None:
         disk = Disk()
@@ -857,7 +857,7 @@ def test_reads_of_the_disk_wait_for_a_client_that_is_behind(
 
 
 async def test_a_bookie_that_answers_late_gets_a_bounded_number_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "IN_FLIGHT_REQUESTS_MAX", 100)
+    monkeypatch.setattr(served_connection, "IN_FLIGHT_REQUESTS_MAX", 100)
 
     bookie = Holding()
     async with serving(bookie) as server, connected(server.port) as connection:
@@ -874,7 +874,7 @@ async def test_a_bookie_that_answers_late_gets_a_bounded_number_of_requests(monk
 
 
 async def test_bytes_in_flight_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "IN_FLIGHT_BYTES_MAX", 1_000_000)
+    monkeypatch.setattr(served_connection, "IN_FLIGHT_BYTES_MAX", 1_000_000)
 
     bookie = Holding()
     async with serving(bookie) as server, connected(server.port) as connection:
@@ -916,7 +916,7 @@ async def test_drain_waits_for_a_bookie_that_does_not_read() -> None:
                 await future
 
 
-async def test_half_a_frame_holds_no_more_than_came() -> None:
+async def test_partial_frame_holds_only_received_bytes() -> None:
     """A length of 5 MB costs nothing before its bytes come."""
 
     async with serving(Handler(entry)) as server:
@@ -939,7 +939,7 @@ async def test_half_a_frame_holds_no_more_than_came() -> None:
             writer.close()
 
 
-async def test_many_small_fields_cost_no_more_than_their_bytes() -> None:
+async def test_unknown_fields_hold_only_their_bytes() -> None:
     """A 5 MB request of empty logging contexts and unknown fields is answered as any other."""
     request = v3_request(1, ReadRequest(LEDGER, 1))[4:]
 
@@ -953,7 +953,7 @@ async def test_many_small_fields_cost_no_more_than_their_bytes() -> None:
 
 
 @pytest.mark.parametrize("protocol", Protocol)
-async def test_close_answers_what_was_read_and_takes_no_more(protocol: Protocol) -> None:
+async def test_close_answers_requests_in_flight_and_reads_no_more(protocol: Protocol) -> None:
     async def free_port() -> int:
         with socket.create_server((HOST, 0)) as listener:
             return int(listener.getsockname()[1])

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from bkctl.ids import LedgerId
+from bkctl.protocol import backpressure, v2
 from bkctl.protocol import server as server_module
-from bkctl.protocol import v2
 from bkctl.protocol.connection import BookieConnection
+from bkctl.protocol.handler import Responder
+from bkctl.protocol.limits import ServerLimits
 from bkctl.protocol.messages import (
     AddRequest,
     AddResponse,
@@ -23,12 +25,11 @@ from bkctl.protocol.messages import (
     ReadRequest,
     ReadResponse,
     Request,
-    Respond,
     Response,
     Status,
     refusal,
 )
-from bkctl.protocol.server import BookieServer, ServerLimits
+from bkctl.protocol.server import BookieServer
 
 HOST = "127.0.0.1"
 LEDGER = LedgerId(0, 5)
@@ -42,9 +43,9 @@ class Holding:
     """A bookie that answers when the test says so."""
 
     def __init__(self) -> None:
-        self.held: list[tuple[Request, Respond]] = []
+        self.held: list[tuple[Request, Responder]] = []
 
-    def handle(self, request: Request, respond: Respond) -> None:
+    def handle(self, request: Request, respond: Responder) -> None:
         self.held.append((request, respond))
 
     def answer(self, count: int) -> None:
@@ -99,7 +100,7 @@ async def settled(value: Callable[[], int]) -> int:
     return seen
 
 
-async def test_what_is_in_flight_is_bounded_over_all_clients() -> None:
+async def test_requests_in_flight_are_bounded_over_all_clients() -> None:
     bookie = Holding()
     limit = 2000 * KIB
     async with serving(bookie, in_flight_bytes=limit) as server, clients(server, 8) as opened:
@@ -118,7 +119,7 @@ async def test_what_is_in_flight_is_bounded_over_all_clients() -> None:
 class Prompt:
     """A bookie that answers at once."""
 
-    def handle(self, request: Request, respond: Respond) -> None:
+    def handle(self, request: Request, respond: Responder) -> None:
         respond(answer(request))
 
 
@@ -132,14 +133,14 @@ async def begin_requests(server: BookieServer, count: int, size: int, sent: int)
     return writers
 
 
-async def test_requests_that_do_not_arrive_are_bounded_over_all_clients_and_keep_nobody_out(
+async def test_unfinished_requests_are_bounded_and_do_not_block_other_clients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limit, count = 4 << 20, 24
     most = limit + count * (2 << 20)
     clock = types.SimpleNamespace(now_s=0.0)
     clock.monotonic = lambda: clock.now_s
-    monkeypatch.setattr(server_module, "time", clock)
+    monkeypatch.setattr(backpressure, "time", clock)
     monkeypatch.setattr(server_module, "STALL_CHECK_S", 0.01)
 
     async with serving(Prompt(), unfinished_bytes=limit) as server, clients(server, 1) as (client,):
@@ -152,8 +153,8 @@ async def test_requests_that_do_not_arrive_are_bounded_over_all_clients_and_keep
         assert {each.status for each in small} == {Status.EOK}, "small requests go on in any case"
         large = asyncio.gather(*adds(client, 8, 1_000_000))
         while not large.done():
-            if server.frame_waits(served):
-                clock.now_s += 2 * server_module.STALLED_FRAME_S
+            if server.unfinished.is_halted(served):
+                clock.now_s += 2 * backpressure.STALLED_FRAME_S
             assert server.unfinished_bytes < most
             await asyncio.sleep(0.01)
         assert {each.status for each in await large} == {Status.EOK}
@@ -165,11 +166,11 @@ async def test_requests_that_do_not_arrive_are_bounded_over_all_clients_and_keep
         assert server.unfinished_bytes == 0
 
 
-async def test_requests_of_any_size_that_do_not_arrive_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unfinished_requests_of_any_size_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """900 clients that each send 200 KiB of a request: none of it was counted while it was below 256 KiB."""
     limit, count, sent = 2 << 20, 60, 200 * KIB
     monkeypatch.setattr(server_module, "STALL_CHECK_S", 0.01)
-    monkeypatch.setattr(server_module, "STALLED_FRAME_S", 3600.0)
+    monkeypatch.setattr(backpressure, "STALLED_FRAME_S", 3600.0)
 
     async with serving(Prompt(), unfinished_bytes=limit, request_ms=0, first_request_ms=0) as server:
         writers = await begin_requests(server, count, 250 * KIB, sent)
@@ -269,7 +270,7 @@ async def test_clients_that_wait_for_the_bookie_meet_no_deadline(monkeypatch: py
 
 
 async def test_large_requests_of_many_clients_wait_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "STALLED_FRAME_S", 3600.0)
+    monkeypatch.setattr(backpressure, "STALLED_FRAME_S", 3600.0)
 
     async with serving(Prompt(), unfinished_bytes=1 << 20) as server, clients(server, 12) as opened:
         sent = [future for client in opened for future in adds(client, 6, 1_500_000)]
@@ -340,11 +341,11 @@ async def test_no_more_adds_are_in_progress_than_allowed_and_reads_have_a_bound_
         assert {(await future).status for future in sent} == {Status.EOK}
 
 
-async def test_a_client_that_takes_no_answers_does_not_keep_a_slot_from_the_others() -> None:
+async def test_client_that_reads_no_answers_does_not_hold_slots() -> None:
     body = bytes(1 << 20)
 
     class Bookie:
-        def handle(self, request: Request, respond: Respond) -> None:
+        def handle(self, request: Request, respond: Responder) -> None:
             assert isinstance(request, ReadRequest)
             respond(ReadResponse(Status.EOK, request.ledger, request.entry_id, body))
 
@@ -361,7 +362,7 @@ async def test_a_client_that_takes_no_answers_does_not_keep_a_slot_from_the_othe
 
 
 @pytest.mark.parametrize("closes", [True, False])
-async def test_a_client_that_takes_no_answers_for_too_long_loses_them(closes: bool) -> None:
+async def test_client_that_reads_no_answers_in_time_loses_them(closes: bool) -> None:
     body = bytes(1 << 20)
 
     bookie = Holding()
@@ -400,20 +401,20 @@ async def test_a_client_that_takes_no_answers_for_too_long_loses_them(closes: bo
 
 
 def test_reads_beyond_those_that_may_wait_are_refused(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bkctl.protocol.server.READS_IN_PROGRESS_MAX", 2)
+    monkeypatch.setattr("bkctl.protocol.backpressure.READS_IN_PROGRESS_MAX", 2)
 
     class Disk:
         server: BookieServer
         futures: list[asyncio.Future[bytes]]
 
-        def handle(self, request: Request, respond: Respond) -> None:
+        def handle(self, request: Request, respond: Responder) -> None:
             def start() -> asyncio.Future[bytes]:
                 future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
                 future.add_done_callback(lambda _: respond(answer(request)))
                 self.futures.append(future)
                 return future
 
-            if not self.server.read(respond, start):
+            if not respond.read(start):
                 respond(refusal(request, Status.ETOOMANYREQUESTS))
 
     async def main() -> None:
@@ -447,21 +448,21 @@ def test_reads_beyond_those_that_may_wait_are_refused(runner: Runner, monkeypatc
     runner(main())
 
 
-async def test_who_asked_is_told_when_a_client_is_lost() -> None:
+async def test_on_lost_callback_runs_when_client_is_lost() -> None:
     bookie = Holding()
     told = []
     async with serving(bookie) as server:
         async with clients(server, 1) as (client,):
             client.send(ReadRequest(LEDGER, 1)).add_done_callback(lambda done: done.exception())
             await settled(lambda: len(bookie.held))
-            lost = server.on_lost(bookie.held[0][1])
+            lost = bookie.held[0][1].on_lost
             lost[lambda: told.append("told")] = None
         while not told:
             await asyncio.sleep(0.01)
         assert told == ["told"]
 
 
-async def test_the_system_looks_after_clients_that_are_gone_without_a_word() -> None:
+async def test_keepalive_settings_are_applied_to_clients() -> None:
     async with serving(Holding(), keepalive_idle_s=77, keepalive_count=3) as server, clients(server, 1):
         while not server.connections:
             await asyncio.sleep(0.01)

@@ -15,6 +15,7 @@ from bkctl.ids import LedgerId
 from bkctl.protocol import server as server_module
 from bkctl.protocol import v3
 from bkctl.protocol.connection import BookieConnection
+from bkctl.protocol.limits import ServerLimits
 from bkctl.protocol.messages import (
     AddRequest,
     AddResponse,
@@ -28,7 +29,7 @@ from bkctl.protocol.messages import (
     StartTlsResponse,
     Status,
 )
-from bkctl.protocol.server import BookieServer, ServerLimits
+from bkctl.protocol.server import BookieServer
 
 HOST = "127.0.0.1"
 LEDGER = LedgerId(0, 5)
@@ -59,7 +60,7 @@ class Bookie:
 
 @pytest.mark.parametrize("protocol", Protocol)
 @pytest.mark.parametrize("check_hostname", [True, False])
-async def test_requests_go_on_in_tls(pem: Path, protocol: Protocol, check_hostname: bool) -> None:
+async def test_requests_continue_in_tls(pem: Path, protocol: Protocol, check_hostname: bool) -> None:
     server = BookieServer(Bookie(), tls=server_context(pem))
     await server.start(HOST)
     tls = client_context(pem, check_hostname=check_hostname)
@@ -85,7 +86,7 @@ async def test_a_bookie_with_tls_serves_clients_without(pem: Path) -> None:
 
 
 @pytest.mark.parametrize("protocol", Protocol)
-async def test_a_bookie_that_requires_tls_serves_nobody_without(pem: Path, protocol: Protocol) -> None:
+async def test_required_tls_refuses_clients_in_clear(pem: Path, protocol: Protocol) -> None:
     server = BookieServer(Bookie(), tls=server_context(pem), requires_tls=True)
     await server.start(HOST)
     for tls, status in ((None, Status.EUA), (client_context(pem), Status.EOK)):
@@ -148,7 +149,7 @@ async def test_requests_in_clear_behind_start_tls_are_not_served(pem: Path) -> N
     await server.close()
 
 
-async def test_answers_in_clear_behind_start_tls_are_not_taken(pem: Path) -> None:
+async def test_answers_in_clear_behind_start_tls_are_ignored(pem: Path) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(100)
         out: list[BytesLike] = []
@@ -219,9 +220,7 @@ async def test_a_handshake_that_does_not_come_ends_in_seconds(pem: Path, has_beg
     await server.close()
 
 
-async def test_strangers_in_clear_send_no_more_than_start_tls_needs_where_tls_is_required(
-    pem: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_required_tls_bounds_frames_in_clear(pem: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "STALL_CHECK_S", 0.05)
 
     limits = ServerLimits(first_request_ms=500)

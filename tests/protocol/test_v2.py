@@ -240,7 +240,7 @@ def test_version_0_has_its_opcode_in_the_lowest_byte() -> None:
     assert head == 0x00020000
 
 
-def test_a_later_version_is_told_to_the_bookie() -> None:
+def test_later_version_is_decoded_with_its_number() -> None:
     packet = decode_request(bytes.fromhex("00000014 05020000 0000000000000001 0000000000000002"))
     assert packet.version == 5
 
@@ -304,7 +304,7 @@ def test_a_batch_entry_is_held_to_its_frame(size: int) -> None:
         decode_response(len(body).to_bytes(4, "big") + body)
 
 
-def test_a_code_that_v2_does_not_have_is_a_protocol_error() -> None:
+def test_unknown_v2_code_is_protocol_error() -> None:
     with pytest.raises(ProtocolError, match="return code 42"):
         decode_response(bytes.fromhex("00000018 02010000 0000002a 1122334455667788 0000000000000005"))
 

@@ -220,7 +220,7 @@ def test_responses_round_trip(txn_id: int, response: Response) -> None:
 
 
 @given(txn_id=U64, request_=ADDS | READS | PLAIN)
-def test_by_hand_and_by_protobuf_requests_are_the_same(txn_id: int, request_: AddRequest | ReadRequest) -> None:
+def test_hot_path_and_protobuf_encode_same_requests(txn_id: int, request_: AddRequest | ReadRequest) -> None:
     by_protobuf: list[BytesLike] = []
     size = v3.encode_request_protobuf(txn_id, request_, by_protobuf)
     body = joined(by_protobuf, size)
@@ -230,7 +230,7 @@ def test_by_hand_and_by_protobuf_requests_are_the_same(txn_id: int, request_: Ad
 
 
 @given(txn_id=U64, response=HOT_RESPONSES)
-def test_by_hand_and_by_protobuf_responses_are_the_same(txn_id: int, response: AddResponse | ReadResponse) -> None:
+def test_hot_path_and_protobuf_encode_same_responses(txn_id: int, response: AddResponse | ReadResponse) -> None:
     header = v3.Header(txn_id, OPERATION_OF[type(response)])
     by_protobuf: list[BytesLike] = []
     size = v3.encode_response_protobuf(header, response, response.ledger[0], by_protobuf)
@@ -239,7 +239,7 @@ def test_by_hand_and_by_protobuf_responses_are_the_same(txn_id: int, response: A
     assert v3.decode_response(*padded(body)) == v3.decode_response_protobuf(*padded(body))
 
 
-def test_plain_adds_and_reads_go_by_hand() -> None:
+def test_plain_adds_and_reads_take_hot_path() -> None:
     """The comparison above means nothing unless the hand-written path is the one taken."""
     for ledger in (LedgerId(0, 5), LedgerId(U64_MAX, 1 << 40)):
         out: list[BytesLike] = []
@@ -270,7 +270,7 @@ EXAMPLE_BODIES = [
     more=st.binary(max_size=12),
 )
 @example(which=0, changes=[(6, 0xFF)], cut=0, more=b"")
-def test_a_changed_message_means_the_same_by_hand_as_by_protobuf(
+def test_hot_path_and_protobuf_decode_changed_messages_alike(
     which: int, changes: list[tuple[int, int]], cut: int, more: bytes
 ) -> None:
     """The hand-written decoder takes nothing that protobuf refuses, and takes nothing in another sense."""
@@ -290,7 +290,7 @@ def test_a_changed_message_means_the_same_by_hand_as_by_protobuf(
             assert v3.decode_response_protobuf(*padded(body)) == (*found, "")
 
 
-def test_every_one_byte_change_means_the_same_by_hand_as_by_protobuf() -> None:
+def test_hot_path_and_protobuf_decode_every_one_byte_change_alike() -> None:
     for example_body in EXAMPLE_BODIES[:2]:
         for at, value in itertools.product(range(min(len(example_body), 64)), (0, 1, 5, 0x7F, 0x80, 0xFF)):
             body = example_body[:at] + bytes((value,)) + example_body[at + 1 :]
@@ -316,7 +316,7 @@ def test_an_endless_varint_ends() -> None:
 
 
 @given(st.binary(max_size=100))
-def test_random_bytes_are_no_request_or_some_request(data: bytes) -> None:
+def test_random_bytes_decode_to_request_or_none(data: bytes) -> None:
     call = v3.decode_request(*padded(data))
     if call is not None:
         assert call.header.txn_id >= 0
@@ -336,7 +336,7 @@ def test_a_v2_packet_is_never_a_v3_request(first: int) -> None:
         assert v3.decode_request(*padded(body)) is None
 
 
-def test_a_message_without_required_fields_is_no_request() -> None:
+def test_message_without_required_fields_is_not_a_request() -> None:
     assert v3.decode_request(*padded(b"")) is None
     assert v3.decode_request(*padded(bytes.fromhex("0a 02 08 03"))) is None
     # An add without its body.
@@ -344,7 +344,7 @@ def test_a_message_without_required_fields_is_no_request() -> None:
 
 
 @pytest.mark.parametrize("operation", [3, 4, 12, 13, 1, 2])
-def test_an_operation_that_does_not_exist_is_kept_as_such(operation: int) -> None:
+def test_unknown_operation_is_decoded_without_request(operation: int) -> None:
     body = bytes((0x0A, 6, 8, 3, 0x10, operation, 0x18, 5))
     assert v3.decode_request(*padded(body)) == (v3.Header(5, operation), None)
 
@@ -387,7 +387,7 @@ def test_the_nested_status_counts_when_the_outer_one_is_ok() -> None:
 
 
 @pytest.mark.parametrize("body", [response(999), response(0, 999), response(999, 0), response(0), response(0, 0, 6)])
-def test_an_answer_that_makes_no_sense_is_told_for_its_transaction(body: bytes) -> None:
+def test_invalid_answer_is_reported_for_its_transaction(body: bytes) -> None:
     answer = v3.decode_response(*padded(body))
     assert (answer.txn_id, answer.response) == (5, None)
     assert answer.problem

@@ -76,21 +76,6 @@ class Plan:
     store_failure_rate: float = 0.01
 
 
-class _Watched:
-    """The answer of a bookie on its way, seen by the checker; in all else the connection's own."""
-
-    __slots__ = ("__wrapped__", "_seen", "func")
-
-    def __init__(self, respond: Any, seen: Callable[[Any], None]) -> None:
-        self.__wrapped__ = respond
-        self.func = respond.func
-        self._seen = seen
-
-    def __call__(self, response: Any) -> None:
-        self._seen(response)
-        self.__wrapped__(response)
-
-
 class WatchedRequests:
     """Serves a bookie's requests as they are; requests and answers are also given to the checker."""
 
@@ -100,7 +85,7 @@ class WatchedRequests:
         self.adds_at_once = bookie.processor.adds_at_once
 
     def handle(self, request: Any, respond: Any) -> None:
-        self._processor.handle(request, _Watched(respond, self._watch(request)))
+        self._processor.handle(request, respond.observed(self._watch(request)))
 
     def handle_adds(self, adds: AddRun, answer: AnswerAdds) -> None:
         requests = [

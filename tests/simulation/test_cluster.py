@@ -162,8 +162,8 @@ def wrong_length() -> Iterator[None]:
     """Recovery closes with a length that is not that of the entries."""
     real = recovery._make_safe
 
-    async def make_safe(access: Any, accept_loss: Any) -> Any:
-        pipeline, length = await real(access, accept_loss)
+    async def make_safe(*arguments: Any) -> Any:
+        pipeline, length = await real(*arguments)
         return pipeline, length + 1 if length else 0
 
     with mock.patch.object(recovery, "_make_safe", make_safe):

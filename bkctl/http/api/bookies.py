@@ -8,7 +8,7 @@ from typing import Final
 
 from starlette.responses import Response
 
-from bkctl.client.operations import disk_space
+from bkctl.client.disk_space import disk_space
 from bkctl.errors import NotFound
 from bkctl.http.endpoints import (
     BOOLEAN,

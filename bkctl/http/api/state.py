@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from starlette.responses import Response
 
-from bkctl.client.operations import sanity_test
+from bkctl.client.trials import sanity_test
 from bkctl.errors import BkctlError
 from bkctl.http.endpoints import (
     BOOLEAN,

@@ -1,0 +1,87 @@
+"""Disk space of bookies, as they report it. Source: BookieInfoReader."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from bkctl.client.ledger import BookKeeper
+from bkctl.errors import BkctlError, ProtocolError
+from bkctl.protocol.messages import (
+    BookieInfoFlags,
+    BookieInfoRequest,
+    BookieInfoResponse,
+    Protocol,
+    Status,
+    error_for,
+)
+
+if TYPE_CHECKING:
+    from bkctl.metadata.admin.health import HealthFinding
+    from bkctl.metadata.cluster import RegisteredBookie
+
+
+class BookieSpace(NamedTuple):
+    """A bookie's report on the disks of its ledger directories, in bytes, or the error in place of it."""
+
+    bookie: RegisteredBookie
+    total: int | None
+    free: int | None
+    error: BkctlError | None
+
+    @property
+    def used(self) -> int | None:
+        """Used bytes."""
+        return None if self.total is None or self.free is None else self.total - self.free
+
+    @property
+    def used_percent(self) -> float | None:
+        """Used part in percent, rounded to one decimal."""
+        return round(100 * self.used / self.total, 1) if self.total and self.used is not None else None
+
+
+async def disk_space(bookkeeper: BookKeeper, bookies: Iterable[RegisteredBookie]) -> AsyncIterator[BookieSpace]:
+    """Ask bookies for their disk space, all at once, and yield the answers in the order of `bookies`.
+
+    Source: BookieInfoReader.
+    """
+    request = BookieInfoRequest(BookieInfoFlags.TOTAL_DISK_CAPACITY | BookieInfoFlags.FREE_DISK_SPACE)
+    asked = [(bookie, bookkeeper.pool.channel(bookie.bookie_id, Protocol.V3).send(request)) for bookie in list(bookies)]
+    for bookie, answer in asked:
+        try:
+            response = await answer
+        except BkctlError as error:
+            yield BookieSpace(bookie, None, None, error)
+            continue
+        if response.status is not Status.EOK or not isinstance(response, BookieInfoResponse):
+            text = f"Bookie {bookie.bookie_id} answered {response.status.name}"
+            problem = ProtocolError(text) if response.status is Status.EOK else error_for(response.status, text)
+            yield BookieSpace(bookie, None, None, problem)
+            continue
+        yield BookieSpace(bookie, response.total_disk_capacity, response.free_disk_space, None)
+
+
+async def disk_findings(
+    bookkeeper: BookKeeper, bookies: Iterable[RegisteredBookie], percent_max: float
+) -> list[HealthFinding]:
+    """Return a finding for each bookie that does not answer, or uses more than `percent_max` of its disks."""
+    from bkctl.metadata.admin.health import HealthFinding, Severity
+
+    findings = []
+    async for space in disk_space(bookkeeper, bookies):
+        bookie_id = space.bookie.bookie_id
+        if space.error is not None:
+            findings.append(
+                HealthFinding(
+                    "bookie-silent", Severity.ERROR, bookie_id, f"It is registered, and does not serve: {space.error}",
+                    "look whether it hangs, or is behind a firewall",
+                )
+            )  # fmt: skip
+        elif space.used_percent is not None and space.used_percent > percent_max:
+            findings.append(
+                HealthFinding(
+                    "disk-full", Severity.WARNING, bookie_id, f"{space.used_percent}% of its ledger disks are used",
+                    "add disks or bookies, or delete ledgers",
+                )
+            )  # fmt: skip
+    return findings

@@ -1,0 +1,217 @@
+"""A ledger opened for reading: entries, the last add confirmed, and waiting for more.
+
+Source: LedgerHandle, ReadOnlyLedgerHandle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Self
+
+from bkctl.client.bookies import failure, in_thread
+from bkctl.client.reader import (
+    LONG_POLL_S_MAX,
+    LedgerAccess,
+    LedgerEntry,
+    long_poll,
+    read_entries,
+    read_last_confirmed,
+)
+from bkctl.client.writer import restated
+from bkctl.errors import (
+    BkctlError,
+    ProtocolError,
+    UsageError,
+)
+from bkctl.formats.metadata import LedgerMetadata
+from bkctl.ids import I64_MAX, LedgerId
+from bkctl.metadata.ledgers import VersionedMetadata
+from bkctl.protocol.messages import (
+    ReadRequest,
+    ReadResponse,
+    Response,
+)
+
+
+class LedgerHandleBase:
+    """The common part of handles that read and handles that write a ledger."""
+
+    def __init__(self, access: LedgerAccess) -> None:
+        self._access = access
+
+    @property
+    def ledger(self) -> LedgerId:
+        """The 128-bit id."""
+        return self._access.ledger
+
+    @property
+    def scope_id(self) -> int:
+        """The most significant 64 bits of the id (`getScopeId`)."""
+        return self._access.ledger.scope_id
+
+    @property
+    def ledger_id(self) -> int:
+        """The least significant 64 bits of the id (`getId`)."""
+        return self._access.ledger.ledger_id
+
+    @property
+    def metadata(self) -> LedgerMetadata:
+        """The ledger's metadata as last read or written."""
+        return self._access.metadata
+
+    @property
+    def versioned_metadata(self) -> VersionedMetadata:
+        """The metadata with its version for a compare-and-set."""
+        return self._access.versioned
+
+    @property
+    def is_closed(self) -> bool:
+        """True if the ledger is closed by its metadata as last read or written."""
+        return self._access.metadata.is_closed
+
+    @property
+    def last_add_confirmed(self) -> int:
+        """Id of the last entry known to be acknowledged; -1: none."""
+        raise AssertionError
+
+    def read(self, first: int, last: int, *, verify: bool = True) -> AsyncIterator[LedgerEntry]:
+        """Yield the entries `first` to `last` (both included) in order; memory does not grow with their number.
+
+        Each entry comes from the first replica that returns it intact; `verify` False leaves the digest unchecked.
+        Raises UsageError for an invalid range or one beyond the last add confirmed, and when no replica returns an
+        entry the gravest error: EntryNotFound, DigestMismatch, BookieUnavailable, ….
+        """
+        if last > self.last_add_confirmed:
+            raise UsageError(
+                f"Entry {last} of ledger {self.ledger} is beyond its last add confirmed, {self.last_add_confirmed}"
+            )
+        return self.read_unconfirmed(first, last, verify=verify)
+
+    def read_unconfirmed(self, first: int, last: int, *, verify: bool = True) -> AsyncIterator[LedgerEntry]:
+        """Yield entries as `read` does, also beyond the last add confirmed. Raises EntryNotFound after the last entry.
+
+        Entries beyond the last add confirmed may be unacknowledged, and lost in a recovery.
+        """
+        if not 0 <= first <= last <= I64_MAX:
+            raise UsageError(f"Entries {first} to {last} are not a range")
+        return read_entries(self._access, first, last, verify=verify)
+
+    async def read_from(self, bookie_id: str, entry_id: int, *, verify: bool = True) -> LedgerEntry:
+        """Return the replica of an entry that one bookie has.
+
+        Raises EntryNotFound or LedgerNotFound if it has none, DigestMismatch, BookieUnavailable, TimedOut, ….
+        """
+        channel = self._access.pool.channel(bookie_id)
+        future = channel.send(ReadRequest(self.ledger, entry_id), self._access.scoped)
+        await asyncio.wait([future])
+        return entry_of(future, self._access, entry_id, bookie_id, verify=verify)
+
+
+def entry_of(
+    future: asyncio.Future[Response], access: LedgerAccess, entry_id: int, bookie_id: str, *, verify: bool = True
+) -> LedgerEntry:
+    """Return the entry in the response of the done `future`. Raise the error that the response carries."""
+    error = failure(future, access.ledger, entry_id, bookie_id)
+    if error is not None:
+        raise error
+    response = future.result()
+    if not isinstance(response, ReadResponse):
+        raise ProtocolError(f"Bookie {bookie_id} answered a read with something else")
+    return access.open_entry(response.body, entry_id, verify)
+
+
+class ReadHandle(LedgerHandleBase):
+    """A ledger opened for reading (`BookKeeper.open_ledger`); its writer may still be writing (`is_closed` False)."""
+
+    def __init__(self, access: LedgerAccess, last_add_confirmed: int, length: int) -> None:
+        super().__init__(access)
+        self._last_add_confirmed = last_add_confirmed
+        self._length = length
+        self._changed = asyncio.Event()
+        self._reported: VersionedMetadata | BkctlError | None = None
+        self._cancel_watch: Callable[[], None] | None = None
+
+    @property
+    def last_add_confirmed(self) -> int:
+        """Id of the last entry known to be acknowledged; -1: none. The last entry of a closed ledger."""
+        return self._last_add_confirmed
+
+    @property
+    def length(self) -> int:
+        """Payload bytes: all bytes of a closed ledger, else about the bytes up to the last add confirmed."""
+        return self._length
+
+    async def read_last_confirmed(self) -> int:
+        """Read the metadata again, ask the bookies of an open ledger again, and return the last add confirmed.
+
+        Raises LedgerNotFound for a deleted ledger, and BookieUnavailable, … when too few bookies answer.
+        """
+        self._use(await in_thread(self._access.pool.cluster.ledgers.read, self.ledger))
+        if not self.is_closed:
+            confirmed = await read_last_confirmed(self._access)
+            self._advance(confirmed.last_add_confirmed, confirmed.length)
+        return self._last_add_confirmed
+
+    async def wait_for_lac(self, previous: int, timeout_s: float) -> int:
+        """Wait until the last add confirmed exceeds `previous`, the ledger is closed, or `timeout_s` is over.
+
+        Returns the last add confirmed as known then. Bookies report its progress (long poll), the metadata store
+        reports closing, ensemble changes and deletion. Raises LedgerNotFound for a deleted ledger.
+        """
+        deadline = time.monotonic() + timeout_s
+        await self._watch()
+        while True:
+            self._changed.clear()
+            reported, self._reported = self._reported, None
+            if isinstance(reported, BkctlError):
+                raise restated(reported)
+            if reported is not None:
+                self._use(reported)
+            left_s = deadline - time.monotonic()
+            if self.is_closed or self._last_add_confirmed > previous or left_s <= 0:
+                return self._last_add_confirmed
+            slice_s = min(left_s, LONG_POLL_S_MAX)
+            confirmed = await long_poll(self._access, self._last_add_confirmed, slice_s, self._changed)
+            if confirmed is not None:
+                self._advance(confirmed, 0)
+
+    async def close(self) -> None:
+        """Stop watching the ledger. The ledger itself is untouched."""
+        cancel, self._cancel_watch = self._cancel_watch, None
+        if cancel is not None:
+            await in_thread(cancel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _watch(self) -> None:
+        if self._cancel_watch is not None:
+            return
+        loop = asyncio.get_running_loop()
+
+        def report(found: VersionedMetadata | BkctlError) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._report, found)
+
+        self._cancel_watch = await in_thread(self._access.pool.cluster.ledgers.watch, self.ledger, report)
+        # Let the first report arrive, which that thread scheduled before it returned.
+        await asyncio.sleep(0)
+
+    def _report(self, found: VersionedMetadata | BkctlError) -> None:
+        self._reported = found
+        self._changed.set()
+
+    def _use(self, found: VersionedMetadata) -> None:
+        self._access.versioned = found
+        if found.metadata.is_closed:
+            self._last_add_confirmed, self._length = found.metadata.last_entry_id, found.metadata.length
+
+    def _advance(self, last_add_confirmed: int, length: int) -> None:
+        self._last_add_confirmed = max(self._last_add_confirmed, last_add_confirmed)
+        self._length = max(self._length, length)

@@ -1,0 +1,161 @@
+"""Streams of bytes into a ledger, and a growing ledger as a stream of entries."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import stat
+from collections.abc import AsyncIterator, Callable
+from typing import Final, Protocol
+
+from bkctl.client.ledger import LedgerEntry, ReadHandle, WriteHandle
+from bkctl.errors import UsageError
+from bkctl.protocol.messages import (
+    FRAME_SIZE_BYTES_MAX,
+)
+
+CHUNK_SIZE_BYTES: Final = 1 << 15
+#: Payload bytes that fit in a frame with the longest header and digest, rounded down.
+ENTRY_SIZE_BYTES_MAX: Final = FRAME_SIZE_BYTES_MAX - 256
+#: A tail asks the metadata store and the bookies at least this often.
+TAIL_POLL_S: Final = 30.0
+
+
+class Splitter(Protocol):
+    """Cuts a stream of bytes into the payloads of entries."""
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """Return the payloads that `chunk` completes."""
+
+    def finish(self) -> list[bytes]:
+        """Return the payload that the end of the stream completes, if any."""
+
+
+def check_entry_size(size_bytes: int, what: str) -> None:
+    """Raise UsageError, naming `what`, for entries larger than a frame; call this before creating a ledger."""
+    if size_bytes > ENTRY_SIZE_BYTES_MAX:
+        raise UsageError(f"{what}: an entry holds at most {ENTRY_SIZE_BYTES_MAX} bytes, not {size_bytes}")
+
+
+class LineSplitter:
+    """Cuts one entry per line, without its LF. An empty line is an empty entry; the last line may lack its LF."""
+
+    def __init__(self) -> None:
+        self._rest: list[bytes] = []
+        self._rest_size = 0
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """Return the lines that end in `chunk`. Raises UsageError for a line larger than an entry."""
+        head, newline, tail = chunk.partition(b"\n")
+        if not newline:
+            self._keep(chunk)
+            return []
+        lines = [b"".join([*self._rest, head]), *tail.split(b"\n")]
+        self._rest, self._rest_size = [], 0
+        self._keep(lines.pop())
+        return lines
+
+    def finish(self) -> list[bytes]:
+        """Return the last line, if it lacks its LF."""
+        rest = b"".join(self._rest)
+        self._rest, self._rest_size = [], 0
+        return [rest] if rest else []
+
+    def _keep(self, part: bytes) -> None:
+        self._rest_size += len(part)
+        if self._rest_size > ENTRY_SIZE_BYTES_MAX:
+            raise UsageError(
+                f"A line of more than {ENTRY_SIZE_BYTES_MAX} bytes fits no entry",
+                hint="use --record-size for binary data",
+            )
+        if part:
+            self._rest.append(part)
+
+
+class RecordSplitter:
+    """Cuts entries of `size_bytes` each; the last one may be shorter."""
+
+    def __init__(self, size_bytes: int) -> None:
+        if size_bytes < 1:
+            raise UsageError(f"A record size of {size_bytes} bytes leaves no room for data")
+        check_entry_size(size_bytes, "Record size")
+        self._size = size_bytes
+        self._rest = b""
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """Return the complete records so far."""
+        data = self._rest + chunk if self._rest else chunk
+        end = len(data) - len(data) % self._size
+        self._rest = data[end:]
+        return [data[at : at + self._size] for at in range(0, end, self._size)]
+
+    def finish(self) -> list[bytes]:
+        """Return the last, shorter record, if any."""
+        rest, self._rest = self._rest, b""
+        return [rest] if rest else []
+
+
+async def write_stream(
+    handle: WriteHandle, file: int, splitter: Splitter, progress: Callable[[int], None] = lambda _: None
+) -> None:
+    """Add the content of the open file descriptor `file`, pipelined, until its end.
+
+    When no input waits, the function waits for all acknowledgements and writes an explicit LAC, so that a tail of the
+    ledger sees the entries at once. `progress` gets the bytes of each chunk. Raises the errors of `WriteHandle.add`.
+    """
+    async for chunk, more_waits in _chunks(file):
+        for payload in splitter.feed(chunk):
+            await handle.ready()
+            handle.add(payload)
+        progress(len(chunk))
+        if not more_waits:
+            await handle.flush()
+            await handle.write_lac()
+    for payload in splitter.finish():
+        await handle.ready()
+        handle.add(payload)
+    await handle.flush()
+
+
+async def _chunks(file: int) -> AsyncIterator[tuple[bytes, bool]]:
+    """Yield the content of `file` by chunks, each with True if more input waits."""
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    watched = not stat.S_ISREG(os.fstat(file).st_mode)
+    if watched:
+        try:
+            loop.add_reader(file, readable.set)
+        except PermissionError:  # a device that is always ready, such as /dev/null
+            watched = False
+    try:
+        while True:
+            if watched:
+                await readable.wait()
+                readable.clear()
+            chunk = os.read(file, CHUNK_SIZE_BYTES)
+            if not chunk:
+                return
+            yield chunk, not watched or bool(select.select([file], [], [], 0)[0])
+            await asyncio.sleep(0)
+    finally:
+        if watched:
+            loop.remove_reader(file)
+
+
+async def tail(handle: ReadHandle, first: int, *, verify: bool = True) -> AsyncIterator[LedgerEntry]:
+    """Yield the entries from `first` on, then each new one as it is confirmed, until the ledger is closed.
+
+    Raises LedgerNotFound if the ledger is deleted meanwhile, and the errors of `ReadHandle.read`.
+    """
+    next_id = max(first, 0)
+    while True:
+        last = handle.last_add_confirmed
+        if next_id <= last:
+            async for entry in handle.read(next_id, last, verify=verify):
+                yield entry
+            next_id = last + 1
+        elif handle.is_closed:
+            return
+        else:
+            await handle.wait_for_lac(next_id - 1, TAIL_POLL_S)

@@ -1,0 +1,189 @@
+"""A ledger that this client writes, from its creation until it is closed.
+
+Source: LedgerHandle, PendingWriteLacOp, ForceLedgerOp.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Self
+
+from bkctl.client.bookies import failure, in_thread
+from bkctl.client.ensemble import closed, update_metadata
+from bkctl.client.read_handle import LedgerHandleBase
+from bkctl.client.reader import (
+    LedgerAccess,
+    restate,
+)
+from bkctl.client.writer import AddPipeline, restated
+from bkctl.errors import (
+    BkctlError,
+    IllegalOperation,
+    LedgerClosed,
+    LedgerFenced,
+    MetadataVersionConflict,
+)
+from bkctl.formats.layout import Buffer
+from bkctl.formats.metadata import LedgerMetadata
+from bkctl.protocol.messages import (
+    ForceLedgerRequest,
+    Protocol,
+    Request,
+    WriteLacRequest,
+)
+
+
+class WriteHandle(LedgerHandleBase):
+    """A ledger that this client writes, from `BookKeeper.create_ledger` until `close`."""
+
+    def __init__(self, access: LedgerAccess, *, throttle_count: int, own_entry_ids: bool) -> None:
+        super().__init__(access)
+        self._own_entry_ids = own_entry_ids
+        self._pipeline = AddPipeline(access, throttle_count=throttle_count, on_end=self._ended)
+        self._closing: asyncio.Task[None] | None = None
+
+    @property
+    def last_add_confirmed(self) -> int:
+        """Id of the last acknowledged entry; -1: none."""
+        return self._pipeline.last_add_confirmed
+
+    @property
+    def length(self) -> int:
+        """Payload bytes added, including unacknowledged ones."""
+        return self._pipeline.length
+
+    @property
+    def pending_count(self) -> int:
+        """Number of unacknowledged entries."""
+        return self._pipeline.pending_count
+
+    def add(self, payload: Buffer, *, entry_id: int | None = None) -> asyncio.Future[int]:
+        """Add an entry without waiting; the future gives its id once the ack quorum has it and all entries before it.
+
+        `await handle.add(b"…")` adds one entry after the other; to pipeline, `await handle.ready()` before each add.
+        Only ledgers of `create_ledger_adv` accept an `entry_id`; entries are acknowledged without gaps. The future
+        fails with, or `add` raises, LedgerFenced (another client recovers the ledger), NotEnoughBookies, Unauthorized,
+        LedgerClosed. `add` also raises UsageError for a payload that does not fit a frame, and DuplicateEntryId.
+        """
+        if entry_id is not None and not self._own_entry_ids:
+            raise IllegalOperation(
+                "The client chooses the entry ids of this ledger", hint="create it with create_ledger_adv"
+            )
+        return self._pipeline.add(payload, entry_id=entry_id)
+
+    async def ready(self) -> None:
+        """Wait while too many adds are in flight. Raises the error that ended writing, if one did."""
+        await self._pipeline.ready()
+
+    async def flush(self) -> None:
+        """Wait until every add so far is acknowledged. Raises the error that ended writing, if one did."""
+        await self._pipeline.flush()
+
+    async def write_lac(self) -> None:
+        """Write the last add confirmed to the bookies (explicit LAC), so that readers see it before the next entry.
+
+        Does nothing before the first acknowledged entry. Raises the last error when the ack quorum is not reached.
+        Source: PendingWriteLacOp.
+        """
+        access, lac = self._access, self.last_add_confirmed
+        if lac < 0:
+            return
+        request = WriteLacRequest(self.ledger, lac, access.digest.master_key, access.digest.seal_lac(lac))
+        indexes = access.schedule.write_set(lac)
+        await self._ask(request, indexes, access.schedule.ack_quorum_size, "Explicit LAC")
+
+    async def force(self) -> None:
+        """Wait until all bookies of the ensemble have synced their entries of this ledger. v3 only.
+
+        Raises IllegalOperation in v2, and the error of a bookie that fails. Source: ForceLedgerOp.
+        """
+        access = self._access
+        if access.pool.protocol is Protocol.V2:
+            raise IllegalOperation("Protocol v2 has no force", hint="use v3")
+        size = access.schedule.ensemble_size
+        await self._ask(ForceLedgerRequest(self.ledger), range(size), size, "Force")
+
+    async def close(self) -> None:
+        """Wait for the adds in flight, then close the ledger at the last add confirmed. Further calls are harmless.
+
+        Raises the error that ended writing, if one did (the ledger is still closed at its last acknowledged entry,
+        unless another client fenced it), and MetadataVersionConflict if another client closed it at another entry.
+        Source: LedgerHandle.doAsyncCloseInternal.
+        """
+        if self._closing is None:
+            with contextlib.suppress(BkctlError):
+                await self._pipeline.flush()
+            if self._closing is None:
+                self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+        error = self._pipeline.error
+        if error is not None and not isinstance(error, _ClosedByUs):
+            raise restated(error)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            await self.close()
+        else:
+            with contextlib.suppress(BkctlError):  # the error in progress is the cause
+                await self.close()
+
+    def _ended(self, error: BkctlError) -> None:
+        if self._closing is None and not isinstance(error, _ClosedByUs) and not self._access.pool.closed:
+            self._closing = asyncio.get_running_loop().create_task(self._close())
+            # close() raises the error; without close(), the adds have failed with their own.
+            self._closing.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def _close(self) -> None:
+        await self._pipeline.close(_ClosedByUs(f"Ledger {self.ledger} is closed"))
+        access, ledgers = self._access, self._access.pool.cluster.ledgers
+        last_entry_id, length = self._pipeline.last_add_confirmed, self._pipeline.length_confirmed
+        if isinstance(self._pipeline.error, (LedgerFenced, LedgerClosed)) and not isinstance(
+            self._pipeline.error, _ClosedByUs
+        ):
+            # The client that fenced the ledger closes it.
+            access.versioned = await in_thread(ledgers.read, self.ledger)
+            return
+
+        def change(metadata: LedgerMetadata) -> LedgerMetadata | None:
+            if not metadata.is_closed:
+                return closed(metadata, last_entry_id, length)
+            if (metadata.last_entry_id, metadata.length) == (last_entry_id, length):
+                return None
+            raise MetadataVersionConflict(
+                f"Ledger {self.ledger} was closed by another client at entry {metadata.last_entry_id} "
+                f"({metadata.length} bytes), not at {last_entry_id} ({length} bytes)"
+            )
+
+        access.versioned = await in_thread(update_metadata, ledgers, self.ledger, access.versioned, change)
+
+    async def _ask(self, request: Request, indexes: tuple[int, ...] | range, needed: int, what: str) -> None:
+        """Send `request` to the bookies at `indexes` over v3, and wait until `needed` of them succeed."""
+        access = self._access
+        ensemble = self._pipeline.ensemble
+        pending = {
+            access.pool.channel(ensemble[index], Protocol.V3).send(request, access.scoped): ensemble[index]
+            for index in indexes
+        }
+        problems: list[str] = []
+        last_error: BkctlError | None = None
+        while needed > 0 and len(pending) >= needed:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for future in done:
+                bookie_id = pending.pop(future)
+                error = failure(future, self.ledger, None, bookie_id)
+                if error is None:
+                    needed -= 1
+                else:
+                    problems.append(f"{bookie_id}: {error.message}")
+                    last_error = error
+        if needed > 0:
+            assert last_error is not None
+            raise restate(last_error, f"{what} of ledger {self.ledger} failed ({'; '.join(problems)})")
+
+
+class _ClosedByUs(LedgerClosed):
+    """Ends the pipeline of a handle that closes its own ledger."""

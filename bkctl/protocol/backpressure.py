@@ -1,0 +1,212 @@
+"""Back-pressure of a bookie's server: bounds on requests in flight, on unfinished requests and on reads of the disk.
+
+A request over a bound waits in its client: its connection is not read until there is room. So memory is bounded by
+`ServerLimits`, whatever clients send, and however slowly they read their answers.
+Source: BookieRequestProcessor (onAddRequestStart, onReadRequestStart), PacketProcessorBase.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from bkctl.protocol.limits import ServerLimits
+from bkctl.protocol.messages import AddRequest, BareResponse, BatchReadRequest, ReadRequest, Status
+
+if TYPE_CHECKING:
+    from bkctl.protocol.handler import Responder
+    from bkctl.protocol.served_connection import ServedConnection
+
+#: Reads of one connection that a bookie's disks work on at once: each may give as many bytes as a frame holds.
+READS_IN_PROGRESS_MAX: Final = 32
+#: An unfinished request counts against `ServerLimits.unfinished_bytes` from this size on: every connection's buffer
+#: holds as much.
+UNFINISHED_BYTES_MIN: Final = 1 << 12
+#: While other connections wait for room, an unfinished request has this long to arrive.
+STALLED_FRAME_S: Final = 5.0
+
+log: Final = logging.getLogger("bkctl.protocol")
+
+
+class RequestsInFlight:
+    """Bytes of unanswered requests over all connections. Connections above the limit wait for half of it to be free."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes = 0
+        self._bytes_max = bytes_max
+        self._waiting: dict[ServedConnection, None] = {}
+
+    def count(self, connection: ServedConnection) -> None:
+        """Add what came into flight on `connection` since the last call, once for many requests.
+
+        Halts the connection when all have too much. A lost connection counts on until its requests are answered: they
+        are still in memory.
+        """
+        change = connection.uncounted()
+        self.bytes += change
+        if change > 0:
+            self.must_wait(connection)
+        elif change < 0 and self._waiting and self.bytes <= self._bytes_max // 2:
+            waiting, self._waiting = self._waiting, {}
+            for waiter in waiting:
+                waiter.unblock()
+
+    def must_wait(self, connection: ServedConnection) -> bool:
+        """Return True, and halt `connection`, if it may take no requests until others are answered."""
+        if self.bytes < self._bytes_max:
+            return False
+        connection.halt()
+        self._waiting[connection] = None
+        return True
+
+
+class UnfinishedRequests:
+    """Requests that clients sent a part of, and the memory that those parts hold over all connections."""
+
+    def __init__(self, bytes_max: int, ended: Counter[str]) -> None:
+        self.bytes = 0
+        self._bytes_max = bytes_max
+        self._ended = ended
+        #: Bytes of each connection's unfinished request and its start, the oldest first.
+        self._frames: dict[ServedConnection, tuple[int, float]] = {}
+        self._halted: dict[ServedConnection, None] = {}
+
+    def update(self, connection: ServedConnection, size: int, *, is_new: bool = False) -> None:
+        """Record that `connection` holds `size` bytes (0: none) of an unfinished request; `is_new` restarts its clock.
+
+        Above the limit the connection is halted unless no other one is read, and stalled connections are closed.
+        """
+        before, since_s = self._frames.get(connection, (0, 0.0))
+        if is_new or not size:
+            self._frames.pop(connection, None)
+            self._halted.pop(connection, None)
+        if size:
+            is_same = before and not is_new
+            self._frames[connection] = size, since_s if is_same else time.monotonic()
+        connection.frame_size = size
+        self.bytes += size - before
+        if size <= before:
+            self.resume()
+        elif self._is_over:
+            self.end_stalled()
+            readable = len(self._frames) - len(self._halted) - 1
+            if self._is_over and readable > 0 and connection in self._frames:
+                self._halted[connection] = None
+                connection.halt()
+
+    def is_halted(self, connection: ServedConnection) -> bool:
+        """Return True if `connection` is not read because unfinished requests hold too many bytes."""
+        return connection in self._halted
+
+    @property
+    def _is_over(self) -> bool:
+        return 0 < self._bytes_max < self.bytes
+
+    def look(self) -> None:
+        """Close stalled connections and resume halted ones, as far as there is need and room."""
+        if self._halted:
+            self.end_stalled()
+            self.resume()
+
+    def resume(self) -> None:
+        """Resume halted connections, longest waiting first: as many as the limit allows, and at least one."""
+        while self._halted and (not self._is_over or len(self._halted) == len(self._frames)):
+            connection = next(iter(self._halted))
+            del self._halted[connection]
+            size, _ = self._frames.pop(connection)
+            self._frames[connection] = size, time.monotonic()
+            connection.unblock()
+
+    def end_stalled(self) -> None:
+        """Close connections whose requests do not arrive, the oldest first, until there is room."""
+        oldest_s = time.monotonic() - STALLED_FRAME_S
+        for connection, (size, since_s) in list(self._frames.items()):
+            if not self._is_over:
+                return
+            if since_s <= oldest_s and connection in self._frames and not connection.is_held_back:
+                log.warning(
+                    "A client that sent %d bytes of a request and not the rest is disconnected: such requests have "
+                    "%d bytes, and others wait", size, self.bytes,
+                )  # fmt: skip
+                self._ended["stalled"] += 1
+                self.update(connection, 0)
+                connection.abort()
+
+
+class ReadsWaiting:
+    """The number of reads over all connections that are not begun yet, and its limit (0: unlimited)."""
+
+    __slots__ = ("count", "count_max")
+
+    def __init__(self, count_max: int) -> None:
+        self.count = 0
+        self.count_max = count_max
+
+
+class ReadQueue:
+    """Reads of the disk for one connection: a few in progress, the rest waits while the client is behind."""
+
+    def __init__(self, connection: ServedConnection, waiting: ReadsWaiting) -> None:
+        self._connection = connection
+        self._waiting = waiting
+        self._queue: deque[tuple[Responder, Callable[[], asyncio.Future[Any]]]] = deque()
+        self._in_progress_count = 0
+
+    def add(self, respond: Responder, start: Callable[[], asyncio.Future[Any]]) -> bool:
+        """Queue a read; see Responder.read."""
+        waiting = self._waiting
+        if waiting.count_max and waiting.count >= waiting.count_max:
+            return False
+        self._queue.append((respond, start))
+        waiting.count += 1
+        self.begin()
+        return True
+
+    def begin(self) -> None:
+        """Begin queued reads as far as there is room."""
+        connection = self._connection
+        while self._queue and self._in_progress_count < READS_IN_PROGRESS_MAX and not connection.is_congested:
+            self._in_progress_count += 1
+            self._waiting.count -= 1
+            self._queue.popleft()[1]().add_done_callback(self._finished)
+
+    def _finished(self, _: asyncio.Future[Any]) -> None:
+        self._in_progress_count -= 1
+        self.begin()
+
+    def abandon(self) -> None:
+        """Drop the queued reads of a lost connection, and take their requests out of flight."""
+        self._waiting.count -= len(self._queue)
+        while self._queue:
+            self._queue.popleft()[0](BareResponse(Status.EIO))
+
+
+class RequestSlots:
+    """The number of requests of a kind that may still begin, and the connections that wait for one to end."""
+
+    __slots__ = ("free", "waiting")
+
+    def __init__(self, count: int) -> None:
+        self.free = count
+        self.waiting: dict[ServedConnection, None] = {}
+
+    @staticmethod
+    def of(limits: ServerLimits) -> dict[type, RequestSlots]:
+        """Return the slots of each type of request that `limits` bounds."""
+        slots: dict[type, RequestSlots] = {}
+        if limits.adds_in_progress:
+            slots[AddRequest] = RequestSlots(limits.adds_in_progress)
+        if limits.reads_in_progress:
+            slots[ReadRequest] = slots[BatchReadRequest] = RequestSlots(limits.reads_in_progress)
+        return slots
+
+    def release(self) -> None:
+        """Free the slot of an answered request, and resume the connections that wait."""
+        self.free += 1
+        waiting, self.waiting = self.waiting, {}
+        for connection in waiting:
+            connection.unblock()

@@ -1,0 +1,106 @@
+"""The interface between a server and the bookie behind it: request handlers, and responders to answer through."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+import typing
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+from bkctl.protocol import v3
+from bkctl.protocol.messages import Request, Response, Status
+
+if TYPE_CHECKING:
+    from bkctl.protocol.add_runs import AddRun, AnswerAdds
+    from bkctl.protocol.served_connection import ServedConnection
+
+
+class Responder(functools.partial[None]):
+    """Sends the one answer to a request. Call it once with the response, at any time, from the event loop's thread.
+
+    Calling it raises nothing. A partial call of `ServedConnection.answer`, because each request needs one and that is
+    the cheapest: connection, the request's header (v3's, or v2's as a number), scope to echo in v3, size in bytes.
+    """
+
+    __slots__ = ()
+
+    @property
+    def connection(self) -> ServedConnection:
+        """The client's connection."""
+        return cast("ServedConnection", self.args[0])
+
+    @property
+    def is_lost(self) -> bool:
+        """True once the client's connection is closed; any thread may ask."""
+        return self.connection.is_lost
+
+    @property
+    def is_congested(self) -> bool:
+        """True while the client reads its answers more slowly than they come."""
+        return self.connection.is_congested
+
+    @property
+    def carries_lac(self) -> bool:
+        """True if answers to reads carry the bookie's LAC, which v2's do not."""
+        return not isinstance(self.args[1], int)
+
+    @property
+    def on_lost(self) -> dict[Callable[[], None], None]:
+        """Callbacks (the keys) to run once when the connection is lost. Callers add and remove them."""
+        return self.connection.on_lost
+
+    def read(self, start: Callable[[], asyncio.Future[Any]]) -> bool:
+        """Have `start` begin a read of the disk, now or when its answer finds room in memory.
+
+        `start` returns the future of the read, and has arranged for the answer. It is never called once the connection
+        is lost. One connection has at most READS_IN_PROGRESS_MAX reads in progress, and none begins while the client
+        is behind with its answers. Returns False without any effect when too many reads wait already
+        (`ServerLimits.reads_waiting`).
+        """
+        return self.connection.reads.add(self, start)
+
+    def observed(self, observe: Callable[[Response], None]) -> Responder:
+        """Return a responder to the same request that passes the response to `observe` before it is sent."""
+        return Responder(_answer_observed, *self.args[:4], self, observe)
+
+    def timed(self, observe: Callable[[float, bool], None]) -> Responder:
+        """Return a responder to the same request that reports the seconds until the answer, and if that is EOK."""
+        began_s = time.monotonic()
+        return self.observed(lambda response: observe(time.monotonic() - began_s, response.status is Status.EOK))
+
+
+def _answer_observed(
+    connection: ServedConnection,
+    header: v3.Header | int,
+    scope_id: int,
+    size: int,
+    respond: Responder,
+    observe: Callable[[Response], None],
+    response: Response,
+) -> None:
+    observe(response)
+    respond(response)
+
+
+class RequestHandler(typing.Protocol):
+    """A bookie as a BookieServer needs it."""
+
+    def handle(self, request: Request, respond: Responder) -> None:
+        """Serve one request, and call `respond` exactly once, now or later, from the loop's thread.
+
+        The server itself answers authentication, START_TLS, and requests that the protocol refuses. A BkctlError
+        raised here is answered with its status (EIO when it has none). Any other exception is answered EIO, ends the
+        connection and goes to the loop's exception handler.
+        """
+
+
+class AddRunHandler(RequestHandler, typing.Protocol):
+    """A handler that takes many adds at once."""
+
+    def handle_adds(self, adds: AddRun, answer: AnswerAdds) -> None:
+        """Serve a run of adds, and call `answer` once for all of them. Raises as `handle` does."""
+
+    def adds_at_once(self) -> int:
+        """Return the largest number of adds that a run may have now; 1 or more."""

@@ -1,0 +1,485 @@
+"""A bookie's end of one TCP connection: v2 or v3 as the client speaks, from bytes to requests and back.
+
+Source: BookieRequestHandler, BookieRequestProcessor, PacketProcessorBase.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, cast
+
+from bkctl.errors import BkctlError, IllegalOperation, Unauthorized
+from bkctl.protocol import v2, v3
+from bkctl.protocol.add_runs import AddRun, refusals, take_run
+from bkctl.protocol.backpressure import UNFINISHED_BYTES_MIN, ReadQueue
+from bkctl.protocol.deadlines import Deadlines
+from bkctl.protocol.framing import FramedProtocol
+from bkctl.protocol.handler import AddRunHandler, RequestHandler, Responder
+from bkctl.protocol.limits import ServerLimits
+from bkctl.protocol.messages import (
+    AUTH_DISABLED_PLUGIN,
+    AuthMessage,
+    AuthResponse,
+    BareResponse,
+    Request,
+    Response,
+    StartTlsRequest,
+    StartTlsResponse,
+    Status,
+    refusal,
+    scope_of,
+    status_of,
+)
+from bkctl.protocol.start_tls import TlsUpgrade
+
+if TYPE_CHECKING:
+    from bkctl.protocol.server import BookieServer
+
+#: Requests, and bytes of requests, of one connection that a bookie works on before it stops reading more.
+IN_FLIGHT_REQUESTS_MAX: Final = 10_000
+IN_FLIGHT_BYTES_MAX: Final = 64 << 20
+#: The largest frame before TLS where TLS is required: START_TLS takes some 20 bytes, an authentication before it more.
+PLAIN_FRAME_BYTES_MAX: Final = 1 << 12
+#: A client that broke the protocol has this long to read the answers to its earlier requests.
+BROKEN_GRACE_S: Final = 5.0
+
+log: Final = logging.getLogger("bkctl.protocol")
+
+_OWN_REQUESTS: Final = frozenset({AuthMessage, StartTlsRequest})
+_NO_AUTH: Final = AuthResponse(Status.EOK, AUTH_DISABLED_PLUGIN, b"")
+
+
+class _TlsOnly:
+    """The handler of clients that have not begun TLS where it is required."""
+
+    def handle(self, request: Request, respond: Responder) -> None:
+        raise Unauthorized("This bookie serves no client without TLS")
+
+
+class ServedConnection(FramedProtocol):
+    """A bookie's end of one connection. It speaks v3 until the first frame of another form, and v2 from then on."""
+
+    def __init__(self, server: BookieServer) -> None:
+        limits = server.limits
+        super().__init__(limits.frame_size_bytes)
+        self._server = server
+        self._handler: RequestHandler = server.handler
+        self._is_shut = server.requires_tls  # nothing is served before TLS
+        if self._is_shut:
+            self._handler = _TlsOnly()
+            self._body_size_max = min(self._body_size_max, PLAIN_FRAME_BYTES_MAX - 4)
+        self._is_v2 = False
+        self._tls = TlsUpgrade(self, server.tls, limits.tls_handshake_ms)
+        self._deadlines = Deadlines(limits, server.now_s)
+        #: Reads of the disk for this client.
+        self.reads = ReadQueue(self, server.reads)
+        self._in_flight = 0
+        self._in_flight_size = 0
+        self._counted = 0  # bytes of the requests in flight that the server knows of
+        self._impatience: asyncio.TimerHandle | None = None
+        self._drops_answers = False
+        #: Callbacks (the keys) to run once when the connection is lost. Callers add and remove them.
+        self.on_lost: dict[Callable[[], None], None] = {}
+        self._finishing = False
+        self._continue_due = False
+        #: Bytes that the server counts for an unfinished request.
+        self.frame_size = 0
+        self._buffer_seen = 0  # the id of the buffer at the last look
+        self._take_frames = self._adds_of(self._handler)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._server.connections.add(self)
+        connected = transport.get_extra_info("socket")
+        if connected is not None and self._server.limits.keepalive:
+            _keep_alive(connected, self._server.limits)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._gone.done():
+            return
+        super().connection_lost(exc)
+        self._take_frames = None
+        if self._impatience is not None:
+            self._impatience.cancel()
+        self._server.lost(self)
+        self.reads.abandon()
+        while self.on_lost:
+            self.on_lost.popitem()[0]()
+
+    # Requests.
+
+    def _parse(self) -> None:
+        start, had = self._start, self._end - self._start
+        super()._parse()
+        server = self._server
+        unfinished = self._end - self._start
+        self._deadlines.received(
+            server.now_s,
+            is_whole=had > 0 and (not unfinished or self._start != start),
+            is_unfinished=unfinished > 0,
+            is_served=not self._is_shut,
+        )
+        if self.frame_size or unfinished > UNFINISHED_BYTES_MIN:
+            server.unfinished.update(self, 0 if self._halted else self._held_bytes, is_new=self._start != start)
+        server.in_flight.count(self)
+
+    @property
+    def has_input(self) -> bool:
+        """True if input is left in the buffer."""
+        return self._start != self._end
+
+    @property
+    def _held_bytes(self) -> int:
+        """Return the bytes that the buffer holds for an unfinished request; 0 for few enough.
+
+        Room that a fast client was given ahead does not count: `look` frees it where it stays empty.
+        """
+        unfinished = self._end - self._start
+        return min(len(self._buffer), 4 * unfinished) if unfinished > UNFINISHED_BYTES_MIN else 0
+
+    def _adds_of(self, handler: RequestHandler) -> Callable[[memoryview, int, int], int] | None:
+        """Return the function that takes adds in runs; None if `handler` takes them one by one."""
+        if not hasattr(handler, "handle_adds"):
+            return None
+        return functools.partial(self._take_adds, cast("AddRunHandler", handler))
+
+    def _take_adds(self, handler: AddRunHandler, buffer: memoryview, at: int, end: int) -> int:
+        """Have `handler` serve the run of adds that begins at byte `at`, if one does; returns where it ends."""
+        count_max = min(handler.adds_at_once(), IN_FLIGHT_REQUESTS_MAX - self._in_flight)
+        found = take_run(buffer, at, end, self._body_size_max, count_max, is_v2=self._is_v2)
+        if found is None:
+            return at
+        stop, adds = found
+        size = stop - at
+        self._start = stop
+        self._begin(len(adds.records), size)
+        in_flight = self._in_flight
+        answer = functools.partial(self._answer_adds, adds, self._is_v2, size)
+        try:
+            handler.handle_adds(adds, answer)
+        except BkctlError as error:
+            answer(status_of(error))
+        except Exception:
+            if self._in_flight == in_flight:  # unanswered, so it would stay in flight for ever
+                answer(Status.EIO)
+            self.abort()
+            raise
+        return stop
+
+    def _begin(self, count: int, size: int) -> None:
+        """Count `count` more requests of `size` bytes in flight, and halt when there are too many."""
+        self._in_flight += count
+        self._in_flight_size += size
+        if self._in_flight >= IN_FLIGHT_REQUESTS_MAX or self._in_flight_size >= IN_FLIGHT_BYTES_MAX:
+            self.halt()
+
+    def _frame(self, buffer: memoryview, at: int, end: int) -> None:
+        request: Request | None
+        if not self._is_v2:
+            call = v3.decode_request(buffer, at, end)
+            if call is not None:
+                header, request = call
+                if request is None or header.version != v3.VERSION or type(request) in _OWN_REQUESTS:
+                    self._answer_itself(header, request)
+                else:
+                    size = end - at
+                    respond = Responder(_answer, self, header, scope_of(request), size)
+                    self._dispatch(request, respond, size)
+                return
+            self._is_v2 = True
+        head, request = v2.decode_request(buffer, at, end)
+        if isinstance(request, AuthMessage):
+            self._queued(v2.encode_response(head, _NO_AUTH, self._out))
+        elif head >> 24 > v2.VERSION:
+            self._queued(v2.encode_response(head, refusal(request, Status.EBADVERSION), self._out))
+        else:
+            size = end - at
+            self._dispatch(request, Responder(_answer, self, head, 0, size), size)
+
+    def _dispatch(self, request: Request, respond: Responder, size: int) -> None:
+        self._begin(1, size)
+        in_flight = self._in_flight
+        try:
+            self._handler.handle(request, respond)
+        except BkctlError as error:
+            respond(refusal(request, status_of(error)))
+        except Exception:
+            if self._in_flight == in_flight:
+                respond(refusal(request, Status.EIO))
+            self.abort()
+            raise
+
+    def _answer_itself(self, header: v3.Header, request: Request | None) -> None:
+        """Answer a v3 request that does not go to the bookie: authentication, START_TLS, and unknown ones."""
+        response: Response
+        if header.version != v3.VERSION:
+            response = BareResponse(Status.EBADVERSION) if request is None else refusal(request, Status.EBADVERSION)
+        elif isinstance(request, AuthMessage):
+            response = _NO_AUTH
+        elif isinstance(request, StartTlsRequest) and self._tls.is_possible and not self._in_flight:
+            assert self._transport is not None
+            self._queued(v3.encode_response(header, StartTlsResponse(Status.EOK), 0, self._out))
+            self._flush()
+            self.halt()
+            self._tls.begin(self._loop, self._transport)
+            return
+        else:
+            response = BareResponse(Status.EBADREQ)
+        scope_id = 0 if request is None else scope_of(request)
+        self._queued(v3.encode_response(header, response, scope_id, self._out))
+
+    def secured(self, transport: asyncio.Transport) -> None:
+        """Serve the client on `transport`, now that TLS is agreed."""
+        self._use(transport)
+        self._is_shut = False
+        self._body_size_max = self._server.limits.frame_size_bytes - 4
+        self._deadlines.restart(self._server.now_s)
+        self._handler = self._server.handler
+        self._take_frames = self._adds_of(self._handler)
+        self._continue()
+
+    def tls_failed(self) -> None:
+        """Close the connection after a failed TLS handshake."""
+        self._server.ended["handshake"] += 1
+        self.abort()
+
+    # Answers.
+
+    def answer(self, header: v3.Header | int, scope_id: int, size: int, response: Response) -> None:
+        """Send `response` to a request of `size` bytes with `header`; a Responder has these arguments."""
+        self._in_flight -= 1
+        self._in_flight_size -= size
+        if self._lost:
+            self._server.in_flight.count(self)
+            return
+        try:
+            if isinstance(header, int):
+                written = v2.encode_response(header, response, self._out)
+            else:
+                written = v3.encode_response(header, response, scope_id, self._out)
+        except Exception as error:
+            if isinstance(header, int) and isinstance(error, IllegalOperation):
+                self._broken(error.message)
+            else:
+                log.exception("An answer %s cannot be sent: its connection is closed", type(response).__name__)
+                self.abort()
+                self._server.in_flight.count(self)
+            return
+        self._queued(written)
+        if self._halted:
+            self.unblock()
+
+    def _answer_adds(self, adds: AddRun, is_v2: bool, size: int, status: Status) -> None:
+        self._in_flight -= len(adds.records)
+        self._in_flight_size -= size
+        if self._lost:
+            self._server.in_flight.count(self)
+            return
+        answers = adds.answers
+        if status is not Status.EOK:
+            answers = refusals(adds, status, is_v2=is_v2)
+        self._out.append(answers)
+        self._queued(len(answers))
+        if self._halted:
+            self.unblock()
+
+    def _flush(self) -> None:
+        if self._drops_answers:
+            self._out.clear()
+            self._out_size = 0
+        super()._flush()
+        self._server.in_flight.count(self)
+
+    def uncounted(self) -> int:
+        """Return the bytes by which requests in flight grew since the last call; negative if they shrank."""
+        change = self._in_flight_size - self._counted
+        self._counted = self._in_flight_size
+        return change
+
+    # Back-pressure: a halted connection neither reads nor parses.
+
+    @property
+    def is_held_back(self) -> bool:
+        """True if the bookie does not read for its own reasons, while the client reads its answers."""
+        return self._halted and not self._write_paused
+
+    @property
+    def is_lost(self) -> bool:
+        """True once the connection is closed."""
+        return self._lost
+
+    @property
+    def is_congested(self) -> bool:
+        """True while the client reads its answers more slowly than they come."""
+        return self._write_paused
+
+    def halt(self) -> None:
+        """Take no more requests for now."""
+        if not self._halted:
+            self._halted = True
+            if self._transport is not None:
+                self._transport.pause_reading()
+
+    def unblock(self) -> None:
+        """Continue soon, when the reason for the halt is over."""
+        if self._finishing:
+            if not self._in_flight:
+                self._close()
+        elif not self._continue_due:
+            self._continue_due = True
+            self._loop.call_soon(self._continue)
+
+    def _continue(self) -> None:
+        self._continue_due = False
+        if not self._halted or self._lost or self._finishing or self._write_paused or self._tls.is_running:
+            return
+        if self._in_flight > IN_FLIGHT_REQUESTS_MAX // 2 or self._in_flight_size > IN_FLIGHT_BYTES_MAX // 2:
+            return
+        if self._server.in_flight.must_wait(self) or self._server.unfinished.is_halted(self):
+            return
+        self._halted = False
+        self._parse()
+        if not self._halted and self._transport is not None:
+            self._transport.resume_reading()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.halt()
+        wait_ms = self._server.limits.backpressure_wait_ms
+        if wait_ms >= 0 and self._impatience is None:
+            self._impatience = self._loop.call_later(wait_ms / 1000, self._lose_patience)
+
+    def _lose_patience(self) -> None:
+        """Give up on a client that reads no answers. Source: PacketProcessorBase.sendResponse."""
+        self._impatience = None
+        if self._server.limits.closes_on_backpressure:
+            self.abort()
+        else:
+            self._drops_answers = True
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._drops_answers = False
+        if self._impatience is not None:
+            self._impatience.cancel()
+            self._impatience = None
+        self.reads.begin()
+        self.unblock()
+
+    # Life.
+
+    def look(self, now_s: float) -> None:
+        """Free room that the client does not fill, and close a connection that is past a deadline."""
+        if self._tls.is_running or self._lost or self._finishing:
+            return
+        self._trim()
+        if self._halted:
+            self._deadlines.excuse(now_s)
+            return
+        is_busy = self._in_flight > 0 or self._write_paused
+        missed = self._deadlines.missed(now_s, self._end - self._start, is_shut=self._is_shut, is_busy=is_busy)
+        if missed is not None:
+            reason, problem = missed
+            assert self._transport is not None
+            self._server.ended[reason] += 1
+            log.warning("The client at %s is disconnected: it %s", self._transport.get_extra_info("peername"), problem)
+            self.abort()
+
+    def _trim(self) -> None:
+        """Take a smaller buffer where the client has not filled this one since the last look."""
+        present = self._end - self._start
+        if id(self._buffer) != self._buffer_seen or len(self._buffer) <= 2 * (present + UNFINISHED_BYTES_MIN):
+            self._buffer_seen = id(self._buffer)
+            return
+        fresh = memoryview(bytearray(present + UNFINISHED_BYTES_MIN if present else 0))
+        fresh[:present] = self._buffer[self._start : self._end]
+        self._buffer, self._start, self._end, self._is_viewed = fresh, 0, present, False
+        self._chunk_size = UNFINISHED_BYTES_MIN
+        if self.frame_size:
+            self._server.unfinished.update(self, self._held_bytes)
+
+    def _broken(self, problem: str) -> None:
+        self._server.ended["plaintext" if self._is_shut else "protocol"] += 1
+        self._finishing = True
+        self._close()
+        self._loop.call_later(BROKEN_GRACE_S, self.abort)
+
+    def finish(self) -> None:
+        """Read no more, answer the requests in flight, then close."""
+        self._finishing = True
+        self.halt()
+        if not self._in_flight:
+            self._close()
+
+    def _close(self) -> None:
+        self._halted = True
+        self._flush()
+        self._lost = True
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Close at once."""
+        if self._transport is not None:
+            self._transport.abort()
+        if self._tls.is_running:
+            # In a handshake the transport reports the loss to TLS's own protocol, which may not pass it on.
+            self._tls.cancel()
+            self._loop.call_soon(self.connection_lost, None)
+
+    async def wait_closed(self) -> None:
+        """Wait until the socket is closed."""
+        await asyncio.shield(self._gone)
+
+
+_answer: Final = ServedConnection.answer
+
+
+class LimitedConnection(ServedConnection):
+    """A connection of a server that bounds the adds or reads in progress: a request over the bound halts it.
+
+    Source: BookieRequestProcessor.onAddRequestStart, which switches a channel's autoRead off.
+    """
+
+    def __init__(self, server: BookieServer) -> None:
+        super().__init__(server)
+        self._next: tuple[Request, Responder, int] | None = None
+
+    def _dispatch(self, request: Request, respond: Responder, size: int) -> None:
+        slots = self._server.slots.get(type(request))
+        if slots is None:
+            super()._dispatch(request, respond, size)
+        elif slots.free > 0:
+            slots.free -= 1
+            super()._dispatch(request, respond.observed(lambda _: slots.release()), size)
+        else:
+            self._next = (request, respond, size)
+            slots.waiting[self] = None
+            self.halt()
+
+    def _adds_of(self, handler: RequestHandler) -> None:
+        return None  # each add waits for a slot of its own
+
+    def _parse(self) -> None:
+        if self._next is not None:
+            waiting, self._next = self._next, None
+            self._dispatch(*waiting)
+            if self._halted:
+                return
+        super()._parse()
+
+
+def _keep_alive(connected: socket.socket, limits: ServerLimits) -> None:
+    """Have the system detect clients that are gone without closing their connection."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", limits.keepalive_idle_s),
+        ("TCP_KEEPINTVL", limits.keepalive_interval_s),
+        ("TCP_KEEPCNT", limits.keepalive_count),
+    ):
+        if value > 0 and hasattr(socket, name):
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

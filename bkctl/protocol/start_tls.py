@@ -1,0 +1,68 @@
+"""START_TLS on a bookie's end: the move of one served connection from clear text to TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from typing import TYPE_CHECKING
+
+from bkctl.protocol.acceptor import release
+
+if TYPE_CHECKING:
+    from bkctl.protocol.served_connection import ServedConnection
+
+
+class TlsUpgrade:
+    """The TLS of one connection: not offered without a `context`, then possible once."""
+
+    __slots__ = ("_connection", "_context", "_handshake_timeout_s", "_is_secure", "_task")
+
+    def __init__(self, connection: ServedConnection, context: ssl.SSLContext | None, handshake_timeout_ms: int) -> None:
+        self._connection = connection
+        self._context = context
+        self._handshake_timeout_s = handshake_timeout_ms / 1000
+        self._is_secure = False
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_possible(self) -> bool:
+        """True if the connection can still begin TLS."""
+        return self._context is not None and not self._is_secure and self._task is None
+
+    @property
+    def is_running(self) -> bool:
+        """True during the handshake, and after a failed one."""
+        return self._task is not None
+
+    def begin(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
+        """Shake hands on `transport` in the background; the connection's `secured` or `tls_failed` follows."""
+        self._task = loop.create_task(self._run(loop, transport))
+
+    async def _run(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
+        assert self._context is not None
+        if self._connection.has_input:
+            # Requests in clear text behind START_TLS would be taken for authenticated ones.
+            transport.abort()
+            return
+        try:
+            secured = await loop.start_tls(
+                transport,
+                self._connection,
+                self._context,
+                server_side=True,
+                ssl_handshake_timeout=self._handshake_timeout_s,
+            )
+        except OSError as error:
+            release(error)
+            secured = None
+        if secured is None or secured.is_closing():
+            self._connection.tls_failed()
+            return
+        self._is_secure = True
+        self._task = None
+        self._connection.secured(secured)
+
+    def cancel(self) -> None:
+        """Cancel the handshake."""
+        if self._task is not None:
+            self._task.cancel()
