@@ -121,7 +121,7 @@ class RecordRows:
     def of(self, batches: Iterable[RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yield the rows of these records, in order. The window of a batch is not needed once the next is asked for."""
         for batch in batches:
-            if batch.record is not None or len(batch) < _FEW:
+            if _is_read_singly(batch):
                 if self._fields:
                     yield self._flush()
                 wanted = [record for record in batch.records() if self._selection.wants(record)]
@@ -261,7 +261,7 @@ class LedgerSums:
         import pyarrow as pa
 
         for batch in batches:
-            if batch.record is not None or len(batch) < _FEW:
+            if _is_read_singly(batch):
                 for record in filter(self._selection.wants, batch.records()):
                     if record.ledger is not NO_LEDGER:
                         self._add(record.ledger, 1, record.record_size)
@@ -318,6 +318,11 @@ def ids_of(
 
     ledger_ids = np.ascontiguousarray(fields[:, -4]).view(np.uint64)
     return (None if fields.shape[1] == 5 else np.ascontiguousarray(fields[:, 2]).view(np.uint64)), ledger_ids
+
+
+def _is_read_singly(batch: RecordBatch) -> bool:
+    """Return whether to handle the records of `batch` one by one; plain entries without their bodies never are."""
+    return batch.record is not None or (len(batch) < _FEW and len(batch.window) > 0)
 
 
 def _offsets_of(batch: RecordBatch) -> npt.NDArray[np.int64]:

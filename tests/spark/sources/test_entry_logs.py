@@ -193,6 +193,22 @@ def test_large_payloads_are_not_read_when_nobody_asks(
     assert read_bytes < path.stat().st_size / 3
 
 
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("count", [7, 8, 9, 14])
+def test_few_large_entries_are_rows_and_sums_without_their_bodies(tmp_path: Path, version: int, count: int) -> None:
+    ledger = V1 if version == 1 else V2
+    records = [record(ledger, at, bytes(600_000)) for at in range(count)]
+    path = write(tmp_path / "0.log", *records, version=version)
+    rows = rows_of(EntryLogSource, path=path, columns="ledgerQualifiedName,entryId,recordSize,offset,type")
+    with EntryLogReader.open(path) as reader:
+        assert [tuple(row.values()) for row in rows] == [
+            (each.ledger.qualified_name, each.entry_id, each.record_size, each.offset, "entry")
+            for each in reader.records()
+        ]
+    (sums,) = rows_of(EntryLogSource, path=path, rows="ledgers", columns="ledgerQualifiedName,entryCount,size")
+    assert tuple(sums.values()) == (ledger.qualified_name, count, sum(map(len, records)))
+
+
 def test_padding_of_the_direct_io_logger_is_passed(tmp_path: Path) -> None:
     def padded(data: bytes) -> bytes:
         return data + b"\xf0" * (-(1024 + len(data)) % 4096)
