@@ -114,7 +114,8 @@ SparkOptions = Annotated[
 @contextmanager
 def spark_job(run: Run, spark: SparkSettings, label: str) -> Iterator[SparkSession]:
     """A Spark session for the job `label`, with its progress on a terminal's stderr, until the end of the block."""
-    from bkctl.spark.session import following, spark_session
+    from bkctl.spark.progress import report_progress
+    from bkctl.spark.session import spark_session
 
     with run.working("Starting Spark") as activity, ExitStack() as stack:
         session = stack.enter_context(
@@ -124,7 +125,7 @@ def spark_job(run: Run, spark: SparkSettings, label: str) -> Iterator[SparkSessi
             )
         )  # fmt: skip
         activity.label, activity.unit = label.capitalize(), "tasks"
-        stack.enter_context(following(session, activity.update))
+        stack.enter_context(report_progress(session, activity.update))
         yield session
 
 
@@ -214,7 +215,7 @@ def frame_rows(
 
     Files appear under their names once they are whole. A URI (`s3a://…`) is written by Spark itself, as a directory.
     """
-    from bkctl.spark.session import plain_errors
+    from bkctl.spark.failures import plain_errors
 
     with ExitStack() as stack:
         files: list[_RowFile] = []

@@ -81,7 +81,7 @@ def test_an_interrupt_ends_spark_with_its_exit_code(tmp_path: Path) -> None:
     ("words", "python", "code", "problem"),
     [
         (["--archive", "nowhere.tar.gz#environment"], sys.executable, 4, "The archive nowhere.tar.gz does not exist"),
-        ([], "/nowhere/python", 1, "PYSPARK_PYTHON is /nowhere/python, and there is no such program"),
+        ([], "/nowhere/python", 1, "PYSPARK_PYTHON is /nowhere/python, which is not a program on this machine"),
     ],
 )
 def test_what_tasks_would_lack_is_said_before_spark_starts(
@@ -111,7 +111,7 @@ def without_java(tmp_path: Path, **variables: str) -> str:
 
 def test_without_java_one_line_says_what_to_install(tmp_path: Path) -> None:
     line = without_java(tmp_path)
-    assert line.startswith("bkctl: Spark needs Java 17 or later, and there is no java on PATH; install")
+    assert line.startswith("bkctl: Spark needs Java 17 or later, and java is not on PATH; install")
     assert "/nowhere/bin/java does not run" in without_java(tmp_path, JAVA_HOME="/nowhere")
     old = tmp_path / "java"
     old.write_text("#!/bin/sh\necho 'openjdk version \"11.0.2\" 2019-01-15' >&2\n")

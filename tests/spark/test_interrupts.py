@@ -13,7 +13,7 @@ from py4j.protocol import Py4JNetworkError
 from support import source_rows  # noqa: F401 (skips where there is no PySpark)
 from support.servers import find_java, wait_for
 
-from bkctl.spark.session import plain_errors
+from bkctl.spark.failures import plain_errors
 
 JOB = Path(__file__).parent / "interrupted_job.py"
 

@@ -15,7 +15,8 @@ from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import write_header
 from bkctl.formats.record import RECORD_SIZE
 from bkctl.ids import LedgerId
-from bkctl.spark.sources import PUSHDOWN, source_error
+from bkctl.spark.failures import source_error
+from bkctl.spark.sources import PUSHDOWN
 from bkctl.spark.sources.entry_logs import EntryLogSource
 from bkctl.spark.sources.indexes import IndexSource
 from bkctl.spark.sources.journals import JournalSource
