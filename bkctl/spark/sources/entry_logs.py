@@ -23,7 +23,8 @@ from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2
 from bkctl.formats.entry_log import DIRECT_ALIGNMENT, DIRECT_PADDING_BYTE, HEADER_SIZE, VERSION_SCOPED, content_id_of
 from bkctl.formats.record import RECORD_SIZE, RECORD_SIZE_BYTES_MAX, read_record
 from bkctl.spark.sources.places import Place, resolve
-from bkctl.spark.sources.records import Range, RangePlanner, RecordReader, RecordSource
+from bkctl.spark.sources.ranges import Range, RangePlanner
+from bkctl.spark.sources.records import RecordReader, RecordSource
 
 #: What a task reads at once.
 _WINDOW_SIZE_BYTES: Final = 4 << 20

@@ -14,7 +14,8 @@ from bkctl.files.scan import RecordBatch
 from bkctl.formats.journal import journal_id_of
 from bkctl.formats.record import RecordType
 from bkctl.spark.sources.places import Place, resolve
-from bkctl.spark.sources.records import Range, RangePlanner, RecordReader, RecordSource, end_of
+from bkctl.spark.sources.ranges import Range, RangePlanner, end_of
+from bkctl.spark.sources.records import RecordReader, RecordSource
 
 
 class JournalRecords(RecordReader):

@@ -28,7 +28,7 @@ from bkctl.formats.entry_log import write_header, write_ledgers_map
 from bkctl.formats.record import NO_LEDGER
 from bkctl.ids import LedgerId
 from bkctl.spark.sources.entry_logs import EntryLogRecords, EntryLogSource
-from bkctl.spark.sources.records import fingerprint_of
+from bkctl.spark.sources.ranges import fingerprint_of
 
 V1, OTHER = LedgerId(0, 5), LedgerId(0, 6)
 V2, HUGE = LedgerId(7, 1), LedgerId(2**64 - 1, 2**63 + 9)
@@ -516,7 +516,7 @@ def test_a_log_that_goes_away_while_the_plan_is_made_has_the_files_listed_anew(
         return [place, place._replace(path=f"{place.path}x")]
 
     monkeypatch.setattr(EntryLogRecords, "list_places", always_one_too_many)
-    with pytest.raises(Conflict, match="went away while it was read"):
+    with pytest.raises(Conflict, match="was deleted while it was read"):
         Planned(EntryLogSource, path=tmp_path)
 
 
