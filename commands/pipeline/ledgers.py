@@ -15,15 +15,9 @@ from bkctl.ids import LedgerId, parse_scope_id
 from ..kit.command import Run, command, group
 from ..kit.options import MANY_LEDGERS, Composite, DryRun, parameter
 from ..kit.output import GREEN, RED, YELLOW, Column, Columns, Kind
-from .common import (
-    SparkOptions,
-    check_cluster,
-    check_saves,
-    connection_options,
-    frame_rows,
-    ledger_of,
-    spark_job,
-)
+from .columns import ledger_of
+from .common import SparkOptions, check_cluster, connection_options, spark_job
+from .saves import check_saves, frame_rows
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -35,6 +35,7 @@ from bkctl.spark.jobs.copying import (
     Shape,
     result_batch,
 )
+from bkctl.spark.jobs.frames import QUALIFIED_NAME
 from bkctl.spark.sources import ledgers as ledger_source
 from bkctl.spark.sources import metadata as metadata_source
 from bkctl.spark.sources.columns import ddl
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
-NAME: Final = "ledgerQualifiedName"
 ENTRY_COLUMNS: Final = (*LEDGER_COLUMNS, "entryId", "size", "payload")
 METADATA_COLUMNS: Final = (
     *LEDGER_COLUMNS, "metadataFormatVersion", "state", "ensembleSize", "writeQuorumSize", "ackQuorumSize", "digestType",
@@ -85,12 +85,12 @@ def export_ledgers(
     metadata.write.mode(mode).parquet(f"{path}/ledgers")
     # What is in the files does not change while the entries are read.
     known = spark.read.schema(ddl(METADATA_COLUMNS)).parquet(f"{path}/ledgers")
-    filled = known.filter((F.col("state") != "CLOSED") | (F.col("lastEntryId") >= 0)).select(NAME)
+    filled = known.filter((F.col("state") != "CLOSED") | (F.col("lastEntryId") >= 0)).select(QUALIFIED_NAME)
     with TemporaryDirectory(prefix="bkctl-") as directory:
         names = Path(directory, "ledgers")
         scope_count, scope = 0, ""
         with names.open("w") as file:
-            for (name,) in filled.sort(NAME).toLocalIterator():
+            for (name,) in filled.sort(QUALIFIED_NAME).toLocalIterator():
                 file.write(f"{name}\n")
                 if name[:16] != scope:
                     scope_count, scope = scope_count + 1, name[:16]
@@ -103,9 +103,9 @@ def export_ledgers(
         if by_scope and scope_count <= SCOPES_MAX:
             writer = writer.partitionBy("ledgerScopeId")
         writer.parquet(f"{path}/entries")
-    written = _entries(spark, path).groupBy(NAME)
+    written = _entries(spark, path).groupBy(QUALIFIED_NAME)
     counted = written.agg(F.count("*").alias("entryCount"), F.sum("size").alias("size"), F.max("entryId").alias("last"))
-    counts = known.select(*LEDGER_COLUMNS, "state", "lastEntryId", "length").join(counted, NAME, "left")
+    counts = known.select(*LEDGER_COLUMNS, "state", "lastEntryId", "length").join(counted, QUALIFIED_NAME, "left")
     counts = counts.withColumns(
         {"entryCount": F.coalesce("entryCount", F.lit(0)), "size": F.coalesce("size", F.lit(0)),
          "last": F.coalesce("last", F.lit(-1))}
@@ -114,15 +114,15 @@ def export_ledgers(
     wrong = (F.col("entryCount") != F.col("last") + 1) | (
         closed & ((F.col("last") != F.col("lastEntryId")) | (F.col("size") != F.col("length")))
     )
-    first = counts.filter(wrong).sort(NAME).head()
+    first = counts.filter(wrong).sort(QUALIFIED_NAME).head()
     if first is not None:
         raise Corrupt(
-            f"Ledger {LedgerId.parse(first[NAME])} was exported with {first['entryCount']} entries "
+            f"Ledger {LedgerId.parse(first[QUALIFIED_NAME])} was exported with {first['entryCount']} entries "
             f"({first['size']} bytes); its metadata says {first['lastEntryId'] + 1} ({first['length']} bytes)"
         )
     result = counts.select(*LEDGER_COLUMNS, "state", F.col("last").alias("lastEntryId"), "entryCount", "size")
     result.write.mode("overwrite").parquet(f"{path}/counts")
-    return _counts(spark, path).sort(NAME)
+    return _counts(spark, path).sort(QUALIFIED_NAME)
 
 
 def _entries(spark: SparkSession, path: str) -> DataFrame:
@@ -170,22 +170,22 @@ def import_ledgers(
     # An export that was stopped while it replaced another one left the list of counts empty.
     if known.count() != counts.count():
         raise NotFound(f"The export at {path} is not whole", hint="export again")
-    ledgers = known.join(counts.select(NAME, "entryCount", "size"), NAME)
+    ledgers = known.join(counts.select(QUALIFIED_NAME, "entryCount", "size"), QUALIFIED_NAME)
     if dry_run:
         planned = [
             Copied(source, _target(source, to_scope_id), PLANNED, row["entryCount"], row["size"]).row()
-            for row in ledgers.sort(NAME).select(NAME, "entryCount", "size").toLocalIterator()
-            for source in [LedgerId.parse(row[NAME])]
+            for row in ledgers.sort(QUALIFIED_NAME).select(QUALIFIED_NAME, "entryCount", "size").toLocalIterator()
+            for source in [LedgerId.parse(row[QUALIFIED_NAME])]
         ]
         return spark.createDataFrame(planned, RESULT_SCHEMA)
     heads = ledgers.select(
-        NAME,
+        QUALIFIED_NAME,
         F.lit(_HEAD).cast("bigint").alias("entryId"),
         F.to_json(F.struct(*_HEAD_FIELDS)).cast("binary").alias("payload"),
     )
     count = task_count or int(spark.conf.get("spark.sql.shuffle.partitions") or 0) or 1
-    rows = heads.unionByName(entries.select(NAME, "entryId", "payload"))
-    rows = rows.repartition(count, NAME).sortWithinPartitions(NAME, "entryId")
+    rows = heads.unionByName(entries.select(QUALIFIED_NAME, "entryId", "payload"))
+    rows = rows.repartition(count, QUALIFIED_NAME).sortWithinPartitions(QUALIFIED_NAME, "entryId")
     made = rows.mapInArrow(partial(_import_rows, checked, to_scope_id), RESULT_SCHEMA)
     results = sorted(tuple(row) for row in made.collect())
     return spark.createDataFrame(results, RESULT_SCHEMA)

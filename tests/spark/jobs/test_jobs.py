@@ -31,7 +31,7 @@ from bkctl.spark.jobs import garbage
 from bkctl.spark.jobs.bookies import find_bookies
 from bkctl.spark.jobs.garbage import by_bookie, garbage_shares, orphans, uses
 from bkctl.spark.jobs.integrity import Integrity, integrity
-from bkctl.spark.jobs.inventory import By, damages, shares, totals
+from bkctl.spark.jobs.inventory import Grouping, damages, shares, totals
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -119,14 +119,14 @@ def test_an_inventory_counts_what_the_commands_for_one_bookie_count(spark: Spark
     counted = shares(spark, found).persist()
     assert damages(counted).count() == 0
 
-    def by(what: By, connection: dict[str, str] | None = None) -> Rows:
+    def by(what: Grouping, connection: dict[str, str] | None = None) -> Rows:
         return [row.asDict() for row in totals(spark, found, counted, what, connection).collect()]
 
-    assert {row["bookieId"]: (row["entryCount"], row["size"]) for row in by(By.BOOKIE)} == {
+    assert {row["bookieId"]: (row["entryCount"], row["size"]) for row in by(Grouping.BOOKIE)} == {
         bookie: tuple(sum(count for (owner, _), count in sums.items() if owner == bookie) for sums in (entries, sizes))
         for bookie in files.bookies
     }
-    ledgers = by(By.LEDGER)
+    ledgers = by(Grouping.LEDGER)
     assert {row["ledgerQualifiedName"]: (row["entryCount"], row["size"]) for row in ledgers} == {
         name: tuple(sum(count for (_, ledger), count in sums.items() if ledger == name) for sums in (entries, sizes))
         for name in {ledger for _, ledger in entries}
@@ -134,13 +134,13 @@ def test_an_inventory_counts_what_the_commands_for_one_bookie_count(spark: Spark
     assert ledgers == sorted(ledgers, key=lambda row: (-row["size"], row["ledgerQualifiedName"]))
     for row in ledgers:
         assert LedgerId(int(row["ledgerScopeId"]), int(row["ledgerId"])).qualified_name == row["ledgerQualifiedName"]
-    scopes = {row["ledgerScopeId"]: row for row in by(By.SCOPE)}
+    scopes = {row["ledgerScopeId"]: row for row in by(Grouping.SCOPE)}
     assert set(scopes) == {"0", "7"}
     for scope_id, row in scopes.items():
         of_scope = [each for each in ledgers if each["ledgerScopeId"] == scope_id]
         assert (row["ledgerCount"], row["size"]) == (len(of_scope), sum(each["size"] for each in of_scope))
     (pulsar,) = [row for row in ledgers if row["ledgerQualifiedName"] == files.flushed[-1].ledger.qualified_name]
-    named = {row["application"]: row for row in by(By.APPLICATION, {"metadataUri": files.uri})}
+    named = {row["application"]: row for row in by(Grouping.APPLICATION, {"metadataUri": files.uri})}
     assert (named["pulsar"]["component"], named["pulsar"]["managedLedger"]) == ("managed-ledger", "public/default/t")
     assert (named["pulsar"]["entryCount"], named["pulsar"]["size"]) == (pulsar["entryCount"], pulsar["size"])
     assert set(named) == {"pulsar", None}
@@ -411,7 +411,7 @@ def test_a_report_is_one_page_of_all_jobs_and_names_are_escaped(files: Files, tm
         (["inventory"], 2, "No files of bookies are given"),
         (["inventory", "/nowhere"], 4, "/nowhere does not exist"),
         (["inventory", "{place}", "--save", "rows.xlsx"], 2, "not a name that ends in .parquet"),
-        (["inventory", "{place}", "--save", "/nowhere/rows.csv"], 4, "there is no directory /nowhere"),
+        (["inventory", "{place}", "--save", "/nowhere/rows.csv"], 4, "the directory /nowhere does not exist"),
         (["report", "{place}"], 2, "add --save report.html"),
         (["inventory", "{place}", "--spark-conf", "executor.memory"], 2, "not NAME=VALUE"),
         (["integrity", "{place}", "-u", "sqlite:///nowhere.db"], 4, "/nowhere.db"),
