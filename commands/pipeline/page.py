@@ -16,16 +16,16 @@ from ..kit.output import Cells, Columns, Kind, size_text
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-#: Rows of a table on the page, and bars of a plot; how many there are is said.
+#: Limits of a table and of a plot; the page shows the number of all rows.
 TABLE_ROWS_MAX = 200
 BARS_MAX = 25
 
-#: What a table of one job is.
+#: The tables of one job by name: rows and columns.
 Tables = Mapping[str, "tuple[DataFrame, Columns]"]
 
 
 class Bar(NamedTuple):
-    """One bar of a plot: its label, and the parts that it is made of, by their names."""
+    """One bar of a plot: its label, and its parts by name."""
 
     label: str
     parts: Mapping[str, int]
@@ -40,6 +40,7 @@ class Section(NamedTuple):
 
 
 def top_rows(frame: DataFrame) -> list[Any]:
+    """Return the first rows of `frame`, as many as a plot has bars."""
     return list(frame.limit(BARS_MAX).collect())
 
 
@@ -47,7 +48,7 @@ def top_rows(frame: DataFrame) -> list[Any]:
 
 
 def table(frame: DataFrame, columns: Columns) -> str:
-    """The first rows of `frame` as a table with the cells of the terminal's."""
+    """Return the first rows of `frame` as an HTML table with the terminal's cells."""
     shown = [column for column in columns.columns if column.title is not None]
     rows = frame.limit(TABLE_ROWS_MAX + 1).collect()
     right = [' class="number"' if column.kind in (Kind.INTEGER, Kind.SIZE) else "" for column in shown]
@@ -71,13 +72,13 @@ _VALUE_WIDTH = 120
 
 
 def bars(title: str, rows: Sequence[Bar], *, unit: str = "bytes") -> str:
-    """A plot of horizontal bars, each of parts side by side; empty text for no rows."""
+    """Return a plot of horizontal bars, each of parts side by side; an empty text without rows."""
     if not rows:
         return ""
     names = list(dict.fromkeys(name for row in rows for name in row.parts))
     largest = max([sum(row.parts.values()) for row in rows] + [1])
 
-    def said(value: int) -> str:
+    def text(value: int) -> str:
         return size_text(value) if unit == "bytes" else f"{value:,}"
 
     drawn: list[str] = []
@@ -93,10 +94,10 @@ def bars(title: str, rows: Sequence[Bar], *, unit: str = "bytes") -> str:
             width = value / largest * _BAR_WIDTH
             drawn.append(
                 f'<rect class="p{names.index(name) % 5}" x="{x:.1f}" y="{top + 4}" width="{width:.1f}" height="18">'
-                f"<title>{escape(row.label)}: {escape(name)} {said(value)}</title></rect>"
+                f"<title>{escape(row.label)}: {escape(name)} {text(value)}</title></rect>"
             )
             x += width
-        drawn.append(f'<text class="value" x="{x + 8:.1f}" y="{top + 17}">{said(sum(row.parts.values()))}</text>')
+        drawn.append(f'<text class="value" x="{x + 8:.1f}" y="{top + 17}">{text(sum(row.parts.values()))}</text>')
     width, height = _LABEL_WIDTH + _BAR_WIDTH + _VALUE_WIDTH, min(len(rows), BARS_MAX) * _ROW_HEIGHT + 4
     legend = ""
     if len(names) > 1:
@@ -136,11 +137,11 @@ i.p2 { background: var(--p2); } i.p3 { background: var(--p3); } i.p4 { backgroun
 
 
 def page(title: str, sections: Sequence[Section], bookies: Sequence[str]) -> str:
-    """The whole page."""
+    """Return the whole page as HTML."""
     moment = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     parts = [
-        f"<section><h2>{escape(each.title)}</h2><p>{escape(each.text)}</p>{''.join(each.blocks)}</section>"
-        for each in sections
+        f"<section><h2>{escape(section.title)}</h2><p>{escape(section.text)}</p>{''.join(section.blocks)}</section>"
+        for section in sections
     ]
     about = f"{len(bookies)} bookies: {', '.join(bookies)}. Made at {moment} by bkctl {__version__}."
     return (

@@ -43,13 +43,13 @@ Traceback (most recent call last):
         ),
     ],
 )
-def test_errors_of_workers_are_told_by_their_cause(error: str, cause: str) -> None:
+def test_worker_errors_name_their_cause(error: str, cause: str) -> None:
     found = plain_error(ValueError(WORKER.format(error=error)))
     assert type(found) is BkctlError
     assert str(found) == f"Spark: {cause}; --verbose shows its log"
 
 
-def test_errors_of_bkctl_come_back_as_themselves() -> None:
+def test_errors_of_bkctl_keep_their_class_and_message() -> None:
     text = WORKER.format(error="bkctl.errors.CorruptRecord: 0.log: Record has length -9 at byte 4")
     for found in (source_error(ValueError(text)), plain_error(ValueError(text))):
         assert isinstance(found, CorruptRecord)
@@ -57,7 +57,7 @@ def test_errors_of_bkctl_come_back_as_themselves() -> None:
     assert source_error(ValueError("bkctl.errors.EXIT_CODES: is a dict")) is None
 
 
-def test_errors_without_a_traceback_are_told_by_the_last_cause_of_java() -> None:
+def test_java_errors_name_their_last_cause() -> None:
     text = (
         "Job aborted\n\tat org.apache.spark.Some.where(S.scala:1)\nCaused by: java.io.IOException: disk full\n"
         "Caused by: java.lang.IllegalStateException: no space on device"
@@ -70,7 +70,7 @@ def test_errors_without_a_traceback_are_told_by_the_last_cause_of_java() -> None
 
 
 @pytest.mark.timeout(900)
-def test_a_failing_task_is_told_by_its_cause(spark: SparkSession) -> None:
+def test_failing_task_names_its_cause(spark: SparkSession) -> None:
     def fail(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
             [][batch.num_rows]
