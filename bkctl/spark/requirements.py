@@ -1,4 +1,4 @@
-"""What Spark needs on this machine: PySpark with its packages, and a Java runtime."""
+"""The requirements of Spark on this machine: PySpark with its packages, and a Java runtime."""
 
 from __future__ import annotations
 

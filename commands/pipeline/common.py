@@ -122,7 +122,7 @@ def spark_job(run: Run, spark: SparkSettings, label: str) -> Iterator[SparkSessi
 
 
 def bookies_at(run: Run, places: Sequence[str] | None) -> list[BookieFiles]:
-    """Return the bookies whose files are at `places`, else at --conf, else those of the local cluster that is up."""
+    """Return the bookies whose files are at `places`, else at --conf, else of the local cluster that is up."""
     from bkctl.bookie.local import active_cluster
     from bkctl.spark.jobs.bookies import find_bookies
 

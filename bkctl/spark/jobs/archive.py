@@ -116,7 +116,7 @@ def _write_entries(
 
 
 def _checked_counts(spark: SparkSession, path: str, ledgers: DataFrame) -> DataFrame:
-    """Return the counts of written entries. Raises Corrupt if those of a ledger differ from its metadata."""
+    """Return the counts of written entries. Raises Corrupt if a ledger's counts differ from its metadata."""
     from pyspark.sql import functions as F
 
     written = _entries(spark, path).groupBy(QUALIFIED_NAME)

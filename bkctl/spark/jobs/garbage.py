@@ -1,6 +1,6 @@
 """The job `garbage`: a cluster's entry logs against its metadata, as every bookie's garbage collection compares them.
 
-It counts dead bytes by log, the bytes that compaction frees, and orphaned ledgers. The rules are those of one bookie
+It counts dead bytes by log, the bytes that compaction frees, and orphaned ledgers. The same rules apply to one bookie
 (`metadata.liveness`): a ledger is dead if the metadata store lacks it after the logs were read.
 Source: ScanAndCompareGarbageCollector, GarbageCollectorThread.
 """

@@ -46,7 +46,7 @@ def migrate_scope(
     dry_run: bool = False,
     task_count: int | None = None,
 ) -> DataFrame:
-    """Copy `ledgers`, or those of a scope, to the scope `to_scope_id`, under the same ledger ids; one row a ledger.
+    """Copy `ledgers`, or all ledgers of a scope, to the scope `to_scope_id`, under the same ledger ids; one row each.
 
     `options` are the connection's and SHAPE_OPTIONS. The sources stay. A ledger that is not closed is not copied
     (`open`). If a copy fails otherwise (`failed`, with a `message`), the job continues with the next one; only an

@@ -1,6 +1,6 @@
 """Columns that sources share: types in Spark, Arrow columns of ledger ids, rows of damage.
 
-The names are those of the commands' JSON objects. Ledger ids are strings, since they can be 2^63 and more.
+Names are the same as in the commands' JSON objects. Ledger ids are strings, since they can be 2^63 and more.
 """
 
 from __future__ import annotations

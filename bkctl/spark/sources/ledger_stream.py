@@ -180,7 +180,7 @@ class LedgerStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._target = self._look.look(self._connected(), {})
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
-        """Return the end of the next batch; `start` itself if there are no new entries.
+        """Return the end of the next batch; `start` itself without new entries.
 
         Raises LedgerNotFound for a ledger that was deleted before it was read to its end, unless `failOnDataLoss` is
         false.

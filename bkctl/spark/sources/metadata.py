@@ -185,7 +185,7 @@ class MetadataReader(DataSourceReader):
     # --- reading ------------------------------------------------------------------------------------------------
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of a partition. Raises errors of the store, and in mode failfast those of a ledger."""
+        """Yield the rows of a partition. Raises errors of the store, and in mode failfast of a ledger."""
         rows = self._rows(partition)
         while batch := list(islice(rows, BATCH_ROWS)):
             yield self._batch(batch)

@@ -165,7 +165,7 @@ class SourceOptions:
     def secret(self, name: str) -> bytes | None:
         """Return the secret in the file that `<name>File` names, or in the variable that `<name>Env` names.
 
-        Plans show options, so options never contain a secret. File and variable are those of the process that calls. A
+        Plans show options, so options never contain a secret. File and variable belong to the calling process. A
         newline at the file's end is removed. None if neither option is given. Raises UsageError if it cannot be read.
         """
         file, variable = self.text(f"{name}File"), self.text(f"{name}Env")

@@ -74,7 +74,7 @@ class RecordReader(DataSourceReader):
 
     @classmethod
     def columns(cls, options: SourceOptions) -> tuple[str, ...]:
-        """Return the default columns; of records they are those of the command that reads such files."""
+        """Return the default columns; of records the same as of the command that reads such files."""
         of_file = (cls.id_name, f"{cls.id_name}Hex")
         if options.choice("rows", RecordRowKind.RECORDS) is RecordRowKind.LEDGERS:
             return (*LEDGER_COLUMNS, "entryCount", "size", *of_file, *_PLACE_COLUMNS)

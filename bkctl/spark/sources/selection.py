@@ -1,4 +1,4 @@
-"""Which records a query wants, decided on the header fields of whole batches; the fields as arrays."""
+"""The records that a query selects, decided on the header fields of whole batches; these fields as arrays."""
 
 from __future__ import annotations
 
