@@ -114,10 +114,10 @@ def scan(spark: SparkSession, kind: str, path: str) -> int | None:
 def inventory(spark: SparkSession, directory: str) -> int:
     """The job over one bookie; returns the number of entries that it counts."""
     from bkctl.spark.jobs.bookies import BookieFiles
-    from bkctl.spark.jobs.inventory import By, shares, totals
+    from bkctl.spark.jobs.inventory import Grouping, shares, totals
 
     bookies = [BookieFiles("bookie", (), (f"{directory}/current",), ())]
-    rows = totals(spark, bookies, shares(spark, bookies), By.LEDGER).collect()
+    rows = totals(spark, bookies, shares(spark, bookies), Grouping.LEDGER).collect()
     return sum(row.entryCount for row in rows)
 
 

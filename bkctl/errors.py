@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Final
+import copyreg
+from typing import Any, ClassVar, Final
 
 EXIT_CODES: Final[dict[int, str]] = {
     0: "done",
@@ -38,6 +39,10 @@ class BkctlError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message}; {self.hint}" if self.hint else self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle needs: attributes are restored, since subclasses are constructed in different ways."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

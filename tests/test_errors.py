@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from bkctl import errors
@@ -32,3 +34,20 @@ def test_the_hint_follows_the_message() -> None:
     assert str(errors.NotFound("Ledger 5 does not exist", hint="see 'bkctl ledger list'")) == (
         "Ledger 5 does not exist; see 'bkctl ledger list'"
     )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.NotFound("Ledger 5 does not exist", hint="see 'bkctl ledger list'"),
+        errors.CorruptRecord("Record has length -9", offset=1024, where="0.log", hint="run 'bkctl entrylog verify'"),
+        errors.TruncatedRecord("an entry", offset=7, needed=36, present=3, where="0.log"),
+        errors.MetadataVersionConflict("Ledger 5 changed", may_be_applied=True),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_survive_pickling(error: errors.BkctlError) -> None:
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        copy = pickle.loads(pickle.dumps(error, protocol))
+        assert type(copy) is type(error)
+        assert (str(copy), copy.args, vars(copy)) == (str(error), error.args, vars(error))

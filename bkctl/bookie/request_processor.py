@@ -47,7 +47,7 @@ class RequestProcessor:
         metrics: BookieMetrics,
     ) -> None:
         config = state.config
-        server = self.server = BookieServer(
+        self.server = BookieServer(
             self, tls=tls_context(config), requires_tls=config.tls_required, limits=server_limits(config)
         )
         self.requests = WaitingRequests(storage, state, metrics)

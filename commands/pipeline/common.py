@@ -1,35 +1,28 @@
-"""What the commands of `bkctl pipeline` share: Spark's options, whose files, the way to a cluster, saved results."""
+"""Options that commands of `bkctl pipeline` share: Spark, places of bookies' files, the connection to a cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from bkctl.errors import AlreadyExists, NotFound, UsageError
-from bkctl.ids import LedgerId
+from bkctl.errors import UsageError
 
 from ..kit.command import Run
 from ..kit.options import SCAN_LEDGERS, Composite, ScanFilter, parameter
-from ..kit.output import Columns, Lines, Output
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import SparkSession
 
     from bkctl.spark.jobs.bookies import BookieFiles
-
-#: Rows of a result that are written to a Parquet file at once.
-ROW_GROUP_ROWS = 50_000
-_REMOTE = "://"
 
 Places = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="PLACE",
-        help="Bookies' files: directories, bk_server.conf files, or BOOKIE_ID=DIRECTORY where there is no cookie "
+        help="Bookies' files: directories, bk_server.conf files, or BOOKIE_ID=DIRECTORY without a cookie "
         "(default: --conf, else the local cluster that is up).",
     ),
 ]
@@ -38,7 +31,7 @@ LedgersToScan = Annotated[ScanFilter, SCAN_LEDGERS]
 
 
 class SparkSettings(NamedTuple):
-    """Where a job runs."""
+    """The options of Spark for one job."""
 
     master: str
     settings: dict[str, str]
@@ -80,7 +73,7 @@ SparkOptions = Annotated[
                     list[str],
                     typer.Option(
                         "--spark-conf", metavar="NAME=VALUE", rich_help_panel=_PANEL,
-                        help="A setting of Spark's, as spark.driver.memory=4g; repeatable.",
+                        help="A setting of Spark, as spark.driver.memory=4g; repeatable.",
                     ),
                 ],
             ),
@@ -90,7 +83,7 @@ SparkOptions = Annotated[
                     list[str],
                     typer.Option(
                         "--archive", metavar="FILE[#NAME]", rich_help_panel=_PANEL,
-                        help="Unpacked on every executor, as venv.tar.gz#environment; repeatable.",
+                        help="Archive to unpack on every executor, as venv.tar.gz#environment; repeatable.",
                     ),
                 ],
             ),
@@ -112,8 +105,9 @@ SparkOptions = Annotated[
 
 @contextmanager
 def spark_job(run: Run, spark: SparkSettings, label: str) -> Iterator[SparkSession]:
-    """A Spark session for the job `label`, with its progress on a terminal's stderr, until the end of the block."""
-    from bkctl.spark.session import following, spark_session
+    """Yield a Spark session for the job `label`; its progress goes to stderr if that is a terminal."""
+    from bkctl.spark.progress import report_progress
+    from bkctl.spark.session import spark_session
 
     with run.working("Starting Spark") as activity, ExitStack() as stack:
         session = stack.enter_context(
@@ -123,12 +117,12 @@ def spark_job(run: Run, spark: SparkSettings, label: str) -> Iterator[SparkSessi
             )
         )  # fmt: skip
         activity.label, activity.unit = label.capitalize(), "tasks"
-        stack.enter_context(following(session, activity.update))
+        stack.enter_context(report_progress(session, activity.update))
         yield session
 
 
 def bookies_at(run: Run, places: Sequence[str] | None) -> list[BookieFiles]:
-    """The bookies whose files are at `places`, else at those of --conf, else of the local cluster that is up."""
+    """Return the bookies whose files are at `places`, else at --conf, else of the local cluster that is up."""
     from bkctl.bookie.local import active_cluster
     from bkctl.spark.jobs.bookies import find_bookies
 
@@ -136,14 +130,14 @@ def bookies_at(run: Run, places: Sequence[str] | None) -> list[BookieFiles]:
     if not given and run.conf is not None:
         given = [str(run.conf)]
     if not given and (local := active_cluster()) is not None:
-        given = [str(each.directory) for each in local.bookies()]
+        given = [str(bookie.directory) for bookie in local.bookies()]
     found = find_bookies(given)
-    run.detail(f"files of {len(found)} bookies: {', '.join(each.bookie_id for each in found)}")
+    run.detail(f"files of {len(found)} bookies: {', '.join(bookie.bookie_id for bookie in found)}")
     return found
 
 
 def connection_options(run: Run) -> dict[str, str]:
-    """The connection as options of the data sources: no secret, but where the tasks find it. Raises UsageError."""
+    """Return the connection as options of data sources, which name the places of secrets. Raises UsageError."""
     connection, settings = run.connection(), run.connection_settings()
     chosen: dict[str, object] = {
         "metadataUri": connection.uri,
@@ -166,137 +160,11 @@ def connection_options(run: Run) -> dict[str, str]:
 
 
 def check_cluster(run: Run) -> None:
-    """Say what is wrong with the connection before Spark starts."""
+    """Raise the error of a connection that fails, before Spark starts."""
     with run.cluster() as cluster:
         cluster.layout()
 
 
-def ledger_of(row: Any) -> LedgerId | None:
-    """The ledger of a row with a ledgerQualifiedName."""
-    name = row.ledgerQualifiedName
-    return None if name is None else LedgerId.from_value(int(name, 16))
-
-
-# --- results --------------------------------------------------------------------------------------------------------
-
-#: What a result is saved as, by the end of its file's name.
-FORMS = (".parquet", ".csv", ".json", ".html")
-
-SaveOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--save", metavar="PATH",
-        help="Also keep the rows: NAME.parquet, NAME.csv or NAME.json; NAME.html: a page with plots. Repeatable.",
-    ),
-]  # fmt: skip
-
-
-def check_saves(saves: Iterable[str] | None, forms: Sequence[str] = FORMS) -> list[str]:
-    """The paths of --save, before any work. Raises UsageError for another form, AlreadyExists, NotFound (directory)."""
-    found = list(dict.fromkeys(saves or ()))
-    for path in found:
-        if not path.lower().endswith(tuple(forms)):
-            raise UsageError(f"--save {path}: not a name that ends in {' or '.join(forms)}")
-        if _REMOTE in path:
-            continue
-        if Path(path).exists():
-            raise AlreadyExists(f"{path} exists", hint="remove it, or give another name to --save")
-        if not Path(path).absolute().parent.is_dir():
-            raise NotFound(f"--save {path}: there is no directory {Path(path).absolute().parent}")
-    return found
-
-
-def frame_rows(
-    run: Run, frame: DataFrame, columns: Columns, saves: Iterable[str], seen: Callable[[Any], None] = lambda row: None
-) -> None:
-    """Print the rows of `frame`, keep them where `saves` say (HTML pages are others' matter), and show each to `seen`.
-
-    Files appear under their names once they are whole. A URI (`s3a://…`) is written by Spark itself, as a directory.
-    """
-    from bkctl.spark.session import plain_errors
-
-    with ExitStack() as stack:
-        files: list[_RowFile] = []
-        for path in saves:
-            if path.lower().endswith(".html"):
-                continue
-            if _REMOTE in path:
-                frame.write.format(path.rpartition(".")[2].lower()).option("header", "true").save(path)
-                continue
-            files.append(stack.enter_context(_new_row_file(Path(path), frame, columns)))
-
-        def rows() -> Iterator[Any]:
-            with plain_errors():
-                for row in frame.toLocalIterator(prefetchPartitions=True):
-                    seen(row)
-                    for file in files:
-                        file.add(row)
-                    yield row
-
-        run.render(rows(), columns)
-
-
-@contextmanager
-def _new_row_file(path: Path, frame: DataFrame, columns: Columns) -> Iterator[_RowFile]:
-    """Yield a file for rows that appears at `path` once the block ends. Raises AlreadyExists, OSError."""
-    from bkctl.disk import atomic_write
-
-    try:
-        with atomic_write(path, mode=0o666, overwrite=False) as stream:
-            file = _RowFile(stream, path.suffix.lower(), frame, columns)
-            yield file
-            file.finish()
-    except FileExistsError as error:
-        raise AlreadyExists(f"{path} exists", hint="it was made meanwhile; give another name") from error
-
-
-class _RowFile:
-    """Rows on their way into a file of the form that its suffix names."""
-
-    def __init__(self, stream: BinaryIO, form: str, frame: DataFrame, columns: Columns) -> None:
-        self._file, self._form = stream, form
-        self._rows: list[Any] = []
-        self._count = 0
-        self._writer: Any = None
-        if self._form == ".parquet":
-            import pyarrow.parquet
-            from pyspark.sql.pandas.types import to_arrow_schema
-
-            self._schema = to_arrow_schema(frame.schema)
-            self._writer = pyarrow.parquet.ParquetWriter(self._file, self._schema)
-        elif self._form == ".csv":
-            self._lines = Lines(columns, Output.CSV)
-            self._file.write((",".join(columns.names()) + "\n").encode())
-        else:
-            self._lines = Lines(columns, Output.JSON)
-
-    def add(self, row: Any) -> None:
-        """Take one row."""
-        self._rows.append(row)
-        if len(self._rows) >= ROW_GROUP_ROWS:
-            self._flush()
-
-    def finish(self) -> None:
-        """Write what is left, and the end of the form."""
-        self._flush()
-        if self._writer is not None:
-            self._writer.close()
-        elif self._form == ".json":
-            self._file.write(b"\n]\n" if self._count else b"[]\n")
-
-    def _flush(self) -> None:
-        rows, self._rows = self._rows, []
-        if not rows:
-            return
-        if self._writer is not None:
-            import pyarrow
-
-            self._writer.write_table(
-                pyarrow.Table.from_pylist([row.asDict(recursive=True) for row in rows], self._schema)
-            )
-        else:
-            text = self._lines.of_rows(rows)
-            if self._form == ".json" and not self._count:
-                text = "[\n" + text[2:]
-            self._file.write(text.encode("utf-8", "backslashreplace"))
-        self._count += len(rows)
+def by_option(help: str) -> Any:
+    """Return the option --by."""
+    return typer.Option("--by", metavar="WHAT", help=help)

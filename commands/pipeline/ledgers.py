@@ -15,15 +15,9 @@ from bkctl.ids import LedgerId, parse_scope_id
 from ..kit.command import Run, command, group
 from ..kit.options import MANY_LEDGERS, Composite, DryRun, parameter
 from ..kit.output import GREEN, RED, YELLOW, Column, Columns, Kind
-from .common import (
-    SparkOptions,
-    check_cluster,
-    check_saves,
-    connection_options,
-    frame_rows,
-    ledger_of,
-    spark_job,
-)
+from .columns import ledger_of
+from .common import SparkOptions, check_cluster, connection_options, spark_job
+from .saves import check_saves, frame_rows
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -31,16 +25,16 @@ if TYPE_CHECKING:
 app = group()
 
 
-#: What rows are saved as; there is no page of these jobs.
+#: Formats of saved rows; these jobs have no HTML page.
 _FORMS = (".parquet", ".csv", ".json")
 SaveRows = Annotated[
     list[str] | None,
-    typer.Option("--save", metavar="PATH", help="Also keep the rows: NAME.parquet, NAME.csv or NAME.json; repeatable."),
+    typer.Option("--save", metavar="PATH", help="Also save the rows: NAME.parquet, NAME.csv or NAME.json; repeatable."),
 ]
 
 
 class LedgersToCopy(NamedTuple):
-    """Ledgers by name; none: all of `scope_id` (None: of every scope)."""
+    """The named ledgers; without names, all ledgers of `scope_id` (None: of every scope)."""
 
     ledgers: list[LedgerId]
     scope_id: int | None
@@ -115,32 +109,33 @@ COPY_COLUMNS = Columns(
 def export(
     run: Run,
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="The directory to make; a URI that Spark writes to, or a local path.")
+        str,
+        typer.Argument(metavar="PATH", help="Directory to create: a local path, or a URI that Spark writes to."),
     ],
     ledgers: Annotated[LedgersToCopy, LEDGERS_TO_COPY],
     spark: SparkOptions,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing export.")] = False,
     flat: Annotated[
         bool,
-        typer.Option("--flat", help="No directory for each scope (nor are there any beyond 1,000 scopes)."),
+        typer.Option("--flat", help="Do not create a directory for each scope (default with more than 1,000 scopes)."),
     ] = False,
     save: SaveRows = None,
 ) -> None:
-    """Export the payloads of ledgers to Parquet, partitioned by scope: those named, or of a scope, or all.
+    """Export the payloads of ledgers to Parquet, partitioned by scope: the named ledgers, or a scope, or all.
 
-    Entries are read from the bookies and checked; nothing is fenced or recovered, and a ledger that is not closed goes
-    as far as it is confirmed. Passwords are neither needed nor exported. At the end the entries are counted in the
-    files and compared with the metadata (exit code 7 where they differ).
+    Entries are read from the bookies and checked. Ledgers are not fenced or recovered; one that is not closed is
+    exported up to its last add confirmed. Passwords are neither needed nor exported. At the end the entries in the
+    files are counted and compared with the metadata (exit code 7 if they differ).
     """
     saves = check_saves(save, _FORMS)
     options = connection_options(run)
     if ledgers.ledgers:
-        options["ledger"] = ",".join(each.qualified_name for each in ledgers.ledgers)
+        options["ledger"] = ",".join(ledger.qualified_name for ledger in ledgers.ledgers)
     elif ledgers.scope_id is not None:
         options["ledgerScopeId"] = str(ledgers.scope_id)
     check_cluster(run)
     if not overwrite and "://" not in path and Path(path).exists():
-        raise AlreadyExists(f"{path} exists", hint="name a new directory, or add --overwrite")
+        raise AlreadyExists(f"{path} exists", hint="choose another directory, or add --overwrite")
     with spark_job(run, spark, "export") as session:
         from bkctl.spark.jobs.archive import export_ledgers
 
@@ -151,9 +146,9 @@ def export(
 @command(app, "import", connects=True, changes=True)
 def import_(
     run: Run,
-    path: Annotated[str, typer.Argument(metavar="PATH", help="What 'pipeline export' made.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A directory that 'pipeline export' created.")],
     to_scope_id: Annotated[
-        int | None, _to_scope("Put the ledgers into this scope, under their ledger ids (default: where they were).")
+        int | None, _to_scope("Create the ledgers in this scope, under their ledger ids (default: the scope of each).")
     ],
     sizes: NewSizes,
     spark: SparkOptions,
@@ -168,10 +163,10 @@ def import_(
     dry_run: DryRun = False,
     save: SaveRows = None,
 ) -> None:
-    """Make ledgers of an export again, under their own ids or in another scope; each is read back and compared.
+    """Create the ledgers of an export, under their own ids or in another scope; each is read back and compared.
 
-    What stopped half way is finished by running it again: ledgers that are there already, made by this command and
-    intact, are passed over (present). Exit code 3: some were not made (failed).
+    Run an interrupted import again to finish it: intact ledgers that this command created are skipped (present). Exit
+    code 3: some ledgers were not created (failed).
     """
     saves = check_saves(save, _FORMS)
     options = {**connection_options(run), **sizes}
@@ -181,7 +176,7 @@ def import_(
         options["ledgerPasswordEnv"] = "BKCTL_LEDGER_PASSWORD"
     check_cluster(run)
     if "://" not in path and not Path(path, "counts", "_SUCCESS").exists():
-        raise NotFound(f"There is no whole export at {path}", hint="'bkctl pipeline export' makes one")
+        raise NotFound(f"{path} is not a complete export", hint="create one with 'bkctl pipeline export'")
     with spark_job(run, spark, "import") as session:
         from bkctl.spark.jobs.archive import import_ledgers
 
@@ -199,11 +194,11 @@ def migrate_scope(
     dry_run: DryRun = False,
     save: SaveRows = None,
 ) -> None:
-    """Copy ledgers into another scope, under the same ledger ids: those named, or all of --ledger-scope-id.
+    """Copy ledgers to another scope, under the same ledger ids: the named ledgers, or all of --ledger-scope-id.
 
     Each copy has its source's password, shape and custom metadata, and is read back and compared. The sources stay.
-    What stopped half way is finished by running it again: copies that are done are passed over (present). Exit code 3:
-    some were not copied (failed), or are not closed (open; 'ledger recover' closes one).
+    Run an interrupted migration again to finish it: verified copies are skipped (present). Exit code 3: some ledgers
+    were not copied (failed), or are not closed (open; 'ledger recover' closes one).
     """
     saves = check_saves(save, _FORMS)
     if to_scope_id is None:
@@ -213,9 +208,9 @@ def migrate_scope(
     options = {**connection_options(run), **sizes}
     check_cluster(run)
     with spark_job(run, spark, "migrate-scope") as session:
-        from bkctl.spark.jobs.copying import migrate_scope as migrate
+        from bkctl.spark.jobs import migration
 
-        rows = migrate(
+        rows = migration.migrate_scope(
             session,
             options,
             to_scope_id,
@@ -227,16 +222,16 @@ def migrate_scope(
 
 
 def _show_copies(run: Run, rows: DataFrame, saves: list[str]) -> None:
-    undone = 0
+    failed = 0
 
-    def seen(row: Any) -> None:
-        nonlocal undone
-        undone += row.state in ("open", "failed")
+    def count(row: Any) -> None:
+        nonlocal failed
+        failed += row.state in ("open", "failed")
 
-    frame_rows(run, rows, COPY_COLUMNS, saves, seen)
-    run.finish_with(undone, "ledgers were not copied" if undone != 1 else "ledger was not copied")
+    frame_rows(run, rows, COPY_COLUMNS, saves, count)
+    run.finish_with(failed, "ledgers were not copied" if failed != 1 else "ledger was not copied")
 
 
 def _place(path: str) -> str:
-    """A path that means the same wherever the tasks run."""
+    """Return the path as a URI or absolute, since tasks run elsewhere."""
     return path if "://" in path else str(Path(path).absolute())

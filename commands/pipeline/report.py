@@ -1,245 +1,93 @@
-"""The HTML page of a pipeline's results: tables as the commands print them, plots in SVG, nothing from elsewhere."""
+"""`bkctl pipeline report`: one HTML page of all jobs."""
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Mapping, Sequence
-from html import escape
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from bkctl import __version__
-from bkctl.errors import AlreadyExists
+from bkctl.errors import UsageError
 
-from ..kit.output import Cells, Columns, Kind, size_text
+from ..entrylog import ThresholdOptions, thresholds_of
+from ..kit.command import Run, command, group
+from ..kit.options import ScanFilter
+from ..kit.output import Column, Columns, Kind, size_text
+from .common import (
+    Places,
+    SparkOptions,
+    bookies_at,
+    check_cluster,
+    connection_options,
+    spark_job,
+)
+from .garbage import GarbageResult
+from .integrity import IntegrityResult
+from .inventory import InventoryBy, InventoryResult
+from .journals import JournalAuditResult
+from .page import write_page
+from .results import sums_of
+from .saves import SaveOption, check_saves
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    pass
 
-#: Rows of a table on the page, and bars of a plot; how many there are is said.
-TABLE_ROWS_MAX = 200
-BARS_MAX = 25
-
-#: What a table of one job is.
-Tables = Mapping[str, "tuple[DataFrame, Columns]"]
+app = group()
 
 
-class Bar(NamedTuple):
-    """One bar of a plot: its label, and the parts that it is made of, by their names."""
+@dataclass(frozen=True)
+class _Part:
+    """The result of one job of a report."""
 
-    label: str
-    parts: Mapping[str, int]
-
-
-class Section(NamedTuple):
-    """A part of the page: SVG plots and tables, as HTML."""
-
-    title: str
-    text: str
-    blocks: Sequence[str]
+    job: str
+    findings: int
+    summary: str
 
 
-# --- the sections ---------------------------------------------------------------------------------------------------
+REPORT_COLUMNS = Columns(
+    Column("JOB", "job", "job"),
+    Column("FINDINGS", "findings", "findings", Kind.INTEGER),
+    Column("SUMMARY", "summary", "summary"),
+    key="job",
+)
 
 
-def inventory_sections(tables: Tables) -> list[Section]:
-    """The sections of an inventory: `tables` by the words of --by."""
-    bookies = _top(tables["bookie"][0])
-    scopes = _top(tables["scope"][0])
-    blocks = [
-        bars("Bytes of entries by bookie", [Bar(row.bookieId, {"bytes": row.size}) for row in bookies]),
-        _table(*tables["bookie"]),
-        bars("Bytes by ledger scope", [Bar(f"scope {row.ledgerScopeId}", {"bytes": row.size}) for row in scopes]),
-        _table(*tables["scope"]),
-    ]
-    if "application" in tables:
-        frame, columns = tables["application"]
-        named = [
-            Bar(row.managedLedger or row.component or row.application or "(none)", {"bytes": row.size})
-            for row in _top(frame)
-        ]
-        blocks += [bars("Bytes by application", named), _table(frame, columns)]
-    ledgers = [Bar(_ledger_text(row), {"bytes": row.size}) for row in _top(tables["ledger"][0])]
-    blocks += [bars("The largest ledgers", ledgers), _table(*tables["ledger"]), _table(*tables["entrylog"])]
-    return [Section("Inventory", "Bytes and entries in the entry logs; every copy of an entry counts.", blocks)]
+@command(app, "report", connects=True)
+def report(
+    run: Run,
+    thresholds: ThresholdOptions,
+    spark: SparkOptions,
+    places: Places = None,
+    save: SaveOption = None,
+) -> None:
+    """Write one HTML page with plots of inventory, integrity, garbage and journal-audit: --save NAME.html.
 
-
-def integrity_sections(findings: DataFrame, columns: Columns, notes: Sequence[str]) -> list[Section]:
-    """The section of an integrity check."""
-    from pyspark.sql import functions as F
-
-    counted = findings.groupBy("problem", "bookieId").agg(F.count("*").alias("found")).collect()
-    by_bookie: dict[str, dict[str, int]] = {}
-    for row in sorted(counted, key=lambda each: (each.bookieId, each.problem)):
-        by_bookie.setdefault(row.bookieId, {})[row.problem] = row.found
-    plot = bars("Findings by bookie", [Bar(name, parts) for name, parts in by_bookie.items()], unit="")
-    found = _table(findings, columns) if counted else '<p class="good">No findings.</p>'
-    return [Section("Integrity", ". ".join(notes), [plot, found])]
-
-
-def garbage_sections(tables: Tables, summary: str) -> list[Section]:
-    """The section of a garbage report: `tables` by the words of --by."""
-    names = (("remaining", "remainingSize"), ("garbage", "garbageSize"))
-
-    def parts(row: Any) -> dict[str, int]:
-        return {name: getattr(row, column) for name, column in names}
-
-    bookies = [Bar(row.bookieId, parts(row)) for row in _top(tables["bookie"][0])]
-    logs = [Bar(f"{row.bookieId} {_log_text(row)}", parts(row)) for row in _top(tables["entrylog"][0])]
-    blocks = [
-        bars("Remaining and dead bytes by bookie", bookies),
-        _table(*tables["bookie"]),
-        bars("Logs with the most garbage", [each for each in logs if each.parts["garbage"]]),
-        _table(*tables["entrylog"]),
-        "<h3>Orphaned ledgers</h3>",
-        _table(*tables["ledger"]),
-    ]
-    return [Section("Garbage", summary, blocks)]
-
-
-def journal_sections(tables: Tables, summary: str) -> list[Section]:
-    """The section of an audit of journals: `tables` by the words of --by."""
-    from pyspark.sql import functions as F
-
-    journals = tables["journal"][0].groupBy("bookieId").agg(F.sum("replaySize").alias("size")).orderBy("bookieId")
-    replayed = [Bar(row.bookieId, {"bytes": row.size or 0}) for row in _top(journals)]
-    blocks = [
-        bars("What a crash now would replay", replayed),
-        _table(*tables["journal"]),
-        "<h3>Entries that no entry log holds</h3>",
-        _table(*tables["entry"]),
-    ]
-    return [Section("Journals", summary, blocks)]
-
-
-def _top(frame: DataFrame) -> list[Any]:
-    return list(frame.limit(BARS_MAX).collect())
-
-
-def _ledger_text(row: Any) -> str:
-    return str(row.ledgerId if row.ledgerScopeId == "0" else row.ledgerQualifiedName)
-
-
-def _log_text(row: Any) -> str:
-    return ("scoped/" if row.scoped else "") + (Path(row.file).name if row.logIdHex is None else f"{row.logIdHex}.log")
-
-
-# --- tables and plots -----------------------------------------------------------------------------------------------
-
-
-def _table(frame: DataFrame, columns: Columns) -> str:
-    """The first rows of `frame` as a table with the cells of the terminal's."""
-    shown = [column for column in columns.columns if column.title is not None]
-    rows = frame.limit(TABLE_ROWS_MAX + 1).collect()
-    right = [' class="number"' if column.kind in (Kind.INTEGER, Kind.SIZE) else "" for column in shown]
-    head = "".join(f"<th{place}>{escape(str(column.title))}</th>" for column, place in zip(shown, right, strict=True))
-    if not rows:
-        return '<p class="none">None.</p>'
-    body = "".join(
-        "<tr>" + "".join(f"<td{place}>{escape(cell)}</td>" for cell, place in zip(cells, right, strict=True)) + "</tr>"
-        for cells in Cells(columns).of_rows(rows[:TABLE_ROWS_MAX])
-    )
-    more = ""
-    if len(rows) > TABLE_ROWS_MAX:
-        more = f'<p class="none">The first {TABLE_ROWS_MAX} of {frame.count():,} rows.</p>'
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{more}'
-
-
-_ROW_HEIGHT = 26
-_LABEL_WIDTH = 300
-_BAR_WIDTH = 480
-_VALUE_WIDTH = 120
-
-
-def bars(title: str, rows: Sequence[Bar], *, unit: str = "bytes") -> str:
-    """A plot of horizontal bars, each of parts side by side; empty text for no rows."""
-    if not rows:
-        return ""
-    names = list(dict.fromkeys(name for row in rows for name in row.parts))
-    largest = max([sum(row.parts.values()) for row in rows] + [1])
-
-    def said(value: int) -> str:
-        return size_text(value) if unit == "bytes" else f"{value:,}"
-
-    drawn: list[str] = []
-    for number, row in enumerate(rows[:BARS_MAX]):
-        top = number * _ROW_HEIGHT
-        label = row.label if len(row.label) <= 42 else f"{row.label[:20]}…{row.label[-21:]}"
-        x = float(_LABEL_WIDTH)
-        drawn.append(
-            f'<text x="{_LABEL_WIDTH - 10}" y="{top + 17}" text-anchor="end"><title>{escape(row.label)}</title>'
-            f"{escape(label)}</text>"
-        )
-        for name, value in row.parts.items():
-            width = value / largest * _BAR_WIDTH
-            drawn.append(
-                f'<rect class="p{names.index(name) % 5}" x="{x:.1f}" y="{top + 4}" width="{width:.1f}" height="18">'
-                f"<title>{escape(row.label)}: {escape(name)} {said(value)}</title></rect>"
-            )
-            x += width
-        drawn.append(f'<text class="value" x="{x + 8:.1f}" y="{top + 17}">{said(sum(row.parts.values()))}</text>')
-    width, height = _LABEL_WIDTH + _BAR_WIDTH + _VALUE_WIDTH, min(len(rows), BARS_MAX) * _ROW_HEIGHT + 4
-    legend = ""
-    if len(names) > 1:
-        keys = (f'<span><i class="p{number % 5}"></i>{escape(name)}</span>' for number, name in enumerate(names))
-        legend = f'<div class="legend">{"".join(keys)}</div>'
-    return (
-        f"<figure><figcaption>{escape(title)}</figcaption>{legend}"
-        f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
-        f'aria-label="{escape(title)}">{"".join(drawn)}</svg></figure>'
-    )
-
-
-# --- the page -------------------------------------------------------------------------------------------------------
-
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1c2733; --soft: #5d6b7a; --line: #d9e0e7; --page: #ffffff; --head: #f3f6f9;
-  --p0: #2f6fb0; --p1: #d9822b; --p2: #3a9a62; --p3: #b2455b; --p4: #7a5fb0; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e9ee; --soft: #9aa7b4; --line: #35414d; --page: #161c22;
-  --head: #1f272f; --p0: #5b9bdc; --p1: #e6a25c; --p2: #5fc08a; --p3: #dc7488; --p4: #a58cdc; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 0 auto;
-  max-width: 1120px; padding: 24px; }
-h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 20px; margin: 40px 0 6px; border-top: 1px solid var(--line);
-  padding-top: 20px; } h3 { font-size: 16px; margin: 24px 0 6px; }
-p { margin: 4px 0 14px; } .about, .none { color: var(--soft); } .good { color: var(--p2); font-weight: 600; }
-.wide { overflow-x: auto; margin: 8px 0 20px; } table { border-collapse: collapse; font-size: 13px; }
-th { background: var(--head); text-align: left; font-weight: 600; } th, td { padding: 4px 12px;
-  border-bottom: 1px solid var(--line); white-space: nowrap; } .number { text-align: right;
-  font-variant-numeric: tabular-nums; }
-figure { margin: 18px 0; } figcaption { font-weight: 600; margin-bottom: 6px; } svg { max-width: 100%; height: auto; }
-svg text { fill: var(--ink); font-size: 13px; } svg text.value { fill: var(--soft); }
-.legend { font-size: 13px; color: var(--soft); margin-bottom: 4px; } .legend span { margin-right: 16px; }
-.legend i { display: inline-block; width: 11px; height: 11px; margin-right: 6px; border-radius: 2px; }
-rect.p0 { fill: var(--p0); } rect.p1 { fill: var(--p1); } rect.p2 { fill: var(--p2); } rect.p3 { fill: var(--p3); }
-rect.p4 { fill: var(--p4); } i.p0 { background: var(--p0); } i.p1 { background: var(--p1); }
-i.p2 { background: var(--p2); } i.p3 { background: var(--p3); } i.p4 { background: var(--p4); }
-"""
-
-
-def page(title: str, sections: Sequence[Section], bookies: Sequence[str]) -> str:
-    """The whole page."""
-    moment = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    parts = [
-        f"<section><h2>{escape(each.title)}</h2><p>{escape(each.text)}</p>{''.join(each.blocks)}</section>"
-        for each in sections
-    ]
-    about = f"{len(bookies)} bookies: {', '.join(bookies)}. Made at {moment} by bkctl {__version__}."
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>BookKeeper: {escape(title.lower())}</title><style>{_STYLE}</style></head><body>"
-        f'<h1>BookKeeper: {escape(title.lower())}</h1><p class="about">{escape(about)}</p>'
-        f"{''.join(parts)}</body></html>\n"
-    )
-
-
-def write_page(path: str, title: str, sections: Sequence[Section], bookies: Sequence[str]) -> None:
-    """Write the page to a new file. Raises AlreadyExists, OSError."""
-    try:
-        with open(path, "x", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(page(title, sections, bookies))
-            file.flush()
-            os.fsync(file.fileno())
-    except FileExistsError as error:
-        raise AlreadyExists(f"{path} exists", hint="remove it, or give another name to --save") from error
+    The page needs no other file: scripts, pictures and styles are not loaded from elsewhere. The jobs' totals are
+    printed too. Exit code 3: there are findings.
+    """
+    saves = check_saves(save, (".html",))
+    if not saves:
+        raise UsageError("The report has no file", hint="add --save report.html")
+    connection = connection_options(run)
+    bookies = bookies_at(run, places)
+    limits = thresholds_of(run, thresholds)
+    everything = ScanFilter(None, None)
+    check_cluster(run)
+    with spark_job(run, spark, "report") as session:
+        counted = InventoryResult(session, bookies, everything, connection)
+        checked = IntegrityResult(session, bookies, everything, connection)
+        wasted = GarbageResult(session, bookies, connection, limits)
+        audited = JournalAuditResult(session, bookies, everything, connection)
+        sums = sums_of(counted.totals(InventoryBy.BOOKIE).collect())
+        sections = [*counted.sections(), *checked.sections(), *wasted.sections(), *audited.sections()]
+        parts = [
+            _Part(
+                "inventory", len(counted.damages),
+                f"{size_text(sums.of('size'))} in {sums.of('entryCount'):,} entries on {len(bookies):,} bookies",
+            ),
+            _Part("integrity", checked.result.findings.count(), "; ".join(checked.notes())),
+            _Part("garbage", len(wasted.problems()), wasted.summary()),
+            _Part("journal-audit", audited.finding_count(), audited.summary()),
+        ]  # fmt: skip
+    for path in saves:
+        write_page(path, "Report", sections, [bookie.bookie_id for bookie in bookies])
+    run.render(parts, REPORT_COLUMNS)
+    run.finish_with(sum(part.findings for part in parts), "findings")

@@ -42,7 +42,7 @@ def runs_java(pid: int) -> bool:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_an_inventory_needs_nothing_but_java_and_says_nothing_else(tmp_path: Path) -> None:
+def test_inventory_needs_only_java_and_prints_only_rows(tmp_path: Path) -> None:
     find_java()
     with CommandLine(None).process(
         "pipeline", "inventory", "--by", "entrylog", PLACE, "-o", "ndjson", cwd=tmp_path
@@ -81,10 +81,10 @@ def test_an_interrupt_ends_spark_with_its_exit_code(tmp_path: Path) -> None:
     ("words", "python", "code", "problem"),
     [
         (["--archive", "nowhere.tar.gz#environment"], sys.executable, 4, "The archive nowhere.tar.gz does not exist"),
-        ([], "/nowhere/python", 1, "PYSPARK_PYTHON is /nowhere/python, and there is no such program"),
+        ([], "/nowhere/python", 1, "PYSPARK_PYTHON is /nowhere/python, which is not a program on this machine"),
     ],
 )
-def test_what_tasks_would_lack_is_said_before_spark_starts(
+def test_missing_archive_and_python_are_errors_before_spark_starts(
     tmp_path: Path, words: list[str], python: str, code: int, problem: str
 ) -> None:
     find_java()
@@ -109,9 +109,9 @@ def without_java(tmp_path: Path, **variables: str) -> str:
     return line
 
 
-def test_without_java_one_line_says_what_to_install(tmp_path: Path) -> None:
+def test_missing_java_is_one_line_with_a_hint(tmp_path: Path) -> None:
     line = without_java(tmp_path)
-    assert line.startswith("bkctl: Spark needs Java 17 or later, and there is no java on PATH; install")
+    assert line.startswith("bkctl: Spark needs Java 17 or later, and java is not on PATH; install")
     assert "/nowhere/bin/java does not run" in without_java(tmp_path, JAVA_HOME="/nowhere")
     old = tmp_path / "java"
     old.write_text("#!/bin/sh\necho 'openjdk version \"11.0.2\" 2019-01-15' >&2\n")
@@ -120,7 +120,7 @@ def test_without_java_one_line_says_what_to_install(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("package", ["pyspark", "pyarrow", "pandas"])
-def test_without_the_extra_one_line_says_what_to_install(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_one_line_with_a_hint(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     answer = CommandLine(None)("pipeline", "inventory", PLACE)
     assert (answer.code, answer.out) == (1, b"")

@@ -16,8 +16,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bkctl.spark.jobs.bookie_records import log_records
 from bkctl.spark.jobs.bookies import find_bookies
-from bkctl.spark.jobs.inventory import NAME, log_records
+from bkctl.spark.jobs.frames import QUALIFIED_NAME
 from bkctl.spark.session import spark_session
 
 if TYPE_CHECKING:
@@ -80,9 +81,11 @@ def main(master: str, place: str, directory: Path, archive: str) -> None:
     with spark_session(master, settings=settings, archives=[archive]) as spark:
         from pyspark.sql import functions as F
 
-        records = log_records(spark, bookies, [NAME, "recordSize"], maxPartitionBytes="20000")
+        records = log_records(spark, bookies, [QUALIFIED_NAME, "recordSize"], maxPartitionBytes="20000")
         gated = records.mapInArrow(gate(str(directory)), records.schema)
-        sums = gated.groupBy(NAME).agg(F.count("*").alias("entryCount"), F.sum(F.col("recordSize") + 4).alias("size"))
+        sums = gated.groupBy(QUALIFIED_NAME).agg(
+            F.count("*").alias("entryCount"), F.sum(F.col("recordSize") + 4).alias("size")
+        )
         killer = threading.Thread(target=kill_one, args=(directory,), daemon=True)
         killer.start()
         rows = sums.collect()

@@ -13,7 +13,7 @@ from py4j.protocol import Py4JNetworkError
 from support import source_rows  # noqa: F401 (skips where there is no PySpark)
 from support.servers import find_java, wait_for
 
-from bkctl.spark.session import plain_errors
+from bkctl.spark.failures import plain_errors
 
 JOB = Path(__file__).parent / "interrupted_job.py"
 
@@ -30,7 +30,7 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_what_fails_while_an_interrupt_ends_a_call_is_the_interrupt() -> None:
+def test_error_during_an_interrupt_is_the_interrupt() -> None:
     """As `collect`, whose context manager tells the JVM on its way out that the call is over."""
 
     @plain_errors()
@@ -45,7 +45,7 @@ def test_what_fails_while_an_interrupt_ends_a_call_is_the_interrupt() -> None:
 
 
 @pytest.mark.timeout(900)
-def test_an_interrupted_job_leaves_neither_words_nor_processes(tmp_path: Path) -> None:
+def test_interrupted_job_leaves_no_output_and_no_process(tmp_path: Path) -> None:
     find_java()
     note = tmp_path / "worker"
     environment = {**os.environ, "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}

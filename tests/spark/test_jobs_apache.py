@@ -63,7 +63,7 @@ def pipeline(uri: str | None, *arguments: object, codes: tuple[int, ...] = (0,))
     return [json.loads(line) for line in answer.out.splitlines()]
 
 
-def test_jobs_say_of_apaches_bookies_what_apaches_shell_and_the_commands_for_one_say(
+def test_jobs_on_apache_bookies_match_shell_and_commands(
     java: Java, apache_cluster: ApacheCluster, apache_ledgers: Rows, tmp_path: Path
 ) -> None:
     # What the bookies had not written to their logs is in their journals.

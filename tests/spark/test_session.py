@@ -44,7 +44,7 @@ def run_job(directory: Path, **settings: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.timeout(900)
-def test_spark_authenticates_and_keeps_its_data_to_this_user(tmp_path: Path) -> None:
+def test_spark_authenticates_and_keeps_files_private(tmp_path: Path) -> None:
     found = run_job(tmp_path)
     assert found["settings"]["spark.authenticate"] == "true"
     ((place, mode),) = found["places"].items()
@@ -55,7 +55,7 @@ def test_spark_authenticates_and_keeps_its_data_to_this_user(tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(900)
-def test_settings_of_the_user_hold(tmp_path: Path) -> None:
+def test_user_settings_take_precedence(tmp_path: Path) -> None:
     wanted = tmp_path / "chosen"
     wanted.mkdir()
     found = run_job(tmp_path, **{"spark.authenticate": "false", "spark.local.dir": str(wanted)})

@@ -73,7 +73,7 @@ def master(tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_an_executor_that_is_killed_is_replaced_and_the_result_is_the_same(master: str, tmp_path: Path) -> None:
+def test_killed_executor_does_not_change_the_result(master: str, tmp_path: Path) -> None:
     files = bookie_files.make(tmp_path / "cluster")
     gate = tmp_path / "gate"
     gate.mkdir()

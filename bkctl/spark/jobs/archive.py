@@ -1,4 +1,4 @@
-"""The jobs `export` and `import`: the payloads of ledgers as Parquet, and ledgers made of them again.
+"""The jobs `export` and `import`: ledgers' payloads to Parquet, and back to ledgers.
 
 An export is a directory, on any file system that Spark writes to:
 
@@ -6,10 +6,10 @@ An export is a directory, on any file system that Spark writes to:
     ledgers/*.parquet                     each ledger's metadata, without its password and its bookies
     counts/*.parquet                      entryCount and size that each ledger has in `entries`; written last
 
-Where there are more scopes than SCOPES_MAX (one for each ledger, maybe), or where nobody wants it, `entries` is one
-directory, and `ledgerScopeId` a column of its files.
+With more scopes than SCOPES_MAX (one for each ledger, perhaps), or without `by_scope`, `entries` is one directory, and
+`ledgerScopeId` a column of its files.
 
-A ledger that is not closed is exported as far as it is confirmed. Without `counts/_SUCCESS` an export is not whole.
+A ledger that is not closed is exported up to its last add confirmed. Without `counts/_SUCCESS` an export is incomplete.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from bkctl.spark.jobs.copying import (
     PLANNED,
     RESULT_SCHEMA,
     SHAPE_OPTIONS,
-    Copied,
+    CopyResult,
     LedgerCopy,
     Shape,
     result_batch,
 )
+from bkctl.spark.jobs.frames import QUALIFIED_NAME
 from bkctl.spark.sources import ledgers as ledger_source
 from bkctl.spark.sources import metadata as metadata_source
 from bkctl.spark.sources.columns import ddl
@@ -46,15 +47,14 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
-NAME: Final = "ledgerQualifiedName"
 ENTRY_COLUMNS: Final = (*LEDGER_COLUMNS, "entryId", "size", "payload")
 METADATA_COLUMNS: Final = (
     *LEDGER_COLUMNS, "metadataFormatVersion", "state", "ensembleSize", "writeQuorumSize", "ackQuorumSize", "digestType",
     "length", "lastEntryId", "ctime", "customMetadata",
 )  # fmt: skip
-#: Scopes that get a directory each; beyond them so many small ones would serve nobody.
+#: Scopes that get a directory each; more directories would be many and small.
 SCOPES_MAX: Final = 1000
-#: The row that goes before a ledger's entries and tells what it is.
+#: Entry id of the row that precedes a ledger's entries and describes the ledger.
 _HEAD: Final = -1
 _HEAD_FIELDS: Final = (*SHAPE_OPTIONS, "digestType", "customMetadata", "entryCount")
 
@@ -67,30 +67,40 @@ def export_ledgers(
 ) -> DataFrame:
     """Export ledgers to the directory `path`; one row a ledger: its ids, state, lastEntryId, entryCount, size.
 
-    `options` are those of the connection, and `ledger` or `ledgerScopeId` (default: all). With `by_scope` the entries
-    of each scope get a directory, unless there are more than SCOPES_MAX.
-    Raises AlreadyExists for a directory that is there, unless `overwrite`; what keeps an entry from being read; Corrupt
-    where the entries are not as many and as long as a closed ledger's metadata says.
+    `options` are the connection's, and `ledger` or `ledgerScopeId` (default: all). With `by_scope` the entries of each
+    scope get a directory, unless there are more than SCOPES_MAX.
+    Raises AlreadyExists for an existing directory, unless `overwrite`; the error of an entry that cannot be read;
+    Corrupt if the number or length of entries differs from a closed ledger's metadata.
     """
     from pyspark.sql import functions as F
 
     if not overwrite and "://" not in path and Path(path).exists():
-        raise AlreadyExists(f"{path} exists", hint="name a new directory, or add --overwrite")
+        raise AlreadyExists(f"{path} exists", hint="choose another directory, or add --overwrite")
     mode = "overwrite" if overwrite else "errorifexists"
     connection = {name: value for name, value in options.items() if name not in ("ledger", "ledgerScopeId")}
     metadata = spark.read.format(metadata_source.NAME).options(**options, columns=",".join(METADATA_COLUMNS)).load()
     if overwrite:
-        # What was whole is not any more.
+        # From here on the export in this directory is incomplete.
         spark.createDataFrame([], "entryCount bigint").write.mode(mode).parquet(f"{path}/counts")
     metadata.write.mode(mode).parquet(f"{path}/ledgers")
-    # What is in the files does not change while the entries are read.
-    known = spark.read.schema(ddl(METADATA_COLUMNS)).parquet(f"{path}/ledgers")
-    filled = known.filter((F.col("state") != "CLOSED") | (F.col("lastEntryId") >= 0)).select(NAME)
+    # The files do not change while the entries are read; the metadata store may.
+    ledgers = spark.read.schema(ddl(METADATA_COLUMNS)).parquet(f"{path}/ledgers")
+    filled = ledgers.filter((F.col("state") != "CLOSED") | (F.col("lastEntryId") >= 0)).select(QUALIFIED_NAME)
+    _write_entries(spark, path, filled, connection, mode=mode, by_scope=by_scope)
+    counts = _checked_counts(spark, path, ledgers)
+    counts.write.mode("overwrite").parquet(f"{path}/counts")
+    return _counts(spark, path).sort(QUALIFIED_NAME)
+
+
+def _write_entries(
+    spark: SparkSession, path: str, ledgers: DataFrame, connection: Mapping[str, str], *, mode: str, by_scope: bool
+) -> None:
+    """Write the entries of `ledgers` to the export."""
     with TemporaryDirectory(prefix="bkctl-") as directory:
         names = Path(directory, "ledgers")
         scope_count, scope = 0, ""
         with names.open("w") as file:
-            for (name,) in filled.sort(NAME).toLocalIterator():
+            for (name,) in ledgers.sort(QUALIFIED_NAME).toLocalIterator():
                 file.write(f"{name}\n")
                 if name[:16] != scope:
                     scope_count, scope = scope_count + 1, name[:16]
@@ -103,9 +113,15 @@ def export_ledgers(
         if by_scope and scope_count <= SCOPES_MAX:
             writer = writer.partitionBy("ledgerScopeId")
         writer.parquet(f"{path}/entries")
-    written = _entries(spark, path).groupBy(NAME)
+
+
+def _checked_counts(spark: SparkSession, path: str, ledgers: DataFrame) -> DataFrame:
+    """Return the counts of written entries. Raises Corrupt if a ledger's counts differ from its metadata."""
+    from pyspark.sql import functions as F
+
+    written = _entries(spark, path).groupBy(QUALIFIED_NAME)
     counted = written.agg(F.count("*").alias("entryCount"), F.sum("size").alias("size"), F.max("entryId").alias("last"))
-    counts = known.select(*LEDGER_COLUMNS, "state", "lastEntryId", "length").join(counted, NAME, "left")
+    counts = ledgers.select(*LEDGER_COLUMNS, "state", "lastEntryId", "length").join(counted, QUALIFIED_NAME, "left")
     counts = counts.withColumns(
         {"entryCount": F.coalesce("entryCount", F.lit(0)), "size": F.coalesce("size", F.lit(0)),
          "last": F.coalesce("last", F.lit(-1))}
@@ -114,15 +130,13 @@ def export_ledgers(
     wrong = (F.col("entryCount") != F.col("last") + 1) | (
         closed & ((F.col("last") != F.col("lastEntryId")) | (F.col("size") != F.col("length")))
     )
-    first = counts.filter(wrong).sort(NAME).head()
+    first = counts.filter(wrong).sort(QUALIFIED_NAME).head()
     if first is not None:
         raise Corrupt(
-            f"Ledger {LedgerId.parse(first[NAME])} was exported with {first['entryCount']} entries "
+            f"Ledger {LedgerId.parse(first[QUALIFIED_NAME])} was exported with {first['entryCount']} entries "
             f"({first['size']} bytes); its metadata says {first['lastEntryId'] + 1} ({first['length']} bytes)"
         )
-    result = counts.select(*LEDGER_COLUMNS, "state", F.col("last").alias("lastEntryId"), "entryCount", "size")
-    result.write.mode("overwrite").parquet(f"{path}/counts")
-    return _counts(spark, path).sort(NAME)
+    return counts.select(*LEDGER_COLUMNS, "state", F.col("last").alias("lastEntryId"), "entryCount", "size")
 
 
 def _entries(spark: SparkSession, path: str) -> DataFrame:
@@ -146,13 +160,12 @@ def import_ledgers(
     dry_run: bool = False,
     task_count: int | None = None,
 ) -> DataFrame:
-    """Make ledgers of the export at `path`, under their own ids, or in the scope `to_scope_id`; one row a ledger.
+    """Create the ledgers of the export at `path`, under their ids or in the scope `to_scope_id`; one row a ledger.
 
-    `options` are those of the connection, SHAPE_OPTIONS, and `ledgerPasswordFile` or `ledgerPasswordEnv` for the new
-    ledgers, since an export has no passwords. What a run before finished is passed over, what it left half way is
-    finished. Where a ledger fails (`failed`, with a `message`), the others are made still. Columns:
-    copying.RESULT_COLUMNS.
-    Raises NotFound where there is no whole export.
+    `options` are the connection's, SHAPE_OPTIONS, and `ledgerPasswordFile` or `ledgerPasswordEnv` for the new ledgers,
+    since an export has no passwords. Ledgers that a run before completed are skipped, unfinished ones are resumed. If a
+    ledger fails (`failed`, with a `message`), the job continues with the next one. Columns: copying.RESULT_COLUMNS.
+    Raises NotFound without a complete export at `path`.
     """
     from pyspark.errors import AnalysisException
     from pyspark.sql import functions as F
@@ -166,29 +179,33 @@ def import_ledgers(
         counts = _counts(spark, path)
         entries = _entries(spark, path)
     except AnalysisException as error:
-        raise NotFound(f"There is no whole export at {path}", hint="'bkctl pipeline export' makes one") from error
-    # An export that was stopped while it replaced another one left the list of counts empty.
+        raise NotFound(f"{path} is not a complete export", hint="create one with 'bkctl pipeline export'") from error
+    # An interrupted export with --overwrite leaves the counts empty.
     if known.count() != counts.count():
-        raise NotFound(f"The export at {path} is not whole", hint="export again")
-    ledgers = known.join(counts.select(NAME, "entryCount", "size"), NAME)
+        raise NotFound(f"{path} is not a complete export", hint="export again")
+    ledgers = known.join(counts.select(QUALIFIED_NAME, "entryCount", "size"), QUALIFIED_NAME)
     if dry_run:
-        planned = [
-            Copied(source, _target(source, to_scope_id), PLANNED, row["entryCount"], row["size"]).row()
-            for row in ledgers.sort(NAME).select(NAME, "entryCount", "size").toLocalIterator()
-            for source in [LedgerId.parse(row[NAME])]
-        ]
-        return spark.createDataFrame(planned, RESULT_SCHEMA)
+        return spark.createDataFrame(_planned(ledgers, to_scope_id), RESULT_SCHEMA)
     heads = ledgers.select(
-        NAME,
+        QUALIFIED_NAME,
         F.lit(_HEAD).cast("bigint").alias("entryId"),
         F.to_json(F.struct(*_HEAD_FIELDS)).cast("binary").alias("payload"),
     )
     count = task_count or int(spark.conf.get("spark.sql.shuffle.partitions") or 0) or 1
-    rows = heads.unionByName(entries.select(NAME, "entryId", "payload"))
-    rows = rows.repartition(count, NAME).sortWithinPartitions(NAME, "entryId")
+    rows = heads.unionByName(entries.select(QUALIFIED_NAME, "entryId", "payload"))
+    rows = rows.repartition(count, QUALIFIED_NAME).sortWithinPartitions(QUALIFIED_NAME, "entryId")
     made = rows.mapInArrow(partial(_import_rows, checked, to_scope_id), RESULT_SCHEMA)
     results = sorted(tuple(row) for row in made.collect())
     return spark.createDataFrame(results, RESULT_SCHEMA)
+
+
+def _planned(ledgers: DataFrame, to_scope_id: int | None) -> list[tuple[Any, ...]]:
+    """Return the rows of a dry run."""
+    rows = []
+    for row in ledgers.sort(QUALIFIED_NAME).select(QUALIFIED_NAME, "entryCount", "size").toLocalIterator():
+        source = LedgerId.parse(row[QUALIFIED_NAME])
+        rows.append(CopyResult(source, _target(source, to_scope_id), PLANNED, row["entryCount"], row["size"]).row())
+    return rows
 
 
 def _target(source: LedgerId, to_scope_id: int | None) -> LedgerId:
@@ -198,7 +215,7 @@ def _target(source: LedgerId, to_scope_id: int | None) -> LedgerId:
 def _import_rows(
     options: SourceOptions, to_scope_id: int | None, batches: Iterable[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
-    """Ledgers of rows in order: of each its head, then its entries."""
+    """Create the ledgers of ordered rows: of each its head, then its entries."""
     with Client(ClusterOptions(options)) as client:
         current: _Import | None = None
         for name, first, payloads in _runs(batches):
@@ -215,7 +232,7 @@ def _import_rows(
 
 
 def _runs(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[str, int, list[bytes]]]:
-    """Rows of one ledger that stand in one batch: its name, the first one's entry id, all payloads."""
+    """Yield the rows of one ledger in one batch: its name, the first entry id, all payloads."""
     for batch in batches:
         names, entry_ids, payloads = (batch.column(at).to_pylist() for at in range(3))
         start = 0
@@ -226,7 +243,7 @@ def _runs(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[str, int, list[by
 
 
 class _Import:
-    """One ledger on its way in. What is wrong with it alone is kept for its row; an unreachable cluster is raised."""
+    """The import of one ledger. An error of this ledger goes to its row; an unreachable cluster is raised."""
 
     def __init__(self, client: Client, source: LedgerId, target: LedgerId, head: bytes, options: SourceOptions) -> None:
         fields = json.loads(head)
@@ -243,10 +260,12 @@ class _Import:
 
     def add(self, first: int, payloads: list[bytes]) -> None:
         if first != self._copy.hash.entry_count and payloads and self._error is None:
-            self._error = Corrupt(f"Entry {self._copy.hash.entry_count} of ledger {self._copy.source} is not there")
+            self._error = Corrupt(
+                f"Entry {self._copy.hash.entry_count} of ledger {self._copy.source} is not in the export"
+            )
         self._run(self._copy.add(payloads))
 
-    def finish(self) -> Copied:
+    def finish(self) -> CopyResult:
         if self._copy.hash.entry_count != self._entry_count and self._error is None:
             self._error = Corrupt(
                 f"Ledger {self._copy.source} has {self._copy.hash.entry_count} entries in the export, not "
@@ -254,8 +273,8 @@ class _Import:
             )
         result = self._run(self._copy.finish())
         if self._error is not None:
-            return Copied(self._copy.source, self._copy.target, FAILED, message=str(self._error))
-        assert isinstance(result, Copied)
+            return CopyResult(self._copy.source, self._copy.target, FAILED, message=str(self._error))
+        assert isinstance(result, CopyResult)
         return result
 
     def _run(self, work: Any) -> Any:

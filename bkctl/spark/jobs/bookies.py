@@ -1,6 +1,6 @@
-"""Whose files a job looks at: directories, configurations and copies, put together bookie by bookie.
+"""The files of each bookie for a job, from directories, configurations and copies.
 
-Jobs read files where they are, so each path must mean the same on every executor: a mount, or this machine alone.
+Jobs read files in place, so each path must mean the same on every executor: a mount, or this machine alone.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.config import BookieConfig, read_properties
-from bkctl.errors import BkctlError, NotFound, UsageError
+from bkctl.errors import NotFound, UsageError
 from bkctl.files.directories import BookieDirectories, FileKind, current_of
-from bkctl.formats.metadata import Cookie
 from bkctl.formats.names import COOKIE_NAME
 from bkctl.ids import check_bookie_id
 from bkctl.metadata.liveness import check_instance
 from bkctl.spark.sources.connection import CONNECTION_OPTIONS, ClusterOptions
 from bkctl.spark.sources.options import SourceOptions
+from bkctl.spark.sources.places import bookie_id_at
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster
 
 
 _DIRECTORY_KEYS: Final = ("ledgerDirectories", "journalDirectory", "journalDirectories")
-#: As much of a file as tells whether it is a text.
+#: Bytes of a file that show whether it is text.
 _TEXT_SIZE_BYTES: Final = 1024
 
 
 class BookieFiles(NamedTuple):
-    """One bookie's directories (each that holds files itself, so `…/current`), as plain values."""
+    """One bookie's directories (the ones with files, `…/current`), as plain values."""
 
     bookie_id: str
     journal_dirs: tuple[str, ...]
@@ -38,58 +38,54 @@ class BookieFiles(NamedTuple):
 
     @property
     def directories(self) -> BookieDirectories:
-        """The same, to look into."""
+        """Return the directories with methods that list their files."""
         return BookieDirectories(self.journal_dirs, self.ledger_dirs, self.index_dirs)
 
     def entry_logs(self) -> list[str]:
-        """The paths of its entry logs, in order. Raises NotFound."""
-        return [str(each.path) for each in self.directories.entry_logs()]
+        """Return the paths of the entry logs, in order. Raises NotFound."""
+        return [str(file.path) for file in self.directories.entry_logs()]
 
     def journals(self) -> list[str]:
-        """The paths of its journals, in order, those set aside by a downgrade too. Raises NotFound."""
-        return [str(each.path) for each in self.directories.journals()]
+        """Return the paths of the journals, in order, including those that a downgrade set aside. Raises NotFound."""
+        return [str(file.path) for file in self.directories.journals()]
 
 
 def find_bookies(places: Iterable[str | Path]) -> list[BookieFiles]:
-    """The bookies whose files are at `places`, by id.
+    """Return the bookies whose files are at `places`, in order of their ids.
 
-    A place is a directory of a bookie, a directory that holds some (`bookie-0` with `journal` and `ledgers`, or a
-    cluster's with `bookie-0`, `bookie-1` …), or a bookie's bk_server.conf. Whose a directory is, its cookie says
-    (`VERSION`), or that of another directory of the same place, or the place itself, given as `BOOKIE_ID=PLACE`.
-    Places of one bookie may be given one by one.
-    Raises UsageError where nothing says whose a directory is, or two bookies share one, and for a file that is no
-    configuration; NotFound.
+    A place is a directory of a bookie, a directory above some (`bookie-0` with `journal` and `ledgers`, or a cluster's
+    with `bookie-0`, `bookie-1` …), or a bookie's bk_server.conf. The bookie is the one in the directory's cookie
+    (`VERSION`), else in another cookie of the same place, or the place names it: `BOOKIE_ID=PLACE`. Several places may
+    belong to one bookie.
+    Raises UsageError if nothing names a directory's bookie, if two bookies share a directory, or for a file that is not
+    a configuration; NotFound.
     """
     found: dict[str, tuple[dict[str, None], dict[str, None], dict[str, None]]] = {}
     for place in places:
         for bookie_id, directories in _bookies_at(str(place)):
-            known = found.setdefault(bookie_id, ({}, {}, {}))
+            bookie = found.setdefault(bookie_id, ({}, {}, {}))
             roles = (directories.journal_dirs, directories.ledger_dirs, directories.index_dirs)
-            for into, paths in zip(known, roles, strict=True):
-                into.update(dict.fromkeys(str(current_of(each).absolute()) for each in paths))
+            for into, paths in zip(bookie, roles, strict=True):
+                into.update(dict.fromkeys(str(current_of(path).absolute()) for path in paths))
     if not found:
         raise UsageError("No files of bookies are given", hint="name their directories or bk_server.conf files")
-    return [BookieFiles(each, *map(tuple, found[each])) for each in sorted(found)]
+    return [BookieFiles(bookie_id, *map(tuple, found[bookie_id])) for bookie_id in sorted(found)]
 
 
 def open_store(connection: Mapping[str, str]) -> Cluster:
-    """The metadata store that the options of `bookkeeper.metadata` name, on the driver or in a task; to be closed."""
+    """Return the open metadata store of the options of `bookkeeper.metadata`, which the caller closes."""
     return ClusterOptions(SourceOptions("The job", connection, CONNECTION_OPTIONS)).open()
 
 
 def check_clusters(bookies: Iterable[BookieFiles], connection: Mapping[str, str]) -> None:
-    """Make sure that the bookies belong to this cluster, as their cookies say: in another all ledgers look dead, or
-    are somebody else's.
-
-    Raises Conflict.
-    """
+    """Raise Conflict if a bookie's cookie names another cluster, in which all its ledgers would look dead."""
     with open_store(connection) as cluster:
-        places = [Path(each) for bookie in bookies for each in (*bookie.ledger_dirs, *bookie.journal_dirs)]
-        check_instance(cluster, [each / COOKIE_NAME for each in places])
+        paths = [Path(path) for bookie in bookies for path in (*bookie.ledger_dirs, *bookie.journal_dirs)]
+        check_instance(cluster, [path / COOKIE_NAME for path in paths])
 
 
 def _bookies_at(place: str) -> Iterator[tuple[str, BookieDirectories]]:
-    """The bookies of one place; of a cluster's directory several."""
+    """Yield the bookies of one place; a cluster's directory has several."""
     given, equals, rest = place.partition("=")
     bookie_id: str | None = None
     if equals and not Path(place).exists():
@@ -105,43 +101,45 @@ def _bookies_at(place: str) -> Iterator[tuple[str, BookieDirectories]]:
     directories = BookieDirectories.at(path)
     if bookie_id is not None:
         if not _holds_bookie(path):
-            raise NotFound(f"There is nothing of a bookie in {place}")
+            raise NotFound(f"{place} has no files of a bookie")
         yield bookie_id, directories
         return
     if not _holds_bookie(path):
-        inside = [each for each in sorted(path.iterdir()) if each.is_dir() and _holds_bookie(each)]
-        for each in inside:
-            yield from _bookies_at(str(each))
+        inside = [child for child in sorted(path.iterdir()) if child.is_dir() and _holds_bookie(child)]
+        for child in inside:
+            yield from _bookies_at(str(child))
         if inside:
             return
-    owners = {each: _cookie_of(current_of(each)) for each in directories.ledger_dirs}
+    owners = {directory: bookie_id_at(current_of(directory)) for directory in directories.ledger_dirs}
     if len({owner for owner in owners.values() if owner}) > 1:
-        for each, owner in owners.items():
-            yield owner or _only_owner(str(each), BookieDirectories.at(each)), BookieDirectories.at(each)
+        for directory, owner in owners.items():
+            single = BookieDirectories.at(directory)
+            yield owner or _only_owner(str(directory), single), single
         return
     yield _only_owner(place, directories), directories
 
 
 def _configuration(path: Path) -> BookieConfig:
-    """A bookie's configuration. Raises UsageError for any other file, whose defaults would be nobody's directories."""
+    """Return a bookie's configuration. Raises UsageError for a file that names no directory of a bookie."""
     with open(path, "rb") as file:
         is_text = b"\0" not in file.read(_TEXT_SIZE_BYTES)
     properties = read_properties(path) if is_text else None
     if properties is None or not any(key in properties for key in _DIRECTORY_KEYS):
-        raise UsageError(f"{path} is no configuration of a bookie", hint="give its bk_server.conf, or its directory")
+        raise UsageError(f"{path} is not a configuration of a bookie", hint="give its bk_server.conf, or its directory")
     return BookieConfig.from_properties(properties)
 
 
 def _holds_bookie(directory: Path) -> bool:
-    """Whether some of `directory`, or of what lies in it, is a bookie's."""
+    """Return whether `directory` or a directory in it has files of a bookie."""
     return any(file.kind is not FileKind.UNKNOWN for file in BookieDirectories.at(directory).files())
 
 
 def _only_owner(place: str, directories: BookieDirectories) -> str:
+    """Return the bookie that the cookies of `directories` name. Raises UsageError, NotFound."""
     currents = dict.fromkeys(
         map(current_of, (*directories.journal_dirs, *directories.ledger_dirs, *directories.index_dirs))
     )
-    owners = sorted({owner for each in currents if (owner := _cookie_of(each)) is not None})
+    owners = sorted({owner for current in currents if (owner := bookie_id_at(current)) is not None})
     if len(owners) == 1:
         return owners[0]
     if owners:
@@ -149,16 +147,5 @@ def _only_owner(place: str, directories: BookieDirectories) -> str:
             f"{place} has directories of several bookies: {', '.join(owners)}", hint="name them one by one"
         )
     if all(file.kind is FileKind.UNKNOWN for file in directories.files()):
-        raise NotFound(f"There is nothing of a bookie in {place}")
-    raise UsageError(
-        f"Nothing says whose files are in {place}: there is no cookie ({COOKIE_NAME})", hint=f"give BOOKIE_ID={place}"
-    )
-
-
-def _cookie_of(current: Path) -> str | None:
-    """The bookie that the cookie in this directory names; None where there is none that can be read."""
-    path = current / COOKIE_NAME
-    try:
-        return Cookie.parse(path.read_bytes(), str(path)).bookie_id
-    except (OSError, BkctlError):
-        return None
+        raise NotFound(f"{place} has no files of a bookie")
+    raise UsageError(f"{place} has no cookie ({COOKIE_NAME}) that names its bookie", hint=f"give BOOKIE_ID={place}")

@@ -1,15 +1,14 @@
-"""Copies of ledgers under other ids, verified and resumable: the job `migrate-scope`, and what `import` shares with it.
+"""Copies of ledgers under other ids, verified and resumable, for the jobs `migrate-scope` and `import`.
 
-A copy has the payloads of its source, its shape and its custom metadata, and says in the latter whose copy it is; once
-it was read back and found to be the same, also the hash of its entries. So a second run passes over what is done, and
-goes on where a task died: it writes the same entries under the same ids again, which changes nothing where they are.
+A copy has the payloads, shape and custom metadata of its source. Its custom metadata also names the source and, once
+the copy was read back and compared, the hash of its entries. So a second run skips verified copies and resumes
+unfinished ones: it adds the same entries under the same ids again, which does not change entries that exist.
 """
 
 from __future__ import annotations
 
 import hashlib
-import heapq
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -18,41 +17,41 @@ from bkctl.client.ensemble import update_metadata
 from bkctl.client.ledger import WriteHandle
 from bkctl.client.reader import read_entries
 from bkctl.client.writer import THROTTLE_COUNT
-from bkctl.errors import BkctlError, Conflict, Corrupt, LedgerNotFound, Unreachable, UsageError
+from bkctl.errors import Conflict, Corrupt, LedgerNotFound
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.spark.sources.columns import TYPES
-from bkctl.spark.sources.connection import CONNECTION_OPTIONS, Client, ClusterOptions
+from bkctl.spark.sources.connection import Client
 from bkctl.spark.sources.options import SourceOptions
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from pyspark.sql import DataFrame, SparkSession
 
 #: Custom metadata of a copy: the qualified name of its source; and the hash of its entries, once it is verified.
 SOURCE_KEY: Final = "bkctl-copy-of"
 HASH_KEY: Final = "bkctl-copy-sha256"
 #: Sizes of the new ledgers, in place of their sources'.
 SHAPE_OPTIONS: Final = ("ensembleSize", "writeQuorumSize", "ackQuorumSize")
-#: What a job says of a ledger: it copied it; a run before did; it would; and why it did not.
+#: States of a copy: by this run, by a run before, in a dry run, and the reasons for none.
 COPIED: Final = "copied"
 PRESENT: Final = "present"
 PLANNED: Final = "planned"
 OPEN: Final = "open"
 FAILED: Final = "failed"
-#: What the jobs return; `state` is one of the above.
+#: Columns of the jobs' results; `state` is one of the above.
 RESULT_COLUMNS: Final = (
     "source", "ledgerScopeId", "ledgerId", "ledgerQualifiedName", "state", "entryCount", "length", "sha256", "message",
 )  # fmt: skip
 RESULT_SCHEMA: Final = ", ".join(f"`{name}` {TYPES.get(name, 'string')}" for name in RESULT_COLUMNS)
-#: Partitions of a job for each of the executors' cores, so that one that has the longest ledgers holds up little.
-_TASKS_PER_CORE: Final = 4
+#: Entries to read before they are written: bytes and number.
+_HELD_BYTES_MAX: Final = 8 << 20
+_HELD_COUNT_MAX: Final = 4096
 
 
 class Shape(NamedTuple):
-    """What a ledger is made with."""
+    """The settings of a new ledger."""
 
     ensemble_size: int
     write_quorum_size: int
@@ -61,7 +60,7 @@ class Shape(NamedTuple):
     custom_metadata: Mapping[str, bytes]
 
     def over(self, options: SourceOptions) -> Shape:
-        """This shape with the sizes that the options give. Raises UsageError."""
+        """Return this shape with the sizes that the options set. Raises UsageError."""
         return self._replace(
             ensemble_size=options.integer("ensembleSize", self.ensemble_size, 1),
             write_quorum_size=options.integer("writeQuorumSize", self.write_quorum_size, 1),
@@ -70,7 +69,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, metadata: LedgerMetadata) -> Shape:
-        """The shape of another ledger, without what makes that a copy."""
+        """Return the shape of a ledger, without the custom metadata that marks a copy."""
         custom = {key: value for key, value in metadata.custom_metadata.items() if key not in (SOURCE_KEY, HASH_KEY)}
         return cls(
             metadata.ensemble_size, metadata.write_quorum_size, max(metadata.ack_quorum_size, 1),
@@ -79,14 +78,14 @@ class Shape(NamedTuple):
 
 
 class EntryHash:
-    """SHA-256 of entries in order: of each its size (8 bytes, big-endian) and its payload. Counts them, too."""
+    """SHA-256 of entries in order (of each its size, 8 bytes big-endian, and payload), and their number and bytes."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
         self.entry_count = self.length = 0
 
     def add(self, payload: bytes) -> None:
-        """The next entry's."""
+        """Add the next entry's payload."""
         self._hash.update(len(payload).to_bytes(8, "big"))
         self._hash.update(payload)
         self.entry_count += 1
@@ -94,12 +93,12 @@ class EntryHash:
 
     @property
     def hex(self) -> str:
-        """The hash so far."""
+        """Return the hash of the entries so far."""
         return self._hash.hexdigest()
 
 
-class Copied(NamedTuple):
-    """What became of one ledger; numbers and hash are those of the copy, None where there is none."""
+class CopyResult(NamedTuple):
+    """The result for one ledger; entry count, length and hash describe the copy, and are None without a copy."""
 
     source: LedgerId
     target: LedgerId
@@ -110,28 +109,28 @@ class Copied(NamedTuple):
     message: str | None = None
 
     def row(self) -> tuple[Any, ...]:
-        """The values of RESULT_COLUMNS."""
+        """Return the values of RESULT_COLUMNS."""
         return (self.source.qualified_name, *self.target.to_json().values(), *self[2:])
 
 
 class LedgerCopy:
-    """A copy of `source` at `target` on its way: `begin`, then every payload by `add`, then `finish`.
+    """A copy of `source` at `target` in progress: `begin`, then `add` every payload, then `finish`.
 
-    `add` and `finish` come also after a `begin` that returned False: they compare then, and write nothing.
+    If `begin` returns False, the copy is closed already: `add` and `finish` compare it and write nothing.
     """
 
     def __init__(self, client: Client, source: LedgerId, target: LedgerId, shape: Shape, password: bytes) -> None:
         self._client, self.source, self.target = client, source, target
         self._shape, self._password = shape, password
         self._handle: WriteHandle | None = None
-        #: The metadata of the copy where it is closed already.
-        self.there: VersionedMetadata | None = None
+        #: The metadata of a copy that was closed already.
+        self.closed: VersionedMetadata | None = None
         self.hash = EntryHash()
 
     async def begin(self) -> bool:
-        """Create the copy, or go on with one that was left half way; False where it is closed already.
+        """Create the copy, or resume an unfinished one; return False if it is closed already.
 
-        Raises Conflict where another ledger has the id, or the copy was closed half way; NotEnoughBookies, ….
+        Raises Conflict if another ledger has the id, or the copy is in recovery; NotEnoughBookies, ….
         """
         bookkeeper, target, shape = self._client.bookkeeper, self.target, self._shape
         try:
@@ -147,19 +146,19 @@ class LedgerCopy:
             return True
         custom = found.metadata.custom_metadata
         if custom.get(SOURCE_KEY) != self.source.qualified_name.encode():
-            raise Conflict(f"Ledger {target} exists, and is no copy of ledger {self.source}")
+            raise Conflict(f"Ledger {target} exists, and is not a copy of ledger {self.source}")
         if found.metadata.is_closed:
-            self.there = found
+            self.closed = found
             return False
         if found.metadata.state is not LedgerState.OPEN:
-            raise Conflict(f"Ledger {target}, a copy left half way, is being recovered", hint="try again later")
-        # Whoever wrote it wrote the same: what is there already is only written again.
+            raise Conflict(f"Ledger {target}, an unfinished copy, is being recovered", hint="try again later")
+        # The run before wrote the same entries, so adding them again is safe.
         access = bookkeeper.access(target, found)
         self._handle = WriteHandle(access, throttle_count=THROTTLE_COUNT, own_entry_ids=False)
         return True
 
     async def add(self, payloads: Iterable[bytes]) -> None:
-        """The next entries; all are acknowledged when this returns."""
+        """Add the next entries; all are acknowledged when this returns."""
         for payload in payloads:
             self.hash.add(payload)
             if self._handle is not None:
@@ -168,17 +167,17 @@ class LedgerCopy:
         if self._handle is not None:
             await self._handle.flush()
 
-    async def finish(self) -> Copied:
-        """Close the copy, read it back, compare, and write down that it is the same.
+    async def finish(self) -> CopyResult:
+        """Close the copy, read it back, compare it, and record the hash in its custom metadata.
 
-        Raises Corrupt where it is not, Conflict where somebody closed it half way.
+        Raises Corrupt if the copy differs, Conflict if it was closed before its end.
         """
         if self._handle is not None:
             await self._handle.close()
             found = self._handle.versioned_metadata
         else:
-            assert self.there is not None
-            found = self.there
+            assert self.closed is not None
+            found = self.closed
         metadata, hash = found.metadata, self.hash
         if (metadata.last_entry_id, metadata.length) != (hash.entry_count - 1, hash.length):
             raise Conflict(
@@ -199,7 +198,7 @@ class LedgerCopy:
         marked = partial(_with_hash, value=known)
         update_metadata(self._client.cluster.ledgers, self.target, found, marked)
         state = COPIED if self._handle is not None else PRESENT
-        return Copied(self.source, self.target, state, hash.entry_count, hash.length, hash.hex)
+        return CopyResult(self.source, self.target, state, hash.entry_count, hash.length, hash.hex)
 
 
 def _with_hash(metadata: LedgerMetadata, value: bytes) -> LedgerMetadata | None:
@@ -208,22 +207,22 @@ def _with_hash(metadata: LedgerMetadata, value: bytes) -> LedgerMetadata | None:
     return replace(metadata, custom_metadata={**metadata.custom_metadata, HASH_KEY: value})
 
 
-async def copy_ledger(client: Client, source: LedgerId, target: LedgerId, options: SourceOptions) -> Copied:
-    """Copy a closed ledger, with its own password, or pass over a copy that is verified. Raises as LedgerCopy.
+async def copy_ledger(client: Client, source: LedgerId, target: LedgerId, options: SourceOptions) -> CopyResult:
+    """Copy a closed ledger with its own password, unless a verified copy exists. Raises as LedgerCopy.
 
     `options`: SHAPE_OPTIONS.
     """
     found = client.cluster.ledgers.read(source)
     metadata = found.metadata
     if not metadata.is_closed:
-        return Copied(source, target, OPEN, message=f"Ledger {source} is not closed")
+        return CopyResult(source, target, OPEN, message=f"Ledger {source} is not closed")
     copy = LedgerCopy(client, source, target, Shape.of(metadata).over(options), metadata.password or b"")
     begun = await copy.begin()
-    if not begun and copy.there is not None and HASH_KEY in copy.there.metadata.custom_metadata:
-        there = copy.there.metadata
-        if (there.last_entry_id, there.length) == (metadata.last_entry_id, metadata.length):
-            sha256 = there.custom_metadata[HASH_KEY].decode("ascii", "replace")
-            return Copied(source, target, PRESENT, there.last_entry_id + 1, there.length, sha256)
+    if not begun and copy.closed is not None and HASH_KEY in copy.closed.metadata.custom_metadata:
+        present = copy.closed.metadata
+        if (present.last_entry_id, present.length) == (metadata.last_entry_id, metadata.length):
+            sha256 = present.custom_metadata[HASH_KEY].decode("ascii", "replace")
+            return CopyResult(source, target, PRESENT, present.last_entry_id + 1, present.length, sha256)
     access = client.bookkeeper.access(source, found)
     held: list[bytes] = []
     size = 0
@@ -242,105 +241,13 @@ async def copy_ledger(client: Client, source: LedgerId, target: LedgerId, option
     return await copy.finish()
 
 
-#: Entries that are read before they are written.
-_HELD_BYTES_MAX: Final = 8 << 20
-_HELD_COUNT_MAX: Final = 4096
-
-
-# --- migrate-scope --------------------------------------------------------------------------------------------------
-
-
-def migrate_scope(
-    spark: SparkSession,
-    options: Mapping[str, str],
-    to_scope_id: int,
-    *,
-    from_scope_id: int | None = None,
-    ledgers: Sequence[LedgerId] = (),
-    dry_run: bool = False,
-    task_count: int | None = None,
-) -> DataFrame:
-    """Copy the ledgers of a scope, or these, into the scope `to_scope_id`, under the same ledger ids; one row a ledger.
-
-    `options` are those of the connection, and SHAPE_OPTIONS. The sources stay. A ledger that is not closed is not
-    copied (`open`); where one fails otherwise (`failed`, with a `message`), the others are copied still. Only a cluster
-    that cannot be reached ends the job. Columns: RESULT_COLUMNS.
-    Raises UsageError where two of the ledgers would get the same id, or one stands in that scope already.
-    """
-    checked = SourceOptions("migrate-scope", options, (*CONNECTION_OPTIONS, *SHAPE_OPTIONS))
-    connection = ClusterOptions(checked)
-    if not ledgers and from_scope_id is None:
-        raise UsageError("Nothing says which ledgers to copy", hint="name ledgers, or the scope that they are in")
-    rows: list[Copied] = []
-    work: list[tuple[int, LedgerId, LedgerId]] = []
-    targets: dict[LedgerId, LedgerId] = {}
-    with connection.open() as cluster:
-        listed = ledgers or cluster.ledgers.ledgers(from_scope_id)
-        for source, found in cluster.ledgers.read_many(listed):
-            target = LedgerId(to_scope_id, source.ledger_id)
-            if source == target:
-                raise UsageError(f"Ledger {source} is in scope {to_scope_id} already")
-            if (other := targets.setdefault(target, source)) != source:
-                raise UsageError(f"Ledgers {other} and {source} would both become {target}", hint="copy them apart")
-            if isinstance(found, LedgerNotFound) and not ledgers:
-                continue  # It was deleted since it was listed.
-            if isinstance(found, BkctlError):
-                rows.append(Copied(source, target, FAILED, message=str(found)))
-            elif not found.metadata.is_closed:
-                rows.append(Copied(source, target, OPEN, message=f"Ledger {source} is not closed"))
-            elif dry_run:
-                metadata = found.metadata
-                rows.append(Copied(source, target, PLANNED, metadata.last_entry_id + 1, metadata.length))
-            else:
-                work.append((found.metadata.length + _LEDGER_WEIGHT_BYTES, source, target))
-    results = [each.row() for each in rows]
-    if work:
-        bins = _even(work, task_count or spark.sparkContext.defaultParallelism * _TASKS_PER_CORE)
-        tasks = spark.range(0, len(bins), 1, len(bins))
-        copied = tasks.mapInArrow(partial(_copy_bins, checked, bins), RESULT_SCHEMA)
-        results += [tuple(row) for row in copied.collect()]
-    results.sort(key=lambda row: row[0])
-    return spark.createDataFrame(results, RESULT_SCHEMA)
-
-
-#: What a ledger costs beside its entries.
-_LEDGER_WEIGHT_BYTES: Final = 64 << 10
-
-
-def _even(work: Collection[tuple[int, LedgerId, LedgerId]], count: int) -> list[list[tuple[LedgerId, LedgerId]]]:
-    """At most `count` lists of about the same weight."""
-    bins: list[list[tuple[LedgerId, LedgerId]]] = [[] for _ in range(min(count, len(work)))]
-    weights = [(0, at) for at in range(len(bins))]
-    for weight, source, target in sorted(work, reverse=True):
-        total, at = heapq.heappop(weights)
-        bins[at].append((source, target))
-        heapq.heappush(weights, (total + weight, at))
-    return bins
-
-
-def _copy_bins(
-    options: SourceOptions, bins: list[list[tuple[LedgerId, LedgerId]]], batches: Iterable[pa.RecordBatch]
-) -> Iterator[pa.RecordBatch]:
-    for batch in batches:
-        for at in batch.column(0).to_pylist():
-            with Client(ClusterOptions(options)) as client:
-                for source, target in bins[at]:
-                    try:
-                        result = client.run(copy_ledger(client, source, target, options))
-                    except Unreachable:
-                        raise  # Spark tries the task again.
-                    except BkctlError as error:
-                        result = Copied(source, target, FAILED, message=str(error))
-                    yield result_batch([result])
-
-
-def result_batch(results: Sequence[Copied]) -> pa.RecordBatch:
-    """Rows of RESULT_SCHEMA."""
+def result_batch(results: Sequence[CopyResult]) -> pa.RecordBatch:
+    """Return the results as rows of RESULT_SCHEMA."""
     import pyarrow as pa
 
     numbers = ("entryCount", "length")
     schema = pa.schema([(name, pa.int64() if name in numbers else pa.string()) for name in RESULT_COLUMNS])
-    columns = zip(*(each.row() for each in results), strict=True)
+    columns = zip(*(result.row() for result in results), strict=True)
     return pa.RecordBatch.from_arrays(
         [pa.array(values, field.type) for values, field in zip(columns, schema, strict=True)], schema=schema
     )

@@ -1,7 +1,8 @@
-"""The job `journal-audit`: what all bookies' journals hold that nothing else does.
+"""The job `journal-audit`: records of all bookies' journals that nothing else holds.
 
-What a crash now would replay; what lies behind a torn or damaged end, where no replay comes; entries that no entry log
-of their bookie has. Source: Journal.replay, LastLogMark; `storage.journals` for one bookie.
+It reports the records that a crash now would replay, the records behind a torn or damaged end, which no replay reaches,
+and the entries that no entry log of their bookie has. Source: Journal.replay, LastLogMark; `files.journals` checks the
+journals of one bookie.
 """
 
 from __future__ import annotations
@@ -11,17 +12,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
-from bkctl.files.directories import BookieDirectories
+from bkctl.errors import Corrupt, NotFound, Unsupported
 from bkctl.files.journal import JournalReader
 from bkctl.files.journal_check import JournalCheck, JournalState, check_journals
-from bkctl.files.journals import files_after_marks
-from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
+from bkctl.spark.jobs.bookie_records import journal_entries, log_records, replay_starts
 from bkctl.spark.jobs.bookies import check_clusters
-from bkctl.spark.jobs.garbage import in_tasks, ledger_states
-from bkctl.spark.jobs.inventory import NAME, log_records, of_ledgers, with_bookie, with_ledger_ids
+from bkctl.spark.jobs.frames import QUALIFIED_NAME, rows_in_tasks, with_ledger_ids
+from bkctl.spark.jobs.ledger_states import ledger_states
 from bkctl.spark.sources.columns import DAMAGE
 
 if TYPE_CHECKING:
@@ -31,18 +30,18 @@ if TYPE_CHECKING:
 
 
 class JournalAudit(NamedTuple):
-    """What was found, as DataFrames that Spark keeps.
+    """The findings, as DataFrames that Spark keeps until `release`.
 
-    `journals` are `checks` with unloggedCount, the entries of each that no entry log of the bookie holds; `unlogged`
-    those entries: ledgerQualifiedName, ledgerScopeId, ledgerId, entryId, bookieId, replayed, state, journalId, offset,
-    recordSize, file.
+    `journals`: the rows of `checks` with unloggedCount, the number of entries that no entry log of the bookie holds.
+    `unlogged`: these entries: ledgerQualifiedName, ledgerScopeId, ledgerId, entryId, bookieId, replayed, state,
+    journalId, offset, recordSize, file.
     """
 
     journals: DataFrame
     unlogged: DataFrame
 
     def release(self) -> None:
-        """Give back what Spark keeps for these DataFrames."""
+        """Free the memory that Spark keeps for these DataFrames."""
         self.journals.unpersist()
         self.unlogged.unpersist()
 
@@ -67,11 +66,11 @@ def audit(
     ledger: LedgerId | None = None,
     scope_id: int | None = None,
 ) -> JournalAudit:
-    """Look at all journals of the bookies, and for their entries in the entry logs.
+    """Check all journals of the bookies, and search their entry logs for the journals' entries.
 
-    With `connection` (the options of `bookkeeper.metadata`) it is known which of those ledgers are alive. The filters
-    are of entries; `checks` are of whole files. A file that ends in damage counts as far as it is good. Raises Conflict
-    where a bookie belongs to another cluster.
+    `ledger` and `scope_id` limit the entries, not the `checks` of files. A damaged file counts up to the damage. With
+    `connection` (the options of `bookkeeper.metadata`) the entries have the state of their ledgers. Raises Conflict if
+    a bookie belongs to another cluster.
     """
     from pyspark.sql import functions as F
 
@@ -84,29 +83,13 @@ def audit(
     return JournalAudit(journals.orderBy("bookieId", "file").persist(), entries)
 
 
-def replay_starts(bookie: BookieFiles) -> dict[str, int]:
-    """The journal files that a start of the bookie replays → the byte to begin at (0: the file's beginning).
-
-    Without any last mark that counts, all of every journal. Raises UsageError where several marks might count for one.
-    """
-    paths = [Path(each) for each in bookie.journals()]
-    try:
-        starts = files_after_marks(bookie.directories, paths)
-    except UsageError:
-        raise
-    except BkctlError:
-        starts = {path: 0 for path in paths if path.parent.name != SCOPED_DIRECTORY}
-    return {str(path): start for path, start in starts.items()}
-
-
 def checks(spark: SparkSession, bookies: Sequence[BookieFiles]) -> DataFrame:
-    """A row for each journal file, and for each that is missing, as `bkctl journal verify` says it.
+    """Return one row for each journal file, missing ones too, as `bkctl journal verify` prints it; one task a bookie.
 
-    `replayFrom` is where a start of the bookie begins to replay it (null: not at all), the `replay…` columns what that
-    is. What lies behind the end of a torn or damaged journal (`sizeBehind`, `recordsBehind`) is in no replay. One task
-    a bookie.
+    A start of the bookie replays the file from byte `replayFrom` (null: not at all); the other `replay…` columns count
+    the replayed records. No replay reaches records behind a torn or damaged end (`sizeBehind`, `recordsBehind`).
     """
-    return in_tasks(spark, list(bookies), _check, _CHECKS)
+    return rows_in_tasks(spark, list(bookies), _check, _CHECKS)
 
 
 def _check(bookie: BookieFiles) -> Iterator[dict[str, Any]]:
@@ -156,44 +139,6 @@ def _replay(path: Path, start: int) -> dict[str, int]:
     return {"replayRecordCount": records, "replayEntryCount": entries, "replaySize": size}
 
 
-def journal_entries(
-    spark: SparkSession,
-    bookies: Sequence[BookieFiles],
-    columns: Sequence[str] = (),
-    *,
-    ledger: LedgerId | None = None,
-    scope_id: int | None = None,
-) -> DataFrame | None:
-    """The entries in all journals: where they stand, whose they are, and whether they are `replayed`.
-
-    `replayed`: a start of the bookie takes it from there, so that the bookie has it whatever its entry logs lack. An
-    entry counts as often as it stands there. `columns` of `bookkeeper.journal` come too. None without any journal.
-    """
-    from pyspark.sql import functions as F
-
-    places: dict[str, str] = {}
-    starts: list[tuple[str, int | None]] = []
-    for bookie in bookies:
-        replayed_from = replay_starts(bookie)
-        starts += [(path, replayed_from.get(path)) for path in bookie.journals()]
-        places |= {each: bookie.bookie_id for each in bookie.journal_dirs if BookieDirectories([each]).journals()}
-    if not places:
-        return None
-    wanted = dict.fromkeys(["file", "bookieId", "journalId", "offset", "recordSize", NAME, "entryId", *columns])
-    chosen = {
-        **of_ledgers(ledger, scope_id),
-        "columns": ",".join(wanted),
-        "mode": "permissive",
-        "types": RecordType.ENTRY.value,
-    }
-    records = spark.read.format("bookkeeper.journal").options(**chosen).load(list(places))
-    entries = with_bookie(records.filter(F.col(DAMAGE).isNull()).drop(DAMAGE), places)
-    known = spark.createDataFrame([(*each, True) for each in starts], "file string, start bigint, known boolean")
-    # A journal that the bookie began meanwhile is behind every mark.
-    replayed = F.coalesce(F.col("offset") >= F.col("start"), F.col("known").isNull())
-    return entries.join(F.broadcast(known), "file", "left").withColumn("replayed", replayed).drop("start", "known")
-
-
 def unlogged(
     spark: SparkSession,
     bookies: Sequence[BookieFiles],
@@ -202,30 +147,30 @@ def unlogged(
     ledger: LedgerId | None = None,
     scope_id: int | None = None,
 ) -> DataFrame | None:
-    """The entries in journals that no entry log of their bookie holds, one row each: where a journal has it last.
+    """Return one row for each journaled entry that no entry log of its bookie holds: its last record in a journal.
 
-    Those that are `replayed` wait for the next checkpoint, or for a start; the others come back by neither: their
-    ledgers were deleted, or they are lost to this bookie. With `connection` `state` says which (alive, dead, unknown).
-    None without any journal.
+    `replayed` entries reach an entry log at the next checkpoint or start. The others do not: their ledgers were
+    deleted, or the bookie lost the entries. With `connection`, `state` tells these apart (alive, dead, unknown). None
+    without a journal.
     """
     from pyspark.sql import functions as F
 
     entries = journal_entries(spark, bookies, ledger=ledger, scope_id=scope_id)
     if entries is None:
         return None
-    key = ("bookieId", NAME, "entryId")
+    key = ("bookieId", QUALIFIED_NAME, "entryId")
     try:
-        records = log_records(spark, bookies, [NAME, "entryId"], ledger=ledger, scope_id=scope_id)
+        records = log_records(spark, bookies, [QUALIFIED_NAME, "entryId"], ledger=ledger, scope_id=scope_id)
         held = records.filter(F.col(DAMAGE).isNull()).select(*key)
         entries = entries.join(held, list(key), "left_anti")
     except NotFound:
-        pass  # A bookie that has written no entry log yet.
+        pass  # These bookies have not written an entry log yet.
     last = F.max(F.struct("replayed", "journalId", "offset", "file", "recordSize")).alias("last")
     found = entries.groupBy(*key).agg(last).select(*key, "last.*")
     if connection is not None:
-        # What is replayed needs no metadata to be in order.
-        asked = found.filter(~F.col("replayed"))
-        found = found.join(ledger_states(asked, connection).select(NAME, "state"), NAME, "left")
+        # A replayed entry is not a finding, whatever the state of its ledger.
+        lost = found.filter(~F.col("replayed"))
+        found = found.join(ledger_states(lost, connection).select(QUALIFIED_NAME, "state"), QUALIFIED_NAME, "left")
     else:
         found = found.withColumn("state", F.lit(None).cast("string"))
-    return with_ledger_ids(found).orderBy("bookieId", NAME, "entryId")
+    return with_ledger_ids(found).orderBy("bookieId", QUALIFIED_NAME, "entryId")

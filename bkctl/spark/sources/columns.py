@@ -1,14 +1,15 @@
-"""Columns that sources have in common: their types in Spark, and how they are made of numbers, without a row in Python.
+"""Columns that sources share: types in Spark, Arrow columns of ledger ids, rows of damage.
 
-The names are those of the JSON objects of the commands. Ids of ledgers are strings: they may be 2^63 and more.
+Names are the same as in the commands' JSON objects. Ledger ids are strings, since they can be 2^63 and more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.errors import BkctlError, CorruptRecord, TruncatedRecord, UsageError
+from bkctl.spark.sources.options import Mode, SourceOptions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql.types import StructType
 
-#: The column that `mode` permissive adds: what is wrong where. Null in rows that hold data.
+#: The column that mode permissive adds: file, offset and reason of damage. Null in rows that hold data.
 DAMAGE: Final = "damage"
 TYPES: Final[Mapping[str, str]] = {
     "ledgerScopeId": "string",
@@ -61,12 +62,18 @@ TYPES: Final[Mapping[str, str]] = {
 
 
 def ddl(columns: Iterable[str]) -> str:
-    """The schema of these columns, as a source's `schema()` returns it."""
+    """Return the schema of these columns, as Spark's DDL."""
     return ", ".join(f"`{name}` {TYPES[name]}" for name in columns)
 
 
+def source_schema(options: SourceOptions, default: Sequence[str], on_request: Sequence[str] = ()) -> str:
+    """Return the schema that the options ask for: the columns, and `damage` in mode permissive."""
+    columns = options.columns(default, on_request)
+    return ddl([*columns, DAMAGE] if options.mode() is Mode.PERMISSIVE else columns)
+
+
 def check_schema(source: str, schema: StructType, known: Collection[str]) -> None:
-    """Raise UsageError where a schema that somebody gave has other columns than those of the source, or other types."""
+    """Raise UsageError if a caller's `schema` has a column or type that the source does not have."""
     for field in schema.fields:
         kind = field.dataType.simpleString()
         if field.name not in known or kind != TYPES[field.name]:
@@ -74,9 +81,9 @@ def check_schema(source: str, schema: StructType, known: Collection[str]) -> Non
 
 
 class LedgerColumns:
-    """The three id columns of rows whose scope (None: all 0) and ledger ids are given; each made when asked for.
+    """The three id columns of rows with these scope ids (None: all 0) and ledger ids.
 
-    What belongs to no ledger (2^64−1 in scope 0, with `no_ledger`) is null.
+    With `no_ledger` all are null: the rows belong to no ledger (2^64−1 in scope 0).
     """
 
     def __init__(
@@ -86,7 +93,7 @@ class LedgerColumns:
         self._found: tuple[Any, Any, Any] | None = None
 
     def column(self, name: str) -> pa.Array:
-        """The column `ledgerScopeId`, `ledgerId` or `ledgerQualifiedName`, as strings."""
+        """Return the column `ledgerScopeId`, `ledgerId` or `ledgerQualifiedName`, as strings."""
         import numpy as np
         import pyarrow as pa
 
@@ -104,7 +111,7 @@ class LedgerColumns:
         return texts.take(rows)
 
     def distinct(self) -> tuple[pa.Array, npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """Where each row is among the distinct ledgers, and those: few, as a rule, of many rows."""
+        """Return the index of each row's ledger among the distinct ledgers, and their scope ids and ledger ids."""
         import numpy as np
         import pyarrow as pa
 
@@ -126,7 +133,7 @@ class LedgerColumns:
 
 
 def hex_texts(rows: npt.NDArray[np.uint8]) -> pa.Array:
-    """Each row of bytes (of one width) as lower-case hex digits."""
+    """Return each row of bytes (of one width) as lower-case hex digits."""
     import numpy as np
     import pyarrow as pa
 
@@ -139,21 +146,21 @@ def hex_texts(rows: npt.NDArray[np.uint8]) -> pa.Array:
 
 
 def constant(value: Any, count: int, kind: pa.DataType) -> pa.Array:
-    """`count` times the same value, None for null."""
+    """Return a column of `count` times `value`; None is null."""
     import pyarrow as pa
 
     return pa.nulls(count, kind) if value is None else pa.repeat(pa.scalar(value, kind), count)
 
 
 def where_and_why(error: BkctlError, offset: int | None = None) -> tuple[int | None, str]:
-    """The offset (the error's own, else `offset`) and the reason that the column `damage` says of an error."""
+    """Return the offset (the error's own, else `offset`) and the reason of an error, for the column `damage`."""
     if isinstance(error, CorruptRecord | TruncatedRecord):
         offset = error.offset
     return offset, str(error)
 
 
-def damage_row(schema: pa.Schema, file: str, offset: int | None, reason: str, /, **known: Any) -> pa.RecordBatch:
-    """One row that says what is wrong where: `damage`, `file` and what is `known`; all other columns are null."""
+def damage_row(schema: pa.Schema, file: str | None, offset: int | None, reason: str, /, **known: Any) -> pa.RecordBatch:
+    """Return one row with `damage`, `file` and the `known` columns; all other columns are null."""
     import pyarrow as pa
 
     values = {**known, "file": file, DAMAGE: {"file": file, "offset": offset, "reason": reason}}

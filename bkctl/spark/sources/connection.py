@@ -1,7 +1,7 @@
-"""Where a live cluster is, as options of a data source say, and a client of it for code that is not asynchronous.
+"""The connection to a live cluster from the options of a data source, and a client for code that is not asynchronous.
 
-Options end up in plans and logs, so none holds a secret: they name the file, or the variable of the environment, that
-has it where the task runs. Nothing here needs Spark.
+Options end up in plans and logs, so they contain no secrets: they name the file or environment variable that has the
+secret where the task runs. Nothing here needs Spark.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TIMEOUT_S_DEFAULT: Final = 30
-#: Of every source that asks a cluster; `metadataUri` alone is needed.
+#: Options of every source that connects to a cluster; only `metadataUri` is required.
 CONNECTION_OPTIONS: Final = (
     "metadataUri",
     "metadataUser",
@@ -45,9 +45,9 @@ CONNECTION_OPTIONS: Final = (
 
 
 class ClusterOptions:
-    """The connection options of a data source, checked; a plain value that travels to tasks without any secret in it.
+    """The checked connection options of a data source; a plain value without secrets, which pickles.
 
-    Raises UsageError, also for a `metadataUri` with a password in it; Unsupported for a store that there is none of.
+    Raises UsageError, also for a `metadataUri` with a password in it; Unsupported for an unknown kind of store.
     """
 
     def __init__(self, options: SourceOptions) -> None:
@@ -62,7 +62,7 @@ class ClusterOptions:
             )
         self.timeout_s = float(options.integer("timeoutSeconds", TIMEOUT_S_DEFAULT, 1))
         self.bookie_addresses = dict(
-            parse_bookie_address(each, "bookieAddress") for each in options.words("bookieAddress")
+            parse_bookie_address(text, "bookieAddress") for text in options.words("bookieAddress")
         )
         if (options.text("tlsCert") or options.text("tlsKey")) and not options.text("tlsCa"):
             raise UsageError("tlsCert and tlsKey go with tlsCa", hint="add the authorities' PEM file")
@@ -70,7 +70,7 @@ class ClusterOptions:
             options.flag(name)
 
     def open(self) -> Cluster:
-        """The cluster, for the caller to close; secrets are read here. Raises as `open_cluster`."""
+        """Return the open cluster, which the caller closes; reads the secrets. Raises as `open_cluster`."""
         options = self._options
         password = options.secret("metadataPassword")
         ca = options.text("metadataTlsCa")
@@ -89,7 +89,7 @@ class ClusterOptions:
         )
 
     def bookkeeper(self, cluster: Cluster) -> BookKeeper:
-        """A client of `cluster` with these options' TLS, timeout and bookie addresses."""
+        """Return a client of `cluster` with these options' TLS, timeout and bookie addresses."""
         from bkctl.client.ledger import BookKeeper
 
         options = self._options
@@ -99,9 +99,9 @@ class ClusterOptions:
 
 
 class Client:
-    """A cluster and its client, open until `close`; a context manager. `run` does asynchronous work to its end.
+    """A cluster and its client, open until `close`; a context manager. `run` runs a coroutine to its end.
 
-    Between two calls of `run` nothing moves, so no request should be left in flight.
+    The event loop runs only inside `run`, so a coroutine should leave no request in flight.
     """
 
     def __init__(self, options: ClusterOptions) -> None:
@@ -114,7 +114,7 @@ class Client:
             raise
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns or raises."""
+        """Return or raise the result of `work`."""
         return self._runner.run(work)
 
     def close(self) -> None:

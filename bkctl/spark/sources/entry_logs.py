@@ -1,13 +1,13 @@
 """`bookkeeper.entrylog`: the records of entry logs, as `bkctl entrylog read` prints them; or sums of each ledger.
 
 With the option `rows` = `ledgers` a row is a ledger's share of one partition: the number of its entries, and their
-bytes with their size fields, as a bookie counts them. Added up that is what `bkctl entrylog show` says, and costs
-little more than to read the files.
+bytes with size fields, as a bookie counts them. The sum of its rows is what `bkctl entrylog show` prints. Sums cost
+little more than reading the files.
 
 Options: `path` (entry logs, directories of bookies, patterns), `mode`, `columns`, `ledger`, `ledgerScopeId`, `types`
-(default: all but padding and ledgersMap), `digestType` (of ledgers of scope 0, whose records do not say it: without it
-their `size` and `payload` are null), `maxPartitionBytes`. In directories the files that compactions left unfinished
-are left out: their entries stand in a log as well.
+(default: all but padding and ledgersMap), `digestType` (of ledgers of scope 0, whose records do not name it: without it
+their `size` and `payload` are null), `maxPartitionBytes`. Unfinished files of compactions in directories are skipped:
+their entries are in a log, too.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2
 from bkctl.formats.entry_log import DIRECT_ALIGNMENT, DIRECT_PADDING_BYTE, HEADER_SIZE, VERSION_SCOPED, content_id_of
 from bkctl.formats.record import RECORD_SIZE, RECORD_SIZE_BYTES_MAX, read_record
 from bkctl.spark.sources.places import Place, resolve
-from bkctl.spark.sources.records import Range, RangePlanner, RecordReader, RecordSource
+from bkctl.spark.sources.ranges import Range, RangePlanner
+from bkctl.spark.sources.records import RecordReader, RecordSource
 
-#: What a task reads at once.
+#: Bytes that a task reads at once.
 _WINDOW_SIZE_BYTES: Final = 4 << 20
-#: From here on it costs less to read the headers one by one than all that is between them.
+#: Average size from which reading single headers costs less than reading whole records.
 _HOP_SIZE_BYTES: Final = 64 << 10
+#: Records of one batch that are read by their headers.
 _HOPS: Final = 1024
 
 
@@ -67,7 +69,7 @@ class EntryLogSource(RecordSource):
 
 
 class _Scan:
-    """One pass over a range whose borders are known."""
+    """One pass over a range of records; without `content`, large bodies are not read."""
 
     def __init__(self, reader: EntryLogReader, part: Range, *, content: bool) -> None:
         self._reader, self._content = reader, content
@@ -81,15 +83,15 @@ class _Scan:
             window = reader.read(at, min(_WINDOW_SIZE_BYTES, self._end - at))
             begins, fields, stop = take_entries(window, 0, version)
             if not begins:
-                yield from self._other()
+                yield from self._single()
                 continue
             self._at = at + stop
             yield RecordBatch(window, at, begins, fields, version)
             if not self._content and stop // len(begins) >= _HOP_SIZE_BYTES:
                 yield from self._hop()
 
-    def _other(self) -> Iterator[RecordBatch]:
-        """What is no plain entry, or larger than a window; and over the padding of the direct I/O logger."""
+    def _single(self) -> Iterator[RecordBatch]:
+        """Yield a record that is not a plain entry or exceeds a window, or skip padding of the direct I/O logger."""
         reader, at = self._reader, self._at
         head = reader.read(at, ROW_SIZE_MAX)
         if len(head) < RECORD_SIZE.size:
@@ -111,7 +113,7 @@ class _Scan:
         yield RecordBatch.of_record(read_record(window, 4, size, at, reader.name), window, 0)
 
     def _hop(self) -> Iterator[RecordBatch]:
-        """Plain entries by their headers, as long as they are large."""
+        """Yield plain entries by their headers alone, while they are large."""
         layout, size_min = (_ROW_V1, HEADER_SIZE_V1) if self._version == 1 else (_ROW_V2, HEADER_SIZE_V2)
         reader, end = self._reader, min(self._end, self._reader.size())
         place = -3

@@ -1,8 +1,8 @@
-"""What Spark pushes down to a source, as plain values: which ledgers, entries and other columns are wanted.
+"""Filters that Spark pushes down to a source, as plain values on ledgers, entries and other columns.
 
-A filter that is taken is applied exactly, so that Spark need not look again. The words of a condition are the values
-that the columns have: ids in decimal without leading zeros, qualified names in 32 lower-case hex digits. A condition
-that no value can meet matches no row.
+A source applies a filter that it takes exactly, so that Spark does not check it again. Values are written as in the
+columns: ids in decimal without leading zeros, qualified names in 32 lower-case hex digits. A condition that no value
+can meet matches no row.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _NAME: Final = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 @dataclass
 class Conditions:
-    """What rows must have, all at once; nothing at first. Plain values, to be pickled.
+    """Conditions that a row must meet, all of them; at first none. Plain values, which pickle.
 
-    `values`: column → the values that it may have. `first` and `last`: integer column → its bounds, both included.
-    `ledgers`: None, or ledgers of which one is wanted (the option `ledger`, beside what was pushed down).
+    `values`: column → its allowed values. `first` and `last`: integer column → its bounds, both included. `ledgers`:
+    the ledgers of the option `ledger`, or None; filters that Spark pushes down limit them further.
     """
 
     values: dict[str, frozenset[Any]] = field(default_factory=dict)
@@ -42,22 +42,22 @@ class Conditions:
 
     @classmethod
     def of(cls, options: SourceOptions) -> Conditions:
-        """Those of the options `ledger` and `ledgerScopeId`; the former counts where both are given."""
-        made = cls()
+        """Return the conditions of the options `ledger`, else `ledgerScopeId`."""
+        conditions = cls()
         if options.text("ledger") is not None:
-            made.ledgers = frozenset(options.ledgers())
+            conditions.ledgers = frozenset(options.ledgers())
         elif (scope_id := options.scope_id()) is not None:
-            made.values["ledgerScopeId"] = frozenset((str(scope_id),))
-        return made
+            conditions.values["ledgerScopeId"] = frozenset((str(scope_id),))
+        return conditions
 
     def push(
         self, filters: Sequence[Filter], texts: Collection[str] = (), integers: Collection[str] = (),
         never_null: Collection[str] = (), *, permissive: bool = False,
     ) -> list[Filter]:  # fmt: skip
-        """Take those of Spark's filters that say what strings and integers of these columns must be; return the others.
+        """Take the filters on values of the string columns `texts` and of the columns `integers`; return the others.
 
-        `IS NOT NULL` is taken for the columns that are `never_null`. In mode `permissive` all are returned: rows of
-        damage are null where nothing is known, and that no filter wants those is for Spark to say.
+        `IS NOT NULL` is taken for the columns `never_null`. In mode `permissive` all filters are returned: rows of
+        damage have nulls, and Spark must drop those that a filter excludes.
         """
         from pyspark.sql.datasource import (
             EqualNullSafe,
@@ -96,7 +96,7 @@ class Conditions:
         self.values[name] = allowed & self.values.get(name, allowed)
 
     def accepts(self, name: str, value: Any) -> bool:
-        """Whether a row whose column `name` has this value may be wanted; None meets no condition."""
+        """Return whether `value` meets the conditions on the column `name`; None meets no condition."""
         if name in self.values and value not in self.values[name]:
             return False
         if name in self.first and (value is None or value < self.first[name]):
@@ -104,7 +104,7 @@ class Conditions:
         return not (name in self.last and (value is None or value > self.last[name]))
 
     def accepts_ledger(self, ledger: LedgerId) -> bool:
-        """Whether rows of this ledger may be wanted."""
+        """Return whether `ledger` meets the conditions on ledgers and ids."""
         return (
             (self.ledgers is None or ledger in self.ledgers)
             and self.accepts("ledgerScopeId", str(ledger.scope_id))
@@ -114,15 +114,15 @@ class Conditions:
 
     @property
     def about_ledgers(self) -> bool:
-        """Whether some ledgers are wanted, and not all."""
+        """Return whether there is a condition on ledgers or their ids."""
         return self.ledgers is not None or any(name in self.values for name in LEDGER_COLUMNS)
 
     def scope_ids(self) -> frozenset[int] | None:
-        """The scopes that rows may be of; None: any."""
+        """Return the scopes that meet the conditions; None: all."""
         return self._halves(lambda ledger: ledger.scope_id, _numbers(self.values.get("ledgerScopeId")))
 
     def ledger_ids(self) -> frozenset[int] | None:
-        """The ledger ids that rows may have, whatever their scope; None: any."""
+        """Return the ledger ids that meet the conditions in any scope; None: all."""
         return self._halves(lambda ledger: ledger.ledger_id, _numbers(self.values.get("ledgerId")))
 
     def wanted_ledgers(self) -> list[LedgerId] | None:
@@ -146,7 +146,7 @@ class Conditions:
     def ledger_mask(
         self, scope_ids: npt.NDArray[np.uint64] | None, ledger_ids: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.bool_] | None:
-        """Which of these rows are of a wanted ledger (`scope_ids` None: all in scope 0); None: all are."""
+        """Return which rows belong to an accepted ledger (`scope_ids` None: all in scope 0); None: all rows."""
         import numpy as np
 
         if not self.about_ledgers:
@@ -172,7 +172,7 @@ class Conditions:
         return mask
 
     def number_mask(self, name: str, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
-        """Which of the values of the integer column `name` are wanted; None: all are."""
+        """Return which values of the integer column `name` are accepted; None: all."""
         import numpy as np
 
         masks = []

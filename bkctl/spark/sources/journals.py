@@ -1,7 +1,8 @@
 """`bookkeeper.journal`: the records of journals, as `bkctl journal read` prints them.
 
-Options: those of `bookkeeper.entrylog`. `masterKey` is a column on request, and a secret. A record that was cut short
-when the bookie stopped ends a journal quietly, as for a bookie that replays it; more than that is damage.
+Options are the same as of `bookkeeper.entrylog`. `masterKey` is a column on request, and a secret. A journal may end
+inside a record, as when its bookie stopped; a replay ignores that record, and so does this source. Any other end is
+damage.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from bkctl.files.scan import RecordBatch
 from bkctl.formats.journal import journal_id_of
 from bkctl.formats.record import RecordType
 from bkctl.spark.sources.places import Place, resolve
-from bkctl.spark.sources.records import Range, RangePlanner, RecordReader, RecordSource, end_of
+from bkctl.spark.sources.ranges import Range, RangePlanner, end_of
+from bkctl.spark.sources.records import RecordReader, RecordSource
 
 
 class JournalRecords(RecordReader):
@@ -43,7 +45,7 @@ class JournalRecords(RecordReader):
                 raise CorruptRecord(f"Version was {part.version}, now {reader.version}", offset=4, where=reader.name)
             for batch in reader.batches(part.start, part.end, padding=self._wants_padding()):
                 yield batch
-                # What stands behind was the planner's business.
+                # The planner has checked the bytes behind the range.
                 if end_of(batch) >= part.end:
                     return
 

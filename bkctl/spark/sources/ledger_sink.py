@@ -1,11 +1,10 @@
-"""The sink of `bookkeeper.ledger`: writes a DataFrame into new ledgers, one a partition, and says which they are.
+"""The sink of `bookkeeper.ledger`: writes a DataFrame to new ledgers, one a partition, and reports their ids.
 
     rows.write.format("bookkeeper.ledger").mode("append").options(metadataUri=…, names="names.txt").save()
 
-The column `payload` (binary or string) becomes the entries, in the order of the partition's rows; other columns are
-left aside, and a partition without rows gets no ledger. A task that is run again writes another ledger: at the end only
-those of the attempts that Spark counts are named, and all others of the same write are deleted. What finds them again
-is a mark in their custom metadata, and ids that lie side by side.
+The column `payload` (binary or string) becomes the entries, in the order of the partition's rows. Other columns are
+ignored, and a partition without rows gets no ledger. A task that runs again writes another ledger: at the end, ledgers
+of attempts that Spark does not count are deleted. A mark in the custom metadata and adjacent ids find these ledgers.
 """
 
 from __future__ import annotations
@@ -44,19 +43,19 @@ _ID_ATTEMPTS_MAX: Final = 20
 
 
 class LedgerWritten(WriterCommitMessage):
-    """What a task wrote: its ledger as an unsigned 128-bit number, None where there were no rows."""
+    """The ledger that a task wrote, as an unsigned 128-bit number; None for a partition without rows."""
 
     def __init__(self, partition: int, ledger: int | None) -> None:
         self.partition, self.ledger = partition, ledger
 
 
 class LedgerWriter(DataSourceArrowWriter):
-    """One write. Made on the driver, where `commit` and `abort` run; `write` runs in the tasks, on a copy.
+    """One write. Created on the driver, where `commit` and `abort` run; `write` runs in the tasks, on a copy.
 
-    Options: the connection's; `ledgerScopeId` (default: one of its own), in which ids are made as of a random UUID, in
-    scope 0 by the metadata store; `names`, a file on the driver; `ensembleSize` (3), `writeQuorumSize` (2),
-    `ackQuorumSize` (2), `digestType` (CRC32C), `customMetadata` (KEY=VALUE); the ledgers' password from
-    `ledgerPasswordFile` or `ledgerPasswordEnv`.
+    Options: the connection's; `ledgerScopeId` (default: a new scope), in which ids come from a random UUID, in scope 0
+    from the metadata store; `names`, a file on the driver; `ensembleSize` (3), `writeQuorumSize` (2), `ackQuorumSize`
+    (2), `digestType` (CRC32C), `customMetadata` (KEY=VALUE); the ledgers' password from `ledgerPasswordFile` or
+    `ledgerPasswordEnv`.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class LedgerWriter(DataSourceArrowWriter):
         self._job = uuid.uuid4()
         high, low = LedgerId.from_value(self._job.int)
         self._scope_id = high if settings.scope_id is None else settings.scope_id
-        #: The first of the ids that are this write's, in scopes other than 0.
+        #: The first id of this write in scopes other than 0.
         self._first_id = low >> _LOW_BITS << _LOW_BITS
         self._column = _payload_column(schema)
         self._shape = (
@@ -79,17 +78,17 @@ class LedgerWriter(DataSourceArrowWriter):
         self._names = None if options.text("names") is None else Path(options.needed("names")).absolute()
         if self._names is not None:
             if self._names.exists() and not overwrite:
-                raise AlreadyExists(f"{self._names} exists", hint="name a new file, or write with mode overwrite")
+                raise AlreadyExists(f"{self._names} exists", hint="choose another file, or write with mode overwrite")
             if not self._names.parent.is_dir():
-                raise UsageError(f"names {self._names}: there is no such directory")
+                raise UsageError(f"names {self._names}: its directory does not exist")
         with settings.cluster.open() as cluster:
-            # Where the store makes the ids, those of this write come behind what there is now.
+            # Ids that the store creates for this write follow the current position.
             self._position = (cluster.ledgers.id_position() or 0) if self._scope_id == 0 else 0
 
     # --- in the tasks -------------------------------------------------------------------------------------------
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> LedgerWritten:
-        """Write the rows of one partition into a new ledger and close it. What fails half way is deleted again."""
+        """Write the rows of one partition to a new ledger and close it; delete the ledger if that fails."""
         from pyspark import TaskContext
 
         context = TaskContext.get()
@@ -105,7 +104,7 @@ class LedgerWriter(DataSourceArrowWriter):
                     client.run(_add(handle, self._payloads(batch)))
                 client.run(handle.close())
             except BaseException:
-                with contextlib.suppress(BkctlError):  # What went wrong first counts; `abort` deletes it too.
+                with contextlib.suppress(BkctlError):  # The first error counts; `abort` deletes the ledger too.
                     client.cluster.ledgers.remove(handle.ledger)
                 raise
             return LedgerWritten(partition, handle.ledger.value)
@@ -137,7 +136,7 @@ class LedgerWriter(DataSourceArrowWriter):
     # --- on the driver ------------------------------------------------------------------------------------------
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Delete what attempts that do not count left, then write the names. Raises what keeps it from that."""
+        """Delete the ledgers of attempts that do not count, then write the names. Raises the first error."""
         written = [each for each in messages if isinstance(each, LedgerWritten) and each.ledger is not None]
         written.sort(key=lambda each: each.partition)
         ledgers = [LedgerId.from_value(each.ledger) for each in written if each.ledger is not None]
@@ -147,7 +146,7 @@ class LedgerWriter(DataSourceArrowWriter):
                 file.writelines(f"{ledger}\n".encode("ascii") for ledger in ledgers)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Delete every ledger of this write. Raises, saying how to find what is left, what keeps it from that."""
+        """Delete every ledger of this write. Raises the first error, with a hint that finds the ledgers that remain."""
         try:
             self._delete(keep=frozenset())
         except BkctlError as error:
@@ -190,9 +189,9 @@ def _payload_column(schema: StructType) -> int:
 
 
 def write_ledgers(rows: DataFrame, options: Mapping[str, str]) -> list[LedgerId]:
-    """Write the column `payload` of `rows` into new ledgers, one a partition; returns them in the partitions' order.
+    """Write the column `payload` of `rows` to new ledgers, one a partition; return them in the partitions' order.
 
-    `options` are those of the sink, without `names`. Raises what the write raises; then no ledger of it is left.
+    `options` are the sink's, without `names`. Raises the error of the write, whose ledgers are then deleted.
     """
     with tempfile.TemporaryDirectory(prefix="bkctl-") as directory:
         names = Path(directory, "names")

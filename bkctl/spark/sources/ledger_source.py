@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Final
 from pyspark.sql.datasource import DataSource
 
 from bkctl.errors import UsageError
-from bkctl.spark.sources.columns import DAMAGE, ddl
+from bkctl.spark.sources.columns import source_schema
 from bkctl.spark.sources.connection import CONNECTION_OPTIONS
 from bkctl.spark.sources.ledger_sink import LedgerWriter
 from bkctl.spark.sources.ledger_stream import LedgerStreamReader
 from bkctl.spark.sources.ledgers import COLUMNS, NAME, LedgerQuerySettings, LedgerReader
-from bkctl.spark.sources.options import Mode, SourceOptions
+from bkctl.spark.sources.options import SourceOptions
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 _OPTIONS: Final = (
     *CONNECTION_OPTIONS, "mode", "columns", "ledger", "ledgersFile", "ledgerScopeId", "customMetadata",
     "entriesPerPartition", "maxPartitionBytes",
-    # the stream's
+    # of the stream
     "startingOffsets", "maxEntriesPerTrigger", "maxBytesPerTrigger", "failOnDataLoss",
-    # the sink's
+    # of the sink
     "names", "ensembleSize", "writeQuorumSize", "ackQuorumSize", "digestType", "ledgerPasswordFile",
     "ledgerPasswordEnv",
 )  # fmt: skip
 
 
 class LedgerSource(DataSource):
-    """The data source; see the module, `ledger_stream` and `ledger_sink` for their options.
+    """The data source; LedgerStreamReader and LedgerWriter have the options of stream and sink.
 
-    Of the table: the connection's (see ClusterOptions); `ledger` (one or more), `ledgersFile` (on the driver, one a
-    line) and `ledgerScopeId`, default: every ledger of every scope; `customMetadata` (KEY=VALUE, ledgers that have
-    it); `columns`, `mode`; `entriesPerPartition` and `maxPartitionBytes`.
+    Options of the table: the connection's (see ClusterOptions); `ledger` (one or more), `ledgersFile` (on the driver,
+    one a line) and `ledgerScopeId` (default: every ledger of every scope); `customMetadata` (KEY=VALUE: only ledgers
+    that have it); `columns`, `mode`; `entriesPerPartition` and `maxPartitionBytes`.
     """
 
     def __init__(self, options: dict[str, str]) -> None:
@@ -48,22 +48,21 @@ class LedgerSource(DataSource):
 
     @classmethod
     def name(cls) -> str:
-        """The name for `format()`."""
+        """Return the name for `spark.read.format`."""
         return NAME
 
     def schema(self) -> str:
-        """The columns asked for, and `damage` in `mode` permissive."""
-        permissive = self._settings.mode is Mode.PERMISSIVE
-        return ddl([*self._checked.columns(COLUMNS), *([DAMAGE] if permissive else [])])
+        """Return the columns that the options ask for, and `damage` in mode permissive."""
+        return source_schema(self._checked, COLUMNS)
 
     def reader(self, schema: StructType) -> LedgerReader:
-        """The reader of one query."""
+        """Return the reader of one query."""
         return LedgerReader(self._settings, schema)
 
     def streamReader(self, schema: StructType) -> LedgerStreamReader:
-        """The reader of a stream."""
+        """Return the reader of a stream."""
         return LedgerStreamReader(self._checked, self._settings, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> LedgerWriter:
-        """The sink of one write; `overwrite` lets it replace the file that `names` names, never a ledger."""
+        """Return the sink of one write; `overwrite` may replace the file that `names` names, never a ledger."""
         return LedgerWriter(self._checked, self._settings, schema, overwrite)

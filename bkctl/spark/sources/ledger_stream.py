@@ -1,10 +1,10 @@
-"""The stream of `bookkeeper.ledger`: follows ledgers as they grow, and takes in the new ones of its scope or query.
+"""The stream of `bookkeeper.ledger`: follows ledgers as they grow, and adds new ones of its scope or query.
 
     spark.readStream.format("bookkeeper.ledger").options(metadataUri="zk://host:2181/ledgers", ledgerScopeId="7").load()
 
-An offset is a position in the data: for each ledger the entry that comes next, apart for those that are closed and read
-to the end. What lies between two offsets is confirmed, and so the same whenever it is read: a query that starts again
-from its checkpoint neither loses an entry nor repeats one.
+An offset is a position in the data: the next entry of each ledger; ledgers that are closed and read to their end are
+listed apart. Entries between two offsets are confirmed, so they never change: a query that restarts from its checkpoint
+neither loses nor repeats an entry.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql.types import StructType
 
-#: Ledgers in an offset, which Spark writes down at each batch.
+#: Ledgers in an offset, which Spark saves at each batch.
 LEDGERS_MAX: Final = 100_000
 EARLIEST: Final = "earliest"
 _ASKED_AT_ONCE: Final = 64
 
 
 class Offset(NamedTuple):
-    """For each ledger, by its qualified name, the entry that comes next; in `closed` where there will be no other."""
+    """The next entry of each ledger, by qualified name; ledgers in `closed` are read to their end."""
 
     open: dict[str, int]
     closed: dict[str, int]
 
     @classmethod
     def read(cls, value: Mapping[str, Any]) -> Offset:
-        """The offset that Spark wrote down. Raises UsageError for what is none."""
+        """Return the offset that Spark saved. Raises UsageError if `value` is not an offset."""
         parts = []
         for key in ("open", "closed"):
             part = value.get(key, {})
-            if not isinstance(part, dict) or not all(_is_position(*each) for each in part.items()):
+            if not isinstance(part, dict) or not all(_is_position(*item) for item in part.items()):
                 raise UsageError(f"{NAME}: not an offset: {json.dumps(value)[:200]}")
             parts.append(part)
         if value.keys() - {"open", "closed"}:
@@ -68,12 +68,12 @@ class Offset(NamedTuple):
         return cls(*parts)
 
     def to_json(self) -> dict[str, dict[str, int]]:
-        """What Spark writes down."""
+        """Return the form that Spark saves."""
         return {"open": dict(sorted(self.open.items())), "closed": dict(sorted(self.closed.items()))}
 
     @property
     def next_entry_ids(self) -> dict[str, int]:
-        """Of all ledgers."""
+        """Return the next entry ids of all ledgers."""
         return {**self.open, **self.closed}
 
 
@@ -82,7 +82,7 @@ def _is_position(name: str, entry_id: object) -> bool:
 
 
 def latest_offsets(options: Mapping[str, str]) -> str:
-    """Where the ledgers that the source's `options` name end now: for the option `startingOffsets` of a new stream."""
+    """Return the current ends of the ledgers in a query with `options`, for `startingOffsets` of a new stream."""
     checked = SourceOptions(NAME, options, tuple(options))
     settings = LedgerQuerySettings(checked)
     with Client(settings.cluster) as client:
@@ -94,19 +94,19 @@ def latest_offsets(options: Mapping[str, str]) -> str:
 
 
 class _Look:
-    """Looks how far the ledgers of a query go."""
+    """Determines the extents of the ledgers of a query."""
 
     def __init__(self, settings: LedgerQuerySettings, *, needed: bool = True) -> None:
         self._settings = settings
-        #: Whether ledgers that are named must be there.
+        #: Named ledgers must exist.
         self._needed = needed and settings.are_named
-        #: Ledgers that the query does not want, or that will never have an entry.
+        #: Ledgers outside the query, and closed ones without entries.
         self._passed_over: set[LedgerId] = set()
 
     def look(self, client: Client, finished: Mapping[str, int]) -> dict[str, Extent]:
-        """The extents of all ledgers of the query by name, those `finished` (name → end) without asking again.
+        """Return the extents of all ledgers of the query by name; `finished` ones (name → end) are not requested again.
 
-        Ledgers without any entry are left out. Raises what keeps one from being read.
+        Ledgers without entries are left out. Raises the error of a ledger that cannot be read.
         """
         found: dict[str, Extent] = {}
         held: list[tuple[LedgerId, VersionedMetadata]] = []
@@ -131,7 +131,7 @@ class _Look:
 
         for ledger, versioned in client.cluster.ledgers.read_many(asked()):
             if isinstance(versioned, LedgerNotFound) and not self._needed:
-                continue  # It was deleted since it was listed.
+                continue  # Deleted since it was listed.
             if isinstance(versioned, BkctlError):
                 raise versioned
             if not self._settings.query.matches(versioned, 0):
@@ -147,9 +147,9 @@ class _Look:
 class LedgerStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Plans and reads batches of a stream; no method needs Spark.
 
-    Options beside the table's: `startingOffsets` (`earliest`, or what `latest_offsets` returns), `maxEntriesPerTrigger`
-    and `maxBytesPerTrigger` (about), `failOnDataLoss` (true: a ledger that is deleted before it was read to its end
-    fails the query; else it is passed over).
+    Options beside the table's: `startingOffsets` (`earliest`, or the result of `latest_offsets`),
+    `maxEntriesPerTrigger` and `maxBytesPerTrigger` (about), `failOnDataLoss` (true: a ledger that is deleted before it
+    was read to its end fails the query; false: it is skipped).
     """
 
     def __init__(self, options: SourceOptions, settings: LedgerQuerySettings, schema: StructType) -> None:
@@ -166,23 +166,24 @@ class LedgerStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._seen: Offset | None = None
 
     def initialOffset(self) -> dict[str, Any]:
-        """Where a new query starts. The same each time, since Spark may ask again before it has written it down."""
+        """Return the start of a new query; always the same, since Spark may call again before it saves the offset."""
         return self._start.to_json()
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        """What the options say of one batch."""
+        """Return the limit of one batch that the options set."""
         if self._entries_max is not None:
             return ReadMaxRows(self._entries_max)
         return ReadAllAvailable() if self._bytes_max is None else ReadMaxBytes(self._bytes_max)
 
     def prepareForTriggerAvailableNow(self) -> None:
-        """Go no further than what is there now."""
+        """End the stream at the entries that exist now."""
         self._target = self._look.look(self._connected(), {})
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
-        """How far the next batch goes; `start` itself where there is nothing new.
+        """Return the end of the next batch; `start` itself without new entries.
 
-        Raises LedgerNotFound for a ledger that is gone before it was read to its end, unless `failOnDataLoss` is false.
+        Raises LedgerNotFound for a ledger that was deleted before it was read to its end, unless `failOnDataLoss` is
+        false.
         """
         known = Offset.read(start)
         extents = self._target if self._target is not None else self._look.look(self._connected(), known.closed)
@@ -209,20 +210,20 @@ class LedgerStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return new.to_json()
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
-        """How far the ledgers went when they were last looked at."""
+        """Return the ends of the ledgers as `latestOffset` last found them."""
         return None if self._seen is None else self._seen.to_json()
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
-        """The entries between two offsets, cut by `entriesPerPartition`."""
+        """Return the entries between two offsets, cut by `entriesPerPartition`."""
         at = Offset.read(start).next_entry_ids
         spans = (
             (EntryRange(int(name, 16), at.get(name, 0), next_id - 1), 0)
             for name, next_id in sorted(Offset.read(end).next_entry_ids.items())
         )
-        return [LedgerEntries(each) for each in cut(spans, 1 << 62, self._settings.entries_per_partition)]
+        return [LedgerEntries(ranges) for ranges in cut(spans, 1 << 62, self._settings.entries_per_partition)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """The rows of a partition, exactly those that were planned. Raises what keeps one from being read."""
+        """Yield the planned rows of a partition. Raises the error of an entry that cannot be read."""
         assert isinstance(partition, LedgerEntries)
         return self._entries.read(partition)
 
@@ -245,11 +246,11 @@ class LedgerStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             raise LedgerNotFound(
                 f"Ledger {ledger}{more} was deleted before it was read to its end; the next entry was "
                 f"{known.open[gone[0]]}",
-                hint="set failOnDataLoss to false to go on without",
+                hint="set failOnDataLoss to false to skip it",
             )
 
     def _limits(self, limit: ReadLimit) -> tuple[int | None, int | None]:
-        """Entries and bytes that a batch may have."""
+        """Return the maximum entries and bytes of a batch; None: no limit."""
         if isinstance(limit, ReadAllAvailable):
             return None, None
         return (
@@ -261,10 +262,10 @@ class LedgerStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 def allot(
     waiting: Mapping[str, int], sizes: Mapping[str, int], count_max: int | None, size_max: int | None
 ) -> dict[str, int]:
-    """How many of its `waiting` entries each ledger may give: fair shares, and what one leaves goes to the others.
+    """Return the number of `waiting` entries to take from each ledger, in fair shares of both limits.
 
-    `sizes`: an entry's bytes on average. Where there is not one for each, those with most waiting come first. At least
-    one entry is given, whatever its size.
+    `sizes`: the average bytes of an entry. Shares that a ledger does not use go to ledgers with more waiting entries.
+    At least one entry is taken, whatever its size.
     """
     taken: dict[str, int] = {}
     count_left, size_left = count_max, size_max

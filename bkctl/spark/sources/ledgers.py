@@ -1,8 +1,8 @@
 """Read the entries of ledgers from their bookies for `bookkeeper.ledger`: partitions, ranges, checked batches.
 
-Nothing is fenced, recovered or closed. A ledger that is closed is read to its end, another one up to the last add
-confirmed that its bookies tell when the query is planned. Passwords are the metadata's own, in the task, and nowhere
-else.
+Reading does not fence, recover or close a ledger. A closed ledger is read to its end, any other up to the last add
+confirmed that its bookies report when the query is planned. Tasks read ledger passwords from the metadata, and plans do
+not contain them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bkctl.errors import BkctlError, LedgerNotFound, UsageError
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.overview import LedgerQuery
 from bkctl.metadata.ledgers import VersionedMetadata
-from bkctl.spark.sources.columns import DAMAGE, constant
+from bkctl.spark.sources.columns import DAMAGE, constant, damage_row
 from bkctl.spark.sources.connection import Client, ClusterOptions
 from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
 from bkctl.spark.sources.options import Mode, SourceOptions
@@ -36,12 +36,12 @@ NAME: Final = "bookkeeper.ledger"
 COLUMNS: Final = (*LEDGER_COLUMNS, "entryId", "lastAddConfirmed", "length", "size", "formatVersion", "payload")
 PARTITION_SIZE_BYTES_DEFAULT: Final = 64 << 20
 PARTITION_ENTRIES_DEFAULT: Final = 100_000
-#: What is handed to Spark at once, about.
+#: Rows and bytes of one batch for Spark, about.
 BATCH_ROWS: Final = 8192
 BATCH_SIZE_BYTES: Final = 8 << 20
-#: Ledgers whose last add confirmed is asked for at once.
+#: Ledgers whose last add confirmed is requested at once.
 _ASKED_AT_ONCE: Final = 64
-#: What an entry costs beside its payload, for cutting ledgers into partitions.
+#: Cost of an entry beside its payload, for cutting ledgers into partitions.
 _ENTRY_OVERHEAD_BYTES: Final = 64
 
 
@@ -54,7 +54,7 @@ class EntryRange(NamedTuple):
 
 
 class LedgerEntries(InputPartition):
-    """Ranges of entries that one task reads, all of which are there; and ledgers that cannot be read, with why."""
+    """Ranges of existing entries that one task reads; `problems` are unreadable ledgers, with the reasons."""
 
     def __init__(self, ranges: Sequence[EntryRange], problems: Sequence[tuple[int, str]] = ()) -> None:
         super().__init__(None)
@@ -62,7 +62,7 @@ class LedgerEntries(InputPartition):
 
 
 class LedgerQuerySettings:
-    """Which ledgers of which cluster are asked for, and how; plain values, for driver and tasks."""
+    """The cluster, ledgers and limits of a query, as plain values for driver and tasks."""
 
     def __init__(self, options: SourceOptions) -> None:
         self.cluster = ClusterOptions(options)
@@ -76,7 +76,7 @@ class LedgerQuerySettings:
         self.partition_size = options.size_bytes("maxPartitionBytes", PARTITION_SIZE_BYTES_DEFAULT)
 
     def conditions(self) -> Conditions:
-        """What the options alone ask for."""
+        """Return the conditions of the options alone."""
         conditions = Conditions(ledgers=frozenset(self.named) if self.named else None)
         if self.scope_id is not None:
             conditions.values["ledgerScopeId"] = frozenset([str(self.scope_id)])
@@ -84,13 +84,13 @@ class LedgerQuerySettings:
 
     @property
     def are_named(self) -> bool:
-        """Whether ledgers are named by the options, and must be there."""
+        """Return whether the options name ledgers, which must then exist."""
         return bool(self.named) or self._file is not None
 
     def listed(self, client: Client, conditions: Conditions) -> Iterable[LedgerId]:
-        """The ledgers that meet the conditions, those that were named also where they are not there."""
+        """Return the ledgers that meet the conditions; named ones need not exist."""
         if self._file is not None:
-            # Read where the query is planned; there may be too many to send to every task.
+            # Read on the driver: there may be too many ledgers to send to every task.
             lines = Path(self._file).read_text("ascii", "replace").split()
             return filter(conditions.accepts_ledger, sorted({LedgerId.parse(line, self.scope_id) for line in lines}))
         wanted = conditions.wanted_ledgers()
@@ -98,13 +98,13 @@ class LedgerQuerySettings:
             return wanted
         scopes = conditions.scope_ids()
         found = chain.from_iterable(
-            client.cluster.ledgers.ledgers(each) for each in ([None] if scopes is None else sorted(scopes))
+            client.cluster.ledgers.ledgers(scope_id) for scope_id in ([None] if scopes is None else sorted(scopes))
         )
         return filter(conditions.accepts_ledger, found)
 
 
 class Extent(NamedTuple):
-    """How far a ledger goes: its next entry id, whether it is closed there, and its entries' size on average."""
+    """The extent of a ledger: its next entry id, whether it is closed there, and the average size of its entries."""
 
     next_entry_id: int
     closed: bool
@@ -112,9 +112,9 @@ class Extent(NamedTuple):
 
 
 async def extents(client: Client, found: Sequence[tuple[LedgerId, VersionedMetadata]]) -> list[Extent | BkctlError]:
-    """How far these ledgers go, each as its metadata says, or its bookies where it is not closed.
+    """Return the extents of these ledgers: from metadata of closed ones, from the bookies of all others.
 
-    What keeps the bookies from saying so comes in the ledger's place.
+    An error of the bookies takes the place of its ledger's extent.
     """
 
     async def extent(ledger: LedgerId, versioned: VersionedMetadata) -> Extent | BkctlError:
@@ -132,9 +132,9 @@ async def extents(client: Client, found: Sequence[tuple[LedgerId, VersionedMetad
 
 
 def cut(spans: Iterable[tuple[EntryRange, int]], size_max: int, count_max: int) -> Iterator[list[EntryRange]]:
-    """Partitions of about `size_max` bytes and at most `count_max` entries, of ranges and their entries' average size.
+    """Yield partitions of about `size_max` bytes and at most `count_max` entries from ranges and average entry sizes.
 
-    Together they hold each entry once, in the order given.
+    Each entry is in one partition, in the given order.
     """
     held: list[EntryRange] = []
     size = count = 0
@@ -162,12 +162,12 @@ class LedgerReader(DataSourceReader):
         self._conditions = settings.conditions()
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
-        """Take what names scopes, ledgers and entries; return what is left to Spark."""
+        """Take filters on scopes, ledgers and entries; return the filters that Spark must apply."""
         permissive = self._settings.mode is Mode.PERMISSIVE
         return self._conditions.push(filters, LEDGER_COLUMNS, ("entryId",), COLUMNS, permissive=permissive)
 
     def partitions(self) -> list[InputPartition]:
-        """Ranges of entries. Raises what reading the metadata, and last adds confirmed, raises."""
+        """Return ranges of entries. Raises the errors of reading metadata and last adds confirmed."""
         problems: list[tuple[int, str]] = []
         with Client(self._settings.cluster) as client:
             spans = self._spans(client, problems)
@@ -177,11 +177,11 @@ class LedgerReader(DataSourceReader):
             ]
         if problems:
             found.append(LedgerEntries((), problems))
-        # Where there is none, Spark would make one up.
+        # Spark adds a partition of its own to an empty list.
         return found or [LedgerEntries(())]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """The rows of a partition, exactly those that were planned. Raises what keeps one from being read."""
+        """Yield the planned rows of a partition. Raises the error of an entry that cannot be read."""
         assert isinstance(partition, LedgerEntries)
         return self._entries.read(partition)
 
@@ -190,7 +190,7 @@ class LedgerReader(DataSourceReader):
         named = self._settings.are_named
         for ledger, found in client.cluster.ledgers.read_many(self._settings.listed(client, self._conditions)):
             if isinstance(found, LedgerNotFound) and not named:
-                continue  # It was deleted since it was listed, or is only asked about.
+                continue  # Deleted since it was listed, or only a filter names it.
             if isinstance(found, BkctlError):
                 self._failed(ledger, found, problems)
             elif self._settings.query.matches(found, 0):
@@ -211,7 +211,7 @@ class LedgerReader(DataSourceReader):
                 yield EntryRange(ledger.value, first, last), extent.entry_size
 
     def _wanted(self, end: int) -> Iterator[tuple[int, int]]:
-        """The ranges of entry ids up to `end` that are asked for."""
+        """Yield the ranges of entry ids up to `end` that meet the conditions."""
         first, last = self._conditions.entry_range()
         last = min(last, end)
         ids = self._conditions.values.get("entryId")
@@ -230,48 +230,48 @@ class LedgerReader(DataSourceReader):
             yield run[0], run[1]
 
     def _failed(self, ledger: LedgerId, error: BkctlError, problems: list[tuple[int, str]]) -> None:
-        if self._settings.mode is Mode.FAILFAST:
-            raise error
+        self._settings.mode.check(error)
         problems.append((ledger.value, str(error)))
 
 
 class EntryReader:
-    """Reads the entries of partitions in a task. With `skip_deleted`, ledgers that are gone have no rows."""
+    """Reads the entries of partitions in a task. With `skip_deleted`, deleted ledgers have no rows."""
 
     def __init__(self, settings: LedgerQuerySettings, schema: StructType, *, skip_deleted: bool = False) -> None:
         from pyspark.sql.pandas.types import to_arrow_schema
 
         self._cluster = settings.cluster
-        self._permissive = settings.mode is Mode.PERMISSIVE
+        self._mode = settings.mode
         self._schema: pa.Schema = to_arrow_schema(schema, timezone="UTC")
         self._skip_deleted = skip_deleted
 
     def read(self, partition: LedgerEntries) -> Iterator[pa.RecordBatch]:
-        """The rows of a partition. Raises what keeps an entry from being read; in `mode` permissive that is a row."""
+        """Yield the rows of a partition; in mode permissive an entry that cannot be read is a row of damage.
+
+        Raises its error in mode failfast.
+        """
         for value, reason in partition.problems:
             yield self._damage(LedgerId.from_value(value), None, reason)
         if not partition.ranges:
             return
         with Client(self._cluster) as client:
             batch = _Batch(self._schema)
-            ids = (LedgerId.from_value(each.ledger) for each in partition.ranges)
-            for each, (ledger, found) in zip(partition.ranges, client.cluster.ledgers.read_many(ids), strict=True):
+            ids = (LedgerId.from_value(part.ledger) for part in partition.ranges)
+            for part, (ledger, found) in zip(partition.ranges, client.cluster.ledgers.read_many(ids), strict=True):
                 if isinstance(found, BkctlError):
                     if isinstance(found, LedgerNotFound) and self._skip_deleted:
                         continue
-                    if not self._permissive:
-                        raise found
-                    yield self._damage(ledger, None, f"{found}; entries {each.first} to {each.last} are not here")
+                    self._mode.check(found)
+                    yield self._damage(ledger, None, f"{found}; entries {part.first} to {part.last} are not here")
                     continue
                 access = client.bookkeeper.access(ledger, found)
-                next_id = each.first
-                while next_id <= each.last:
-                    entries, error = client.run(_take(access, next_id, each.last, batch))
+                next_id = part.first
+                while next_id <= part.last:
+                    entries, error = client.run(_take(access, next_id, part.last, batch))
                     batch.add(ledger, entries)
                     next_id += len(entries)
                     if error is not None:
-                        if not self._permissive:
-                            raise error
+                        self._mode.check(error)
                         yield from batch.finish()
                         yield self._damage(ledger, next_id, str(error))
                         next_id += 1
@@ -280,17 +280,13 @@ class EntryReader:
             yield from batch.finish()
 
     def _damage(self, ledger: LedgerId, entry_id: int | None, reason: str) -> pa.RecordBatch:
-        import pyarrow as pa
-
-        values = {**ledger.to_json(), "entryId": entry_id, DAMAGE: {"file": None, "offset": None, "reason": reason}}
-        arrays = [pa.array([values.get(field.name)], field.type) for field in self._schema]
-        return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+        return damage_row(self._schema, None, None, reason, **ledger.to_json(), entryId=entry_id)
 
 
 async def _take(
     access: LedgerAccess, first: int, last: int, batch: _Batch
 ) -> tuple[list[LedgerEntry], BkctlError | None]:
-    """The entries from `first` on that `batch` has room for, in order; and why there are no more, where one fails."""
+    """Return the entries from `first` on that `batch` has room for, in order, and the error that ended them, if any."""
     count, size = batch.room(access)
     taken: list[LedgerEntry] = []
     reading: Any = read_entries(access, first, min(last, first + count - 1))
@@ -307,7 +303,7 @@ async def _take(
 
 
 class _Batch:
-    """Entries of one ledger after another, until they are enough to hand over."""
+    """Entries of one ledger after another, collected for one Arrow batch."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self._schema = schema
@@ -317,28 +313,28 @@ class _Batch:
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no room for another entry."""
+        """Return whether the batch has enough rows or bytes."""
         return len(self._entries) >= BATCH_ROWS or self._size >= BATCH_SIZE_BYTES
 
     def room(self, access: LedgerAccess) -> tuple[int, int]:
-        """How many entries of this ledger, and how many bytes, may be added."""
+        """Return the number of entries of this ledger, and of bytes, that may be added."""
         metadata = access.metadata
         size = BATCH_SIZE_BYTES - self._size
         count = BATCH_ROWS - len(self._entries)
         if metadata.is_closed and metadata.length:
-            # No more than are likely to be used are asked for.
+            # Request only the entries that are likely to fit.
             count = min(count, size * (metadata.last_entry_id + 1) // metadata.length + 1)
         return count, size
 
     def add(self, ledger: LedgerId, entries: list[LedgerEntry]) -> None:
-        """Put entries of `ledger` behind the others."""
+        """Append entries of `ledger`."""
         if entries:
             self._runs.append((ledger, len(entries)))
             self._entries += entries
             self._size += sum(len(entry.payload) for entry in entries)
 
     def finish(self) -> Iterator[pa.RecordBatch]:
-        """What was added, if anything was; nothing is held afterwards."""
+        """Yield the added entries, if any, as one batch, and empty this one."""
         import pyarrow as pa
 
         if self._entries:
@@ -359,7 +355,7 @@ class _Batch:
 
 
 def _key_values(texts: Iterable[str]) -> dict[str, bytes]:
-    """`KEY=VALUE` each. Raises UsageError."""
+    """Return the keys and values of `KEY=VALUE` texts. Raises UsageError."""
     found = {}
     for text in texts:
         key, equals, value = text.partition("=")

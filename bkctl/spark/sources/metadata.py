@@ -1,13 +1,13 @@
-"""`bookkeeper.metadata`: the ledgers of a cluster with their metadata, a row each, as `bkctl ledger show` prints them.
+"""`bookkeeper.metadata`: ledgers with their metadata, one row a ledger, as `bkctl ledger show` prints them.
 
     spark.read.format("bookkeeper.metadata").option("metadataUri", "zk://host:2181/ledgers").load()
     spark.read.format("bookkeeper.metadata").load("metadata.ndjson")       what `bkctl metadata export` wrote
 
-A live store is cut into ranges of ledger ids that touch and never overlap, so that a ledger that is there all the time
-is there once; one that is created or deleted meanwhile may be. Passwords of ledgers are in no column.
+A live store is cut into adjacent ranges of ledger ids, so a ledger that exists all the time is one row. A ledger
+that is created or deleted meanwhile may be missing. No column has a ledger's password.
 
-In `mode` permissive what cannot be read is a row with `damage`. Whose a broken line of an export is nobody knows: such
-a row has no ledger, and comes with the options `ledger` and `ledgerScopeId`, but a filter drops it, as it drops nulls.
+In mode permissive an unreadable ledger is a row with `damage`. A broken line of an export does not say which ledger it
+describes: its row has null ids. The options `ledger` and `ledgerScopeId` keep that row; a filter drops it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bkctl.metadata.admin.dump import ExportFile, ExportSection
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledger_json import pulsar_object
 from bkctl.metadata.ledgers import RANGE_SIZE, VersionedMetadata
-from bkctl.spark.sources.columns import DAMAGE, ddl, where_and_why
+from bkctl.spark.sources.columns import DAMAGE, source_schema, where_and_why
 from bkctl.spark.sources.connection import CONNECTION_OPTIONS, ClusterOptions
 from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
 from bkctl.spark.sources.options import Mode, SourceOptions
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 NAME: Final = "bookkeeper.metadata"
 SECTION_SIZE_BYTES_DEFAULT: Final = 32 << 20
 BATCH_ROWS: Final = 2048
-#: Beyond them Spark's timestamps end; such a time is nobody's.
+#: The last millisecond of year 9999, where Spark's timestamps end.
 _TIME_MS_MAX: Final = 253_402_300_799_999
 
-#: Each column of a ledger, of what is made: its id and its metadata.
+#: Column → its value for a ledger and its metadata.
 COLUMNS: Final[dict[str, Callable[[LedgerId, VersionedMetadata], Any]]] = {
     "ledgerScopeId": lambda ledger, _: str(ledger.scope_id),
     "ledgerId": lambda ledger, _: str(ledger.ledger_id),
@@ -59,7 +59,7 @@ COLUMNS: Final[dict[str, Callable[[LedgerId, VersionedMetadata], Any]]] = {
     "ctime": lambda _, found: _microseconds(found.ctime_ms),
     "customMetadata": lambda _, found: sorted(found.metadata.custom_metadata.items()),
     "ensembles": lambda _, found: [
-        {"firstEntryId": each.first_entry_id, "bookies": each.bookies} for each in found.metadata.ensembles
+        {"firstEntryId": fragment.first_entry_id, "bookies": fragment.bookies} for fragment in found.metadata.ensembles
     ],
     "pulsar": lambda _, found: list(pulsar_object(found.metadata).items()) or None,
 }
@@ -69,7 +69,7 @@ _OPTIONS: Final = (
 
 
 class LedgerIds(InputPartition):
-    """All ledgers there are from `first` to `last`, both included, as unsigned 128-bit numbers."""
+    """All existing ledgers from `first` to `last`, both included, as unsigned 128-bit numbers."""
 
     def __init__(self, first: int, last: int) -> None:
         super().__init__(None)
@@ -77,7 +77,7 @@ class LedgerIds(InputPartition):
 
 
 class NamedLedgers(InputPartition):
-    """Ledgers by their 128-bit numbers; with `needed` they must be there."""
+    """Ledgers by their 128-bit numbers; with `needed` a missing one is an error."""
 
     def __init__(self, ledgers: Sequence[int], needed: bool) -> None:
         super().__init__(None)
@@ -85,7 +85,7 @@ class NamedLedgers(InputPartition):
 
 
 class ExportLines(InputPartition):
-    """Lines of an export."""
+    """A section of the lines of an export."""
 
     def __init__(self, section: ExportSection) -> None:
         super().__init__(None)
@@ -93,7 +93,7 @@ class ExportLines(InputPartition):
 
 
 class ExportDamage(InputPartition):
-    """What is wrong with an export as a whole; a row of `mode` permissive."""
+    """Damage of an export as a whole; one row in mode permissive."""
 
     def __init__(self, offset: int, reason: str) -> None:
         super().__init__(None)
@@ -101,28 +101,29 @@ class ExportDamage(InputPartition):
 
 
 class MetadataSource(DataSource):
-    """The data source; see the module. Options: `mode`, `columns`, `ledger`, `ledgerScopeId` (default: every scope);
-    of a live store the connection's (see ClusterOptions) and `ledgersPerPartition`, of an export `maxPartitionBytes`.
+    """The data source; see the module.
+
+    Options: `mode`, `columns`, `ledger`, `ledgerScopeId` (default: every scope); for a live store the connection's (see
+    ClusterOptions) and `ledgersPerPartition`; for an export `maxPartitionBytes`.
     """
 
     def __init__(self, options: dict[str, str]) -> None:
         super().__init__(options)
         self._checked = SourceOptions(NAME, options, _OPTIONS)
         if (self._checked.text("metadataUri") is None) == (self._checked.text("path") is None):
-            raise UsageError(f"{NAME} needs the option metadataUri, or the path of an export, and one of them alone")
+            raise UsageError(f"{NAME} needs either the option metadataUri or the path of an export")
 
     @classmethod
     def name(cls) -> str:
-        """The name for `format()`."""
+        """Return the name for `spark.read.format`."""
         return NAME
 
     def schema(self) -> str:
-        """The columns asked for, and `damage` in `mode` permissive."""
-        permissive = self._checked.mode() is Mode.PERMISSIVE
-        return ddl([*self._checked.columns(list(COLUMNS)), *([DAMAGE] if permissive else [])])
+        """Return the columns that the options ask for, and `damage` in mode permissive."""
+        return source_schema(self._checked, list(COLUMNS))
 
     def reader(self, schema: StructType) -> MetadataReader:
-        """The reader of one query."""
+        """Return the reader of one query."""
         return MetadataReader(self._checked, schema)
 
 
@@ -146,31 +147,31 @@ class MetadataReader(DataSourceReader):
             self._conditions.values["ledgerScopeId"] = frozenset([str(scope_id)])
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
-        """Take what names scopes and ledgers; return what is left to Spark."""
+        """Take filters on scopes and ledgers; return the filters that Spark must apply."""
         permissive = self._mode is Mode.PERMISSIVE
         return self._conditions.push(filters, LEDGER_COLUMNS, never_null=LEDGER_COLUMNS, permissive=permissive)
 
     # --- planning -----------------------------------------------------------------------------------------------
 
     def partitions(self) -> list[InputPartition]:
-        """Ranges of a live store's ledgers, or sections of an export. Raises what reading it raises."""
+        """Return ranges of a live store's ledgers, or sections of an export. Raises the errors of reading them."""
         if self._cluster is None:
             return self._sections()
         with self._cluster.open() as cluster:
-            # Where there is none, Spark would make one up.
+            # Spark adds a partition of its own to an empty list.
             return list(self._ranges(cluster)) or [NamedLedgers((), False)]
 
     def _ranges(self, cluster: Cluster) -> Iterator[InputPartition]:
         wanted = self._conditions.wanted_ledgers()
         if wanted is not None:
             for at in range(0, len(wanted), self._range_size):
-                yield NamedLedgers([each.value for each in wanted[at : at + self._range_size]], self._named)
+                yield NamedLedgers([ledger.value for ledger in wanted[at : at + self._range_size]], self._named)
             return
         scopes = self._conditions.scope_ids()
         for scope_id in [None] if scopes is None else sorted(scopes):
-            for each in cluster.ledgers.ranges(scope_id, size=self._range_size):
-                if each.ledgers:
-                    yield LedgerIds(each.first.value, each.last.value)
+            for found in cluster.ledgers.ranges(scope_id, size=self._range_size):
+                if found.ledgers:
+                    yield LedgerIds(found.first.value, found.last.value)
 
     def _sections(self) -> list[InputPartition]:
         assert self._export is not None
@@ -178,15 +179,14 @@ class MetadataReader(DataSourceReader):
             sections, problem = file.sections(self._section_size)
         found: list[InputPartition] = [ExportLines(section) for section in sections]
         if problem is not None:
-            if self._mode is Mode.FAILFAST:
-                raise problem
+            self._mode.check(problem)
             found.append(ExportDamage(problem.offset, str(problem)))
         return found or [NamedLedgers((), False)]
 
     # --- reading ------------------------------------------------------------------------------------------------
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """The rows of a partition. Raises what is wrong with the store, and in `mode` failfast with a ledger."""
+        """Yield the rows of a partition. Raises errors of the store, and in mode failfast of a ledger."""
         rows = self._rows(partition)
         while batch := list(islice(rows, BATCH_ROWS)):
             yield self._batch(batch)
@@ -202,7 +202,7 @@ class MetadataReader(DataSourceReader):
                 needed = isinstance(partition, NamedLedgers) and partition.needed
                 for ledger, found in cluster.ledgers.read_many(self._ids(cluster, partition)):
                     if isinstance(found, LedgerNotFound) and not needed:
-                        continue  # It was deleted since it was listed, or is only asked about.
+                        continue  # Deleted since it was listed, or only a filter names it.
                     if isinstance(found, BkctlError):
                         yield ledger, self._damage(found)
                     else:
@@ -239,8 +239,7 @@ class MetadataReader(DataSourceReader):
                     yield ledger, VersionedMetadata(metadata, 0, ctime_ms)
 
     def _damage(self, error: BkctlError, offset: int | None = None) -> _Damage:
-        if self._mode is Mode.FAILFAST:
-            raise error
+        self._mode.check(error)
         if self._export is None:
             return _Damage(None, None, str(error))
         return _Damage(self._export, *where_and_why(error, offset))
@@ -253,7 +252,7 @@ class MetadataReader(DataSourceReader):
 
 
 class _Damage:
-    """What is wrong, and where."""
+    """The value of the column `damage` of one row."""
 
     def __init__(self, file: str | None, offset: int | None, reason: str) -> None:
         self.value = {"file": file, "offset": offset, "reason": reason}

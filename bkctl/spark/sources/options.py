@@ -1,4 +1,4 @@
-"""The options of data sources: strings, as Spark hands them over, to checked values. Nothing here needs Spark."""
+"""The options of data sources: from strings, as Spark passes them, to checked values. Nothing here needs Spark."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final, TypeVar
 
-from bkctl.errors import UsageError
+from bkctl.errors import BkctlError, UsageError
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId, parse_scope_id
 
-#: Stands in `columns` for all that come without asking.
+#: Stands for the default columns in the option `columns`.
 DEFAULT_COLUMNS: Final = "*"
 
 _SIZE: Final = re.compile(r"([0-9]{1,18})\s*(|[kmgt]i?b?|b)", re.ASCII | re.IGNORECASE)
@@ -26,19 +26,24 @@ _Word = TypeVar("_Word", bound=StrEnum)
 
 
 class Mode(StrEnum):
-    """What a source does about damage; the values are the words of the option `mode`."""
+    """Ways to treat damage; the values are the words of the option `mode`."""
 
-    #: The job fails with the first damage.
+    #: The first damage fails the job.
     FAILFAST = "failfast"
-    #: What stands before damage is there, and a row for each damage whose column `damage` says file, offset and reason.
+    #: Each damage is a row whose column `damage` has file, offset and reason; data before the damage is read.
     PERMISSIVE = "permissive"
+
+    def check(self, error: BkctlError) -> None:
+        """Raise `error` in mode failfast; return in mode permissive, where the caller makes it a row."""
+        if self is Mode.FAILFAST:
+            raise error
 
 
 class SourceOptions:
-    """The options of one data source, by any case of their names.
+    """The options of one data source; names are case-insensitive.
 
-    `path` and `paths` (several as a JSON list, which is how Spark's `load` gives them) are always known. Raises
-    UsageError for any other name that is not among `known`; every method does for a value that does not parse.
+    `path` and `paths` (a JSON list, as Spark's `load` passes several) are always allowed. Raises UsageError for a name
+    that is not in `known`; every method raises it for a value that does not parse.
     """
 
     def __init__(self, source: str, options: Mapping[str, str], known: Collection[str]) -> None:
@@ -52,18 +57,18 @@ class SourceOptions:
                 raise UsageError(f"{source} has no option {name!r}", hint=hint)
 
     def text(self, name: str) -> str | None:
-        """The option as it is; None where it is not given."""
+        """Return the option's text; None if it is not given."""
         return self._values.get(name.lower())
 
     def needed(self, name: str) -> str:
-        """The option as it is. Raises UsageError where it is not given."""
+        """Return the option's text. Raises UsageError if it is not given, or empty."""
         value = self.text(name)
         if not value:
             raise UsageError(f"{self._source} needs the option {name}")
         return value
 
     def integer(self, name: str, default: int, minimum: int = 0) -> int:
-        """A whole number."""
+        """Return a whole number of at least `minimum`."""
         value = self.text(name)
         if value is None:
             return default
@@ -72,7 +77,7 @@ class SourceOptions:
         return int(value)
 
     def size_bytes(self, name: str, default: int) -> int:
-        """A size in bytes of at least 1: digits, or with one of the units KiB, MiB, GiB, TiB (`128m` is 128 MiB)."""
+        """Return a size of at least 1 byte: digits, or with a unit of KiB, MiB, GiB, TiB (`128m` is 128 MiB)."""
         value = self.text(name)
         if value is None:
             return default
@@ -83,7 +88,7 @@ class SourceOptions:
         return size
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """`true` or `false`."""
+        """Return `true` or `false` as a boolean."""
         value = self.text(name)
         if value is None:
             return default
@@ -92,7 +97,7 @@ class SourceOptions:
         return _FLAGS[value.lower()]
 
     def choice(self, name: str, default: _Word) -> _Word:
-        """One word of the enumeration that `default` is of, in any case."""
+        """Return a member of the enumeration of `default` by its value, case-insensitive."""
         value = self.text(name)
         if value is None:
             return default
@@ -102,7 +107,7 @@ class SourceOptions:
         return words[value.lower()]
 
     def words(self, name: str) -> list[str]:
-        """A list: words between commas, or a JSON list of strings. Empty where the option is not given."""
+        """Return a list: words between commas, or a JSON list of strings. Empty if the option is not given."""
         value = (self.text(name) or "").strip()
         if not value.startswith("["):
             return [word for part in value.split(",") if (word := part.strip())]
@@ -110,16 +115,16 @@ class SourceOptions:
             found = json.loads(value)
         except ValueError as error:
             raise self._wrong(name, value, "words between commas or a JSON list") from error
-        if not all(isinstance(each, str) for each in found):
+        if not all(isinstance(word, str) for word in found):
             raise self._wrong(name, value, "a JSON list of strings")
         return list(found)
 
     def mode(self) -> Mode:
-        """The option `mode`."""
+        """Return the option `mode`."""
         return self.choice("mode", Mode.FAILFAST)
 
     def paths(self) -> list[str]:
-        """Files, directories and patterns, as given, each once. Raises UsageError where there are none."""
+        """Return the given files, directories and patterns, each once. Raises UsageError if there are none."""
         path = self.text("path")
         found = self.words("paths") if path is None else [path, *self.words("paths")]
         if not found:
@@ -127,7 +132,7 @@ class SourceOptions:
         return list(dict.fromkeys(found))
 
     def columns(self, default: Sequence[str], on_request: Iterable[str] = ()) -> list[str]:
-        """The option `columns`: names between commas, `*` for the `default` ones; default: those."""
+        """Return the columns that the option `columns` names; `*`, or no option, stands for the `default` ones."""
         wanted = self.words("columns")
         if not wanted:
             return list(default)
@@ -143,25 +148,25 @@ class SourceOptions:
         return list(found)
 
     def ledgers(self) -> list[LedgerId]:
-        """The option `ledger`: one or more ledgers in any text form; a bare id is in scope `ledgerScopeId`, else 0."""
+        """Return the ledgers of the option `ledger` in any text form; a bare id is in scope `ledgerScopeId`, else 0."""
         scope_id = self.scope_id()
         return [LedgerId.parse(text, scope_id) for text in self.words("ledger")]
 
     def scope_id(self) -> int | None:
-        """The option `ledgerScopeId`, unsigned; None where it is not given."""
+        """Return the option `ledgerScopeId`, unsigned; None if it is not given."""
         value = self.text("ledgerScopeId")
         return None if value is None else parse_scope_id(value)
 
     def digest_type(self) -> DigestType | None:
-        """The option `digestType`; None where it is not given."""
+        """Return the option `digestType`; None if it is not given."""
         value = self.text("digestType")
         return None if value is None else DigestType.parse(value)
 
     def secret(self, name: str) -> bytes | None:
-        """A secret where this runs: from the file that `<name>File` names, or the variable that `<name>Env` names.
+        """Return the secret in the file that `<name>File` names, or in the variable that `<name>Env` names.
 
-        The options say where the secret is, never what it is: they are printed in plans. The newline at a file's end
-        is no part of it. None where neither is given. Raises UsageError where it is not there.
+        Plans show options, so options never contain a secret. File and variable belong to the calling process. A
+        newline at the file's end is removed. None if neither option is given. Raises UsageError if it cannot be read.
         """
         file, variable = self.text(f"{name}File"), self.text(f"{name}Env")
         if file is not None and variable is not None:
@@ -174,7 +179,7 @@ class SourceOptions:
         if variable is not None:
             value = os.environ.get(variable)
             if value is None:
-                raise UsageError(f"{name}Env {variable}: there is no such variable in this process's environment")
+                raise UsageError(f"{name}Env {variable}: the variable is not set in the environment of this process")
             return value.encode()
         return None
 

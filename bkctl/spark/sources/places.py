@@ -1,4 +1,4 @@
-"""Which files the paths, patterns and directories mean that a source of files is given."""
+"""The files at the paths, patterns and directories that a source of files is given."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from bkctl.formats.names import COOKIE_NAME, SCOPED_DIRECTORY
 
 
 class Place(NamedTuple):
-    """A file to read: its path, the id that its name says, whether it holds scoped ledgers, whose it is."""
+    """A file to read: its path, the id in its name, whether it holds scoped ledgers, and its bookie."""
 
     path: str
     file_id: int | None
     scoped: bool
     bookie_id: str | None
-    #: Nobody named it: it was found in a directory or by a pattern, and may go away.
+    #: Found in a directory or by a pattern: a bookie may delete it before it is read.
     found: bool
 
 
@@ -29,11 +29,11 @@ def resolve(
     files_in: Callable[[BookieDirectories], Iterable[BookieFile]],
     id_of: Callable[[str], int | None],
 ) -> list[Place]:
-    """The files that paths, patterns and directories of bookies name, in that order, each once.
+    """Return the files that paths, patterns and directories of bookies name, in this order, each once.
 
-    `files_in` says which files of a bookie's directories are meant, `id_of` which id a file's name says. Raises
-    NotFound for a path or pattern that fits nothing, and for a directory in which nothing is a bookie's; UsageError for
-    a URI of anything but files.
+    `files_in` returns the files to read among a bookie's directories, `id_of` the id in a file's name. Raises NotFound
+    for a path or pattern that matches nothing, and for a directory without files of a bookie; UsageError for a URI that
+    is not `file://`.
     """
     places: dict[Path, Place] = {}
     cookies: dict[Path, str | None] = {}
@@ -55,27 +55,27 @@ def resolve(
 
 
 def local_paths(text: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the paths that `text` names, in order, and whether it is the path itself and no pattern.
+    """Yield the paths that `text` names, in order, and whether `text` is that path rather than a pattern.
 
-    Raises NotFound where a pattern fits nothing, UsageError for a URI of anything but files.
+    Raises NotFound for a pattern that matches nothing, UsageError for a URI that is not `file://`.
     """
     scheme, colon, rest = text.partition("://")
     if colon:
         if scheme != "file":
-            raise UsageError(f"{text} is no path", hint="mount it: bookies' files are read as files")
+            raise UsageError(f"{text} is not a path of files", hint="mount it: bookies' files are read as files")
         text = rest
     if not has_magic(text) or Path(text).exists():
         yield Path(text), True
         return
     found = sorted(glob(text, recursive=True, include_hidden=True))
     if not found:
-        raise NotFound(f"Nothing fits {text}")
-    for each in found:
-        yield Path(each), False
+        raise NotFound(f"No file matches {text}")
+    for path in found:
+        yield Path(path), False
 
 
 def bookie_id_at(directory: Path) -> str | None:
-    """Whose directory it is, as its cookie says; None without a readable one."""
+    """Return the bookie that the cookie in `directory` names; None without a readable cookie."""
     path = directory / COOKIE_NAME
     try:
         return Cookie.parse(path.read_bytes(), str(path)).bookie_id

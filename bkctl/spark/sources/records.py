@@ -1,36 +1,30 @@
-"""What the sources of entry logs and journals have in common: from files to exact ranges, from records to Arrow.
+"""The shared part of the sources of entry logs and journals: from files to exact ranges, from ranges to Arrow batches.
 
-The planner reads each file once, hops from size field to size field, and cuts it behind whole records: each range comes
-with the number of its records and a fingerprint of their headers. A task reads its range and must find just that, so
-no file that shrank, grew in the middle or was replaced between plan and read gives another answer than an error.
-What a running bookie appends meanwhile is not part of the answer. No payload is ever taken for records, because
-nobody looks for records: they follow each other from the first.
+The planner reads each file once, from size field to size field, and cuts it into ranges of whole records (`ranges`). A
+task reads one range and must find the same records. A file that shrank, grew in the middle or was replaced between plan
+and read is an error, never another answer. Records that a running bookie appends meanwhile are not part of the answer.
+A payload is never taken for a record, because records are not searched for: each follows the one before.
 """
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from google_crc32c import extend
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
 from bkctl.errors import BkctlError, Conflict, Corrupt, NotFound, Unsupported, UsageError
-from bkctl.files.listing import FILLER_TYPES
 from bkctl.files.scan import RecordBatch
-from bkctl.formats.entry import FLAGS_V2
 from bkctl.formats.record import RecordType
-from bkctl.ids import to_signed
-from bkctl.spark.sources.columns import DAMAGE, check_schema, damage_row, ddl, where_and_why
+from bkctl.spark.sources.columns import DAMAGE, check_schema, damage_row, source_schema, where_and_why
 from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
 from bkctl.spark.sources.options import Mode, SourceOptions
 from bkctl.spark.sources.places import Place
-from bkctl.spark.sources.record_rows import OF_CONTENT, LedgerSums, RecordRows, Selection, fields_of
+from bkctl.spark.sources.ranges import Range, RangePlanner, end_of, fingerprint_of
+from bkctl.spark.sources.record_rows import BODY_COLUMNS, LedgerSums, RecordRows
+from bkctl.spark.sources.selection import Selection
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -39,118 +33,27 @@ if TYPE_CHECKING:
 
 OPTIONS: Final = ("rows", "mode", "columns", "ledger", "ledgerScopeId", "digestType", "types", "maxPartitionBytes")
 PARTITION_SIZE_BYTES: Final = 128 << 20
-#: How often the files are listed anew where one goes away while the plan is made.
+#: Plans to try where a listed file is deleted while the plan is made.
 _PLANS_MAX: Final = 5
 _PLANNERS_MAX: Final = 4
 
-_COMMON: Final = (
+_COMMON_COLUMNS: Final = (
     "ledgerScopeId", "ledgerId", "ledgerQualifiedName", "entryId", "lastAddConfirmed", "length", "size",
     "formatVersion",
 )  # fmt: skip
-_PLACE: Final = ("file", "scoped", "bookieId")
+_PLACE_COLUMNS: Final = ("file", "scoped", "bookieId")
 
 
-class Rows(StrEnum):
-    """What a row is; the values are the words of the option `rows`."""
+class RecordRowKind(StrEnum):
+    """Kinds of rows of a source of records; the values are the words of its option `rows`."""
 
     RECORDS = "records"
-    #: A ledger's share of one partition, so several rows of a ledger are to be added up.
+    #: A ledger's share of one partition; a ledger's total is the sum of its rows.
     LEDGERS = "ledgers"
 
 
-# --- plan -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Range(InputPartition):
-    """A range of one file, from a record's first byte to behind another's last, and what must be in it.
-
-    `damage` (offset, reason) is what the planner met behind it. A range without records may say just that.
-    """
-
-    place: Place
-    start: int
-    end: int
-    version: int
-    count: int = 0
-    fingerprint: int = 0
-    wanted_count: int = 0
-    damage: tuple[int | None, str] | None = None
-
-
-class RangePlanner:
-    """Cuts one file into ranges, as its records come."""
-
-    def __init__(self, place: Place, start: int, version: int, size_bytes: int, wanted: Callable[[RecordBatch], int]):
-        self._place, self._version, self._size_bytes, self._wanted = place, version, size_bytes, wanted
-        self._ranges: list[Range] = []
-        self._current = Range(place, start, start, version)
-
-    def add(self, batch: RecordBatch) -> None:
-        """Take the next records."""
-        while len(batch):
-            current = self._current
-            if not current.count:
-                current.start = batch.window_offset + batch.begins[0]
-            # The first record that begins so far behind belongs to the next range.
-            taken = bisect_left(batch.begins, current.start + self._size_bytes - batch.window_offset) or 1
-            rest = batch.part(taken, len(batch)) if taken < len(batch) else None
-            if rest is not None:
-                batch = batch.first(taken)
-            current.end = end_of(batch)
-            current.count += len(batch)
-            current.fingerprint = fingerprint_of(batch, current.fingerprint)
-            current.wanted_count += self._wanted(batch)
-            if rest is not None or current.end - current.start >= self._size_bytes:
-                self._close()
-            if rest is None:
-                return
-            batch = rest
-
-    def finish(self, damage: tuple[int | None, str] | None = None) -> list[Range]:
-        """The ranges that have rows; the last says what is wrong behind it."""
-        if damage is not None:
-            self._current.damage = damage
-        self._close()
-        return self._ranges
-
-    def _close(self) -> None:
-        current = self._current
-        if current.wanted_count or current.damage is not None:
-            self._ranges.append(current)
-        self._current = Range(self._place, current.end, current.end, self._version)
-
-
-def fingerprint_of(batch: RecordBatch, before: int = 0) -> int:
-    """A number that differs where other records stand there, or the same ones in another order: the CRC32C of all their
-    header fields, behind the records whose fingerprint is `before`. How they come in batches makes no difference.
-    """
-    record = batch.record
-    if record is None:
-        fields = batch.fields
-        return int(extend(before, (fields if isinstance(fields, memoryview) else fields_of(batch)).tobytes()))
-    ids = [record.ledger.ledger_id, record.entry_id, record.last_add_confirmed or 0, record.length or 0]
-    if record.format_version == 2:
-        ids[:0] = [FLAGS_V2 | (record.digest_type or 0), record.ledger.scope_id]
-    return int(extend(before, array("q", [record.record_size, *map(to_signed, ids)]).tobytes()))
-
-
-def end_of(batch: RecordBatch) -> int:
-    """The offset behind the last record."""
-    record = batch.record
-    if record is not None:
-        # Padding of a journal has two fields before it, and its first byte is behind them.
-        head = 8 if record.type is RecordType.PADDING and not record.body else 4
-        return record.offset + head + record.record_size
-    width = 5 if batch.format_version == 1 else 7
-    return batch.window_offset + batch.begins[-1] + 4 + batch.fields[-width]
-
-
-# --- the reader -----------------------------------------------------------------------------------------------------
-
-
 class RecordReader(DataSourceReader):
-    """Plans and reads the files of one source; subclasses say how one file is opened."""
+    """Plans and reads the files of one source; a subclass opens one kind of file."""
 
     #: The column of the file's id: `logId` or `journalId`.
     id_name: str
@@ -163,7 +66,7 @@ class RecordReader(DataSourceReader):
         self._mode = options.mode()
         self._digest_type = options.digest_type()
         self._size_bytes = options.size_bytes("maxPartitionBytes", PARTITION_SIZE_BYTES)
-        self._rows = options.choice("rows", Rows.RECORDS)
+        self._rows = options.choice("rows", RecordRowKind.RECORDS)
         self._types = self._record_types()
         self._struct = schema
         self._conditions = Conditions.of(options)
@@ -171,44 +74,43 @@ class RecordReader(DataSourceReader):
 
     @classmethod
     def columns(cls, options: SourceOptions) -> tuple[str, ...]:
-        """The columns that come without asking: of records those of the command that reads such files."""
+        """Return the default columns; of records the same as of the command that reads such files."""
         of_file = (cls.id_name, f"{cls.id_name}Hex")
-        if options.choice("rows", Rows.RECORDS) is Rows.LEDGERS:
-            return (*LEDGER_COLUMNS, "entryCount", "size", *of_file, *_PLACE)
-        return (*_COMMON, *of_file, "offset", "recordSize", "type", *_PLACE)
+        if options.choice("rows", RecordRowKind.RECORDS) is RecordRowKind.LEDGERS:
+            return (*LEDGER_COLUMNS, "entryCount", "size", *of_file, *_PLACE_COLUMNS)
+        return (*_COMMON_COLUMNS, *of_file, "offset", "recordSize", "type", *_PLACE_COLUMNS)
 
     @classmethod
     def columns_on_request(cls, options: SourceOptions) -> tuple[str, ...]:
-        """The columns that come when they are named."""
-        return () if options.choice("rows", Rows.RECORDS) is Rows.LEDGERS else cls.on_request
+        """Return the columns that come only when the option `columns` names them."""
+        return () if options.choice("rows", RecordRowKind.RECORDS) is RecordRowKind.LEDGERS else cls.on_request
 
     @classmethod
     def ddl(cls, options: SourceOptions) -> str:
-        """The schema that the options ask for."""
-        columns = options.columns(cls.columns(options), cls.columns_on_request(options))
-        if options.mode() is Mode.PERMISSIVE:
-            columns.append(DAMAGE)
-        return ddl(columns)
+        """Return the schema that the options ask for."""
+        return source_schema(options, cls.columns(options), cls.columns_on_request(options))
 
-    # What subclasses say.
+    # Subclasses implement:
 
     def list_places(self) -> list[Place]:
-        """The files to read. Raises as `resolve` does."""
+        """Return the files to read. Raises as `resolve` does."""
         raise AssertionError
 
     def plan_file(self, place: Place, planner: Callable[[int, int], RangePlanner]) -> list[Range]:
-        """Give all records of a file to a `planner(start, version)`; in mode permissive damage ends the last range."""
+        """Add all records of a file to a `planner(start, version)`; in mode permissive damage ends the last range."""
         raise AssertionError
 
     def read_range(self, part: Range, *, content: bool) -> Iterator[RecordBatch]:
-        """Yield the records from `part.start` to `part.end`, also those that nobody wants; without `content` their
-        bodies may be cut short. What is not as it was planned ends it, or raises Corrupt."""
+        """Yield the records from `part.start` to `part.end`, unselected ones too.
+
+        Without `content` bodies may be cut short. Where the file differs from the plan, ends, or raises Corrupt.
+        """
         raise AssertionError
 
-    # What Spark calls.
+    # Spark calls:
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
-        """Take what says which ledgers, entries, types, offsets or files are wanted; return what is left to Spark."""
+        """Take filters on ledgers, entries, types, offsets and files; return the filters that Spark must apply."""
         names = (*LEDGER_COLUMNS, "type", "file", f"{self.id_name}Hex", "bookieId")
         of_ledgers = LEDGER_COLUMNS if self._types is None else ()
         never_null = (
@@ -218,9 +120,9 @@ class RecordReader(DataSourceReader):
         return self._conditions.push(filters, names, numbers, never_null, permissive=self._mode is Mode.PERMISSIVE)
 
     def partitions(self) -> list[InputPartition]:
-        """The ranges, in the order of the files. Raises what is wrong with the first file, in mode failfast.
+        """Return the ranges, in the order of the files.
 
-        Raises Conflict where files go away again and again while the plan is made.
+        Raises the first file's error in mode failfast, and Conflict where files vanish during every attempt to plan.
         """
         for _ in range(_PLANS_MAX):
             places = [place for place in self.list_places() if self._wants_file(place)]
@@ -229,14 +131,16 @@ class RecordReader(DataSourceReader):
                     planned = planners.map(self._plan, places)
                     return [part for ranges in planned for part in ranges]
             except _Vanished as error:
-                # What was compacted stands in a log that was not listed.
+                # Compaction moved its entries to a log that may not have been listed: list again.
                 gone = error.place.path
-        raise Conflict(f"{gone} went away while it was read", hint="the bookie deletes many files now; try again later")
+        raise Conflict(
+            f"{gone} was deleted while it was read", hint="the bookie deletes many files now; try again later"
+        )
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """The wanted rows of one range; then in mode permissive what is wrong behind it.
+        """Yield the selected rows of one range, then in mode permissive a row for the damage behind it.
 
-        Raises Conflict where the range is not what was planned, NotFound where the file is gone.
+        Raises Conflict if the range differs from the plan, NotFound if the file was deleted.
         """
         if isinstance(partition, Range):
             return self._read(partition)
@@ -244,14 +148,11 @@ class RecordReader(DataSourceReader):
 
     def _record_types(self) -> frozenset[str] | None:
         types = frozenset(self._options.words("types"))
-        for each in types:
-            if each not in [known.value for known in RecordType]:
-                raise UsageError(f"{self.source}: option types {each!r}: one of {', '.join(RecordType)} is needed")
+        known = [kind.value for kind in RecordType]
+        for name in types:
+            if name not in known:
+                raise UsageError(f"{self.source}: option types {name!r}: one of {', '.join(RecordType)} is needed")
         return types or None
-
-    def wants_fillers(self) -> bool:
-        """Whether padding or ledgers maps were asked for."""
-        return self._types is not None and any(each.value in self._types for each in FILLER_TYPES)
 
     def _constants(self, place: Place) -> dict[str, Any]:
         file_id = place.file_id
@@ -270,7 +171,7 @@ class RecordReader(DataSourceReader):
         from pyspark.sql.pandas.types import to_arrow_schema
 
         schema, constants = to_arrow_schema(self._struct), self._constants(place)
-        if self._rows is Rows.LEDGERS:
+        if self._rows is RecordRowKind.LEDGERS:
             return LedgerSums(schema, constants, self._selection())
         return RecordRows(schema, constants, self._selection(), self._digest_type)
 
@@ -293,16 +194,14 @@ class RecordReader(DataSourceReader):
             return planner(0, 0).finish(self._damage(error))
 
     def _damage(self, error: BkctlError) -> tuple[int | None, str]:
-        """What a row says of the error. Raises it in mode failfast."""
-        if self._mode is Mode.FAILFAST:
-            raise error
+        self._mode.check(error)
         return where_and_why(error)
 
     def _read(self, part: Range) -> Iterator[pa.RecordBatch]:
         rows = self._rows_of(part.place)
         damage = [part.damage] if part.damage else []
         try:
-            yield from rows.of(self._checked(part, content=any(name in OF_CONTENT for name in self._struct.names)))
+            yield from rows.of(self._checked(part, content=any(name in BODY_COLUMNS for name in self._struct.names)))
         except UsageError:
             raise
         except BkctlError as error:
@@ -311,7 +210,7 @@ class RecordReader(DataSourceReader):
             yield damage_row(rows.schema, part.place.path, offset, reason, **self._constants(part.place))
 
     def _checked(self, part: Range, *, content: bool) -> Iterator[RecordBatch]:
-        """The records of a range. Raises Conflict at its end where they are not those that were planned."""
+        """Yield the records of a range. Raises Conflict at its end if they are not the planned records."""
         if not part.count:
             return
         end, count, fingerprint = part.start, 0, 0
@@ -324,8 +223,8 @@ class RecordReader(DataSourceReader):
                 yield batch
         except NotFound as error:
             raise NotFound(
-                f"{part.place.path} went away after the plan was made",
-                hint="a bookie compacted or deleted it: what lived in it is elsewhere now; run again",
+                f"{part.place.path} was deleted after the plan was made",
+                hint="a bookie compacted or deleted it: its live entries are in other logs now; run again",
             ) from error
         except (Corrupt, Unsupported) as error:
             raise Conflict(f"{part.place.path} changed after the plan was made: {error}", hint="run again") from error
@@ -338,21 +237,21 @@ class RecordReader(DataSourceReader):
 
 
 class RecordSource(DataSource):
-    """The data source of what `records` reads."""
+    """The data source of a RecordReader."""
 
     records: ClassVar[type[RecordReader]]
 
     @classmethod
     def name(cls) -> str:
-        """The name for `spark.read.format`."""
+        """Return the name for `spark.read.format`."""
         return cls.records.source
 
     def schema(self) -> str:
-        """The columns that are asked for. Raises UsageError for options that make no sense."""
+        """Return the schema that the options ask for. Raises UsageError for options that do not parse."""
         return self.records.ddl(self._parsed())
 
     def reader(self, schema: StructType) -> RecordReader:
-        """The reader of the columns of `schema`."""
+        """Return the reader of the columns of `schema`."""
         return self.records(self._parsed(), schema)
 
     def _parsed(self) -> SourceOptions:
@@ -360,7 +259,7 @@ class RecordSource(DataSource):
 
 
 class _Vanished(Exception):
-    """A file that was listed is gone."""
+    """A listed file was deleted."""
 
     def __init__(self, place: Place) -> None:
         super().__init__(place.path)

@@ -52,7 +52,7 @@ def cli(capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, lis
     return code, [json.loads(line) for line in out.splitlines()], err
 
 
-def test_ledgers_come_back_from_an_export(
+def test_export_and_import_restore_ledgers(
     spark: SparkSession, live: Live, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BKCTL_METADATA_URI", live.uri)
@@ -117,7 +117,7 @@ def test_ledgers_come_back_from_an_export(
         import_ledgers(spark, str(path), live.options)
 
 
-def test_exports_of_nothing_of_some_and_of_missing_ledgers(
+def test_exports_of_empty_partial_and_missing_selections(
     spark: SparkSession, live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nothing = {**live.options, "ledgerScopeId": str(SCOPE + 50)}

@@ -24,7 +24,7 @@ def bookie(directory: Path, bookie_id: str | None, *names: str) -> Path:
     return directory
 
 
-def test_a_clusters_directory_has_its_bookies_by_their_cookies(tmp_path: Path) -> None:
+def test_cookies_name_bookies_in_a_cluster_directory(tmp_path: Path) -> None:
     for number in range(3):
         bookie(tmp_path / f"bookie-{number}", f"host:{number + 1}")
     (tmp_path / "notes").mkdir()
@@ -35,7 +35,7 @@ def test_a_clusters_directory_has_its_bookies_by_their_cookies(tmp_path: Path) -
     assert found[1].journals() == [str(tmp_path / "bookie-1" / "journal" / "current" / "1a.txn")]
 
 
-def test_directories_of_one_bookie_on_several_disks_come_together(tmp_path: Path) -> None:
+def test_directories_on_several_disks_make_one_bookie(tmp_path: Path) -> None:
     first = bookie(tmp_path / "disk-1", "host:1", "journal", "ledgers-1")
     second = bookie(tmp_path / "disk-2", "host:1", "ledgers-2")
     (found,) = find_bookies([first / "journal", first / "ledgers-1", second])
@@ -43,7 +43,7 @@ def test_directories_of_one_bookie_on_several_disks_come_together(tmp_path: Path
     assert len(found.journals()) == 1
 
 
-def test_a_configuration_names_directories_and_their_cookie_the_bookie(tmp_path: Path) -> None:
+def test_configuration_names_directories_and_cookie_names_bookie(tmp_path: Path) -> None:
     home = bookie(tmp_path / "home", "host:7")
     conf = tmp_path / "bk_server.conf"
     conf.write_text(f"journalDirectory={home / 'journal'}\nledgerDirectories={home / 'ledgers'}\n")
@@ -53,27 +53,27 @@ def test_a_configuration_names_directories_and_their_cookie_the_bookie(tmp_path:
     assert found.ledger_dirs == found.index_dirs == (str(home / "ledgers" / "current"),)
 
 
-def test_a_copy_without_a_cookie_needs_its_bookies_name(tmp_path: Path) -> None:
+def test_files_without_cookie_need_a_bookie_id(tmp_path: Path) -> None:
     place = bookie(tmp_path / "copy", None)
-    with pytest.raises(UsageError, match=r"Nothing says whose files are in .*; give BOOKIE_ID="):
+    with pytest.raises(UsageError, match=r"has no cookie \(VERSION\) that names its bookie; give BOOKIE_ID="):
         find_bookies([place])
     (found,) = find_bookies([f"host:9={place}"])
     assert found.bookie_id == "host:9"
     assert len(found.entry_logs()) == 1
 
 
-def test_places_that_are_none_are_refused(tmp_path: Path) -> None:
+def test_invalid_places_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No files of bookies"):
         find_bookies([])
     with pytest.raises(NotFound, match="does not exist"):
         find_bookies([tmp_path / "nowhere"])
-    with pytest.raises(NotFound, match="nothing of a bookie"):
+    with pytest.raises(NotFound, match="has no files of a bookie"):
         find_bookies([tmp_path])
-    with pytest.raises(NotFound, match="nothing of a bookie"):
+    with pytest.raises(NotFound, match="has no files of a bookie"):
         find_bookies([f"host:9={tmp_path}"])
     (tmp_path / "notes.txt").write_text("zkServers=127.0.0.1\n")
     log = bookie(tmp_path / "home", "host:7") / "ledgers" / "current" / "0.log"
     log.write_bytes(b"BKLO" + bytes(1020))
     for file in (log, tmp_path / "notes.txt"):
-        with pytest.raises(UsageError, match=r"is no configuration of a bookie; give its bk_server\.conf"):
+        with pytest.raises(UsageError, match=r"is not a configuration of a bookie; give its bk_server\.conf"):
             find_bookies([file])

@@ -14,13 +14,13 @@ from bkctl.ids import LedgerId
 from bkctl.spark.jobs.copying import (
     HASH_KEY,
     SOURCE_KEY,
-    Copied,
+    CopyResult,
     EntryHash,
     LedgerCopy,
     Shape,
     copy_ledger,
-    migrate_scope,
 )
+from bkctl.spark.jobs.migration import migrate_scope
 from bkctl.spark.sources.connection import Client
 from bkctl.spark.sources.options import SourceOptions
 
@@ -38,7 +38,7 @@ def client(live: Live) -> Client:
     return live.client()
 
 
-def copy(client: Client, source: LedgerId, target: LedgerId) -> Copied:
+def copy(client: Client, source: LedgerId, target: LedgerId) -> CopyResult:
     return client.run(copy_ledger(client, source, target, NO_OPTIONS))
 
 
@@ -49,14 +49,14 @@ def hash_of(payloads: list[bytes]) -> str:
     return made.hex
 
 
-def test_a_copy_is_its_source_under_another_id(live: Live, client: Client) -> None:
+def test_copy_equals_its_source(live: Live, client: Client) -> None:
     source = live.write(
         PAYLOADS, LedgerId(SCOPE, 1), password=b"pw", digest_type=DigestType.HMAC, custom_metadata={"a": b"b"}, copies=3
     )
     target = LedgerId(SCOPE + 1, 1)
     made = copy(client, source, target)
     size = sum(map(len, PAYLOADS))
-    assert made == Copied(source, target, "copied", len(PAYLOADS), size, hash_of(PAYLOADS))
+    assert made == CopyResult(source, target, "copied", len(PAYLOADS), size, hash_of(PAYLOADS))
     assert live.read(target) == PAYLOADS
     one, other = (client.cluster.ledgers.read(each).metadata for each in (source, target))
     assert other.custom_metadata == {
@@ -69,7 +69,7 @@ def test_a_copy_is_its_source_under_another_id(live: Live, client: Client) -> No
     assert copy(client, empty, LedgerId(SCOPE + 1, 2))[2:5] == ("copied", 0, 0)
 
 
-def test_what_was_left_half_way_is_finished(live: Live, client: Client) -> None:
+def test_unfinished_copy_is_resumed(live: Live, client: Client) -> None:
     source, target = live.write(PAYLOADS, LedgerId(SCOPE, 3)), LedgerId(SCOPE + 1, 3)
     shape = Shape.of(client.cluster.ledgers.read(source).metadata)
     dying = live.client()
@@ -88,7 +88,7 @@ def test_what_was_left_half_way_is_finished(live: Live, client: Client) -> None:
     assert live.read(target) == PAYLOADS
 
 
-def test_a_copy_that_was_closed_is_verified_before_it_counts(live: Live, client: Client) -> None:
+def test_closed_copy_is_verified(live: Live, client: Client) -> None:
     source, target = live.write(PAYLOADS, LedgerId(SCOPE, 4)), LedgerId(SCOPE + 1, 4)
     mark = {SOURCE_KEY: source.qualified_name.encode()}
     live.write(PAYLOADS, target, custom_metadata=mark)
@@ -103,13 +103,13 @@ def test_a_copy_that_was_closed_is_verified_before_it_counts(live: Live, client:
     with pytest.raises(Conflict, match="closed after 5 entries"):
         copy(client, source, short)
     foreign = live.write(PAYLOADS, LedgerId(SCOPE + 4, 4))
-    with pytest.raises(Conflict, match="no copy of ledger"):
+    with pytest.raises(Conflict, match="is not a copy of ledger"):
         copy(client, source, foreign)
     growing = live.open(LedgerId(SCOPE, 5))
     assert copy(client, growing.ledger, LedgerId(SCOPE + 1, 5))[2] == "open"
 
 
-def test_a_cluster_that_cannot_be_reached_is_no_ledgers_fault(live: Live, client: Client) -> None:
+def test_unreachable_cluster_fails_the_job(live: Live, client: Client) -> None:
     source = live.write([b"x"], LedgerId(SCOPE, 6))
 
     async def unreachable() -> Any:
@@ -120,7 +120,7 @@ def test_a_cluster_that_cannot_be_reached_is_no_ledgers_fault(live: Live, client
         client.run(unreachable())
 
 
-def test_a_scope_is_copied_through_spark(spark: SparkSession, live: Live) -> None:
+def test_scope_is_copied_through_spark(spark: SparkSession, live: Live) -> None:
     scope, to = SCOPE + 10, SCOPE + 11
     contents = {LedgerId(scope, number): PAYLOADS[: number * 3] for number in range(6)}
     for ledger, payloads in contents.items():
@@ -133,7 +133,7 @@ def test_a_scope_is_copied_through_spark(spark: SparkSession, live: Live) -> Non
         rows = migrate_scope(spark, options, to, from_scope_id=scope, task_count=3, **settings).collect()
         assert [row.source for row in rows] == sorted(row.source for row in rows)
         assert all(row.ledgerScopeId == str(to) for row in rows)
-        assert all(("no copy" in row.message) for row in rows if row.state == "failed")
+        assert all(("is not a copy" in row.message) for row in rows if row.state == "failed")
         return {int(row.ledgerId): row.state for row in rows}
 
     usual = dict.fromkeys(range(6), "copied") | {2: "failed", 7: "open"}

@@ -31,7 +31,7 @@ from bkctl.spark.jobs import garbage
 from bkctl.spark.jobs.bookies import find_bookies
 from bkctl.spark.jobs.garbage import by_bookie, garbage_shares, orphans, uses
 from bkctl.spark.jobs.integrity import Integrity, integrity
-from bkctl.spark.jobs.inventory import By, damages, shares, totals
+from bkctl.spark.jobs.inventory import Grouping, damages, shares, totals
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -94,7 +94,7 @@ def record_of(log: Path, ledger: LedgerId) -> tuple[int, int, int]:
 # --- inventory ------------------------------------------------------------------------------------------------------
 
 
-def test_an_inventory_counts_what_the_commands_for_one_bookie_count(spark: SparkSession, files: Files) -> None:
+def test_inventory_matches_commands_for_one_bookie(spark: SparkSession, files: Files) -> None:
     logs = {row["file"]: row for row in pipeline(None, "inventory", "--by", "entrylog", files.directory)}
     sizes: Counter[tuple[str, str]] = Counter()
     entries: Counter[tuple[str, str]] = Counter()
@@ -119,14 +119,14 @@ def test_an_inventory_counts_what_the_commands_for_one_bookie_count(spark: Spark
     counted = shares(spark, found).persist()
     assert damages(counted).count() == 0
 
-    def by(what: By, connection: dict[str, str] | None = None) -> Rows:
+    def by(what: Grouping, connection: dict[str, str] | None = None) -> Rows:
         return [row.asDict() for row in totals(spark, found, counted, what, connection).collect()]
 
-    assert {row["bookieId"]: (row["entryCount"], row["size"]) for row in by(By.BOOKIE)} == {
+    assert {row["bookieId"]: (row["entryCount"], row["size"]) for row in by(Grouping.BOOKIE)} == {
         bookie: tuple(sum(count for (owner, _), count in sums.items() if owner == bookie) for sums in (entries, sizes))
         for bookie in files.bookies
     }
-    ledgers = by(By.LEDGER)
+    ledgers = by(Grouping.LEDGER)
     assert {row["ledgerQualifiedName"]: (row["entryCount"], row["size"]) for row in ledgers} == {
         name: tuple(sum(count for (_, ledger), count in sums.items() if ledger == name) for sums in (entries, sizes))
         for name in {ledger for _, ledger in entries}
@@ -134,13 +134,13 @@ def test_an_inventory_counts_what_the_commands_for_one_bookie_count(spark: Spark
     assert ledgers == sorted(ledgers, key=lambda row: (-row["size"], row["ledgerQualifiedName"]))
     for row in ledgers:
         assert LedgerId(int(row["ledgerScopeId"]), int(row["ledgerId"])).qualified_name == row["ledgerQualifiedName"]
-    scopes = {row["ledgerScopeId"]: row for row in by(By.SCOPE)}
+    scopes = {row["ledgerScopeId"]: row for row in by(Grouping.SCOPE)}
     assert set(scopes) == {"0", "7"}
     for scope_id, row in scopes.items():
         of_scope = [each for each in ledgers if each["ledgerScopeId"] == scope_id]
         assert (row["ledgerCount"], row["size"]) == (len(of_scope), sum(each["size"] for each in of_scope))
     (pulsar,) = [row for row in ledgers if row["ledgerQualifiedName"] == files.flushed[-1].ledger.qualified_name]
-    named = {row["application"]: row for row in by(By.APPLICATION, {"metadataUri": files.uri})}
+    named = {row["application"]: row for row in by(Grouping.APPLICATION, {"metadataUri": files.uri})}
     assert (named["pulsar"]["component"], named["pulsar"]["managedLedger"]) == ("managed-ledger", "public/default/t")
     assert (named["pulsar"]["entryCount"], named["pulsar"]["size"]) == (pulsar["entryCount"], pulsar["size"])
     assert set(named) == {"pulsar", None}
@@ -160,9 +160,7 @@ def check(spark: SparkSession, files: Files, **options: Any) -> tuple[Integrity,
     return result, {(row.ledgerQualifiedName, row.entryId, row.bookieId, row.problem, row.intactCount) for row in rows}
 
 
-def test_integrity_finds_nothing_on_whole_files_whether_entries_are_in_logs_or_in_journals_only(
-    spark: SparkSession, files: Files
-) -> None:
+def test_integrity_finds_nothing_on_intact_files(spark: SparkSession, files: Files) -> None:
     result, found = check(spark, files)
     assert found == set()
     expected = promised(files, files.written)
@@ -174,9 +172,7 @@ def test_integrity_finds_nothing_on_whole_files_whether_entries_are_in_logs_or_i
     result.release()
 
 
-def test_integrity_finds_exactly_what_was_damaged_removed_or_forgotten(
-    spark: SparkSession, files: Files, tmp_path: Path
-) -> None:
+def test_integrity_finds_exactly_the_injected_problems(spark: SparkSession, files: Files, tmp_path: Path) -> None:
     files = copied(files, tmp_path)
     logs = [Path(place, "ledgers", "current", "0.log") for place in files.places()]
     scoped_log = Path(files.places()[0], "ledgers", "current", "scoped", "0.log")
@@ -235,7 +231,7 @@ def test_integrity_finds_exactly_what_was_damaged_removed_or_forgotten(
     ]
 
 
-def test_a_damaged_entry_does_not_say_how_far_its_open_ledger_goes(files: Files, tmp_path: Path) -> None:
+def test_damaged_entry_does_not_extend_open_ledger(files: Files, tmp_path: Path) -> None:
     files = copied(files, tmp_path)
     written = of_type(files, DigestType.HMAC, 0)
     with open_cluster(files.uri) as cluster:
@@ -251,7 +247,7 @@ def test_a_damaged_entry_does_not_say_how_far_its_open_ledger_goes(files: Files,
     assert (row["entryId"], row["bookieId"], row["problem"]) == (entry_id, files.bookies[0], "damaged")
 
 
-def test_neither_bookies_nor_indexes_that_are_not_given_are_taken_for_lost(files: Files, tmp_path: Path) -> None:
+def test_missing_bookies_and_indexes_are_not_findings(files: Files, tmp_path: Path) -> None:
     files = copied(files, tmp_path)
     for index in Path(files.places()[INTERLEAVED_BOOKIE]).rglob("*.idx"):
         index.unlink()
@@ -263,9 +259,7 @@ def test_neither_bookies_nor_indexes_that_are_not_given_are_taken_for_lost(files
 # --- garbage --------------------------------------------------------------------------------------------------------
 
 
-def test_garbage_is_what_the_command_for_one_bookie_says_of_each(
-    spark: SparkSession, files: Files, tmp_path: Path
-) -> None:
+def test_garbage_matches_command_for_one_bookie(spark: SparkSession, files: Files, tmp_path: Path) -> None:
     files = copied(files, tmp_path)
     dead = [
         of_type(files, DigestType.CRC32, 0).ledger,
@@ -295,7 +289,7 @@ def test_garbage_is_what_the_command_for_one_bookie_says_of_each(
     found.unpersist()
 
 
-def test_another_clusters_metadata_makes_no_garbage(files: Files, tmp_path: Path) -> None:
+def test_metadata_of_another_cluster_is_refused(files: Files, tmp_path: Path) -> None:
     other = f"sqlite://{tmp_path / 'other.db'}"
     with open_cluster(other, create=True):
         pass
@@ -330,9 +324,7 @@ def test_garbage_reads_each_log_once(
 # --- journals -------------------------------------------------------------------------------------------------------
 
 
-def test_an_audit_of_journals_says_what_is_replayed_what_is_behind_and_what_no_log_holds(
-    files: Files, tmp_path: Path
-) -> None:
+def test_audit_reports_replayed_hidden_and_unlogged_records(files: Files, tmp_path: Path) -> None:
     files = copied(files, tmp_path)
     place = files.places()[0]
     everything = promised(files, [*files.journaled[:1], *files.journaled[2:]])
@@ -372,7 +364,7 @@ def test_an_audit_of_journals_says_what_is_replayed_what_is_behind_and_what_no_l
 # --- results that stay ----------------------------------------------------------------------------------------------
 
 
-def test_rows_are_kept_in_files_that_appear_once_they_are_whole(files: Files, tmp_path: Path) -> None:
+def test_saved_files_appear_when_complete(files: Files, tmp_path: Path) -> None:
     import pyarrow.parquet
 
     paths = {ending: tmp_path / f"ledgers.{ending}" for ending in ("parquet", "csv", "json", "html")}
@@ -393,7 +385,7 @@ def test_rows_are_kept_in_files_that_appear_once_they_are_whole(files: Files, tm
     assert again.problem.startswith(f"{paths['csv']} exists")
 
 
-def test_a_report_is_one_page_of_all_jobs_and_names_are_escaped(files: Files, tmp_path: Path) -> None:
+def test_report_is_one_page_with_escaped_names(files: Files, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     parts = pipeline(files.uri, "report", files.directory, "--save", page)
     assert [part["job"] for part in parts] == ["inventory", "integrity", "garbage", "journal-audit"]
@@ -411,16 +403,16 @@ def test_a_report_is_one_page_of_all_jobs_and_names_are_escaped(files: Files, tm
         (["inventory"], 2, "No files of bookies are given"),
         (["inventory", "/nowhere"], 4, "/nowhere does not exist"),
         (["inventory", "{place}", "--save", "rows.xlsx"], 2, "not a name that ends in .parquet"),
-        (["inventory", "{place}", "--save", "/nowhere/rows.csv"], 4, "there is no directory /nowhere"),
+        (["inventory", "{place}", "--save", "/nowhere/rows.csv"], 4, "the directory /nowhere does not exist"),
         (["report", "{place}"], 2, "add --save report.html"),
         (["inventory", "{place}", "--spark-conf", "executor.memory"], 2, "not NAME=VALUE"),
         (["integrity", "{place}", "-u", "sqlite:///nowhere.db"], 4, "/nowhere.db"),
         (["migrate-scope", "--to-scope", "1"], 2, "name ledgers, or add --ledger-scope-id"),
-        (["import", "{place}"], 4, "There is no whole export"),
+        (["import", "{place}"], 4, "is not a complete export; create one with 'bkctl pipeline export'"),
         (["export", "{place}"], 5, "add --overwrite"),
     ],
 )
-def test_mistakes_are_one_line_before_any_work(
+def test_usage_errors_are_one_line_before_spark_starts(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, words: str
 ) -> None:
     # No local cluster is up here, whatever other tests began.

@@ -28,7 +28,7 @@ from bkctl.formats.entry_log import write_header, write_ledgers_map
 from bkctl.formats.record import NO_LEDGER
 from bkctl.ids import LedgerId
 from bkctl.spark.sources.entry_logs import EntryLogRecords, EntryLogSource
-from bkctl.spark.sources.records import fingerprint_of
+from bkctl.spark.sources.ranges import fingerprint_of
 
 V1, OTHER = LedgerId(0, 5), LedgerId(0, 6)
 V2, HUGE = LedgerId(7, 1), LedgerId(2**64 - 1, 2**63 + 9)
@@ -76,7 +76,7 @@ def without_bookie(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("size", ["5000", "1MiB"])
 @pytest.mark.parametrize("bookie", BOOKIES, ids=IDS)
-def test_a_bookies_directory_has_the_rows_that_apaches_shell_prints(bookie: golden.GoldenBookie, size: str) -> None:
+def test_entry_logs_match_apache_shell(bookie: golden.GoldenBookie, size: str) -> None:
     rows = rows_of(EntryLogSource, path=bookie.ledger_dir, maxPartitionBytes=size)
     names = ("ledgerId", "entryId", "offset", "recordSize", "lastAddConfirmed")
     by_file: dict[Path, list[tuple[Any, ...]]] = {path: [] for path in bookie.entry_logs}
@@ -90,7 +90,7 @@ def test_a_bookies_directory_has_the_rows_that_apaches_shell_prints(bookie: gold
 
 
 @pytest.mark.parametrize("digest_type", [None, DigestType.CRC32C, DigestType.HMAC])
-def test_every_column_is_what_the_reader_of_records_says(tmp_path: Path, digest_type: DigestType | None) -> None:
+def test_every_column_matches_the_record_reader(tmp_path: Path, digest_type: DigestType | None) -> None:
     records = [record(V1, at, bytes(at)) for at in range(40)]
     plain = write(tmp_path / "current" / "1a.log", *records, record(OTHER, 2**40), *write_ledgers_map({V1: 5}))
     records = [record(V2 if at % 3 else HUGE, at, b"x" * at, list(DigestType)[at % 4]) for at in range(40)]
@@ -135,7 +135,7 @@ def test_entries_too_short_for_their_digest_have_no_payload(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("size", [1, 700, 10_000])
-def test_a_payload_that_is_an_entry_log_is_a_payload(tmp_path: Path, size: int) -> None:
+def test_payload_with_records_is_not_searched(tmp_path: Path, size: int) -> None:
     inner = write_header() + b"".join(record(OTHER, at) for at in range(50))
     records = [record(V1, at, inner[at:] if at % 2 else inner) for at in range(12)]
     path = write(tmp_path / "0.log", *records, *write_ledgers_map({V1: 1}))
@@ -146,7 +146,7 @@ def test_a_payload_that_is_an_entry_log_is_a_payload(tmp_path: Path, size: int) 
 
 
 @pytest.mark.parametrize("size", [1, 100, 4096, 1 << 20])
-def test_partitions_are_the_records_of_the_file_each_once(size: int) -> None:
+def test_partitions_hold_each_record_once(size: int) -> None:
     planned = Planned(EntryLogSource, path=LOG, maxPartitionBytes=size, types="entry,ledgersMap,padding")
     with EntryLogReader.open(LOG) as reader:
         offsets = [each.offset for each in reader.records(special=True)]
@@ -161,7 +161,7 @@ def test_partitions_are_the_records_of_the_file_each_once(size: int) -> None:
     assert list(chain.from_iterable(found)) == offsets
 
 
-def test_records_of_every_size_are_found_whatever_their_windows(tmp_path: Path) -> None:
+def test_records_of_every_size_are_found(tmp_path: Path) -> None:
     sizes = [3 << 20, 0, 100_000, 1, 5 << 20, *[70_000] * 90, 20, 9 << 20]
     path = write(tmp_path / "0.log", *(record(V1, at, bytes(size)) for at, size in enumerate(sizes)))
     for columns in ("entryId,recordSize", "entryId,recordSize,payload"):
@@ -173,9 +173,7 @@ def test_records_of_every_size_are_found_whatever_their_windows(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_large_payloads_are_not_read_when_nobody_asks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
-) -> None:
+def test_large_payloads_are_read_on_request_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
     ledger = V1 if version == 1 else V2
     path = write(tmp_path / "0.log", *(record(ledger, at, bytes(300_000)) for at in range(60)), version=version)
     planned = Planned(EntryLogSource, path=path)
@@ -193,7 +191,23 @@ def test_large_payloads_are_not_read_when_nobody_asks(
     assert read_bytes < path.stat().st_size / 3
 
 
-def test_padding_of_the_direct_io_logger_is_passed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("count", [7, 8, 9, 14])
+def test_few_large_entries_are_read_by_their_headers(tmp_path: Path, version: int, count: int) -> None:
+    ledger = V1 if version == 1 else V2
+    records = [record(ledger, at, bytes(600_000)) for at in range(count)]
+    path = write(tmp_path / "0.log", *records, version=version)
+    rows = rows_of(EntryLogSource, path=path, columns="ledgerQualifiedName,entryId,recordSize,offset,type")
+    with EntryLogReader.open(path) as reader:
+        assert [tuple(row.values()) for row in rows] == [
+            (each.ledger.qualified_name, each.entry_id, each.record_size, each.offset, "entry")
+            for each in reader.records()
+        ]
+    (sums,) = rows_of(EntryLogSource, path=path, rows="ledgers", columns="ledgerQualifiedName,entryCount,size")
+    assert tuple(sums.values()) == (ledger.qualified_name, count, sum(map(len, records)))
+
+
+def test_padding_of_direct_io_logger_is_skipped(tmp_path: Path) -> None:
     def padded(data: bytes) -> bytes:
         return data + b"\xf0" * (-(1024 + len(data)) % 4096)
 
@@ -203,7 +217,7 @@ def test_padding_of_the_direct_io_logger_is_passed(tmp_path: Path) -> None:
     assert without_bookie(rows_of(EntryLogSource, path=path)) == list(expected(path))
 
 
-def test_fillers_are_rows_only_when_asked_for(tmp_path: Path) -> None:
+def test_fillers_are_rows_on_request_only(tmp_path: Path) -> None:
     path = write(tmp_path / "0.log", record(V1, 0), *write_ledgers_map({V1: 45}))
     assert [row["type"] for row in rows_of(EntryLogSource, path=path)] == ["entry"]
     rows = rows_of(EntryLogSource, path=path, types="ledgersMap,entry")
@@ -212,7 +226,7 @@ def test_fillers_are_rows_only_when_asked_for(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_the_options_ledger_and_scope_choose(tmp_path: Path) -> None:
+def test_options_ledger_and_scope_select(tmp_path: Path) -> None:
     write(tmp_path / "current" / "0.log", *(record(each, 3) for each in (V1, OTHER) * 10))
     write(tmp_path / "current" / "scoped" / "0.log", *(record(each, 4) for each in (V2, HUGE) * 10), version=2)
 
@@ -271,7 +285,7 @@ def test_files_directories_and_patterns_name_each_file_once(tmp_path: Path) -> N
     ],
 )
 @pytest.mark.parametrize("mode", ["failfast", "permissive"])
-def test_what_makes_no_sense_is_an_error_in_both_modes(
+def test_usage_errors_are_raised_in_both_modes(
     tmp_path: Path, options: dict[str, str], error: type[BkctlError], mode: str
 ) -> None:
     given_options = {name: value.format(tmp_path) for name, value in options.items()}
@@ -279,7 +293,7 @@ def test_what_makes_no_sense_is_an_error_in_both_modes(
         Planned(EntryLogSource, **{"mode": mode, **given_options})
 
 
-def test_a_schema_of_other_columns_is_refused() -> None:
+def test_schema_with_unknown_columns_is_refused() -> None:
     with pytest.raises(UsageError, match="no column ledgerId of type bigint"):
         EntryLogSource({"path": "x"}).reader(StructType().add("ledgerId", LongType()))
 
@@ -337,7 +351,7 @@ LOGS["scoped"] = write_header(2) + b"".join(
     st.sampled_from([4000, 1 << 20]),
 )
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_hostile_logs_say_what_the_reader_says(
+def test_hostile_logs_match_the_reader(
     tmp_path: Path, log: str, changes: list[tuple[float, bytes]], cut: float | None, size: int
 ) -> None:
     data = bytearray(LOGS[log])
@@ -362,14 +376,14 @@ def test_hostile_logs_say_what_the_reader_says(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_tails_are_what_they_are_for_the_reader(tmp_path: Path, name: str, tail: bytes) -> None:
+def test_torn_tails_match_the_reader(tmp_path: Path, name: str, tail: bytes) -> None:
     path = write(tmp_path / "0.log", *(record(V1, at) for at in range(3)), tail)
     check_both_modes(path)
     check_both_modes(path, maxPartitionBytes=1)
 
 
 @pytest.mark.parametrize("size", [1, 1 << 20])
-def test_a_size_that_reaches_over_the_end_hides_no_records(tmp_path: Path, size: int) -> None:
+def test_oversized_record_does_not_hide_later_ones(tmp_path: Path, size: int) -> None:
     records = []
     for at in range(10):
         sealed = DigestManager(V1, DigestType.CRC32C).seal(at, at - 1, (1 << 40) + (at + 1) * 5, b"hello")
@@ -389,7 +403,7 @@ def test_files_that_are_no_logs(tmp_path: Path, data: bytes) -> None:
     check_both_modes(path)
 
 
-def test_damage_in_one_file_hides_no_other(tmp_path: Path) -> None:
+def test_damage_in_one_file_does_not_hide_others(tmp_path: Path) -> None:
     for name in ("0", "2"):
         write(tmp_path / "current" / f"{name}.log", record(V1, int(name)))
     bad = write(tmp_path / "current" / "1.log", record(V1, 1), struct.pack(">i", -9) + bytes(60))
@@ -437,7 +451,7 @@ CHANGES = ["deleted", "emptied", "shrunk", "one record less", "other ids", "two 
 
 @pytest.mark.parametrize("size", [200, 1 << 20])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_file_that_is_not_what_was_planned_is_an_error(tmp_path: Path, change: str, size: int) -> None:
+def test_log_changed_after_plan_is_an_error(tmp_path: Path, change: str, size: int) -> None:
     path = write(tmp_path / "0.log", *(record(V1, at) for at in range(30)))
     plans = [
         Planned(EntryLogSource, path=path, maxPartitionBytes=size, mode=mode) for mode in ("failfast", "permissive")
@@ -451,7 +465,7 @@ def test_a_file_that_is_not_what_was_planned_is_an_error(tmp_path: Path, change:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_fingerprint_is_the_same_however_records_come_in_batches(tmp_path: Path, version: int) -> None:
+def test_fingerprint_is_independent_of_batches(tmp_path: Path, version: int) -> None:
     ledgers = (V1, OTHER) if version == 1 else (V2, HUGE)
     path = write(tmp_path / "0.log", *(record(ledgers[at % 2], at, bytes(at)) for at in range(50)), version=version)
     with EntryLogReader.open(path) as reader:
@@ -468,7 +482,7 @@ def test_a_fingerprint_is_the_same_however_records_come_in_batches(tmp_path: Pat
 
 
 @pytest.mark.parametrize("size", [200, 1 << 20])
-def test_what_a_running_bookie_appends_is_not_part_of_the_answer(tmp_path: Path, size: int) -> None:
+def test_records_appended_by_running_bookie_are_ignored(tmp_path: Path, size: int) -> None:
     path = write(tmp_path / "0.log", *(record(V1, at) for at in range(30)), record(V1, 30)[:20])
     planned = Planned(EntryLogSource, path=path, maxPartitionBytes=size)
     more = b"".join(record(V1, at) for at in range(31, 40))
@@ -479,9 +493,7 @@ def test_what_a_running_bookie_appends_is_not_part_of_the_answer(tmp_path: Path,
     assert [row["entryId"] for row in planned.rows()] == list(range(30))
 
 
-def test_a_log_that_goes_away_while_the_plan_is_made_has_the_files_listed_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_deleted_during_plan_restarts_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = write(tmp_path / "current" / "0.log", record(V1, 0), record(OTHER, 0))
     listed = EntryLogRecords.list_places
 
@@ -500,11 +512,11 @@ def test_a_log_that_goes_away_while_the_plan_is_made_has_the_files_listed_anew(
         return [place, place._replace(path=f"{place.path}x")]
 
     monkeypatch.setattr(EntryLogRecords, "list_places", always_one_too_many)
-    with pytest.raises(Conflict, match="went away while it was read"):
+    with pytest.raises(Conflict, match="was deleted while it was read"):
         Planned(EntryLogSource, path=tmp_path)
 
 
-def test_a_file_that_cannot_be_read_is_an_error_or_a_row(tmp_path: Path) -> None:
+def test_unreadable_file_is_an_error_or_row(tmp_path: Path) -> None:
     path = write(tmp_path / "current" / "0.log", record(V1, 0))
     (tmp_path / "current" / "1.log").symlink_to(tmp_path / "nothing")
     rows = rows_of(EntryLogSource, path=path)
@@ -518,7 +530,7 @@ def test_a_file_that_cannot_be_read_is_an_error_or_a_row(tmp_path: Path) -> None
         assert [row["damage"]["file"] for row in rows_of(EntryLogSource, path=path, mode="permissive")] == [str(path)]
 
 
-def test_unknown_entry_format_versions_are_said_as_such(tmp_path: Path) -> None:
+def test_unknown_entry_format_versions_are_reported(tmp_path: Path) -> None:
     path = write(tmp_path / "0.log", record(V1, 0), struct.pack(">i", 60) + b"\xb3" + bytes(59))
     with pytest.raises(Unsupported):
         rows_of(EntryLogSource, path=path)
@@ -538,7 +550,7 @@ def test_copies_in_two_places_are_two_bookies(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", ["10000", "1m"])
 @pytest.mark.parametrize("bookie", BOOKIES, ids=IDS)
-def test_sums_of_ledgers_are_what_apaches_shell_says_of_each_log(bookie: golden.GoldenBookie, size: str) -> None:
+def test_ledger_sums_match_apache_shell(bookie: golden.GoldenBookie, size: str) -> None:
     sums: dict[tuple[str, str], list[int]] = {}
     for row in rows_of(EntryLogSource, path=bookie.ledger_dir, rows="ledgers", maxPartitionBytes=size):
         of_ledger = sums.setdefault((row["file"], row["ledgerId"]), [0, 0])
@@ -552,7 +564,7 @@ def test_sums_of_ledgers_are_what_apaches_shell_says_of_each_log(bookie: golden.
     assert sums == wanted
 
 
-def test_sums_of_scoped_ledgers_and_of_those_that_are_chosen(tmp_path: Path) -> None:
+def test_ledger_sums_of_scoped_and_selected_ledgers(tmp_path: Path) -> None:
     records = [record(V2 if at % 3 else HUGE, at, bytes(at)) for at in range(100)]
     path = write(tmp_path / "current" / "scoped" / "0.log", *records, *write_ledgers_map({V2: 1}, 2), version=2)
     with EntryLogReader.open(path) as reader:
@@ -567,7 +579,7 @@ def test_sums_of_scoped_ledgers_and_of_those_that_are_chosen(tmp_path: Path) -> 
     assert (planned.left, planned.rows()) == ([], [{"entryCount": 66}])
 
 
-def test_sums_of_a_damaged_log_say_so(tmp_path: Path) -> None:
+def test_ledger_sums_of_damaged_log_have_damage(tmp_path: Path) -> None:
     path = write(tmp_path / "0.log", *(record(V1, at) for at in range(20)), struct.pack(">i", -9) + bytes(60))
     with pytest.raises(CorruptRecord):
         rows_of(EntryLogSource, path=path, rows="ledgers")

@@ -109,9 +109,7 @@ def filters(draw: st.DrawFn) -> Filter:
 
 @given(st.lists(filters(), max_size=4), st.sampled_from(["200", "1m"]))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_rows_are_those_that_the_filters_keep(
-    bookie: Path, rows: list[dict[str, Any]], chosen: list[Filter], size: str
-) -> None:
+def test_filters_match_spark(bookie: Path, rows: list[dict[str, Any]], chosen: list[Filter], size: str) -> None:
     planned = Planned(EntryLogSource, chosen, path=bookie, maxPartitionBytes=size)
     found = [row for row in planned.rows() if all(keeps(each, row) for each in planned.left)]
     assert found == [row for row in rows if all(keeps(each, row) for each in chosen)]
@@ -120,7 +118,7 @@ def test_rows_are_those_that_the_filters_keep(
     assert all(part.wanted_count for part in planned.parts)
 
 
-def test_what_is_not_known_is_left_to_spark(bookie: Path) -> None:
+def test_unsupported_filters_are_left_to_spark(bookie: Path) -> None:
     others: list[Filter] = [
         Not(EqualTo(("ledgerId",), "5")),
         StringStartsWith(("ledgerId",), "5"),
@@ -138,7 +136,7 @@ def test_what_is_not_known_is_left_to_spark(bookie: Path) -> None:
     assert len(planned.rows()) == 180
 
 
-def test_in_permissive_mode_spark_looks_again(bookie: Path) -> None:
+def test_permissive_mode_leaves_all_filters_to_spark(bookie: Path) -> None:
     chosen: list[Filter] = [IsNotNull(("ledgerId",)), EqualTo(("ledgerId",), "6")]
     planned = Planned(EntryLogSource, chosen, path=bookie, mode="permissive")
     assert planned.left == chosen
@@ -153,7 +151,7 @@ def test_files_that_a_filter_excludes_are_not_opened(bookie: Path, tmp_path: Pat
     assert len(Planned(EntryLogSource, [EqualTo(("logId",), 0)], path=tmp_path).rows()) == 60
 
 
-def test_conditions_count_the_ledgers_where_they_can() -> None:
+def test_conditions_list_ledgers_if_finite() -> None:
     def conditions(*filters: Filter) -> Conditions:
         made = Conditions()
         assert not list(made.push(filters, ("ledgerId", "ledgerScopeId", "ledgerQualifiedName"), ("entryId",)))
@@ -182,7 +180,7 @@ def options(**given_options: str) -> SourceOptions:
     return SourceOptions("source", given_options, ("mode", "columns", "size", "flag", "count", "keyFile", "keyEnv"))
 
 
-def test_options_are_known_in_any_case() -> None:
+def test_option_names_are_case_insensitive() -> None:
     assert options(MODE="Permissive").mode() is Mode.PERMISSIVE
     assert options().mode() is Mode.FAILFAST
     assert options(columns="B, *").columns(["a", "c"], ["b"]) == ["b", "a", "c"]
@@ -201,7 +199,7 @@ def test_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "1.5", "kib", "1 x", "9999999t"])
-def test_what_is_no_size(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="size"):
         options(size=text).size_bytes("size", 7)
 
@@ -215,7 +213,7 @@ def test_flags_and_numbers() -> None:
             options(**{name: text}).flag("flag") if name == "flag" else options(**{name: text}).integer("count", 3, 1)
 
 
-def test_secrets_are_named_and_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_read_from_file_or_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "key"
     file.write_bytes(b"se cret\n")
     assert options(keyFile=str(file)).secret("key") == b"se cret"

@@ -69,7 +69,7 @@ def of_rows(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("size", ["20000", "1m"])
 @pytest.mark.parametrize("bookie", BOOKIES, ids=[f"{each.version}-{each.name}" for each in BOOKIES])
-def test_a_bookies_index_is_what_apaches_shell_says(bookie: golden.GoldenBookie, size: str) -> None:
+def test_index_matches_apache_shell(bookie: golden.GoldenBookie, size: str) -> None:
     rows = rows_of(IndexSource, path=bookie.ledger_dir, maxPartitionBytes=size)
     locations = {
         (ledger_id, entry_id): place
@@ -107,7 +107,7 @@ def test_scoped_and_mixed_directories(tmp_path: Path, size: str) -> None:
     assert {row["explicitLac"] for row in rows_of(IndexSource, path=tmp_path / "files", rows="ledgers")} == {3}
 
 
-def test_files_and_databases_may_be_named_alone(tmp_path: Path) -> None:
+def test_single_files_and_databases_are_read(tmp_path: Path) -> None:
     path = write_index(tmp_path / "files", V1, [pack_location(3, 2000)])
     write_databases(tmp_path / "db", V1)
     assert len(rows_of(IndexSource, path=path)) == 1
@@ -127,7 +127,7 @@ def test_files_and_databases_may_be_named_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["files", "db"])
-def test_filters_are_taken(tmp_path: Path, place: str) -> None:
+def test_index_filters_are_pushed_down(tmp_path: Path, place: str) -> None:
     for ledger in (V1, V2, HUGE):
         write_index(tmp_path / "files", ledger, [pack_location(at // 4, 2000 + at) for at in range(10)])
     write_databases(tmp_path / "db", V1)
@@ -151,7 +151,7 @@ def test_filters_are_taken(tmp_path: Path, place: str) -> None:
     assert names == {V1.qualified_name, V2.qualified_name}
 
 
-def test_damage_of_an_index_file(tmp_path: Path) -> None:
+def test_damaged_index_file_is_an_error_or_row(tmp_path: Path) -> None:
     good = write_index(tmp_path, V1, [pack_location(1, 2000)])
     bad = write_index(tmp_path, LedgerId(0, 6), [pack_location(1, 2000)])
     bad.write_bytes(b"BKXX" + bad.read_bytes()[4:])
@@ -166,7 +166,7 @@ def test_damage_of_an_index_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", ["entries", "ledgers"])
-def test_index_files_that_change_between_plan_and_read(tmp_path: Path, rows: str) -> None:
+def test_index_file_changed_after_plan_is_an_error(tmp_path: Path, rows: str) -> None:
     path = write_index(tmp_path, V1, [pack_location(1, 2000)] * 100)
     planned = Planned(IndexSource, path=path, rows=rows)
     path.write_bytes(path.read_bytes() + struct.pack(">q", pack_location(1, 3000)))
@@ -179,7 +179,7 @@ def test_index_files_that_change_between_plan_and_read(tmp_path: Path, rows: str
         planned.rows()
 
 
-def test_a_database_that_is_damaged_or_gone(tmp_path: Path) -> None:
+def test_damaged_or_missing_database_is_an_error_or_row(tmp_path: Path) -> None:
     source = golden.GoldenBookie("4.18.0", "db")
     shutil.copytree(source.ledger_dir, tmp_path / "ledgers")
     planned = Planned(IndexSource, path=tmp_path / "ledgers")
@@ -211,7 +211,7 @@ INDEX = next(path for path in (golden.GoldenBookie("4.18.0", "sorted").ledger_di
     st.sampled_from(["entries", "ledgers"]),
 )
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_hostile_index_files_say_what_the_reader_says(
+def test_hostile_index_files_match_the_reader(
     tmp_path: Path, changes: list[tuple[float, bytes]], cut: float | None, rows: str
 ) -> None:
     data = bytearray(INDEX.read_bytes())

@@ -114,7 +114,7 @@ def check_both_modes(path: Path, **options: object) -> None:
 
 @pytest.mark.parametrize("size", ["8000", "1g"])
 @pytest.mark.parametrize("bookie", BOOKIES, ids=[f"{each.version}-{each.name}" for each in BOOKIES])
-def test_a_bookies_journals_have_the_rows_that_apaches_shell_prints(bookie: golden.GoldenBookie, size: str) -> None:
+def test_journals_match_apache_shell(bookie: golden.GoldenBookie, size: str) -> None:
     rows = rows_of(JournalSource, path=bookie.journal_dir, maxPartitionBytes=size)
     names = ("type", "ledgerId", "entryId", "offset", "recordSize")
     by_file: dict[Path, list[tuple[Any, ...]]] = {path: [] for path in bookie.journals}
@@ -146,7 +146,7 @@ def test_every_type_of_record(tmp_path: Path, version: int, size: int) -> None:
     assert fences == [row for row in rows if row["type"] == "fence"]
 
 
-def test_master_keys_are_there_only_when_they_are_named(tmp_path: Path) -> None:
+def test_master_keys_are_read_on_request_only(tmp_path: Path) -> None:
     path = tmp_path / "1f.txn"
     path.write_bytes(journal(6, *groups_of(V1)))
     rows = rows_of(JournalSource, path=path, columns="type,masterKey,payload", digestType="CRC32C")
@@ -181,7 +181,7 @@ def test_scoped_journals_that_a_downgrade_set_aside_are_found(tmp_path: Path) ->
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_tails_are_what_they_are_for_the_reader(tmp_path: Path, name: str, tail: bytes, size: int) -> None:
+def test_torn_tails_match_the_reader(tmp_path: Path, name: str, tail: bytes, size: int) -> None:
     path = tmp_path / "1f.txn"
     path.write_bytes(journal(6, *groups_of(V1)) + tail)
     check_both_modes(path, maxPartitionBytes=size)
@@ -198,7 +198,7 @@ JOURNALS["scoped"] = journal(7, *groups_of(V1, V2))
     st.sampled_from([4000, 1 << 20]),
 )
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_hostile_journals_say_what_the_reader_says(
+def test_hostile_journals_match_the_reader(
     tmp_path: Path, name: str, changes: list[tuple[float, bytes]], cut: float | None, size: int
 ) -> None:
     data = bytearray(JOURNALS[name])
@@ -212,7 +212,7 @@ def test_hostile_journals_say_what_the_reader_says(
 
 @pytest.mark.parametrize("size", [200, 1 << 20])
 @pytest.mark.parametrize("change", ["deleted", "emptied", "shrunk", "other ids", "another version", "zeroed"])
-def test_a_journal_that_is_not_what_was_planned_is_an_error(tmp_path: Path, change: str, size: int) -> None:
+def test_journal_changed_after_plan_is_an_error(tmp_path: Path, change: str, size: int) -> None:
     path = tmp_path / "1f.txn"
     data = journal(6, *groups_of(V1))
     path.write_bytes(data)
@@ -237,7 +237,7 @@ def test_a_journal_that_is_not_what_was_planned_is_an_error(tmp_path: Path, chan
     assert {each["file"] for each in damage} == {str(path)}
 
 
-def test_what_is_appended_after_the_plan_is_not_part_of_the_answer(tmp_path: Path) -> None:
+def test_records_appended_after_plan_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / "1f.txn"
     data = journal(6, *groups_of(V1))
     path.write_bytes(data + bytes(8192))

@@ -56,7 +56,7 @@ def ledger_of(written: LedgerWritten) -> LedgerId:
 
 
 @pytest.mark.parametrize("scope_id", [0, SCOPE, None])
-def test_only_what_counts_is_left(live: Live, tmp_path: Path, scope_id: int | None) -> None:
+def test_commit_deletes_ledgers_of_uncounted_attempts(live: Live, tmp_path: Path, scope_id: int | None) -> None:
     scope = {} if scope_id is None else {"ledgerScopeId": scope_id}
     names = tmp_path / "names"
     planned, other = writer(live, names=names, **scope), writer(live, **scope)
@@ -81,7 +81,7 @@ def test_only_what_counts_is_left(live: Live, tmp_path: Path, scope_id: int | No
     assert live.ledgers() - before == {ledger_of(first), ledger_of(second)}
 
 
-def test_the_ledgers_are_as_asked_for(live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ledgers_have_the_requested_settings(live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "secret").write_text("pass word\n")
     made = attempt(
         writer(
@@ -105,7 +105,7 @@ def test_the_ledgers_are_as_asked_for(live: Live, tmp_path: Path, monkeypatch: p
     assert client.cluster.ledgers.read(ledger_of(made)).metadata.password == b"other"
 
 
-def test_what_fails_leaves_nothing(live: Live, tmp_path: Path) -> None:
+def test_failed_write_leaves_no_ledger(live: Live, tmp_path: Path) -> None:
     planned = writer(live, ledgerScopeId=SCOPE + 2)
 
     def dying() -> Iterator[pa.RecordBatch]:
@@ -122,7 +122,7 @@ def test_what_fails_leaves_nothing(live: Live, tmp_path: Path) -> None:
     assert live.ledgers(SCOPE + 2) == set()
 
 
-def test_names_are_written_to_a_new_file_unless_asked_otherwise(live: Live, tmp_path: Path) -> None:
+def test_names_file_is_replaced_only_with_overwrite(live: Live, tmp_path: Path) -> None:
     names = tmp_path / "names"
     names.write_text("precious")
     with pytest.raises(AlreadyExists):
@@ -131,7 +131,7 @@ def test_names_are_written_to_a_new_file_unless_asked_otherwise(live: Live, tmp_
     assert names.read_text() == "precious"
     planned.commit([])
     assert names.read_text() == ""
-    with pytest.raises(UsageError, match="no such directory"):
+    with pytest.raises(UsageError, match="its directory does not exist"):
         writer(live, names=tmp_path / "none" / "names")
     with pytest.raises(UsageError, match="payload"):
         LedgerSource(live.options).writer(struct_of("`a` binary"), False)
@@ -141,7 +141,7 @@ def test_names_are_written_to_a_new_file_unless_asked_otherwise(live: Live, tmp_
         writer(live, ensembleSize=2, writeQuorumSize=3)
 
 
-def test_a_frame_becomes_ledgers_through_spark(spark: SparkSession, live: Live) -> None:
+def test_frame_is_written_to_ledgers_through_spark(spark: SparkSession, live: Live) -> None:
     rows = spark.createDataFrame([(f"row {number}",) for number in range(50)], "payload string").repartition(3)
     ledgers = write_ledgers(rows, {**live.options, "ledgerScopeId": str(SCOPE + 4), "ensembleSize": "2"})
     assert len(ledgers) == 3
@@ -154,7 +154,7 @@ def test_a_frame_becomes_ledgers_through_spark(spark: SparkSession, live: Live) 
     assert live.ledgers(SCOPE + 5) == set()
 
 
-def test_what_is_written_to_apaches_bookies_is_read_by_apaches_client(
+def test_apache_client_reads_written_ledgers(
     apache_cluster: servers.ApacheCluster, java: servers.Java, tmp_path: Path
 ) -> None:
     (tmp_path / "secret").write_text("pw")

@@ -90,7 +90,7 @@ def numbered(first: int, last: int) -> list[bytes]:
     return [b"%d" % number for number in range(first, last + 1)]
 
 
-def test_ledgers_are_followed_until_they_are_closed(live: Live, stream: Any) -> None:
+def test_stream_follows_ledgers_until_they_close(live: Live, stream: Any) -> None:
     scope = SCOPE + 1
     one = live.open(LedgerId(scope, 1))
     one.add(numbered(0, 2))
@@ -127,7 +127,7 @@ def test_ledgers_are_followed_until_they_are_closed(live: Live, stream: Any) -> 
     assert one.ledger.qualified_name not in followed.offset["closed"]
 
 
-def test_a_batch_is_no_larger_than_asked_for(live: Live, stream: Any) -> None:
+def test_batches_respect_limits(live: Live, stream: Any) -> None:
     scope = SCOPE + 2
     contents = {live.write(numbered(0, count - 1), LedgerId(scope, count)): count for count in (1, 20, 50)}
     wanted = {(ledger, number) for ledger, count in contents.items() for number in range(count)}
@@ -146,7 +146,7 @@ def test_a_batch_is_no_larger_than_asked_for(live: Live, stream: Any) -> None:
     assert isinstance(stream().reader.getDefaultReadLimit(), ReadAllAvailable)
 
 
-def test_available_now_ends_where_it_began(live: Live, stream: Any) -> None:
+def test_available_now_ends_at_entries_of_its_start(live: Live, stream: Any) -> None:
     scope = SCOPE + 3
     growing = live.open(LedgerId(scope, 1))
     growing.add(numbered(0, 4))
@@ -165,7 +165,7 @@ def test_available_now_ends_where_it_began(live: Live, stream: Any) -> None:
     assert len(found) == len(set(found)) == 14
 
 
-def test_a_ledger_that_goes_before_it_was_read_is_an_error_or_passed_over(live: Live, stream: Any) -> None:
+def test_deleted_ledger_fails_or_is_skipped(live: Live, stream: Any) -> None:
     scope = SCOPE + 4
     gone, kept = live.write(numbered(0, 9), LedgerId(scope, 1)), live.write(numbered(0, 9), LedgerId(scope, 2))
     strict, lax = (
@@ -188,7 +188,7 @@ def test_a_ledger_that_goes_before_it_was_read_is_an_error_or_passed_over(live: 
         stream(ledger=gone).batch()
 
 
-def test_a_stream_may_start_with_what_comes_from_now_on(live: Live, stream: Any) -> None:
+def test_stream_starts_at_latest_offsets(live: Live, stream: Any) -> None:
     scope = SCOPE + 5
     growing = live.open(LedgerId(scope, 1), custom_metadata={"topic": b"a"})
     growing.add(numbered(0, 4))
@@ -204,12 +204,12 @@ def test_a_stream_may_start_with_what_comes_from_now_on(live: Live, stream: Any)
 
 
 @pytest.mark.parametrize("text", ["latest", "[]", '{"open": {"x": 1}}', '{"open": {}, "more": {}}', '{"open": 5}'])
-def test_a_start_that_is_no_position_is_refused(live: Live, stream: Any, text: str) -> None:
+def test_invalid_starting_offset_is_refused(live: Live, stream: Any, text: str) -> None:
     with pytest.raises(UsageError, match="offset"):
         stream(startingOffsets=text)
 
 
-def test_shares_are_fair_and_use_what_others_leave() -> None:
+def test_allotted_shares_are_fair() -> None:
     waiting, sizes = {"a": 1, "b": 100, "c": 100}, {"a": 10, "b": 1, "c": 50}
     assert allot(waiting, sizes, None, None) == waiting
     assert allot(waiting, sizes, 21, None) == {"a": 1, "b": 10, "c": 10}
@@ -251,7 +251,7 @@ writer.start(f"{directory}/out").awaitTermination()
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_a_query_killed_in_a_batch_neither_loses_nor_repeats(spark: SparkSession, live: Live, tmp_path: Path) -> None:
+def test_killed_query_neither_loses_nor_repeats_entries(spark: SparkSession, live: Live, tmp_path: Path) -> None:
     scope = SCOPE + 6
     growing = live.open(LedgerId(scope, 1))
     growing.add([*numbered(0, 11), b"stop here", *numbered(13, 24)])

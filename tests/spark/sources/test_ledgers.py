@@ -58,7 +58,7 @@ def found(rows: list[dict[str, Any]]) -> list[tuple[str, int, bytes]]:
 @pytest.mark.parametrize(
     "options", [{}, {"entriesPerPartition": 7}, {"maxPartitionBytes": "1KiB"}, {"entriesPerPartition": 1}]
 )
-def test_every_confirmed_entry_comes_once(
+def test_every_confirmed_entry_is_read_once(
     live: Live, ledgers: dict[LedgerId, list[bytes]], options: dict[str, Any]
 ) -> None:
     plan = Planned(LedgerSource, **live.options, ledgerScopeId=SCOPE, **options)
@@ -69,7 +69,7 @@ def test_every_confirmed_entry_comes_once(
         assert len(plan.parts) == -(-len(expected(ledgers)) // count)
 
 
-def test_rows_say_what_ledger_read_says(live: Live, ledgers: dict[LedgerId, list[bytes]]) -> None:
+def test_rows_match_ledger_read(live: Live, ledgers: dict[LedgerId, list[bytes]]) -> None:
     ledger = LedgerId(SCOPE, 1)
     rows = rows_of(LedgerSource, **live.options, ledger=f"{ledger},{LedgerId(SCOPE, 3).uuid}")
     assert list(rows[0]) == list(COLUMNS)
@@ -82,7 +82,7 @@ def test_rows_say_what_ledger_read_says(live: Live, ledgers: dict[LedgerId, list
     assert all(-1 <= row["lastAddConfirmed"] < row["entryId"] for row in rows)
 
 
-def test_filters_choose_what_is_asked_for(live: Live, ledgers: dict[LedgerId, list[bytes]]) -> None:
+def test_filters_select_entries(live: Live, ledgers: dict[LedgerId, list[bytes]]) -> None:
     name = LedgerId(SCOPE, 1).qualified_name
     scope = EqualTo(("ledgerScopeId",), str(SCOPE))
     plan = Planned(
@@ -106,7 +106,7 @@ def test_filters_choose_what_is_asked_for(live: Live, ledgers: dict[LedgerId, li
     assert some == [{"ledgerId": "1"}] * 25 + [{"ledgerId": str(2**64 - 1)}] * 5
 
 
-def test_what_is_not_there_is_said(live: Live, tmp_path: Path) -> None:
+def test_missing_ledgers_and_entries_are_reported(live: Live, tmp_path: Path) -> None:
     real = live.write([b"0", b"1", b"2"], scope_id=SCOPE + 1)
     cluster = live.client().cluster
     metadata = cluster.ledgers.read(real).metadata
@@ -139,7 +139,7 @@ def test_what_is_not_there_is_said(live: Live, tmp_path: Path) -> None:
     assert rows_of(LedgerSource, [EqualTo(("ledgerQualifiedName",), missing.qualified_name)], **live.options) == []
 
 
-def test_a_ledger_that_is_deleted_after_the_plan_fails_the_task(live: Live) -> None:
+def test_ledger_deleted_after_plan_fails_the_task(live: Live) -> None:
     ledger = live.write([b"0", b"1"], scope_id=SCOPE + 2)
     plan = Planned(LedgerSource, **live.options, ledgerScopeId=SCOPE + 2)
     live.client().cluster.ledgers.remove(ledger)
@@ -159,7 +159,7 @@ def test_a_ledger_that_is_deleted_after_the_plan_fails_the_task(live: Live) -> N
         ({"metadataUri": "sqlite:///x", "ledgers": "x"}, "ledger"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options: dict[str, str], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         LedgerSource(options)
     assert "hunter2" not in str(caught.value)
@@ -195,7 +195,7 @@ def test_through_spark_with_filters_in_sql(
     ]
 
 
-def test_apache_ledgers_have_the_entries_that_apache_wrote(
+def test_ledgers_of_apache_have_their_entries(
     spark: SparkSession, apache_cluster: servers.ApacheCluster, apache_ledgers: list[dict[str, Any]]
 ) -> None:
     wanted = {}

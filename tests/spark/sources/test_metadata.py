@@ -108,7 +108,7 @@ def test_ranges_of_etcd_hold_every_ledger_once(etcd: servers.EtcdServer) -> None
     check_ranges(uri)
 
 
-def test_what_changes_between_plan_and_read(sqlite: Cluster) -> None:
+def test_ledgers_changed_between_plan_and_read(sqlite: Cluster) -> None:
     plan = Planned(MetadataSource, metadataUri=sqlite.uri, columns=PLAIN, ledgersPerPartition=2)
     sqlite.ledgers.remove(LedgerId(7, 1))
     sqlite.ledgers.create(LedgerId(0, 3), metadata_of(LedgerId(0, 3)))
@@ -116,7 +116,7 @@ def test_what_changes_between_plan_and_read(sqlite: Cluster) -> None:
     assert names(plan.rows()) == [ledger.qualified_name for ledger in there]
 
 
-def test_ledgers_that_are_named_must_be_there(sqlite: Cluster) -> None:
+def test_missing_named_ledger_is_an_error(sqlite: Cluster) -> None:
     options = {"metadataUri": sqlite.uri, "columns": PLAIN}
     assert names(rows_of(MetadataSource, ledger="7:1,5", **options)) == [
         LedgerId(0, 5).qualified_name, LedgerId(7, 1).qualified_name
@@ -132,7 +132,7 @@ def test_ledgers_that_are_named_must_be_there(sqlite: Cluster) -> None:
     assert Planned(MetadataSource, [rest], **options).left == [rest]
 
 
-def test_damaged_metadata_is_an_error_or_a_row(sqlite: Cluster) -> None:
+def test_damaged_metadata_is_an_error_or_row(sqlite: Cluster) -> None:
     path = sqlite.ledgers.path(LedgerId(7, 0))
     sqlite.store.put(path, b"BookieMetadataFormatVersion\t3\nrubbish", None)
     with pytest.raises(Corrupt):
@@ -151,7 +151,7 @@ def export(sqlite: Cluster, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("size", ["1", "900", "32MiB"])
-def test_an_export_has_the_rows_of_its_store(sqlite: Cluster, export: Path, size: str) -> None:
+def test_export_has_the_rows_of_its_store(sqlite: Cluster, export: Path, size: str) -> None:
     plan = Planned(MetadataSource, path=export, columns=PLAIN, maxPartitionBytes=size)
     assert (len(plan.parts) > 5) == (size == "1") or size == "900"
     assert plan.rows() == rows_of(MetadataSource, metadataUri=sqlite.uri, columns=PLAIN)
@@ -160,7 +160,7 @@ def test_an_export_has_the_rows_of_its_store(sqlite: Cluster, export: Path, size
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "cut in a line", "without its end", "more behind"])
-def test_a_damaged_export_is_an_error_or_a_row(export: Path, damage: str) -> None:
+def test_damaged_export_is_an_error_or_row(export: Path, damage: str) -> None:
     data = export.read_bytes()
     lines = data.splitlines(keepends=True)
     at = len(data) - len(lines[-1])
@@ -184,7 +184,7 @@ def test_a_damaged_export_is_an_error_or_a_row(export: Path, damage: str) -> Non
     assert all(each["file"] == str(export) and 0 < each["offset"] <= len(broken) and each["reason"] for each in bad)
 
 
-def test_damage_that_is_nobodys_comes_with_options_and_not_with_filters(spark: SparkSession, export: Path) -> None:
+def test_damage_without_ledger_is_kept_by_options_and_dropped_by_filters(spark: SparkSession, export: Path) -> None:
     lines = export.read_bytes().splitlines(keepends=True)
     at = next(at for at, line in enumerate(lines) if b'"kind":"ledger"' in line)
     lines[at] = lines[at].replace(b'"value":"', b'"value":"!', 1)
@@ -200,7 +200,7 @@ def test_damage_that_is_nobodys_comes_with_options_and_not_with_filters(spark: S
     assert {row.ledgerScopeId for row in by_option if row.damage is not None} == {None}
 
 
-def test_an_export_that_changes_after_the_plan_fails_the_task(export: Path) -> None:
+def test_export_changed_after_plan_fails_the_task(export: Path) -> None:
     plan = Planned(MetadataSource, path=export, columns=PLAIN, maxPartitionBytes=500)
     lines = export.read_bytes().splitlines(keepends=True)
     export.write_bytes(b"".join([*lines[:2], *lines[3:]]))
@@ -208,7 +208,7 @@ def test_an_export_that_changes_after_the_plan_fails_the_task(export: Path) -> N
         plan.rows()
 
 
-def test_one_place_is_needed() -> None:
+def test_exactly_one_of_uri_and_path_is_required() -> None:
     for options in ({}, {"metadataUri": "sqlite:///x", "path": "y"}):
         with pytest.raises(UsageError, match="metadataUri"):
             MetadataSource(options)

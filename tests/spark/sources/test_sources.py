@@ -15,7 +15,8 @@ from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import write_header
 from bkctl.formats.record import RECORD_SIZE
 from bkctl.ids import LedgerId
-from bkctl.spark.sources import PUSHDOWN, source_error
+from bkctl.spark.failures import source_error
+from bkctl.spark.sources import PUSHDOWN
 from bkctl.spark.sources.entry_logs import EntryLogSource
 from bkctl.spark.sources.indexes import IndexSource
 from bkctl.spark.sources.journals import JournalSource
@@ -46,9 +47,7 @@ def log(path: Path, ledger: LedgerId, count: int) -> Path:
     [(EntryLogSource, GOLDEN.ledger_dir), (JournalSource, GOLDEN.journal_dir), (IndexSource, GOLDEN.ledger_dir)],
     ids=["entrylog", "journal", "index"],
 )
-def test_rows_come_through_spark_as_they_are(
-    spark: SparkSession, source: type[EntryLogSource], directory: Path
-) -> None:
+def test_rows_are_unchanged_through_spark(spark: SparkSession, source: type[EntryLogSource], directory: Path) -> None:
     assert spark.conf.get(PUSHDOWN) == "true"
     frame = spark.read.format(source.name()).option("maxPartitionBytes", "200k").load(str(directory))
     rows = rows_of(source, path=directory)
@@ -81,7 +80,7 @@ def caught(frame: DataFrame) -> BkctlError | None:
     return source_error(found.value)
 
 
-def test_errors_come_back_as_ours(spark: SparkSession, tmp_path: Path) -> None:
+def test_errors_come_back_as_errors_of_bkctl(spark: SparkSession, tmp_path: Path) -> None:
     path = log(tmp_path / "current" / "0.log", LedgerId(0, 5), 100)
     reader = spark.read.format("bookkeeper.entrylog")
     with pytest.raises(Exception) as found:  # noqa: PT011
@@ -105,7 +104,7 @@ def test_errors_come_back_as_ours(spark: SparkSession, tmp_path: Path) -> None:
     assert source_error(ValueError("something else")) is None
 
 
-def test_a_file_that_changes_after_the_plan_fails_the_job(spark: SparkSession, tmp_path: Path) -> None:
+def test_file_changed_after_plan_fails_the_job(spark: SparkSession, tmp_path: Path) -> None:
     path = log(tmp_path / "0.log", LedgerId(0, 5), 100)
     frame = spark.read.format("bookkeeper.entrylog").load(str(path))
     frame.rdd.getNumPartitions()  # Now it is planned.
@@ -113,7 +112,7 @@ def test_a_file_that_changes_after_the_plan_fails_the_job(spark: SparkSession, t
     assert isinstance(caught(frame), Conflict)
 
 
-def test_nothing_to_read_is_no_row(spark: SparkSession, tmp_path: Path) -> None:
+def test_empty_directory_has_no_rows(spark: SparkSession, tmp_path: Path) -> None:
     (tmp_path / "current").mkdir()
     (tmp_path / "current" / "0.log").touch()
     assert spark.read.format("bookkeeper.entrylog").load(str(tmp_path)).count() == 0

@@ -1,0 +1,123 @@
+"""The records in all bookies' entry logs and journals, as DataFrames."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bkctl.errors import BkctlError, NotFound, UsageError
+from bkctl.files.directories import BookieDirectories
+from bkctl.files.journals import files_after_marks
+from bkctl.formats.names import SCOPED_DIRECTORY
+from bkctl.formats.record import RecordType
+from bkctl.ids import LedgerId
+from bkctl.spark.jobs.frames import QUALIFIED_NAME
+from bkctl.spark.sources.columns import DAMAGE
+from bkctl.spark.sources.places import bookie_id_at
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+    from bkctl.spark.jobs.bookies import BookieFiles
+
+
+def ledger_options(ledger: LedgerId | None, scope_id: int | None) -> dict[str, str]:
+    """Return the options that limit a source to a ledger or scope; a filter on its rows would drop rows of damage."""
+    if ledger is not None:
+        return {"ledger": ledger.qualified_name}
+    return {} if scope_id is None else {"ledgerScopeId": str(scope_id)}
+
+
+def with_bookie(records: DataFrame, owners: Mapping[str, str]) -> DataFrame:
+    """Return `records` with the bookieId of the directory that holds `file`: `owners` maps directories to bookies.
+
+    The source takes bookieId from cookies; this corrects it where a cookie is missing or names another bookie.
+    """
+    from pyspark.sql import functions as F
+
+    owner = F.col("bookieId")
+    for directory, bookie_id in owners.items():
+        if bookie_id_at(Path(directory)) != bookie_id:
+            owner = F.when(F.col("file").startswith(f"{directory}/"), F.lit(bookie_id)).otherwise(owner)
+    return records.withColumn("bookieId", owner)
+
+
+def log_records(
+    spark: SparkSession,
+    bookies: Sequence[BookieFiles],
+    columns: Sequence[str],
+    *,
+    ledger: LedgerId | None = None,
+    scope_id: int | None = None,
+    **options: str,
+) -> DataFrame:
+    """Return `columns`, file, bookieId and `damage` of all records in entry logs; `options` are the source's own.
+
+    A damaged log has one row with `damage` and no ledger, behind the records before the damage. Raises NotFound if the
+    bookies have no entry log.
+    """
+    owners = {directory: bookie.bookie_id for bookie in bookies for directory in bookie.ledger_dirs}
+    directories = [directory for directory in owners if BookieDirectories((), [directory]).entry_logs()]
+    if not directories:
+        raise NotFound("The bookies given have no entry logs")
+    wanted = ",".join(dict.fromkeys(["file", "bookieId", *columns]))
+    chosen = {**ledger_options(ledger, scope_id), **options, "columns": wanted, "mode": "permissive"}
+    # Directories instead of files: a running bookie may delete some files.
+    records = spark.read.format("bookkeeper.entrylog").options(**chosen).load(directories)
+    return with_bookie(records, owners)
+
+
+def replay_starts(bookie: BookieFiles) -> dict[str, int]:
+    """Return the journal files that a start of the bookie replays → the byte where it begins (0: the whole file).
+
+    Without a valid last mark, these are all files of every journal. Raises UsageError if several marks could apply to
+    one journal.
+    """
+    paths = [Path(path) for path in bookie.journals()]
+    try:
+        starts = files_after_marks(bookie.directories, paths)
+    except UsageError:
+        raise
+    except BkctlError:
+        starts = {path: 0 for path in paths if path.parent.name != SCOPED_DIRECTORY}
+    return {str(path): start for path, start in starts.items()}
+
+
+def journal_entries(
+    spark: SparkSession,
+    bookies: Sequence[BookieFiles],
+    columns: Sequence[str] = (),
+    *,
+    ledger: LedgerId | None = None,
+    scope_id: int | None = None,
+) -> DataFrame | None:
+    """Return every entry record in all journals, with `columns` of the source and `replayed`; None without a journal.
+
+    `replayed`: a start of the bookie replays this record, so the bookie has the entry even if no entry log does. An
+    entry that was written twice has two rows.
+    """
+    from pyspark.sql import functions as F
+
+    owners: dict[str, str] = {}
+    starts: list[tuple[str, int | None]] = []
+    for bookie in bookies:
+        replayed_from = replay_starts(bookie)
+        starts += [(path, replayed_from.get(path)) for path in bookie.journals()]
+        filled = [directory for directory in bookie.journal_dirs if BookieDirectories([directory]).journals()]
+        owners |= dict.fromkeys(filled, bookie.bookie_id)
+    if not owners:
+        return None
+    place = ("file", "bookieId", "journalId", "offset", "recordSize")
+    chosen = {
+        **ledger_options(ledger, scope_id),
+        "columns": ",".join(dict.fromkeys([*place, QUALIFIED_NAME, "entryId", *columns])),
+        "mode": "permissive",
+        "types": RecordType.ENTRY.value,
+    }
+    records = spark.read.format("bookkeeper.journal").options(**chosen).load(list(owners))
+    entries = with_bookie(records.filter(F.col(DAMAGE).isNull()).drop(DAMAGE), owners)
+    listed = spark.createDataFrame([(*start, True) for start in starts], "file string, start bigint, listed boolean")
+    # A journal that the bookie created after the listing is behind every mark.
+    replayed = F.coalesce(F.col("offset") >= F.col("start"), F.col("listed").isNull())
+    return entries.join(F.broadcast(listed), "file", "left").withColumn("replayed", replayed).drop("start", "listed")

@@ -1,0 +1,45 @@
+"""Helpers for DataFrames that jobs share: rows made in tasks, schemas, ledger ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, cast
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import DataFrame, SparkSession
+
+QUALIFIED_NAME: Final = "ledgerQualifiedName"
+
+
+def arrow_schema(schema: str) -> pa.Schema:
+    """Return a schema in Spark's DDL as Arrow's. Only the driver can: Spark's parser is in the JVM."""
+    from pyspark.sql.pandas.types import to_arrow_schema
+    from pyspark.sql.types import StructType
+
+    return to_arrow_schema(cast("StructType", StructType.fromDDL(schema)))
+
+
+def rows_in_tasks(spark: SparkSession, items: Sequence[Any], function: Any, schema: str) -> DataFrame:
+    """Return the rows (dicts) that `function` yields for each item, one task an item; items are plain values."""
+    count, arrow = len(items), arrow_schema(schema)
+
+    def rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        import pyarrow as pa
+
+        for batch in batches:
+            for number in batch.column(0).to_pylist():
+                yield pa.RecordBatch.from_pylist(list(function(items[number])), schema=arrow)
+
+    return spark.range(0, count, 1, max(count, 1)).mapInArrow(rows_of, schema)
+
+
+def with_ledger_ids(frame: DataFrame) -> DataFrame:
+    """Return `frame` with ledgerScopeId and ledgerId, computed from ledgerQualifiedName, as its first columns."""
+    from pyspark.sql import functions as F
+
+    scope_id = F.conv(F.substring(QUALIFIED_NAME, 1, 16), 16, 10).alias("ledgerScopeId")
+    ledger_id = F.conv(F.substring(QUALIFIED_NAME, 17, 16), 16, 10).alias("ledgerId")
+    return frame.select(
+        scope_id, ledger_id, QUALIFIED_NAME, *(name for name in frame.columns if name != QUALIFIED_NAME)
+    )

@@ -1,0 +1,61 @@
+"""The state of ledgers (alive, dead, unknown) according to the metadata store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Final
+
+from bkctl.errors import Unreachable
+from bkctl.ids import LedgerId
+from bkctl.metadata.liveness import Liveness
+from bkctl.model import LedgerLiveness
+from bkctl.spark.jobs.bookies import open_store
+from bkctl.spark.jobs.frames import QUALIFIED_NAME
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import DataFrame
+
+_STATES: Final = f"{QUALIFIED_NAME} string, state string, problem string, problemCode int"
+#: Ledgers in one question to the metadata store.
+_QUESTION_ROWS: Final = 10_000
+
+
+def ledger_states(ledgers: DataFrame, connection: Mapping[str, str]) -> DataFrame:
+    """Return `state` (alive, dead, unknown) of each ledger in the column ledgerQualifiedName.
+
+    `problem` says why a state is unknown, and `problemCode` is the exit code for that. The rows of `ledgers` must come
+    from files: files are read before the store is asked, so a ledger created later never counts as dead. A store that
+    cannot be reached fails the job (Unreachable).
+    """
+
+    def states_of(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        with open_store(connection) as cluster:
+            liveness = Liveness(cluster.ledgers)
+            for batch in batches:
+                for part in range(0, batch.num_rows, _QUESTION_ROWS):
+                    yield _states(liveness, batch.column(0).slice(part, _QUESTION_ROWS).to_pylist())
+
+    return ledgers.select(QUALIFIED_NAME).dropna().distinct().mapInArrow(states_of, _STATES)
+
+
+def _states(liveness: Liveness, names: list[str]) -> pa.RecordBatch:
+    import pyarrow as pa
+
+    by_name = {name: LedgerId.from_value(int(name, 16)) for name in names}
+    states = liveness.states(by_name.values())
+    for problem in liveness.problems:
+        if isinstance(problem, Unreachable):
+            raise problem
+    reason = next(((str(problem), problem.exit_code) for problem in liveness.problems), (None, None))
+    found = [states[by_name[name]] for name in names]
+    reasons = [reason if state is LedgerLiveness.UNKNOWN else (None, None) for state in found]
+    return pa.RecordBatch.from_arrays(
+        [
+            pa.array(names, pa.string()),
+            pa.array([state.value for state in found], pa.string()),
+            pa.array([text for text, _ in reasons], pa.string()),
+            pa.array([code for _, code in reasons], pa.int32()),
+        ],
+        names=[QUALIFIED_NAME, "state", "problem", "problemCode"],
+    )

@@ -1,0 +1,159 @@
+"""The second look at replicas in doubt: reads the records themselves, with the passwords of their ledgers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Final
+
+from bkctl.errors import BkctlError, NotFound
+from bkctl.files.entry_log import EntryLogReader
+from bkctl.files.journal import JournalReader
+from bkctl.formats.entry import DigestManager, DigestType
+from bkctl.formats.entry_log import log_id_of
+from bkctl.ids import LedgerId
+from bkctl.spark.jobs.bookies import open_store
+from bkctl.spark.jobs.entry_problems import REPLICA, Problem
+from bkctl.spark.jobs.frames import QUALIFIED_NAME, arrow_schema
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import DataFrame
+
+    from bkctl.metadata.cluster import Cluster
+    from bkctl.spark.jobs.bookies import BookieFiles
+
+_RESULT: Final = (
+    f"bookieId string, {QUALIFIED_NAME} string, entryId bigint, promised boolean, problem string, file string, "
+    "offset bigint, detail string"
+)
+_OPEN_LOGS_MAX: Final = 64
+
+
+def look_again(judged: DataFrame, bookies: Sequence[BookieFiles], connection: Mapping[str, str]) -> DataFrame:
+    """Return the result of every look of `judge_replicas`; `problem` is null where the entry is intact."""
+    from pyspark.sql import functions as F
+
+    looks = judged.select(*REPLICA, "promised", "digestType", F.explode("looks").alias("look"))
+    looks = looks.select(*REPLICA, "digestType", "look.*")
+    looks = looks.repartition("file", "bookieId", "logId").sortWithinPartitions("file", "bookieId", "logId", "offset")
+    logs: dict[tuple[str, int, bool], list[str]] = {}
+    for bookie in bookies:
+        for log in bookie.directories.entry_logs():
+            if (log_id := log_id_of(log.path.name)) is not None:
+                logs.setdefault((bookie.bookie_id, log_id, log.scoped), []).append(str(log.path))
+    arrow = arrow_schema(_RESULT)
+
+    def results(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        import pyarrow as pa
+
+        with _SecondLook(logs, connection) as second:
+            for batch in batches:
+                rows = [second.look(row) for row in batch.to_pylist()]
+                yield pa.RecordBatch.from_pylist([row for row in rows if row is not None], schema=arrow)
+
+    return looks.mapInArrow(results, _RESULT)
+
+
+class _ProblemFound(Exception):
+    """The problem that a second look found."""
+
+    def __init__(self, problem: Problem, detail: str) -> None:
+        super().__init__(detail)
+        self.problem, self.detail = problem, detail
+
+
+class _SecondLook:
+    """Reads single records and checks them against their ledgers' digests; a context manager that closes the files."""
+
+    def __init__(self, logs: Mapping[tuple[str, int, bool], list[str]], connection: Mapping[str, str]) -> None:
+        self._logs, self._connection = logs, connection
+        self._cluster: Cluster | None = None
+        self._managers: dict[LedgerId, DigestManager] = {}
+        self._readers: dict[str, EntryLogReader] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> _SecondLook:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for reader in self._readers.values():
+            reader.close()
+        self._stack.close()
+
+    def look(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the result of one look; None for an intact copy that is not served."""
+        ledger = LedgerId.from_value(int(row[QUALIFIED_NAME], 16))
+        found = {key: row[key] for key in REPLICA} | {"promised": row["decides"], "offset": row["offset"]}
+        found |= {"file": row["file"], "problem": None, "detail": None}
+        try:
+            if row["kind"] == "journal":
+                self._check(ledger, row, _journal_record(row["file"], row["offset"]))
+            else:
+                found["file"] = self._find_in_logs(ledger, row)
+        except _ProblemFound as error:
+            found["problem"], found["detail"] = error.problem.value, error.detail
+        return found if row["decides"] or found["problem"] else None
+
+    def _find_in_logs(self, ledger: LedgerId, row: Mapping[str, Any]) -> str:
+        """Return the file that has the entry. Raises _ProblemFound."""
+        key = row["bookieId"], row["logId"], ledger.is_scoped
+        # Each ledger directory has its own log ids, and an index does not name the directory.
+        paths = [row["file"]] if row["file"] is not None else self._logs.get(key, [])
+        problem = _ProblemFound(Problem.MISSING, f"its index names log {row['logId']}, which is not there")
+        for path in paths:
+            try:
+                record = self._reader(path).entry_at(row["offset"] + 4)
+                if (record.ledger, record.entry_id) != (ledger, row["entryId"]):
+                    raise _ProblemFound(
+                        Problem.MISPLACED,
+                        f"entry {record.entry_id} of ledger {record.ledger} stands at byte {record.offset} of {path}",
+                    )
+                self._check(ledger, row, record.body)
+                return path
+            except _ProblemFound as error:
+                problem = error
+            except NotFound as error:
+                problem = _ProblemFound(Problem.MISSING, str(error))
+            except BkctlError as error:
+                problem = _ProblemFound(Problem.DAMAGED, str(error))
+        raise problem
+
+    def _check(self, ledger: LedgerId, row: Mapping[str, Any], body: bytes) -> None:
+        """Raise _ProblemFound unless the record `body` is this entry and matches its digest."""
+        if row["digestType"] is None or row["digestType"] == DigestType.DUMMY.name:
+            return
+        manager = self._managers.get(ledger)
+        if manager is None:
+            digest_type = DigestType.parse(row["digestType"])
+            password = self._password(ledger) if digest_type is DigestType.HMAC else b""
+            manager = self._managers[ledger] = DigestManager(ledger, digest_type, password)
+        try:
+            manager.open(body, row["entryId"])
+        except BkctlError as error:
+            raise _ProblemFound(Problem.DAMAGED, str(error)) from error
+
+    def _password(self, ledger: LedgerId) -> bytes:
+        """Return the ledger's password from the metadata store. Raises BkctlError."""
+        if self._cluster is None:
+            self._cluster = self._stack.enter_context(open_store(self._connection))
+        return self._cluster.ledgers.read(ledger).metadata.password or b""
+
+    def _reader(self, path: str) -> EntryLogReader:
+        reader = self._readers.get(path)
+        if reader is None:
+            if len(self._readers) >= _OPEN_LOGS_MAX:
+                self._readers.pop(next(iter(self._readers))).close()
+            reader = self._readers[path] = EntryLogReader.open(path)
+        return reader
+
+
+def _journal_record(path: str, offset: int) -> bytes:
+    """Return the record of a journal at `offset`. Raises _ProblemFound."""
+    try:
+        with JournalReader.open(path) as reader:
+            for record in reader.records(offset):
+                return record.body
+    except BkctlError as error:
+        raise _ProblemFound(Problem.DAMAGED, str(error)) from error
+    raise _ProblemFound(Problem.MISSING, f"{path} ends before byte {offset}")

@@ -1,0 +1,277 @@
+"""Spark's JVM as a child process: started for one session, diagnosed by its log, always ended with the session."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Final
+
+from bkctl.errors import BkctlError, Unreachable, is_interrupt
+from bkctl.spark.failures import java_causes
+
+if TYPE_CHECKING:
+    import logging
+
+_STOP_WAIT_S: Final = 20.0
+_START_POLL_S: Final = 0.05
+#: Longest time that the JVM takes to end once it no longer answers.
+_DEATH_WAIT_S: Final = 2.0
+_LOCAL: Final = re.compile(r"local(\[.*\])?")
+
+
+def is_local(master: str) -> bool:
+    """Return whether `master` means threads of this process alone."""
+    return _LOCAL.fullmatch(master) is not None
+
+
+class JvmProcess:
+    """The JVM of one application with an empty `directory` of its own, and its log."""
+
+    def __init__(self, settings: Mapping[str, str], directory: Path, *, verbose: bool) -> None:
+        self._settings, self._directory, self._verbose = settings, directory, verbose
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log: IO[bytes] | None = None
+
+    def launch(self) -> Any:
+        """Start the JVM and return py4j's gateway to it. Raises BkctlError.
+
+        Follows PySpark's launch_gateway, but keeps the process. The JVM has a process session of its own, so an
+        interrupt at the terminal reaches only this process; the JVM ends when this process does.
+        """
+        self._log = tempfile.TemporaryFile("a+b")  # noqa: SIM115 (`close` closes it)
+        connection = self._directory / "connection"
+        self._process = self._start(connection)
+        while not connection.is_file():
+            if self._process.poll() is not None:
+                raise BkctlError("The JVM ended before it could be used")
+            time.sleep(_START_POLL_S)
+        return _gateway(connection)
+
+    def has_ended(self) -> bool:
+        """Return whether the JVM ended by itself; waits up to 2 seconds for that."""
+        if self._process is None:
+            return False
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_DEATH_WAIT_S)
+        return self._process.poll() is not None
+
+    def kill(self) -> None:
+        """End the JVM, whatever it is doing; the log stays readable until `close`."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(_STOP_WAIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+
+    def close(self) -> None:
+        """Delete the log."""
+        log, self._log = self._log, None
+        if log is not None:
+            log.close()
+
+    def failure(self, error: BaseException) -> BkctlError:
+        """Return the error that the JVM's log and `error` stand for."""
+        master, log = self._settings["spark.master"], self._logged()
+        if "unresponsive" in log or "unresponsive" in str(error):
+            return Unreachable(f"No Spark master answers at {master}", hint="check --master and that it is up")
+        if "OutOfMemoryError" in log:
+            return BkctlError("Spark has too little memory", hint="give it more: --spark-conf spark.driver.memory=4g")
+        causes = java_causes(f"{error}\n{log}")
+        lines = (line for line in log.splitlines() if line.strip() and not line.startswith(("WARNING", "Using ")))
+        cause = causes[-1] if causes else next(lines, str(error))
+        return BkctlError(f"Spark failed on {master}: {cause}", hint="--verbose shows its log")
+
+    def _start(self, connection: Path) -> subprocess.Popen[bytes]:
+        from pyspark.find_spark_home import _find_spark_home
+
+        home: Any = _find_spark_home()
+        command = [str(Path(home, "bin", "spark-submit"))]
+        for name, value in self._settings.items():
+            command += ["--conf", f"{name}={value}"]
+        command += shlex.split(os.environ.get("PYSPARK_SUBMIT_ARGS", "pyspark-shell"))
+        output = None if self._verbose else self._log
+        variables = {"SPARK_CONNECT_MODE": "0", "_PYSPARK_DRIVER_CONN_INFO_PATH": str(connection)}
+        if "SPARK_LOCAL_DIRS" not in os.environ and "spark.local.dir" not in self._settings:
+            # A setting would also reach executors on other machines.
+            variables["SPARK_LOCAL_DIRS"] = str(self._directory / "local")
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=os.environ | variables,
+            cwd=self._working_directory(), start_new_session=True,
+        )  # fmt: skip
+
+    def _working_directory(self) -> Path | None:
+        """Return the directory in which the JVM finds the tasks' Python; None: the current one. Raises BkctlError.
+
+        A worker of this JVM plans sources with the Python that PYSPARK_PYTHON names for executors. Spark unpacks an
+        archive only on executors, so a link to this Python stands in for a relative path into one.
+        """
+        python = os.environ["PYSPARK_PYTHON"]
+        if shutil.which(python) is not None:
+            return None
+        path = Path(python)
+        if is_local(self._settings["spark.master"]) or len(path.parts) < 2 or path.is_absolute() or ".." in python:
+            raise BkctlError(
+                f"PYSPARK_PYTHON is {python}, which is not a program on this machine",
+                hint="Spark plans with that Python here; install it, or unset PYSPARK_PYTHON",
+            )
+        stand_in = self._directory / path
+        stand_in.parent.mkdir(parents=True)
+        stand_in.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+        stand_in.chmod(0o755)
+        return self._directory
+
+    def _logged(self) -> str:
+        if self._log is None:
+            return ""
+        self._log.seek(0)
+        return self._log.read().decode("utf-8", "replace")
+
+
+class SparkRuntime:
+    """A JVM and the Spark session on it; a context manager that ends both."""
+
+    def __init__(self, settings: Mapping[str, str], directory: Path, *, verbose: bool) -> None:
+        self._settings, self._directory, self._verbose = settings, directory, verbose
+        self._jvm = JvmProcess(settings, directory, verbose=verbose)
+        self._gateway: Any = None
+        self._accumulators: Any = None
+        self.session: Any = None
+
+    def __enter__(self) -> SparkRuntime:
+        from pyspark.errors import PySparkException
+
+        _silence_loggers()
+        # Spark's default is whatever `python3` is on PATH.
+        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+        started = False
+        try:
+            self._connect()
+            started = True
+        except Exception as error:
+            if is_interrupt(error):
+                raise KeyboardInterrupt from None
+            is_of_spark = isinstance(error, PySparkException) or type(error).__module__.startswith("py4j")
+            if is_of_spark or self._jvm.has_ended():
+                raise self._jvm.failure(error) from error
+            raise
+        finally:
+            if not started:
+                self._end()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            # Once the JVM has ended, these errors only say that it does not answer; its log has the cause.
+            may_follow = isinstance(error, OSError) or type(error) is BkctlError
+            failure = self._jvm.failure(error) if error is not None and may_follow and self._jvm.has_ended() else None
+            if kind is None or issubclass(kind, Exception):
+                with suppress(Exception):
+                    self.session.stop()
+        finally:
+            self._end()
+        if failure is not None:
+            raise failure from error
+
+    def _connect(self) -> None:
+        from pyspark import SparkConf, SparkContext
+        from pyspark.sql import SparkSession
+
+        conf = SparkConf(loadDefaults=False)
+        for name, value in self._settings.items():
+            conf.set(name, value)
+        self._gateway = self._jvm.launch()
+        # Python's own handler: Spark's would talk to a JVM that the interrupted call still waits for.
+        with _sigint_restored():
+            context: Any = SparkContext(conf=conf, gateway=self._gateway)
+        # This thread of PySpark would print a traceback when the JVM ends.
+        self._accumulators = context._accumulatorServer
+        self._accumulators.handle_error = lambda *request: None
+        context.setLogLevel("WARN" if self._verbose else "ERROR")
+        self.session = SparkSession(context)
+
+    def _end(self) -> None:
+        # A second interrupt must not leave the JVM behind.
+        with _sigint_restored(ignore=True):
+            self._jvm.kill()
+            self._disconnect()
+            self._jvm.close()
+
+    def _disconnect(self) -> None:
+        from pyspark import SparkContext
+        from pyspark.sql import SparkSession
+
+        accumulators, self._accumulators = self._accumulators, None
+        if accumulators is not None and not accumulators.server_shutdown:
+            accumulators.shutdown()
+        gateway, self._gateway = self._gateway, None
+        if gateway is not None:
+            with suppress(Exception):
+                gateway.shutdown()
+            SparkContext._gateway = SparkContext._jvm = None
+            SparkContext._active_spark_context = None
+            SparkSession._instantiatedSession = SparkSession._activeSession = None
+
+
+def _gateway(connection: Path) -> Any:
+    """Return py4j's gateway to the JVM that wrote its port and secret to the file `connection`."""
+    from pyspark import java_gateway
+    from pyspark.serializers import UTF8Deserializer, read_int
+
+    read_port: Any = read_int
+    read_secret: Any = UTF8Deserializer
+    launch: Any = java_gateway.launch_gateway
+    with open(connection, "rb") as file:
+        port, secret = read_port(file), read_secret().loads(file)
+    address = {"PYSPARK_GATEWAY_PORT": str(port), "PYSPARK_GATEWAY_SECRET": secret}
+    os.environ.update(address)
+    try:
+        return launch()
+    finally:
+        for name in address:
+            del os.environ[name]
+
+
+def _silence_loggers() -> None:
+    """Keep PySpark and py4j from logging to stderr what this module raises; py4j also uses the root logger."""
+    import logging
+
+    logging.getLogger("py4j").setLevel(logging.CRITICAL + 1)
+    logging.getLogger("pyspark").setLevel(logging.CRITICAL + 1)
+    logging.getLogger().addFilter(_is_not_of_py4j)
+
+
+def _is_not_of_py4j(record: logging.LogRecord) -> bool:
+    return Path(record.pathname).parent.name != "py4j"
+
+
+@contextmanager
+def _sigint_restored(*, ignore: bool = False) -> Iterator[None]:
+    """Restore the handler of SIGINT after the block; with `ignore`, ignore SIGINT in the block."""
+    import signal
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    if ignore:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,104 @@
+"""From the contents of indexes to Arrow batches: a row for each entry, or for each ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from bkctl.formats.entry import read_lac_header
+from bkctl.ids import LedgerId
+from bkctl.spark.sources.columns import LedgerColumns, constant
+from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import pyarrow as pa
+
+
+class IndexedEntries(NamedTuple):
+    """Columns of entries in an index: scope ids, ledger ids, entry ids and locations of one length."""
+
+    scope_ids: npt.NDArray[np.uint64]
+    ledger_ids: npt.NDArray[np.uint64]
+    entry_ids: npt.NDArray[np.int64]
+    locations: npt.NDArray[np.int64]
+
+    def select(self, mask: npt.NDArray[np.bool_]) -> IndexedEntries:
+        """Return the entries where `mask` is true."""
+        scope_ids, ledger_ids, entry_ids, locations = self
+        return IndexedEntries(scope_ids[mask], ledger_ids[mask], entry_ids[mask], locations[mask])
+
+
+class IndexedLedger(NamedTuple):
+    """One ledger in an index; `explicit_lac` is a packet as bookies store it."""
+
+    ledger: LedgerId
+    fenced: bool
+    explicit_lac: bytes | None
+    entry_count: int
+    last_entry_id: int
+    master_key: bytes
+
+
+def entry_rows(
+    schema: pa.Schema, entries: IndexedEntries, conditions: Conditions, constants: Mapping[str, Any]
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of the entries that meet the `conditions`, if any; `constants` are columns of the whole file."""
+    import numpy as np
+    import pyarrow as pa
+
+    log_ids = entries.locations >> 32 & 0xFFFFFFFF
+    given = (conditions.number_mask("entryId", entries.entry_ids), conditions.number_mask("logId", log_ids))
+    masks = [mask for mask in given if mask is not None]
+    if masks:
+        wanted = np.logical_and.reduce(masks)
+        entries, log_ids = entries.select(wanted), log_ids[wanted]
+    count = len(entries.entry_ids)
+    if not count:
+        return
+    ids = LedgerColumns(entries.scope_ids, entries.ledger_ids)
+    numbers = {
+        "entryId": entries.entry_ids,
+        "logId": log_ids,
+        "offset": (entries.locations & 0xFFFFFFFF) - 4,
+        "location": entries.locations,
+    }
+    arrays = []
+    for field in schema:
+        if field.name in LEDGER_COLUMNS:
+            arrays.append(ids.column(field.name))
+        elif field.name in numbers:
+            arrays.append(pa.array(np.ascontiguousarray(numbers[field.name])))
+        elif field.name == "logIdHex":
+            logs = pa.array(log_ids).dictionary_encode()
+            arrays.append(pa.array([f"{log_id:x}" for log_id in logs.dictionary.to_pylist()]).take(logs.indices))
+        else:
+            arrays.append(constant(constants.get(field.name), count, field.type))
+    yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def ledger_rows(
+    schema: pa.Schema, ledgers: Sequence[IndexedLedger], constants: Mapping[str, Any]
+) -> pa.RecordBatch:  # fmt: skip
+    """Return one row a ledger; `constants` are columns of the whole file."""
+    import pyarrow as pa
+
+    lac_packets = [row.explicit_lac for row in ledgers]
+    values: dict[str, list[Any]] = {
+        "ledgerScopeId": [str(row.ledger.scope_id) for row in ledgers],
+        "ledgerId": [str(row.ledger.ledger_id) for row in ledgers],
+        "ledgerQualifiedName": [row.ledger.qualified_name for row in ledgers],
+        "fenced": [row.fenced for row in ledgers],
+        "explicitLac": [None if lac is None else read_lac_header(lac).last_add_confirmed for lac in lac_packets],
+        "entryCount": [row.entry_count for row in ledgers],
+        "lastEntryId": [row.last_entry_id for row in ledgers],
+        "masterKey": [row.master_key for row in ledgers],
+    }
+    arrays = [
+        pa.array(values[field.name], field.type)
+        if field.name in values
+        else constant(constants.get(field.name), len(ledgers), field.type)
+        for field in schema
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)

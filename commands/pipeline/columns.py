@@ -1,0 +1,31 @@
+"""Columns that several commands of `bkctl pipeline` print."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bkctl.ids import LedgerId
+
+from ..kit.output import Column, Kind
+
+
+def ledger_of(row: Any) -> LedgerId | None:
+    """Return the ledger of a row with a ledgerQualifiedName."""
+    name = row.ledgerQualifiedName
+    return None if name is None else LedgerId.from_value(int(name, 16))
+
+
+LEDGER = Column("LEDGER", "ledger", ledger_of, Kind.LEDGER)
+BOOKIE = Column("BOOKIE", "bookieId", "bookieId")
+FILE = Column("FILE", "file", "file", flexible=True)
+LEDGERS = Column("LEDGERS", "ledgerCount", "ledgerCount", Kind.INTEGER)
+BOOKIES = Column("BOOKIES", "bookieCount", "bookieCount", Kind.INTEGER)
+LOGS = Column("LOGS", "logCount", "logCount", Kind.INTEGER)
+ENTRIES = Column("ENTRIES", "entryCount", "entryCount", Kind.INTEGER)
+SIZE = Column("SIZE", "size", "size", Kind.SIZE)
+SUMS = (ENTRIES, SIZE)
+LOG = (
+    Column("LOG", "logId", "logId", Kind.INTEGER),
+    Column("HEX", "logIdHex", "logIdHex"),
+    Column("SCOPED", "scoped", "scoped", Kind.BOOLEAN),
+)

@@ -1,0 +1,126 @@
+"""`bkctl pipeline integrity`: promised entries against bookies' files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..kit.command import Run, command, group
+from ..kit.options import ScanFilter
+from ..kit.output import RED, YELLOW, Column, Columns, Kind
+from .columns import BOOKIE, FILE, LEDGER
+from .common import (
+    LedgersToScan,
+    Places,
+    SparkOptions,
+    bookies_at,
+    check_cluster,
+    connection_options,
+    spark_job,
+)
+from .page import Bar, Section, bars, table
+from .results import Sums, write_pages
+from .saves import SaveOption, check_saves, frame_rows
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+    from bkctl.spark.jobs.bookies import BookieFiles
+
+app = group()
+
+_PROBLEM_STYLE = {"missing": RED, "damaged": RED, "misplaced": RED, "unreadable": RED, "notIndexed": YELLOW}
+
+INTEGRITY_COLUMNS = Columns(
+    LEDGER,
+    Column("ENTRY", "entryId", "entryId", Kind.INTEGER),
+    BOOKIE,
+    Column("PROBLEM", "problem", "problem", style=_PROBLEM_STYLE),
+    Column("INTACT", "intactCount", "intactCount", Kind.INTEGER),
+    Column("OF", "writeQuorumSize", "writeQuorumSize", Kind.INTEGER),
+    Column("STATE", "ledgerState", "ledgerState"),
+    Column(None, "offset", "offset", Kind.INTEGER),
+    Column(None, "detail", "detail"),
+    FILE,
+    key="ledger",
+)
+
+
+@command(app, "integrity", connects=True)
+def integrity(
+    run: Run,
+    ledgers: LedgersToScan,
+    spark: SparkOptions,
+    places: Places = None,
+    no_indexes: Annotated[
+        bool, typer.Option("--no-indexes", help="Read entry logs and journals only: for copies without indexes.")
+    ] = False,
+    save: SaveOption = None,
+) -> None:
+    """Check that each bookie has every entry that metadata promises, and that each matches its digest.
+
+    An entry is present if a bookie that starts on these files serves it: by its index from an entry log, or by a
+    replay of the journal. Other entries are rows: missing, damaged, notIndexed or misplaced. So are files that are
+    unreadable behind some byte. INTACT: the bookies that still serve the entry, OF its write quorum (0: lost). Exit
+    code 3: there are findings. Bookies whose files are not given are not checked.
+    """
+    saves = check_saves(save)
+    connection = connection_options(run)
+    bookies = bookies_at(run, places)
+    check_cluster(run)
+    with spark_job(run, spark, "integrity") as session:
+        found = IntegrityResult(session, bookies, ledgers, connection, indexes=not no_indexes)
+        sums = Sums()
+        frame_rows(run, found.result.findings, INTEGRITY_COLUMNS, saves, sums.add)
+        for line in found.notes():
+            run.note(f"bkctl: {line}")
+        write_pages(run, saves, "Integrity", found.sections, bookies)
+    run.finish_with(sums.count, "findings")
+
+
+class IntegrityResult:
+    """The findings of one run."""
+
+    def __init__(
+        self, session: SparkSession, bookies: Sequence[BookieFiles], ledgers: ScanFilter, connection: dict[str, str],
+        *, indexes: bool = True,
+    ) -> None:  # fmt: skip
+        from bkctl.spark.jobs.integrity import integrity
+
+        self.result = integrity(
+            session, bookies, connection, ledger=ledgers.ledger, scope_id=ledgers.scope_id, indexes=indexes
+        )
+        self._notes: list[str] | None = None
+
+    def notes(self) -> list[str]:
+        """Return one line about the checked replicas, and one about the bookies that were not checked."""
+        if self._notes is None:
+            (checked,) = self.result.checked.collect()
+            self._notes = [
+                f"{checked.replicaCount:,} replicas of {checked.entryCount:,} entries in {checked.ledgerCount:,} "
+                "ledgers were checked"
+            ]
+            absent = self.result.unchecked.collect()
+            if absent:
+                names = ", ".join(f"{row.bookieId} ({row.ledgerCount:,} ledgers)" for row in absent)
+                self._notes.append(f"Not checked, since their files are not given: {names}")
+        return self._notes
+
+    def sections(self) -> list[Section]:
+        """Return the sections of the page."""
+        return _sections(self.result.findings, INTEGRITY_COLUMNS, self.notes())
+
+
+def _sections(findings: DataFrame, columns: Columns, notes: Sequence[str]) -> list[Section]:
+    """Return the section for these findings."""
+    from pyspark.sql import functions as F
+
+    counted = findings.groupBy("problem", "bookieId").agg(F.count("*").alias("found")).collect()
+    by_bookie: dict[str, dict[str, int]] = {}
+    for row in sorted(counted, key=lambda each: (each.bookieId, each.problem)):
+        by_bookie.setdefault(row.bookieId, {})[row.problem] = row.found
+    plot = bars("Findings by bookie", [Bar(name, parts) for name, parts in by_bookie.items()], unit="")
+    found = table(findings, columns) if counted else '<p class="good">No findings.</p>'
+    return [Section("Integrity", ". ".join(notes), [plot, found])]

@@ -1,0 +1,171 @@
+"""`bkctl pipeline journal-audit`: records of all bookies' journals that nothing else holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+from bkctl.errors import Corrupt
+
+from ..kit.command import Run, command, group
+from ..kit.options import ScanFilter
+from ..kit.output import GREEN, RED, YELLOW, Column, Columns, Kind, size_text
+from .columns import BOOKIE, ENTRIES, FILE, LEDGER
+from .common import (
+    LedgersToScan,
+    Places,
+    SparkOptions,
+    bookies_at,
+    by_option,
+    check_cluster,
+    connection_options,
+    spark_job,
+)
+from .page import Bar, Section, Tables, bars, table, top_rows
+from .results import sums_of, write_pages
+from .saves import SaveOption, check_saves, frame_rows
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+    from bkctl.spark.jobs.bookies import BookieFiles
+
+app = group()
+
+
+class AuditBy(StrEnum):
+    """The words of `journal-audit --by`."""
+
+    JOURNAL = "journal"
+    ENTRY = "entry"
+
+
+AUDIT_COLUMNS = {
+    AuditBy.JOURNAL: Columns(
+        BOOKIE,
+        Column("JOURNAL", "journalId", "journalId", Kind.INTEGER),
+        Column("HEX", "journalIdHex", "journalIdHex"),
+        Column("VERSION", "version", "version", Kind.INTEGER),
+        Column("STATE", "state", "state", style={"damaged": RED, "unreadable": RED, "missing": RED, "torn": YELLOW}),
+        ENTRIES,
+        Column("REPLAY FROM", "replayFrom", "replayFrom", Kind.INTEGER),
+        Column("REPLAYED", "replayRecordCount", "replayRecordCount", Kind.INTEGER),
+        Column(None, "replayEntryCount", "replayEntryCount", Kind.INTEGER),
+        Column("REPLAY SIZE", "replaySize", "replaySize", Kind.SIZE),
+        Column("UNLOGGED", "unloggedCount", "unloggedCount", Kind.INTEGER),
+        Column("BEHIND", "recordsBehind", "recordsBehind", Kind.INTEGER),
+        Column(None, "entriesBehind", "entriesBehind", Kind.INTEGER),
+        Column(None, "sizeBehind", "sizeBehind", Kind.INTEGER),
+        Column(None, "resumesAt", "resumesAt", Kind.INTEGER),
+        Column(None, "recordCount", "recordCount", Kind.INTEGER),
+        Column(None, "goodEnd", "goodEnd", Kind.INTEGER),
+        Column(None, "size", "size", Kind.INTEGER),
+        Column("PROBLEM", "problem", "problem", flexible=True),
+        FILE,
+        key="file",
+    ),
+    AuditBy.ENTRY: Columns(
+        LEDGER,
+        Column("ENTRY", "entryId", "entryId", Kind.INTEGER),
+        BOOKIE,
+        Column("REPLAYED", "replayed", "replayed", Kind.BOOLEAN),
+        Column("LEDGER STATE", "state", "state", style={"alive": GREEN, "dead": RED, "unknown": YELLOW}),
+        Column("JOURNAL", "journalId", "journalId", Kind.INTEGER),
+        Column("OFFSET", "offset", "offset", Kind.INTEGER),
+        Column(None, "recordSize", "recordSize", Kind.INTEGER),
+        FILE,
+        key="ledger",
+    ),
+}
+
+
+@command(app, "journal-audit", connects=True)
+def journal_audit(
+    run: Run,
+    ledgers: LedgersToScan,
+    spark: SparkOptions,
+    places: Places = None,
+    by: Annotated[
+        AuditBy, by_option("A row for each journal, or each entry that no entry log holds.")
+    ] = AuditBy.JOURNAL,
+    save: SaveOption = None,
+) -> None:
+    """Show the records of all bookies' journals that nothing else holds.
+
+    REPLAYED: records that a crash now would replay. UNLOGGED: entries that no entry log of the bookie holds; if they
+    are before the byte where a replay begins, they are lost to the bookie. BEHIND: records behind a torn or damaged
+    end. Exit code 7: a journal is damaged. 3: records are behind a torn end, or (if the cluster is named) an unlogged
+    entry that is not replayed belongs to a live ledger.
+    """
+    saves = check_saves(save)
+    local = not places and run.conf is None
+    connection = connection_options(run) if run.names_metadata or local else None
+    bookies = bookies_at(run, places)
+    if connection is not None:
+        check_cluster(run)
+    with spark_job(run, spark, "journal audit") as session:
+        found = JournalAuditResult(session, bookies, ledgers, connection)
+        frame_rows(run, found.rows(by), AUDIT_COLUMNS[by], saves)
+        run.note(f"bkctl: {found.summary()}")
+        write_pages(run, saves, "Journals", found.sections, bookies)
+        damaged, findings = found.damaged(), found.finding_count()
+    for line in damaged[1:]:
+        run.note(f"bkctl: {line}")
+    if damaged:
+        raise Corrupt(damaged[0])
+    run.finish_with(findings, "findings")
+
+
+class JournalAuditResult:
+    """The journals of some bookies, read once for rows and page."""
+
+    def __init__(
+        self, session: SparkSession, bookies: Sequence[BookieFiles], ledgers: ScanFilter,
+        connection: dict[str, str] | None,
+    ) -> None:  # fmt: skip
+        from bkctl.spark.jobs.journal_audit import audit
+
+        self._found = audit(session, bookies, connection, ledger=ledgers.ledger, scope_id=ledgers.scope_id)
+
+    def rows(self, by: AuditBy) -> DataFrame:
+        """Return the rows of `--by`."""
+        return self._found.journals if by is AuditBy.JOURNAL else self._found.unlogged
+
+    def summary(self) -> str:
+        """Return the totals in one line."""
+        sums = sums_of(self._found.journals.collect())
+        return (
+            f"A crash now would replay {sums.of('replayRecordCount'):,} records "
+            f"({size_text(sums.of('replaySize'))}) of {sums.count:,} journals; {sums.of('unloggedCount'):,} entries "
+            f"are in no entry log; {sums.of('recordsBehind'):,} records lie behind an end"
+        )
+
+    def damaged(self) -> list[str]:
+        """Return one line for each damaged journal: its file and the damage."""
+        rows = self._found.journals.filter("damaged").select("file", "problem").collect()
+        return [f"{row.file}: {row.problem}" for row in rows]
+
+    def finding_count(self) -> int:
+        """Return the number of findings: journals with a problem or records behind their end, and lost live entries."""
+        journals = self._found.journals.filter("problem IS NOT NULL OR recordsBehind > 0").count()
+        return journals + self._found.unlogged.filter("NOT replayed AND state = 'alive'").count()
+
+    def sections(self) -> list[Section]:
+        """Return the sections of the page."""
+        return _sections({by.value: (self.rows(by), AUDIT_COLUMNS[by]) for by in AuditBy}, self.summary())
+
+
+def _sections(tables: Tables, summary: str) -> list[Section]:
+    """Return the section for `tables`, which the words of --by name."""
+    from pyspark.sql import functions as F
+
+    journals = tables["journal"][0].groupBy("bookieId").agg(F.sum("replaySize").alias("size")).orderBy("bookieId")
+    replayed = [Bar(row.bookieId, {"bytes": row.size or 0}) for row in top_rows(journals)]
+    blocks = [
+        bars("What a crash now would replay", replayed),
+        table(*tables["journal"]),
+        "<h3>Entries that no entry log holds</h3>",
+        table(*tables["entry"]),
+    ]
+    return [Section("Journals", summary, blocks)]
