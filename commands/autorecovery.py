@@ -13,16 +13,10 @@ from bkctl.errors import AlreadyExists, BkctlError, Conflict, Corrupt, NotFound,
 from bkctl.ids import LedgerId
 
 from .kit.command import Run, command, group
-from .kit.options import (
-    DryRun,
-    LedgersOrFile,
-    ScopeOfAny,
-    UndoOption,
-    WatchOption,
-    duration_option,
-    parse_duration,
-)
+from .kit.ledger_options import LedgersOrFile, ScopeOfAny
+from .kit.options import DryRun, UndoOption, WatchOption, duration_option
 from .kit.output import GREEN, RED, YELLOW, Column, Columns, Kind
+from .kit.values import parse_duration
 
 if TYPE_CHECKING:
     from bkctl.config import BookieConfig

@@ -16,16 +16,8 @@ import typer
 from bkctl.errors import BkctlError, NotFound, UsageError
 
 from .kit.command import Run, command, group
-from .kit.options import (
-    LEDGER_FORMS,
-    Composite,
-    DigestToCheck,
-    Entries,
-    EntryRange,
-    LedgerPassword,
-    digest_type_option,
-    parameter,
-)
+from .kit.ledger_options import LEDGER_FORMS
+from .kit.options import Composite, DigestToCheck, Entries, EntryRange, LedgerPassword, digest_type_option, parameter
 from .kit.output import GREEN, RED, YELLOW, Column, Columns, Kind, Lines, Output, size_text
 from .kit.records import DirOption, Records, print_records, raise_first
 

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from bkctl.errors import EXIT_CODES
 
 from .kit.command import Group
-from .kit.options import GLOBAL_PANEL
+from .kit.settings import GLOBAL_PANEL, SETTINGS
 from .main import GROUPS, RootGroup, root
 
 #: What a value is completed with: by the metavar of its option or argument.
@@ -24,15 +24,8 @@ FILES: Final = ("FILE", "DIR")
 #: A bar within a cell of a table.
 BAR: Final = "\\|"
 _ENVIRONMENT: Final = (
-    ("BKCTL_METADATA_URI, BKCTL_CONF, BKCTL_CONTEXT", "Where to connect, where no option says it."),
-    ("BKCTL_BOOKIE_ADDRESS", "As --bookie-address; several are separated by spaces or commas."),
-    ("BKCTL_TLS_CA, BKCTL_TLS_CERT, BKCTL_TLS_KEY", "As --tls-ca, --tls-cert, --tls-key."),
-    ("BKCTL_OUTPUT, BKCTL_TIMEOUT", "As --output and --timeout."),
-    (
-        "BKCTL_METADATA_TLS, BKCTL_METADATA_TLS_CA, BKCTL_METADATA_TLS_CERT, BKCTL_METADATA_TLS_KEY, "
-        "BKCTL_METADATA_USER, BKCTL_METADATA_PASSWORD_FILE, BKCTL_METADATA_SASL, BKCTL_METADATA_CREATOR_ACL",
-        "As the options of these names; BKCTL_METADATA_PASSWORD is the password itself.",
-    ),
+    *((setting.variable, f"As {setting.flag}.") for setting in SETTINGS if setting.variable is not None),
+    ("BKCTL_METADATA_PASSWORD", "The password of --metadata-user, instead of --metadata-password-file."),
     (
         "BKCTL_AUDIT_LOG",
         "Where commands that change something are noted: a file instead of bkctl/audit.ndjson under XDG_STATE_HOME or "

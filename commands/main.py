@@ -18,8 +18,9 @@ from bkctl.errors import BkctlError, is_interrupt
 
 from .kit import interrupts as _interrupts
 from .kit.command import Group, Session
-from .kit.options import global_parameters, parameter, read_globals
+from .kit.options import parameter
 from .kit.output import ClosedOutput, output_error
+from .kit.settings import global_parameters, read_options
 
 #: Group → its help; the module of the same name (with `app`) is imported when the group is used.
 GROUPS: Final[dict[str, str]] = {
@@ -96,7 +97,7 @@ def _flag(name: str, *declarations: str, **settings: Any) -> Parameter:
 def _root(**values: Any) -> None:
     context: typer.Context = values["context"]
     session = context.obj = context.obj if isinstance(context.obj, Session) else Session()
-    session.globals = read_globals(values)
+    session.globals = read_options(values)
     session.verbose, session.quiet = values["verbose"], values["quiet"]
     session.no_color, session.debug = values["no_color"], values["debug"]
 
@@ -109,7 +110,7 @@ _root.__signature__ = Signature(  # type: ignore[attr-defined]
         _flag("no_color", "--no-color", help="No colours (also NO_COLOR)."),
         _flag("debug", "--debug", help="Show the traceback of an error."),
         _flag("version", "--version", help="Print the version.", is_eager=True, callback=_version),
-        *global_parameters(connects=True, asks=True, full=True),
+        *global_parameters(connects=True, asks=True, program=True),
     ]
 )
 _root.__annotations__ = {}

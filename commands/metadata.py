@@ -15,16 +15,9 @@ from bkctl.errors import Conflict, NotFound, UsageError
 from bkctl.ids import LedgerId
 
 from .kit.command import Run, command, group
-from .kit.options import (
-    BinaryFormat,
-    BinaryFormatOption,
-    DryRun,
-    LedgersOfExport,
-    LoginOfTarget,
-    ScopeOfAny,
-    UndoOption,
-    count_option,
-)
+from .kit.connection import LoginOfTarget
+from .kit.ledger_options import LedgersOfExport, ScopeOfAny
+from .kit.options import BinaryFormat, BinaryFormatOption, DryRun, UndoOption, count_option
 from .kit.output import GREEN, RED, YELLOW, Column, Columns, Kind, Output, binary_text, readable_text
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import typer
 from bkctl.errors import UsageError
 
 from ..kit.command import Run, command, group
-from ..kit.options import parse_number
 from ..kit.output import Column, Columns, Kind
+from ..kit.values import parse_number
 
 if TYPE_CHECKING:
     from bkctl.http.server import HttpSettings

@@ -12,17 +12,11 @@ from bkctl.errors import UsageError
 from bkctl.ids import LedgerId, parse_scope_id
 
 from ..kit.command import Run, command, group
-from ..kit.options import (
-    SOME_LEDGERS,
-    Composite,
-    DigestToCheck,
-    LedgerPassword,
-    number_option,
-    parameter,
-    parse_size,
-)
+from ..kit.ledger_options import SOME_LEDGERS
+from ..kit.options import Composite, DigestToCheck, LedgerPassword, number_option, parameter
 from ..kit.output import Column, Columns, Kind, size_text
 from ..kit.records import DirOption, PlacesArgument, raise_first
+from ..kit.values import parse_size
 from .files import index_app
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.ids import LedgerId, parse_scope_id
 
 from ..kit.command import Run, command, group
-from ..kit.options import MANY_LEDGERS, Composite, number_option
+from ..kit.ledger_options import MANY_LEDGERS
+from ..kit.options import Composite, number_option
 from ..kit.output import Column, Columns, Kind, Output, iso_time
 from ..kit.records import DirOption, PlacesArgument, ShowSecretsOption, raise_first
 

@@ -18,15 +18,7 @@ from bkctl.ids import parse_scope_id
 
 from ..kit.audit import shown_uri
 from ..kit.command import Run, command, group
-from ..kit.options import (
-    BOTH_COMPACTIONS,
-    Composite,
-    DryRun,
-    WatchOption,
-    count_option,
-    duration_option,
-    parameter,
-)
+from ..kit.options import BOTH_COMPACTIONS, Composite, DryRun, WatchOption, count_option, duration_option, parameter
 from ..kit.output import GREEN, RED, YELLOW, Column, Columns, Kind, Output, iso_time
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from bkctl.errors import BkctlError, Conflict, NotFound, TimedOut, UsageError
 from bkctl.ids import LedgerId, check_bookie_id, parse_scope_id
 
 from ..kit.command import Run, command, group
+from ..kit.ledger_options import SOME_LEDGERS
 from ..kit.options import (
-    SOME_LEDGERS,
     ByteRate,
     Composite,
     DryRun,

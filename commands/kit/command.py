@@ -28,27 +28,17 @@ from bkctl.errors import BkctlError, FindingsError, UsageError
 
 from . import interrupts as _interrupts
 from .audit import Audit, audit_file, shown_uri, state_directory, without_secrets
-from .options import (
-    ANY_DIGEST,
-    BOTH_COMPACTIONS,
-    COMPACTIONS,
-    DIGEST_NAMES,
+from .connection import (
     NO_LOGIN,
     TIMEOUT_S_DEFAULT,
-    WATCH_S_DEFAULT,
-    Composite,
     Connection,
-    Globals,
     Login,
     connect_to,
-    environment_globals,
-    global_parameters,
-    is_duration,
     other_connection,
     parse_bookie_addresses,
-    read_globals,
     store_security,
 )
+from .options import ANY_DIGEST, BOTH_COMPACTIONS, COMPACTIONS, DIGEST_NAMES, WATCH_S_DEFAULT, Composite
 from .output import (
     BOLD,
     CYAN,
@@ -62,6 +52,8 @@ from .output import (
     show,
     wants_color,
 )
+from .settings import GlobalOptions, global_parameters, read_environment, read_options
+from .values import is_duration
 
 if TYPE_CHECKING:
     import ssl
@@ -89,7 +81,7 @@ class Session:
     """One invocation: its words, and what stands before the group. Kept in Typer's context."""
 
     words: list[str] = field(default_factory=list)
-    globals: Globals = field(default_factory=Globals)
+    globals: GlobalOptions = field(default_factory=GlobalOptions)
     verbose: bool = False
     quiet: bool = False
     no_color: bool = False
@@ -105,8 +97,8 @@ class Declined(BkctlError):
 class Run:
     """One run of a command: its settings, its output, its way to the cluster."""
 
-    def __init__(self, session: Session, after: Globals) -> None:
-        environment = environment_globals(os.environ)
+    def __init__(self, session: Session, after: GlobalOptions) -> None:
+        environment = read_environment(os.environ)
         #: Nearest first, each with the words that name it in messages.
         self._levels = [
             ("after the command", after),
@@ -133,7 +125,7 @@ class Run:
             self._connection = connect_to(self._levels, os.environ)
         return self._connection
 
-    def given_options(self) -> Globals:
+    def given_options(self) -> GlobalOptions:
         """The options before the group and after the command, merged; nothing of the environment."""
         (_, after), (_, before), _ = self._levels
         return after.over(before)
@@ -145,7 +137,7 @@ class Run:
             raise UsageError("No cluster is named", hint="add --metadata-uri URI or --conf FILE")
         return connect_to(given, {})
 
-    def connection_settings(self) -> Globals:
+    def connection_settings(self) -> GlobalOptions:
         """How the connection is reached: the options that count, a context's among them. Raises as `connection`."""
         return self._options.over(self.connection().settings)
 
@@ -693,7 +685,7 @@ def command(
             global_values = {param.name: values.pop(param.name) for param in global_options}
             if not isinstance(session, Session):
                 session = Session()
-            run = Run(session, read_globals(global_values))
+            run = Run(session, read_options(global_values))
             arguments: dict[str, Any] = {}
             for composite_name, composite in composites.items():
                 arguments[composite_name] = composite.resolve(values)

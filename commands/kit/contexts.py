@@ -18,44 +18,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
 from bkctl.errors import AlreadyExists, Conflict, NotFound, UsageError
 
+from .settings import GlobalOptions, context_settings
+
 CURRENT: Final = "current-context"
 _FILE_SIZE_BYTES_MAX: Final = 1 << 20
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _SECRET: Final = re.compile(r"(?:.*[-_])?(?:password|passwd|secret|token|master-key)", re.IGNORECASE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
-    """One named connection: the options of the same names."""
-
-    metadata_uri: str
-    bookie_address: tuple[str, ...] = ()
-    tls_ca: str | None = None
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    metadata_tls: bool = False
-    metadata_tls_ca: str | None = None
-    metadata_tls_cert: str | None = None
-    metadata_tls_key: str | None = None
-    metadata_user: str | None = None
-    metadata_password_file: str | None = None
-    metadata_sasl: bool = False
-    metadata_creator_acl: bool = False
-
-    def settings(self) -> dict[str, Any]:
-        """What is set, under the keys of the file."""
-        values = {each.name.replace("_", "-"): getattr(self, each.name) for each in fields(self)}
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items() if value}
-
-
-_KINDS: Final = {each.name.replace("_", "-"): str(each.type) for each in fields(Context)}
 
 
 def config_file(environment: Mapping[str, str]) -> Path:
@@ -106,7 +80,7 @@ class Contexts:
             raise UsageError(f"{self.path}: contexts is no table")
         return list(contexts)
 
-    def get(self, name: str) -> Context:
+    def get(self, name: str) -> GlobalOptions:
         """One context. Raises NotFound; UsageError for a setting that is none, or holds a secret."""
         if self._text is None:
             raise NotFound(f"Context {name!r}: there is no {self.path}", hint="'bkctl context add' makes one")
@@ -120,11 +94,11 @@ class Contexts:
             raise UsageError(f"{self.path}: context {name!r} is no table")
         return _context(settings, f"{self.path}: context {name!r}")
 
-    def add(self, name: str, context: Context, *, replace: bool = False) -> Contexts:
+    def add(self, name: str, options: GlobalOptions, *, replace: bool = False) -> Contexts:
         """Add a context. Raises AlreadyExists without `replace`, UsageError for a name that is none."""
         if not _NAME.fullmatch(name):
             raise UsageError(f"Not a name of a context: {name!r}", hint="letters, digits, - and _")
-        settings = context.settings()
+        settings = toml_values(options)
         _context(settings, f"context {name!r}")
         exists = name in self.names
         if exists and not replace:
@@ -241,27 +215,28 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
         raise UsageError(f"{path}: not TOML: {error}") from error
 
 
-def _context(settings: Mapping[str, Any], where: str) -> Context:
-    values: dict[str, Any] = {}
-    for key, value in settings.items():
-        kind = _KINDS.get(key)
-        if kind is None:
+def _context(values: Mapping[str, Any], where: str) -> GlobalOptions:
+    known = {setting.key: setting for setting in context_settings()}
+    given: dict[str, Any] = {}
+    for key, value in values.items():
+        setting = known.get(key)
+        if setting is None:
             if _SECRET.fullmatch(key):
                 raise UsageError(
-                    f"{where}: {key} is a secret, and none is read from this file",
+                    f"{where}: {key} is a secret, and this file must hold none",
                     hint="use metadata-password-file, or the environment",
                 )
-            raise UsageError(f"{where}: unknown setting {key!r}", hint=f"known are {', '.join(_KINDS)}")
-        if kind.startswith("tuple"):
-            good = isinstance(value, list) and all(isinstance(item, str) for item in value)
-            value = tuple(value) if good else value
-        else:
-            good = isinstance(value, bool if kind == "bool" else str)
-        if not good:
-            raise UsageError(f"{where}: {key} has a value of the wrong kind: {value!r}")
-        values[key.replace("-", "_")] = value
-    if "metadata_uri" not in values:
+            raise UsageError(f"{where}: unknown setting {key!r}", hint=f"known settings: {', '.join(known)}")
+        given[setting.field] = setting.from_toml(value, where)
+    options = GlobalOptions(**given)
+    if options.metadata_uri is None:
         raise UsageError(f"{where} has no metadata-uri")
-    if re.search(r"://[^/]*@", values["metadata_uri"]):
+    if re.search(r"://[^/]*@", options.metadata_uri):
         raise UsageError(f"{where}: metadata-uri names a user", hint="use metadata-user and metadata-password-file")
-    return Context(**values)
+    return options
+
+
+def toml_values(options: GlobalOptions) -> dict[str, Any]:
+    """Return the settings of a context that are given, under the keys of the file."""
+    values = ((setting, getattr(options, setting.field)) for setting in context_settings())
+    return {setting.key: setting.to_toml(value) for setting, value in values if value}

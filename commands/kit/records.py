@@ -14,8 +14,8 @@ from bkctl.errors import BkctlError, Corrupt, Unsupported, UsageError
 from bkctl.ids import LedgerId
 
 from .command import Run
+from .ledger_options import SCAN_LEDGERS
 from .options import (
-    SCAN_LEDGERS,
     BinaryFormat,
     BinaryFormatOption,
     Composite,

@@ -12,15 +12,9 @@ from bkctl.errors import BkctlError, UsageError
 from bkctl.ids import parse_scope_id
 
 from ..kit.command import Run, command, group
-from ..kit.options import (
-    ByteRate,
-    KeepGoing,
-    LedgersOrFile,
-    LoginOfTarget,
-    count_option,
-    digest_type_option,
-    number_option,
-)
+from ..kit.connection import LoginOfTarget
+from ..kit.ledger_options import LedgersOrFile
+from ..kit.options import ByteRate, KeepGoing, count_option, digest_type_option, number_option
 from ..kit.output import Column, Columns, Kind, RowWriter
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from bkctl.errors import BkctlError, Conflict, EntryNotFound, FindingsError, Usa
 from bkctl.ids import LedgerId
 
 from ..kit.command import Run, command, group
+from ..kit.ledger_options import LedgersOrFile, LedgerToCreate, ManyLedgers, NewLedger, OneLedger, ScopeToList
 from ..kit.options import (
     BinaryFormat,
     BinaryFormatOption,
@@ -26,13 +27,7 @@ from ..kit.options import (
     KeepGoing,
     LedgerPassword,
     LedgerShape,
-    LedgersOrFile,
-    LedgerToCreate,
-    ManyLedgers,
-    NewLedger,
-    OneLedger,
     ProtocolOption,
-    ScopeToList,
     Shape,
     UndoOption,
     WatchOption,

@@ -14,7 +14,8 @@ from bkctl.errors import AlreadyExists, NotFound, UsageError
 from bkctl.ids import LedgerId
 
 from ..kit.command import Run
-from ..kit.options import SCAN_LEDGERS, Composite, ScanFilter, parameter
+from ..kit.ledger_options import SCAN_LEDGERS, ScanFilter
+from ..kit.options import Composite, parameter
 from ..kit.output import Columns, Lines, Output
 
 if TYPE_CHECKING:

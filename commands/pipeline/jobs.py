@@ -13,7 +13,7 @@ from bkctl.errors import BkctlError, Corrupt, UsageError
 
 from ..entrylog import ThresholdOptions, thresholds_of
 from ..kit.command import Run, command, group
-from ..kit.options import ScanFilter
+from ..kit.ledger_options import ScanFilter
 from ..kit.output import GREEN, RED, YELLOW, Column, Columns, Kind, size_text
 from .common import (
     LedgersToScan,

@@ -13,7 +13,8 @@ from bkctl.errors import AlreadyExists, NotFound, UsageError
 from bkctl.ids import LedgerId, parse_scope_id
 
 from ..kit.command import Run, command, group
-from ..kit.options import MANY_LEDGERS, Composite, DryRun, parameter
+from ..kit.ledger_options import MANY_LEDGERS
+from ..kit.options import Composite, DryRun, parameter
 from ..kit.output import GREEN, RED, YELLOW, Column, Columns, Kind
 from .common import (
     SparkOptions,
