@@ -12,7 +12,7 @@ import typer
 
 from bkctl.errors import UsageError
 
-from ..bookie.running import BookieServerOption, server
+from ..bookie.server import BookieServerOption, server
 from ..kit.command import Run, command, group
 from ..kit.options import DryRun, size_option
 from ..kit.output import plain

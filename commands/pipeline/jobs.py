@@ -11,7 +11,7 @@ import typer
 
 from bkctl.errors import BkctlError, Corrupt, UsageError
 
-from ..entrylog import ThresholdOptions, thresholds_of
+from ..entrylog.garbage import ThresholdOptions, thresholds_of
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ScanFilter
 from ..kit.output import GREEN, RED, YELLOW, Column, Columns, Kind, size_text

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bkctl.bookie.local import LocalCluster
-from bkctl.commands.bookies.recovery import _move_columns
+from bkctl.commands.bookies.recover import _move_columns
 from bkctl.commands.kit.output import SAMPLE_ROWS, Output, RowWriter
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, Endpoint, Fragment, LedgerMetadata, LedgerState

@@ -156,11 +156,11 @@ def test_locate_asks_the_bookies(cli: Cli, written: str, cluster: LocalCluster) 
 
 
 def test_missing_entries_read_as_spans() -> None:
-    from bkctl.commands.ledger.entries import _spans_text
+    from bkctl.commands.ledger.locate import spans_text
 
     def span(first: int, last: int, count: int) -> dict[str, int]:
         return {"firstEntryId": first, "lastEntryId": last, "entryCount": count}
 
-    assert _spans_text([]) == "-"
-    assert _spans_text([span(3, 3, 1), span(5, 9, 4)]) == "3, 5-9 (4)"
-    assert _spans_text([span(at, at, 1) for at in range(7)]) == "0, 1, 2, 3, 4, 2 more"
+    assert spans_text([]) == "-"
+    assert spans_text([span(3, 3, 1), span(5, 9, 4)]) == "3, 5-9 (4)"
+    assert spans_text([span(at, at, 1) for at in range(7)]) == "0, 1, 2, 3, 4, 2 more"

@@ -1,0 +1,180 @@
+"""`bkctl bookie state`, `ready`, `info` and `readonly`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from bkctl.errors import BkctlError, FindingsError, Unreachable, UsageError
+
+from ..kit.command import Run, command, group
+from ..kit.options import DryRun, WatchOption
+from ..kit.output import GREEN, RED, YELLOW, Column, Columns, Kind
+from .server import BOOKIE, URL, Asked, BookieServerOption, Server, finder, server
+from .waiting import Patience, WaitDeadline
+
+if TYPE_CHECKING:
+    from bkctl.http.client import BookieState, DiskSpace
+
+app = group()
+
+
+STATE = (
+    Column("RUNNING", "running", "answer.running", Kind.BOOLEAN, style={"no": RED}),
+    Column("READ ONLY", "readOnly", "answer.read_only", Kind.BOOLEAN, style={"yes": YELLOW}),
+    Column("SHUTTING DOWN", "shuttingDown", "answer.shutting_down", Kind.BOOLEAN, style={"yes": RED}),
+    Column(
+        "HIGH-PRIORITY WRITES", "availableForHighPriorityWrites", "answer.available_for_high_priority_writes",
+        Kind.BOOLEAN,
+    ),
+)  # fmt: skip
+STATE_COLUMNS = Columns(BOOKIE, URL, *STATE, key="url")
+
+
+@command(app, "state", connects=True)
+def state(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
+    """Show whether a bookie runs, takes writes, or shuts down.
+
+    A read-only bookie may still take writes of high priority (those of ledger recovery).
+    """
+    with server(run, which) as found:
+        run.watch(watch, lambda: iter([Asked(found, found.api.state())]), STATE_COLUMNS, single=True)
+
+
+READY_COLUMNS = Columns(
+    BOOKIE,
+    URL,
+    Column("READY", "ready", "answer.ready", Kind.BOOLEAN, style={"yes": GREEN, "no": RED}),
+    Column("ANSWER", "message", "answer.message"),
+    key="url",
+)
+
+
+@command(app, "ready", connects=True)
+def ready(
+    run: Run,
+    which: BookieServerOption,
+    deadline: WaitDeadline,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until it is, also while it is not registered, or not up.")
+    ] = False,
+) -> None:
+    """Show whether a bookie is past its start and serves; for probes. Exit code 3: it is not."""
+    if deadline is not None and not wait:
+        raise UsageError("--deadline goes with --wait", hint="add --wait")
+    with finder(run, which) as find:
+        with run.working("Waiting for the bookie", enabled=wait):
+            patience = Patience(f"Bookie {which.bookie_id or which.url or run.conf} is not ready", deadline)
+            while True:
+                try:
+                    found = find()
+                    patience.shorten(found)
+                    readiness = found.api.readiness()
+                except Unreachable:
+                    if not wait:
+                        raise
+                else:
+                    if readiness.ready or not wait:
+                        break
+                patience.wait()
+        run.show(Asked(found, readiness), READY_COLUMNS)
+        if not readiness.ready:
+            raise FindingsError(f"{found.name} is not ready: {readiness.message}")
+
+
+class InfoRow(NamedTuple):
+    """A bookie at a glance."""
+
+    server: Server
+    answer: BookieState
+    space: DiskSpace
+
+
+INFO_COLUMNS = Columns(
+    BOOKIE,
+    URL,
+    *STATE,
+    Column("TOTAL", "totalSpace", "space.total", Kind.SIZE),
+    Column("FREE", "freeSpace", "space.free", Kind.SIZE),
+    Column("USED", "usedSpace", "space.used", Kind.SIZE),
+    Column(
+        "USED %", "usedPercent", lambda row: round(row.space.used_percent, 2), Kind.INTEGER,
+        text=lambda value: f"{value:.1f}%",
+    ),
+    key="url",
+)  # fmt: skip
+
+
+@command(app, "info", connects=True)
+def info(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
+    """Show a bookie at a glance: its state, and the space on its ledger disks."""
+    with server(run, which) as found:
+
+        def look() -> Iterator[InfoRow]:
+            yield InfoRow(found, found.api.state(), found.api.space())
+
+        run.watch(watch, look, INFO_COLUMNS, single=True)
+
+
+class Switch(StrEnum):
+    """On or off."""
+
+    ON = "on"
+    OFF = "off"
+
+
+READ_ONLY_COLUMNS = Columns(
+    BOOKIE, URL, Column("READ ONLY", "readOnly", "answer", Kind.BOOLEAN, style={"yes": YELLOW}), key="url"
+)
+
+
+@command(app, "readonly", connects=True)
+def readonly(
+    run: Run,
+    which: BookieServerOption,
+    wanted: Annotated[
+        Switch | None, typer.Argument(metavar="on|off", help="What it shall be (default: only shown).")
+    ] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Show whether a bookie is read-only, or switch that on or off.
+
+    `on`: it takes no more entries, so writers put other bookies in its place; it goes on to serve reads, and its
+    entries stay. It is kept over a restart only where the bookie has persistBookieStatusEnabled=true, and refused where
+    it has readOnlyModeEnabled=false. `off`: it takes entries again, unless its disks are full.
+    """
+    with server(run, which, changes=wanted is not None and not dry_run) as found:
+        before = found.api.read_only()
+        if wanted is None:
+            run.show(Asked(found, before), READ_ONLY_COLUMNS)
+            return
+        on = wanted is Switch.ON
+        if before is on:
+            run.note(f"bkctl: {found.name} is {'read-only' if on else 'writable'} already")
+        elif dry_run:
+            run.note(f"bkctl: Dry run: {found.name} would become {'read-only' if on else 'writable'}")
+        after = before if dry_run else found.api.set_read_only(on)
+        run.show(Asked(found, after), READ_ONLY_COLUMNS)
+        if dry_run:
+            return
+        if after is not on:
+            raise BkctlError(f"{found.name} is {'read-only' if after else 'writable'} all the same")
+        if before is not on:
+            run.note(f"bkctl: {_meaning(found, on)}")
+
+
+def _meaning(found: Server, on: bool) -> str:
+    if not on:
+        return f"{found.name} takes entries again, unless its disks are full"
+    text = (
+        f"{found.name} takes no more entries and serves reads; that is kept over a restart with "
+        "persistBookieStatusEnabled=true only; 'bookie readonly off' ends it"
+    )
+    if found.cluster is not None:
+        others = [each for each in found.cluster.bookies.list(include_down=False) if each.bookie_id != found.bookie_id]
+        count = sum(each.state == "rw" for each in others)
+        text += f". {count:,} other {'bookie is' if count == 1 else 'bookies are'} writable"
+    return text

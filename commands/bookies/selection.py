@@ -1,0 +1,83 @@
+"""The bookies and ledgers that a command of `bkctl bookies` is about, and its shared options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bkctl.errors import UsageError
+from bkctl.ids import LedgerId, check_bookie_id, parse_scope_id
+
+from ..kit.command import Run
+from ..kit.ledger_options import SOME_LEDGERS
+from ..kit.options import (
+    Composite,
+    duration_option,
+    parameter,
+    watch_option,
+)
+
+if TYPE_CHECKING:
+    from bkctl.replication.placement import Topology
+
+
+def some_ledgers(values: Mapping[str, Any]) -> list[LedgerId]:
+    scope = None if values["ledger_scope_id"] is None else parse_scope_id(values["ledger_scope_id"])
+    texts = values["some_ledgers"] or []
+    if scope is not None and not texts:
+        raise UsageError("--ledger-scope-id is for --ledger, and no ledger is given", hint="add --ledger LEDGER")
+    return list(dict.fromkeys(LedgerId.parse(text, scope) for text in texts))
+
+
+#: `--ledger`, repeatable; none given: an empty list.
+SomeLedgers = Annotated[
+    list[LedgerId],
+    Composite(
+        (
+            SOME_LEDGERS,
+            parameter(
+                "ledger_scope_id",
+                Annotated[
+                    str, typer.Option("--ledger-scope-id", metavar="SCOPE", help="Ledger scope id of a bare --ledger.")
+                ],
+            ),
+        ),
+        some_ledgers,
+    ),
+]
+#: `--watch` of what comes to an end by itself.
+ProgressOption = Annotated[
+    float | None,
+    watch_option("Print how far it is instead of each ledger that is moved; --watch=SECONDS so often (default 2)."),
+]
+SomeBookies = Annotated[list[str], typer.Argument(metavar="BOOKIE", help="The bookies.")]
+OneBookie = Annotated[str, typer.Argument(metavar="BOOKIE", help="The bookie.")]
+Deadline = Annotated[
+    float | None,
+    duration_option("--deadline", "Give up after this long (default: never; exit code 6). What was moved stays moved."),
+]
+SkipUnrecoverable = Annotated[
+    bool,
+    typer.Option(
+        "--skip-unrecoverable", help="Name ledgers with entries that no bookie has, and go on as if all were well."
+    ),
+]
+
+
+def bookie_ids(texts: Sequence[str]) -> list[str]:
+    """The bookies that were named; Apache's shell takes them with commas between, so these may be too."""
+    names = dict.fromkeys(name for text in texts for name in text.split(",") if name)
+    if not names:
+        raise UsageError("No bookie is named", hint="'bkctl bookies list' shows them")
+    return [check_bookie_id(name) for name in names]
+
+
+def find_topology(run: Run) -> Topology | None:
+    """The racks of bookies, where --conf names a script that tells them."""
+    from bkctl.config import read_properties
+    from bkctl.replication.placement import Topology
+
+    script = None if run.conf is None else read_properties(run.conf).get("networkTopologyScriptFileName")
+    return Topology(script) if script else None

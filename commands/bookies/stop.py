@@ -1,0 +1,87 @@
+"""`bkctl bookies ok-to-stop`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+from bkctl.errors import NotFound
+
+from ..kit.command import Run, command, group
+from ..kit.options import (
+    WatchOption,
+    count_option,
+)
+from ..kit.output import RED, YELLOW, Column, Columns, Kind
+from .progress import counted
+from .selection import SomeBookies, bookie_ids
+
+if TYPE_CHECKING:
+    from bkctl.replication.holdings import StopProblem
+
+app = group()
+
+
+RISK_COLUMNS = Columns(
+    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+    Column("STATE", "state", lambda row: row.state and row.state.name),
+    Column(
+        "RISK", "risk", "risk",
+        style={"lost": RED, "unreadable": RED, "unwritable": YELLOW, "under-quorum": YELLOW},
+    ),
+    Column("FIRST ENTRY", "firstEntryId", "first_entry_id", Kind.INTEGER),
+    Column("LAST ENTRY", "lastEntryId", "last_entry_id", Kind.INTEGER),
+    Column("ENTRIES", "entryCount", "entry_count", Kind.INTEGER),
+    Column("REPLICAS LEFT", "replicasLeft", "replica_count", Kind.INTEGER),
+    Column("NEEDED", "replicasNeeded", "replica_count_min", Kind.INTEGER),
+    Column("ON", "bookies", lambda row: list(row.bookies), Kind.NESTED, text=", ".join),
+    Column("WHAT", "message", "message", flexible=True),
+    key="ledger",
+)  # fmt: skip
+
+
+@command(app, "ok-to-stop", connects=True)
+def ok_to_stop(
+    run: Run,
+    bookies: SomeBookies,
+    watch: WatchOption,
+    min_replicas: Annotated[
+        int | None,
+        count_option("--min-replicas", "Replicas of each entry that must stay (default: each ledger's ack quorum)."),
+    ],
+) -> None:
+    """Say which ledgers would be lost, unwritable or under-replicated if these bookies stopped now. Exit code 3: some.
+
+    By the metadata, for every scope: `lost` (no replica of some entries would be left), `under-quorum` (fewer replicas
+    than the ledger's ack quorum, or --min-replicas), `unwritable` (its writer would find no bookie in their place).
+    Replicas on bookies that are down, or that auto-recovery has marked as missing, do not count. For a short restart
+    --min-replicas 1 is enough.
+    """
+    from bkctl.replication.holdings import ok_to_stop as problems_of
+
+    names = bookie_ids(bookies)
+    count = 0
+
+    def look() -> Iterator[StopProblem]:
+        nonlocal count
+        count = 0
+        for problem in problems_of(cluster, names, replica_count_min=min_replicas):
+            count += 1
+            yield problem
+
+    with run.cluster() as cluster:
+        for name in names:
+            if cluster.bookies.get(name) is None:
+                raise NotFound(f"No bookie {name}", hint="'bkctl bookies list' shows them")
+        if watch is not None:
+            run.watch(watch, look, RISK_COLUMNS, subscribe=cluster.bookies.watch)
+        with run.working("Looking at the ledgers"):
+            run.render(look(), RISK_COLUMNS)
+        staying = sum(
+            each.state == "rw" and each.bookie_id not in names for each in cluster.bookies.list(include_down=False)
+        )
+    who = f"{names[0]} may" if len(names) == 1 else f"These {len(names)} bookies may"
+    left = counted(staying, "writable bookie", "writable bookies")
+    if not count:
+        run.note(f"{who} stop; {left} would be left, and ledgers with larger ensembles could not be created")
+    run.finish_with(count, f"{'findings' if count > 1 else 'finding'}: {who} not stop now")

@@ -1,0 +1,91 @@
+"""`bkctl metadata check` and `bkctl metadata orphans`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..kit.command import Run, command, group
+from ..kit.ledger_options import ScopeOfAny
+from ..kit.options import DryRun, UndoOption
+from ..kit.output import RED, YELLOW, Column, Columns, Kind
+
+app = group()
+
+
+FINDING_COLUMNS = Columns(
+    Column("CODE", "code", "code", style={"unparsable": RED, "impossible": RED, "dangling": YELLOW}),
+    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+    Column("NODE", "path", "path"),
+    Column("WHAT", "message", "message", flexible=True),
+    key="path",
+)
+
+
+@command(app, "check", connects=True)
+def check(run: Run, scope: ScopeOfAny) -> None:
+    """Look at all metadata for what cannot be read, points to nothing or cannot be; exit code 3 with findings.
+
+    Ledgers with damaged or impossible metadata, or on bookies that nobody knows; cookies, marks, layout, scopes.
+    """
+    from bkctl.metadata.admin.check import check_metadata
+
+    count = 0
+    with (
+        run.cluster() as cluster,
+        run.working("Checking metadata") as activity,
+        run.rows(FINDING_COLUMNS) as writer,
+    ):
+        for finding in check_metadata(cluster, scope, progress=activity.update):
+            count += 1
+            writer.row(finding)
+    if not count:
+        run.note("Nothing is wrong with the metadata")
+    run.finish_with(count, "findings" if count > 1 else "finding")
+
+
+ORPHAN_COLUMNS = Columns(
+    Column("CODE", "code", "code"),
+    Column("NODE", "path", "path"),
+    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+    Column("NODES", "nodeCount", "node_count", Kind.INTEGER),
+    Column("REMOVABLE", "removable", "removable", Kind.BOOLEAN),
+    Column("WHAT", "message", "message", flexible=True),
+    key="path",
+)
+
+
+@command(app, "orphans", connects=True, changes="delete", asks=True)
+def orphans(
+    run: Run,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Remove those that nobody misses (REMOVABLE), after asking.")
+    ] = False,
+    undo: UndoOption = None,
+    dry_run: DryRun = False,
+) -> None:
+    """List nodes that belong to nothing: marks of deleted ledgers, scopes of a formatted cluster, unused cookies.
+
+    Exit code 3 when there are any.
+    """
+    from bkctl.metadata.admin.check import orphans as find
+    from bkctl.metadata.admin.check import remove_orphan
+
+    with run.cluster() as cluster:
+        with run.working("Looking for orphans"):
+            found = list(find(cluster))
+        run.render(found, ORPHAN_COLUMNS)
+        if not found:
+            run.note("Nothing is orphaned")
+        removable = [each for each in found if each.removable]
+        if not delete or dry_run or not removable:
+            run.finish_with(len(found), "orphans" if len(found) > 1 else "orphan")
+            return
+        node_count = sum(each.node_count for each in removable)
+        run.confirm(f"{node_count:,} nodes would be removed from {cluster.uri}")
+        with run.undo(cluster, undo) as record, run.working("Removing"):
+            for each in removable:
+                remove_orphan(cluster, each, record.record)
+    run.note(f"{len(removable):,} of {len(found):,} orphans were removed")
+    run.finish_with(len(found) - len(removable), "orphans are left, to be looked at first")
