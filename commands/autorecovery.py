@@ -12,10 +12,11 @@ import typer
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, Corrupt, NotFound, UsageError
 from bkctl.ids import LedgerId
 
+from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
 from .kit.ledger_options import LedgersOrFile, ScopeOfAny
 from .kit.options import DryRun, UndoOption, WatchOption, duration_option
-from .kit.output import GREEN, RED, YELLOW, Column, Columns, Kind
+from .kit.texts import GREEN, RED, YELLOW
 from .kit.values import parse_duration
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ import typer
 
 from bkctl.errors import AlreadyExists, Conflict, NotFound, UsageError
 
+from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
 from .kit.options import DryRun, WatchOption
-from .kit.output import GREEN, RED, YELLOW, Column, Columns, Kind
+from .kit.texts import GREEN, RED, YELLOW
 
 if TYPE_CHECKING:
     from bkctl.bookie.local import LocalCluster

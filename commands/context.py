@@ -10,10 +10,11 @@ import typer
 
 from bkctl.errors import UsageError
 
+from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
 from .kit.contexts import Contexts
-from .kit.output import GREEN, Column, Columns, Kind
 from .kit.settings import GlobalOptions, Setting, ValueType, context_settings
+from .kit.texts import GREEN
 
 app = group()
 

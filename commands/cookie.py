@@ -10,10 +10,11 @@ import typer
 
 from bkctl.errors import BkctlError, NotFound, Unreachable, UsageError
 
+from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
 from .kit.options import BinaryFormat, BinaryFormatOption, DryRun, UndoOption
-from .kit.output import RED, Column, Columns, Kind
 from .kit.records import DirOption
+from .kit.texts import RED
 
 if TYPE_CHECKING:
     from bkctl.formats.metadata import Cookie

@@ -12,10 +12,11 @@ import typer
 
 from bkctl.errors import BkctlError, NotFound, UsageError
 
+from .kit.columns import Column, Columns, Kind, ledger_column
 from .kit.command import Run, command, group
 from .kit.options import count_option
-from .kit.output import GREEN, NULL, RED, YELLOW, Column, Columns, Kind, ledger_column
 from .kit.records import DirOption, Records, ShowSecretsOption, print_records, raise_first
+from .kit.texts import GREEN, NULL, RED, YELLOW
 
 if TYPE_CHECKING:
     from bkctl.files.directories import BookieDirectories, BookieFile

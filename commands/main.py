@@ -16,11 +16,11 @@ import typer
 from bkctl import __version__
 from bkctl.errors import BkctlError, is_interrupt
 
-from .kit import interrupts as _interrupts
+from .kit import interrupts
 from .kit.command import Group, Session
 from .kit.options import parameter
-from .kit.output import ClosedOutput, output_error
 from .kit.settings import global_parameters, read_options
+from .kit.terminal import ClosedOutput, output_error
 
 #: Group → its help; the module of the same name (with `app`) is imported when the group is used.
 GROUPS: Final[dict[str, str]] = {
@@ -168,7 +168,7 @@ def _parser_error_line(error: Any) -> str:
 
 def one_line(text: str) -> str:
     """`text` without line breaks and control characters."""
-    from .kit.output import plain
+    from .kit.texts import plain
 
     return plain(" ".join(text.split()))
 
@@ -188,10 +188,10 @@ def run(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except (typer.Abort, EOFError):
-        code = _interrupts.EXIT_CODE
+        code = interrupts.EXIT_CODE
     except Exception as problem:
         if is_interrupt(problem):
-            code = _interrupts.EXIT_CODE
+            code = interrupts.EXIT_CODE
         elif isinstance(problem, (BkctlError, OSError, _ParserError)):
             error = problem
             code = _report(error, arguments)
@@ -199,8 +199,8 @@ def run(arguments: list[str]) -> int:
             _end_audit(session, 1, problem)
             raise
     code = code if isinstance(code, int) else 0
-    if code == _interrupts.EXIT_CODE:
-        _interrupts.note_interrupt()
+    if code == interrupts.EXIT_CODE:
+        interrupts.note_interrupt()
         print("bkctl: Interrupted", file=sys.stderr)
     _end_audit(session, code, error)
     return code
@@ -210,7 +210,7 @@ def _end_audit(session: Session, code: int, error: BaseException | None) -> None
     audit = session.audit
     if audit is None:
         return
-    with _interrupts.ignored():
+    with interrupts.ignored():
         audit.end(code, None if error is None else one_line(error_line(error)[0]))
     if audit.problem is not None and not session.quiet:
         reason = audit.problem.strerror or str(audit.problem)

@@ -15,7 +15,7 @@ from bkctl.errors import UsageError
 from ..bookie.server import BookieServerOption, server
 from ..kit.command import Run, command, group
 from ..kit.options import DryRun, size_option
-from ..kit.output import plain
+from ..kit.texts import plain
 
 app = group()
 

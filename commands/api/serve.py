@@ -10,8 +10,8 @@ import typer
 
 from bkctl.errors import UsageError
 
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
-from ..kit.output import Column, Columns, Kind
 from ..kit.values import parse_number
 
 if TYPE_CHECKING:

@@ -11,11 +11,12 @@ import typer
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId, parse_scope_id
 
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import SOME_LEDGERS
 from ..kit.options import Composite, DigestToCheck, LedgerPassword, number_option, parameter
-from ..kit.output import Column, Columns, Kind, size_text
 from ..kit.records import DirOption, PlacesArgument, raise_first
+from ..kit.texts import size_text
 from ..kit.values import parse_size
 from .files import index_app
 

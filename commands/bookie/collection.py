@@ -11,9 +11,10 @@ import typer
 
 from bkctl.errors import FindingsError, NotFound, Unsupported, UsageError
 
+from ..kit.columns import Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
 from ..kit.options import BOTH_COMPACTIONS, DryRun, WatchOption
-from ..kit.output import GREEN, YELLOW, Column, Columns, Kind, Output, iso_time
+from ..kit.texts import GREEN, YELLOW, iso_time
 from .server import BookieServerOption, Server, server
 from .waiting import Patience, WaitDeadline
 

@@ -11,11 +11,12 @@ import typer
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.ids import LedgerId, parse_scope_id
 
+from ..kit.columns import Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import MANY_LEDGERS
 from ..kit.options import Composite, number_option
-from ..kit.output import Column, Columns, Kind, Output, iso_time
 from ..kit.records import DirOption, PlacesArgument, ShowSecretsOption, raise_first
+from ..kit.texts import iso_time
 
 if TYPE_CHECKING:
     from bkctl.files.directories import BookieDirectories, BookieFile

@@ -11,9 +11,9 @@ import typer
 
 from bkctl.errors import UsageError
 
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.options import WatchOption
-from ..kit.output import Column, Columns, Kind
 from .server import BookieServerOption, server
 
 if TYPE_CHECKING:

@@ -14,10 +14,11 @@ import typer
 
 from bkctl.errors import BkctlError, UsageError
 
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.options import Composite, DryRun, LedgerPassword, parameter
-from ..kit.output import NULL, Column, Columns, Kind, size_text
 from ..kit.records import DirOption, PlacesArgument
+from ..kit.texts import NULL, size_text
 from .files import AnyLedgers, index_app
 
 if TYPE_CHECKING:

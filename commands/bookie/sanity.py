@@ -9,9 +9,10 @@ import typer
 from bkctl.errors import FindingsError, TimedOut, Unreachable, UsageError
 from bkctl.ids import parse_scope_id
 
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.options import count_option, duration_option
-from ..kit.output import GREEN, RED, YELLOW, Column, Columns, Kind
+from ..kit.texts import GREEN, RED, YELLOW
 from .server import BookieServerOption, registered_bookie, server
 
 if TYPE_CHECKING:

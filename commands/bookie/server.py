@@ -11,9 +11,9 @@ import typer
 
 from bkctl.errors import NotFound, UsageError
 
+from ..kit.columns import Column
 from ..kit.command import Run
 from ..kit.options import Composite, parameter
-from ..kit.output import Column
 
 if TYPE_CHECKING:
     from bkctl.http.client import BookieApi

@@ -11,9 +11,9 @@ import typer
 from bkctl.errors import NotFound, UsageError
 
 from ..kit.audit import shown_uri
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.options import Composite, DryRun, parameter
-from ..kit.output import Column, Columns, Kind
 from .server import BookieServerOption, server
 
 app = group()

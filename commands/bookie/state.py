@@ -10,9 +10,10 @@ import typer
 
 from bkctl.errors import BkctlError, FindingsError, Unreachable, UsageError
 
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.options import DryRun, WatchOption
-from ..kit.output import GREEN, RED, YELLOW, Column, Columns, Kind
+from ..kit.texts import GREEN, RED, YELLOW
 from .server import BOOKIE, URL, Asked, BookieServerOption, Server, finder, server
 from .waiting import Patience, WaitDeadline
 

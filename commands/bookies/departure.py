@@ -12,12 +12,14 @@ import typer
 from bkctl.errors import Conflict, NotFound
 from bkctl.ids import LedgerId, check_bookie_id
 
+from ..kit.columns import Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
 from ..kit.options import (
     ByteRate,
     DryRun,
 )
-from ..kit.output import GREEN, RED, YELLOW, Column, Columns, Kind, Output, RowWriter
+from ..kit.output import RowWriter
+from ..kit.texts import GREEN, RED, YELLOW
 from .progress import counted, entry_spans, ledger_width, loss_text, progress_text, run_within, shown_progress
 from .selection import Deadline, OneBookie, ProgressOption, SkipUnrecoverable, find_topology
 

@@ -10,9 +10,10 @@ import typer
 
 from bkctl.errors import BkctlError, NotFound, Unreachable, UsageError
 
+from ..kit.columns import Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
 from ..kit.options import WatchOption
-from ..kit.output import GREEN, RED, YELLOW, Column, Columns, Kind, Output, size_text
+from ..kit.texts import GREEN, RED, YELLOW, size_text
 
 if TYPE_CHECKING:
     from bkctl.client.operations import BookieSpace

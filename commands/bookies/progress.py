@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 from bkctl.errors import TimedOut
 
 from ..kit.command import Run
-from ..kit.output import Activity, size_text
+from ..kit.terminal import Activity
+from ..kit.texts import size_text
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import RegisteredBookie

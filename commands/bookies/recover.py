@@ -12,12 +12,14 @@ import typer
 from bkctl.errors import BkctlError, Conflict, NotFound, UsageError
 from bkctl.ids import LedgerId
 
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.options import (
     ByteRate,
     DryRun,
 )
-from ..kit.output import GREEN, RED, YELLOW, Column, Columns, Kind, RowWriter, size_text
+from ..kit.output import RowWriter
+from ..kit.texts import GREEN, RED, YELLOW, size_text
 from .progress import counted, entry_spans, ledger_width, loss_text, run_within, shown_progress, time_text
 from .selection import Deadline, SkipUnrecoverable, SomeBookies, SomeLedgers, bookie_ids, find_topology
 

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from bkctl.errors import NotFound
 
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.options import (
     WatchOption,
     count_option,
 )
-from ..kit.output import RED, YELLOW, Column, Columns, Kind
+from ..kit.texts import RED, YELLOW
 from .progress import counted
 from .selection import SomeBookies, bookie_ids
 

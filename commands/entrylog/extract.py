@@ -15,10 +15,11 @@ import typer
 
 from bkctl.errors import BkctlError, NotFound, UsageError
 
+from ..kit.columns import Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import LEDGER_FORMS
+from ..kit.lines import Lines
 from ..kit.options import Composite, Entries, EntryRange, digest_type_option, parameter
-from ..kit.output import Column, Columns, Kind, Lines, Output
 from ..kit.records import DirOption, raise_first
 from .logs import LogNames, find_logs, log_id_hex, logs_text
 

@@ -11,10 +11,11 @@ import typer
 
 from bkctl.errors import BkctlError, UsageError
 
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.options import Composite, parameter
-from ..kit.output import GREEN, RED, YELLOW, Column, Columns, Kind, size_text
 from ..kit.records import DirOption, raise_first
+from ..kit.texts import GREEN, RED, YELLOW, size_text
 from .logs import (
     AllOption,
     LogNames,

@@ -10,9 +10,10 @@ import typer
 
 from bkctl.errors import BkctlError, NotFound
 
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
-from ..kit.output import YELLOW, Column, Columns, Kind
 from ..kit.records import DirOption, Records, print_records, raise_first
+from ..kit.texts import YELLOW
 from .logs import (
     LogNames,
     Sort,

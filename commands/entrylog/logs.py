@@ -12,8 +12,8 @@ import typer
 
 from bkctl.errors import BkctlError, UsageError
 
+from ..kit.columns import Column
 from ..kit.command import Run
-from ..kit.output import Column
 
 if TYPE_CHECKING:
     from bkctl.checks.garbage import LogUse

@@ -9,10 +9,11 @@ import typer
 
 from bkctl.errors import BkctlError, UsageError
 
+from ..kit.columns import Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
 from ..kit.options import DigestToCheck, LedgerPassword
-from ..kit.output import RED, YELLOW, Column, Columns, Kind, Output
 from ..kit.records import DirOption, raise_first
+from ..kit.texts import RED, YELLOW
 from .logs import LogNames, file_column, find_logs, log_id_hex, log_key
 
 if TYPE_CHECKING:

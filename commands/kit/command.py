@@ -26,8 +26,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from bkctl.errors import BkctlError, FindingsError, UsageError
 
-from . import interrupts as _interrupts
+from . import interrupts
 from .audit import Audit, audit_file, shown_uri, state_directory, without_secrets
+from .columns import Columns, Output
 from .connection import (
     NO_LOGIN,
     TIMEOUT_S_DEFAULT,
@@ -39,20 +40,10 @@ from .connection import (
     store_security,
 )
 from .options import ANY_DIGEST, BOTH_COMPACTIONS, COMPACTIONS, DIGEST_NAMES, WATCH_S_DEFAULT, Composite
-from .output import (
-    BOLD,
-    CYAN,
-    RESET,
-    Activity,
-    Columns,
-    Output,
-    RowWriter,
-    emit,
-    emit_bytes,
-    show,
-    wants_color,
-)
+from .output import RowWriter, show
 from .settings import GlobalOptions, global_parameters, read_environment, read_options
+from .terminal import Activity, emit, emit_bytes, wants_color
+from .texts import BOLD, CYAN, RESET
 from .values import is_duration
 
 if TYPE_CHECKING:
@@ -693,7 +684,7 @@ def command(
             arguments.update({key: value for key, value in values.items() if key not in taken})
             if (arguments[changes] if isinstance(changes, str) else changes) and not arguments.get("dry_run"):
                 run.start_audit(begun=not connects)
-            with _interrupts.raised():
+            with interrupts.raised():
                 function(run, **arguments)
 
         context_parameter = inspect.Parameter("typer_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)

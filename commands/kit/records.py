@@ -13,6 +13,7 @@ import typer
 from bkctl.errors import BkctlError, Corrupt, Unsupported, UsageError
 from bkctl.ids import LedgerId
 
+from .columns import Column, Columns, Constant, Kind, Output, payload_column
 from .command import Run
 from .ledger_options import SCAN_LEDGERS
 from .options import (
@@ -24,7 +25,8 @@ from .options import (
     number_option,
     parameter,
 )
-from .output import NULL, Column, Columns, Constant, Kind, Output, RowWriter, payload_column
+from .output import RowWriter
+from .texts import NULL
 
 if TYPE_CHECKING:
     from bkctl.files.listing import RecordFilter

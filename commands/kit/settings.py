@@ -16,7 +16,7 @@ import typer
 
 from bkctl.errors import UsageError
 
-from .output import Output
+from .columns import Output
 from .values import parse_duration, parse_switch
 
 GLOBAL_PANEL: Final = "Connection and output"

@@ -10,19 +10,11 @@ from typing import Any, Final
 
 from bkctl.errors import UsageError
 
-from .output import (
-    BOLD,
-    RESET,
-    Columns,
-    Lines,
-    Output,
-    RowWriter,
-    emit,
-    getter,
-    iso_time,
-    show,
-    terminal_width,
-)
+from .columns import Columns, Output
+from .lines import Lines, getter
+from .output import RowWriter, show
+from .terminal import emit, terminal_width
+from .texts import BOLD, RESET, iso_time
 
 #: Several changes at once are shown together.
 SETTLE_S: Final = 0.1

@@ -6,17 +6,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bkctl.ids import LedgerId
 
+from ..kit.columns import Column, Columns, Kind, Output
 from ..kit.command import Run
-from ..kit.output import (
-    GREEN,
-    RED,
-    YELLOW,
-    Column,
-    Columns,
-    Kind,
-    Output,
-    readable_text,
-)
+from ..kit.texts import GREEN, RED, YELLOW, readable_text
 
 if TYPE_CHECKING:
     from bkctl.metadata.ledgers import VersionedMetadata

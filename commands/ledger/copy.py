@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,11 +10,12 @@ import typer
 from bkctl.errors import BkctlError, UsageError
 from bkctl.ids import parse_scope_id
 
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.connection import LoginOfTarget
 from ..kit.ledger_options import LedgersOrFile
 from ..kit.options import ByteRate, KeepGoing, count_option, digest_type_option, number_option
-from ..kit.output import Column, Columns, Kind, RowWriter
+from ..kit.output import RowWriter
 
 if TYPE_CHECKING:
     from bkctl.ids import LedgerId
@@ -117,8 +117,8 @@ def copy(
                     if not keep_going:
                         raise
                     failures += 1
-                    named = re.search(rf"\bledger {re.escape(str(ledger))}\b", str(error), re.IGNORECASE)
-                    run.note(f"bkctl: {error}" if named else f"bkctl: Ledger {ledger}: {error}")
+                    run.note(f"Ledger {ledger} was not copied:")
+                    run.note(f"bkctl: {error}")
                     continue
                 if row.source_open:
                     run.note(f"Ledger {ledger} is open: its copy ends at entry {row.entry_count - 1}")

@@ -13,6 +13,7 @@ import typer
 from bkctl.errors import Conflict
 from bkctl.ids import LedgerId
 
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import LedgersOrFile
 from ..kit.options import (
@@ -20,11 +21,6 @@ from ..kit.options import (
     KeepGoing,
     UndoOption,
     count_option,
-)
-from ..kit.output import (
-    Column,
-    Columns,
-    Kind,
 )
 from .columns import STATE_STYLE
 from .listing import parse_states
@@ -152,7 +148,7 @@ def _export(run: Run, cluster: Cluster, ledgers: list[LedgerId], target: Path) -
 
 
 def _loss(plan: RemovalPlan, some: list[Removal]) -> str:
-    from ..kit.output import size_text
+    from ..kit.texts import size_text
 
     if len(plan.ledgers) == 1:
         metadata = some[0].metadata

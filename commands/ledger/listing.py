@@ -10,6 +10,7 @@ import typer
 from bkctl.errors import BkctlError, UsageError
 from bkctl.ids import LedgerId
 
+from ..kit.columns import Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ManyLedgers, ScopeToList
 from ..kit.options import (
@@ -18,12 +19,6 @@ from ..kit.options import (
     count_option,
     duration_option,
     size_option,
-)
-from ..kit.output import (
-    Column,
-    Columns,
-    Kind,
-    Output,
 )
 from .columns import LEDGER_COLUMNS, SECRET_COLUMNS, LedgerRow, ledger_row, list_columns
 

@@ -9,21 +9,15 @@ import typer
 from bkctl.errors import BkctlError, UsageError
 from bkctl.ids import LedgerId
 
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ManyLedgers
 from ..kit.options import (
     ProtocolOption,
     number_option,
 )
-from ..kit.output import (
-    GREEN,
-    RED,
-    YELLOW,
-    Column,
-    Columns,
-    Kind,
-    RowWriter,
-)
+from ..kit.output import RowWriter
+from ..kit.texts import GREEN, RED, YELLOW
 
 if TYPE_CHECKING:
     from bkctl.client.ensemble import ReplicaPlace

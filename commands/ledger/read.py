@@ -12,6 +12,7 @@ import typer
 from bkctl.errors import EntryNotFound, UsageError
 from bkctl.ids import LedgerId
 
+from ..kit.columns import Column, Columns, Kind, Output, payload_column
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import OneLedger
 from ..kit.options import (
@@ -21,13 +22,6 @@ from ..kit.options import (
     LedgerPassword,
     ProtocolOption,
     count_option,
-)
-from ..kit.output import (
-    Column,
-    Columns,
-    Kind,
-    Output,
-    payload_column,
 )
 
 if TYPE_CHECKING:

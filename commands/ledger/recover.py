@@ -9,17 +9,13 @@ import typer
 
 from bkctl.ids import LedgerId
 
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ManyLedgers
 from ..kit.options import (
     DryRun,
 )
-from ..kit.output import (
-    Column,
-    Columns,
-    Kind,
-    RowWriter,
-)
+from ..kit.output import RowWriter
 from .columns import STATE_STYLE, ledger_row, list_columns
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ import typer
 from bkctl.errors import FindingsError
 from bkctl.ids import LedgerId
 
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import LedgerToCreate, ManyLedgers
 from ..kit.options import (
@@ -18,14 +19,8 @@ from ..kit.options import (
     count_option,
     size_option,
 )
-from ..kit.output import (
-    RED,
-    YELLOW,
-    Column,
-    Columns,
-    Kind,
-    RowWriter,
-)
+from ..kit.output import RowWriter
+from ..kit.texts import RED, YELLOW
 from .recover import _counted
 from .write import create_ledger
 

@@ -6,10 +6,11 @@ from typing import Annotated
 
 import typer
 
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ScopeOfAny
 from ..kit.options import DryRun, UndoOption
-from ..kit.output import RED, YELLOW, Column, Columns, Kind
+from ..kit.texts import RED, YELLOW
 
 app = group()
 

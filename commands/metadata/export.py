@@ -11,10 +11,10 @@ import typer
 
 from bkctl.errors import Conflict, NotFound, UsageError
 
+from ..kit.columns import Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import LedgersOfExport
 from ..kit.options import DryRun, UndoOption
-from ..kit.output import Column, Columns, Kind, Output
 from .imported import Overwrite, note_ids, say_conflicts, show_imported, show_planned
 
 if TYPE_CHECKING:

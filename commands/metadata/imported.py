@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run
-from ..kit.output import Column, Columns, Kind
 
 if TYPE_CHECKING:
     from bkctl.metadata.admin.dump import Imported

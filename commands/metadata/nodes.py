@@ -9,9 +9,10 @@ import typer
 
 from bkctl.errors import NotFound, UsageError
 
+from ..kit.columns import Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
 from ..kit.options import BinaryFormat, BinaryFormatOption, DryRun, count_option
-from ..kit.output import GREEN, RED, Column, Columns, Kind, Output, binary_text, readable_text
+from ..kit.texts import GREEN, RED, binary_text, readable_text
 
 app = group()
 

@@ -8,9 +8,9 @@ import typer
 
 from bkctl.errors import Conflict, NotFound, UsageError
 
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.options import DryRun, UndoOption, count_option
-from ..kit.output import Column, Columns, Kind
 
 app = group()
 

@@ -10,9 +10,9 @@ import typer
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
 
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.options import count_option
-from ..kit.output import Column, Columns, Kind
 
 app = group()
 

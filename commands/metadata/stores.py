@@ -11,10 +11,11 @@ import typer
 
 from bkctl.errors import Conflict, NotFound, UsageError
 
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.connection import LoginOfTarget
 from ..kit.options import DryRun, UndoOption
-from ..kit.output import GREEN, RED, YELLOW, Column, Columns, Kind
+from ..kit.texts import GREEN, RED, YELLOW
 from .imported import NAMES_SHOWN_MAX, Overwrite, note_ids, show_imported, show_planned
 
 if TYPE_CHECKING:

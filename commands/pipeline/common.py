@@ -13,10 +13,11 @@ import typer
 from bkctl.errors import AlreadyExists, NotFound, UsageError
 from bkctl.ids import LedgerId
 
+from ..kit.columns import Columns, Output
 from ..kit.command import Run
 from ..kit.ledger_options import SCAN_LEDGERS, ScanFilter
+from ..kit.lines import Lines
 from ..kit.options import Composite, parameter
-from ..kit.output import Columns, Lines, Output
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -12,9 +12,10 @@ import typer
 from bkctl.errors import BkctlError, Corrupt, UsageError
 
 from ..entrylog.garbage import ThresholdOptions, thresholds_of
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ScanFilter
-from ..kit.output import GREEN, RED, YELLOW, Column, Columns, Kind, size_text
+from ..kit.texts import GREEN, RED, YELLOW, size_text
 from .common import (
     LedgersToScan,
     Places,

@@ -12,10 +12,11 @@ import typer
 from bkctl.errors import AlreadyExists, NotFound, UsageError
 from bkctl.ids import LedgerId, parse_scope_id
 
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import MANY_LEDGERS
 from ..kit.options import Composite, DryRun, parameter
-from ..kit.output import GREEN, RED, YELLOW, Column, Columns, Kind
+from ..kit.texts import GREEN, RED, YELLOW
 from .common import (
     SparkOptions,
     check_cluster,

@@ -11,7 +11,9 @@ import pytest
 
 from bkctl.bookie.local import LocalCluster
 from bkctl.commands.bookies.recover import _move_columns
-from bkctl.commands.kit.output import SAMPLE_ROWS, Output, RowWriter
+from bkctl.commands.kit.columns import Output
+from bkctl.commands.kit.output import RowWriter
+from bkctl.commands.kit.table import SAMPLE_ROWS
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, Endpoint, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
