@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from bkctl.errors import EXIT_CODES
 
-from .kit.command import Group
+from .kit.parser import Group
 from .kit.settings import GLOBAL_PANEL, SETTINGS
 from .main import GROUPS, RootGroup, root
 

@@ -17,8 +17,9 @@ from bkctl import __version__
 from bkctl.errors import BkctlError, is_interrupt
 
 from .kit import interrupts
-from .kit.command import Group, Session
 from .kit.options import parameter
+from .kit.parser import Group
+from .kit.session import Session
 from .kit.settings import global_parameters, read_options
 from .kit.terminal import ClosedOutput, output_error
 
