@@ -57,7 +57,7 @@ RUNNING_COLUMNS = Columns(
 )
 
 
-@command(app, "run", connects=True)
+@command(app, "run", connects=True, examples=("bkctl autorecovery run --conf bk_server.conf",))
 def run_auto_recovery(
     run: Run,
     scopes_only: Annotated[
@@ -69,10 +69,10 @@ def run_auto_recovery(
         typer.Option("--id", metavar="ID", help="What votes and locks say (default: the bookie's id, or this host)."),
     ] = None,
 ) -> None:
-    """Run auto-recovery in the foreground: stand for auditor and replicate; SIGTERM or Ctrl-C ends it.
+    """Run auto-recovery in the foreground.
 
-    Intervals, delays and rates are those in `--conf bk_server.conf`, else Apache's defaults. It is printed once it
-    runs; what it does is on stderr.
+    Takes part in the election of the auditor, and replicates ledgers. SIGTERM or Ctrl-C ends it. Intervals, delays and
+    rates are those in `--conf bk_server.conf`, else Apache's defaults. Prints a row once it runs; logs go to stderr.
     """
     import os
 
@@ -140,9 +140,12 @@ STATUS_COLUMNS = Columns(
 )
 
 
-@command(app, "status", connects=True)
+@command(app, "status", connects=True, examples=("bkctl autorecovery status",))
 def status(run: Run, watch: WatchOption) -> None:
-    """Show auto-recovery: on or off, the auditors, the delay, marked and locked ledgers, when checks ran last."""
+    """Show the state of auto-recovery.
+
+    Shows the switch, the auditors, the delay, marked and locked ledgers, and the times of the last checks.
+    """
     from bkctl.metadata.underreplication import AuditorCheck
 
     def look() -> Iterator[StatusRow]:
@@ -190,15 +193,21 @@ def _switch(run: Run, enabled: bool) -> None:
         run.note(f"Auto-recovery was {'enabled' if enabled else 'disabled'} already")
 
 
-@command(app, "enable", connects=True, changes=True)
+@command(app, "enable", connects=True, changes=True, examples=("bkctl autorecovery enable --dry-run",))
 def enable(run: Run) -> None:
-    """Switch auto-recovery on, for the whole cluster; nothing happens where it is on."""
+    """Enable auto-recovery for the whole cluster.
+
+    Does nothing if it is enabled already.
+    """
     _switch(run, True)
 
 
-@command(app, "disable", connects=True, changes=True)
+@command(app, "disable", connects=True, changes=True, examples=("bkctl autorecovery disable --dry-run",))
 def disable(run: Run) -> None:
-    """Switch auto-recovery off, for the whole cluster: no audits, no replication, until it is enabled again."""
+    """Disable auto-recovery for the whole cluster.
+
+    No audits and no replication take place until it is enabled again.
+    """
     _switch(run, False)
 
 
@@ -235,7 +244,7 @@ class Count(NamedTuple):
     ledger_count: int
 
 
-@command(app, "list", connects=True)
+@command(app, "list", connects=True, examples=("bkctl autorecovery list",))
 def list_marked(
     run: Run,
     scope: ScopeOfAny,
@@ -252,7 +261,10 @@ def list_marked(
     ] = None,
     count: Annotated[bool, typer.Option("--count", help="Print how many, not which.")] = False,
 ) -> None:
-    """List the ledgers that are marked as under-replicated: what they miss on which bookies, since when, who works."""
+    """List the under-replicated ledgers.
+
+    Shows missing entries by bookie, age, and the worker that has them.
+    """
     problems: dict[str, BkctlError] = {}
 
     def look() -> Iterator[MarkRow]:
@@ -301,9 +313,12 @@ LOCK_COLUMNS = Columns(
 )
 
 
-@command(app, "workers", connects=True)
+@command(app, "workers", connects=True, examples=("bkctl autorecovery workers",))
 def workers(run: Run, scope: ScopeOfAny, watch: WatchOption) -> None:
-    """List the ledgers that are being replicated now, and by whom (Apache's workers give their host name)."""
+    """List the ledgers that are being replicated, and by whom.
+
+    Apache's workers give their host name.
+    """
 
     def look() -> Iterator[Work]:
         locks = list(manager.locks(scope))
@@ -343,7 +358,10 @@ def mark(
     ] = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Mark ledgers as under-replicated, so that auto-recovery's workers look after them."""
+    """Mark ledgers as under-replicated.
+
+    The workers of auto-recovery then check and replicate them.
+    """
     if not missing:
         raise UsageError("No bookie is named that lacks entries", hint="add --missing BOOKIE")
     with run.cluster() as cluster:
@@ -371,7 +389,10 @@ def mark(
 
 @command(app, "unmark", connects=True, changes=True, asks=True)
 def unmark(run: Run, ledgers: LedgersOrFile, undo: UndoOption = None, dry_run: DryRun = False) -> None:
-    """Take the under-replicated mark off ledgers, so that no worker looks after them."""
+    """Remove the under-replicated mark from ledgers.
+
+    The workers of auto-recovery then leave them alone.
+    """
     from bkctl.metadata.underreplication import mark_path, parse_mark
 
     with run.cluster() as cluster:
@@ -424,12 +445,15 @@ VOTE_COLUMNS = Columns(
 )
 
 
-@command(app, "auditor", connects=True)
+@command(app, "auditor", connects=True, examples=("bkctl autorecovery auditor",))
 def auditor(
     run: Run,
     all_votes: Annotated[bool, typer.Option("--all", help="Also those who wait to be elected.")] = False,
 ) -> None:
-    """Show the bookie that is the auditor (and the auditor of the scopes, where there is one); exit code 4: none."""
+    """Show which bookie is the auditor.
+
+    Also shows the auditor of the scopes, if there is one. Exit code 4 if there is none.
+    """
     with run.cluster() as cluster:
         manager = _manager(cluster)
         rows = [
@@ -482,7 +506,7 @@ def _clocks(texts: str) -> list[Clock]:
         raise UsageError(f"--reset-clock {texts}: a list of {names} is needed") from None
 
 
-@command(app, "audit", connects=True, changes=True)
+@command(app, "audit", connects=True, changes=True, examples=("bkctl autorecovery audit",))
 def audit(
     run: Run,
     reset_clock: Annotated[
@@ -495,7 +519,10 @@ def audit(
     ] = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Have the auditor look for lost bookies now, or make its periodic checks due."""
+    """Start an audit now, or make the periodic checks due.
+
+    Without options, the auditor looks for lost bookies.
+    """
     from bkctl.metadata.underreplication import AuditorCheck
 
     checks = {
@@ -542,7 +569,7 @@ DELAY_COLUMNS = Columns(
 )
 
 
-@command(app, "delay", connects=True, changes="seconds")
+@command(app, "delay", connects=True, changes="seconds", examples=("bkctl autorecovery delay",))
 def delay(
     run: Run,
     seconds: Annotated[
@@ -550,7 +577,7 @@ def delay(
     ] = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Show, or set, how long the auditor waits before it takes a bookie that is gone for lost."""
+    """Show or set the delay before a bookie counts as lost."""
     with run.cluster() as cluster:
         manager = _manager(cluster)
         if seconds is None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster
 
 app = group()
-healthcheck_app = group("Whether clients may take bookies that fail them into quarantine, for the whole cluster.")
+healthcheck_app = group("Allow or forbid clients to quarantine failing bookies.")
 app.add_typer(healthcheck_app, name="healthcheck")
 
 LOCAL_COLUMNS = Columns(
@@ -58,9 +58,9 @@ INFO_COLUMNS = Columns(
 )
 
 
-@command(app, "info", connects=True)
+@command(app, "info", connects=True, examples=("bkctl cluster info",))
 def info(run: Run) -> None:
-    """Show the cluster: instance id, layout, bookies counted by state, auditor, replication."""
+    """Show the cluster: layout, bookies, auditor, replication."""
     from bkctl.metadata.admin.overview import cluster_info
 
     with run.cluster() as cluster:
@@ -80,7 +80,7 @@ HEALTH_COLUMNS = Columns(
 )
 
 
-@command(app, "health", connects=True)
+@command(app, "health", connects=True, examples=("bkctl cluster health",))
 def health(
     run: Run,
     watch: WatchOption,
@@ -91,10 +91,10 @@ def health(
         bool, typer.Option("--no-bookies", help="Look at the metadata only, and ask no bookie.")
     ] = False,
 ) -> None:
-    """Say what is wrong with the cluster and what to do about it; exit code 3 when something is.
+    """Show what is wrong with the cluster, and what to do.
 
-    Bookies that are down, read-only, full or silent, cookies, under-replicated ledgers by scope and age, auto-recovery,
-    scopes.
+    Covers bookies that are down, read-only, full or silent; cookies; under-replicated ledgers by scope and age;
+    auto-recovery; scopes. Exit code 3 if there are findings.
     """
     from bkctl.metadata.admin.health import HealthFinding, health_findings
 
@@ -140,9 +140,9 @@ CHECK_COLUMNS = Columns(
 )
 
 
-@command(healthcheck_app, "status", connects=True)
+@command(healthcheck_app, "status", connects=True, examples=("bkctl cluster healthcheck status",))
 def healthcheck_status(run: Run) -> None:
-    """Show whether clients may take bookies that fail them into quarantine."""
+    """Show if clients may quarantine failing bookies."""
     from bkctl.metadata.admin.health import HealthCheckSwitch
 
     with run.cluster() as cluster:
@@ -151,13 +151,13 @@ def healthcheck_status(run: Run) -> None:
 
 @command(healthcheck_app, "enable", connects=True, changes=True)
 def healthcheck_enable(run: Run) -> None:
-    """Let clients take bookies that fail them into quarantine."""
+    """Allow clients to quarantine failing bookies."""
     _switch_healthcheck(run, True)
 
 
 @command(healthcheck_app, "disable", connects=True, changes=True)
 def healthcheck_disable(run: Run) -> None:
-    """Keep every client from taking bookies into quarantine."""
+    """Forbid every client to quarantine bookies."""
     _switch_healthcheck(run, False)
 
 
@@ -187,7 +187,7 @@ ID_COLUMNS = Columns(
 )
 
 
-@command(app, "id", connects=True)
+@command(app, "id", connects=True, examples=("bkctl cluster id",))
 def show_id(run: Run) -> None:
     """Show the cluster's instance id."""
     with run.cluster() as cluster:
@@ -200,7 +200,9 @@ def show_id(run: Run) -> None:
         run.show(Identity(cluster.uri, instance_id, factory_class), ID_COLUMNS)
 
 
-@command(app, "init", connects=True, changes=True)
+@command(
+    app, "init", connects=True, changes=True, examples=("bkctl cluster init --metadata-uri sqlite:///metadata.db",)
+)
 def init(
     run: Run,
     long_long_layout: Annotated[
@@ -209,9 +211,10 @@ def init(
     ] = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Make a new cluster where --metadata-uri says: layout, instance id, places of bookies and cookies.
+    """Create a new cluster in the metadata store.
 
-    Where there is a cluster nothing is changed, and the exit code is 5.
+    Creates the layout, the instance id, and the places of bookies and cookies. If there is a cluster, nothing is
+    changed, and the exit code is 5.
     """
     from bkctl.metadata.cluster import init_cluster, new_layout
     from bkctl.metadata.uri import parse_uri
@@ -259,10 +262,10 @@ def nuke(
     ] = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Remove a cluster's metadata, all of it, for good; refused while bookies are registered.
+    """Remove all metadata of a cluster, for good.
 
-    The bookies' own files stay as they are, but no bookie starts on them again. With --backup, 'metadata import' brings
-    the metadata back.
+    Refused while bookies are registered. The bookies' own files stay, but no bookie starts on them again. With
+    --backup, 'metadata import' restores the metadata.
     """
     from bkctl.metadata.admin.dump import ClusterSource, export_to_file
     from bkctl.metadata.admin.nuke import nuke as remove
@@ -308,7 +311,7 @@ def _local(directory: Path | None) -> LocalCluster:
     return active_cluster() or LocalCluster()
 
 
-@command(app, "up", changes=True)
+@command(app, "up", changes=True, examples=("bkctl cluster up",))
 def up(
     run: Run,
     directory: LocalDirectory = None,
@@ -328,7 +331,10 @@ def up(
         typer.Option("--autorecovery", help="New bookies also run auto-recovery: what a lost one had is replicated."),
     ] = False,
 ) -> None:
-    """Start a local cluster of our own bookies, and use it until `cluster down`."""
+    """Start a local cluster of our own bookies.
+
+    Commands use it until 'cluster down'.
+    """
     from bkctl.http import has_server, load_server
 
     if http:
@@ -344,7 +350,7 @@ def up(
     run.note(f"Local cluster at {cluster.directory}; commands without --metadata-uri use it until 'bkctl cluster down'")
 
 
-@command(app, "down", changes=True)
+@command(app, "down", changes=True, examples=("bkctl cluster down",))
 def down(
     run: Run,
     directory: LocalDirectory = None,
@@ -352,7 +358,10 @@ def down(
         str | None, typer.Option("--bookie", metavar="ID", help="Stop this bookie only; the cluster stays up.")
     ] = None,
 ) -> None:
-    """Stop the local cluster cleanly; its data stays for the next `cluster up`."""
+    """Stop the local cluster cleanly.
+
+    Its data stays for the next 'cluster up'.
+    """
     cluster = _local(directory)
     with run.working(f"Stopping the local cluster at {cluster.directory}"):
         stopped = cluster.down(bookie, timeout_s=run.timeout_s, progress=run.detail)
@@ -362,7 +371,10 @@ def down(
         run.note("Nothing was running")
 
 
-@command(app, "status")
+@command(app, "status", examples=("bkctl cluster status",))
 def status(run: Run, directory: LocalDirectory = None) -> None:
-    """Show the local cluster's bookies: state, address, process, directory."""
+    """Show the bookies of the local cluster.
+
+    Shows state, address, process and directory.
+    """
     run.render(_local(directory).status(run.timeout_s), LOCAL_COLUMNS)

@@ -59,7 +59,7 @@ def _row(contexts: Contexts, name: str) -> ContextRow:
     return ContextRow(name, contexts.get(name), name == contexts.current)
 
 
-@command(app, "list")
+@command(app, "list", examples=("bkctl context list",))
 def list_contexts(run: Run) -> None:
     """List the contexts of the configuration file."""
     contexts = Contexts.read(os.environ)
@@ -79,17 +79,23 @@ def show(
     run.show(_row(contexts, wanted), CONTEXT_COLUMNS)
 
 
-@command(app, "add", connects=True, changes=True)
+@command(
+    app,
+    "add",
+    connects=True,
+    changes=True,
+    examples=("bkctl context add prod --metadata-uri zk://zk1:2181/ledgers --use",),
+)
 def add(
     run: Run,
     name: ContextName,
     replace: Annotated[bool, typer.Option("--replace", help="Replace the context of this name.")] = False,
     use: Annotated[bool, typer.Option("--use", help="Make it the current one.")] = False,
 ) -> None:
-    """Add a context: the connection that the options of this command line name, under a name.
+    """Save the connection options under a name.
 
-    Kept are --metadata-uri (or the one in --conf), --bookie-address, the --tls and --metadata- options; files by their
-    absolute path. Nothing is connected. Passwords are kept in files of their own, see --metadata-password-file.
+    Saves --metadata-uri (or the one in --conf), --bookie-address, and the --tls and --metadata- options; files by their
+    absolute path. Does not connect. Passwords stay in their own files, see --metadata-password-file.
     """
     options = run.given_options()
     uri = run.given_connection().uri
@@ -114,15 +120,21 @@ def _kept(value: Any) -> Any:
     return value.absolute() if isinstance(value, Path) else value
 
 
-@command(app, "use", changes=True)
+@command(app, "use", changes=True, examples=("bkctl context use prod",))
 def use(run: Run, name: ContextName) -> None:
-    """Make a context the current one: it counts where neither an option nor the environment names a cluster."""
+    """Make a context the current one.
+
+    Commands use it if neither an option nor the environment names a cluster.
+    """
     run.show(_row(Contexts.read(os.environ).use(name), name), CONTEXT_COLUMNS)
 
 
-@command(app, "delete", asks=True, changes=True)
+@command(app, "delete", asks=True, changes=True, examples=("bkctl context delete prod",))
 def delete(run: Run, name: ContextName) -> None:
-    """Take a context out of the configuration file; asks on a terminal, elsewhere --yes is needed."""
+    """Delete a context from the configuration file.
+
+    Asks on a terminal; elsewhere --yes is required.
+    """
     contexts = Contexts.read(os.environ)
     row = _row(contexts, name)
     run.confirm(f"Context {name!r} ({row.options.metadata_uri}) would be taken out of {contexts.path}")

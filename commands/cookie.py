@@ -76,9 +76,12 @@ LIST_COLUMNS = Columns(
 )
 
 
-@command(app, "list", connects=True)
+@command(app, "list", connects=True, examples=("bkctl cookie list",))
 def list_cookies(run: Run) -> None:
-    """List the cookies in the metadata store; one that cannot be read is a row with the problem (exit code 3 then)."""
+    """List the cookies in the metadata store.
+
+    A cookie that cannot be read is a row with the problem (exit code 3).
+    """
     problems = 0
 
     def rows() -> Iterator[CookieRow]:
@@ -107,9 +110,10 @@ def show(
     dir: DirOption = None,
     format: BinaryFormatOption = None,
 ) -> None:
-    """Show a bookie's cookie in the metadata store, or with --dir those in directories.
+    """Show a bookie's cookie.
 
-    --format raw writes the cookie's bytes and nothing else.
+    Reads it from the metadata store, or with --dir from directories. --format raw writes the cookie's bytes and nothing
+    else.
     """
     from bkctl.formats.metadata import Cookie
 
@@ -179,9 +183,9 @@ def _cookie_in(path: Path, bookie: str) -> tuple[bytes, Cookie]:
 def create(
     run: Run, bookie: BookieArgument, file: FileOption, undo: UndoOption = None, dry_run: DryRun = False
 ) -> None:
-    """Put a cookie into the metadata store, for a bookie that has none (else exit code 5).
+    """Add a cookie to the metadata store.
 
-    The file's bytes go in as they are.
+    The file's bytes are stored unchanged. Exit code 5 if the bookie has a cookie already.
     """
     from bkctl.bookie.cookies import cookie_path
     from bkctl.errors import AlreadyExists
@@ -212,9 +216,9 @@ CHANGE_COLUMNS = Columns(
 def update(
     run: Run, bookie: BookieArgument, file: FileOption, undo: UndoOption = None, dry_run: DryRun = False
 ) -> None:
-    """Replace a bookie's cookie in the metadata store, and print the fields that change.
+    """Replace a bookie's cookie in the metadata store.
 
-    Asks on a terminal; elsewhere --yes is needed.
+    Prints the fields that change. Asks on a terminal; elsewhere --yes is required.
     """
     from bkctl.bookie.cookies import CookieFinding, cookie_path, verify
 
@@ -253,9 +257,10 @@ def delete(
     undo: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Delete cookies from the metadata store, and with --dir those in directories too; not while a bookie is running.
+    """Delete the cookies of stopped bookies.
 
-    Asks on a terminal; elsewhere --yes is needed.
+    Deletes them from the metadata store, and with --dir also from directories. Asks on a terminal; elsewhere --yes is
+    required.
     """
     from bkctl.bookie.cookies import check_not_registered, cookie_path
     from bkctl.formats.metadata import Cookie
@@ -328,7 +333,10 @@ def generate(
         Path | None, typer.Option("--file", "-f", metavar="FILE", help="Where to write it (default: stdout).")
     ] = None,
 ) -> None:
-    """Write the cookie that a bookie would have: of --conf, or of the directories given."""
+    """Write the cookie that a bookie would have.
+
+    Uses the settings of --conf, or the directories given.
+    """
     from bkctl.formats.metadata import Cookie
 
     config = run.config() if run.conf is not None else None
@@ -374,11 +382,19 @@ EXPANDED_COLUMNS = Columns(
 )
 
 
-@command(app, "expand", connects=True, asks=True, changes=True)
+@command(
+    app,
+    "expand",
+    connects=True,
+    asks=True,
+    changes=True,
+    examples=("bkctl cookie expand --conf bk_server.conf --dry-run",),
+)
 def expand(run: Run, undo: UndoOption = None, dry_run: DryRun = False) -> None:
-    """Take the new, empty ledger and index directories of --conf into the bookie's cookies; it must be stopped.
+    """Add new, empty directories to a bookie's cookies.
 
-    Asks on a terminal; elsewhere --yes is needed.
+    Adds the new ledger and index directories of --conf. The bookie must be stopped. Asks on a terminal; elsewhere --yes
+    is required.
     """
     from bkctl.bookie.cookies import bookie_id_of, configured_directories
     from bkctl.bookie.cookies import expand as take_in
@@ -424,10 +440,11 @@ def rename(
     undo: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Change a bookie's id in its cookies: in the metadata store, and in the directories of --dir or --conf.
+    """Change a bookie's id in its cookies.
 
-    The bookie must be stopped. Ledgers still name the old id: 'metadata replace-bookie' changes that. Asks on a
-    terminal; elsewhere --yes is needed.
+    Changes the cookie in the metadata store, and those in the directories of --dir or --conf. The bookie must be
+    stopped. Ledgers still name the old id: 'metadata replace-bookie' changes that. Asks on a terminal; elsewhere --yes
+    is required.
     """
     from bkctl.bookie.cookies import STORE, configured_directories
     from bkctl.bookie.cookies import rename as change
@@ -461,7 +478,7 @@ FINDING_COLUMNS = Columns(
 )
 
 
-@command(app, "verify", connects=True)
+@command(app, "verify", connects=True, examples=("bkctl cookie verify --conf bk_server.conf",))
 def verify(
     run: Run,
     bookie: Annotated[
@@ -469,10 +486,11 @@ def verify(
     ] = None,
     dir: DirOption = None,
 ) -> None:
-    """Compare a bookie's cookies: configured (--conf), in the metadata store, and in its directories.
+    """Compare a bookie's cookies.
 
-    Directories are those of --dir, else of --conf. Prints each field that differs and what that means; exit code 3
-    then. Without --conf the store's cookie is what the others are compared with.
+    Compares the configuration (--conf), the metadata store and the directories of --dir, else of --conf. Prints each
+    field that differs and what that means; exit code 3 then. Without --conf, the directories are compared with the
+    store's cookie.
     """
     from bkctl.bookie.cookies import (
         bookie_id_of,

@@ -60,6 +60,7 @@ class Page(NamedTuple):
     arguments: tuple[Option, ...]
     options: tuple[Option, ...]
     children: tuple[Page, ...]
+    examples: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -108,7 +109,8 @@ def _page(command: Any, path: tuple[str, ...], parent: Any) -> Page:
             _page(child, (*path, name), context) for name, child in command.commands.items() if not child.hidden
         )
     usage = " ".join(["bkctl", *path, *command.collect_usage_pieces(context)])
-    return Page(path, usage, command.help or "", tuple(arguments), tuple(options), children)
+    examples = tuple((command.epilog or "").splitlines()) if path else ()
+    return Page(path, usage, command.help or "", tuple(arguments), tuple(options), children, examples)
 
 
 # --- man ------------------------------------------------------------------------------------------------------------
@@ -166,6 +168,10 @@ def man_page(tree: Page, group: Page | None, version: str) -> str:
                 option for option in leaf.options if option.panel != GLOBAL_PANEL and option.names != ("--help",)
             )
             lines.extend(_man_options(own))
+            if leaf.examples:
+                lines.append(".PP\nExamples:\n.PP\n.nf")
+                lines.extend(f"    {_troff(example)}" for example in leaf.examples)
+                lines.append(".fi")
         lines.append(".SH OPTIONS")
         lines.append(
             f".PP\n{_troff('Connection and output options, as --output and --metadata-uri, are in')} \\fBbkctl\\fR(1)."
@@ -226,6 +232,8 @@ def markdown(tree: Page) -> str:
             if leaf.arguments or own:
                 lines += ["| option | |", "| --- | --- |"]
                 lines += [*_markdown_options(leaf.arguments), *_markdown_options(own), ""]
+            if leaf.examples:
+                lines += ["Examples:", "", *(f"    {example}" for example in leaf.examples), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

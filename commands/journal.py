@@ -55,13 +55,13 @@ JOURNAL_COLUMNS = Columns(
 )
 
 
-@command(app, "list")
+@command(app, "list", examples=("bkctl journal list --conf bk_server.conf",))
 def list_journals(
     run: Run,
     places: PlacesArgument = None,
     directories: DirOption = None,
 ) -> None:
-    """List the journal files: id, version, size, time of the last write."""
+    """List the journal files: id, version, size, last write."""
     from bkctl.files.journals import journal_summaries
 
     errors: list[BkctlError] = []
@@ -87,9 +87,10 @@ def read(
     ] = False,
     show_secrets: ShowSecretsOption = False,
 ) -> None:
-    """Print the records of journal files: entries, ledger keys, fences, explicit LACs.
+    """Print the records of journal files.
 
-    What stands before damage is printed, then the damage is reported (exit code 7).
+    Records are entries, ledger keys, fences and explicit LACs. The records before damage are printed, then the damage
+    is reported (exit code 7).
     """
     given, files = _journals(run, names, directories)
     if files is None:
@@ -167,7 +168,7 @@ MARK_COLUMNS = Columns(
 )
 
 
-@command(app, "lastmark")
+@command(app, "lastmark", examples=("bkctl journal lastmark --conf bk_server.conf",))
 def lastmark(
     run: Run,
     places: Annotated[
@@ -175,9 +176,10 @@ def lastmark(
     ] = None,
     directories: DirOption = None,
 ) -> None:
-    """Show the last mark of each journal: everything before it is in ledger storage.
+    """Show the last mark of each journal.
 
-    It is the highest that the ledger directories keep; files of it that are damaged are reported (exit code 7).
+    Ledger storage holds everything before the mark. The mark is the highest of those that the ledger directories keep;
+    damaged marks are reported (exit code 7).
     """
     from bkctl.files.journals import latest_marks
 
@@ -220,14 +222,14 @@ VERIFY_COLUMNS = Columns(
 )
 
 
-@command(app, "verify")
+@command(app, "verify", examples=("bkctl journal verify --conf bk_server.conf",))
 def verify(run: Run, names: JournalNames = None, directories: DirOption = None) -> None:
-    """Check journal files: where the good part of each ends and why, what lies behind it, what the last marks point at.
+    """Check journal files, and what the last marks point at.
 
-    The state `endOfFile`, `zeros` (allocated ahead) or `torn` (the last write was cut) is what a bookie leaves. With
-    `damaged`, RESUMES is where plausible records begin again: `journal read --from-pos` prints them. Exit code 7 for
-    damage; 3 for a journal that a last mark names, or that its neighbours enclose, and that is not there, and for a
-    mark inside a record.
+    Shows where the intact part of each file ends, why, and what lies behind it. A bookie leaves the states `endOfFile`,
+    `zeros` (allocated ahead) and `torn` (the last write was cut). With `damaged`, RESUMES is where plausible records
+    begin again: 'journal read --from-pos' prints them. Exit code 7 for damage; 3 for a journal that a last mark names,
+    or that its neighbours show to be missing.
     """
     from bkctl.files.journals import check_journals
 
@@ -327,7 +329,7 @@ SCOPE_COLUMNS = Columns(
 )
 
 
-@command(app, "stats")
+@command(app, "stats", examples=("bkctl journal stats --conf bk_server.conf",))
 def stats(
     run: Run,
     top: Annotated[int | None, count_option("--top", "Only so many rows, those with the most bytes.")],
@@ -337,11 +339,11 @@ def stats(
         Grouping, typer.Option("--by", metavar="WHAT", help="A row for each file, type, ledger or scope.")
     ] = Grouping.FILE,
 ) -> None:
-    """Sum up journal files: records by type, ledger or scope, padding, and what was synced together.
+    """Count the records of journals by type, ledger or scope.
 
-    GROUPS are what was written and synced at once, as far as padding tells (from version 5 on). `created` is the time
-    in a directory's first journal id; later ids count on from it. What stands before damage counts, then the damage
-    is reported (exit code 7).
+    Also shows padding and groups: records that were written and synced together, as far as padding tells (from version
+    5 on). `created` is the time in a directory's first journal id; later ids count up from it. Records before damage
+    count, then the damage is reported (exit code 7).
     """
     files = _all_journals(run, names, directories)
     errors: list[BkctlError] = []

@@ -26,17 +26,17 @@ from .kit.terminal import ClosedOutput, output_error
 #: Group → its help; the module of the same name (with `app`) is imported when the group is used.
 GROUPS: Final[dict[str, str]] = {
     "ledger": "Write, list, read, recover and verify ledgers.",
-    "bookie": "One bookie: run it, ask it, look into its files and indexes.",
-    "bookies": "The set of bookies of a cluster.",
-    "journal": "Journal files and last marks of a bookie.",
-    "entrylog": "Entry log files of a bookie.",
-    "metadata": "The metadata store as it is.",
-    "cookie": "The bookies' cookies, in the metadata store and in their directories.",
-    "autorecovery": "The replication of ledgers whose bookies failed.",
-    "cluster": "The cluster as a whole; local clusters.",
-    "pipeline": "Questions larger than one machine: jobs on Spark over all bookies' files, metadata and ledgers.",
-    "api": "The REST API of bookies: called, and served.",
-    "context": "Named connections in the user's configuration file.",
+    "bookie": "Run a bookie, ask a running one, and read its files.",
+    "bookies": "List, recover, drain and decommission bookies.",
+    "journal": "Read and check journal files and last marks.",
+    "entrylog": "Read and check entry logs, and extract ledgers.",
+    "metadata": "Read, check, export and migrate the metadata store.",
+    "cookie": "Show, create, change and verify the bookies' cookies.",
+    "autorecovery": "Run and control the replication of lost ledgers.",
+    "cluster": "Show and create clusters, and run local ones.",
+    "pipeline": "Run Spark jobs over all files, metadata and ledgers.",
+    "api": "Call the REST API of bookies, or serve it.",
+    "context": "Manage named connections in the configuration file.",
 }
 
 #: What an operating system error means for the exit code.

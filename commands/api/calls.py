@@ -33,11 +33,12 @@ MaxSize = Annotated[
 ]
 
 
-@command(app, "get", connects=True)
+@command(app, "get", connects=True, examples=("bkctl api get /api/v1/bookie/state --bookie-url http://127.0.0.1:8080",))
 def get(run: Run, path: PathArgument, which: BookieServerOption, size_max: MaxSize) -> None:
-    """Get a path of a bookie's HTTP server, or of a gateway to bookies, and print the answer as it is.
+    """Send GET to an HTTP server, and print the response.
 
-    An answer with another status than 2xx is an error, with what the server said.
+    The server is that of a bookie, or a gateway to bookies. A response with a status other than 2xx is an error, with
+    the server's message.
     """
     _call(run, which, "GET", path, None, size_max)
 
@@ -54,9 +55,10 @@ def put(
     ] = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Put something to a path, which may change the bookie or the cluster, and print the answer as it is.
+    """Send PUT to an HTTP server, and print the response.
 
-    What a path takes is in the server's OpenAPI document, and in Apache BookKeeper's documentation of its HTTP API.
+    May change the bookie or the cluster. The server's OpenAPI document, and Apache BookKeeper's documentation of its
+    HTTP API, describe what each path accepts.
     """
     data = None if body is None else _body(body)
     if dry_run:
@@ -67,7 +69,10 @@ def put(
 
 @command(app, "delete", connects=True, asks=True)
 def delete(run: Run, path: PathArgument, which: BookieServerOption, size_max: MaxSize, dry_run: DryRun = False) -> None:
-    """Delete what a path names, such as /api/v1/ledger/delete?ledger_id=5, and print the answer as it is. Asks."""
+    """Send DELETE to an HTTP server, and print the response.
+
+    For example /api/v1/ledger/delete?ledger_id=5. Asks on a terminal; elsewhere --yes is required.
+    """
     if dry_run:
         _say(run, which, "DELETE", path, None)
         return

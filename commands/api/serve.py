@@ -37,7 +37,7 @@ GATEWAY_COLUMNS = Columns(
 )
 
 
-@command(app, "serve", connects=True)
+@command(app, "serve", connects=True, examples=("bkctl api serve --port 8080",))
 def serve(
     run: Run,
     host: Annotated[str, typer.Option("--host", metavar="HOST", help="The address to listen on.")] = "127.0.0.1",
@@ -67,12 +67,12 @@ def serve(
         typer.Option("--client-ca", metavar="FILE", help="Let in clients whose certificate is signed by these."),
     ] = None,
 ) -> None:
-    """Serve the REST API of a cluster, in the foreground; SIGTERM or Ctrl-C stops it.
+    """Serve the REST API of a cluster, in the foreground.
 
-    What is about one bookie goes on to that bookie's own HTTP server, with ?bookie=ID. Beyond loopback it needs a token
-    or client certificates; on loopback it makes a token that your commands find. Its own token never goes to a bookie,
-    and that of --bookie-token-file to loopback or over https with --tls-ca only. /openapi.json describes it all.
-    --tls-ca, --tls-cert and --tls-key are for its way to the bookies.
+    SIGTERM or Ctrl-C stops the server. Requests about one bookie (?bookie=ID) are forwarded to that bookie's own HTTP
+    server. Beyond loopback the server requires a token or client certificates; on loopback it creates a token that your
+    commands find. Its own token is never sent to a bookie; that of --bookie-token-file only to loopback, or over https
+    with --tls-ca. --tls-ca, --tls-cert and --tls-key apply to connections to bookies. /openapi.json describes the API.
     """
     import signal
     import threading

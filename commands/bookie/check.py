@@ -156,11 +156,12 @@ def check(
     places: PlacesArgument = None,
     directories: DirOption = None,
 ) -> None:
-    """Check a bookie's indexes against its entry logs, both ways, for every storage class; the bookie may run.
+    """Check a bookie's indexes against its entry logs.
 
-    Exit code 3: there are findings. 7: an index is damaged. Ledgers in the logs without any index, which were deleted
-    most likely, are told as `unindexed` and are no findings. A killed bookie may leave entries in its log that are in
-    no index and were acknowledged to nobody: they are findings (`notIndexed`), since lost ones look the same.
+    Compares both ways, for every storage class; the bookie may run. Exit code 3 if there are findings, 7 if an index is
+    damaged. Ledgers in the logs without an index were most likely deleted: they are reported as `unindexed` and do not
+    count as findings. A killed bookie may leave entries in its log that are in no index and were never acknowledged;
+    they are findings (`notIndexed`), since lost entries look the same.
     """
     from contextlib import nullcontext
 
@@ -232,10 +233,10 @@ def check_index(
     places: PlacesArgument = None,
     directories: DirOption = None,
 ) -> None:
-    """Read a bookie's indexes whole, and check that they say what a bookie writes; the bookie may run.
+    """Check that a bookie's indexes are well-formed.
 
-    Every key, value, header and slot, and RocksDB's own checksums. 'bookie check' compares them with the logs.
-    Exit code 3: there are findings. 7: an index is damaged.
+    Reads every key, value, header and slot, and RocksDB's own checksums; the bookie may run. 'bookie check' compares
+    the indexes with the entry logs. Exit code 3 if there are findings, 7 if an index is damaged.
     """
     from bkctl.checks.index_scan import IndexScan
 

@@ -88,7 +88,16 @@ def _collector_columns(output: Output) -> Columns:
     return COLLECTOR_TABLE_COLUMNS if output is Output.TABLE else COLLECTOR_COLUMNS
 
 
-@command(app, "gc", connects=True, asks=True)
+@command(
+    app,
+    "gc",
+    connects=True,
+    asks=True,
+    examples=(
+        "bkctl bookie gc --status --bookie-url http://127.0.0.1:8080",
+        "bkctl bookie gc --major --wait --bookie-url http://127.0.0.1:8080",
+    ),
+)
 def gc(
     run: Run,
     which: BookieServerOption,
@@ -122,12 +131,12 @@ def gc(
     status: Annotated[bool, typer.Option("--status", help="Only show how it stands.")] = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Have a bookie collect garbage now, suspend or resume its compactions, or show how that stands.
+    """Collect garbage on a bookie, or control its compaction.
 
-    A round drops the ledgers that the metadata store no longer has, deletes entry logs with nothing of use in them, and
-    compacts those with little. Without --major and --minor it does both, as far as they are not suspended. There is a
-    collector for each ledger directory with DbLedgerStorage, else one. Suspended compactions go on where they run, and
-    are resumed by a restart.
+    A round removes the ledgers that the metadata store no longer has, deletes entry logs without live entries, and
+    compacts those with few. Without --major and --minor the round does both compactions, unless they are suspended.
+    There is one collector for each ledger directory with DbLedgerStorage, else one in all. A compaction that runs when
+    compactions are suspended finishes; a restart resumes them.
     """  # fmt: skip
     switches = suspend is not None or resume is not None
     forces = not (switches or status)
@@ -242,7 +251,12 @@ LOCATIONS_COLUMNS = Columns(
 BEGIN_S: Final = 1.0
 
 
-@command(app, "compact-locations", connects=True)
+@command(
+    app,
+    "compact-locations",
+    connects=True,
+    examples=("bkctl bookie compact-locations --status --bookie-url http://127.0.0.1:8080",),
+)
 def compact_locations(
     run: Run,
     which: BookieServerOption,
@@ -255,9 +269,10 @@ def compact_locations(
     status: Annotated[bool, typer.Option("--status", help="Only show whether it is under way.")] = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Have a bookie with DbLedgerStorage compact its RocksDBs of entry locations, which makes reads fast again.
+    """Compact a bookie's RocksDB of entry locations.
 
-    It is worth it after many ledgers were deleted; it reads and writes the whole database.
+    Reads become faster after many ledgers were deleted. Compaction reads and writes the whole database. Needs a bookie
+    with DbLedgerStorage.
     """
     if status and (wait or databases):
         raise UsageError("--status shows all databases, and changes nothing", hint="drop what else is given")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from bkctl.files.index import BookieIndexes, EntryLocation, Gap, LedgerIndex
 
 app = group()
-index_app = group("Ledger indexes of a bookie: which entries are here, and where.")
+index_app = group("Show, check and rebuild the ledger indexes of a bookie.")
 app.add_typer(index_app, name="index")
 
 
@@ -141,7 +141,14 @@ FILE_TABLE_COLUMNS = Columns(
 )
 
 
-@command(app, "files")
+@command(
+    app,
+    "files",
+    examples=(
+        "bkctl bookie files /var/lib/bookkeeper",
+        "bkctl bookie files --conf bk_server.conf",
+    ),
+)
 def files(
     run: Run,
     places: PlacesArgument = None,
@@ -151,10 +158,11 @@ def files(
         typer.Option("--kind", metavar="KIND", help="journal, entryLog, index, rocksdb, cookie … or all; repeatable."),
     ] = None,
 ) -> None:
-    """List a bookie's files: journals, entry logs, indexes, marks, cookies, and what is none of its own (`unknown`).
+    """List the files of a bookie.
 
-    DETAIL is what a file says of itself: format versions, a cookie's bookie, where a mark points, the kept read-only
-    state. All files are listed, then what is wrong with one is reported (exit code 7).
+    Lists journals, entry logs, indexes, marks and cookies; files that are not the bookie's have the kind `unknown`.
+    DETAIL shows what a file contains: format versions, a cookie's bookie, the position of a mark, the stored read-only
+    state. Damaged files are reported after the list (exit code 7).
     """
     kinds = _kinds(kind or [])
     found = run.directories([*(places or ()), *(directories or ())]).files()
@@ -285,9 +293,10 @@ def show(
     ] = False,
     show_secrets: ShowSecretsOption = False,
 ) -> None:
-    """Show where a bookie has a ledger's entries: index files and the databases of DbLedgerStorage.
+    """Show where a bookie has a ledger's entries.
 
-    `--meta` without a ledger shows all that the bookie has.
+    Reads index files and the databases of DbLedgerStorage. --meta without a ledger shows all ledgers that the bookie
+    has.
     """
     if meta and gaps:
         raise UsageError("--meta and --gaps are given", hint="give one of them")

@@ -50,7 +50,9 @@ METRIC_COLUMNS = Columns(
 )
 
 
-@command(app, "metrics", connects=True)
+@command(
+    app, "metrics", connects=True, examples=("bkctl bookie metrics --match journal --bookie-url http://127.0.0.1:8080",)
+)
 def metrics(
     run: Run,
     which: BookieServerOption,
@@ -63,9 +65,9 @@ def metrics(
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Print Prometheus' text as the bookie sent it.")] = False,
 ) -> None:
-    """Show a bookie's metrics: one row for each sample.
+    """Show a bookie's metrics, one row for each sample.
 
-    Apache's bookies have them with statsProviderClass=…PrometheusMetricsProvider only.
+    Apache's bookies have metrics only with statsProviderClass=…PrometheusMetricsProvider.
     """
     if raw and (match is not None or watch is not None):
         raise UsageError("--raw prints all, once", hint="drop --match and --watch")

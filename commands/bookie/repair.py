@@ -105,10 +105,11 @@ def rebuild(
     directories: DirOption = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Make DbLedgerStorage's databases anew from entry logs and journals; the old ones are kept as backups.
+    """Rebuild DbLedgerStorage's databases.
 
-    The bookie must be down. Master keys, fences and explicit LACs are kept where the old database, the journals or,
-    with --metadata-uri, the metadata know them; ledgers that metadata does not have are then left out.
+    Reads entry logs and journals, and keeps the old databases as backups. The bookie must be down. Master keys, fences
+    and explicit LACs are kept where the old database, the journals or, with --metadata-uri, the metadata have them;
+    --metadata-uri also leaves out ledgers that the metadata does not have.
     """
     from bkctl.repair.rebuild import rebuild as make_anew
     from bkctl.repair.rebuild import size_to_read
@@ -195,10 +196,11 @@ def regenerate(
     ] = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Make index files of Interleaved and SortedLedgerStorage anew from entry logs; the old ones are kept as backups.
+    """Rebuild index files from entry logs.
 
-    The bookie must be down. The master key is that of the password given for all ledgers, else each ledger's own, from
-    its old index, the journals, or (--metadata-uri) its metadata; fence and explicit LAC are kept where they are known.
+    For InterleavedLedgerStorage and SortedLedgerStorage; keeps the old files as backups. The bookie must be down. The
+    master key is that of the password given for all ledgers, else each ledger's own, from its old index, the journals
+    or, with --metadata-uri, its metadata. Fence and explicit LAC are kept where they are known.
     """
     from bkctl.formats.entry import master_key
     from bkctl.repair.regenerate import regenerate as make_anew
@@ -255,11 +257,12 @@ DOWNGRADED_COLUMNS = Columns(
 
 @command(app, "downgrade", changes=True)
 def downgrade(run: Run, places: PlacesArgument = None, directories: DirOption = None, dry_run: DryRun = False) -> None:
-    """Make the clean stop of our bookie after a crash, so that Apache's bookie starts on its directories.
+    """Prepare a crashed bookie's directories for Apache's bookie.
 
-    The bookie must be down. What its journals hold goes into entry logs and indexes, and journals with scoped records,
-    which Apache's refuses, move to `current/scoped`. Apache's bookie then serves the ledgers of scope 0, and ours, on
-    the same directories again, those of all scopes. The settings are those of --conf, or defaults with DIR.
+    The bookie must be down. Moves the entries of its journals into entry logs and indexes, as a clean stop does, and
+    journals with scoped records, which Apache's bookie refuses, to `current/scoped`. Apache's bookie then serves the
+    ledgers of scope 0 on these directories; ours still serves all scopes. Uses the settings of --conf, or defaults
+    with DIR.
     """
     from bkctl.repair.downgrade import config_of
     from bkctl.repair.downgrade import downgrade as stop_cleanly
@@ -317,10 +320,11 @@ def convert(
     ] = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Convert a bookie's index between index files and DbLedgerStorage's databases; entry logs stay as they are.
+    """Convert a bookie's index to another storage class.
 
-    The bookie must be down. The new index is verified entry by entry before it takes the old one's place. Killed, the
-    same command goes on. The bookie's ledgerStorageClass has to be changed by hand afterwards.
+    Converts between index files and DbLedgerStorage's databases; entry logs stay unchanged. The bookie must be down.
+    The new index is verified entry by entry before it replaces the old one. If the command is killed, run it again to
+    continue. Change the bookie's ledgerStorageClass by hand afterwards.
     """
     from bkctl.repair.convert import convert as make_other
 
@@ -353,7 +357,14 @@ CONTENTS_COLUMNS = Columns(
 )
 
 
-@command(app, "format", connects=True, asks=True, changes=True)
+@command(
+    app,
+    "format",
+    connects=True,
+    asks=True,
+    changes=True,
+    examples=("bkctl bookie format --conf bk_server.conf --dry-run",),
+)
 def format_bookie(
     run: Run,
     delete_cookie: Annotated[
@@ -362,10 +373,10 @@ def format_bookie(
     ] = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Remove everything in the directories of a bookie that is down: journals, entry logs, indexes, cookies.
+    """Remove all data of a bookie that is down.
 
-    Prints what is lost. On a terminal the bookie's id has to be typed; elsewhere --yes is needed. Ledgers whose other
-    replicas are gone are lost for good: 'bkctl bookies recover' first.
+    Removes journals, entry logs, indexes and cookies, and prints what is lost. On a terminal, asks for the bookie's id;
+    elsewhere --yes is required. Ledgers without other replicas are lost for good: run 'bkctl bookies recover' first.
     """
     from bkctl.bookie.cookies import check_not_registered
     from bkctl.bookie.format import bookie_to_wipe, contents, existing, roles_of, wipe
@@ -430,7 +441,7 @@ NEW_BOOKIE_COLUMNS = Columns(
 )
 
 
-@command(app, "init", connects=True)
+@command(app, "init", connects=True, examples=("bkctl bookie init --conf bk_server.conf --check",))
 def init(
     run: Run,
     check: Annotated[
@@ -439,10 +450,10 @@ def init(
     ] = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Make a new bookie of --conf: empty directories, and its cookie in them and in the metadata store.
+    """Create a new bookie: empty directories and a cookie.
 
-    The bookie's first start does the same. --check (and --dry-run) change nothing; exit code 3 if something is in the
-    way.
+    Creates the directories of --conf, and the cookie in them and in the metadata store. The bookie's first start does
+    the same. --check (and --dry-run) changes nothing; exit code 3 if something prevents it.
     """
     from bkctl.bookie.cookies import bookie_id_of, configured_cookie, configured_directories
     from bkctl.bookie.format import existing, problems_of_init

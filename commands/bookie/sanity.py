@@ -54,7 +54,9 @@ SANITY_COLUMNS = Columns(
 )  # fmt: skip
 
 
-@command(app, "sanity", connects=True, changes=True)
+@command(
+    app, "sanity", connects=True, changes=True, examples=("bkctl bookie sanity --bookie-url http://127.0.0.1:8080",)
+)
 def sanity(
     run: Run,
     which: BookieServerOption,
@@ -67,10 +69,11 @@ def sanity(
         typer.Option("--ledger-scope-id", metavar="SCOPE", help="Scope of the ledger (default 0)."),
     ] = None,
 ) -> None:
-    """Test a bookie: write a ledger on it alone, read it open and closed, compare, delete it.
+    """Test a bookie with a temporary ledger.
 
-    The bookie named by --bookie is tested over the wire, wherever it is. With --bookie-url alone it is asked to test
-    itself, as Apache's bookies can too. Exit code 3: it did not pass, or takes no entries since it is read-only.
+    Writes a ledger on this bookie alone, reads it open and closed, compares, and deletes it. With --bookie the test
+    runs over the wire. With --bookie-url alone the bookie tests itself, as Apache's bookies can, too. Exit code 3 if
+    the bookie did not pass, or is read-only and so accepts no entries.
     """
     if which.bookie_id is None:
         if scope is not None:

@@ -63,7 +63,15 @@ SettingsToSet = Annotated[
 ]
 
 
-@command(app, "config", connects=True)
+@command(
+    app,
+    "config",
+    connects=True,
+    examples=(
+        "bkctl bookie config --bookie-url http://127.0.0.1:8080",
+        "bkctl bookie config 'gc*' --bookie-url http://127.0.0.1:8080",
+    ),
+)
 def config(
     run: Run,
     which: BookieServerOption,
@@ -75,10 +83,10 @@ def config(
     show_secrets: Annotated[bool, typer.Option("--show-secrets", help="Also passwords and tokens.")] = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Show the settings that a running bookie has, or change some in its memory.
+    """Show or change the settings of a running bookie.
 
-    Apache's bookies show what their file sets, and no defaults. What --set changes is forgotten at the next start, and
-    most settings are read at the start only: change the bookie's file too.
+    Apache's bookies show what their file sets, and no defaults. --set changes a setting in the bookie's memory until it
+    stops. Bookies read most settings only when they start: change the bookie's file, too.
     """
     if changed and names:
         raise UsageError("Names and --set are given", hint="--set shows what it changed")

@@ -35,11 +35,11 @@ STATE = (
 STATE_COLUMNS = Columns(BOOKIE, URL, *STATE, key="url")
 
 
-@command(app, "state", connects=True)
+@command(app, "state", connects=True, examples=("bkctl bookie state --bookie-url http://127.0.0.1:8080",))
 def state(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
-    """Show whether a bookie runs, takes writes, or shuts down.
+    """Show if a bookie runs, is read-only, or shuts down.
 
-    A read-only bookie may still take writes of high priority (those of ledger recovery).
+    A read-only bookie may still accept high-priority writes, those of ledger recovery.
     """
     with server(run, which) as found:
         run.watch(watch, lambda: iter([Asked(found, found.api.state())]), STATE_COLUMNS, single=True)
@@ -54,7 +54,12 @@ READY_COLUMNS = Columns(
 )
 
 
-@command(app, "ready", connects=True)
+@command(
+    app,
+    "ready",
+    connects=True,
+    examples=("bkctl bookie ready --bookie-url http://127.0.0.1:8080 --wait --deadline 60s",),
+)
 def ready(
     run: Run,
     which: BookieServerOption,
@@ -63,7 +68,10 @@ def ready(
         bool, typer.Option("--wait", help="Wait until it is, also while it is not registered, or not up.")
     ] = False,
 ) -> None:
-    """Show whether a bookie is past its start and serves; for probes. Exit code 3: it is not."""
+    """Show if a bookie has started and serves; for probes.
+
+    Exit code 3 if the bookie is not ready.
+    """
     if deadline is not None and not wait:
         raise UsageError("--deadline goes with --wait", hint="add --wait")
     with finder(run, which) as find:
@@ -109,9 +117,9 @@ INFO_COLUMNS = Columns(
 )  # fmt: skip
 
 
-@command(app, "info", connects=True)
+@command(app, "info", connects=True, examples=("bkctl bookie info --bookie-url http://127.0.0.1:8080",))
 def info(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
-    """Show a bookie at a glance: its state, and the space on its ledger disks."""
+    """Show a bookie's state and the space on its disks."""
     with server(run, which) as found:
 
         def look() -> Iterator[InfoRow]:
@@ -132,7 +140,15 @@ READ_ONLY_COLUMNS = Columns(
 )
 
 
-@command(app, "readonly", connects=True)
+@command(
+    app,
+    "readonly",
+    connects=True,
+    examples=(
+        "bkctl bookie readonly --bookie-url http://127.0.0.1:8080",
+        "bkctl bookie readonly on --bookie-url http://127.0.0.1:8080 --dry-run",
+    ),
+)
 def readonly(
     run: Run,
     which: BookieServerOption,
@@ -141,11 +157,12 @@ def readonly(
     ] = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Show whether a bookie is read-only, or switch that on or off.
+    """Show or switch a bookie's read-only state.
 
-    `on`: it takes no more entries, so writers put other bookies in its place; it goes on to serve reads, and its
-    entries stay. It is kept over a restart only where the bookie has persistBookieStatusEnabled=true, and refused where
-    it has readOnlyModeEnabled=false. `off`: it takes entries again, unless its disks are full.
+    `on`: the bookie accepts no more entries, so writers replace it with other bookies; it continues to serve reads and
+    keeps its entries. The state survives a restart only if the bookie has persistBookieStatusEnabled=true; it is
+    refused if the bookie has readOnlyModeEnabled=false. `off`: the bookie accepts entries again, unless its disks are
+    full.
     """
     with server(run, which, changes=wanted is not None and not dry_run) as found:
         before = found.api.read_only()

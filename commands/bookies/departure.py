@@ -163,7 +163,14 @@ def _plan(run: Run, cluster: Cluster, bookie: str) -> MovePlan:
         return plan_move(cluster, [bookie])
 
 
-@command(app, "decommission", connects=True, asks=True, changes=True)
+@command(
+    app,
+    "decommission",
+    connects=True,
+    asks=True,
+    changes=True,
+    examples=("bkctl bookies decommission 10.0.0.1:3181 --dry-run",),
+)
 def decommission(
     run: Run,
     bookie: OneBookie,
@@ -174,14 +181,15 @@ def decommission(
     keep_cookie: Annotated[bool, typer.Option("--keep-cookie", help="Do not delete its cookie at the end.")] = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Take a bookie that is stopped out of the cluster: copy all that it holds to others, then delete its cookie.
+    """Remove a stopped bookie from the cluster.
 
-    Looks first whether it is stopped, auto-recovery is on, an auditor is there, and other bookies and space suffice.
-    Ledgers of every scope are copied from their other replicas by this command itself, beside the workers of
-    auto-recovery, if there are any. What cannot be moved is named, ledger by ledger, with the entries and why: exit
-    code 3 then, the cookie stays, and the command may be run again once that is mended. --skip-unrecoverable gives up
-    the entries that no bookie has; auto-recovery goes on trying for those ledgers until 'bkctl autorecovery unmark'.
-    --dry-run asks the bookies which entries they have, and names what stands against it.
+    Copies all that the bookie holds to other bookies, then deletes its cookie. First checks that the bookie is stopped,
+    that auto-recovery is on with an auditor, and that the other bookies and their space suffice. The command itself
+    copies ledgers of every scope from their other replicas, beside the workers of auto-recovery. Ledgers that cannot be
+    moved are reported with the entries and the reason: exit code 3 then, the cookie stays, and the command can be run
+    again. --skip-unrecoverable gives up the entries that no bookie has; auto-recovery retries those ledgers until
+    'bkctl autorecovery unmark'. --dry-run asks the bookies which entries they have, and reports what prevents the
+    decommission.
     """
     from bkctl.replication.departure import Decommission
 
@@ -221,16 +229,18 @@ def decommission(
     run.finish_with(steps.finding_count, f"{'findings' if steps.finding_count > 1 else 'finding'}: {what}")
 
 
-@command(app, "drain", connects=True, asks=True, changes=True)
+@command(
+    app, "drain", connects=True, asks=True, changes=True, examples=("bkctl bookies drain 10.0.0.1:3181 --dry-run",)
+)
 def drain(
     run: Run, bookie: OneBookie, rate: ByteRate, deadline: Deadline, watch: ProgressOption, dry_run: DryRun = False
 ) -> None:
-    """Move all that a bookie holds to others while it still serves, so that it may be stopped without any risk.
+    """Move all that a running bookie holds to other bookies.
 
-    It is made read-only first, over its HTTP server; one that has none must be started with forceReadOnlyBookie=true.
-    Then every replica on it is copied, in every scope, from it or from others. Ledgers that a writer is adding to stay
-    until the writer leaves the bookie: exit code 3, and run it again. What was moved stays moved, so it goes on where
-    it stopped. It stays read-only; 'bkctl bookie readonly off' ends that.
+    The bookie can be stopped without risk afterwards. The command first makes it read-only over its HTTP server; a
+    bookie without one must be started with forceReadOnlyBookie=true. It then copies every replica on the bookie, in
+    every scope. A ledger that is being written stays until its writer leaves the bookie: exit code 3 then; run the
+    command again to continue. The bookie stays read-only until 'bkctl bookie readonly off'.
     """
     from bkctl.replication.departure import Drain
 

@@ -69,7 +69,15 @@ BOOKIE_COLUMNS = Columns(
 )
 
 
-@command(app, "list", connects=True)
+@command(
+    app,
+    "list",
+    connects=True,
+    examples=(
+        "bkctl bookies list",
+        "bkctl bookies list -o json",
+    ),
+)
 def list_bookies(
     run: Run,
     watch: WatchOption,
@@ -77,7 +85,7 @@ def list_bookies(
         State, typer.Option("--state", help="rw, ro, down (it has a cookie, but is not registered) or all.")
     ] = State.ALL,
 ) -> None:
-    """List the bookies: state, address, whether they carry ledger scopes, endpoints."""
+    """List the bookies: state, address, scopes, endpoints."""
 
     def look() -> Iterator[RegisteredBookie]:
         bookies = cluster.bookies.list(include_down=state in (State.ALL, State.DOWN))
@@ -168,7 +176,7 @@ def show(
         bool, typer.Option("--ledgers", help="Count the ledgers on them too; reads the metadata of every ledger.")
     ] = False,
 ) -> None:
-    """Show bookies: state, address, endpoints, service properties, cookie."""
+    """Show bookies with their endpoints, properties and cookie."""
     from bkctl.metadata.admin.overview import ledgers_of_bookies
 
     def look() -> Iterator[BookieRow]:
@@ -209,7 +217,7 @@ USAGE_COLUMNS = Columns(
 )
 
 
-@command(app, "usage", connects=True)
+@command(app, "usage", connects=True, examples=("bkctl bookies usage",))
 def usage(
     run: Run,
     sort: Annotated[Sort, typer.Option("--sort", help="Order: bookie, used (fullest first) or free.")] = Sort.BOOKIE,
@@ -218,9 +226,10 @@ def usage(
         typer.Option("--threshold", metavar="PERCENT", help="Exit with 3 when a bookie has used more than that."),
     ] = None,
 ) -> None:
-    """Ask every registered bookie for the space on its ledger disks.
+    """Show the space on the ledger disks of every bookie.
 
-    A bookie that does not answer is a row with the problem: exit code 3 then, and 6 when none answers.
+    Asks every registered bookie. A bookie that does not answer is a row with the problem: exit code 3 then, and 6 if
+    none answers.
     """
     if threshold is not None and not 0 <= threshold <= 100:
         raise UsageError(f"--threshold {threshold:g}: percent are 0 to 100")

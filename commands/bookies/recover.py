@@ -110,7 +110,17 @@ def _move_columns(plan: MovePlan) -> Columns:
     )  # fmt: skip
 
 
-@command(app, "recover", connects=True, asks=True, changes=True)
+@command(
+    app,
+    "recover",
+    connects=True,
+    asks=True,
+    changes=True,
+    examples=(
+        "bkctl bookies recover 10.0.0.1:3181 --query",
+        "bkctl bookies recover 10.0.0.1:3181 --dry-run",
+    ),
+)
 def recover(
     run: Run,
     bookies: SomeBookies,
@@ -133,12 +143,13 @@ def recover(
     ] = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Copy what lost bookies hold to others, from its other replicas, for ledgers of every scope.
+    """Copy the ledgers of lost bookies to other bookies.
 
-    Needs no auto-recovery. Ledgers that are not closed and have such a bookie in their last ensemble are fenced and
-    closed first: their writers can add no more. A ledger of which entries are nowhere to be read is named, with them,
-    and stays as it is; all others are moved nevertheless. Exit code 3: there were such, or some that failed.
-    --dry-run shows each fragment with the ensemble that it would get, and asks the bookies which entries they have.
+    Copies from the remaining replicas, for ledgers of every scope. Needs no auto-recovery. Ledgers that are not closed
+    and have such a bookie in their last ensemble are fenced and closed first: their writers can add no more. A ledger
+    with entries that no bookie has is reported with them and left unchanged; all others are moved. Exit code 3 if any
+    ledger was unrecoverable or failed. --dry-run shows each fragment with the ensemble that it would get, and asks the
+    bookies which entries they have.
     """
     names = bookie_ids(bookies)
     if query and (dry_run or delete_cookie or resume is not None):

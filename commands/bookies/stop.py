@@ -41,7 +41,15 @@ RISK_COLUMNS = Columns(
 )  # fmt: skip
 
 
-@command(app, "ok-to-stop", connects=True)
+@command(
+    app,
+    "ok-to-stop",
+    connects=True,
+    examples=(
+        "bkctl bookies ok-to-stop 10.0.0.1:3181",
+        "bkctl bookies ok-to-stop 10.0.0.1:3181 --min-replicas 1",
+    ),
+)
 def ok_to_stop(
     run: Run,
     bookies: SomeBookies,
@@ -51,12 +59,12 @@ def ok_to_stop(
         count_option("--min-replicas", "Replicas of each entry that must stay (default: each ledger's ack quorum)."),
     ],
 ) -> None:
-    """Say which ledgers would be lost, unwritable or under-replicated if these bookies stopped now. Exit code 3: some.
+    """Show which ledgers would suffer if bookies stopped now.
 
-    By the metadata, for every scope: `lost` (no replica of some entries would be left), `under-quorum` (fewer replicas
-    than the ledger's ack quorum, or --min-replicas), `unwritable` (its writer would find no bookie in their place).
-    Replicas on bookies that are down, or that auto-recovery has marked as missing, do not count. For a short restart
-    --min-replicas 1 is enough.
+    Reads the metadata of every scope. The risks: `lost` (no replica of some entries would remain), `under-quorum`
+    (fewer replicas than the ledger's ack quorum, or --min-replicas), `unwritable` (the writer would find no
+    replacement). Replicas on bookies that are down, or marked as missing by auto-recovery, do not count. For a short
+    restart --min-replicas 1 is enough. Exit code 3 if there are any such ledgers.
     """
     from bkctl.replication.holdings import ok_to_stop as problems_of
 

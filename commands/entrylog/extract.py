@@ -117,7 +117,12 @@ REPORT_COLUMNS = Columns(
 )  # fmt: skip
 
 
-@command(app, "extract", asks=True)
+@command(
+    app,
+    "extract",
+    asks=True,
+    examples=("bkctl entrylog extract --ledger 12 --file ledger-12.log --conf bk_server.conf",),
+)
 def extract(
     run: Run,
     entries: Entries,
@@ -147,10 +152,11 @@ def extract(
         typer.Option("--scan", help="Look into every log, also where the ledgers map does not name the ledger."),
     ] = False,
 ) -> None:  # fmt: skip
-    """Write the entries of one ledger to a file, gathered from all entry logs, in order, and say which are missing.
+    """Write the entries of one ledger to a file.
 
-    Damaged logs are taken up to the damage, which is reported (exit code 7) when the file is written. Without any entry
-    nothing is written (exit code 4).
+    Gathers the entries from all entry logs, in order, and shows which are missing. Damaged logs are read up to the
+    damage, which is reported (exit code 7) once the file is written. If there is no entry, nothing is written (exit
+    code 4).
     """
     from bkctl.repair.extraction import LedgerExtraction
 

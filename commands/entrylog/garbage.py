@@ -69,7 +69,7 @@ ACTIVE_COLUMNS = Columns(
 )
 
 
-@command(app, "active", connects=True)
+@command(app, "active", connects=True, examples=("bkctl entrylog active --conf bk_server.conf --state dead",))
 def active(
     run: Run,
     names: LogNames = None,
@@ -80,10 +80,10 @@ def active(
         typer.Option("--state", metavar="STATE", help="Only ledgers that are alive, dead or unknown; repeatable."),
     ] = None,
 ) -> None:
-    """Show which ledgers of entry logs are alive, and their bytes.
+    """Show which ledgers in entry logs are alive.
 
-    A ledger is dead when the metadata store says that it is not there; unknown when the store could not say it (exit
-    code 6, or that of the error), or has no scopes tree of this cluster.
+    A ledger is dead if it does not exist in the metadata store. It is unknown if the store could not be read (exit code
+    6, or that of the error), or has no scopes tree of this cluster.
     """
     from bkctl.checks.garbage import log_uses
 
@@ -181,7 +181,7 @@ ThresholdOptions = Annotated[
 ]
 
 
-@command(app, "garbage", connects=True)
+@command(app, "garbage", connects=True, examples=("bkctl entrylog garbage --conf bk_server.conf",))
 def garbage(
     run: Run,
     thresholds: ThresholdOptions,
@@ -190,10 +190,10 @@ def garbage(
     every: AllOption = False,
     sort: SortOption = Sort.GARBAGE,
 ) -> None:
-    """Show how much of each entry log is of use: total and remaining bytes, garbage, and what compaction does about it.
+    """Show the garbage in entry logs, and what compaction does.
 
-    Garbage are the bytes of ledgers that the metadata store says are not there; ledgers of unknown state remain.
-    COMPACTION: delete (nothing is alive), minor, major, or nothing. Sums follow on stderr.
+    Garbage: bytes of ledgers that no longer exist in the metadata store; ledgers of unknown state count as remaining.
+    COMPACTION: delete (no live entries), minor, major, or none. Totals follow on stderr.
     """
     from bkctl.checks.garbage import log_uses
 

@@ -69,7 +69,15 @@ LOG_GARBAGE_COLUMNS = LOG_COLUMNS.and_also(
 )
 
 
-@command(app, "list", connects=True)
+@command(
+    app,
+    "list",
+    connects=True,
+    examples=(
+        "bkctl entrylog list --conf bk_server.conf",
+        "bkctl entrylog list --conf bk_server.conf --sort size",
+    ),
+)
 def list_logs(
     run: Run,
     places: Annotated[
@@ -78,10 +86,11 @@ def list_logs(
     directories: DirOption = None,
     sort: SortOption = Sort.ID,
 ) -> None:
-    """List the entry logs: id, header version, state, ledgers in its map (none while a log is open), size.
+    """List the entry logs: id, version, state, ledgers, size.
 
-    What a compaction left unfinished is listed too (state compacting or compacted). With --sort garbage the cluster is
-    asked which ledgers are alive, and what remains of each log is shown; else this needs no cluster.
+    An open log has no ledgers map, and so no count of ledgers. Logs of an unfinished compaction have the state
+    compacting or compacted. --sort garbage asks the cluster which ledgers are alive, and shows what remains of each
+    log; otherwise no cluster is needed.
     """
     from bkctl.files.listing import entry_log_summaries
 
@@ -134,12 +143,12 @@ SHARE_COLUMNS = Columns(
 )
 
 
-@command(app, "show")
+@command(app, "show", examples=("bkctl entrylog show 0 --conf bk_server.conf",))
 def show(run: Run, names: LogNames = None, directories: DirOption = None) -> None:
-    """Show the ledgers of entry logs and their bytes, from the ledgers map, or by a scan where there is none.
+    """Show the ledgers in entry logs, and their bytes.
 
-    A damaged ledgers map is counted again by a scan, and reported (exit code 7). Where the records are damaged, those
-    before are counted, and the rows are not complete.
+    Reads the ledgers map, or scans a log that has none. A damaged ledgers map is replaced by a scan, and reported (exit
+    code 7). If records are damaged, the rows count those before the damage, and are not complete.
     """
     from bkctl.files.entry_log import EntryLogReader
     from bkctl.files.listing import log_contents
@@ -167,11 +176,18 @@ def show(run: Run, names: LogNames = None, directories: DirOption = None) -> Non
     raise_first(run, errors)
 
 
-@command(app, "read")
+@command(
+    app,
+    "read",
+    examples=(
+        "bkctl entrylog read 0 --conf bk_server.conf",
+        "bkctl entrylog read 0 --conf bk_server.conf --ledger 12 --body",
+    ),
+)
 def read(run: Run, records: Records, names: LogNames = None, directories: DirOption = None) -> None:
     """Print the records of entry logs.
 
-    What stands before damage is printed, then the damage is reported (exit code 7).
+    The records before damage are printed, then the damage is reported (exit code 7).
     """
     with run.working("Reading entry logs"):
         batches = not records.wants_payloads

@@ -72,7 +72,15 @@ CHECK_COLUMNS = Columns(
 )
 
 
-@command(app, "verify", connects=True)
+@command(
+    app,
+    "verify",
+    connects=True,
+    examples=(
+        "bkctl entrylog verify --conf bk_server.conf",
+        "bkctl entrylog verify 0 --conf bk_server.conf --no-digests",
+    ),
+)
 def verify(
     run: Run,
     digest: DigestToCheck,
@@ -81,9 +89,10 @@ def verify(
     directories: DirOption = None,
     no_digests: Annotated[bool, typer.Option("--no-digests", help="Look at the structure only.")] = False,
 ) -> None:
-    """Check entry logs: records, ledgers map, digests; where the good part ends, why, and what can be saved behind it.
+    """Check the records, maps and digests of entry logs.
 
-    Exit code 7: a log is damaged. 3: entries do not match their digests, or a ledgers map contradicts the records.
+    Shows where the intact part of a log ends, why, and what can be saved behind it. Exit code 7 if a log is damaged; 3
+    if entries do not match their digests, or a ledgers map contradicts the records.
     """
     from contextlib import nullcontext
 

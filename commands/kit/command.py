@@ -501,13 +501,14 @@ def command(
     asks: bool = False,
     changes: bool | str = False,
     hidden: bool = False,
+    examples: tuple[str, ...] = (),
 ) -> Callable[[F], F]:
     """Register a function as the command `name` of `app`.
 
-    Its parameter `run: Run` and those of composite types (see _options) are filled in; the others are Typer's.
-    `connects`: it uses a cluster, so its help shows the connection options. `asks`: its help shows `--yes`.
-    `changes`: it changes something, and goes to the audit log unless its parameter `dry_run` is set; a name is the
-    parameter that makes it change something.
+    The command fills in the parameter `run: Run` and those of composite types (see kit/options.py); Typer parses the
+    others. `connects`: the command uses a cluster, so its help shows the connection options. `asks`: its help shows
+    `--yes`. `changes`: the audit log records the command unless its parameter `dry_run` is set; a string names the
+    parameter that makes the command change something. `examples` are whole command lines for its help.
     """
 
     def register(function: F) -> F:
@@ -546,7 +547,7 @@ def command(
         invoke.__doc__ = function.__doc__
         invoke.__name__ = function.__name__
         invoke.__annotations__ = {}
-        app.command(name, cls=Command, hidden=hidden)(invoke)
+        app.command(name, cls=Command, hidden=hidden, epilog="\n".join(examples))(invoke)
         return function
 
     return register

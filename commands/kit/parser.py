@@ -123,6 +123,14 @@ class Command(_Helpful, TyperCommand):
             args = _with_value(args, ("--suspend", "--resume"), COMPACTIONS, BOTH_COMPACTIONS)
         return super().parse_args(ctx, args)
 
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the examples, one a line, however long."""
+        if self.epilog:
+            formatter.write_paragraph()
+            formatter.write("Examples:\n")
+            for example in self.epilog.splitlines():
+                formatter.write(f"  {example}\n")
+
     def _with_watch_seconds(self, args: list[str]) -> list[str]:
         has_arguments = any(param.param_type_name == "argument" for param in self.params)
         end = args.index("--") if "--" in args else len(args)

@@ -46,7 +46,16 @@ COPY_COLUMNS = Columns(
 )
 
 
-@command(app, "copy", connects=True, changes=True)
+@command(
+    app,
+    "copy",
+    connects=True,
+    changes=True,
+    examples=(
+        "bkctl ledger copy 12 --to-scope 7",
+        "bkctl ledger copy 12 --to context:backup --new-id",
+    ),
+)
 def copy(
     run: Run,
     ledgers: LedgersOrFile,
@@ -76,10 +85,10 @@ def copy(
     ] = False,
     keep_going: KeepGoing = False,
 ) -> None:
-    """Copy ledgers to another scope, id or cluster, and print the copies, which are closed.
+    """Copy ledgers to another scope, id or cluster.
 
-    A copy has its source's password, custom metadata, sizes and digest type, and is read back before it counts. What is
-    broken off leaves nothing: a part that could not be taken away goes when the command is run again. Needs no
+    Prints the copies, which are closed. A copy has the password, custom metadata, sizes and digest type of its source,
+    and is read back before it counts. An interrupted copy is removed; if that fails, the next run removes it. Needs no
     password. The source stays.
     """
     from bkctl.replication.copy import CopyShape, copy_ledger

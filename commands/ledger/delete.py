@@ -48,7 +48,17 @@ DELETED_COLUMNS = Columns(
 )
 
 
-@command(app, "delete", connects=True, asks=True, changes=True)
+@command(
+    app,
+    "delete",
+    connects=True,
+    asks=True,
+    changes=True,
+    examples=(
+        "bkctl ledger delete 12 --dry-run",
+        "bkctl ledger delete 12 13 --if-state CLOSED --yes",
+    ),
+)
 def delete(
     run: Run,
     ledgers: LedgersOrFile,
@@ -72,11 +82,11 @@ def delete(
     undo: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Delete ledgers: their metadata now, their entries when the bookies collect garbage.
+    """Delete ledgers.
 
-    Asks on a terminal; elsewhere --yes is needed. Nothing is deleted when one of the ledgers is not there or in another
-    state, unless --keep-going is given. 'metadata undo' restores the metadata; that helps as long as the bookies still
-    have the entries.
+    Deletes the metadata now; the bookies delete the entries when they collect garbage. Asks on a terminal; elsewhere
+    --yes is required. Unless --keep-going is given, nothing is deleted if one of the ledgers is missing or in another
+    state. 'metadata undo' restores the metadata, which helps as long as the bookies still have the entries.
     """
     from bkctl.metadata.admin.removal import plan_removal, remove_ledgers
 

@@ -28,7 +28,16 @@ app = group()
 COUNT_COLUMNS = Columns(Column("COUNT", "count", lambda count: count, Kind.INTEGER))
 
 
-@command(app, "list", connects=True)
+@command(
+    app,
+    "list",
+    connects=True,
+    examples=(
+        "bkctl ledger list",
+        "bkctl ledger list --state OPEN --min-age 7d",
+        "bkctl ledger list --all-scopes -o id",
+    ),
+)
 def list_ledgers(
     run: Run,
     scope_id: ScopeToList,
@@ -53,9 +62,10 @@ def list_ledgers(
         bool, typer.Option("--keep-going", help="Go on past metadata that cannot be read (exit code 3 then).")
     ] = False,
 ) -> None:
-    """List the ledgers of a scope in order of their ids, with their metadata (-o id: ids alone, much faster).
+    """List the ledgers of a scope, in order of their ids.
 
-    --custom-metadata lists only the ledgers that have all that is given.
+    Prints the metadata of each ledger; -o id prints the ids alone, which is much faster. With --custom-metadata, lists
+    only the ledgers that have every KEY=VALUE given.
     """
     from itertools import islice
     from operator import itemgetter
@@ -119,7 +129,15 @@ def parse_states(texts: list[str] | None, flag: str) -> frozenset[str]:
     return frozenset(names.values())
 
 
-@command(app, "show", connects=True)
+@command(
+    app,
+    "show",
+    connects=True,
+    examples=(
+        "bkctl ledger show 12",
+        "bkctl ledger show 7:12 -o json",
+    ),
+)
 def show(
     run: Run,
     ledgers: ManyLedgers,

@@ -97,7 +97,15 @@ def spans_text(spans: list[dict[str, int]]) -> str:
 MISSING_COLUMN = Column("MISSING", "missing", "missing", Kind.NESTED, text=spans_text)
 
 
-@command(app, "locate", connects=True)
+@command(
+    app,
+    "locate",
+    connects=True,
+    examples=(
+        "bkctl ledger locate 12",
+        "bkctl ledger locate 12 --entry 0 --check",
+    ),
+)
 def locate(
     run: Run,
     ledgers: ManyLedgers,
@@ -110,11 +118,12 @@ def locate(
         bool, typer.Option("--every-entry", help="Ask each bookie for every entry, and name those that are missing.")
     ] = False,
 ) -> None:
-    """Show which bookies hold a ledger: each fragment's ensemble, and how many of its entries each should have.
+    """Show which bookies hold the entries of a ledger.
 
-    --entry shows the write set of one entry, in the order in which its bookies are asked. A bookie's state is rw, ro or
-    down; SCOPES says whether it serves ledgers of scopes other than 0. With --check its ANSWER is ok, gone (not
-    registered), no-entry, no-ledger, damaged, timed-out or unavailable, and the exit code is 3 unless all are ok.
+    Prints one row for each bookie of each fragment, with the number of entries that it should have. A bookie's state is
+    rw, ro or down; SCOPES tells whether it serves ledgers of scopes other than 0. --entry prints the write set of one
+    entry, in the order in which readers ask its bookies. --check asks the bookies. ANSWER is then ok, gone (not
+    registered), no-entry, no-ledger, damaged, timed-out or unavailable; exit code 3 unless all are ok.
     """
     from bkctl.client.ensemble import locate as find
 

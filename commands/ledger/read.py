@@ -68,7 +68,17 @@ BodyOption = Annotated[bool, typer.Option("--body", help="Print the payloads too
 NoVerifyOption = Annotated[bool, typer.Option("--no-verify", help="Do not check the entries' digests.")]
 
 
-@command(app, "read", connects=True, changes="recover")
+@command(
+    app,
+    "read",
+    connects=True,
+    changes="recover",
+    examples=(
+        "bkctl ledger read 12 --last 10 --body",
+        "bkctl ledger read 12 --from 100 --count 5",
+        "bkctl ledger read 12 --format raw > ledger-12",
+    ),
+)
 def read(
     run: Run,
     ledger: OneLedger,
@@ -83,9 +93,9 @@ def read(
     body: BodyOption = False,
     format: BinaryFormatOption = None,
 ) -> None:
-    """Read the entries of a ledger, up to the last one confirmed.
+    """Read the entries of a ledger, up to the last confirmed.
 
-    The password is checked. --format raw writes the payloads' bytes and nothing else.
+    The ledger's password is checked. --format raw writes the payloads' bytes and nothing else.
     """
     _check_format(run, format)
     if last is not None and (entries.first is not None or count is not None):
@@ -146,7 +156,7 @@ async def _no_entries() -> AsyncIterator[Any]:
         yield entry
 
 
-@command(app, "tail", connects=True)
+@command(app, "tail", connects=True, examples=("bkctl ledger tail 12 --body",))
 def tail(
     run: Run,
     ledger: OneLedger,
@@ -158,7 +168,10 @@ def tail(
     body: BodyOption = False,
     format: BinaryFormatOption = None,
 ) -> None:
-    """Print the last entries of a ledger, and each new one as it is confirmed, until the ledger is closed."""
+    """Print the last entries of a ledger, then each new one.
+
+    Ends when the ledger is closed, or with Ctrl-C.
+    """
     _check_format(run, format)
     if start is not None and last is not None:
         raise UsageError("--from and --last are given", hint="give one of them")

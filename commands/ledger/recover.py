@@ -51,7 +51,17 @@ RECOVERY_PLAN_COLUMNS = Columns(
 )
 
 
-@command(app, "recover", connects=True, asks=True, changes=True)
+@command(
+    app,
+    "recover",
+    connects=True,
+    asks=True,
+    changes=True,
+    examples=(
+        "bkctl ledger recover 12",
+        "bkctl ledger recover 12 --dry-run",
+    ),
+)
 def recover(
     run: Run,
     ledgers: ManyLedgers,
@@ -61,15 +71,16 @@ def recover(
     ] = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Close ledgers whose writer died: fence them, find their last entry, bring it to enough bookies.
+    """Close ledgers whose writer died.
 
-    A writer that is still at work can add no more. Ledgers that are closed stay as they are.
+    Fences each ledger, finds its last entry and copies that entry to enough bookies. A writer that is still running can
+    add no more. Closed ledgers are left unchanged.
 
-    If no bookie gives a ledger's last entry, the ledger's length is unknown and it stays IN_RECOVERY. Start its bookies
-    and recover it again. If they never return, --accept-loss closes it: it keeps its last entry id, but the length in
-    its metadata stays that of the last entry that can be read, which is too small. The entries behind that one are lost
-    unless their bookies return. --accept-loss asks on a terminal and needs --yes elsewhere. It does not help where too
-    few bookies of the last ensemble answer: then the last entry itself is unknown.
+    If no bookie has a ledger's last entry, the length of the ledger is unknown and the ledger stays IN_RECOVERY. Start
+    its bookies and recover it again. If they never return, --accept-loss closes the ledger: it keeps its last entry id,
+    but its length is that of the last readable entry, which is too small. The entries behind that one are lost unless
+    their bookies return. --accept-loss asks on a terminal and requires --yes elsewhere. It does not help if too few
+    bookies of the last ensemble answer, because the last entry itself is then unknown.
 
     --dry-run fences nothing and shows what would be given up.
     """

@@ -52,11 +52,12 @@ FINDING_COLUMNS = Columns(
 )
 
 
-@command(app, "verify", connects=True)
+@command(app, "verify", connects=True, examples=("bkctl ledger verify 12",))
 def verify(run: Run, ledgers: ManyLedgers, protocol: ProtocolOption) -> None:
-    """Read every entry from every replica and check it; print what is wrong (exit code 3 when something is).
+    """Read every entry from every replica, and check it.
 
-    Checked are presence, ids, digest and the ledger's length at each entry. Needs no password.
+    Checks presence, ids, digests and the ledger's length at each entry. Prints the findings; exit code 3 if there are
+    any. Needs no password.
     """
     from bkctl.client.operations import Verification
 
@@ -113,7 +114,16 @@ TRIAL_COLUMNS = Columns(
 )
 
 
-@command(app, "test", connects=True, changes=True)
+@command(
+    app,
+    "test",
+    connects=True,
+    changes=True,
+    examples=(
+        "bkctl ledger test",
+        "bkctl ledger test --count 10000 --size 1KiB",
+    ),
+)
 def try_out(
     run: Run,
     target: LedgerToCreate,
@@ -124,7 +134,10 @@ def try_out(
     protocol: ProtocolOption,
     keep: Annotated[bool, typer.Option("--keep", help="Do not delete the ledger at the end.")] = False,
 ) -> None:
-    """Try the cluster out: create a ledger, write random entries, read them before and after closing, delete it."""
+    """Test the cluster with a temporary ledger.
+
+    Creates a ledger, writes random entries, reads them before and after closing, and deletes the ledger.
+    """
     from bkctl.client.operations import check_entry_size, round_trip
 
     check_entry_size(size, "--size")

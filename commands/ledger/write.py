@@ -42,7 +42,17 @@ async def create_ledger(
     return await bookkeeper.create_ledger_adv(ledger_id, ledger_scope_id=target.scope_id, **settings)
 
 
-@command(app, "write", connects=True, changes=True)
+@command(
+    app,
+    "write",
+    connects=True,
+    changes=True,
+    examples=(
+        "bkctl ledger write /etc/hosts",
+        "seq 1000 | bkctl ledger write",
+        "bkctl ledger write --uuid --record-size 64KiB /etc/services",
+    ),
+)
 def write(
     run: Run,
     target: LedgerToCreate,
@@ -56,10 +66,11 @@ def write(
         typer.Argument(help="Files to write (default and -: stdin), in this order.", metavar="FILE"),
     ] = None,
 ) -> None:
-    """Create a ledger, write files or stdin into it, close it, and print it.
+    """Write files or stdin into a new ledger, and close it.
 
-    One entry a line: the line's end is not part of it, an empty line is an empty entry. The ledger's id is on stderr
-    from the start. While stdin stays open, each line is acknowledged as it comes and can be tailed at once.
+    Each line becomes one entry, without its line end; an empty line becomes an empty entry. The ledger's id goes to
+    stderr at once, the closed ledger to stdout. While stdin stays open, each line is acknowledged as it arrives and can
+    be tailed.
     """
     from bkctl.client.operations import LineSplitter, RecordSplitter, write_stream
 

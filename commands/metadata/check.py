@@ -24,11 +24,12 @@ FINDING_COLUMNS = Columns(
 )
 
 
-@command(app, "check", connects=True)
+@command(app, "check", connects=True, examples=("bkctl metadata check",))
 def check(run: Run, scope: ScopeOfAny) -> None:
-    """Look at all metadata for what cannot be read, points to nothing or cannot be; exit code 3 with findings.
+    """Find metadata that is unreadable, dangling or impossible.
 
-    Ledgers with damaged or impossible metadata, or on bookies that nobody knows; cookies, marks, layout, scopes.
+    Checks ledgers, also for bookies that do not exist; cookies, marks, layout and scopes. Exit code 3 if there are
+    findings.
     """
     from bkctl.metadata.admin.check import check_metadata
 
@@ -57,7 +58,17 @@ ORPHAN_COLUMNS = Columns(
 )
 
 
-@command(app, "orphans", connects=True, changes="delete", asks=True)
+@command(
+    app,
+    "orphans",
+    connects=True,
+    changes="delete",
+    asks=True,
+    examples=(
+        "bkctl metadata orphans",
+        "bkctl metadata orphans --delete --dry-run",
+    ),
+)
 def orphans(
     run: Run,
     delete: Annotated[
@@ -66,9 +77,10 @@ def orphans(
     undo: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:
-    """List nodes that belong to nothing: marks of deleted ledgers, scopes of a formatted cluster, unused cookies.
+    """List nodes that belong to nothing, or remove them.
 
-    Exit code 3 when there are any.
+    Orphans are marks of deleted ledgers, scopes of a formatted cluster, and unused cookies. Exit code 3 if there are
+    any.
     """
     from bkctl.metadata.admin.check import orphans as find
     from bkctl.metadata.admin.check import remove_orphan

@@ -43,7 +43,7 @@ class ExportRow(NamedTuple):
     exported: Exported
 
 
-@command(app, "export", connects=True)
+@command(app, "export", connects=True, examples=("bkctl metadata export -f cluster.ndjson",))
 def export(
     run: Run,
     ledgers: LedgersOfExport,
@@ -52,9 +52,10 @@ def export(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE if it is there.")] = False,
 ) -> None:
-    """Write a cluster's metadata to a file: ledgers of all scopes, cookies, under-replicated marks, switches.
+    """Export a cluster's metadata to a file.
 
-    With ledgers named, their metadata only. The file is ndjson and ends with its SHA-256; 'metadata import' reads it.
+    The file has the ledgers of all scopes, cookies, under-replicated marks and switches; if ledgers are named, their
+    metadata only. The file is ndjson and ends with its SHA-256; 'metadata import' reads it. It holds ledger passwords.
     """
     import sys
 
@@ -74,7 +75,14 @@ def export(
     run.show(ExportRow(file, source.header.instance_id, exported), EXPORTED_COLUMNS)
 
 
-@command(app, "import", connects=True, changes=True, asks=True)
+@command(
+    app,
+    "import",
+    connects=True,
+    changes=True,
+    asks=True,
+    examples=("bkctl metadata import -f cluster.ndjson --dry-run",),
+)
 def import_(
     run: Run,
     file: Annotated[
@@ -84,10 +92,11 @@ def import_(
     undo: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Bring an export back: into an empty store, as the cluster it was, or what is missing into that cluster.
+    """Import an export into an empty store or its own cluster.
 
-    The file's hash is checked first. What is there with the same value is passed over, so that a second run finishes
-    what was stopped. Exit code 5 where something is there with another value, which --overwrite replaces.
+    Creates the cluster in an empty store, or adds what is missing in that cluster. The file's hash is checked first.
+    Records that are there with the same value are skipped, so a second run finishes an interrupted one. Exit code 5 if
+    a record is there with another value; --overwrite replaces it.
     """
     from bkctl.metadata.admin.dump import ExportFile, import_records, prepare_target
     from bkctl.metadata.uri import parse_uri

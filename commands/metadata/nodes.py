@@ -35,9 +35,9 @@ class Layout(NamedTuple):
     instance_id: str
 
 
-@command(app, "layout", connects=True)
+@command(app, "layout", connects=True, examples=("bkctl metadata layout",))
 def layout(run: Run) -> None:
-    """Show which ledger manager lays out the cluster's metadata, and the cluster's instance id."""
+    """Show the cluster's ledger manager and instance id."""
     with run.cluster() as cluster:
         run.show(Layout(cluster.uri, cluster.layout(), cluster.instance_id()), LAYOUT_COLUMNS)
 
@@ -62,7 +62,7 @@ NODE_COLUMNS = Columns(
 )
 
 
-@command(app, "get", connects=True)
+@command(app, "get", connects=True, examples=("bkctl metadata get LAYOUT --format utf8",))
 def get(
     run: Run,
     path: Annotated[str, typer.Argument(help="Path below the cluster's root, such as cookies/BOOKIE.", metavar="PATH")],
@@ -71,7 +71,10 @@ def get(
         bool, typer.Option("--show-secrets", help="Also values that hold a ledger password.")
     ] = False,
 ) -> None:
-    """Show one node: version, time of creation, size and value (base64; --format raw writes its bytes alone)."""
+    """Show one node: version, creation time, size and value.
+
+    The value is base64; --format raw writes its bytes alone.
+    """
     with run.cluster() as cluster:
         place = path.strip("/")
         found = cluster.store.get(place)
@@ -120,7 +123,15 @@ TREE_COLUMNS = Columns(
 TREE_TABLE_COLUMNS = Columns(Column("NODE", "path", _branch), *TREE_COLUMNS.columns[1:], key="path")
 
 
-@command(app, "tree", connects=True)
+@command(
+    app,
+    "tree",
+    connects=True,
+    examples=(
+        "bkctl metadata tree --depth 1",
+        "bkctl metadata tree cookies",
+    ),
+)
 def tree(
     run: Run,
     depth: Annotated[int | None, count_option("--depth", "Levels below the start.")],
@@ -148,9 +159,10 @@ def undo(
     file: Annotated[Path, typer.Argument(help="The undo file that a command left.", metavar="FILE")],
     dry_run: DryRun = False,
 ) -> None:
-    """Put back what a command changed, the last change first, as the undo file tells that it left.
+    """Undo a command, from the undo file that it wrote.
 
-    A node that somebody changed since is left alone, and the exit code is 3 then.
+    Restores the nodes that the command changed, the last change first. A node that was changed since is left unchanged,
+    and the exit code is 3.
     """
     from bkctl.metadata.admin.undo import undo as put_back
 

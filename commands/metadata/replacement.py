@@ -23,7 +23,14 @@ REPLACEMENT_COLUMNS = Columns(
 )
 
 
-@command(app, "replace-bookie", connects=True, changes=True, asks=True)
+@command(
+    app,
+    "replace-bookie",
+    connects=True,
+    changes=True,
+    asks=True,
+    examples=("bkctl metadata replace-bookie --from 10.0.0.1:3181 --to 10.0.0.2:3181 --dry-run",),
+)
 def replace_bookie(
     run: Run,
     limit: Annotated[int | None, count_option("--limit", "Change at most so many ledgers.")],
@@ -37,10 +44,10 @@ def replace_bookie(
     undo: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Replace a bookie id in the metadata of every ledger of every scope; the entries themselves are not moved.
+    """Replace a bookie id in the metadata of every ledger.
 
-    For a bookie that comes back under another id with all its data. Refused while the old id is registered, or where
-    nobody knows the new one. Exit code 3 when ledgers are left.
+    For a bookie that returns under another id with all its data; entries are not moved. Covers every scope. Refused
+    while the old id is registered, or if the new id does not exist. Exit code 3 if ledgers keep the old id.
     """
     from bkctl.ids import check_bookie_id
     from bkctl.metadata.admin.check import replace_bookie as replace

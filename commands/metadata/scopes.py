@@ -32,9 +32,12 @@ SCOPE_COLUMNS = Columns(
 )
 
 
-@command(app, "scopes", connects=True)
+@command(app, "scopes", connects=True, examples=("bkctl metadata scopes",))
 def scopes(run: Run) -> None:
-    """List the ledger scopes and how many ledgers each has; scope 0 is there always."""
+    """List the ledger scopes, with the number of ledgers.
+
+    Scope 0 is always listed.
+    """
 
     def rows() -> Iterator[ScopeRow]:
         scope_id = count = 0
@@ -62,7 +65,16 @@ class NewId(NamedTuple):
 NEW_ID_COLUMNS = Columns(Column("LEDGER", "ledger", "ledger", Kind.LEDGER), key="ledger")
 
 
-@command(app, "idgen", connects=True, changes="sequence")
+@command(
+    app,
+    "idgen",
+    connects=True,
+    changes="sequence",
+    examples=(
+        "bkctl metadata idgen --count 3",
+        "bkctl metadata idgen --ledger-scope-id 7",
+    ),
+)
 def idgen(
     run: Run,
     count: Annotated[int | None, count_option("--count", "How many ids (default 1).")],
@@ -74,9 +86,10 @@ def idgen(
         typer.Option("--sequence", help="Take them from the cluster's own generator of scope 0; they are used up."),
     ] = False,
 ) -> None:
-    """Print new ledger ids: UUIDs (the high half is the scope), random ones of a scope, or the cluster's next.
+    """Print new ledger ids.
 
-    Only --sequence needs a cluster.
+    Without options, prints UUIDs, whose high half is the scope. --ledger-scope-id prints random ids of one scope.
+    --sequence takes ids from the cluster's generator; only that needs a cluster.
     """
     from bkctl.ids import parse_scope_id, random_u64
 

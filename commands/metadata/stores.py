@@ -36,7 +36,7 @@ DIFFERENCE_COLUMNS = Columns(
 _SOURCE_HELP = "A metadata URI, context:NAME, or a file that 'metadata export' wrote."
 
 
-@command(app, "diff", connects=True)
+@command(app, "diff", connects=True, examples=("bkctl metadata diff cluster.ndjson",))
 def diff(
     run: Run,
     first: Annotated[str, typer.Argument(metavar="FIRST", help=_SOURCE_HELP)],
@@ -44,10 +44,10 @@ def diff(
         str | None, typer.Argument(metavar="SECOND", help=f"{_SOURCE_HELP} Default: the connection's cluster.")
     ] = None,
 ) -> None:
-    """Compare the metadata of two stores or exports, byte for byte; exit code 3 when they differ.
+    """Compare the metadata of two stores or exports.
 
-    The login in --metadata-… options is that of the connection's servers, and goes to no others: name a store that
-    wants another login as context:NAME.
+    Compares byte for byte; exit code 3 if they differ. The login in --metadata-… options is sent only to the
+    connection's servers: name a store with another login as context:NAME.
     """
     from bkctl.metadata.admin.dump import ClusterSource, compare, compare_headers, open_source
 
@@ -73,7 +73,14 @@ def diff(
     run.finish_with(found.total(), "differences" if found.total() > 1 else "difference")
 
 
-@command(app, "migrate", connects=True, changes=True, asks=True)
+@command(
+    app,
+    "migrate",
+    connects=True,
+    changes=True,
+    asks=True,
+    examples=("bkctl metadata migrate --to sqlite:///metadata.db --dry-run",),
+)
 def migrate(
     run: Run,
     *,
@@ -91,10 +98,11 @@ def migrate(
     undo: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Copy a cluster's metadata into another store, as the same cluster, and compare both; the first stays as it is.
+    """Copy a cluster's metadata into another store.
 
-    A second run finishes what was stopped. Refused while bookies are registered on either side, since their clients
-    would go on to change the first store. Exit code 3 when the two differ in the end.
+    The copy is the same cluster. Compares both stores at the end; exit code 3 if they differ. The first store stays
+    unchanged. A second run finishes an interrupted one. Refused while bookies are registered on either side, since
+    their clients would continue to change the first store.
     """
     from bkctl.metadata.admin.dump import ClusterSource, compare, import_records, prepare_target
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bkctl.commands.generate import FILES as FILE_METAVARS
-from bkctl.commands.generate import GLOBAL_PANEL, generated_files, read_pages
+from bkctl.commands.generate import GLOBAL_PANEL, Page, generated_files, read_pages
 from bkctl.errors import EXIT_CODES
 from bkctl.ids import LedgerId
 
@@ -48,6 +48,19 @@ def test_every_command_has_help_and_stands_in_the_documents(cli: Cli, page: obje
             assert name in shown
     if page.path and not page.children:  # type: ignore[attr-defined]
         assert f"### bkctl {page.name}\n" in FILES["docs/commands.md"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name or "bkctl")
+def test_help_begins_with_a_line_and_its_examples_are_commands(page: Page) -> None:
+    if page.path[:1] != ("pipeline",):
+        summary = page.help.split("\n")[0]
+        assert len(summary) <= 60
+        assert summary.endswith(".")
+    names = {name for option in page.options for name in option.names}
+    for example in page.examples:
+        words = example[example.index("bkctl ") :].split()
+        assert tuple(words[1 : 1 + len(page.path)]) == page.path
+        assert {word.split("=")[0] for word in words if word.startswith("-")} <= names, example
 
 
 def test_exit_codes_come_from_the_error_tree() -> None:
