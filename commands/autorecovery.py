@@ -61,12 +61,12 @@ RUNNING_COLUMNS = Columns(
 def run_auto_recovery(
     run: Run,
     scopes_only: Annotated[
-        bool, typer.Option("--scopes-only", help="Leave scope 0 alone: Apache's auto-recovery looks after it.")
+        bool, typer.Option("--scopes-only", help="Ignore scope 0, which Apache's auto-recovery serves.")
     ] = False,
-    scope_0_only: Annotated[bool, typer.Option("--scope-0-only", help="Leave the other scopes alone.")] = False,
+    scope_0_only: Annotated[bool, typer.Option("--scope-0-only", help="Ignore all scopes but 0.")] = False,
     own_id: Annotated[
         str | None,
-        typer.Option("--id", metavar="ID", help="What votes and locks say (default: the bookie's id, or this host)."),
+        typer.Option("--id", metavar="ID", help="Name in votes and locks (default: the bookie's id, or this host)."),
     ] = None,
 ) -> None:
     """Run auto-recovery in the foreground.
@@ -193,7 +193,7 @@ def _switch(run: Run, enabled: bool) -> None:
         run.note(f"Auto-recovery was {'enabled' if enabled else 'disabled'} already")
 
 
-@command(app, "enable", connects=True, changes=True, examples=("bkctl autorecovery enable --dry-run",))
+@command(app, "enable", connects=True, changes=True, examples=("bkctl autorecovery enable",))
 def enable(run: Run) -> None:
     """Enable auto-recovery for the whole cluster.
 
@@ -202,7 +202,7 @@ def enable(run: Run) -> None:
     _switch(run, True)
 
 
-@command(app, "disable", connects=True, changes=True, examples=("bkctl autorecovery disable --dry-run",))
+@command(app, "disable", connects=True, changes=True, examples=("bkctl autorecovery disable",))
 def disable(run: Run) -> None:
     """Disable auto-recovery for the whole cluster.
 
@@ -250,16 +250,20 @@ def list_marked(
     scope: ScopeOfAny,
     watch: WatchOption,
     older_than: Annotated[
-        float | None, duration_option("--older-than", "Only what was marked that long ago: 1h, 30m.")
+        float | None,
+        duration_option("--older-than", "List only ledgers that were marked at least this long ago: 1h, 30m."),
     ],
     missing: Annotated[
-        list[str] | None, typer.Option("--missing", metavar="BOOKIE", help="Only what this bookie lacks; repeatable.")
+        list[str] | None,
+        typer.Option("--missing", metavar="BOOKIE", help="List only ledgers that this bookie lacks; repeatable."),
     ] = None,
     not_missing: Annotated[
         list[str] | None,
-        typer.Option("--not-missing", metavar="BOOKIE", help="Only what this bookie does not lack; repeatable."),
+        typer.Option(
+            "--not-missing", metavar="BOOKIE", help="List only ledgers that this bookie does not lack; repeatable."
+        ),
     ] = None,
-    count: Annotated[bool, typer.Option("--count", help="Print how many, not which.")] = False,
+    count: Annotated[bool, typer.Option("--count", help="Print the number of ledgers only.")] = False,
 ) -> None:
     """List the under-replicated ledgers.
 
@@ -448,7 +452,7 @@ VOTE_COLUMNS = Columns(
 @command(app, "auditor", connects=True, examples=("bkctl autorecovery auditor",))
 def auditor(
     run: Run,
-    all_votes: Annotated[bool, typer.Option("--all", help="Also those who wait to be elected.")] = False,
+    all_votes: Annotated[bool, typer.Option("--all", help="Show candidates for auditor, too.")] = False,
 ) -> None:
     """Show which bookie is the auditor.
 

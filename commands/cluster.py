@@ -85,10 +85,10 @@ def health(
     run: Run,
     watch: WatchOption,
     threshold: Annotated[
-        float, typer.Option("--threshold", metavar="PERCENT", help="Used disk space that is too much.")
+        float, typer.Option("--threshold", metavar="PERCENT", help="Percentage of used disk space that is too much.")
     ] = 90.0,
     no_bookies: Annotated[
-        bool, typer.Option("--no-bookies", help="Look at the metadata only, and ask no bookie.")
+        bool, typer.Option("--no-bookies", help="Read the metadata only, and ask no bookie.")
     ] = False,
 ) -> None:
     """Show what is wrong with the cluster, and what to do.
@@ -207,7 +207,10 @@ def init(
     run: Run,
     long_long_layout: Annotated[
         bool,
-        typer.Option("--long-long-layout", help="Write BP-35's own class into LAYOUT: no Apache process starts on it."),
+        typer.Option(
+            "--long-long-layout",
+            help="Write BP-35's own class into LAYOUT; Apache's processes then refuse the cluster.",
+        ),
     ] = False,
     dry_run: DryRun = False,
 ) -> None:
@@ -255,10 +258,10 @@ def nuke(
     run: Run,
     instance_id: Annotated[
         str | None,
-        typer.Option("--instance-id", metavar="ID", help="The cluster's instance id, so that it is the one."),
+        typer.Option("--instance-id", metavar="ID", help="The cluster's instance id, as a confirmation."),
     ] = None,
     backup: Annotated[
-        Path | None, typer.Option("--backup", metavar="FILE", help="Export all metadata to this new file before.")
+        Path | None, typer.Option("--backup", metavar="FILE", help="Export all metadata to this new file first.")
     ] = None,
     dry_run: DryRun = False,
 ) -> None:
@@ -316,7 +319,10 @@ def up(
     run: Run,
     directory: LocalDirectory = None,
     bookies: Annotated[
-        int | None, typer.Option("--bookies", metavar="N", help="How many bookies (default 3, or what is there).")
+        int | None,
+        typer.Option(
+            "--bookies", metavar="N", help="Number of bookies (default: 3, or those of the existing cluster)."
+        ),
     ] = None,
     storage: Annotated[
         str | None,
@@ -324,11 +330,15 @@ def up(
     ] = None,
     http: Annotated[
         bool | None,
-        typer.Option("--http/--no-http", help="New bookies have an HTTP server (default: if bkctl[http] is there)."),
+        typer.Option(
+            "--http/--no-http", help="Give new bookies an HTTP server (default: if bkctl[http] is installed)."
+        ),
     ] = None,
     autorecovery: Annotated[
         bool,
-        typer.Option("--autorecovery", help="New bookies also run auto-recovery: what a lost one had is replicated."),
+        typer.Option(
+            "--autorecovery", help="Run auto-recovery in new bookies, which replicates the ledgers of lost ones."
+        ),
     ] = False,
 ) -> None:
     """Start a local cluster of our own bookies.

@@ -90,7 +90,7 @@ def add(
     run: Run,
     name: ContextName,
     replace: Annotated[bool, typer.Option("--replace", help="Replace the context of this name.")] = False,
-    use: Annotated[bool, typer.Option("--use", help="Make it the current one.")] = False,
+    use: Annotated[bool, typer.Option("--use", help="Make the new context the current one.")] = False,
 ) -> None:
     """Save the connection options under a name.
 

@@ -318,19 +318,23 @@ def generate(
         str | None, typer.Argument(metavar="BOOKIE", help="The bookie's id (default: the one of --conf).")
     ] = None,
     journal_dirs: Annotated[
-        str | None, typer.Option("--journal-dirs", metavar="DIRS", help="Its journal directories, with commas.")
+        str | None,
+        typer.Option("--journal-dirs", metavar="DIRS", help="The bookie's journal directories, separated by commas."),
     ] = None,
     ledger_dirs: Annotated[
-        str | None, typer.Option("--ledger-dirs", metavar="DIRS", help="Its ledger directories, with commas.")
+        str | None,
+        typer.Option("--ledger-dirs", metavar="DIRS", help="The bookie's ledger directories, separated by commas."),
     ] = None,
     index_dirs: Annotated[
-        str | None, typer.Option("--index-dirs", metavar="DIRS", help="Its index directories, with commas.")
+        str | None,
+        typer.Option("--index-dirs", metavar="DIRS", help="The bookie's index directories, separated by commas."),
     ] = None,
     instance_id: Annotated[
-        str | None, typer.Option("--instance-id", metavar="ID", help="The cluster's (default: asked of the cluster).")
+        str | None,
+        typer.Option("--instance-id", metavar="ID", help="The cluster's instance id (default: read from the cluster)."),
     ] = None,
     file: Annotated[
-        Path | None, typer.Option("--file", "-f", metavar="FILE", help="Where to write it (default: stdout).")
+        Path | None, typer.Option("--file", "-f", metavar="FILE", help="The file to write (default: stdout).")
     ] = None,
 ) -> None:
     """Write the cookie that a bookie would have.
@@ -434,8 +438,8 @@ RENAMED_COLUMNS = Columns(
 @command(app, "rename", connects=True, asks=True, changes=True)
 def rename(
     run: Run,
-    old: Annotated[str, typer.Argument(metavar="OLD", help="The bookie's id now.")],
-    new: Annotated[str, typer.Argument(metavar="NEW", help="Its id from now on.")],
+    old: Annotated[str, typer.Argument(metavar="OLD", help="The bookie's present id.")],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="The bookie's new id.")],
     dir: DirOption = None,
     undo: UndoOption = None,
     dry_run: DryRun = False,

@@ -83,7 +83,7 @@ def read(
     names: JournalNames = None,
     directories: DirOption = None,
     after_lastmark: Annotated[
-        bool, typer.Option("--after-lastmark", help="Only what is behind the last mark: what a restart replays.")
+        bool, typer.Option("--after-lastmark", help="Print only records after the last mark, which a restart replays.")
     ] = False,
     show_secrets: ShowSecretsOption = False,
 ) -> None:
@@ -332,7 +332,7 @@ SCOPE_COLUMNS = Columns(
 @command(app, "stats", examples=("bkctl journal stats --conf bk_server.conf",))
 def stats(
     run: Run,
-    top: Annotated[int | None, count_option("--top", "Only so many rows, those with the most bytes.")],
+    top: Annotated[int | None, count_option("--top", "Print only the N rows with the most bytes.")],
     names: JournalNames = None,
     directories: DirOption = None,
     by: Annotated[

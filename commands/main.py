@@ -106,8 +106,8 @@ def _root(**values: Any) -> None:
 _root.__signature__ = Signature(  # type: ignore[attr-defined]
     [
         Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context),
-        _flag("verbose", "--verbose", "-v", help="Say more on stderr: where it connects, what it does."),
-        _flag("quiet", "--quiet", "-q", help="Say nothing on stderr but errors."),
+        _flag("verbose", "--verbose", "-v", help="Print more on stderr: connections and steps."),
+        _flag("quiet", "--quiet", "-q", help="Print only errors on stderr."),
         _flag("no_color", "--no-color", help="No colours (also NO_COLOR)."),
         _flag("debug", "--debug", help="Show the traceback of an error."),
         _flag("version", "--version", help="Print the version.", is_eager=True, callback=_version),

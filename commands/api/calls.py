@@ -25,12 +25,10 @@ BODY_SIZE_BYTES_MAX: Final = 16 << 20
 PathArgument = Annotated[
     str,
     typer.Argument(
-        metavar="PATH", help="From the slash on: /api/v1/bookie/state?a=b; without one, below /api/v1: bookie/state."
+        metavar="PATH", help="The path, such as /api/v1/bookie/state; without a leading slash, below /api/v1."
     ),
 ]
-MaxSize = Annotated[
-    int, size_option("--max-size", "Give up on an answer that is larger (exit code 7).", default="64MiB")
-]
+MaxSize = Annotated[int, size_option("--max-size", "Refuse a larger response (exit code 7).", default="64MiB")]
 
 
 @command(app, "get", connects=True, examples=("bkctl api get /api/v1/bookie/state --bookie-url http://127.0.0.1:8080",))
@@ -51,7 +49,7 @@ def put(
     size_max: MaxSize,
     body: Annotated[
         str | None,
-        typer.Option("--body", metavar="JSON|@FILE", help="What to send: JSON, or a file of it (@-: stdin)."),
+        typer.Option("--body", metavar="JSON|@FILE", help="The JSON to send, or @FILE (@-: stdin)."),
     ] = None,
     dry_run: DryRun = False,
 ) -> None:

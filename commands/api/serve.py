@@ -60,11 +60,14 @@ def serve(
         Path | None, typer.Option("--server-cert", metavar="FILE", help="Serve https with this PEM certificate.")
     ] = None,
     server_key: Annotated[
-        Path | None, typer.Option("--server-key", metavar="FILE", help="Its private key, if not in the same file.")
+        Path | None,
+        typer.Option("--server-key", metavar="FILE", help="Private key of --server-cert, if not in the same file."),
     ] = None,
     client_ca: Annotated[
         Path | None,
-        typer.Option("--client-ca", metavar="FILE", help="Let in clients whose certificate is signed by these."),
+        typer.Option(
+            "--client-ca", metavar="FILE", help="Accept clients whose certificate these authorities (PEM) signed."
+        ),
     ] = None,
 ) -> None:
     """Serve the REST API of a cluster, in the foreground.

@@ -99,7 +99,7 @@ Sample = Annotated[
                     typer.Option(
                         "--sample",
                         metavar="SHARE",
-                        help="Look at this share of the index's entries only (1%, 0.01), and do not search the logs.",
+                        help="Check only this share of the index's entries (1%, 0.01), without a search of the logs.",
                     ),
                 ],
             ),
@@ -134,7 +134,7 @@ ReadRate = Annotated[
                 Annotated[
                     str,
                     typer.Option(
-                        "--rate", metavar="RATE", help="Read at most so much a second: 20MiB, or '5000 entries'."
+                        "--rate", metavar="RATE", help="Read at most this much per second: 20MiB, or '5000 entries'."
                     ),
                 ],
             ),
@@ -151,7 +151,7 @@ def check(
     digest: DigestToCheck,
     password: LedgerPassword,
     sample: Sample,
-    seed: Annotated[int | None, number_option("--seed", "Which entries --sample takes: the same for the same seed.")],
+    seed: Annotated[int | None, number_option("--seed", "Seed of the choice of entries for --sample.")],
     rate: ReadRate,
     places: PlacesArgument = None,
     directories: DirOption = None,
@@ -228,8 +228,8 @@ def _finish(run: Run, counts: Counts) -> None:
 @command(index_app, "check")
 def check_index(
     run: Run,
-    ledgers: Annotated[bool, typer.Option("--ledgers", help="Only what is said of ledgers.")] = False,
-    locations: Annotated[bool, typer.Option("--locations", help="Only where entries are.")] = False,
+    ledgers: Annotated[bool, typer.Option("--ledgers", help="Check only the records of ledgers.")] = False,
+    locations: Annotated[bool, typer.Option("--locations", help="Check only the locations of entries.")] = False,
     places: PlacesArgument = None,
     directories: DirOption = None,
 ) -> None:

@@ -104,31 +104,29 @@ def gc(
     deadline: WaitDeadline,
     watch: WatchOption,
     major: Annotated[
-        bool, typer.Option("--major", help="Force a round with major compaction, minor not unless asked.")
+        bool, typer.Option("--major", help="Force a round with major compaction only, or with --minor both.")
     ] = False,
     minor: Annotated[
-        bool, typer.Option("--minor", help="Force a round with minor compaction, major not unless asked.")
+        bool, typer.Option("--minor", help="Force a round with minor compaction only, or with --major both.")
     ] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the forced round is over.")] = False,
     accept_scoped_deletes: Annotated[
         bool,
         typer.Option(
             "--accept-scoped-deletes",
-            help="Let this one round delete as many ledgers of scopes as it finds deleted; a bookie of bkctl stops at "
-            "more than half of them otherwise. Asks.",
+            help="Let this one round delete any number of scoped ledgers; otherwise a bookie of bkctl stops at "
+            "more than half of them. Asks.",
         ),
     ] = False,
     suspend: Annotated[
         Compactions | None,
-        typer.Option(
-            "--suspend", metavar="[major|minor]", help="Start no such compaction from now on (default: both)."
-        ),
+        typer.Option("--suspend", metavar="[major|minor]", help="Suspend major or minor compaction (default: both)."),
     ] = None,
     resume: Annotated[
         Compactions | None,
-        typer.Option("--resume", metavar="[major|minor]", help="Start such compactions again (default: both)."),
+        typer.Option("--resume", metavar="[major|minor]", help="Resume major or minor compaction (default: both)."),
     ] = None,
-    status: Annotated[bool, typer.Option("--status", help="Only show how it stands.")] = False,
+    status: Annotated[bool, typer.Option("--status", help="Only show the state of the collectors.")] = False,
     dry_run: DryRun = False,
 ) -> None:
     """Collect garbage on a bookie, or control its compaction.
@@ -263,10 +261,12 @@ def compact_locations(
     deadline: WaitDeadline,
     databases: Annotated[
         list[str] | None,
-        typer.Argument(metavar="DATABASE", help="Only these, by their paths on the bookie, as --status shows them."),
+        typer.Argument(
+            metavar="DATABASE", help="Compact only these, by their paths on the bookie, as --status shows them."
+        ),
     ] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until it is over.")] = False,
-    status: Annotated[bool, typer.Option("--status", help="Only show whether it is under way.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until compaction ends.")] = False,
+    status: Annotated[bool, typer.Option("--status", help="Only show if compaction runs.")] = False,
     dry_run: DryRun = False,
 ) -> None:
     """Compact a bookie's RocksDB of entry locations.

@@ -286,11 +286,9 @@ def show(
     entry: Annotated[int | None, number_option("--entry", "Only this entry id.")],
     directories: DirOption = None,
     meta: Annotated[
-        bool, typer.Option("--meta", help="Show what the index says of the ledger instead of its entries.")
+        bool, typer.Option("--meta", help="Show the ledger's record in the index instead of its entries.")
     ] = False,
-    gaps: Annotated[
-        bool, typer.Option("--gaps", help="Show the entries that are not here although later ones are.")
-    ] = False,
+    gaps: Annotated[bool, typer.Option("--gaps", help="Show missing entries that have later ones.")] = False,
     show_secrets: ShowSecretsOption = False,
 ) -> None:
     """Show where a bookie has a ledger's entries.

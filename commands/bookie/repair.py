@@ -163,7 +163,7 @@ REGENERATED_COLUMNS = Columns(
     key="ledger",
 )
 
-_PASSWORD_HELP = "Password of all these ledgers (also BKCTL_LEDGER_PASSWORD). Other users see it in ps."
+_PASSWORD_HELP = "Password of all these ledgers (also BKCTL_LEDGER_PASSWORD). Visible to other users in ps."
 
 
 def _password_if_given(values: Mapping[str, Any]) -> bytes | None:
@@ -316,7 +316,7 @@ def convert(
     places: PlacesArgument = None,
     directories: DirOption = None,
     discard_old: Annotated[
-        bool, typer.Option("--discard-old", help="Remove the old index in the end, instead of keeping a backup.")
+        bool, typer.Option("--discard-old", help="Remove the old index instead of keeping a backup.")
     ] = False,
     dry_run: DryRun = False,
 ) -> None:
@@ -369,7 +369,7 @@ def format_bookie(
     run: Run,
     delete_cookie: Annotated[
         bool,
-        typer.Option("--delete-cookie", help="Delete its cookie in the metadata store too, when all else is gone."),
+        typer.Option("--delete-cookie", help="Finally delete the bookie's cookie in the metadata store, too."),
     ] = False,
     dry_run: DryRun = False,
 ) -> None:
@@ -446,7 +446,7 @@ def init(
     run: Run,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Only say what is in the way: directories with files, a registration, a cookie."),
+        typer.Option("--check", help="Only report what prevents it: directories with files, a registration, a cookie."),
     ] = False,
     dry_run: DryRun = False,
 ) -> None:

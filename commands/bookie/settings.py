@@ -80,7 +80,7 @@ def config(
         list[str] | None,
         typer.Argument(metavar="NAME", help="Only these settings; * and ? stand for any characters."),
     ] = None,
-    show_secrets: Annotated[bool, typer.Option("--show-secrets", help="Also passwords and tokens.")] = False,
+    show_secrets: Annotated[bool, typer.Option("--show-secrets", help="Print passwords and tokens, too.")] = False,
     dry_run: DryRun = False,
 ) -> None:
     """Show or change the settings of a running bookie.

@@ -65,7 +65,7 @@ def ready(
     which: BookieServerOption,
     deadline: WaitDeadline,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Wait until it is, also while it is not registered, or not up.")
+        bool, typer.Option("--wait", help="Wait until the bookie is ready, also while it is down.")
     ] = False,
 ) -> None:
     """Show if a bookie has started and serves; for probes.
@@ -153,7 +153,7 @@ def readonly(
     run: Run,
     which: BookieServerOption,
     wanted: Annotated[
-        Switch | None, typer.Argument(metavar="on|off", help="What it shall be (default: only shown).")
+        Switch | None, typer.Argument(metavar="on|off", help="The new state (default: show the state).")
     ] = None,
     dry_run: DryRun = False,
 ) -> None:

@@ -178,7 +178,7 @@ def decommission(
     deadline: Deadline,
     watch: ProgressOption,
     skip_unrecoverable: SkipUnrecoverable = False,
-    keep_cookie: Annotated[bool, typer.Option("--keep-cookie", help="Do not delete its cookie at the end.")] = False,
+    keep_cookie: Annotated[bool, typer.Option("--keep-cookie", help="Keep the bookie's cookie.")] = False,
     dry_run: DryRun = False,
 ) -> None:
     """Remove a stopped bookie from the cluster.

@@ -173,7 +173,7 @@ def show(
     bookies: Annotated[list[str], typer.Argument(metavar="BOOKIE", help="The bookies.")],
     watch: WatchOption,
     ledgers: Annotated[
-        bool, typer.Option("--ledgers", help="Count the ledgers on them too; reads the metadata of every ledger.")
+        bool, typer.Option("--ledgers", help="Count the ledgers on each bookie; reads the metadata of every ledger.")
     ] = False,
 ) -> None:
     """Show bookies with their endpoints, properties and cookie."""
@@ -223,7 +223,7 @@ def usage(
     sort: Annotated[Sort, typer.Option("--sort", help="Order: bookie, used (fullest first) or free.")] = Sort.BOOKIE,
     threshold: Annotated[
         float | None,
-        typer.Option("--threshold", metavar="PERCENT", help="Exit with 3 when a bookie has used more than that."),
+        typer.Option("--threshold", metavar="PERCENT", help="Exit with 3 if a bookie has used more than this."),
     ] = None,
 ) -> None:
     """Show the space on the ledger disks of every bookie.

@@ -127,18 +127,21 @@ def recover(
     ledgers: SomeLedgers,
     rate: ByteRate,
     deadline: Deadline,
-    query: Annotated[bool, typer.Option("--query", help="Only show what is on them, by the metadata.")] = False,
-    skip_open: Annotated[bool, typer.Option("--skip-open", help="Leave ledgers alone that are OPEN.")] = False,
+    query: Annotated[
+        bool, typer.Option("--query", help="Only show the ledgers on the bookies, from the metadata.")
+    ] = False,
+    skip_open: Annotated[bool, typer.Option("--skip-open", help="Skip ledgers that are OPEN.")] = False,
     skip_unrecoverable: SkipUnrecoverable = False,
     delete_cookie: Annotated[
-        bool, typer.Option("--delete-cookie", help="Delete their cookies when nothing is left on them in any scope.")
+        bool,
+        typer.Option("--delete-cookie", help="Delete the bookies' cookies once they hold no entries of any scope."),
     ] = False,
     resume: Annotated[
         Path | None,
         typer.Option(
             "--resume",
             metavar="FILE",
-            help="Note there what is done, and pass over what an earlier run noted; made if it is not there.",
+            help="Record finished ledgers in this file, and skip those that an earlier run recorded.",
         ),
     ] = None,
     dry_run: DryRun = False,

@@ -50,18 +50,21 @@ SomeLedgers = Annotated[
 #: `--watch` of what comes to an end by itself.
 ProgressOption = Annotated[
     float | None,
-    watch_option("Print how far it is instead of each ledger that is moved; --watch=SECONDS so often (default 2)."),
+    watch_option("Print the progress instead of each ledger; --watch=SECONDS sets the interval (default 2)."),
 ]
 SomeBookies = Annotated[list[str], typer.Argument(metavar="BOOKIE", help="The bookies.")]
 OneBookie = Annotated[str, typer.Argument(metavar="BOOKIE", help="The bookie.")]
 Deadline = Annotated[
     float | None,
-    duration_option("--deadline", "Give up after this long (default: never; exit code 6). What was moved stays moved."),
+    duration_option(
+        "--deadline", "Give up after this long (default: never; exit code 6). Ledgers that were moved stay moved."
+    ),
 ]
 SkipUnrecoverable = Annotated[
     bool,
     typer.Option(
-        "--skip-unrecoverable", help="Name ledgers with entries that no bookie has, and go on as if all were well."
+        "--skip-unrecoverable",
+        help="Report ledgers with entries that no bookie has, without counting them as failures.",
     ),
 ]
 

@@ -56,7 +56,7 @@ def ok_to_stop(
     watch: WatchOption,
     min_replicas: Annotated[
         int | None,
-        count_option("--min-replicas", "Replicas of each entry that must stay (default: each ledger's ack quorum)."),
+        count_option("--min-replicas", "Replicas of each entry that must remain (default: each ledger's ack quorum)."),
     ],
 ) -> None:
     """Show which ledgers would suffer if bookies stopped now.

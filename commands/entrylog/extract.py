@@ -145,11 +145,11 @@ def extract(
         ),
     ] = ExtractFormat.LOG,
     all_copies: Annotated[
-        bool, typer.Option("--all-copies", help="Each copy of an entry, the oldest log first (default: the last one).")
+        bool, typer.Option("--all-copies", help="Write each copy of an entry, oldest first (default: the last).")
     ] = False,
     scan: Annotated[
         bool,
-        typer.Option("--scan", help="Look into every log, also where the ledgers map does not name the ledger."),
+        typer.Option("--scan", help="Read every log, even if its ledgers map does not name the ledger."),
     ] = False,
 ) -> None:  # fmt: skip
     """Write the entries of one ledger to a file.

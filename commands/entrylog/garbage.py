@@ -174,7 +174,7 @@ ThresholdOptions = Annotated[
     Composite(
         (
             _threshold("--minor-threshold", "Usage below which minor compaction rewrites a log", 0.2),
-            _threshold("--major-threshold", "Usage below which major compaction does", 0.8),
+            _threshold("--major-threshold", "Usage below which major compaction rewrites a log", 0.8),
         ),
         _given_thresholds,
     ),

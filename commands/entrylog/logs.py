@@ -86,7 +86,7 @@ def _logs_named(given: BookieDirectories, name: str) -> list[Path]:
     return [given.resolve_entry_log(name)]
 
 
-AllOption = Annotated[bool, typer.Option("--all", help="All logs of --dir or --conf (so too where no LOG is named).")]
+AllOption = Annotated[bool, typer.Option("--all", help="Read all logs of --dir or --conf, as without LOG.")]
 
 
 def logs_text(count: int) -> str:

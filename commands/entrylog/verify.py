@@ -87,7 +87,7 @@ def verify(
     password: LedgerPassword,
     names: LogNames = None,
     directories: DirOption = None,
-    no_digests: Annotated[bool, typer.Option("--no-digests", help="Look at the structure only.")] = False,
+    no_digests: Annotated[bool, typer.Option("--no-digests", help="Check the structure only.")] = False,
 ) -> None:
     """Check the records, maps and digests of entry logs.
 

@@ -190,7 +190,7 @@ LedgersOrFile = Annotated[
                     typer.Option(
                         "--from-file",
                         metavar="FILE",
-                        help="The ledgers in this file (-: stdin), one a line, as 'ledger list -o id' prints them.",
+                        help="Read ledgers from this file (-: stdin), one per line, as 'ledger list -o id' prints.",
                     ),
                 ],
             ),
@@ -227,7 +227,9 @@ LedgerToCreate = Annotated[
     NewLedger,
     Composite(
         (
-            parameter("uuid", Annotated[bool, typer.Option("--uuid", help="A random UUID as the 128-bit id.")], False),
+            parameter(
+                "uuid", Annotated[bool, typer.Option("--uuid", help="Use a random UUID as the 128-bit id.")], False
+            ),
             *_LEDGER_PARAMETERS,
         ),
         _new_ledger,

@@ -100,7 +100,7 @@ ByteRate = Annotated[
     int | None,
     _converted(
         "byte_rate",
-        typer.Option("--rate", metavar="RATE", help="Copy at most so much a second: 50MB/s, 20MiB."),
+        typer.Option("--rate", metavar="RATE", help="Copy at most this much per second: 50MB/s, 20MiB."),
         _byte_rate,
     ),
 ]
@@ -118,9 +118,7 @@ class BinaryFormat(StrEnum):
 #: `--format` of what prints bytes; None: base64 in json, ndjson and csv.
 BinaryFormatOption = Annotated[
     BinaryFormat | None,
-    typer.Option(
-        "--format", help="How bytes are shown: base64, utf8, hex, or raw (nothing else is printed).", metavar="FORMAT"
-    ),
+    typer.Option("--format", help="Form of bytes: base64, utf8, hex, or raw (prints nothing else).", metavar="FORMAT"),
 ]
 
 
@@ -234,7 +232,9 @@ CustomMetadata = Annotated[
                 "custom_metadata",
                 Annotated[
                     list[str],
-                    typer.Option("--custom-metadata", metavar="KEY=VALUE", help="Kept in the metadata; repeatable."),
+                    typer.Option(
+                        "--custom-metadata", metavar="KEY=VALUE", help="Custom metadata of the ledger; repeatable."
+                    ),
                 ],
             ),
         ),
@@ -267,9 +267,9 @@ LedgerShape = Annotated[
     Shape,
     Composite(
         (
-            _shape_size("ensemble_size", "--ensemble-size", "Bookies that a fragment is spread over.", 3),
-            _shape_size("write_quorum", "--write-quorum", "Bookies that get each entry.", 2),
-            _shape_size("ack_quorum", "--ack-quorum", "Bookies that must have an entry before it counts.", 2),
+            _shape_size("ensemble_size", "--ensemble-size", "Number of bookies that store a fragment.", 3),
+            _shape_size("write_quorum", "--write-quorum", "Number of bookies that store each entry.", 2),
+            _shape_size("ack_quorum", "--ack-quorum", "Number of bookies that must acknowledge an entry.", 2),
             parameter(
                 "digest_type_name",
                 Annotated[
@@ -289,7 +289,7 @@ LedgerShape = Annotated[
 # --- changing and watching ------------------------------------------------------------------------------------------
 
 #: `--dry-run` of what changes something.
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be changed, and change nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would change, without changing it.")]
 
 #: `--undo FILE`; see Run.undo.
 UndoOption = Annotated[
@@ -297,12 +297,12 @@ UndoOption = Annotated[
     typer.Option(
         "--undo",
         metavar="FILE",
-        help="Where to keep what 'metadata undo' needs: a new file (default: in the user's state directory), or none.",
+        help="New file for 'metadata undo' (default: in the user's state directory), or none.",
     ),
 ]
 
 KeepGoing = Annotated[
-    bool, typer.Option("--keep-going", help="Go on past failures, and report them at the end (exit code 3 then).")
+    bool, typer.Option("--keep-going", help="Continue after failures, and report them at the end (exit code 3).")
 ]
 
 
@@ -323,7 +323,7 @@ def watch_option(help: str) -> Composite:
 
 #: `--watch` of what goes on until the user ends it; see Run.watch.
 WatchOption = Annotated[
-    float | None, watch_option("Show what changes, until Ctrl-C; --watch=SECONDS looks so often (default 2).")
+    float | None, watch_option("Show changes until Ctrl-C; --watch=SECONDS sets the interval (default 2).")
 ]
 
 
@@ -362,7 +362,7 @@ LedgerPassword = Annotated[
                     typer.Option(
                         "--password",
                         metavar="TEXT",
-                        help="Ledger password (default empty; also BKCTL_LEDGER_PASSWORD). Other users see it in ps.",
+                        help="Ledger password (default empty; also BKCTL_LEDGER_PASSWORD). Visible in ps.",
                     ),
                 ],
             ),
@@ -370,7 +370,9 @@ LedgerPassword = Annotated[
                 "password_file",
                 Annotated[
                     Path,
-                    typer.Option("--password-file", metavar="FILE", help="File with the password; one last LF is cut."),
+                    typer.Option(
+                        "--password-file", metavar="FILE", help="File with the password; a final line end is ignored."
+                    ),
                 ],
             ),
         ),
@@ -411,7 +413,7 @@ Entries = Annotated[
             ),
             parameter(
                 "range_to",
-                Annotated[str, typer.Option("--to", metavar="ENTRY", help="Last entry id, itself included.")],
+                Annotated[str, typer.Option("--to", metavar="ENTRY", help="Last entry id, inclusive.")],
             ),
         ),
         _entry_range,

@@ -81,7 +81,7 @@ _PARTS: dict[str, Composite] = {
     "entry": number_option("--entry", "Only this entry id."),
     "from": number_option("--from-pos", "Begin at this byte of the file; a record must begin there (0: all)."),
     "to": number_option("--to-pos", "The last byte that a shown record may begin at."),
-    "limit": count_option("--limit", "At most so many records."),
+    "limit": count_option("--limit", "Print at most N records."),
     "digest": digest_type_option(
         "Digest type of the ledgers of scope 0: their records do not say it, and so neither where their payload begins."
     ),
@@ -127,7 +127,7 @@ Records = Annotated[
                 ],
             ),
             *_PARTS["limit"].parameters,
-            parameter("body", Annotated[bool, typer.Option("--body", help="Print the payloads too.")], False),
+            parameter("body", Annotated[bool, typer.Option("--body", help="Print the payloads, too.")], False),
             parameter("format", BinaryFormatOption),
             *_PARTS["digest"].parameters,
         ),
@@ -142,7 +142,7 @@ DirOption = Annotated[
 PlacesArgument = Annotated[
     list[Path] | None, typer.Argument(metavar="DIR", help="The bookie's directories (default: those of --conf).")
 ]
-ShowSecretsOption = Annotated[bool, typer.Option("--show-secrets", help="Also the master keys.")]
+ShowSecretsOption = Annotated[bool, typer.Option("--show-secrets", help="Print the master keys, too.")]
 
 
 def record_columns(

@@ -59,16 +59,22 @@ COPY_COLUMNS = Columns(
 def copy(
     run: Run,
     ledgers: LedgersOrFile,
-    to_ledger_id: Annotated[int | None, number_option("--to-ledger-id", "The copy's ledger id (default: as it is).")],
-    ensemble_size: Annotated[int | None, count_option("--ensemble-size", "Ensemble size, if another.")],
-    write_quorum: Annotated[int | None, count_option("--write-quorum", "Write quorum, if another.")],
-    ack_quorum: Annotated[int | None, count_option("--ack-quorum", "Ack quorum, if another.")],
-    digest_type: Annotated[Any, digest_type_option("Digest type, if another: CRC32C, CRC32, HMAC or DUMMY.")],
+    to_ledger_id: Annotated[int | None, number_option("--to-ledger-id", "Ledger id of the copy (default: unchanged).")],
+    ensemble_size: Annotated[
+        int | None, count_option("--ensemble-size", "Ensemble size of the copy (default: unchanged).")
+    ],
+    write_quorum: Annotated[
+        int | None, count_option("--write-quorum", "Write quorum of the copy (default: unchanged).")
+    ],
+    ack_quorum: Annotated[int | None, count_option("--ack-quorum", "Ack quorum of the copy (default: unchanged).")],
+    digest_type: Annotated[
+        Any, digest_type_option("Digest type of the copy: CRC32C, CRC32, HMAC or DUMMY (default: unchanged).")
+    ],
     rate: ByteRate,
     login: LoginOfTarget,
     to_scope: Annotated[
         str | None,
-        typer.Option("--to-scope", metavar="SCOPE", help="The copy's ledger scope id (default: as it is)."),
+        typer.Option("--to-scope", metavar="SCOPE", help="Ledger scope id of the copy (default: unchanged)."),
     ] = None,
     to: Annotated[
         str | None,
@@ -76,12 +82,12 @@ def copy(
             "--to", metavar="URI", help="The cluster of the copy, by metadata URI or context:NAME (default: this one)."
         ),
     ] = None,
-    new_id: Annotated[bool, typer.Option("--new-id", help="A generated ledger id for the copy.")] = False,
+    new_id: Annotated[bool, typer.Option("--new-id", help="Generate a ledger id for the copy.")] = False,
     recover: Annotated[
         bool, typer.Option("--recover", help="Close an open ledger first; its writer can add no more.")
     ] = False,
     open_ledgers: Annotated[
-        bool, typer.Option("--open", help="Copy an open ledger too, as far as it is confirmed.")
+        bool, typer.Option("--open", help="Copy an open ledger, too, up to its last confirmed entry.")
     ] = False,
     keep_going: KeepGoing = False,
 ) -> None:

@@ -62,21 +62,21 @@ DELETED_COLUMNS = Columns(
 def delete(
     run: Run,
     ledgers: LedgersOrFile,
-    rate: Annotated[int | None, count_option("--rate", "At most so many a second.")],
+    rate: Annotated[int | None, count_option("--rate", "Delete at most N ledgers per second.")],
     if_state: Annotated[
         list[str] | None,
-        typer.Option("--if-state", metavar="STATE", help="Only while it is in this state (else exit 5); repeatable."),
+        typer.Option(
+            "--if-state", metavar="STATE", help="Delete only ledgers in this state (else exit code 5); repeatable."
+        ),
     ] = None,
-    ignore_missing: Annotated[
-        bool, typer.Option("--ignore-missing", help="Pass over ledgers that are not there, as when run again.")
-    ] = False,
+    ignore_missing: Annotated[bool, typer.Option("--ignore-missing", help="Skip ledgers that do not exist.")] = False,
     keep_going: KeepGoing = False,
     backup: Annotated[
         Path | None,
         typer.Option(
             "--backup",
             metavar="FILE",
-            help="Export their metadata first, into a new file (or into one in this directory), for 'metadata import'.",
+            help="Export the metadata first, to a new file or directory, for 'metadata import'.",
         ),
     ] = None,
     undo: UndoOption = None,

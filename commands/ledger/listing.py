@@ -41,25 +41,25 @@ COUNT_COLUMNS = Columns(Column("COUNT", "count", lambda count: count, Kind.INTEG
 def list_ledgers(
     run: Run,
     scope_id: ScopeToList,
-    age_min: Annotated[float | None, duration_option("--min-age", "Only ledgers at least this old.")],
-    age_max: Annotated[float | None, duration_option("--max-age", "Only ledgers at most this old.")],
-    size_min: Annotated[int | None, size_option("--min-size", "Only ledgers of at least this length.")],
-    size_max: Annotated[int | None, size_option("--max-size", "Only ledgers of at most this length.")],
+    age_min: Annotated[float | None, duration_option("--min-age", "List only ledgers at least this old.")],
+    age_max: Annotated[float | None, duration_option("--max-age", "List only ledgers at most this old.")],
+    size_min: Annotated[int | None, size_option("--min-size", "List only ledgers of at least this length.")],
+    size_max: Annotated[int | None, size_option("--max-size", "List only ledgers of at most this length.")],
     custom_metadata: CustomMetadata,
-    limit: Annotated[int | None, count_option("--limit", "At most so many.")],
+    limit: Annotated[int | None, count_option("--limit", "List at most N ledgers.")],
     watch: WatchOption,
     bookie: Annotated[
-        str | None, typer.Option("--bookie", metavar="BOOKIE", help="Only ledgers with entries there.")
+        str | None, typer.Option("--bookie", metavar="BOOKIE", help="List only ledgers with entries on this bookie.")
     ] = None,
     state: Annotated[
         list[str] | None, typer.Option("--state", metavar="STATE", help="OPEN, IN_RECOVERY or CLOSED; repeatable.")
     ] = None,
     after: Annotated[
-        str | None, typer.Option("--after", metavar="LEDGER", help="Only ledgers behind this one.")
+        str | None, typer.Option("--after", metavar="LEDGER", help="List only ledgers after this one.")
     ] = None,
-    count: Annotated[bool, typer.Option("--count", help="Print only how many there are.")] = False,
+    count: Annotated[bool, typer.Option("--count", help="Print only the number of ledgers.")] = False,
     keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="Go on past metadata that cannot be read (exit code 3 then).")
+        bool, typer.Option("--keep-going", help="Skip metadata that cannot be read (exit code 3 then).")
     ] = False,
 ) -> None:
     """List the ledgers of a scope, in order of their ids.
@@ -142,7 +142,7 @@ def show(
     run: Run,
     ledgers: ManyLedgers,
     watch: WatchOption,
-    show_secrets: Annotated[bool, typer.Option("--show-secrets", help="Also the ledger's password.")] = False,
+    show_secrets: Annotated[bool, typer.Option("--show-secrets", help="Print the ledger's password, too.")] = False,
 ) -> None:
     """Show the metadata of one ledger, or of several."""
     single = len(ledgers) == 1

@@ -112,10 +112,10 @@ def locate(
     entry: Annotated[int | None, number_option("--entry", "Only this entry.")],
     protocol: ProtocolOption,
     check: Annotated[
-        bool, typer.Option("--check", help="Ask each bookie: for the first and the last entry it should have.")
+        bool, typer.Option("--check", help="Ask each bookie for the first and last entry that it should have.")
     ] = False,
     every_entry: Annotated[
-        bool, typer.Option("--every-entry", help="Ask each bookie for every entry, and name those that are missing.")
+        bool, typer.Option("--every-entry", help="Ask each bookie for every entry, and print the missing ones.")
     ] = False,
 ) -> None:
     """Show which bookies hold the entries of a ledger.

@@ -64,7 +64,7 @@ async def _print_entries(
             row(entry)
 
 
-BodyOption = Annotated[bool, typer.Option("--body", help="Print the payloads too.")]
+BodyOption = Annotated[bool, typer.Option("--body", help="Print the payloads, too.")]
 NoVerifyOption = Annotated[bool, typer.Option("--no-verify", help="Do not check the entries' digests.")]
 
 
@@ -83,11 +83,13 @@ def read(
     run: Run,
     ledger: OneLedger,
     entries: Entries,
-    count: Annotated[int | None, count_option("--count", "At most so many entries.")],
-    last: Annotated[int | None, count_option("--last", "The last so many entries.")],
+    count: Annotated[int | None, count_option("--count", "Read at most N entries.")],
+    last: Annotated[int | None, count_option("--last", "Read the last N entries.")],
     password: LedgerPassword,
     protocol: ProtocolOption,
-    bookie: Annotated[str | None, typer.Option("--bookie", metavar="BOOKIE", help="Only what this bookie has.")] = None,
+    bookie: Annotated[
+        str | None, typer.Option("--bookie", metavar="BOOKIE", help="Read from this bookie only.")
+    ] = None,
     recover: Annotated[bool, typer.Option("--recover", help="Fence and close the ledger first.")] = False,
     no_verify: NoVerifyOption = False,
     body: BodyOption = False,
@@ -160,7 +162,7 @@ async def _no_entries() -> AsyncIterator[Any]:
 def tail(
     run: Run,
     ledger: OneLedger,
-    last: Annotated[int | None, count_option("--last", "Begin with the last so many entries (default 10).")],
+    last: Annotated[int | None, count_option("--last", "Begin with the last N entries (default 10).")],
     password: LedgerPassword,
     protocol: ProtocolOption,
     start: Annotated[int | None, typer.Option("--from", metavar="ENTRY", help="Begin with this entry.", min=0)] = None,

@@ -67,7 +67,7 @@ def recover(
     ledgers: ManyLedgers,
     accept_loss: Annotated[
         bool,
-        typer.Option("--accept-loss", help="Close a ledger whose last entry no bookie gives; asks first."),
+        typer.Option("--accept-loss", help="Close a ledger even if no bookie has its last entry; asks first."),
     ] = False,
     dry_run: DryRun = False,
 ) -> None:

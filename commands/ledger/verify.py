@@ -132,7 +132,7 @@ def try_out(
     size: Annotated[int, size_option("--size", "Bytes of an entry.", default="100")],
     password: LedgerPassword,
     protocol: ProtocolOption,
-    keep: Annotated[bool, typer.Option("--keep", help="Do not delete the ledger at the end.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the ledger.")] = False,
 ) -> None:
     """Test the cluster with a temporary ledger.
 

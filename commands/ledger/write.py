@@ -59,7 +59,7 @@ def write(
     shape: LedgerShape,
     custom_metadata: CustomMetadata,
     password: LedgerPassword,
-    record_size: Annotated[int | None, size_option("--record-size", "Entries of this size instead of lines.")],
+    record_size: Annotated[int | None, size_option("--record-size", "Write entries of this size instead of lines.")],
     protocol: ProtocolOption,
     files: Annotated[
         list[str] | None,

@@ -72,7 +72,7 @@ ORPHAN_COLUMNS = Columns(
 def orphans(
     run: Run,
     delete: Annotated[
-        bool, typer.Option("--delete", help="Remove those that nobody misses (REMOVABLE), after asking.")
+        bool, typer.Option("--delete", help="Remove the orphans that are REMOVABLE, after asking.")
     ] = False,
     undo: UndoOption = None,
     dry_run: DryRun = False,

@@ -48,9 +48,10 @@ def export(
     run: Run,
     ledgers: LedgersOfExport,
     file: Annotated[
-        str | None, typer.Option("--file", "-f", metavar="FILE", help="Where to; - is stdout. Holds ledger passwords.")
+        str | None,
+        typer.Option("--file", "-f", metavar="FILE", help="The file to write; - is stdout. It holds ledger passwords."),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE if it is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE if it exists.")] = False,
 ) -> None:
     """Export a cluster's metadata to a file.
 
@@ -86,7 +87,8 @@ def export(
 def import_(
     run: Run,
     file: Annotated[
-        str | None, typer.Option("--file", "-f", metavar="FILE", help="What 'metadata export' wrote; - is stdin.")
+        str | None,
+        typer.Option("--file", "-f", metavar="FILE", help="The file that 'metadata export' wrote; - is stdin."),
     ] = None,
     overwrite: Overwrite = False,
     undo: UndoOption = None,

@@ -33,7 +33,7 @@ IMPORTED_COLUMNS = Columns(
 #: Kinds of records but how far the ids got, which is no node of its own.
 _SHOWN_KINDS = ("node", "cookie", "mark", "ledger")
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace what is there with another value; it goes to the undo file.")
+    bool, typer.Option("--overwrite", help="Replace records that have another value; the undo file keeps these.")
 ]
 
 

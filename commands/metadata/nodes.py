@@ -68,7 +68,7 @@ def get(
     path: Annotated[str, typer.Argument(help="Path below the cluster's root, such as cookies/BOOKIE.", metavar="PATH")],
     format: BinaryFormatOption = None,
     show_secrets: Annotated[
-        bool, typer.Option("--show-secrets", help="Also values that hold a ledger password.")
+        bool, typer.Option("--show-secrets", help="Print values that hold a ledger password, too.")
     ] = False,
 ) -> None:
     """Show one node: version, creation time, size and value.
@@ -134,7 +134,7 @@ TREE_TABLE_COLUMNS = Columns(Column("NODE", "path", _branch), *TREE_COLUMNS.colu
 )
 def tree(
     run: Run,
-    depth: Annotated[int | None, count_option("--depth", "Levels below the start.")],
+    depth: Annotated[int | None, count_option("--depth", "List only N levels below the start.")],
     path: Annotated[str, typer.Argument(help="Where to start (default: the root).", metavar="PATH")] = "",
 ) -> None:
     """List the nodes of the metadata store below a path."""
@@ -156,7 +156,7 @@ UNDONE_COLUMNS = Columns(
 @command(app, "undo", connects=True, asks=True, changes=True)
 def undo(
     run: Run,
-    file: Annotated[Path, typer.Argument(help="The undo file that a command left.", metavar="FILE")],
+    file: Annotated[Path, typer.Argument(help="The undo file that a command wrote.", metavar="FILE")],
     dry_run: DryRun = False,
 ) -> None:
     """Undo a command, from the undo file that it wrote.

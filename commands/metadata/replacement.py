@@ -33,13 +33,11 @@ REPLACEMENT_COLUMNS = Columns(
 )
 def replace_bookie(
     run: Run,
-    limit: Annotated[int | None, count_option("--limit", "Change at most so many ledgers.")],
+    limit: Annotated[int | None, count_option("--limit", "Change at most N ledgers.")],
     old: Annotated[str | None, typer.Option("--from", metavar="BOOKIE", help="The bookie id to replace.")] = None,
-    new: Annotated[
-        str | None, typer.Option("--to", metavar="BOOKIE", help="The bookie id to put in its place.")
-    ] = None,
+    new: Annotated[str | None, typer.Option("--to", metavar="BOOKIE", help="The new bookie id.")] = None,
     rate: Annotated[
-        float | None, typer.Option("--rate", metavar="N", help="Change at most so many ledgers a second.")
+        float | None, typer.Option("--rate", metavar="N", help="Change at most N ledgers per second.")
     ] = None,
     undo: UndoOption = None,
     dry_run: DryRun = False,

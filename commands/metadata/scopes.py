@@ -77,13 +77,15 @@ NEW_ID_COLUMNS = Columns(Column("LEDGER", "ledger", "ledger", Kind.LEDGER), key=
 )
 def idgen(
     run: Run,
-    count: Annotated[int | None, count_option("--count", "How many ids (default 1).")],
+    count: Annotated[int | None, count_option("--count", "Number of ids (default 1).")],
     scope_id: Annotated[
         str | None, typer.Option("--ledger-scope-id", metavar="SCOPE", help="Random ids of this scope.")
     ] = None,
     sequence: Annotated[
         bool,
-        typer.Option("--sequence", help="Take them from the cluster's own generator of scope 0; they are used up."),
+        typer.Option(
+            "--sequence", help="Take ids of scope 0 from the cluster's generator, which will not give them again."
+        ),
     ] = False,
 ) -> None:
     """Print new ledger ids.

@@ -93,7 +93,8 @@ def migrate(
     login: LoginOfTarget,
     overwrite: Overwrite = False,
     live: Annotated[
-        bool, typer.Option("--live", help="Also while bookies are registered: what changes meanwhile is reported.")
+        bool,
+        typer.Option("--live", help="Copy even while bookies are registered; changes made meanwhile are reported."),
     ] = False,
     undo: UndoOption = None,
     dry_run: DryRun = False,
