@@ -63,7 +63,7 @@ def is_interrupt(error: BaseException | None) -> bool:
 
 
 class UsageError(BkctlError):
-    """What was asked for does not make sense."""
+    """The request does not make sense."""
 
     exit_code = 2
     client_code = -14
@@ -128,7 +128,7 @@ class FindingsError(BkctlError):
 
 
 class NotFound(BkctlError):
-    """What was named does not exist."""
+    """The named object does not exist."""
 
     exit_code = 4
 
@@ -150,7 +150,7 @@ class EntryNotFound(NotFound):
 
 
 class Conflict(BkctlError):
-    """Somebody else got there first."""
+    """Another client got there first."""
 
     exit_code = 5
 
@@ -158,8 +158,8 @@ class Conflict(BkctlError):
 class MetadataVersionConflict(Conflict):
     """The metadata changed since it was read (MetadataVersionException).
 
-    `may_be_applied`: the connection was lost before the write was answered, and somebody has written since, so that
-    nobody can tell whether ours came before.
+    `may_be_applied`: the connection was lost before the write was answered, and another client has written since, so
+    that it is unknown if our write came before.
     """
 
     client_code = -17
@@ -170,7 +170,7 @@ class MetadataVersionConflict(Conflict):
 
 
 class AlreadyExists(Conflict):
-    """What was to be created exists."""
+    """The object to create exists already."""
 
 
 class LedgerExists(AlreadyExists):

@@ -1,4 +1,4 @@
-"""What of settings, command lines and URIs is secret, and how they are shown without it."""
+"""Recognition and removal of secrets in settings, command lines and URIs."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def run_auto_recovery(
 
 
 def _own_id(config: BookieConfig) -> str:
-    """The id of the bookie that the configuration is of, as Apache's has it; without one, this process."""
+    """Return the id of the bookie that the configuration is of, as Apache's has it; without one, this process."""
     import os
     import socket
 
@@ -167,7 +167,7 @@ def status(run: Run, watch: WatchOption) -> None:
 
 
 class Switch(NamedTuple):
-    """What a switch is now, and whether that is new."""
+    """The state of a switch, and if the command changed it."""
 
     enabled: bool
     changed: bool
@@ -239,7 +239,7 @@ class MarkRow(NamedTuple):
 
 
 class Count(NamedTuple):
-    """How many."""
+    """A number of ledgers."""
 
     ledger_count: int
 
@@ -367,11 +367,11 @@ def mark(
     The workers of auto-recovery then check and replicate them.
     """
     if not missing:
-        raise UsageError("No bookie is named that lacks entries", hint="add --missing BOOKIE")
+        raise UsageError("No bookie that lacks entries is named", hint="add --missing BOOKIE")
     with run.cluster() as cluster:
         manager = _manager(cluster)
         if not manager.is_enabled():
-            run.note("Auto-recovery is disabled: nobody will look at the marks until it is enabled")
+            run.note("Auto-recovery is disabled: no worker reads the marks until it is enabled")
         # All are looked at before the first is marked.
         for ledger, found in cluster.ledgers.read_many(ledgers):
             if isinstance(found, BkctlError):
@@ -467,7 +467,7 @@ def auditor(
             if at == 0 or all_votes
         ]
     if not rows:
-        raise NotFound("No auditor is elected", hint="start auto-recovery on some bookie")
+        raise NotFound("No auditor is elected", hint="start auto-recovery on a bookie")
     run.render(rows, VOTE_COLUMNS)
 
 
@@ -480,7 +480,7 @@ class Clock(StrEnum):
 
 
 class ClockRow(NamedTuple):
-    """When a check ran last, before and after its clock was set back."""
+    """The last run of a check, before and after its clock was reset."""
 
     check: str
     before_ms: int | None
@@ -488,7 +488,7 @@ class ClockRow(NamedTuple):
 
 
 class Audited(NamedTuple):
-    """Who was told to audit."""
+    """The auditor that was asked to audit."""
 
     auditor_id: str
 
@@ -507,7 +507,7 @@ def _clocks(texts: str) -> list[Clock]:
         return list(dict.fromkeys(Clock(text.strip()) for text in texts.split(",")))
     except ValueError:
         names = ", ".join(each.value for each in Clock)
-        raise UsageError(f"--reset-clock {texts}: a list of {names} is needed") from None
+        raise UsageError(f"--reset-clock {texts}: not a list of {names}") from None
 
 
 @command(app, "audit", connects=True, changes=True, examples=("bkctl autorecovery audit",))
@@ -543,7 +543,7 @@ def audit(
                     raise Conflict("Auto-recovery is disabled", hint="enable it first")
                 auditor_id = manager.auditor() or manager.auditor(scoped=True)
                 if auditor_id is None:
-                    raise NotFound("No auditor is elected", hint="start auto-recovery on some bookie")
+                    raise NotFound("No auditor is elected", hint="start auto-recovery on a bookie")
             else:
                 auditor_id = manager.trigger_audit()
             run.show(Audited(auditor_id), AUDITED_COLUMNS)
@@ -590,7 +590,7 @@ def delay(
             return
         wanted = parse_duration(seconds, "DELAY")
         if wanted != int(wanted):
-            raise UsageError(f"DELAY {seconds}: whole seconds are needed")
+            raise UsageError(f"DELAY {seconds}: not whole seconds")
         if not dry_run:
             manager.set_lost_bookie_recovery_delay_s(int(wanted))
         run.show(Delay(int(wanted), True), DELAY_COLUMNS)

@@ -123,11 +123,11 @@ def health(
     run.render(findings, HEALTH_COLUMNS)
     if not findings:
         run.note("The cluster is healthy")
-    run.finish_with(len(findings), "findings" if len(findings) > 1 else "finding")
+    run.finish_with(len(findings), "findings", "finding")
 
 
 class Check(NamedTuple):
-    """Whether clients may quarantine bookies that fail them; `changed` None where nothing was asked to change."""
+    """The switch that allows clients to quarantine bookies; `changed` is None if no change was requested."""
 
     enabled: bool
     changed: bool | None = None
@@ -172,7 +172,7 @@ def _switch_healthcheck(run: Run, enabled: bool) -> None:
 
 
 class Identity(NamedTuple):
-    """Which cluster it is."""
+    """The identity of a cluster."""
 
     metadata_uri: str
     instance_id: str
@@ -275,7 +275,7 @@ def nuke(
     from bkctl.metadata.admin.nuke import plan_nuke
 
     if instance_id is None:
-        raise UsageError("--instance-id is needed", hint="'bkctl cluster id' shows it")
+        raise UsageError("--instance-id is required", hint="'bkctl cluster id' shows it")
     with run.cluster() as cluster:
         with run.working("Counting ledgers"):
             plan = plan_nuke(cluster)
@@ -288,8 +288,8 @@ def nuke(
             run.show(plan, NUKE_COLUMNS)
             return
         if plan.foreign_scopes:
-            run.note("So would the scoped ledgers of a cluster that was formatted away: no backup holds them")
-        kept = f"; {backup} will hold a copy" if backup is not None else ", and there is no backup"
+            run.note("The scoped ledgers of a formatted cluster would be lost, too: no backup holds them")
+        kept = f"; {backup} will hold a copy" if backup is not None else ", without a backup"
         run.confirm(
             f"All metadata of the cluster {plan.instance_id} in {cluster.uri} would be lost: "
             f"{plan.ledger_count:,} ledgers, {plan.cookie_count:,} cookies{kept}"
@@ -320,9 +320,7 @@ def up(
     directory: LocalDirectory = None,
     bookies: Annotated[
         int | None,
-        typer.Option(
-            "--bookies", metavar="N", help="Number of bookies (default: 3, or those of the existing cluster)."
-        ),
+        typer.Option("--bookies", metavar="N", help="Number of bookies (default: 3, or as many as the cluster has)."),
     ] = None,
     storage: Annotated[
         str | None,

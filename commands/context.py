@@ -137,6 +137,6 @@ def delete(run: Run, name: ContextName) -> None:
     """
     contexts = Contexts.read(os.environ)
     row = _row(contexts, name)
-    run.confirm(f"Context {name!r} ({row.options.metadata_uri}) would be taken out of {contexts.path}")
+    run.confirm(f"Context {name!r} ({row.options.metadata_uri}) would be deleted from {contexts.path}")
     contexts.delete(name)
     run.show(row._replace(is_current=False), CONTEXT_COLUMNS)

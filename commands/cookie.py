@@ -41,7 +41,7 @@ class CookieRow(NamedTuple):
 
 
 def cookie_object(cookie: Cookie) -> dict[str, Any]:
-    """The JSON object of a cookie."""
+    """Return the JSON object of a cookie."""
     return {
         "layoutVersion": cookie.layout_version,
         "journalDirs": list(cookie.journal_dirs),
@@ -134,7 +134,7 @@ def show(
     found.extend((str(path), _read(path), None) for path in map(_version_file, dir or ()))
     if format is not None:
         if format is not BinaryFormat.RAW:
-            raise UsageError(f"--format {format.value}: only raw is there", hint="leave it out for the fields")
+            raise UsageError(f"--format {format.value}: only raw is supported", hint="leave it out to print the fields")
         for _, data, _ in found:
             run.raw(data)
         return
@@ -161,12 +161,12 @@ def _read(path: Path) -> bytes:
     with open(path, "rb") as file:
         data = file.read(_FILE_SIZE_BYTES_MAX + 1)
     if len(data) > _FILE_SIZE_BYTES_MAX:
-        raise UsageError(f"{path} is larger than {_FILE_SIZE_BYTES_MAX} bytes, so it is no cookie")
+        raise UsageError(f"{path} is larger than {_FILE_SIZE_BYTES_MAX} bytes, so it is not a cookie")
     return data
 
 
 def _cookie_in(path: Path, bookie: str) -> tuple[bytes, Cookie]:
-    """Bytes of a cookie file for that bookie, and the cookie."""
+    """Return bytes of a cookie file for that bookie, and the cookie."""
     from bkctl.formats.metadata import Cookie
 
     data = _read(path)
@@ -272,7 +272,7 @@ def delete(
         for bookie in dict.fromkeys(bookies):
             found = cluster.store.get(cookie_path(bookie))
             if found is None:
-                raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie list' shows those that are there")
+                raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie list' shows the cookies")
             nodes.append((bookie, found))
             rows.append(_row_of(bookie, None, found.value, found.version))
         check_not_registered(cluster, bookies)
@@ -524,7 +524,7 @@ def verify(
         elif isinstance(stored, BkctlError):
             raise stored
         else:
-            raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie list' shows those that are there")
+            raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie list' shows the cookies")
         findings = list(compare(expected, stored, local))
         run.render(findings, FINDING_COLUMNS)
     run.note(f"Bookie {bookie}: {len(local) + 1} cookies compared, {len(findings)} differences")

@@ -27,12 +27,12 @@ app = group()
 
 
 def file_key(file: BookieFile) -> str:
-    """The id that names the file again: a decimal, `scoped/5` in the scoped id space."""
+    """Return the id that names the file again: a decimal, `scoped/5` in the scoped id space."""
     return f"scoped/{file.id}" if file.scoped else str(file.id)
 
 
 PlacesArgument = Annotated[
-    list[Path] | None, typer.Argument(metavar="DIR", help="Journal directories (default: those of --conf).")
+    list[Path] | None, typer.Argument(metavar="DIR", help="Journal directories (default: as in --conf).")
 ]
 JournalNames = Annotated[
     list[str] | None,
@@ -104,7 +104,7 @@ def read(
 def _journals(
     run: Run, names: list[str] | None, directories: list[Path] | None
 ) -> tuple[BookieDirectories, list[Path] | None]:
-    """The directories that are given, and the journals that a command is about, each once (None: all of them)."""
+    """Return the given directories, and the journals that a command reads, each once (None: all of them)."""
     if names and all(Path(name).is_dir() for name in names):
         directories, names = [*map(Path, names), *(directories or ())], None
     given = run.directories(directories, needed=not names)
@@ -127,7 +127,7 @@ def _journals_named(given: BookieDirectories, name: str) -> list[Path]:
 
 
 def _starts(given: BookieDirectories, files: list[Path]) -> dict[Path, int]:
-    """The files from the marked one on, and where to begin in each."""
+    """Return the files from the marked one on, and where to begin in each."""
     from bkctl.files.journals import files_after_marks
 
     if not given.ledger_dirs:
@@ -172,7 +172,7 @@ MARK_COLUMNS = Columns(
 def lastmark(
     run: Run,
     places: Annotated[
-        list[Path] | None, typer.Argument(metavar="DIR", help="Ledger directories (default: those of --conf).")
+        list[Path] | None, typer.Argument(metavar="DIR", help="Ledger directories (default: as in --conf).")
     ] = None,
     directories: DirOption = None,
 ) -> None:
@@ -260,7 +260,7 @@ def verify(run: Run, names: JournalNames = None, directories: DirOption = None) 
 
 
 class Grouping(StrEnum):
-    """What `stats` sums up by."""
+    """The grouping of `stats`."""
 
     FILE = "file"
     TYPE = "type"

@@ -68,7 +68,7 @@ class RootGroup(Group):
         self._loaded: set[str] = set()
 
     def load(self, name: str) -> Group:
-        """The group `name` with its commands."""
+        """Return the group `name` with its commands."""
         if name not in self._loaded:
             app: typer.Typer = import_module(f".{name.replace('-', '_')}", __package__).app
             app.info.name, app.info.help = name, GROUPS[name]
@@ -79,7 +79,7 @@ class RootGroup(Group):
         return group
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The group that `args` begin with, loaded."""
+        """Return the group that `args` begin with, loaded."""
         if args and args[0] in GROUPS:
             self.load(args[0])
         return super().resolve_command(ctx, args)
@@ -125,7 +125,7 @@ app.callback(
 
 @functools.cache
 def root() -> RootGroup:
-    """The root command, made once: it keeps nothing of the lines that it runs."""
+    """Return the root command, made once: it keeps nothing of the lines that it runs."""
     group = typer.main.get_group(app)
     assert isinstance(group, RootGroup)
     group.name = "bkctl"
@@ -134,7 +134,7 @@ def root() -> RootGroup:
 
 
 def error_line(error: BaseException) -> tuple[str, int]:
-    """What stderr says about `error` (one line, without the program's name), and the exit code."""
+    """Return the line for stderr about `error`, without the program's name, and the exit code."""
     if isinstance(error, BkctlError):
         return str(error), error.exit_code
     if isinstance(error, _ParserError):
@@ -147,7 +147,7 @@ def error_line(error: BaseException) -> tuple[str, int]:
 
 
 def os_error_exit_code(error: OSError) -> int:
-    """The exit code for an error of the operating system."""
+    """Return the exit code for an error of the operating system."""
     if isinstance(error, TimeoutError):
         return 6
     return OS_ERROR_EXIT_CODES.get(error.errno or 0, 1)
@@ -168,7 +168,7 @@ def _parser_error_line(error: Any) -> str:
 
 
 def one_line(text: str) -> str:
-    """`text` without line breaks and control characters."""
+    """Return `text` without line breaks and control characters."""
     from .kit.texts import plain
 
     return plain(" ".join(text.split()))
@@ -185,7 +185,7 @@ def run(arguments: list[str]) -> int:
         except OSError as problem:
             raise output_error(problem) from problem
     except ClosedOutput:
-        # Nobody reads stdout any more; the interpreter's own flush at exit must not complain.
+        # The reader of stdout is gone; the interpreter's own flush at exit must not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except (typer.Abort, EOFError):
@@ -234,7 +234,7 @@ def _report(error: BaseException, arguments: list[str]) -> int:
 
 
 def _drop_output() -> None:
-    """What was printed goes out before the error; where stdout itself failed there is nothing more to say."""
+    """Flush stdout before the error is printed; if stdout itself failed, redirect it to /dev/null."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -396,7 +396,7 @@ __bkctl 205 -l long-long-layout -d 'Write BP-35'\''s own class into LAYOUT; Apac
 __bkctl 206 -l instance-id -x -d 'The cluster'\''s instance id, as a confirmation.'
 __bkctl 207 -l backup -r -F -d 'Export all metadata to this new file first.'
 __bkctl 208 -l dir -r -F -d 'The local cluster'\''s directory (default: the one that is up).'
-__bkctl 209 -l bookies -x -d 'Number of bookies (default: 3, or those of the existing cluster).'
+__bkctl 209 -l bookies -x -d 'Number of bookies (default: 3, or as many as the cluster has).'
 __bkctl 210 -l storage -x -d 'Ledger storage of new bookies: sorted, interleaved, db.'
 __bkctl 211 -l http -d 'Give new bookies an HTTP server (default: if bkctl[http] is installed).'
 __bkctl 212 -l autorecovery -d 'Run auto-recovery in new bookies, which replicates the ledgers of lost ones.'

@@ -89,9 +89,9 @@ def _call(
     path = _full(path)
     with server(run, which, changes=changes) as found:
         client = found.api.client
-        client.target(path)  # What is no path is told before anybody is asked.
+        client.target(path)  # An invalid path is refused before the user is asked.
         if method == "DELETE":
-            run.confirm(f"{client.url}{path} would be deleted, and what it stands for")
+            run.confirm(f"{client.url}{path} would be deleted")
         with client.exchange(method, path, found.api.query, body, streams=True) as answer:
             run.detail(f"{answer.status} {answer.content_type or 'without a content type'}")
             if not 200 <= answer.status < 300:
@@ -106,7 +106,7 @@ def _call(
 
 
 def _readable(chunks: Iterator[bytes]) -> Iterator[str]:
-    """The answer for a terminal: nothing that steers it, and a line end at the end."""
+    """Yield the answer for a terminal: nothing that steers it, and a line end at the end."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     last = "\n"
     for chunk in chunks:
@@ -126,7 +126,7 @@ def _say(run: Run, which: Any, method: str, path: str, body: bytes | None) -> No
 
 
 def _body(text: str) -> bytes:
-    """The bytes to send. Raises UsageError for what is no JSON, or too large."""
+    """Return the bytes to send. Raises UsageError for what is no JSON, or too large."""
     data = _file(text[1:]) if text.startswith("@") else text.encode("utf-8", "surrogateescape")
     if len(data) > BODY_SIZE_BYTES_MAX:
         raise UsageError(f"--body: larger than {BODY_SIZE_BYTES_MAX:,} bytes")
@@ -142,5 +142,5 @@ def _file(name: str) -> bytes:
         with open(name, "rb") as stream:
             return stream.read(BODY_SIZE_BYTES_MAX + 1)
     if sys.stdin is None:
-        raise UsageError("stdin is closed, so it holds no body")
+        raise UsageError("stdin is closed, so no body can be read")
     return sys.stdin.buffer.read(BODY_SIZE_BYTES_MAX + 1)

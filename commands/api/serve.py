@@ -122,7 +122,7 @@ def _settings(
     if not 0 <= number <= 65535:
         raise UsageError(f"--port {port}: ports are 0 to 65535")
     if certificate is None and (key or client_ca):
-        raise UsageError("--server-key and --client-ca go with --server-cert", hint="add the server's certificate")
+        raise UsageError("--server-key and --client-ca require --server-cert", hint="add the server's certificate")
     token = read_token(token_file) if token_file is not None else os.environ.get("BKCTL_API_TOKEN") or None
     tls = None
     if certificate is not None:

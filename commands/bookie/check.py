@@ -215,7 +215,7 @@ def _note_digests(run: Run, digests: DigestChecker) -> None:
 
 
 def _finish(run: Run, counts: Counts) -> None:
-    """Exit code 7 where an index could not be read, else 3 where there are findings."""
+    """End with exit code 7 if an index could not be read, else with 3 if there are findings."""
     if counts.error_count > len(counts.errors):
         run.note(f"bkctl: {counts.error_count - len(counts.errors):,} more indexes are damaged")
     raise_first(run, counts.errors)

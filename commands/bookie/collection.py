@@ -25,7 +25,7 @@ app = group()
 
 
 class Compactions(StrEnum):
-    """Which compactions to suspend or resume."""
+    """The compactions to suspend or resume."""
 
     MAJOR = "major"
     MINOR = "minor"
@@ -183,11 +183,11 @@ def _check_gc_options(
     if status and switches:
         raise UsageError("--status and --suspend or --resume are given", hint="give one of them")
     if not forces and others:
-        raise UsageError("--major, --minor, --wait and --accept-scoped-deletes are for a round to be forced")
+        raise UsageError("--major, --minor, --wait and --accept-scoped-deletes apply only to a forced round")
     if deadline is not None and not wait:
-        raise UsageError("--deadline goes with --wait", hint="add --wait")
+        raise UsageError("--deadline requires --wait", hint="add --wait")
     if watch is not None and not status:
-        raise UsageError("--watch goes with --status", hint="add --status")
+        raise UsageError("--watch requires --status", hint="add --status")
 
 
 def _gc_plan(major: bool, minor: bool, suspend: Compactions | None, resume: Compactions | None) -> str:
@@ -209,7 +209,7 @@ def _force_gc(
     patience.shorten(found)
     busy = api.garbage_collection().in_force_gc
     if busy and not wait:
-        run.note(f"bkctl: {found.name} is in a forced round already, and starts no other; --wait does afterwards")
+        run.note(f"bkctl: {found.name} is in a forced round and starts no other; add --wait to start one afterwards")
     with run.working("Collecting garbage", enabled=wait):
         while busy and wait:
             patience.wait()
@@ -224,7 +224,7 @@ def _force_gc(
 
 
 def _held_back(collection: GarbageCollection) -> list[str]:
-    """Why collectors deleted no scoped ledgers in their last round."""
+    """Return the reasons for which collectors deleted no scoped ledgers in their last round."""
     return [each.scoped_deletes_held_back for each in collection.collectors if each.scoped_deletes_held_back]
 
 
@@ -245,7 +245,7 @@ LOCATIONS_COLUMNS = Columns(
     Column("COMPACTING", "compacting", "compacting", Kind.BOOLEAN, style={"yes": GREEN}),
     key="path",
 )
-#: A bookie that was told to compact begins a moment later.
+#: A bookie begins to compact a moment after the request.
 BEGIN_S: Final = 1.0
 
 
@@ -275,9 +275,9 @@ def compact_locations(
     with DbLedgerStorage.
     """
     if status and (wait or databases):
-        raise UsageError("--status shows all databases, and changes nothing", hint="drop what else is given")
+        raise UsageError("--status shows all databases, and changes nothing", hint="drop the other arguments")
     if deadline is not None and not wait:
-        raise UsageError("--deadline goes with --wait", hint="add --wait")
+        raise UsageError("--deadline requires --wait", hint="add --wait")
     with server(run, which, changes=not status and not dry_run) as found:
         known = found.api.location_compactions()
         if not known:

@@ -112,7 +112,7 @@ def _hex(row: FileRow) -> str | None:
 
 
 def _detail_text(detail: dict[str, Any]) -> str:
-    """What a file says, for people: ids in hex, as names of files have them; directories are in JSON only."""
+    """Return a file's details for people: ids in hex, as in file names; directories are in JSON only."""
     parts = []
     for name, value in detail.items():
         if value is None or value is False or isinstance(value, list) or f"{name}Hex" in detail:
@@ -242,7 +242,7 @@ GAP_COLUMNS = Columns(
 
 
 class MetaRow(NamedTuple):
-    """What an index says about its ledger."""
+    """The record of a ledger in an index."""
 
     source: LedgerIndex
     explicit_lac: int | None

@@ -23,7 +23,7 @@ app = group()
 
 
 def _number(metric: Metric) -> int | float | str:
-    """The value as JSON has it; what is no number there is text, as Prometheus writes it."""
+    """Return the value as JSON has it; values that JSON numbers cannot have are text, as in Prometheus."""
     value = metric.value
     if math.isnan(value):
         return "NaN"
@@ -70,7 +70,7 @@ def metrics(
     Apache's bookies have metrics only with statsProviderClass=…PrometheusMetricsProvider.
     """
     if raw and (match is not None or watch is not None):
-        raise UsageError("--raw prints all, once", hint="drop --match and --watch")
+        raise UsageError("--raw prints all metrics, once", hint="drop --match and --watch")
     with server(run, which) as found:
         if raw:
             run.text(found.api.metrics())

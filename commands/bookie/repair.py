@@ -31,7 +31,7 @@ app = group()
 
 @contextmanager
 def _held(run: Run, layout: BookieLayout, *, dry_run: bool) -> Iterator[None]:
-    """The bookie's directories, for us alone; in a dry run, which only reads, for anybody."""
+    """Yield the bookie's directories, for us alone; in a dry run, which only reads, for anybody."""
     from bkctl.repair.holding import hold
 
     if dry_run:
@@ -58,7 +58,7 @@ def _layout(run: Run, directories: list[Path] | None) -> BookieLayout:
 
 @contextmanager
 def _metadata(run: Run, layout: BookieLayout) -> Iterator[StoredLedgers | None]:
-    """What the metadata store says of ledgers; None where no store is named by --metadata-uri or --context."""
+    """Yield the ledgers of the metadata store; None unless --metadata-uri or --context names one."""
     if not run.names_metadata:
         yield None
         return
@@ -132,15 +132,16 @@ def rebuild(
     _report(run, done.findings)
     for row in done.databases:
         _report_guesses(run, row)
-    run.finish_with(len(done.findings.damage), "damaged files: what stands before the damage was used")
+    run.finish_with(len(done.findings.damage), "damaged files; the records before the damage were used")
 
 
 def _report_guesses(run: Run, row: RebuiltDatabase) -> None:
     if row.guessed_fences:
-        run.note(f"bkctl: {row.path}: {row.guessed_fences:,} ledgers are fenced since nothing says that they are not")
+        run.note(f"bkctl: {row.path}: {row.guessed_fences:,} ledgers were fenced, since their state is unknown")
     if row.without_key:
         run.note(
-            f"bkctl: {row.path}: of {row.without_key:,} ledgers nothing says the master key: the next writer's is taken"
+            f"bkctl: {row.path}: the master key of {row.without_key:,} ledgers is unknown; "
+            "the bookie will accept that of the next writer"
         )
     if row.entries_saved:
         run.note(
@@ -228,11 +229,11 @@ def regenerate(
     _report(run, done.findings)
     guessed = sum(row.fence_guessed for row in done.indexes)
     if guessed:
-        run.note(f"bkctl: {guessed:,} ledgers are fenced since nothing says that they are not")
+        run.note(f"bkctl: {guessed:,} ledgers were fenced, since their state is unknown")
     if done.dead:
-        run.note(f"bkctl: {len(done.dead):,} ledgers are left as they are: metadata does not have them any more")
+        run.note(f"bkctl: {len(done.dead):,} ledgers were left unchanged: they no longer exist in the metadata")
     if done.without_key:
-        run.note(f"bkctl: Nothing says the master key of {len(done.without_key):,} ledgers: {_some(done.without_key)}")
+        run.note(f"bkctl: The master key of {len(done.without_key):,} ledgers is unknown: {_some(done.without_key)}")
     problems = len(done.findings.damage) + len(done.without_key)
     run.finish_with(problems, "damaged files or ledgers without a master key")
 
@@ -273,7 +274,7 @@ def downgrade(run: Run, places: PlacesArgument = None, directories: DirOption = 
         rows = stop_cleanly(config, dry_run=dry_run)
     run.render(rows, DOWNGRADED_COLUMNS)
     if not any(row.journal_ids for row in rows):
-        run.note("bkctl: Nothing to do: no journal has scoped records, Apache's bookie can start as it is")
+        run.note("bkctl: Nothing to do: no journal has scoped records, so Apache's bookie can start")
     for row in rows:
         if row.error is not None:
             run.note(f"bkctl: {row.error}")
@@ -298,7 +299,7 @@ CONVERTED_COLUMNS = Columns(
 
 
 class IndexKind(StrEnum):
-    """Where a bookie keeps its index."""
+    """The form of a bookie's index."""
 
     DB = "db"
     INTERLEAVED = "interleaved"
@@ -336,7 +337,7 @@ def convert(
         done = make_other(layout, to.value, discard_old=discard_old, dry_run=dry_run, progress=activity.advance)
     run.render(done.directories, CONVERTED_COLUMNS)
     if done.resumed:
-        run.note("The conversion went on where it was killed")
+        run.note("The conversion continued where it was killed")
     if done.done:
         name = (
             "storage.ldb.DbLedgerStorage" if to is IndexKind.DB else "SortedLedgerStorage (or InterleavedLedgerStorage)"
@@ -391,7 +392,7 @@ def format_bookie(
         return
     has_store = run.names_metadata or config.metadata_service_uri is not None or delete_cookie
     if not has_store:
-        run.note("bkctl: No metadata store is named: whether the bookie is registered is not checked")
+        run.note("bkctl: No metadata store is named, so the bookie's registration is not checked")
     with run.cluster() if has_store else nullcontext() as cluster:
         if cluster is not None:
             check_not_registered(cluster, [bookie_id])
@@ -469,7 +470,7 @@ def init(
         if check or dry_run:
             problems = problems_of_init(config, bookie_id, cluster)
             run.render(problems, INIT_COLUMNS)
-            run.finish_with(len(problems), f"reasons why bookie {bookie_id} cannot be made")
+            run.finish_with(len(problems), f"reasons against creating bookie {bookie_id}")
             return
         with hold(existing(configured_directories(config))):
             make_new(config, bookie_id, cluster, Files())

@@ -22,7 +22,7 @@ app = group()
 
 
 class SanityRow(NamedTuple):
-    """How a bookie's test went; `result` where we made it ourselves."""
+    """The outcome of a bookie's test; `result` is None if the bookie tested itself."""
 
     bookie_id: str | None
     url: str | None
@@ -77,7 +77,7 @@ def sanity(
     """
     if which.bookie_id is None:
         if scope is not None:
-            raise UsageError("--ledger-scope-id goes with --bookie", hint="a bookie tests itself in scope 0")
+            raise UsageError("--ledger-scope-id requires --bookie", hint="a bookie tests itself in scope 0")
         with server(run, which) as found, run.working("The bookie tests itself"):
             answer = found.api.sanity()
         row = SanityRow(None, found.url, answer.passed, answer.read_only, None)
@@ -105,12 +105,12 @@ def _sanity_over_the_wire(run: Run, bookie_id: str, count: int, scope_id: int, d
                     bookkeeper, ledger_scope_id=scope_id, entry_count=count, progress=activity.update
                 )
         except TimeoutError as error:
-            raise TimedOut(f"The test of bookie {bookie_id} was not over after {deadline:g} s") from error
+            raise TimedOut(f"The test of bookie {bookie_id} did not end within {deadline:g} s") from error
 
     with run.cluster() as cluster, run.working("Writing and reading", total=count, unit="entries") as activity:
         bookie = registered_bookie(cluster, bookie_id)
         if bookie.state == "down":
-            raise Unreachable(f"Bookie {bookie_id} is down", hint="'bkctl bookies list' shows who is up")
+            raise Unreachable(f"Bookie {bookie_id} is down", hint="'bkctl bookies list' shows which bookies are up")
         if bookie.state == "ro":
             return SanityRow(bookie_id, None, False, True, None)
         return SanityRow(bookie_id, None, True, False, run.complete(work()))

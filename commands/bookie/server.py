@@ -75,7 +75,7 @@ class Server(NamedTuple):
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """The server's URL."""
         return self.api.client.url
 
     @property
@@ -86,7 +86,7 @@ class Server(NamedTuple):
 
 @contextmanager
 def server(run: Run, which: BookieServer, *, changes: bool = False) -> Iterator[Server]:
-    """The HTTP server that the options name: --bookie-url, else what --bookie registered, else that of --conf.
+    """Yield the HTTP server that the options name: --bookie-url, else what --bookie registered, else that of --conf.
 
     `changes`: the command changes something, and goes to the audit log. Raises UsageError where nothing names one.
     """
@@ -96,7 +96,7 @@ def server(run: Run, which: BookieServer, *, changes: bool = False) -> Iterator[
 
 @contextmanager
 def finder(run: Run, which: BookieServer, *, changes: bool = False) -> Iterator[Callable[[], Server]]:
-    """As `server`, for who looks again: each call gives the server that the bookie has registered by then.
+    """Yield a function that returns the server that the bookie has registered at the time of the call.
 
     A call raises BookieUnavailable while the bookie is not registered.
     """
@@ -126,7 +126,7 @@ def finder(run: Run, which: BookieServer, *, changes: bool = False) -> Iterator[
 
 
 def registered_bookie(cluster: Cluster, bookie_id: str) -> RegisteredBookie:
-    """The bookie as the cluster knows it. Raises NotFound."""
+    """Return the bookie as the cluster knows it. Raises NotFound."""
     bookie = cluster.bookies.get(bookie_id)
     if bookie is None:
         raise NotFound(f"No bookie {bookie_id} in {cluster.store.name}", hint="'bkctl bookies list' shows them")
@@ -134,7 +134,7 @@ def registered_bookie(cluster: Cluster, bookie_id: str) -> RegisteredBookie:
 
 
 def _url_of_conf(run: Run) -> str:
-    """The HTTP server of the bookie whose configuration --conf is."""
+    """Return the HTTP server of the bookie whose configuration --conf is."""
     from bkctl.config import read_properties
     from bkctl.http.client import is_of_another_machine
 
@@ -159,7 +159,7 @@ def _url_of_conf(run: Run) -> str:
 
 
 class Asked(NamedTuple):
-    """What a bookie answered."""
+    """A bookie's answer."""
 
     server: Server
     answer: Any

@@ -89,7 +89,7 @@ def config(
     stops. Bookies read most settings only when they start: change the bookie's file, too.
     """
     if changed and names:
-        raise UsageError("Names and --set are given", hint="--set shows what it changed")
+        raise UsageError("NAME and --set are given", hint="--set prints the settings that it changed")
     with server(run, which, changes=bool(changed) and not dry_run) as found:
         settings = found.api.config()
         if changed:
@@ -117,7 +117,7 @@ def _is_asked_for(name: str, patterns: list[str] | None) -> bool:
 
 
 def _without_secret(setting: Setting) -> Setting:
-    """The setting as it may be printed: a password as `***`, and one within a URI."""
+    """Return the setting as it may be printed: a password as `***`, and one within a URI."""
     from bkctl.redaction import is_secret_name
 
     if isinstance(setting.value, str):

@@ -39,7 +39,7 @@ STATE_COLUMNS = Columns(BOOKIE, URL, *STATE, key="url")
 def state(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
     """Show if a bookie runs, is read-only, or shuts down.
 
-    A read-only bookie may still accept high-priority writes, those of ledger recovery.
+    A read-only bookie may still accept high-priority writes, which ledger recovery uses.
     """
     with server(run, which) as found:
         run.watch(watch, lambda: iter([Asked(found, found.api.state())]), STATE_COLUMNS, single=True)
@@ -73,7 +73,7 @@ def ready(
     Exit code 3 if the bookie is not ready.
     """
     if deadline is not None and not wait:
-        raise UsageError("--deadline goes with --wait", hint="add --wait")
+        raise UsageError("--deadline requires --wait", hint="add --wait")
     with finder(run, which) as find:
         with run.working("Waiting for the bookie", enabled=wait):
             patience = Patience(f"Bookie {which.bookie_id or which.url or run.conf} is not ready", deadline)
@@ -179,7 +179,7 @@ def readonly(
         if dry_run:
             return
         if after is not on:
-            raise BkctlError(f"{found.name} is {'read-only' if after else 'writable'} all the same")
+            raise BkctlError(f"{found.name} is still {'read-only' if after else 'writable'}")
         if before is not on:
             run.note(f"bkctl: {_meaning(found, on)}")
 

@@ -35,7 +35,7 @@ class Patience:
             client.timeout_s = min(client.timeout_s, max(self._deadline_s, ANSWER_S_MIN))
 
     def wait(self) -> None:
-        """Sleep until the next look is due. Raises TimedOut."""
+        """Sleep until the next request is due. Raises TimedOut after the deadline."""
         pause = self._pause_s
         if self._end is not None:
             left = self._end - time.monotonic()

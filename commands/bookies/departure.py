@@ -32,7 +32,7 @@ app = group()
 
 
 class Moving(NamedTuple):
-    """How far a decommission or a drain is: a row of --watch, beside the steps."""
+    """The progress of a decommission or a drain: a row of --watch, beside the steps."""
 
     message: str
     entry_count: int
@@ -73,7 +73,7 @@ _LEDGER: Final = Column("LEDGER", "ledger", "ledger", Kind.LEDGER)
 
 
 def _step_columns(run: Run, plan: MovePlan) -> Columns:
-    """Steps are printed as they come, so a table's widths are those that will be needed."""
+    """Return columns as wide as later rows will need, since each step is printed at once."""
     step = Column("STEP".ljust(_STEP_WIDTH), "step", "kind")
     result = Column("RESULT".ljust(_STEP_WIDTH), "result", "result", style=_RESULT_STYLE)
     counts = (
@@ -293,4 +293,4 @@ def _set_read_only(run: Run, bookie: RegisteredBookie) -> None:
             hint="start it again with httpServerEnabled=true or forceReadOnlyBookie=true, then drain it",
         ) from error
     if not BookieApi(run.http_client(url, is_registered=True)).set_read_only(True):
-        raise Conflict(f"Bookie {name} is writable all the same", hint="start it again with forceReadOnlyBookie=true")
+        raise Conflict(f"Bookie {name} is still writable", hint="start it again with forceReadOnlyBookie=true")

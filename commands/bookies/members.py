@@ -25,7 +25,7 @@ app = group()
 
 
 class State(StrEnum):
-    """Which bookies to list."""
+    """The bookies to list."""
 
     RW = "rw"
     RO = "ro"
@@ -194,7 +194,7 @@ def show(
 
 
 class Sort(StrEnum):
-    """How to order `bookies usage`."""
+    """The order of `bookies usage`."""
 
     BOOKIE = "bookie"
     USED = "used"

@@ -74,7 +74,7 @@ def run_within(run: Run, work: Coroutine[Any, Any, None], deadline_s: float | No
                 await work
         except TimeoutError as error:
             raise TimedOut(
-                f"{what} is not finished after {time_text(deadline_s or 0)}", hint="run it again: it goes on"
+                f"{what} is not finished after {time_text(deadline_s or 0)}", hint="run it again to continue"
             ) from error
 
     # Much is made and dropped for each ledger, and hardly anything of it in circles: looking for those less often takes
@@ -94,7 +94,7 @@ def entry_spans(spans: Any) -> list[dict[str, int]] | None:
 
 
 def ledger_width(plan: MovePlan) -> int:
-    """How wide the names of its ledgers are in a table; those of scopes, which are longer, come last."""
+    """Return the width of the plan's ledger names in a table; the names of scoped ledgers are longer, and come last."""
     return max((len(str(each)) for each in (*plan.ledgers[-1:], *plan.damaged)), default=0)
 
 

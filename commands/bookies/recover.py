@@ -48,7 +48,7 @@ class FragmentRow(NamedTuple):
 
 
 def _fragment_columns(bookies: Sequence[str], *, planned: bool) -> Columns:
-    """The columns of `--query`, and with `planned` those of `--dry-run`; the bookies' names are marked in ensembles."""
+    """Return the columns of `--query`, or with `planned` of `--dry-run`; ensembles mark the names of the bookies."""
 
     def marked(ensemble: Sequence[str]) -> str:
         return ", ".join(f"{each}*" if each in bookies else each for each in ensemble)
@@ -91,7 +91,7 @@ def _planned_row(planned: PlannedFragment | LedgerMove) -> FragmentRow:
 
 
 def _move_columns(plan: MovePlan) -> Columns:
-    """What is moved is printed as it comes: a table's widths are those that will be needed."""
+    """Return columns as wide as later rows will need, since each moved ledger is printed at once."""
     from bkctl.replication.bookies import MoveOutcome
 
     return Columns(
@@ -156,7 +156,9 @@ def recover(
     """
     names = bookie_ids(bookies)
     if query and (dry_run or delete_cookie or resume is not None):
-        raise UsageError("--query only shows", hint="drop it, or the other option")
+        raise UsageError(
+            "--query changes nothing, so --dry-run, --delete-cookie and --resume do not apply", hint="drop one of them"
+        )
     with run.cluster() as cluster:
         if query:
             _show_held(run, cluster, names, ledgers or None)
@@ -183,7 +185,7 @@ def recover(
 
 
 def _check_known(cluster: Cluster, names: Sequence[str], plan: MovePlan) -> None:
-    """Raises NotFound when nothing at all names one of the bookies: most likely it is misspelt."""
+    """Raise NotFound if neither a registration, a cookie nor a ledger names one of the bookies: it may be misspelt."""
     if plan.ledgers or plan.damaged:
         return
     for name in names:
@@ -212,7 +214,7 @@ def _show_held(run: Run, cluster: Cluster, names: Sequence[str], ids: list[Ledge
     with run.working("Looking at the ledgers"):
         run.render(rows(), _fragment_columns(names, planned=False))
     run.note(f"{counted(count, 'ledger', 'ledgers')} on {', '.join(names)}" + (" (marked *)" if count else ""))
-    run.finish_with(damaged, "ledgers name them in metadata that cannot be read")
+    run.finish_with(damaged, "ledgers on them have metadata that cannot be read")
 
 
 def _show_plan(
@@ -239,7 +241,7 @@ def _show_plan(
     with run.working("Asking the bookies"), run.rows(_fragment_columns(names, planned=True)) as rows:
         run.complete(work(rows))
     run.note(f"{counted(len(ledgers), 'ledger', 'ledgers')} on {', '.join(names)}; nothing was changed")
-    run.finish_with(len(problems), "ledgers could not be moved" if len(problems) > 1 else "ledger could not be moved")
+    run.finish_with(len(problems), "ledgers could not be moved", "ledger could not be moved")
 
 
 def _recover(
@@ -298,7 +300,7 @@ def _recover(
     for note in notes:
         run.note(note)
     for ledger, problem in plan.damaged.items():
-        run.note(f"bkctl: Ledger {ledger} was passed over: {problem}")
+        run.note(f"bkctl: Ledger {ledger} was skipped: {problem}")
     problems = []
     if outcomes[MoveOutcome.UNRECOVERABLE] > len(skipped):
         count = outcomes[MoveOutcome.UNRECOVERABLE] - len(skipped)

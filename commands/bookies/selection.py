@@ -27,7 +27,7 @@ def some_ledgers(values: Mapping[str, Any]) -> list[LedgerId]:
     scope = None if values["ledger_scope_id"] is None else parse_scope_id(values["ledger_scope_id"])
     texts = values["some_ledgers"] or []
     if scope is not None and not texts:
-        raise UsageError("--ledger-scope-id is for --ledger, and no ledger is given", hint="add --ledger LEDGER")
+        raise UsageError("--ledger-scope-id applies to --ledger, but no ledger is given", hint="add --ledger LEDGER")
     return list(dict.fromkeys(LedgerId.parse(text, scope) for text in texts))
 
 
@@ -70,7 +70,7 @@ SkipUnrecoverable = Annotated[
 
 
 def bookie_ids(texts: Sequence[str]) -> list[str]:
-    """The bookies that were named; Apache's shell takes them with commas between, so these may be too."""
+    """Return the bookies that were named; Apache's shell takes them with commas between, so these may be too."""
     names = dict.fromkeys(name for text in texts for name in text.split(",") if name)
     if not names:
         raise UsageError("No bookie is named", hint="'bkctl bookies list' shows them")
@@ -78,7 +78,7 @@ def bookie_ids(texts: Sequence[str]) -> list[str]:
 
 
 def find_topology(run: Run) -> Topology | None:
-    """The racks of bookies, where --conf names a script that tells them."""
+    """Return the racks of bookies, where --conf names a script that tells them."""
     from bkctl.config import read_properties
     from bkctl.replication.placement import Topology
 

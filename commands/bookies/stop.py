@@ -92,5 +92,5 @@ def ok_to_stop(
     who = f"{names[0]} may" if len(names) == 1 else f"These {len(names)} bookies may"
     left = counted(staying, "writable bookie", "writable bookies")
     if not count:
-        run.note(f"{who} stop; {left} would be left, and ledgers with larger ensembles could not be created")
+        run.note(f"{who} stop; {left} would remain, and ledgers with larger ensembles could not be created")
     run.finish_with(count, f"{'findings' if count > 1 else 'finding'}: {who} not stop now")

@@ -32,7 +32,7 @@ app = group()
 
 
 class ExtractFormat(StrEnum):
-    """What `extract` writes."""
+    """The form that `extract` writes."""
 
     LOG = "log"
     NDJSON = "ndjson"
@@ -69,7 +69,7 @@ LedgerToExtract = Annotated[
 
 
 class ExtractReport(NamedTuple):
-    """What was written."""
+    """The outcome of an extraction."""
 
     extraction: LedgerExtraction
     digest_type: DigestType | None
@@ -155,7 +155,7 @@ def extract(
     """Write the entries of one ledger to a file.
 
     Gathers the entries from all entry logs, in order, and shows which are missing. Damaged logs are read up to the
-    damage, which is reported (exit code 7) once the file is written. If there is no entry, nothing is written (exit
+    damage, which is reported (exit code 7) once the file is written. Without any entry nothing is written (exit
     code 4).
     """
     from bkctl.repair.extraction import LedgerExtraction
@@ -171,7 +171,7 @@ def extract(
             raise_first(run, extraction.problems)
             raise NotFound(
                 f"No entry {_range_text(entries)}of ledger {ledger} in {logs_text(len(paths))}",
-                hint="--scan looks into those whose ledgers map does not name it" if extraction.logs_skipped else None,
+                hint="--scan also reads logs whose ledgers map does not name it" if extraction.logs_skipped else None,
             )
         digest_type = _digest_of(extraction, digest_type, form)
         left: int | None = None
@@ -201,7 +201,7 @@ def extract(
         problems.insert(
             0,
             BkctlError(
-                f"{file} is full at 2 GiB: entry {left} and those behind it are not in it",
+                f"{file} is full at 2 GiB: entries from {left} on are missing",
                 hint=f"write them to another file with --from {left}",
             ),
         )
@@ -216,12 +216,12 @@ def _range_text(entries: EntryRange) -> str:
 
 
 def _digest_of(extraction: LedgerExtraction, given: DigestType | None, form: ExtractFormat) -> DigestType | None:
-    """The digest type that tells where payloads begin: the one given, that in the records, else one that fits."""
+    """Return the digest type, which tells where payloads begin: as given, as in the records, else by trying."""
     record = next(extraction.entries()).record
     digest_type = given or record.digest_type or extraction.find_digest_type()
     if form is ExtractFormat.RAW and record.payload_offset(digest_type) is None:
         raise UsageError(
-            f"Entries of ledger {extraction.ledger} do not say where their payload begins, and neither CRC32C nor "
+            f"Entries of ledger {extraction.ledger} do not tell where their payload begins, and neither CRC32C nor "
             "CRC32 fits",
             hint="add --digest-type HMAC or DUMMY, or use --format ndjson",
         )
@@ -248,15 +248,15 @@ def _extracted_columns(digest_type: DigestType | None) -> Columns:
 
 @contextmanager
 def _target(run: Run, file: Path) -> Iterator[Callable[[bytes], object]]:
-    """A function that writes bytes to `file`, which appears whole or not at all; `-` is stdout."""
+    """Yield a function that writes bytes to `file`, which appears whole or not at all; `-` is stdout."""
     if str(file) == "-":
         yield run.raw
         return
     if file.is_dir():
-        raise UsageError(f"{file} is a directory, a file is needed")
+        raise UsageError(f"{file} is a directory, not a file")
     if file.exists():
         if not file.is_file():
-            raise UsageError(f"{file} is no file, and would be replaced by one", hint="write to -, and redirect that")
+            raise UsageError(f"{file} is not a regular file", hint="write to -, and redirect that")
         run.confirm(f"{file} exists and would be replaced")
     from bkctl.disk import create_unfinished
 

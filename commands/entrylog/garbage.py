@@ -104,7 +104,7 @@ def active(
 
 
 class UseRow(NamedTuple):
-    """What is left of a log, and what compaction does about it."""
+    """The live and dead bytes of a log, and what compaction does about them."""
 
     use: LogUse
     thresholds: Thresholds
@@ -227,7 +227,7 @@ _USE_KEYS: dict[Sort, Callable[[UseRow], float]] = {
 
 
 def thresholds_of(run: Run, given: tuple[float | None, float | None]) -> Thresholds:
-    """What ThresholdOptions say, where they say nothing --conf, else the usual."""
+    """Return the thresholds given as options, else the thresholds of --conf, else Apache's defaults."""
     from bkctl.checks.garbage import Thresholds
 
     minor, major = given
@@ -239,7 +239,7 @@ def thresholds_of(run: Run, given: tuple[float | None, float | None]) -> Thresho
 
 
 class _Sums:
-    """What the rows of `garbage` come to."""
+    """The totals of the rows of `garbage`."""
 
     def __init__(self) -> None:
         self.count = self.total = self.garbage = 0
@@ -247,7 +247,7 @@ class _Sums:
         self.wins: dict[str, tuple[int, int, int]] = {}
 
     def watch(self, rows: Iterable[UseRow]) -> Iterator[UseRow]:
-        """The rows, counted."""
+        """Yield the rows, counted."""
         for row in rows:
             self.count += 1
             self.total += row.use.total_size_bytes

@@ -81,7 +81,7 @@ LOG_GARBAGE_COLUMNS = LOG_COLUMNS.and_also(
 def list_logs(
     run: Run,
     places: Annotated[
-        list[Path] | None, typer.Argument(metavar="DIR", help="Ledger directories (default: those of --conf).")
+        list[Path] | None, typer.Argument(metavar="DIR", help="Ledger directories (default: as in --conf).")
     ] = None,
     directories: DirOption = None,
     sort: SortOption = Sort.ID,

@@ -53,7 +53,7 @@ def is_scoped(path: Path) -> bool:
 
 
 def log_key(path: Path) -> str:
-    """What names the log again: a decimal id, `scoped/5`, else its path."""
+    """Return the name that a LOG argument accepts: a decimal id, `scoped/5`, else the path."""
     from bkctl.formats.entry_log import log_id_of
 
     log_id = log_id_of(path.name)
@@ -71,7 +71,7 @@ def ratio_text(value: float) -> str:
 
 
 def find_logs(run: Run, names: list[str] | None, directories: list[Path] | None) -> list[Path]:
-    """The logs that a command is about, each once."""
+    """Return the logs that a command is about, each once."""
     given = run.directories(directories, needed=not names)
     if not names:
         return [file.path for file in given.entry_logs()]
@@ -101,7 +101,7 @@ def find_all_logs(run: Run, names: list[str] | None, directories: list[Path] | N
 
 @contextmanager
 def open_liveness(run: Run, paths: list[Path], errors: list[BkctlError]) -> Iterator[Liveness]:
-    """Asks the cluster for ledgers; what it could not say is added to `errors` at the end."""
+    """Yield the state of the cluster's ledgers; problems with reading it are added to `errors` at the end."""
     from bkctl.metadata.liveness import Liveness, check_instance
 
     with run.cluster() as cluster:

@@ -125,14 +125,14 @@ def verify(
 
 
 def _saying_more(run: Run, rows: Iterator[LogCheck]) -> Iterator[LogCheck]:
-    """The rows; what a table has no room for is said on stderr once they are printed."""
+    """Yield the rows; what a table has no room for is said on stderr once they are printed."""
     notes: list[str] = []
     for row in rows:
         if run.output is Output.TABLE:
             notes.extend(f"{row.path}: {each}" for each in row.contradictions[0 if row.error else 1 :])
             notes.extend(map(str, row.mismatches[:NOTES_MAX]))
             if len(row.mismatches) > NOTES_MAX:
-                notes.append(f"{row.path}: more entries do not match; -o json lists them")
+                notes.append(f"{row.path}: more entries do not match; -o json lists all")
         yield row
     for note in notes:
         run.note(f"bkctl: {note}")

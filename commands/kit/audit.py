@@ -33,13 +33,13 @@ _SECRET_JSON: Final = re.compile(
 
 
 def state_directory(environment: Mapping[str, str]) -> Path:
-    """The user's state directory for bkctl: `$XDG_STATE_HOME/bkctl`, else `~/.local/state/bkctl`."""
+    """Return the user's state directory for bkctl: `$XDG_STATE_HOME/bkctl`, else `~/.local/state/bkctl`."""
     base = environment.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
     return Path(base) / "bkctl"
 
 
 def audit_file(environment: Mapping[str, str]) -> Path | None:
-    """Where the log is; None where it is not wanted."""
+    """Return the path of the log; None if BKCTL_AUDIT_LOG switches it off."""
     given = environment.get("BKCTL_AUDIT_LOG")
     if given:
         return None if given == NONE else Path(given)
@@ -47,12 +47,12 @@ def audit_file(environment: Mapping[str, str]) -> Path | None:
 
 
 def shown_uri(uri: str) -> str:
-    """A metadata URI as it may be printed: user and password as `***`."""
+    """Return a metadata URI as it may be printed: user and password as `***`."""
     return without_user_info(uri, _HIDDEN)
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """The command line with the values of options that hold secrets, and user names in URIs, as `***`."""
+    """Return the command line with the values of options that hold secrets, and user names in URIs, as `***`."""
     shown: list[str] = []
     hide = False
     for word in words:
@@ -129,9 +129,9 @@ class Audit:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """One write at the end of the file, so that lines of several processes stay whole."""
+    """Append a line in one write, so that lines of several processes stay whole."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # A pipe that nobody reads must not hold up the command.
+    # A pipe without a reader must not hold up the command.
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     try:
         status = os.fstat(file)
@@ -160,7 +160,7 @@ def _rotate(path: Path, file: int, status: os.stat_result) -> int:
 
 
 def _user() -> str:
-    """Who runs the command; behind sudo, as whom too: `alice as root`."""
+    """Return the user; under sudo both users: `alice as root`."""
     import pwd
 
     uid = os.getuid()

@@ -20,7 +20,7 @@ class Output(StrEnum):
 
 
 class Kind(Enum):
-    """How a column's value is written; None is `null` in JSON and `-` in a table."""
+    """The form of a column's value; None is `null` in JSON and `-` in a table."""
 
     LEDGER = "ledger"  # a LedgerId: three fields in JSON and csv, one cell in a table
     INTEGER = "integer"
@@ -69,7 +69,7 @@ class Column:
 
 
 def ledger_column(source: str = "ledger") -> Column:
-    """The column of a row's LedgerId: the three id fields in JSON and csv, decimal or qualified name in a table."""
+    """Return the column of a LedgerId: three id fields in JSON and csv, decimal or qualified name in a table."""
     return Column("LEDGER", "ledger", source, Kind.LEDGER)
 
 
@@ -101,11 +101,11 @@ class Columns:
             self.key = key
 
     def and_also(self, *more: Column) -> Columns:
-        """These columns, and `more` behind them."""
+        """Return these columns with `more` behind them."""
         return Columns(*self.columns, *more, key=self.key)
 
     def names(self) -> list[str]:
-        """The JSON names in order."""
+        """Return the JSON names in order."""
         names: list[str] = []
         for column in self.columns:
             names.extend(LEDGER_FIELDS if column.kind is Kind.LEDGER else [column.name])

@@ -93,34 +93,34 @@ class Run:
     # --- where --------------------------------------------------------------------------------------------------
 
     def connection(self) -> Connection:
-        """The metadata URI that counts, and what named it. Raises UsageError when nothing names a cluster."""
+        """Return the metadata URI that counts, and what named it. Raises UsageError when nothing names a cluster."""
         if self._connection is None:
             self._connection = connect_to(self._levels, os.environ)
         return self._connection
 
     def given_options(self) -> GlobalOptions:
-        """The options before the group and after the command, merged; nothing of the environment."""
+        """Return the options before the group and after the command, merged; nothing of the environment."""
         (_, after), (_, before), _ = self._levels
         return after.over(before)
 
     def given_connection(self) -> Connection:
-        """The metadata URI that options name, a context's not. Raises UsageError when they name none."""
+        """Return the metadata URI that options name, a context's not. Raises UsageError when they name none."""
         given = [(source, replace(options, context=None)) for source, options in self._levels[:2]]
         if all(options.metadata_uri is None and options.conf is None for _, options in given):
             raise UsageError("No cluster is named", hint="add --metadata-uri URI or --conf FILE")
         return connect_to(given, {})
 
     def connection_settings(self) -> GlobalOptions:
-        """How the connection is reached: the options that count, a context's among them. Raises as `connection`."""
+        """Return the merged options, including the settings of a context. Raises as `connection`."""
         return self._options.over(self.connection().settings)
 
     @property
     def names_metadata(self) -> bool:
-        """Whether a metadata URI or a context was given: for commands that work without, and know more with it."""
+        """True if a metadata URI or a context was given; for commands that can do without."""
         return any(options.metadata_uri is not None or options.context is not None for _, options in self._levels)
 
     def open_cluster(self, *, create: bool = False, create_store: bool = False) -> Cluster:
-        """The cluster that the options name, for the caller to close; with `create` made where there is none.
+        """Return the cluster that the options name, for the caller to close; with `create` made where there is none.
 
         With `create_store` only the SQLite file that is to hold it is made.
         """
@@ -144,11 +144,11 @@ class Run:
         return cluster
 
     def security(self, connection: Connection) -> StoreSecurity:
-        """How the metadata store of `connection` is reached and logged in to."""
+        """Return TLS and login of the metadata store of `connection`."""
         return store_security(self._options.over(connection.settings), os.environ)
 
     def open_other_cluster(self, text: str, *, login: Login = NO_LOGIN, create_store: bool = False) -> Cluster:
-        """A second cluster, by its URI or as `context:NAME`, with the timeout of the first; for the caller to close.
+        """Return a second cluster, named by URI or `context:NAME`, with the timeout of the first. The caller closes it.
 
         It is logged in to as `login` says, else as its URI or its context does; the connection's own login goes to the
         servers of the connection only. With `create_store` a SQLite file is made where there is none; a cluster in it
@@ -178,14 +178,14 @@ class Run:
 
     @contextmanager
     def cluster(self) -> Iterator[Cluster]:
-        """The cluster that the options name, open until the end of the block."""
+        """Yield the cluster that the options name, open until the end of the block."""
         with self.open_cluster() as cluster:
             yield cluster
 
     def bookkeeper(
         self, cluster: Cluster, protocol: Protocol | None = None, *, only: Collection[str] | None = None
     ) -> BookKeeper:
-        """A client of `cluster` with the options' timeout, TLS and bookie addresses; an async context manager.
+        """Return a client of `cluster` with the options' timeout, TLS and bookie addresses; an async context manager.
 
         `only` these bookies get new ledgers.
         """
@@ -202,20 +202,20 @@ class Run:
         )
 
     def bookie_tls(self) -> ssl.SSLContext | None:
-        """The TLS settings for connections to bookies, None without --tls-ca."""
+        """Return the TLS settings for connections to bookies, None without --tls-ca."""
         from bkctl.metadata.store import client_tls
 
         ca, certificate, key = self._options.over(self.connection().settings).tls_files()
         if ca is None and (certificate or key):
-            raise UsageError("--tls-cert and --tls-key go with --tls-ca", hint="add the authorities' PEM file")
+            raise UsageError("--tls-cert and --tls-key require --tls-ca", hint="add the authorities' PEM file")
         return None if ca is None else client_tls(ca, certificate, key)
 
     def bookie_addresses(self) -> dict[str, tuple[str, int]]:
-        """What --bookie-address says: bookie id → host and port."""
+        """Return the addresses in --bookie-address: bookie id → host and port."""
         return parse_bookie_addresses(self._options.over(self.connection().settings).bookie_addresses)
 
     def http_client(self, url: str, *, is_registered: bool = False) -> ApiClient:
-        """A client of the HTTP server at `url`, with the options' timeout and TLS, and the token in BKCTL_API_TOKEN.
+        """Return a client of the HTTP server at `url`, with timeout and TLS of the options and BKCTL_API_TOKEN.
 
         `is_registered`: the metadata store names `url`, so that the token goes there only as `token_for_registered`
         says.
@@ -249,7 +249,7 @@ class Run:
         return run(work)
 
     def config(self) -> BookieConfig:
-        """The bookie's settings in `--conf`. Raises UsageError without one."""
+        """Return the bookie's settings in `--conf`. Raises UsageError without one."""
         from bkctl.config import BookieConfig
 
         if self.conf is None:
@@ -257,7 +257,7 @@ class Run:
         return BookieConfig.load(self.conf)
 
     def directories(self, given: Iterable[Path] | None, *, needed: bool = True) -> BookieDirectories:
-        """The directories to look at: those given, else those of `--conf`.
+        """Return the directories to read: the given ones, else the directories in `--conf`.
 
         Raises UsageError when neither is there and they are `needed`.
         """
@@ -308,7 +308,7 @@ class Run:
         logging.getLogger("kazoo").setLevel(logging.INFO if self.verbose else logging.CRITICAL)
 
     def _quiet_libraries(self) -> None:
-        """Libraries log to stderr only with --verbose: what goes wrong comes as one error."""
+        """Let libraries log to stderr only with --verbose; failures are reported as one error."""
         import logging
 
         logging.basicConfig(
@@ -352,7 +352,7 @@ class Run:
 
     @contextmanager
     def rows(self, columns: Columns, *, live: bool = False) -> Iterator[RowWriter]:
-        """A writer to give rows to one by one; `live` prints each at once."""
+        """Yield a writer to give rows to one by one; `live` prints each at once."""
         with RowWriter(columns, self.output, color=self.color, live=live, before_write=self._clear_activity) as writer:
             yield writer
 
@@ -384,14 +384,14 @@ class Run:
 
     @property
     def color(self) -> bool:
-        """Whether stdout gets colours."""
+        """True if stdout gets colours."""
         return wants_color(sys.stdout, no_color=self._no_color)
 
     @contextmanager
     def working(
         self, label: str, *, total: int | None = None, unit: str = "", enabled: bool = True
     ) -> Iterator[Activity]:
-        """Show on a terminal's stderr that work goes on, wherever nothing else is printed for a while."""
+        """Show the progress of work on a terminal's stderr, while nothing else is printed."""
         outer = self._activity
         self._clear_activity()
         with Activity(label, total=total, unit=unit, enabled=enabled and not self.quiet) as activity:
@@ -408,7 +408,7 @@ class Run:
     # --- asking -------------------------------------------------------------------------------------------------
 
     def start_audit(self, *, begun: bool) -> None:
-        """This run changes something: the audit log gets it, from now on (`begun`) or from when a cluster is open."""
+        """Start the audit of a run that changes something: at once (`begun`), or once a cluster is open."""
         path = audit_file(os.environ)
         if path is None:
             return
@@ -428,18 +428,20 @@ class Run:
 
     def _ask(self, loss: str, typed: str | None) -> None:
         if sys.stdin is None or not sys.stdin.isatty() or not sys.stderr.isatty():
-            raise UsageError(f"{loss}: not asked, since this is no terminal", hint="add --yes to go ahead")
+            raise UsageError(
+                f"{loss}: not asked, since stdin or stderr is not a terminal", hint="add --yes to go ahead"
+            )
         question = "Go ahead? [y/N]" if typed is None else f"Type {typed} to go ahead:"
         if self._connection is not None:
             print(f"On {shown_uri(self._connection.uri)} ({self._connection.source}):", file=sys.stderr)
         print(f"{loss}. {question} ", file=sys.stderr, end="", flush=True)
         answer = sys.stdin.readline().strip()
         if answer != typed if typed is not None else answer.lower() not in ("y", "yes"):
-            raise Declined("Declined, nothing was changed")
+            raise Declined("Declined; nothing was changed")
 
     @contextmanager
     def undo(self, cluster: Cluster, file: Path | None, *, elsewhere: bool = False) -> Iterator[UndoFile]:
-        """The undo file of a command that changes metadata: each change is recorded there before it is made.
+        """Yield the undo file of a command that changes metadata: each change is recorded there before it is made.
 
         `file` is what `--undo` names ("none": nothing is kept), else it is a new file in the user's state directory.
         How to apply it is said at the end, after an error too; `elsewhere`: `cluster` is not the connection's.
@@ -448,7 +450,7 @@ class Run:
 
         path = None if file is not None and str(file) == NO_FILE else file or self._new_undo_file()
         if path is not None and path.exists():
-            raise UsageError(f"{path} exists", hint="name a new file with --undo")
+            raise UsageError(f"{path} exists", hint="choose another file for --undo")
         undo = UndoFile(path, cluster, without_secrets(["bkctl", *self._session.words]))
         try:
             with undo:
@@ -467,14 +469,14 @@ class Run:
         moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         return state_directory(os.environ) / "undo" / f"{moment}-{name or 'bkctl'}-{os.urandom(3).hex()}.ndjson"
 
-    def finish_with(self, findings: int, what: str) -> None:
-        """End with exit code 3 when there are findings."""
-        if findings:
-            raise FindingsError(f"{findings:,} {what}")
+    def finish_with(self, count: int, many: str, one: str | None = None) -> None:
+        """Raise FindingsError (exit code 3) for `count` findings, if any; `one` is the text for a single one."""
+        if count:
+            raise FindingsError(f"{count:,} {one if count == 1 and one else many}")
 
 
 def _same_servers(uri: str, other: str) -> bool:
-    """Whether both are on the same servers, so that what is told one is told the other."""
+    """Return True if both URIs name the same servers, so that a login may be sent to both."""
     from bkctl.metadata.uri import parse_uri
 
     one, two = parse_uri(uri), parse_uri(other)
@@ -505,8 +507,8 @@ def command(
 ) -> Callable[[F], F]:
     """Register a function as the command `name` of `app`.
 
-    The command fills in the parameter `run: Run` and those of composite types (see kit/options.py); Typer parses the
-    others. `connects`: the command uses a cluster, so its help shows the connection options. `asks`: its help shows
+    The command fills in the parameter `run: Run` and parameters of composite types (see kit/options.py); Typer parses
+    the others. `connects`: the command uses a cluster, so its help shows the connection options. `asks`: its help shows
     `--yes`. `changes`: the audit log records the command unless its parameter `dry_run` is set; a string names the
     parameter that makes the command change something. `examples` are whole command lines for its help.
     """

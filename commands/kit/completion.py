@@ -1,4 +1,4 @@
-"""What the completion scripts ask for: ledger ids and file names, within 300 ms or not at all.
+"""Completions for the shells' scripts: ledger ids and file names, within 300 ms or not at all.
 
 The scripts in completions/ know groups, commands and options themselves; for a value they run
 `_BKCTL_COMPLETE=KIND bkctl WORDS…`, where the last word is the one to complete.
@@ -33,7 +33,7 @@ _VALUES: Final = {"--dir": "dir"} | {
 def complete(kind: str, words: list[str]) -> NoReturn:
     """Print the candidates for the last of `words`, one a line, and end the process.
 
-    After the time limit, and on any error, nothing is printed: a shell's prompt is no place for messages.
+    After the time limit, and on any error, nothing is printed: messages would disturb a shell's prompt.
     """
     import threading
 
@@ -53,7 +53,7 @@ def complete(kind: str, words: list[str]) -> NoReturn:
 
 
 def candidates(kind: str, words: list[str]) -> Iterator[str]:
-    """What may stand in place of the last of `words`; `kind` is one of `_SOURCES`."""
+    """Yield the completions of the last of `words`; `kind` is one of `_SOURCES`."""
     prefix = words[-1] if words else ""
     options = _options(words[:-1])
     source = _SOURCES.get(kind)
@@ -62,7 +62,7 @@ def candidates(kind: str, words: list[str]) -> Iterator[str]:
 
 
 def _options(words: list[str]) -> dict[str, list[str]]:
-    """The connection and directory options among `words`, by kind, in order."""
+    """Return the connection and directory options among `words`, by kind, in order."""
     options: dict[str, list[str]] = {}
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")

@@ -36,7 +36,7 @@ class Connection(NamedTuple):
 
 
 def connect_to(levels: list[tuple[str, GlobalOptions]], environment: Mapping[str, str]) -> Connection:
-    """Where to connect: the first of `levels` (nearest first) that names a place, current context, local cluster.
+    """Return the connection: of the first of `levels` (nearest first) that names one, current context, local cluster.
 
     Within a level a URI goes before a configuration file, and that before a context.
     Raises UsageError when nothing names a cluster, NotFound for a context or file that is not there.
@@ -67,7 +67,7 @@ def connect_to(levels: list[tuple[str, GlobalOptions]], environment: Mapping[str
 
 
 def other_connection(text: str, environment: Mapping[str, str]) -> Connection:
-    """Where `text` leads: a metadata URI, or `context:NAME`, with that context's login. Raises NotFound, UsageError."""
+    """Return the connection that `text` names: a metadata URI or `context:NAME`. Raises NotFound, UsageError."""
     prefix, colon, name = text.partition(":")
     if prefix == "context" and colon:
         return _context(name, environment)
@@ -81,7 +81,7 @@ class Login(NamedTuple):
     password_file: Path | None
 
     def over(self, settings: GlobalOptions) -> GlobalOptions:
-        """The settings with this login in place of theirs, if there is one."""
+        """Return the settings with this login in place of theirs, if there is one."""
         if self.user is None and self.password_file is None:
             return settings
         return replace(settings, metadata_user=self.user, metadata_password_file=self.password_file)
@@ -125,7 +125,7 @@ def _context(name: str, environment: Mapping[str, str]) -> Connection:
 
 
 def store_security(options: GlobalOptions, environment: Mapping[str, str]) -> StoreSecurity:
-    """How `options` say the metadata store is reached and logged in to. Raises UsageError, OSError (password file)."""
+    """Return TLS and login of the metadata store as `options` give them. Raises UsageError, OSError (password file)."""
     from bkctl.metadata.store import NO_SECURITY, StoreSecurity
 
     password: bytes | None = None
@@ -167,5 +167,5 @@ def _local_cluster() -> str | None:
 
 
 def parse_bookie_addresses(texts: tuple[str, ...]) -> dict[str, tuple[str, int]]:
-    """`ID=HOST:PORT` → {bookie id: (host, port)}; the later of two for one id counts. Raises UsageError."""
+    """Return bookie id → (host, port) of `ID=HOST:PORT` texts; the later of two for an id counts. Raises UsageError."""
     return dict(parse_bookie_address(text, "--bookie-address") for text in texts)

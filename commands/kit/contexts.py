@@ -9,7 +9,7 @@ TOML, in bkctl/config.toml of the user's configuration directory (BKCTL_CONFIG n
     metadata-user = "admin"
     metadata-password-file = "/run/secrets/zookeeper"
 
-There are no secrets in it. Changes keep comments and order, and replace the file in one step. A change that would alter
+The file holds no secrets. Changes keep comments and order, and replace the file in one step. A change that would alter
 anything else in the file is refused.
 """
 
@@ -33,7 +33,7 @@ _SECRET: Final = re.compile(r"(?:.*[-_])?(?:password|passwd|secret|token|master-
 
 
 def config_file(environment: Mapping[str, str]) -> Path:
-    """The configuration file: BKCTL_CONFIG, else bkctl/config.toml under XDG_CONFIG_HOME or ~/.config."""
+    """Return the configuration file: BKCTL_CONFIG, else bkctl/config.toml under XDG_CONFIG_HOME or ~/.config."""
     if given := environment.get("BKCTL_CONFIG"):
         return Path(given)
     home = environment.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
@@ -50,7 +50,7 @@ class Contexts:
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Contexts:
-        """The user's file; one without contexts where there is none. Raises UsageError when it is no TOML."""
+        """Return the user's file; one without contexts where there is none. Raises UsageError when it is no TOML."""
         path = config_file(environment)
         try:
             with open(path, "rb") as file:
@@ -58,7 +58,7 @@ class Contexts:
         except (FileNotFoundError, NotADirectoryError):
             return cls(path, None)
         if len(content) > _FILE_SIZE_BYTES_MAX:
-            raise UsageError(f"{path} is larger than {_FILE_SIZE_BYTES_MAX} bytes, so it is no configuration file")
+            raise UsageError(f"{path} is larger than {_FILE_SIZE_BYTES_MAX} bytes, so it is not a configuration file")
         try:
             return cls(path, content.decode())
         except UnicodeDecodeError as error:
@@ -69,7 +69,7 @@ class Contexts:
         """Name of the current context."""
         name = self._document.get(CURRENT)
         if name is not None and not isinstance(name, str):
-            raise UsageError(f"{self.path}: {CURRENT} is no text")
+            raise UsageError(f"{self.path}: {CURRENT} is not a string")
         return name or None
 
     @property
@@ -77,21 +77,21 @@ class Contexts:
         """The contexts, as the file orders them."""
         contexts = self._document.get("contexts", {})
         if not isinstance(contexts, dict):
-            raise UsageError(f"{self.path}: contexts is no table")
+            raise UsageError(f"{self.path}: contexts is not a table")
         return list(contexts)
 
     def get(self, name: str) -> GlobalOptions:
-        """One context. Raises NotFound; UsageError for a setting that is none, or holds a secret."""
+        """Return one context. Raises NotFound; UsageError for a setting that is none, or holds a secret."""
         if self._text is None:
-            raise NotFound(f"Context {name!r}: there is no {self.path}", hint="'bkctl context add' makes one")
+            raise NotFound(f"Context {name!r}: {self.path} does not exist", hint="'bkctl context add' creates one")
         if name not in self.names:
             raise NotFound(
                 f"Context {name!r} is not in {self.path}",
-                hint=f"it has {', '.join(self.names)}" if self.names else "'bkctl context add' makes one",
+                hint=f"it has {', '.join(self.names)}" if self.names else "'bkctl context add' creates one",
             )
         settings = self._document["contexts"][name]
         if not isinstance(settings, dict):
-            raise UsageError(f"{self.path}: context {name!r} is no table")
+            raise UsageError(f"{self.path}: context {name!r} is not a table")
         return _context(settings, f"{self.path}: context {name!r}")
 
     def add(self, name: str, options: GlobalOptions, *, replace: bool = False) -> Contexts:

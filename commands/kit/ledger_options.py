@@ -1,4 +1,4 @@
-"""Option types that name ledgers: one, several, those of a scope, those in a file, one to create."""
+"""Option types that name ledgers: one, several, a scope, a file, one to create."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _many_ledgers(values: Mapping[str, Any]) -> list[LedgerId]:
         return [_one_ledger({**values, "ledger": texts[0] if texts else None})]
     for name, flag in (("ledger_id", "--ledger-id"), ("ledger_qualified_name", "--ledger-qualified-name")):
         if values[name] is not None:
-            raise UsageError(f"{flag} names one ledger, and {len(texts)} are given", hint="give all as arguments")
+            raise UsageError(f"{flag} names one ledger, but {len(texts)} are given", hint="give all as arguments")
     return [_one_ledger({**values, "ledger": text}) for text in texts]
 
 
@@ -131,12 +131,12 @@ def _ledgers_or_file(values: Mapping[str, Any]) -> list[LedgerId]:
 
 
 def _read_ledgers(file: str, scope_id: int | None) -> list[LedgerId]:
-    """The ledgers in a file: one a line in any text form, or an object of ndjson; empty lines and # comments aside."""
+    """Return the ledgers in a file: one per line, in any text form or as ndjson; skip empty lines and # comments."""
     import sys
 
     if file == "-":
         if sys.stdin is None:
-            raise UsageError("stdin is closed, so it names no ledgers")
+            raise UsageError("stdin is closed, so no ledgers can be read")
         return _ledgers_in(sys.stdin, "stdin", scope_id)
     with open(file, encoding="utf-8", errors="replace") as stream:
         return _ledgers_in(stream, file, scope_id)
@@ -167,7 +167,9 @@ def _ledger_in_json(text: str) -> str:
     except (ValueError, RecursionError):
         name = None
     if not isinstance(name, str):
-        raise UsageError("an object without ledgerQualifiedName", hint="give what 'bkctl ledger list -o ndjson' prints")
+        raise UsageError(
+            "an object without ledgerQualifiedName", hint="use the output of 'bkctl ledger list -o ndjson'"
+        )
     return name
 
 
@@ -202,7 +204,7 @@ LedgersOrFile = Annotated[
 
 
 class NewLedger(NamedTuple):
-    """What `ledger write` was asked to create: a given id, or one that is generated in `scope_id`."""
+    """The id that `ledger write` creates: a given one, or one to generate in `scope_id`."""
 
     ledger: LedgerId | None
     scope_id: int
@@ -212,7 +214,7 @@ def _new_ledger(values: Mapping[str, Any]) -> NewLedger:
     scope_text, name, id_text = values["ledger_scope_id"], values["ledger_qualified_name"], values["ledger_id"]
     if values["uuid"]:
         if (id_text, name, scope_text) != (None, None, None):
-            raise UsageError("--uuid makes a new id, and another option gives one", hint="drop one of the two")
+            raise UsageError("--uuid generates an id, but another option gives one", hint="drop one of the two")
         ledger = LedgerId.random()
         return NewLedger(ledger, ledger.scope_id)
     if id_text is None and name is None:
@@ -277,7 +279,7 @@ SOME_LEDGERS: Final = parameter(
 
 
 class ScanFilter(NamedTuple):
-    """Which ledgers a scan shows: one ledger, one scope, or (both None) all."""
+    """The ledgers that a scan shows: one ledger, one scope, or (both None) all."""
 
     ledger: LedgerId | None
     scope_id: int | None

@@ -234,7 +234,7 @@ _AROUND: Final = {
 def _line_fields(columns: Columns, output: Output) -> Iterator[_Field]:
     if output is Output.ID:
         if columns.key is None:
-            raise UsageError("-o id: this command prints nothing that has an id", hint="use -o ndjson or -o csv")
+            raise UsageError("-o id: the rows of this command have no ids", hint="use -o ndjson or -o csv")
         yield _Field(columns.key, _TABLE_TEXTS[columns.key.kind], NULL)
     elif output is Output.CSV:
         for column in columns.columns:

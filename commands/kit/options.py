@@ -40,7 +40,7 @@ def parameter(name: str, annotation: Any, default: Any = None) -> Parameter:
 
 
 def _converted(name: str, option: Any, convert: Callable[[str], Any], default: str | None = None) -> Composite:
-    """One option whose text `convert` reads."""
+    """Return one option whose text `convert` reads."""
 
     def resolve(values: Mapping[str, Any]) -> Any:
         return None if values[name] is None else convert(values[name])
@@ -53,7 +53,7 @@ def _flags(short: str | None, flag: str) -> tuple[str, ...]:
 
 
 def number_option(flag: str, help: str) -> Composite:
-    """An option for an entry id, a position or an offset: decimal or 0x; None when absent."""
+    """Return an option for an entry id, a position or an offset: decimal or 0x; None when absent."""
     name = flag.removeprefix("--").replace("-", "_")
     return _converted(
         f"{name}_number", typer.Option(flag, help=help, metavar="N"), lambda text: parse_number(text, flag)
@@ -61,7 +61,7 @@ def number_option(flag: str, help: str) -> Composite:
 
 
 def count_option(flag: str, help: str, *, default: int | None = None, short: str | None = None) -> Composite:
-    """An option for a count that is 1 or more."""
+    """Return an option for a count that is 1 or more."""
 
     def convert(text: str) -> int:
         number = parse_number(text, flag)
@@ -75,14 +75,14 @@ def count_option(flag: str, help: str, *, default: int | None = None, short: str
 
 
 def size_option(flag: str, help: str, *, default: str | None = None) -> Composite:
-    """An option for a size in bytes."""
+    """Return an option for a size in bytes."""
     name = flag.removeprefix("--").replace("-", "_")
     option = typer.Option(flag, help=help, metavar="SIZE", show_default=default is not None)
     return _converted(f"{name}_size", option, lambda text: parse_size(text, flag), default)
 
 
 def duration_option(flag: str, help: str, *, default: str | None = None, short: str | None = None) -> Composite:
-    """An option for a duration, in seconds."""
+    """Return an option for a duration, in seconds."""
     name = flag.removeprefix("--").replace("-", "_")
     option = typer.Option(*_flags(short, flag), help=help, metavar="DURATION", show_default=default is not None)
     return _converted(f"{name}_duration", option, lambda text: parse_duration(text, flag), default)
@@ -107,7 +107,7 @@ ByteRate = Annotated[
 
 
 class BinaryFormat(StrEnum):
-    """How bytes are shown."""
+    """The form of bytes in the output."""
 
     BASE64 = "base64"
     UTF8 = "utf8"
@@ -129,7 +129,7 @@ def _protocol(values: Mapping[str, Any]) -> Any:
 
 
 class ProtocolVersion(StrEnum):
-    """How to speak to bookies."""
+    """The wire protocol."""
 
     V2 = "v2"
     V3 = "v3"
@@ -161,7 +161,7 @@ def _digest_type(text: str) -> Any:
 
 
 def digest_type_option(help: str) -> Composite:
-    """`--digest TYPE`, also `--digest-type`, as a bkctl.formats.entry.DigestType."""
+    """Return the option `--digest TYPE`, also `--digest-type`, as a bkctl.formats.entry.DigestType."""
     option = typer.Option("--digest", "--digest-type", metavar="TYPE", help=help)
     return _converted("digest_type_name", option, _digest_type)
 
@@ -314,14 +314,14 @@ def _watch_interval(text: str) -> float:
 
 
 def watch_option(help: str) -> Composite:
-    """`--watch [SECONDS]`: the seconds between looks, None when absent.
+    """Return the option `--watch [SECONDS]`: the seconds between updates, None if absent.
 
     Where the command takes arguments, seconds are given as `--watch=SECONDS`.
     """
     return _converted("watch_interval", typer.Option("--watch", metavar="[SECONDS]", help=help), _watch_interval)
 
 
-#: `--watch` of what goes on until the user ends it; see Run.watch.
+#: `--watch` of a command that runs until the user ends it; see Run.watch.
 WatchOption = Annotated[
     float | None, watch_option("Show changes until Ctrl-C; --watch=SECONDS sets the interval (default 2).")
 ]
@@ -331,7 +331,7 @@ WatchOption = Annotated[
 
 
 def read_password_file(path: Path) -> bytes:
-    """The password in a file, without one last line end. Raises UsageError for a file that is too large, OSError."""
+    """Return the password in a file, without a final line end. Raises UsageError for too large a file, OSError."""
     with open(path, "rb") as stream:
         content = stream.read(PASSWORD_SIZE_BYTES_MAX + 1)
     if len(content) > PASSWORD_SIZE_BYTES_MAX:

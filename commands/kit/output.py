@@ -37,7 +37,7 @@ class RowWriter:
         live: bool = False,
         before_write: Callable[[], None] = lambda: None,
     ) -> None:
-        """`live` prints every row at once; `before_write` is called before anything is."""
+        """`live` prints every row at once; `before_write` is called before each write."""
         self._output = output
         self._stream: Terminal = stream or sys.stdout
         self._tty = self._stream.isatty()
@@ -76,7 +76,7 @@ class RowWriter:
         self._push()
 
     def _is_empty(self) -> bool:
-        """Return True where there was no row yet."""
+        """Return True before the first row."""
         return not self._rows and (self._first if self._table is None else self._table.is_empty)
 
     def row(self, row: Any) -> None:
@@ -191,7 +191,7 @@ def show(value: Any, columns: Columns, output: Output, *, stream: Terminal | Non
 
 
 def _field_lines(column: Column, value: Any, width: int, color: bool) -> Iterator[str]:
-    """The lines of one field of an object; each item of a mapping has a line of its own."""
+    """Yield the lines of one field of an object; each item of a mapping has a line of its own."""
     label = (column.title or "").ljust(width)
     shown = f"{BOLD}{label}{RESET}" if color else label
     if column.kind is Kind.NESTED and isinstance(value, Mapping) and value and column.text is None:

@@ -32,7 +32,7 @@ class _PlainValue:
         self._kind, self._many = kind, many
 
     def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
-        """The converted value. Raises typer.BadParameter."""
+        """Return the converted value. Raises typer.BadParameter."""
         if value is None:
             return () if self._many else None
         if self._many:
@@ -71,13 +71,13 @@ class _Helpful:
     """Help without rich, whose import costs more than all else: sections by panel, colours on a terminal."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """The parameters and `--help`."""
+        """Return the parameters and `--help`."""
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         use_plain_values(params)
         return params
 
     def get_help(self, ctx: Any) -> str:
-        """The help text, with colours where stdout takes them."""
+        """Return the help text, with colours where stdout takes them."""
         text: str = super().get_help(ctx)  # type: ignore[misc]
         session = ctx.find_root().obj
         no_color = session.no_color if isinstance(session, Session) else "--no-color" in sys.argv
@@ -87,7 +87,7 @@ class _Helpful:
         return re.sub(r"(?m)^  ((?:--?)?[a-z][\w-]*(?:, --[\w-]+)*)", f"  {CYAN}\\1{RESET}", text)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """The parts of the usage line."""
+        """Return the parts of the usage line."""
         pieces: list[str] = super().collect_usage_pieces(ctx)  # type: ignore[misc]
         return [piece.replace("{", "").replace("}", "") for piece in pieces]
 
@@ -142,7 +142,7 @@ class Command(_Helpful, TyperCommand):
 
 
 def _with_value(args: list[str], flags: Collection[str], values: Collection[str], absent: str) -> list[str]:
-    """The words, where a flag that none of `values` (in capitals) follows has the value `absent`."""
+    """Return the words, where a flag that none of `values` (in capitals) follows has the value `absent`."""
     end = args.index("--") if "--" in args else len(args)
     alone = [at for at in range(end) if args[at] in flags and (at + 1 >= end or args[at + 1].upper() not in values)]
     return [f"{arg}={absent}" if at in alone else arg for at, arg in enumerate(args)]

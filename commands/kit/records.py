@@ -1,4 +1,4 @@
-"""What `journal read` and `entrylog read` have in common: the options and columns of records."""
+"""The options and columns of records, for `journal read` and `entrylog read`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TypeName(StrEnum):
 
 
 class RecordOptions(NamedTuple):
-    """Which records to show, and how."""
+    """The records to show, and their form."""
 
     ledger: LedgerId | None
     scope_id: int | None
@@ -64,11 +64,11 @@ class RecordOptions(NamedTuple):
 
     @property
     def wants_payloads(self) -> bool:
-        """Whether payloads are printed: then records cannot come in batches."""
+        """True if payloads are printed: records then cannot come in batches."""
         return self.body
 
     def filter(self) -> RecordFilter:
-        """The domain's filter."""
+        """Return the domain's filter."""
         from bkctl.files.listing import RecordFilter
         from bkctl.formats.record import RecordType
 
@@ -140,7 +140,7 @@ DirOption = Annotated[
     typer.Option("--dir", metavar="DIR", help="A directory of the bookie, with or without its current; repeatable."),
 ]
 PlacesArgument = Annotated[
-    list[Path] | None, typer.Argument(metavar="DIR", help="The bookie's directories (default: those of --conf).")
+    list[Path] | None, typer.Argument(metavar="DIR", help="The bookie's directories (default: as in --conf).")
 ]
 ShowSecretsOption = Annotated[bool, typer.Option("--show-secrets", help="Print the master keys, too.")]
 
@@ -148,7 +148,7 @@ ShowSecretsOption = Annotated[bool, typer.Option("--show-secrets", help="Print t
 def record_columns(
     path: Path, file_id: int | None, id_name: str, options: RecordOptions, *, secrets: bool = False
 ) -> Columns:
-    """The columns of the records of the file `path`; `id_name` is `journalId` or `logId`."""
+    """Return the columns of the records of the file `path`; `id_name` is `journalId` or `logId`."""
     from bkctl.formats.record import NO_LEDGER, RecordType
 
     digest_type = options.digest_type
@@ -278,7 +278,7 @@ class _Tally:
         self.unknown = 0
 
     def watch(self, records: Iterator[Record]) -> Iterator[Record]:
-        """The records, as many as the limit leaves."""
+        """Yield the records, as many as the limit leaves."""
         if self.left is None and not self._options.body:
             return records
         return self._watch(records)
@@ -295,7 +295,7 @@ class _Tally:
                 return
 
     def watch_batches(self, batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
-        """The batches, as many records as the limit leaves."""
+        """Yield the batches, as many records as the limit leaves."""
         for batch in batches:
             if self.left is None:
                 yield batch

@@ -81,7 +81,7 @@ class Setting:
 
     @property
     def parameter_name(self) -> str:
-        """The name of the option's parameter in a command's signature, unlike those of the command's own options."""
+        """The name of the option's parameter in a command's signature, distinct from the command's own parameters."""
         return f"g_{self.field}"
 
     def parameter(self, *, hidden: bool) -> Parameter:

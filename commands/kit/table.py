@@ -51,11 +51,11 @@ class Table:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there was no row yet."""
+        """True before the first row."""
         return self._sample == []
 
     def finish(self) -> list[str]:
-        """The lines that still wait for more rows."""
+        """Return the lines that still wait for more rows."""
         return self._settle() if self._sample is not None else []
 
     def _settle(self, *, live: bool = False) -> list[str]:

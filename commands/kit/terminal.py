@@ -15,7 +15,7 @@ class ClosedOutput(Exception):
 
 
 class Terminal(Protocol):
-    """What the output layer asks of the terminal; replaced in tests."""
+    """The output stream, as the output layer uses it; replaced in tests."""
 
     def write(self, text: str, /) -> int: ...
     def flush(self) -> None: ...
@@ -23,7 +23,7 @@ class Terminal(Protocol):
 
 
 def emit(text: str, stream: Terminal | None = None) -> None:
-    """Write `text` to stdout. Raises ClosedOutput when nobody reads it any more."""
+    """Write `text` to stdout. Raises ClosedOutput if the reader of stdout is gone."""
     try:
         (stream or sys.stdout).write(text)
     except OSError as error:
@@ -31,14 +31,14 @@ def emit(text: str, stream: Terminal | None = None) -> None:
 
 
 def output_error(error: OSError) -> Exception:
-    """What it means that stdout cannot be written: ClosedOutput, or the error itself with a name for where."""
+    """Return ClosedOutput if the reader of stdout is gone, else the error with `stdout` as its file name."""
     if isinstance(error, BrokenPipeError):
         return ClosedOutput()
     return OSError(error.errno, error.strerror, "stdout")
 
 
 def emit_bytes(data: bytes | bytearray | memoryview) -> None:
-    """Write raw bytes to stdout. Raises ClosedOutput when nobody reads it any more."""
+    """Write raw bytes to stdout. Raises ClosedOutput if the reader of stdout is gone."""
     try:
         sys.stdout.flush()
         sys.stdout.buffer.write(data)
@@ -47,19 +47,19 @@ def emit_bytes(data: bytes | bytearray | memoryview) -> None:
 
 
 def terminal_width() -> int:
-    """Columns of the terminal on stdout, or what COLUMNS says; 80 when neither is known."""
+    """Return columns of the terminal on stdout, or what COLUMNS says; 80 when neither is known."""
     from shutil import get_terminal_size
 
     return max(get_terminal_size((80, 24)).columns, 20)
 
 
 def wants_color(stream: Terminal, *, no_color: bool) -> bool:
-    """Colours go to terminals only, and not where NO_COLOR is set (to anything but nothing) or the terminal is dumb."""
+    """Return True for terminals, unless they are dumb or NO_COLOR is set to a non-empty value."""
     return not no_color and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and stream.isatty()
 
 
 class Activity:
-    """A line on stderr that shows that long work goes on; only on a terminal, and only where nothing else is printed.
+    """A line on stderr that shows the progress of long work; only on a terminal that prints nothing else.
 
     A context manager. It appears when nothing was printed for `DELAY_S`; `clear` takes it away for what comes next.
     With a `total` it has a bar and a percentage.
@@ -125,7 +125,7 @@ class Activity:
                 self._shown = False
 
     def text(self, elapsed_s: float) -> str:
-        """The line without its spinner."""
+        """Return the line without its spinner."""
         unit = f" {self.unit}" if self.unit else ""
         if self.total:
             share = min(self.done / self.total, 1.0)

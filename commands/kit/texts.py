@@ -17,7 +17,7 @@ _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def iso_time(milliseconds: int) -> str:
-    """ISO 8601 in UTC with milliseconds, ending in Z; out of the calendar's range: the number itself."""
+    """Return ISO 8601 in UTC with milliseconds, ending in Z; out of the calendar's range the number itself."""
     try:
         moment = datetime.fromtimestamp(milliseconds / 1000, UTC)
     except (ValueError, OverflowError, OSError):
@@ -26,7 +26,7 @@ def iso_time(milliseconds: int) -> str:
 
 
 def size_text(size_bytes: int) -> str:
-    """`size_bytes` for people: exact below 10 KiB, else three digits and a binary unit."""
+    """Return `size_bytes` for people: exact below 10 KiB, else three digits and a binary unit."""
     if size_bytes < 10240:
         return f"{size_bytes} B"
     value, unit = size_bytes / 1024, "KiB"
@@ -38,14 +38,14 @@ def size_text(size_bytes: int) -> str:
 
 
 def base64_text(data: bytes | bytearray | memoryview) -> str:
-    """Standard base64 without line breaks."""
+    """Return standard base64 without line breaks."""
     import binascii
 
     return binascii.b2a_base64(data, newline=False).decode("ascii")
 
 
 def binary_text(data: bytes | bytearray | memoryview, format: str | None) -> str:
-    """`data` as text: `utf8` (a byte that is none as U+FFFD), `hex`, else base64."""
+    """Return `data` as text: `utf8` (invalid bytes as U+FFFD), `hex`, else base64."""
     if format == "utf8":
         return bytes(data).decode("utf-8", "replace")
     if format == "hex":
@@ -54,7 +54,7 @@ def binary_text(data: bytes | bytearray | memoryview, format: str | None) -> str
 
 
 def readable_text(data: bytes | bytearray | memoryview) -> str:
-    """`data` for a table: as text where it is printable UTF-8, else base64."""
+    """Return `data` for a table: as text if it is printable UTF-8, else base64."""
     try:
         text = bytes(data).decode()
     except UnicodeDecodeError:
@@ -63,12 +63,12 @@ def readable_text(data: bytes | bytearray | memoryview) -> str:
 
 
 def plain(text: str) -> str:
-    """`text` without control characters (each as `\\xNN`), so that no value can steer the terminal or break a row."""
+    """Return `text` with control characters as `\\xNN`, so that no value can steer the terminal or break a row."""
     return text if text.isprintable() else _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def width_of(text: str) -> int:
-    """Terminal cells that `text` takes."""
+    """Return the number of terminal cells that `text` occupies."""
     if text.isascii():
         return len(text)
     from unicodedata import combining, east_asian_width
@@ -77,7 +77,7 @@ def width_of(text: str) -> int:
 
 
 def cut(text: str, width: int) -> str:
-    """`text` in at most `width` cells, ending in `…` where something was cut."""
+    """Return `text` in at most `width` cells, ending in `…` if it was cut."""
     if width_of(text) <= width:
         return text
     while text and width_of(text) > width - 1:

@@ -30,9 +30,9 @@ def watch(
     single: bool,
     color: bool,
 ) -> None:
-    """See Run.watch. Returns never; raises what `look` raises."""
+    """Watch as Run.watch describes. Never returns; raises the errors of `look`."""
     if output is Output.JSON:
-        raise UsageError("--watch goes on and on, and -o json is one document", hint="use -o ndjson")
+        raise UsageError("--watch has no end, and -o json is one document", hint="use -o ndjson")
     printer: _Pages | _Rows
     if output is Output.TABLE:
         printer = _Pages(columns, seconds=seconds, single=single, color=color)

@@ -69,7 +69,7 @@ def _short_time(text: str | None) -> str:
 
 
 def _custom_line(row: LedgerRow) -> str | None:
-    """Custom metadata in a list's table: Pulsar's as what it says, else keys and values."""
+    """Return custom metadata for the table of a list: Pulsar's in its own words, else keys and values."""
     if pulsar := row.object.get("pulsar"):
         words = (pulsar.get(name) for name in ("application", "component", "managedLedger", "cursor"))
         return " ".join(word for word in words if word)

@@ -102,7 +102,7 @@ def copy(
 
     scope_id = None if to_scope is None else parse_scope_id(to_scope)
     if len(ledgers) > 1 and to_ledger_id is not None:
-        raise UsageError(f"--to-ledger-id names one copy, and {len(ledgers)} ledgers are given", hint="use --new-id")
+        raise UsageError(f"--to-ledger-id names one copy, but {len(ledgers)} ledgers are given", hint="use --new-id")
     if to_ledger_id is not None and to_ledger_id < 0:
         raise UsageError(f"--to-ledger-id {to_ledger_id}: must be 0 or more")
     shape = CopyShape(ensemble_size, write_quorum, ack_quorum, digest_type)
@@ -147,4 +147,4 @@ def copy(
         activity = stack.enter_context(run.working("Copying and reading back", unit="entries"))
         writer = stack.enter_context(run.rows(COPY_COLUMNS))
         failures = run.complete(work(writer))
-    run.finish_with(failures, "ledgers were not copied" if failures > 1 else "ledger was not copied")
+    run.finish_with(failures, "ledgers were not copied", "ledger was not copied")

@@ -141,7 +141,7 @@ def delete(
 
 
 def _export(run: Run, cluster: Cluster, ledgers: list[LedgerId], target: Path) -> None:
-    """Export the ledgers' metadata into a new file `target`, or one in that directory; on disk when this returns."""
+    """Export the ledgers' metadata to a new file `target`, or one in that directory, and sync it."""
     from bkctl.metadata.admin.dump import ClusterSource, write_export
 
     if target.is_dir():

@@ -37,12 +37,12 @@ class PlaceRow(NamedTuple):
 
     @property
     def answer(self) -> str:
-        """What the bookie's answers amount to."""
+        """The result of the bookie's answers, in a word."""
         return "ok" if self.fault is None else self.fault.reason.value
 
     @property
     def problem(self) -> str | None:
-        """What it said, when it is not all right."""
+        """The bookie's error, None if all is well."""
         return None if self.fault is None or self.fault.error is None else self.fault.error.message
 
     @property
@@ -84,7 +84,7 @@ ANSWER_COLUMNS = (
 
 
 def spans_text(spans: list[dict[str, int]]) -> str:
-    """`3, 5-9 (4)`: the ids, and of spans how many of them."""
+    """Return `3, 5-9 (4)`: ids, and spans with the number of missing entries."""
     texts = [
         f"{span['firstEntryId']}"
         if span["entryCount"] == 1
@@ -143,7 +143,7 @@ def locate(
     columns = columns.and_also(*ANSWER_COLUMNS, *((MISSING_COLUMN,) if every_entry else ()))
     with run.cluster() as cluster, run.working("Asking the bookies"), run.rows(columns) as writer:
         findings = run.complete(_check_places(run, cluster, ledgers, entry, every_entry, protocol, writer))
-    run.finish_with(findings, "replicas are not all right" if findings > 1 else "replica is not all right")
+    run.finish_with(findings, "replicas are not ok", "replica is not ok")
 
 
 async def _check_places(

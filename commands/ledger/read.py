@@ -101,7 +101,7 @@ def read(
     """
     _check_format(run, format)
     if last is not None and (entries.first is not None or count is not None):
-        raise UsageError("--last goes neither with --from nor with --count")
+        raise UsageError("--last excludes --from and --count")
     if entries.last is not None and count is not None:
         raise UsageError("--to and --count are given", hint="give one of them")
     columns = _entry_columns(ledger, body or format is not None, format)
@@ -131,7 +131,7 @@ def read(
 def _range(
     handle: ReadHandle, first: int | None, to: int | None, count: int | None, last: int | None
 ) -> tuple[int, int]:
-    """First and last entry to read; an empty range for an empty ledger."""
+    """Return the first and last entry to read; an empty range for an empty ledger."""
     end = handle.last_add_confirmed
     for flag, bound in (("--from", first), ("--to", to)):
         if bound is not None and bound > end:

@@ -95,7 +95,7 @@ def _ms(milliseconds: int) -> str:
 
 
 class TrialRow(NamedTuple):
-    """What `ledger test` prints."""
+    """The row that `ledger test` prints."""
 
     ledger: LedgerId
     result: RoundTrip

@@ -104,7 +104,7 @@ def write(
 
 
 def _readable_size(name: str) -> int | None:
-    """Size of a file that can be read; whatever is wrong with it is said before a ledger is created."""
+    """Return size of a file that can be read; whatever is wrong with it is said before a ledger is created."""
     status = os.stat(name)
     if not (S_ISREG(status.st_mode) or S_ISDIR(status.st_mode)):
         return None  # a pipe is opened once only: its writer would not survive the first end

@@ -43,8 +43,8 @@ def check(run: Run, scope: ScopeOfAny) -> None:
             count += 1
             writer.row(finding)
     if not count:
-        run.note("Nothing is wrong with the metadata")
-    run.finish_with(count, "findings" if count > 1 else "finding")
+        run.note("No findings in the metadata")
+    run.finish_with(count, "findings", "finding")
 
 
 ORPHAN_COLUMNS = Columns(
@@ -90,10 +90,10 @@ def orphans(
             found = list(find(cluster))
         run.render(found, ORPHAN_COLUMNS)
         if not found:
-            run.note("Nothing is orphaned")
+            run.note("No orphans")
         removable = [each for each in found if each.removable]
         if not delete or dry_run or not removable:
-            run.finish_with(len(found), "orphans" if len(found) > 1 else "orphan")
+            run.finish_with(len(found), "orphans", "orphan")
             return
         node_count = sum(each.node_count for each in removable)
         run.confirm(f"{node_count:,} nodes would be removed from {cluster.uri}")
@@ -101,4 +101,4 @@ def orphans(
             for each in removable:
                 remove_orphan(cluster, each, record.record)
     run.note(f"{len(removable):,} of {len(found):,} orphans were removed")
-    run.finish_with(len(found) - len(removable), "orphans are left, to be looked at first")
+    run.finish_with(len(found) - len(removable), "orphans remain; check them first")

@@ -68,7 +68,7 @@ def export(
         source = ClusterSource(cluster, ledgers or None)
         if file == "-":
             if run.output is not Output.TABLE:
-                raise UsageError("-o has no meaning for an export to stdout")
+                raise UsageError("-o does not apply to an export to stdout")
             write_export(source, sys.stdout.buffer, activity.update)
             sys.stdout.buffer.flush()
             return
@@ -110,7 +110,7 @@ def import_(
             counts = source.check(activity.update)
         if overwrite and not dry_run:
             place = parse_uri(run.connection().uri).text
-            run.confirm(f"What is in {place} would be replaced by what {file} has")
+            run.confirm(f"Metadata in {place} would be replaced with that in {file}")
         with ExitStack() as stack:
             try:
                 target = stack.enter_context(run.open_cluster(create_store=not dry_run))
@@ -133,13 +133,13 @@ def import_(
     if imported.conflicts:
         say_conflicts(run, imported)
         raise Conflict(
-            f"{len(imported.conflicts):,} records are there with another value", hint="--overwrite replaces them"
+            f"{len(imported.conflicts):,} records exist with another value", hint="--overwrite replaces them"
         )
 
 
 @contextmanager
 def _import_file(file: str) -> Iterator[Path]:
-    """The file to read; stdin is kept in one, since it is read twice."""
+    """Yield the file to read; stdin is kept in one, since it is read twice."""
     if file != "-":
         yield Path(file)
         return

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ImportRow(NamedTuple):
-    """What became of the records of one kind."""
+    """The outcome for the records of one kind."""
 
     kind: str
     created: int
@@ -30,7 +30,7 @@ IMPORTED_COLUMNS = Columns(
     Column("THERE ALREADY", "same", "same", Kind.INTEGER),
     key="kind",
 )
-#: Kinds of records but how far the ids got, which is no node of its own.
+#: Kinds of records but how far the ids got, which has no node of its own.
 _SHOWN_KINDS = ("node", "cookie", "mark", "ledger")
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace records that have another value; the undo file keeps these.")
@@ -53,7 +53,7 @@ def show_imported(run: Run, imported: Imported) -> None:
 
 def say_conflicts(run: Run, imported: Imported) -> None:
     for name in imported.conflicts[:NAMES_SHOWN_MAX]:
-        run.note(f"{name} is there with another value, and was left so")
+        run.note(f"{name} exists with another value, and was left unchanged")
 
 
 def note_ids(run: Run, imported: Imported) -> None:

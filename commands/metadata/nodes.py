@@ -28,7 +28,7 @@ LAYOUT_COLUMNS = Columns(
 
 
 class Layout(NamedTuple):
-    """What `metadata layout` prints."""
+    """The row that `metadata layout` prints."""
 
     uri: str
     layout: Any
@@ -43,7 +43,7 @@ def layout(run: Run) -> None:
 
 
 class NodeValue(NamedTuple):
-    """What `metadata get` prints."""
+    """The row that `metadata get` prints."""
 
     path: str
     version: int
@@ -83,7 +83,7 @@ def get(
         if not show_secrets and _holds_password(found.value):
             raise UsageError(
                 f"{place} is ledger metadata with a password",
-                hint="see it without by 'bkctl ledger show', or add --show-secrets",
+                hint="use 'bkctl ledger show', or add --show-secrets",
             )
     if format is BinaryFormat.RAW:
         run.raw(found.value)
@@ -168,10 +168,10 @@ def undo(
 
     with run.cluster() as cluster:
         if not dry_run:
-            run.confirm(f"What {file} tells of in {cluster.uri} would be put back as it was")
+            run.confirm(f"The changes in {file} would be undone in {cluster.uri}")
         changed = 0
         with run.rows(UNDONE_COLUMNS) as writer:
             for each in put_back(cluster, file, dry_run=dry_run):
                 changed += each.outcome == "changed"
                 writer.row(each)
-    run.finish_with(changed, "nodes changed since, and are left as they are")
+    run.finish_with(changed, "nodes were changed since, and were left unchanged")

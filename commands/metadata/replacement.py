@@ -51,7 +51,7 @@ def replace_bookie(
     from bkctl.metadata.admin.check import replace_bookie as replace
 
     if old is None or new is None:
-        raise UsageError("--from BOOKIE and --to BOOKIE are needed")
+        raise UsageError("--from BOOKIE and --to BOOKIE are required")
     if check_bookie_id(old) == check_bookie_id(new):
         raise UsageError("--from and --to are the same bookie")
     if rate is not None and rate <= 0:
@@ -60,7 +60,7 @@ def replace_bookie(
     with run.cluster() as cluster:
         registered = cluster.bookies.get(old)
         if registered is not None and registered.state != "down":
-            raise Conflict(f"Bookie {old} is registered: its clients go on to write to it", hint="stop it first")
+            raise Conflict(f"Bookie {old} is registered: its clients still write to it", hint="stop it first")
         if cluster.bookies.get(new) is None:
             raise NotFound(f"No bookie {new} in {cluster.store.name}", hint="'bkctl bookies list' shows them")
         if not dry_run:
@@ -78,4 +78,4 @@ def replace_bookie(
                 changed += each.problem is None
                 writer.row(each)
     run.note(f"{changed:,} ledgers {'would be' if dry_run else 'were'} changed")
-    run.finish_with(problems, "ledgers are left as they were")
+    run.finish_with(problems, "ledgers were left unchanged")

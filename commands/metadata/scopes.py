@@ -50,9 +50,7 @@ def scopes(run: Run) -> None:
 
     with run.cluster() as cluster, run.working("Counting ledgers"):
         if cluster.ledgers.scopes_state() == "foreign":
-            run.note(
-                "The scopes tree belongs to a cluster that was formatted away, and is left out; 'metadata orphans'"
-            )
+            run.note("The scopes tree of a formatted cluster is left out; 'metadata orphans' lists it")
         run.render(rows(), SCOPE_COLUMNS)
 
 
@@ -96,7 +94,7 @@ def idgen(
     from bkctl.ids import parse_scope_id, random_u64
 
     if sequence and scope_id is not None and parse_scope_id(scope_id) != 0:
-        raise UsageError("--sequence is for scope 0; in other scopes ids are random")
+        raise UsageError("--sequence applies to scope 0; ids of other scopes are random")
     if not sequence:
         import uuid
 

@@ -64,13 +64,13 @@ def diff(
             sources.append(stack.enter_context(source))
         left, right = sources
         if left.header.instance_id != right.header.instance_id:
-            run.note(f"They are two clusters: {left.header.instance_id} and {right.header.instance_id}")
+            run.note(f"Different clusters: {left.header.instance_id} and {right.header.instance_id}")
         with run.working("Comparing") as activity, run.rows(DIFFERENCE_COLUMNS) as writer:
             differences = compare(left.records(), right.records(), progress=activity.update)
             for difference in chain(compare_headers(left.header, right.header), differences):
                 found[difference.what] += 1
                 writer.row(difference)
-    run.finish_with(found.total(), "differences" if found.total() > 1 else "difference")
+    run.finish_with(found.total(), "differences", "difference")
 
 
 @command(
@@ -120,7 +120,7 @@ def migrate(
             show_planned(run, _counted(run, source))  # no SQLite file yet
             return
         if source_cluster.uri == target.uri:
-            raise UsageError(f"{target.uri} is the store itself")
+            raise UsageError(f"{target.uri} is the same store")
         is_new = prepare_target(target, source.header, dry_run=True)
         for cluster in (source_cluster,) if is_new else (source_cluster, target):
             _refuse_registered(cluster, live)
@@ -128,7 +128,7 @@ def migrate(
             show_planned(run, _counted(run, source))
             return
         if overwrite and not dry_run and not is_new:
-            run.confirm(f"What is in {target.uri} would be replaced by what {source_cluster.uri} has")
+            run.confirm(f"Metadata in {target.uri} would be replaced with that in {source_cluster.uri}")
         prepare_target(target, source.header, dry_run=dry_run)
         with run.undo(target, undo, elsewhere=True) as record, run.working("Copying") as activity:
             imported = import_records(

@@ -244,7 +244,7 @@ def test_gc_says_that_another_round_is_under_way(cli: Cli, fake: FakeServer) -> 
     fake.replies[f"GET {API}/gc"] = {"is_in_force_gc": "true"}
     answer = cli("bookie", "gc")
     assert (answer.code, len(fake.bodies())) == (0, 1)
-    assert "is in a forced round already" in answer.err
+    assert "is in a forced round and starts no other" in answer.err
     answer = cli("bookie", "gc", "--wait", "--deadline", "10ms")
     assert (answer.code, len(fake.bodies())) == (6, 1)
     assert "still collects garbage after 0.01 s" in answer.err

@@ -127,7 +127,7 @@ def test_nuke_tells_of_scoped_ledgers_that_are_another_clusters(cli: Cli, zookee
     words = ("cluster", "nuke", "--instance-id", "another", "-u", uri)
     refused = cli(*words)
     assert refused.code == 2
-    assert "formatted away" in refused.err
+    assert "formatted cluster" in refused.err
     assert cli(*words, "--dry-run", "-o", "json").json["ledgerCount"] == 0
     assert cli(*words, "--yes").code == 0
     assert cli("metadata", "tree", "-u", uri).code == 4
@@ -138,7 +138,7 @@ def test_a_terminal_is_asked(store: Cluster) -> None:
     words = ("cluster", "nuke", "--instance-id", store.instance_id())
     code, seen = cli.terminal(*words, type_in="n\n")
     assert code == 1
-    assert "2 ledgers, 1 cookies, and there is no backup" in seen
+    assert "2 ledgers, 1 cookies, without a backup" in seen
     assert "nothing was changed" in seen
     assert cli("ledger", "list", "--all-scopes", "--count", "-o", "ndjson").rows == [{"count": 2}]
     code, seen = cli.terminal(*words, type_in="y\n")

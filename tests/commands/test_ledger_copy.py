@@ -88,7 +88,7 @@ def test_a_copy_goes_to_another_cluster_and_back(cli: Cli, written: str, tmp_pat
             assert gone.code == 3
             assert [(row["bookieId"], row["answer"]) for row in gone.rows] == [(other.bookies()[0].bookie_id, "gone")]
             assert gone.rows[0].get("missing") is None
-            assert "1 replica is not all right" in gone.err
+            assert "1 replica is not ok" in gone.err
     finally:
         other.down()
 

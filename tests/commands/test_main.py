@@ -77,7 +77,7 @@ def test_offline_commands_import_nothing_heavy(tmp_path: Path) -> None:
         (["ledger", "read", "1", "--format", "raw", "-o", "json"], "--format raw"),
         (["ledger", "write", "--digest-type", "MD5"], "Not a digest type"),
         (["ledger", "write", "--custom-metadata", "x"], "not KEY=VALUE"),
-        (["ledger", "write", "--uuid", "--ledger-id", "1"], "--uuid makes a new id"),
+        (["ledger", "write", "--uuid", "--ledger-id", "1"], "--uuid generates an id"),
         (["ledger", "write", "-", "-"], "- (stdin) is given twice"),
         (["ledger", "write", "--record-size", "0"], "record size"),
         (["ledger", "read", "1", "--password", "a", "--password-file", "b"], "--password and --password-file"),

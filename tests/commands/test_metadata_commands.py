@@ -254,7 +254,7 @@ def test_import_leaves_other_values_alone_unless_told(cli: Cli, store: Cluster, 
     for more in ([], ["--dry-run"]):
         result = cli("metadata", "import", "-f", export, *more)
         assert result.code == 5
-        assert "Ledger 6 is there with another value" in result.err
+        assert "Ledger 6 exists with another value" in result.err
     undo = tmp_path / "undo"
     assert cli("metadata", "import", "-f", export, "--overwrite").code == 2
     assert cli("metadata", "import", "-f", export, "--overwrite", "--undo", undo, "--yes").code == 0
