@@ -1,6 +1,6 @@
 """The one error tree. Each class has an exit code and, where a bookie can send it, its wire status codes.
 
-`str(error)` is one line that says what and where; `error.hint` says what to try. `main` alone prints them.
+`str(error)` is one line: the problem, its place, and `error.hint`, which is a remedy. Only `main` prints errors.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ BY_V3_CODE: Final[dict[int, type[BkctlError]]] = {}
 
 
 def is_interrupt(error: BaseException | None) -> bool:
-    """Return whether `error` is a KeyboardInterrupt, or failed while one was ending what was at work."""
+    """Return True if `error` is a KeyboardInterrupt, or was raised while one ended the work."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, KeyboardInterrupt):
@@ -180,7 +180,7 @@ class LedgerExists(AlreadyExists):
 
 
 class LedgerFenced(Conflict):
-    """The ledger is fenced: somebody recovers or recovered it."""
+    """The ledger is fenced: another client recovers or recovered it."""
 
     client_code = -101
     v2_code = 104
@@ -244,7 +244,7 @@ class LedgerLengthUnknown(LedgerRecoveryFailed):
 
 
 class Corrupt(BkctlError):
-    """Bytes that no bookie writes."""
+    """Bytes that a bookie never writes."""
 
     exit_code = 7
 
@@ -268,7 +268,7 @@ class CorruptRecord(Corrupt):
 
 
 class DigestMismatch(Corrupt):
-    """An entry that does not match its digest, or another entry than was asked for."""
+    """An entry that does not match its digest, or is not the requested one."""
 
     client_code = -5
 

@@ -166,7 +166,7 @@ def status(run: Run, watch: WatchOption) -> None:
         run.watch(watch, look, STATUS_COLUMNS, single=True)
 
 
-class Switch(NamedTuple):
+class SwitchState(NamedTuple):
     """The state of a switch, and if the command changed it."""
 
     enabled: bool
@@ -188,7 +188,7 @@ def _switch(run: Run, enabled: bool) -> None:
             changed = True
         except AlreadyExists:
             changed = False
-    run.show(Switch(enabled, changed), SWITCH_COLUMNS)
+    run.show(SwitchState(enabled, changed), SWITCH_COLUMNS)
     if not changed:
         run.note(f"Auto-recovery was {'enabled' if enabled else 'disabled'} already")
 
@@ -230,7 +230,7 @@ COUNT_COLUMNS = Columns(Column("LEDGERS", "count", "ledger_count", Kind.INTEGER)
 
 
 class MarkRow(NamedTuple):
-    """A marked ledger, and who replicates it now."""
+    """A marked ledger, and its present worker."""
 
     ledger: LedgerId
     missing_replicas: tuple[str, ...]
@@ -300,7 +300,7 @@ def list_marked(
 
 
 class Work(NamedTuple):
-    """A ledger that is being replicated; `length` in bytes, None where it was deleted or cannot be read."""
+    """A ledger that is being replicated; `length` in bytes, None if it was deleted or cannot be read."""
 
     ledger: LedgerId
     worker: str | None
@@ -345,7 +345,7 @@ MARKED_COLUMNS = Columns(
 
 
 class Marked(NamedTuple):
-    """A ledger and its mark as it was asked for; `changed` False where it stood so already."""
+    """A ledger and its requested mark; `changed` is False if the mark was as requested."""
 
     ledger: LedgerId
     missing_replicas: tuple[str, ...]
@@ -434,7 +434,7 @@ def unmark(run: Run, ledgers: LedgersOrFile, undo: UndoOption = None, dry_run: D
 
 
 class Vote(NamedTuple):
-    """A bookie that would be auditor; the first one of each kind is."""
+    """A candidate for auditor; the first of each kind is the auditor."""
 
     bookie_id: str
     scoped: bool

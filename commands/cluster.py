@@ -254,7 +254,7 @@ NUKE_COLUMNS = Columns(
 
 
 @command(app, "nuke", connects=True, changes=True, asks=True)
-def nuke(
+def nuke_cluster(
     run: Run,
     instance_id: Annotated[
         str | None,
@@ -271,8 +271,7 @@ def nuke(
     --backup, 'metadata import' restores the metadata.
     """
     from bkctl.metadata.admin.dump import ClusterSource, export_to_file
-    from bkctl.metadata.admin.nuke import nuke as remove
-    from bkctl.metadata.admin.nuke import plan_nuke
+    from bkctl.metadata.admin.nuke import nuke, plan_nuke
 
     if instance_id is None:
         raise UsageError("--instance-id is required", hint="'bkctl cluster id' shows it")
@@ -298,7 +297,7 @@ def nuke(
             with run.working(f"Exporting to {backup}") as activity:
                 export_to_file(ClusterSource(cluster), backup, progress=activity.update)
         with run.working("Removing nodes") as activity:
-            count = remove(cluster, progress=activity.update)
+            count = nuke(cluster, progress=activity.update)
     run.show(plan, NUKE_COLUMNS)
     run.note(f"{count:,} nodes were removed")
 

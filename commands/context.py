@@ -20,7 +20,7 @@ app = group()
 
 
 class ContextRow(NamedTuple):
-    """A context and whether it is the current one."""
+    """A context; one of them is current."""
 
     name: str
     options: GlobalOptions

@@ -31,7 +31,7 @@ FileOption = Annotated[
 
 
 class CookieRow(NamedTuple):
-    """A cookie and where it is: `place` is a directory, None for the metadata store."""
+    """A cookie and its place: a directory, or None for the metadata store."""
 
     bookie_id: str | None
     place: str | None
@@ -375,7 +375,7 @@ def _directories(text: str | None) -> tuple[str, ...]:
 
 
 class ExpandedRow(NamedTuple):
-    """A directory that is taken in."""
+    """A directory that is added."""
 
     directory: str
     bookie_id: str
@@ -394,28 +394,27 @@ EXPANDED_COLUMNS = Columns(
     changes=True,
     examples=("bkctl cookie expand --conf bk_server.conf --dry-run",),
 )
-def expand(run: Run, undo: UndoOption = None, dry_run: DryRun = False) -> None:
+def expand_cookies(run: Run, undo: UndoOption = None, dry_run: DryRun = False) -> None:
     """Add new, empty directories to a bookie's cookies.
 
     Adds the new ledger and index directories of --conf. The bookie must be stopped. Asks on a terminal; elsewhere --yes
     is required.
     """
-    from bkctl.bookie.cookies import bookie_id_of, configured_directories
-    from bkctl.bookie.cookies import expand as take_in
+    from bkctl.bookie.cookies import bookie_id_of, configured_directories, expand
     from bkctl.disk import Files
     from bkctl.repair.holding import hold
 
     config = run.config()
     bookie_id = bookie_id_of(config)
     with run.cluster() as cluster:
-        new = take_in(config, bookie_id, cluster, Files(), undo=None)
+        new = expand(config, bookie_id, cluster, Files(), undo=None)
         if not dry_run and new:
             run.confirm(f"Bookie {bookie_id} would be given {', '.join(new)}, and could not start without them again")
             files = Files()
             for each in new:
                 files.make_directory(Path(each))
             with hold(map(Path, configured_directories(config))), run.undo(cluster, undo) as kept:
-                take_in(config, bookie_id, cluster, files, undo=kept)
+                expand(config, bookie_id, cluster, files, undo=kept)
         run.render((ExpandedRow(each, bookie_id) for each in new), EXPANDED_COLUMNS)
     if not new:
         run.note("No directory is new")
@@ -436,7 +435,7 @@ RENAMED_COLUMNS = Columns(
 
 
 @command(app, "rename", connects=True, asks=True, changes=True)
-def rename(
+def rename_bookie(
     run: Run,
     old: Annotated[str, typer.Argument(metavar="OLD", help="The bookie's present id.")],
     new: Annotated[str, typer.Argument(metavar="NEW", help="The bookie's new id.")],
@@ -450,8 +449,7 @@ def rename(
     stopped. Ledgers still name the old id: 'metadata replace-bookie' changes that. Asks on a terminal; elsewhere --yes
     is required.
     """
-    from bkctl.bookie.cookies import STORE, configured_directories
-    from bkctl.bookie.cookies import rename as change
+    from bkctl.bookie.cookies import STORE, configured_directories, rename
     from bkctl.disk import Files
     from bkctl.ids import check_bookie_id
     from bkctl.repair.holding import hold
@@ -462,11 +460,11 @@ def rename(
     if not directories and run.conf is not None:
         directories = configured_directories(run.config())
     with run.cluster() as cluster:
-        changed = change(cluster, old, new, directories, Files(), undo=None)
+        changed = rename(cluster, old, new, directories, Files(), undo=None)
         if not dry_run:
             run.confirm(f"Bookie {old} would be {new} in {cluster.store.name} and {len(changed)} directories")
             with hold(map(Path, directories)), run.undo(cluster, undo) as kept:
-                changed = change(cluster, old, new, directories, Files(), undo=kept)
+                changed = rename(cluster, old, new, directories, Files(), undo=kept)
         run.render((RenamedRow(place, old, new) for place in (STORE, *changed)), RENAMED_COLUMNS)
     if not directories:
         run.note("The cookies in the bookie's directories stay as they are; name them with --dir or --conf")
@@ -483,7 +481,7 @@ FINDING_COLUMNS = Columns(
 
 
 @command(app, "verify", connects=True, examples=("bkctl cookie verify --conf bk_server.conf",))
-def verify(
+def verify_cookies(
     run: Run,
     bookie: Annotated[
         str | None, typer.Argument(metavar="BOOKIE", help="The bookie's id (default: the one of --conf).")
@@ -502,8 +500,8 @@ def verify(
         configured_directories,
         read_local,
         read_stored,
+        verify,
     )
-    from bkctl.bookie.cookies import verify as compare
     from bkctl.formats.metadata import Cookie
 
     config = run.config() if run.conf is not None else None
@@ -525,7 +523,7 @@ def verify(
             raise stored
         else:
             raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie list' shows the cookies")
-        findings = list(compare(expected, stored, local))
+        findings = list(verify(expected, stored, local))
         run.render(findings, FINDING_COLUMNS)
     run.note(f"Bookie {bookie}: {len(local) + 1} cookies compared, {len(findings)} differences")
     run.finish_with(len(findings), f"differences in the cookies of bookie {bookie}")

@@ -127,7 +127,7 @@ def _journals_named(given: BookieDirectories, name: str) -> list[Path]:
 
 
 def _starts(given: BookieDirectories, files: list[Path]) -> dict[Path, int]:
-    """Return the files from the marked one on, and where to begin in each."""
+    """Return the files from the marked one on, with the position to begin at in each."""
     from bkctl.files.journals import files_after_marks
 
     if not given.ledger_dirs:

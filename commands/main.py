@@ -54,12 +54,12 @@ OS_ERROR_EXIT_CODES: Final[dict[int, int]] = {
     errno.ETIMEDOUT: 6,
 }
 
-# typer.BadParameter → … → ClickException: what every usage error of the parser is.
+# typer.BadParameter → … → ClickException: the base of every usage error of the parser.
 _ParserError: Final[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
 class RootGroup(Group):
-    """The groups by name; a group's module is imported when a command of it is asked for."""
+    """The groups by name; a group's module is imported once a command of it is used."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -247,9 +247,9 @@ def _unexpected(kind: type[BaseException], error: BaseException, trace: Any) -> 
 
 
 def _open_closed_streams() -> None:
-    """Put /dev/null where stdin, stdout or stderr was closed (`>&-`): no socket of ours may take its number.
+    """Open /dev/null for closed stdin, stdout or stderr (`>&-`), so that no socket takes its descriptor.
 
-    sys.stdin stays None then, so that a command that reads it can tell.
+    sys.stdin stays None then, so that a command that reads stdin notices.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:

@@ -126,7 +126,7 @@ def _say(run: Run, which: Any, method: str, path: str, body: bytes | None) -> No
 
 
 def _body(text: str) -> bytes:
-    """Return the bytes to send. Raises UsageError for what is no JSON, or too large."""
+    """Return the bytes to send. Raises UsageError for bytes that are not JSON, or too many."""
     data = _file(text[1:]) if text.startswith("@") else text.encode("utf-8", "surrogateescape")
     if len(data) > BODY_SIZE_BYTES_MAX:
         raise UsageError(f"--body: larger than {BODY_SIZE_BYTES_MAX:,} bytes")

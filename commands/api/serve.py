@@ -21,7 +21,7 @@ app = group()
 
 
 class Gateway(NamedTuple):
-    """A gateway that serves."""
+    """A running gateway."""
 
     url: str
     metadata_uri: str

@@ -1,4 +1,4 @@
-"""The commands of `bkctl bookie` and `bkctl bookie index` that check; `bookie` has the apps and imports this."""
+"""`bkctl bookie check` and `bkctl bookie index check`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bkctl.ids import LedgerId, parse_scope_id
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
-from ..kit.ledger_options import SOME_LEDGERS
+from ..kit.ledger_options import LEDGERS_BY_OPTION
 from ..kit.options import Composite, DigestToCheck, LedgerPassword, number_option, parameter
 from ..kit.records import DirOption, PlacesArgument, raise_first
 from ..kit.texts import size_text
@@ -44,7 +44,7 @@ FINDING_COLUMNS = Columns(
 
 
 class LedgerFilter(NamedTuple):
-    """The ledgers to look at (None: all), in one scope or (None) in every one."""
+    """The ledgers to check (None: all), in one scope or (None) in every scope."""
 
     ledgers: list[LedgerId] | None
     scope_id: int | None
@@ -61,7 +61,7 @@ LedgersToCheck = Annotated[
     LedgerFilter,
     Composite(
         (
-            SOME_LEDGERS,
+            LEDGERS_BY_OPTION,
             parameter(
                 "ledger_scope_id",
                 Annotated[

@@ -1,4 +1,4 @@
-"""The commands of `bkctl bookie` and `bkctl bookie index` that change files; `bookie` has the apps and imports this."""
+"""The commands of `bkctl bookie` and `bkctl bookie index` that change files."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ REBUILT_COLUMNS = Columns(
 
 
 @command(index_app, "rebuild", connects=True, changes=True)
-def rebuild(
+def rebuild_databases(
     run: Run,
     ledgers: Annotated[bool, typer.Option("--ledgers", help="Rebuild the databases of ledgers.")] = False,
     locations: Annotated[bool, typer.Option("--locations", help="Rebuild the databases of entry locations.")] = False,
@@ -111,8 +111,7 @@ def rebuild(
     and explicit LACs are kept where the old database, the journals or, with --metadata-uri, the metadata have them;
     --metadata-uri also leaves out ledgers that the metadata does not have.
     """
-    from bkctl.repair.rebuild import rebuild as make_anew
-    from bkctl.repair.rebuild import size_to_read
+    from bkctl.repair.rebuild import rebuild, size_to_read
 
     if not (ledgers or locations):
         raise UsageError("Neither --ledgers nor --locations is given", hint="give one of them, or both")
@@ -120,7 +119,7 @@ def rebuild(
     with _held(run, layout, dry_run=dry_run), _metadata(run, layout) as metadata:
         size = size_to_read(layout, ledgers=ledgers, locations=locations)
         with run.working("Rebuilding", total=size, unit="bytes") as activity:
-            done = make_anew(
+            done = rebuild(
                 layout,
                 ledgers=ledgers,
                 locations=locations,
@@ -187,7 +186,7 @@ GivenPassword = Annotated[
 
 
 @command(index_app, "regenerate", connects=True, changes=True)
-def regenerate(
+def regenerate_files(
     run: Run,
     which: AnyLedgers,
     password: GivenPassword,
@@ -204,8 +203,7 @@ def regenerate(
     or, with --metadata-uri, its metadata. Fence and explicit LAC are kept where they are known.
     """
     from bkctl.formats.entry import master_key
-    from bkctl.repair.regenerate import regenerate as make_anew
-    from bkctl.repair.regenerate import size_to_read
+    from bkctl.repair.regenerate import regenerate, size_to_read
 
     if (which.ledgers is None) != all_ledgers:
         problem = "--all and ledgers are given" if all_ledgers else "No ledger is given"
@@ -216,7 +214,7 @@ def regenerate(
         _metadata(run, layout) as metadata,
         run.working("Regenerating", total=size_to_read(layout), unit="bytes") as activity,
     ):
-        done = make_anew(
+        done = regenerate(
             layout,
             which.ledgers,
             scope_id=which.scope_id,
@@ -257,7 +255,9 @@ DOWNGRADED_COLUMNS = Columns(
 
 
 @command(app, "downgrade", changes=True)
-def downgrade(run: Run, places: PlacesArgument = None, directories: DirOption = None, dry_run: DryRun = False) -> None:
+def downgrade_bookie(
+    run: Run, places: PlacesArgument = None, directories: DirOption = None, dry_run: DryRun = False
+) -> None:
     """Prepare a crashed bookie's directories for Apache's bookie.
 
     The bookie must be down. Moves the entries of its journals into entry logs and indexes, as a clean stop does, and
@@ -265,13 +265,12 @@ def downgrade(run: Run, places: PlacesArgument = None, directories: DirOption = 
     ledgers of scope 0 on these directories; ours still serves all scopes. Uses the settings of --conf, or defaults
     with DIR.
     """
-    from bkctl.repair.downgrade import config_of
-    from bkctl.repair.downgrade import downgrade as stop_cleanly
+    from bkctl.repair.downgrade import config_of, downgrade
 
     given = [*(places or ()), *(directories or ())]
     config = config_of(run.directories(given)) if given or run.conf is None else run.config()
     with run.working("Stopping the bookie cleanly"):
-        rows = stop_cleanly(config, dry_run=dry_run)
+        rows = downgrade(config, dry_run=dry_run)
     run.render(rows, DOWNGRADED_COLUMNS)
     if not any(row.journal_ids for row in rows):
         run.note("bkctl: Nothing to do: no journal has scoped records, so Apache's bookie can start")
@@ -306,7 +305,7 @@ class IndexKind(StrEnum):
 
 
 @command(app, "convert", asks=True, changes=True)
-def convert(
+def convert_index(
     run: Run,
     to: Annotated[
         IndexKind,
@@ -327,14 +326,14 @@ def convert(
     The new index is verified entry by entry before it replaces the old one. If the command is killed, run it again to
     continue. Change the bookie's ledgerStorageClass by hand afterwards.
     """
-    from bkctl.repair.convert import convert as make_other
+    from bkctl.repair.convert import convert
 
     layout = _layout(run, [*(places or ()), *(directories or ())])
     if discard_old and not dry_run:
         where = ", ".join(map(str, layout.index_dirs))
         run.confirm(f"The old index in {where} would be removed once the new one is verified")
     with _held(run, layout, dry_run=dry_run), run.working("Converting", unit="entries") as activity:
-        done = make_other(layout, to.value, discard_old=discard_old, dry_run=dry_run, progress=activity.advance)
+        done = convert(layout, to.value, discard_old=discard_old, dry_run=dry_run, progress=activity.advance)
     run.render(done.directories, CONVERTED_COLUMNS)
     if done.resumed:
         run.note("The conversion continued where it was killed")
@@ -457,8 +456,7 @@ def init(
     the same. --check (and --dry-run) changes nothing; exit code 3 if something prevents it.
     """
     from bkctl.bookie.cookies import bookie_id_of, configured_cookie, configured_directories
-    from bkctl.bookie.format import existing, problems_of_init
-    from bkctl.bookie.format import init as make_new
+    from bkctl.bookie.format import existing, init, problems_of_init
     from bkctl.disk import Files
     from bkctl.repair.holding import hold
 
@@ -473,5 +471,5 @@ def init(
             run.finish_with(len(problems), f"reasons against creating bookie {bookie_id}")
             return
         with hold(existing(configured_directories(config))):
-            make_new(config, bookie_id, cluster, Files())
+            init(config, bookie_id, cluster, Files())
         run.show(configured_cookie(config, bookie_id, cluster.instance_id()), NEW_BOOKIE_COLUMNS)

@@ -1,4 +1,4 @@
-"""The running bookie that a command is about, and its HTTP server."""
+"""The running bookie that a command addresses, and its HTTP server."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
 
 
-class BookieServer(NamedTuple):
-    """The bookie that a command is about: by its id, or by where its HTTP server is; with both, that is asked."""
+class ServerChoice(NamedTuple):
+    """The bookie that a command addresses: by id, or by the URL of an HTTP server, which takes precedence."""
 
     bookie_id: str | None
     url: str | None
 
 
-def _bookie_server(values: Mapping[str, Any]) -> BookieServer:
+def _bookie_server(values: Mapping[str, Any]) -> ServerChoice:
     bookie_id, url = values["bookie_of_server"], values["bookie_url"]
     if bookie_id is None and url is None:
         url = os.environ.get("BKCTL_BOOKIE_URL") or None
-    return BookieServer(bookie_id, url)
+    return ServerChoice(bookie_id, url)
 
 
 #: `--bookie` and `--bookie-url`; `server` turns them into a BookieApi.
 BookieServerOption = Annotated[
-    BookieServer,
+    ServerChoice,
     Composite(
         (
             parameter(
@@ -44,7 +44,9 @@ BookieServerOption = Annotated[
                 Annotated[
                     str,
                     typer.Option(
-                        "--bookie", metavar="BOOKIE", help="The bookie; its HTTP server is where it registered one."
+                        "--bookie",
+                        metavar="BOOKIE",
+                        help="The bookie, whose registered HTTP server is used.",
                     ),
                 ],
             ),
@@ -67,7 +69,7 @@ BookieServerOption = Annotated[
 
 
 class Server(NamedTuple):
-    """A bookie's HTTP server. `cluster` is open, where the bookie was looked up there."""
+    """A bookie's HTTP server. `cluster` is the open cluster that named it, if one did."""
 
     api: BookieApi
     bookie_id: str | None
@@ -85,17 +87,17 @@ class Server(NamedTuple):
 
 
 @contextmanager
-def server(run: Run, which: BookieServer, *, changes: bool = False) -> Iterator[Server]:
-    """Yield the HTTP server that the options name: --bookie-url, else what --bookie registered, else that of --conf.
+def server(run: Run, which: ServerChoice, *, changes: bool = False) -> Iterator[Server]:
+    """Yield the HTTP server that the options name: --bookie-url, else that of --bookie, else that of --conf.
 
-    `changes`: the command changes something, and goes to the audit log. Raises UsageError where nothing names one.
+    `changes`: the audit log records the command. Raises UsageError if no option names a server.
     """
     with finder(run, which, changes=changes) as find:
         yield find()
 
 
 @contextmanager
-def finder(run: Run, which: BookieServer, *, changes: bool = False) -> Iterator[Callable[[], Server]]:
+def finder(run: Run, which: ServerChoice, *, changes: bool = False) -> Iterator[Callable[[], Server]]:
     """Yield a function that returns the server that the bookie has registered at the time of the call.
 
     A call raises BookieUnavailable while the bookie is not registered.
@@ -158,7 +160,7 @@ def _url_of_conf(run: Run) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.get('httpServerPort') or '8080'}"
 
 
-class Asked(NamedTuple):
+class BookieAnswer(NamedTuple):
     """A bookie's answer."""
 
     server: Server

@@ -19,7 +19,7 @@ from .server import BookieServerOption, server
 app = group()
 
 
-class Setting(NamedTuple):
+class BookieSetting(NamedTuple):
     """One setting of a bookie."""
 
     name: str
@@ -93,15 +93,15 @@ def config(
     with server(run, which, changes=bool(changed) and not dry_run) as found:
         settings = found.api.config()
         if changed:
-            rows = [Setting(name, settings.get(name)) for name in changed]
+            rows = [BookieSetting(name, settings.get(name)) for name in changed]
             if dry_run:
                 run.note(f"bkctl: Dry run: {found.name} would set {', '.join(changed)}; now it has")
             else:
                 run.detail(found.api.set_config(changed))
                 settings = found.api.config()
-                rows = [Setting(name, settings.get(name)) for name in changed]
+                rows = [BookieSetting(name, settings.get(name)) for name in changed]
         else:
-            rows = [Setting(name, settings[name]) for name in sorted(settings) if _is_asked_for(name, names)]
+            rows = [BookieSetting(name, settings[name]) for name in sorted(settings) if _is_asked_for(name, names)]
         run.render((each if show_secrets else _without_secret(each) for each in rows), SETTING_COLUMNS)
         missing = [name for name in names or () if not any(_is_asked_for(each, [name]) for each in settings)]
         if missing:
@@ -116,7 +116,7 @@ def _is_asked_for(name: str, patterns: list[str] | None) -> bool:
     return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _without_secret(setting: Setting) -> Setting:
+def _without_secret(setting: BookieSetting) -> BookieSetting:
     """Return the setting as it may be printed: a password as `***`, and one within a URI."""
     from bkctl.redaction import is_secret_name
 

@@ -14,7 +14,7 @@ from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.options import DryRun, WatchOption
 from ..kit.texts import GREEN, RED, YELLOW
-from .server import BOOKIE, URL, Asked, BookieServerOption, Server, finder, server
+from .server import BOOKIE, URL, BookieAnswer, BookieServerOption, Server, finder, server
 from .waiting import Patience, WaitDeadline
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def state(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
     A read-only bookie may still accept high-priority writes, which ledger recovery uses.
     """
     with server(run, which) as found:
-        run.watch(watch, lambda: iter([Asked(found, found.api.state())]), STATE_COLUMNS, single=True)
+        run.watch(watch, lambda: iter([BookieAnswer(found, found.api.state())]), STATE_COLUMNS, single=True)
 
 
 READY_COLUMNS = Columns(
@@ -89,7 +89,7 @@ def ready(
                     if readiness.ready or not wait:
                         break
                 patience.wait()
-        run.show(Asked(found, readiness), READY_COLUMNS)
+        run.show(BookieAnswer(found, readiness), READY_COLUMNS)
         if not readiness.ready:
             raise FindingsError(f"{found.name} is not ready: {readiness.message}")
 
@@ -167,7 +167,7 @@ def readonly(
     with server(run, which, changes=wanted is not None and not dry_run) as found:
         before = found.api.read_only()
         if wanted is None:
-            run.show(Asked(found, before), READ_ONLY_COLUMNS)
+            run.show(BookieAnswer(found, before), READ_ONLY_COLUMNS)
             return
         on = wanted is Switch.ON
         if before is on:
@@ -175,7 +175,7 @@ def readonly(
         elif dry_run:
             run.note(f"bkctl: Dry run: {found.name} would become {'read-only' if on else 'writable'}")
         after = before if dry_run else found.api.set_read_only(on)
-        run.show(Asked(found, after), READ_ONLY_COLUMNS)
+        run.show(BookieAnswer(found, after), READ_ONLY_COLUMNS)
         if dry_run:
             return
         if after is not on:

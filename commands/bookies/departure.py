@@ -19,8 +19,8 @@ from ..kit.options import (
     DryRun,
 )
 from ..kit.output import RowWriter
-from ..kit.texts import GREEN, RED, YELLOW
-from .progress import counted, entry_spans, ledger_width, loss_text, progress_text, run_within, shown_progress
+from ..kit.texts import GREEN, RED, YELLOW, counted
+from .progress import entry_spans, ledger_width, loss_text, progress_text, run_within, shown_progress
 from .selection import Deadline, OneBookie, ProgressOption, SkipUnrecoverable, find_topology
 
 if TYPE_CHECKING:
@@ -99,8 +99,8 @@ def _step_columns(run: Run, plan: MovePlan) -> Columns:
     )  # fmt: skip
 
 
-class _Steps:
-    """Prints steps, and counts those that stand against it. `watched`: progress instead of what goes well."""
+class _StepPrinter:
+    """Printing of steps, which counts the findings among them; with `watch_s`, progress replaces successful moves."""
 
     def __init__(self, run: Run, writer: RowWriter, watch_s: float | None) -> None:
         self._run, self._writer, self._watch_s = run, writer, watch_s
@@ -145,12 +145,12 @@ class _Steps:
 
 
 @contextmanager
-def _steps(run: Run, plan: MovePlan, watch_s: float | None) -> Iterator[_Steps]:
+def _steps(run: Run, plan: MovePlan, watch_s: float | None) -> Iterator[_StepPrinter]:
     with run.rows(_step_columns(run, plan), live=True) as writer:
-        yield _Steps(run, writer, watch_s)
+        yield _StepPrinter(run, writer, watch_s)
 
 
-async def _checked(departure: Decommission | Drain, steps: _Steps, *, probe: bool) -> None:
+async def _checked(departure: Decommission | Drain, steps: _StepPrinter, *, probe: bool) -> None:
     async with aclosing(departure.check(probe=probe)) as found:
         async for step in found:
             steps.take(step)

@@ -193,7 +193,7 @@ def show(
 # --- usage ----------------------------------------------------------------------------------------------------------
 
 
-class Sort(StrEnum):
+class UsageOrder(StrEnum):
     """The order of `bookies usage`."""
 
     BOOKIE = "bookie"
@@ -220,7 +220,9 @@ USAGE_COLUMNS = Columns(
 @command(app, "usage", connects=True, examples=("bkctl bookies usage",))
 def usage(
     run: Run,
-    sort: Annotated[Sort, typer.Option("--sort", help="Order: bookie, used (fullest first) or free.")] = Sort.BOOKIE,
+    sort: Annotated[
+        UsageOrder, typer.Option("--sort", help="Order: bookie, used (fullest first) or free.")
+    ] = UsageOrder.BOOKIE,
     threshold: Annotated[
         float | None,
         typer.Option("--threshold", metavar="PERCENT", help="Exit with 3 if a bookie has used more than this."),
@@ -243,9 +245,9 @@ def usage(
     with run.cluster() as cluster, run.working("Asking the bookies"):
         registered = cluster.bookies.list(include_down=False)
         rows = run.complete(work())
-    if sort is Sort.USED:
+    if sort is UsageOrder.USED:
         rows.sort(key=lambda row: -(row.used_percent or 0))
-    elif sort is Sort.FREE:
+    elif sort is UsageOrder.FREE:
         rows.sort(key=lambda row: row.free if row.free is not None else 0)
     run.render(rows, USAGE_COLUMNS)
     total, free = (sum(getattr(row, name) or 0 for row in rows) for name in ("total", "free"))

@@ -10,7 +10,7 @@ from bkctl.errors import TimedOut
 
 from ..kit.command import Run
 from ..kit.terminal import Activity
-from ..kit.texts import size_text
+from ..kit.texts import counted, size_text
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import RegisteredBookie
@@ -111,7 +111,3 @@ def loss_text(
     if delete_cookie:
         text += f"; {'its cookie' if len(names) == 1 else 'their cookies'} would be deleted"
     return text
-
-
-def counted(count: int, one: str, many: str) -> str:
-    return f"{count:,} {one if count == 1 else many}"

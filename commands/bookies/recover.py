@@ -19,9 +19,9 @@ from ..kit.options import (
     DryRun,
 )
 from ..kit.output import RowWriter
-from ..kit.texts import GREEN, RED, YELLOW, size_text
-from .progress import counted, entry_spans, ledger_width, loss_text, run_within, shown_progress, time_text
-from .selection import Deadline, SkipUnrecoverable, SomeBookies, SomeLedgers, bookie_ids, find_topology
+from ..kit.texts import GREEN, RED, YELLOW, counted, size_text
+from .progress import entry_spans, ledger_width, loss_text, run_within, shown_progress, time_text
+from .selection import Deadline, LedgersByOption, ManyBookies, SkipUnrecoverable, bookie_ids, find_topology
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster
@@ -123,8 +123,8 @@ def _move_columns(plan: MovePlan) -> Columns:
 )
 def recover(
     run: Run,
-    bookies: SomeBookies,
-    ledgers: SomeLedgers,
+    bookies: ManyBookies,
+    ledgers: LedgersByOption,
     rate: ByteRate,
     deadline: Deadline,
     query: Annotated[

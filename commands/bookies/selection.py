@@ -1,4 +1,4 @@
-"""The bookies and ledgers that a command of `bkctl bookies` is about, and its shared options."""
+"""The bookies and ledgers that `bkctl bookies` works on, and options that its commands share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bkctl.errors import UsageError
 from bkctl.ids import LedgerId, check_bookie_id, parse_scope_id
 
 from ..kit.command import Run
-from ..kit.ledger_options import SOME_LEDGERS
+from ..kit.ledger_options import LEDGERS_BY_OPTION
 from ..kit.options import (
     Composite,
     duration_option,
@@ -32,11 +32,11 @@ def some_ledgers(values: Mapping[str, Any]) -> list[LedgerId]:
 
 
 #: `--ledger`, repeatable; none given: an empty list.
-SomeLedgers = Annotated[
+LedgersByOption = Annotated[
     list[LedgerId],
     Composite(
         (
-            SOME_LEDGERS,
+            LEDGERS_BY_OPTION,
             parameter(
                 "ledger_scope_id",
                 Annotated[
@@ -47,12 +47,12 @@ SomeLedgers = Annotated[
         some_ledgers,
     ),
 ]
-#: `--watch` of what comes to an end by itself.
+#: `--watch` of commands that end by themselves.
 ProgressOption = Annotated[
     float | None,
     watch_option("Print the progress instead of each ledger; --watch=SECONDS sets the interval (default 2)."),
 ]
-SomeBookies = Annotated[list[str], typer.Argument(metavar="BOOKIE", help="The bookies.")]
+ManyBookies = Annotated[list[str], typer.Argument(metavar="BOOKIE", help="The bookies.")]
 OneBookie = Annotated[str, typer.Argument(metavar="BOOKIE", help="The bookie.")]
 Deadline = Annotated[
     float | None,
@@ -78,7 +78,7 @@ def bookie_ids(texts: Sequence[str]) -> list[str]:
 
 
 def find_topology(run: Run) -> Topology | None:
-    """Return the racks of bookies, where --conf names a script that tells them."""
+    """Return the racks of bookies, if --conf names a script that prints them."""
     from bkctl.config import read_properties
     from bkctl.replication.placement import Topology
 

@@ -13,9 +13,8 @@ from ..kit.options import (
     WatchOption,
     count_option,
 )
-from ..kit.texts import RED, YELLOW
-from .progress import counted
-from .selection import SomeBookies, bookie_ids
+from ..kit.texts import RED, YELLOW, counted
+from .selection import ManyBookies, bookie_ids
 
 if TYPE_CHECKING:
     from bkctl.replication.holdings import StopProblem
@@ -50,9 +49,9 @@ RISK_COLUMNS = Columns(
         "bkctl bookies ok-to-stop 10.0.0.1:3181 --min-replicas 1",
     ),
 )
-def ok_to_stop(
+def show_stop_risks(
     run: Run,
-    bookies: SomeBookies,
+    bookies: ManyBookies,
     watch: WatchOption,
     min_replicas: Annotated[
         int | None,
@@ -66,7 +65,7 @@ def ok_to_stop(
     replacement). Replicas on bookies that are down, or marked as missing by auto-recovery, do not count. For a short
     restart --min-replicas 1 is enough. Exit code 3 if there are any such ledgers.
     """
-    from bkctl.replication.holdings import ok_to_stop as problems_of
+    from bkctl.replication.holdings import ok_to_stop
 
     names = bookie_ids(bookies)
     count = 0
@@ -74,7 +73,7 @@ def ok_to_stop(
     def look() -> Iterator[StopProblem]:
         nonlocal count
         count = 0
-        for problem in problems_of(cluster, names, replica_count_min=min_replicas):
+        for problem in ok_to_stop(cluster, names, replica_count_min=min_replicas):
             count += 1
             yield problem
 

@@ -19,7 +19,7 @@ from ..kit.columns import Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import LEDGER_FORMS
 from ..kit.lines import Lines
-from ..kit.options import Composite, Entries, EntryRange, digest_type_option, parameter
+from ..kit.options import Composite, Entries, EntryIdRange, digest_type_option, parameter
 from ..kit.records import DirOption, raise_first
 from .logs import LogNames, find_logs, log_id_hex, logs_text
 
@@ -208,7 +208,7 @@ def extract(
     raise_first(run, problems)
 
 
-def _range_text(entries: EntryRange) -> str:
+def _range_text(entries: EntryIdRange) -> str:
     if entries.first is None and entries.last is None:
         return ""
     last = "the last" if entries.last is None else entries.last

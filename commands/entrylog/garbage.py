@@ -19,7 +19,7 @@ from ..kit.texts import GREEN, RED, YELLOW, size_text
 from .logs import (
     AllOption,
     LogNames,
-    Sort,
+    LogOrder,
     SortOption,
     collect_errors,
     file_column,
@@ -42,7 +42,7 @@ STATE_STYLE = {"alive": GREEN, "dead": RED, "unknown": YELLOW}
 
 
 class StateName(StrEnum):
-    """The words for ledgers, as LedgerState has them (which is not imported to show help)."""
+    """The states of ledgers, by the names in Liveness (which is not imported to show help)."""
 
     ALIVE = "alive"
     DEAD = "dead"
@@ -50,7 +50,7 @@ class StateName(StrEnum):
 
 
 class ActiveRow(NamedTuple):
-    """A ledger's share of one log, and whether it is alive."""
+    """A ledger's share of one log, and the ledger's state."""
 
     log: LogUse
     ledger: LedgerUse
@@ -111,12 +111,12 @@ class UseRow(NamedTuple):
 
     @property
     def compaction(self) -> str | None:
-        """The word for it."""
+        """The compaction's name; None if compaction leaves the log alone."""
         return self.use.compaction(self.thresholds)
 
     @property
     def reclaimable_size_bytes(self) -> int:
-        """The bytes that this frees."""
+        """The bytes that compaction frees."""
         return self.use.reclaimable_size_bytes(self.thresholds)
 
 
@@ -188,7 +188,7 @@ def garbage(
     names: LogNames = None,
     directories: DirOption = None,
     every: AllOption = False,
-    sort: SortOption = Sort.GARBAGE,
+    sort: SortOption = LogOrder.GARBAGE,
 ) -> None:
     """Show the garbage in entry logs, and what compaction does.
 
@@ -200,12 +200,12 @@ def garbage(
     paths = find_all_logs(run, names, directories, every)
     limits = thresholds_of(run, thresholds)
     errors: list[BkctlError] = []
-    sums = _Sums()
+    sums = _GarbageTotals()
     rows: Iterable[UseRow]
     with open_liveness(run, paths, errors) as liveness, run.working("Reading entry logs"):
         rows = (UseRow(use, limits) for use in collect_errors(log_uses(paths, liveness.states), errors))
         rows = sums.watch(rows)
-        if sort is not Sort.ID:
+        if sort is not LogOrder.ID:
             rows = sorted(rows, key=_USE_KEYS[sort])
         run.render(rows, GARBAGE_COLUMNS)
     if sums.count:
@@ -219,10 +219,10 @@ def _modified(row: UseRow) -> float:
     return 0
 
 
-_USE_KEYS: dict[Sort, Callable[[UseRow], float]] = {
-    Sort.SIZE: lambda row: -row.use.total_size_bytes,
-    Sort.GARBAGE: lambda row: -row.use.garbage_size_bytes,
-    Sort.AGE: _modified,
+_USE_KEYS: dict[LogOrder, Callable[[UseRow], float]] = {
+    LogOrder.SIZE: lambda row: -row.use.total_size_bytes,
+    LogOrder.GARBAGE: lambda row: -row.use.garbage_size_bytes,
+    LogOrder.AGE: _modified,
 }
 
 
@@ -238,7 +238,7 @@ def thresholds_of(run: Run, given: tuple[float | None, float | None]) -> Thresho
     return Thresholds(usual.minor if minor is None else minor, usual.major if major is None else major)
 
 
-class _Sums:
+class _GarbageTotals:
     """The totals of the rows of `garbage`."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from ..kit.records import DirOption, Records, print_records, raise_first
 from ..kit.texts import YELLOW
 from .logs import (
     LogNames,
-    Sort,
+    LogOrder,
     SortOption,
     collect_errors,
     file_column,
@@ -36,7 +36,7 @@ app = group()
 
 
 class LogRow(NamedTuple):
-    """A log of the list; `use` is there where the list is sorted by garbage."""
+    """A log of the list; `use` is set if the list is sorted by garbage."""
 
     summary: EntryLogSummary
     use: LogUse | None = None
@@ -84,7 +84,7 @@ def list_logs(
         list[Path] | None, typer.Argument(metavar="DIR", help="Ledger directories (default: as in --conf).")
     ] = None,
     directories: DirOption = None,
-    sort: SortOption = Sort.ID,
+    sort: SortOption = LogOrder.ID,
 ) -> None:
     """List the entry logs: id, version, state, ledgers, size.
 
@@ -103,7 +103,7 @@ def list_logs(
                 errors.append(summary.error)
             yield summary
 
-    if sort is Sort.GARBAGE:
+    if sort is LogOrder.GARBAGE:
         from bkctl.checks.garbage import log_uses
 
         found = {summary.file.path: summary for summary in summaries()}
@@ -113,10 +113,10 @@ def list_logs(
         rows = [LogRow(summary, uses.get(path)) for path, summary in found.items()]
         rows.sort(key=lambda row: 0 if row.use is None else -row.use.garbage_size_bytes)
         run.render(rows, LOG_GARBAGE_COLUMNS)
-    elif sort is Sort.ID:
+    elif sort is LogOrder.ID:
         run.render(map(LogRow, summaries()), LOG_COLUMNS)
     else:
-        ordered = sorted(summaries(), key=lambda each: -each.file.size if sort is Sort.SIZE else each.file.mtime_ms)
+        ordered = sorted(summaries(), key=lambda each: -each.file.size if sort is LogOrder.SIZE else each.file.mtime_ms)
         run.render(map(LogRow, ordered), LOG_COLUMNS)
     raise_first(run, errors)
 

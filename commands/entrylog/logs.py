@@ -1,4 +1,4 @@
-"""The entry logs that a command of `bkctl entrylog` is about, and the columns that name them."""
+"""The entry logs that `bkctl entrylog` works on, and the columns that name them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LogNames = Annotated[
 ]
 
 
-class Sort(StrEnum):
+class LogOrder(StrEnum):
     """The order of a list of logs."""
 
     ID = "id"
@@ -39,7 +39,7 @@ class Sort(StrEnum):
 
 
 SortOption = Annotated[
-    Sort,
+    LogOrder,
     typer.Option("--sort", metavar="ORDER", help="By id, size, garbage (most first; asks the cluster) or age."),
 ]
 

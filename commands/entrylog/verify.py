@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 app = group()
 
 
-#: Mismatches of one log that a table says one by one.
+#: Mismatches of one log that are printed one by one below a table.
 NOTES_MAX = 20
 STATE_STYLE_OF_LOG = {"damaged": RED, "unreadable": RED, "torn": YELLOW}
 
@@ -125,7 +125,7 @@ def verify(
 
 
 def _saying_more(run: Run, rows: Iterator[LogCheck]) -> Iterator[LogCheck]:
-    """Yield the rows; what a table has no room for is said on stderr once they are printed."""
+    """Yield the rows, then print on stderr the details for which a table has no room."""
     notes: list[str] = []
     for row in rows:
         if run.output is Output.TABLE:

@@ -1,4 +1,4 @@
-"""The audit log: who changed what, when, where, and how it went.
+"""The audit log: user, command, time, place and outcome of every change.
 
 One JSON object a line. A command that changes something writes `"event":"begin"` before its first change and
 `"event":"end"` with its exit code; a begin without an end is a command that was killed. The file is
@@ -71,7 +71,7 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 
 
 class Audit:
-    """The log's two lines for one run of a command that changes something; a write that fails is kept as `problem`."""
+    """The log's two lines for one run of a command that changes something; a failed write is kept as `problem`."""
 
     def __init__(self, path: Path, words: Sequence[str]) -> None:
         self.path = path
@@ -89,16 +89,16 @@ class Audit:
         self.problem: OSError | None = None
 
     def connected(self, uri: str, source: str) -> None:
-        """Note what the command works on; `source` says what named it."""
+        """Record the metadata URI, and as `source` the option that named it."""
         self._entry["metadataUri"] = shown_uri(uri)
         self._entry["connection"] = source
 
     def undo_file(self, path: Path) -> None:
-        """Note where what undoes it is kept."""
+        """Record the path of the undo file."""
         self._entry["undoFile"] = str(path)
 
     def accepted(self, loss: str) -> None:
-        """Note the loss that the user agreed to."""
+        """Record the loss that the user accepted."""
         self._entry["acceptedLoss"] = loss
 
     def begin(self) -> None:

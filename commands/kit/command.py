@@ -1,4 +1,4 @@
-"""Commands: `@command` declares one, and `Run` is what it gets: settings, output, the way to the cluster.
+"""Commands: `@command` declares one; `Run` gives it settings, output and the cluster.
 
     @command(app, "list", connects=True)
     def list_ledgers(run: Run, scope_id: ScopeToList) -> None:
@@ -64,7 +64,7 @@ NO_FILE: Final = "none"
 
 
 class Declined(BkctlError):
-    """The user was asked, and said no."""
+    """The user declined."""
 
 
 class Run:
@@ -93,7 +93,7 @@ class Run:
     # --- where --------------------------------------------------------------------------------------------------
 
     def connection(self) -> Connection:
-        """Return the metadata URI that counts, and what named it. Raises UsageError when nothing names a cluster."""
+        """Return the metadata URI in effect, and its source. Raises UsageError if no cluster is named."""
         if self._connection is None:
             self._connection = connect_to(self._levels, os.environ)
         return self._connection
@@ -120,9 +120,9 @@ class Run:
         return any(options.metadata_uri is not None or options.context is not None for _, options in self._levels)
 
     def open_cluster(self, *, create: bool = False, create_store: bool = False) -> Cluster:
-        """Return the cluster that the options name, for the caller to close; with `create` made where there is none.
+        """Return the cluster that the options name, for the caller to close; `create` creates a missing one.
 
-        With `create_store` only the SQLite file that is to hold it is made.
+        `create_store` creates only the SQLite file for it.
         """
         from bkctl.metadata.cluster import open_cluster
 
@@ -259,7 +259,7 @@ class Run:
     def directories(self, given: Iterable[Path] | None, *, needed: bool = True) -> BookieDirectories:
         """Return the directories to read: the given ones, else the directories in `--conf`.
 
-        Raises UsageError when neither is there and they are `needed`.
+        Raises UsageError if there are none and they are `needed`.
         """
         from bkctl.files.directories import BookieDirectories
 
@@ -296,7 +296,7 @@ class Run:
             )  # fmt: skip
 
     def log(self) -> None:
-        """Write what happens to stderr, line by line with times: for what runs in the foreground for long."""
+        """Log to stderr, with times; for commands that run in the foreground for long."""
         import logging
 
         from bkctl.bookie.log_limit import RepeatLimit
@@ -331,7 +331,7 @@ class Run:
         subscribe: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
         single: bool = False,
     ) -> None:
-        """Print what `look` returns; with `seconds` again whenever it changed, until the user ends it.
+        """Print the rows of `look`; with `seconds`, again after each change, until the user ends it.
 
         `subscribe(callback)` makes the store call at each change, and returns the cancel: then changes are seen at
         once, else when the next `seconds` are over. On a terminal a table is drawn anew, elsewhere printed again; the
@@ -417,7 +417,7 @@ class Run:
             audit.begin()
 
     def confirm(self, loss: str, *, typed: str | None = None) -> None:
-        """Say what would be lost and ask on a terminal; `--yes` goes ahead. With `typed` these words must be typed.
+        """Print the loss and ask on a terminal; `--yes` skips the question. The user must type `typed`, if given.
 
         Raises Declined (exit 1) when the answer is no, UsageError without a terminal and without `--yes`.
         """
@@ -444,7 +444,8 @@ class Run:
         """Yield the undo file of a command that changes metadata: each change is recorded there before it is made.
 
         `file` is what `--undo` names ("none": nothing is kept), else it is a new file in the user's state directory.
-        How to apply it is said at the end, after an error too; `elsewhere`: `cluster` is not the connection's.
+        The command that applies it is printed at the end, after an error, too. `elsewhere`: `cluster` is not the
+        connection's.
         """
         from bkctl.metadata.admin.undo import UndoFile
 

@@ -24,9 +24,9 @@ TIMEOUT_S_DEFAULT: Final = 30.0
 
 
 class Connection(NamedTuple):
-    """The metadata store to open, and what named it (for messages).
+    """The metadata store to open, and the source of its name (for messages).
 
-    `context` is the context's name where one did; `settings` are its other settings, for what no option says.
+    `context` is the context's name, if a context named it; `settings` are the context's other settings.
     """
 
     uri: str
@@ -38,7 +38,7 @@ class Connection(NamedTuple):
 def connect_to(levels: list[tuple[str, GlobalOptions]], environment: Mapping[str, str]) -> Connection:
     """Return the connection: of the first of `levels` (nearest first) that names one, current context, local cluster.
 
-    Within a level a URI goes before a configuration file, and that before a context.
+    Within a level, a URI takes precedence over a configuration file, and that over a context.
     Raises UsageError when nothing names a cluster, NotFound for a context or file that is not there.
     """
     from bkctl.config import read_properties
@@ -75,7 +75,7 @@ def other_connection(text: str, environment: Mapping[str, str]) -> Connection:
 
 
 class Login(NamedTuple):
-    """The user of a metadata store that is not the connection's; None where none is named."""
+    """The login of a metadata store other than the connection's; None if no user is named."""
 
     user: str | None
     password_file: Path | None

@@ -1,4 +1,4 @@
-"""The configuration file: named connections ("contexts"), and which of them is the current one.
+"""The configuration file: named connections ("contexts"), one of them current.
 
 TOML, in bkctl/config.toml of the user's configuration directory (BKCTL_CONFIG names another file):
 
@@ -41,7 +41,7 @@ def config_file(environment: Mapping[str, str]) -> Path:
 
 
 class Contexts:
-    """The configuration file as it was read. Methods that change it write it, and return the file as it is then."""
+    """The configuration file as it was read. Methods that change the file write it, and return its new state."""
 
     def __init__(self, path: Path, text: str | None) -> None:
         self.path = path
@@ -50,7 +50,7 @@ class Contexts:
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Contexts:
-        """Return the user's file; one without contexts where there is none. Raises UsageError when it is no TOML."""
+        """Return the user's file; one without contexts if there is none. Raises UsageError if it is not TOML."""
         path = config_file(environment)
         try:
             with open(path, "rb") as file:

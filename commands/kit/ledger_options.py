@@ -270,7 +270,7 @@ ScopeOfAny = Annotated[
 
 
 #: `--ledger`, repeatable, as a part of a Composite.
-SOME_LEDGERS: Final = parameter(
+LEDGERS_BY_OPTION: Final = parameter(
     "some_ledgers",
     Annotated[
         list[str], typer.Option("--ledger", metavar="LEDGER", help=f"Only this ledger, repeatable: {LEDGER_FORMS}.")

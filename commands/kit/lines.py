@@ -171,7 +171,7 @@ class _Fields:
         self._getters = [getter(column) for column in varying[len(paths) if self._attributes else 0 :]]
 
     def values(self, row: Any) -> tuple[Any, ...]:
-        """Return what is to be printed of `row`, which may change or go afterwards."""
+        """Return the values to print of `row`, which may change afterwards."""
         others = [get(row) for get in self._getters]
         return tuple(others) if self._attributes is None else (*self._attributes(row), *others)
 

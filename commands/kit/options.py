@@ -1,6 +1,6 @@
 """Option types that commands share.
 
-A parameter annotated with one of the types below (`EntryRange`, `LedgerPassword` …) becomes one or more arguments and
+A parameter annotated with one of the types below (`EntryIdRange`, `LedgerPassword` …) becomes one or more arguments and
 options on the command line, and arrives in the command's function as one domain value.
 """
 
@@ -95,7 +95,7 @@ def _byte_rate(text: str) -> int:
     return rate
 
 
-#: `--rate` of what copies entries: bytes a second, None for no limit.
+#: `--rate` of commands that copy entries: bytes per second, None for no limit.
 ByteRate = Annotated[
     int | None,
     _converted(
@@ -115,7 +115,7 @@ class BinaryFormat(StrEnum):
     RAW = "raw"
 
 
-#: `--format` of what prints bytes; None: base64 in json, ndjson and csv.
+#: `--format` of commands that print bytes; None: base64 in json, ndjson and csv.
 BinaryFormatOption = Annotated[
     BinaryFormat | None,
     typer.Option("--format", help="Form of bytes: base64, utf8, hex, or raw (prints nothing else).", metavar="FORMAT"),
@@ -166,11 +166,11 @@ def digest_type_option(help: str) -> Composite:
     return _converted("digest_type_name", option, _digest_type)
 
 
-#: What `--digest` without a type stands for, where it may be without: that digests be checked.
+#: The value of `--digest` without a type, for commands that allow this: check digests.
 ANY_DIGEST: Final = "any"
 DIGEST_NAMES: Final = frozenset(("CRC32", "CRC32C", "HMAC", "MAC", "DUMMY"))
 
-#: What `--suspend` and `--resume` of `bookie gc` take, in capitals, and what they stand for without it.
+#: The values of `--suspend` and `--resume` of `bookie gc`, in capitals, and the value without one.
 COMPACTIONS: Final = frozenset(("MAJOR", "MINOR", "BOTH"))
 BOTH_COMPACTIONS: Final = "both"
 
@@ -243,7 +243,7 @@ CustomMetadata = Annotated[
 ]
 
 
-class Shape(NamedTuple):
+class LedgerSizes(NamedTuple):
     """Sizes and digest of a new ledger."""
 
     ensemble_size: int
@@ -252,8 +252,8 @@ class Shape(NamedTuple):
     digest_type: Any
 
 
-def _shape(values: Mapping[str, Any]) -> Shape:
-    return Shape(
+def _shape(values: Mapping[str, Any]) -> LedgerSizes:
+    return LedgerSizes(
         values["ensemble_size"], values["write_quorum"], values["ack_quorum"], _digest_type(values["digest_type_name"])
     )
 
@@ -264,7 +264,7 @@ def _shape_size(name: str, flag: str, help: str, default: int) -> Parameter:
 
 #: Ensemble size, quorums and digest type of a ledger that is to be created.
 LedgerShape = Annotated[
-    Shape,
+    LedgerSizes,
     Composite(
         (
             _shape_size("ensemble_size", "--ensemble-size", "Number of bookies that store a fragment.", 3),
@@ -288,7 +288,7 @@ LedgerShape = Annotated[
 
 # --- changing and watching ------------------------------------------------------------------------------------------
 
-#: `--dry-run` of what changes something.
+#: `--dry-run` of commands that change something.
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would change, without changing it.")]
 
 #: `--undo FILE`; see Run.undo.
@@ -381,14 +381,14 @@ LedgerPassword = Annotated[
 ]
 
 
-class EntryRange(NamedTuple):
+class EntryIdRange(NamedTuple):
     """`--from` and `--to`, both inclusive; None where not given."""
 
     first: int | None
     last: int | None
 
 
-def _entry_range(values: Mapping[str, Any]) -> EntryRange:
+def _entry_range(values: Mapping[str, Any]) -> EntryIdRange:
     bounds: list[int | None] = []
     for name, flag in (("range_from", "--from"), ("range_to", "--to")):
         text = values[name]
@@ -399,12 +399,12 @@ def _entry_range(values: Mapping[str, Any]) -> EntryRange:
     first, last = bounds
     if first is not None and last is not None and first > last:
         raise UsageError(f"--from {first} is after --to {last}")
-    return EntryRange(first, last)
+    return EntryIdRange(first, last)
 
 
 #: `--from` and `--to` of entry ids.
 Entries = Annotated[
-    EntryRange,
+    EntryIdRange,
     Composite(
         (
             parameter(

@@ -67,7 +67,7 @@ def use_plain_values(params: Iterable[Any]) -> None:
             param._runtime_param = _PlainValue(kind, many=many)
 
 
-class _Helpful:
+class _PlainHelp:
     """Help without rich, whose import costs more than all else: sections by panel, colours on a terminal."""
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -110,7 +110,7 @@ class _Helpful:
             self.format_commands(ctx, formatter)
 
 
-class Command(_Helpful, TyperCommand):
+class Command(_PlainHelp, TyperCommand):
     """A leaf command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
@@ -148,5 +148,5 @@ def _with_value(args: list[str], flags: Collection[str], values: Collection[str]
     return [f"{arg}={absent}" if at in alone else arg for at, arg in enumerate(args)]
 
 
-class Group(_Helpful, TyperGroup):
+class Group(_PlainHelp, TyperGroup):
     """A group of commands."""

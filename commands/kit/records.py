@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class TypeName(StrEnum):
-    """The words for records, as RecordType has them (which is not imported to show help)."""
+    """The types of records, by the names in RecordType (which is not imported to show help)."""
 
     ENTRY = "entry"
     LEDGER_KEY = "ledgerKey"
@@ -83,7 +83,7 @@ _PARTS: dict[str, Composite] = {
     "to": number_option("--to-pos", "The last byte that a shown record may begin at."),
     "limit": count_option("--limit", "Print at most N records."),
     "digest": digest_type_option(
-        "Digest type of the ledgers of scope 0: their records do not say it, and so neither where their payload begins."
+        "Digest type of the ledgers of scope 0: their records do not tell it, so the payload's start is unknown."
     ),
 }
 
@@ -308,7 +308,7 @@ class _Tally:
 
 
 def raise_first(run: Run, errors: list[BkctlError]) -> None:
-    """Raise the first error; the others are said before."""
+    """Print all errors but the first, which is raised."""
     for error in errors[1:]:
         run.note(f"bkctl: {error}")
     if errors:

@@ -10,7 +10,7 @@ from .settings import GlobalOptions
 
 @dataclass
 class Session:
-    """One invocation: its words, and what stands before the group. Kept in Typer's context."""
+    """One invocation: its words, and the options before the group. Kept in Typer's context."""
 
     words: list[str] = field(default_factory=list)
     globals: GlobalOptions = field(default_factory=GlobalOptions)

@@ -30,7 +30,7 @@ class Table:
         self._template: str | None = None
 
     def add(self, rows: Iterable[tuple[str, ...]], *, now: bool) -> list[str]:
-        """Return the lines that can be printed once `rows` are there."""
+        """Add `rows`, and return the lines that can be printed now."""
         lines: list[str] = []
         for cells in rows:
             if self._sample is None:
@@ -81,7 +81,7 @@ class Table:
         return lines
 
     def _fit(self) -> None:
-        """Take what the terminal lacks from the flexible columns, the widest first, never below 12 cells."""
+        """Shrink flexible columns to the terminal's width, the widest first, never below 12 cells."""
         if self._room is None:
             return
         excess = sum(self._widths) + 2 * (len(self._widths) - 1) - self._room

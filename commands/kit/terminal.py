@@ -11,7 +11,7 @@ from .texts import cut, size_text
 
 
 class ClosedOutput(Exception):
-    """The reader of stdout is gone (`| head`): what is left to print is not wanted."""
+    """The reader of stdout is gone (`| head`), so the command ends without an error."""
 
 
 class Terminal(Protocol):
@@ -47,7 +47,7 @@ def emit_bytes(data: bytes | bytearray | memoryview) -> None:
 
 
 def terminal_width() -> int:
-    """Return columns of the terminal on stdout, or what COLUMNS says; 80 when neither is known."""
+    """Return the width of the terminal on stdout, or COLUMNS; 80 if both are unknown."""
     from shutil import get_terminal_size
 
     return max(get_terminal_size((80, 24)).columns, 20)
@@ -61,7 +61,7 @@ def wants_color(stream: Terminal, *, no_color: bool) -> bool:
 class Activity:
     """A line on stderr that shows the progress of long work; only on a terminal that prints nothing else.
 
-    A context manager. It appears when nothing was printed for `DELAY_S`; `clear` takes it away for what comes next.
+    A context manager. It appears when nothing was printed for `DELAY_S`; `clear` removes it before other output.
     With a `total` it has a bar and a percentage.
     """
 
@@ -108,13 +108,13 @@ class Activity:
         self.done += count
 
     def update(self, done: int, total: int | None = None) -> None:
-        """Set what is done so far and, if it is known now, the total."""
+        """Set the finished amount and, if known, the total."""
         self.done = done
         if total is not None:
             self.total = total
 
     def clear(self) -> None:
-        """Take the line away: something else is printed now."""
+        """Remove the line before other output."""
         if self._thread is None:
             return
         with self._lock:

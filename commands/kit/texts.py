@@ -83,3 +83,8 @@ def cut(text: str, width: int) -> str:
     while text and width_of(text) > width - 1:
         text = text[:-1]
     return text + "…"
+
+
+def counted(count: int, one: str, many: str) -> str:
+    """Return the count with the noun in its number: `1 finding`, `2 findings`."""
+    return f"{count:,} {one if count == 1 else many}"

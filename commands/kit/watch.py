@@ -1,4 +1,4 @@
-"""`--watch`: look again and again, and show what changed."""
+"""`--watch`: repeat a query, and show the changes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def watch(
 
 
 class _Page:
-    """A table is laid out here before it is printed; it has the terminal's width where stdout is one."""
+    """A buffer in which a table is laid out before it is printed; as wide as the terminal on stdout."""
 
     def __init__(self) -> None:
         self.parts: list[str] = []

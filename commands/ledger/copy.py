@@ -1,4 +1,4 @@
-"""`bkctl ledger copy`; `ledger` has the app and imports this."""
+"""`bkctl ledger copy`."""
 
 from __future__ import annotations
 

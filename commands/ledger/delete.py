@@ -24,7 +24,6 @@ from ..kit.options import (
 )
 from .columns import STATE_STYLE
 from .listing import parse_states
-from .recover import _counted
 
 if TYPE_CHECKING:
     from bkctl.metadata.admin.removal import Removal, RemovalPlan
@@ -158,14 +157,14 @@ def _export(run: Run, cluster: Cluster, ledgers: list[LedgerId], target: Path) -
 
 
 def _loss(plan: RemovalPlan, some: list[Removal]) -> str:
-    from ..kit.texts import size_text
+    from ..kit.texts import counted, size_text
 
     if len(plan.ledgers) == 1:
         metadata = some[0].metadata
         assert metadata is not None
         known = "not closed"
         if metadata.state.name == "CLOSED":
-            known = f"{_counted(metadata.last_entry_id + 1, 'entry', 'entries')}, {size_text(metadata.length)}"
+            known = f"{counted(metadata.last_entry_id + 1, 'entry', 'entries')}, {size_text(metadata.length)}"
         return f"Ledger {some[0].ledger} ({metadata.state.name}, {known}) would be lost"
     names = ", ".join(str(row.ledger) for row in some)
     more = ", …" if len(plan.ledgers) > len(some) else ""

@@ -38,7 +38,7 @@ COUNT_COLUMNS = Columns(Column("COUNT", "count", lambda count: count, Kind.INTEG
         "bkctl ledger list --all-scopes -o id",
     ),
 )
-def list_ledgers(
+def print_ledgers(
     run: Run,
     scope_id: ScopeToList,
     age_min: Annotated[float | None, duration_option("--min-age", "List only ledgers at least this old.")],
@@ -70,8 +70,7 @@ def list_ledgers(
     from itertools import islice
     from operator import itemgetter
 
-    from bkctl.metadata.admin.overview import LedgerQuery
-    from bkctl.metadata.admin.overview import list_ledgers as find_ledgers
+    from bkctl.metadata.admin.overview import LedgerQuery, list_ledgers
 
     query = LedgerQuery(
         bookie_id=bookie,
@@ -101,7 +100,7 @@ def list_ledgers(
         if (count or run.output is Output.ID) and not query.needs_metadata:
             ids = islice(cluster.ledgers.ledgers(scope_id, start), limit)
             return (LedgerRow(ledger, {}) for ledger in ids)
-        found = find_ledgers(cluster, scope_id, after=start, query=query, unreadable=skip if keep_going else None)
+        found = list_ledgers(cluster, scope_id, after=start, query=query, unreadable=skip if keep_going else None)
         return (ledger_row(ledger, metadata) for ledger, metadata in islice(found, limit))
 
     with run.cluster() as cluster, run.working("Listing ledgers", enabled=watch is None):

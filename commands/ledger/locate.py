@@ -28,7 +28,7 @@ app = group()
 
 
 class PlaceRow(NamedTuple):
-    """A replica's place and its ledger; `entry_id` is the one entry that was asked for, `fault` what a check found."""
+    """A replica's place and its ledger; `entry_id` is the requested entry, `fault` the finding of a check."""
 
     ledger: LedgerId
     entry_id: int | None
@@ -47,7 +47,7 @@ class PlaceRow(NamedTuple):
 
     @property
     def missing(self) -> list[dict[str, int]] | None:
-        """The entries that it lacks or has damaged; None where they are not known one by one."""
+        """The entries that the bookie lacks or has damaged; None if they are not known one by one."""
         if self.fault is None:
             return []
         if self.fault.missing is None:
@@ -106,7 +106,7 @@ MISSING_COLUMN = Column("MISSING", "missing", "missing", Kind.NESTED, text=spans
         "bkctl ledger locate 12 --entry 0 --check",
     ),
 )
-def locate(
+def locate_ledgers(
     run: Run,
     ledgers: ManyLedgers,
     entry: Annotated[int | None, number_option("--entry", "Only this entry.")],
@@ -125,7 +125,7 @@ def locate(
     entry, in the order in which readers ask its bookies. --check asks the bookies. ANSWER is then ok, gone (not
     registered), no-entry, no-ledger, damaged, timed-out or unavailable; exit code 3 unless all are ok.
     """
-    from bkctl.client.ensemble import locate as find
+    from bkctl.client.ensemble import locate
 
     if entry is not None and not 0 <= entry < 1 << 63:
         raise UsageError(f"--entry {entry}: entry ids are 0 or more, below 2^63")
@@ -138,7 +138,7 @@ def locate(
             for ledger, found in cluster.ledgers.read_many(ledgers):
                 if isinstance(found, BkctlError):
                     raise found
-                writer.rows(PlaceRow(ledger, entry, place) for place in find(ledger, found.metadata, bookies, entry))
+                writer.rows(PlaceRow(ledger, entry, place) for place in locate(ledger, found.metadata, bookies, entry))
         return
     columns = columns.and_also(*ANSWER_COLUMNS, *((MISSING_COLUMN,) if every_entry else ()))
     with run.cluster() as cluster, run.working("Asking the bookies"), run.rows(columns) as writer:
@@ -158,7 +158,7 @@ async def _check_places(
     """Write the rows of `locate --check`; returns how many of them are not ok."""
     from asyncio import to_thread
 
-    from bkctl.client.ensemble import locate as find
+    from bkctl.client.ensemble import locate
     from bkctl.replication.checker import LedgerChecker
 
     findings = 0
@@ -168,7 +168,7 @@ async def _check_places(
             bookies = await to_thread(cluster.bookies.list)
             up = {bookie.bookie_id for bookie in bookies if bookie.state != "down"}
             found = await to_thread(cluster.ledgers.read, ledger)
-            places = list(find(ledger, found.metadata, bookies, entry))
+            places = list(locate(ledger, found.metadata, bookies, entry))
             if entry is None:
                 checked = await checker.check(ledger, found, every_entry=every_entry, up=up)
                 faults = {

@@ -159,7 +159,7 @@ async def _no_entries() -> AsyncIterator[Any]:
 
 
 @command(app, "tail", connects=True, examples=("bkctl ledger tail 12 --body",))
-def tail(
+def tail_ledger(
     run: Run,
     ledger: OneLedger,
     last: Annotated[int | None, count_option("--last", "Begin with the last N entries (default 10).")],
@@ -182,13 +182,13 @@ def tail(
     columns = _entry_columns(ledger, body or format is not None, format)
 
     async def work() -> None:
-        from bkctl.client.operations import tail as follow
+        from bkctl.client.operations import tail
 
         async with run.bookkeeper(cluster, protocol) as bookkeeper:
             handle = await bookkeeper.open_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=password)
             async with handle:
                 first = start if start is not None else max(0, handle.last_add_confirmed + 1 - (last or 10))
-                found = follow(handle, first, verify=not no_verify)
+                found = tail(handle, first, verify=not no_verify)
                 await _print_entries(run, found, columns, raw=format is BinaryFormat.RAW, live=True)
 
     with run.cluster() as cluster, run.working(f"Waiting for entries of ledger {ledger}"):

@@ -16,16 +16,13 @@ from ..kit.options import (
     DryRun,
 )
 from ..kit.output import RowWriter
+from ..kit.texts import counted
 from .columns import STATE_STYLE, ledger_row, list_columns
 
 if TYPE_CHECKING:
     from bkctl.client.recovery import RecoveryLoss
 
 app = group()
-
-
-def _counted(count: int, one: str, many: str) -> str:
-    return f"{count:,} {one if count == 1 else many}"
 
 
 class RecoveryPlanRow(NamedTuple):
@@ -127,7 +124,7 @@ def recover(
 
 
 def _recovery_loss_text(ledger: LedgerId, loss: RecoveryLoss) -> str:
-    entries = _counted(loss.last_entry_id - loss.readable_entry_id, "entry", "entries")
+    entries = counted(loss.last_entry_id - loss.readable_entry_id, "entry", "entries")
     known = "no entry" if loss.readable_entry_id < 0 else f"entry {loss.readable_entry_id}"
     return (
         f"Ledger {ledger}: {entries} up to its last entry {loss.last_entry_id} cannot be read, and its length stays "

@@ -20,8 +20,7 @@ from ..kit.options import (
     size_option,
 )
 from ..kit.output import RowWriter
-from ..kit.texts import RED, YELLOW
-from .recover import _counted
+from ..kit.texts import RED, YELLOW, counted
 from .write import create_ledger
 
 if TYPE_CHECKING:
@@ -73,9 +72,9 @@ def verify(run: Run, ledgers: ManyLedgers, protocol: ProtocolOption) -> None:
                         writer.row(FindingRow(ledger, finding))
                 findings += verification.finding_count
                 run.note(
-                    f"Ledger {ledger}: {_counted(verification.entry_count, 'entry', 'entries')}, "
-                    f"{_counted(verification.replica_count, 'replica', 'replicas')} read, "
-                    f"{_counted(verification.finding_count, 'finding', 'findings')}"
+                    f"Ledger {ledger}: {counted(verification.entry_count, 'entry', 'entries')}, "
+                    f"{counted(verification.replica_count, 'replica', 'replicas')} read, "
+                    f"{counted(verification.finding_count, 'finding', 'findings')}"
                 )
         return findings
 
@@ -86,8 +85,8 @@ def verify(run: Run, ledgers: ManyLedgers, protocol: ProtocolOption) -> None:
     ):
         findings = run.complete(work(rows))
     if findings:
-        where = _counted(len(ledgers), "ledger", "ledgers")
-        raise FindingsError(f"{_counted(findings, 'finding', 'findings')} in {where}")
+        where = counted(len(ledgers), "ledger", "ledgers")
+        raise FindingsError(f"{counted(findings, 'finding', 'findings')} in {where}")
 
 
 def _ms(milliseconds: int) -> str:

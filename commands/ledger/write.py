@@ -20,8 +20,8 @@ from ..kit.options import (
     CustomMetadata,
     LedgerPassword,
     LedgerShape,
+    LedgerSizes,
     ProtocolOption,
-    Shape,
     size_option,
 )
 from .columns import LEDGER_COLUMNS, ledger_row
@@ -33,7 +33,7 @@ app = group()
 
 
 async def create_ledger(
-    bookkeeper: BookKeeper, target: NewLedger, shape: Shape, password: bytes, custom_metadata: dict[str, bytes]
+    bookkeeper: BookKeeper, target: NewLedger, shape: LedgerSizes, password: bytes, custom_metadata: dict[str, bytes]
 ) -> WriteHandle:
     settings: dict[str, Any] = {**shape._asdict(), "password": password, "custom_metadata": custom_metadata}
     if target.ledger is None and target.scope_id == 0:
@@ -85,7 +85,7 @@ def write(
         raise UsageError("stdin is closed, so there is nothing to write", hint="give files, or < /dev/null for none")
 
     async def work() -> LedgerId:
-        # On a terminal that is typed into, a line of ours would stand in the way.
+        # A progress line would disturb a user who types.
         typed = "-" in names and sys.stdin.isatty()
         with run.working("Writing", total=total, unit="bytes", enabled=not typed) as activity:
             async with run.bookkeeper(cluster, protocol) as bookkeeper:
@@ -104,7 +104,7 @@ def write(
 
 
 def _readable_size(name: str) -> int | None:
-    """Return size of a file that can be read; whatever is wrong with it is said before a ledger is created."""
+    """Return the size of a readable file; problems with it are raised before a ledger is created."""
     status = os.stat(name)
     if not (S_ISREG(status.st_mode) or S_ISDIR(status.st_mode)):
         return None  # a pipe is opened once only: its writer would not survive the first end

@@ -69,7 +69,7 @@ ORPHAN_COLUMNS = Columns(
         "bkctl metadata orphans --delete --dry-run",
     ),
 )
-def orphans(
+def list_orphans(
     run: Run,
     delete: Annotated[
         bool, typer.Option("--delete", help="Remove the orphans that are REMOVABLE, after asking.")
@@ -82,12 +82,11 @@ def orphans(
     Orphans are marks of deleted ledgers, scopes of a formatted cluster, and unused cookies. Exit code 3 if there are
     any.
     """
-    from bkctl.metadata.admin.check import orphans as find
-    from bkctl.metadata.admin.check import remove_orphan
+    from bkctl.metadata.admin.check import orphans, remove_orphan
 
     with run.cluster() as cluster:
         with run.working("Looking for orphans"):
-            found = list(find(cluster))
+            found = list(orphans(cluster))
         run.render(found, ORPHAN_COLUMNS)
         if not found:
             run.note("No orphans")

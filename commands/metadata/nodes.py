@@ -27,7 +27,7 @@ LAYOUT_COLUMNS = Columns(
 )
 
 
-class Layout(NamedTuple):
+class LayoutRow(NamedTuple):
     """The row that `metadata layout` prints."""
 
     uri: str
@@ -39,7 +39,7 @@ class Layout(NamedTuple):
 def layout(run: Run) -> None:
     """Show the cluster's ledger manager and instance id."""
     with run.cluster() as cluster:
-        run.show(Layout(cluster.uri, cluster.layout(), cluster.instance_id()), LAYOUT_COLUMNS)
+        run.show(LayoutRow(cluster.uri, cluster.layout(), cluster.instance_id()), LAYOUT_COLUMNS)
 
 
 class NodeValue(NamedTuple):
@@ -154,7 +154,7 @@ UNDONE_COLUMNS = Columns(
 
 
 @command(app, "undo", connects=True, asks=True, changes=True)
-def undo(
+def undo_command(
     run: Run,
     file: Annotated[Path, typer.Argument(help="The undo file that a command wrote.", metavar="FILE")],
     dry_run: DryRun = False,
@@ -164,14 +164,14 @@ def undo(
     Restores the nodes that the command changed, the last change first. A node that was changed since is left unchanged,
     and the exit code is 3.
     """
-    from bkctl.metadata.admin.undo import undo as put_back
+    from bkctl.metadata.admin.undo import undo
 
     with run.cluster() as cluster:
         if not dry_run:
             run.confirm(f"The changes in {file} would be undone in {cluster.uri}")
         changed = 0
         with run.rows(UNDONE_COLUMNS) as writer:
-            for each in put_back(cluster, file, dry_run=dry_run):
+            for each in undo(cluster, file, dry_run=dry_run):
                 changed += each.outcome == "changed"
                 writer.row(each)
     run.finish_with(changed, "nodes were changed since, and were left unchanged")

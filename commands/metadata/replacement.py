@@ -31,7 +31,7 @@ REPLACEMENT_COLUMNS = Columns(
     asks=True,
     examples=("bkctl metadata replace-bookie --from 10.0.0.1:3181 --to 10.0.0.2:3181 --dry-run",),
 )
-def replace_bookie(
+def replace_bookie_id(
     run: Run,
     limit: Annotated[int | None, count_option("--limit", "Change at most N ledgers.")],
     old: Annotated[str | None, typer.Option("--from", metavar="BOOKIE", help="The bookie id to replace.")] = None,
@@ -48,7 +48,7 @@ def replace_bookie(
     while the old id is registered, or if the new id does not exist. Exit code 3 if ledgers keep the old id.
     """
     from bkctl.ids import check_bookie_id
-    from bkctl.metadata.admin.check import replace_bookie as replace
+    from bkctl.metadata.admin.check import replace_bookie
 
     if old is None or new is None:
         raise UsageError("--from BOOKIE and --to BOOKIE are required")
@@ -70,7 +70,7 @@ def replace_bookie(
             run.working("Replacing") as activity,
             run.rows(REPLACEMENT_COLUMNS) as writer,
         ):
-            for each in replace(
+            for each in replace_bookie(
                 cluster, old, new, record=record.record, per_second=rate, limit=limit, dry_run=dry_run,
                 progress=activity.update,
             ):  # fmt: skip

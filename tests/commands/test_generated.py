@@ -169,7 +169,7 @@ def test_shells_complete_commands_options_and_values(complete: object, shell_env
 
 
 @pytest.mark.parametrize("complete", SHELLS)
-def test_shells_offer_what_an_option_of_that_name_takes_in_that_command(
+def test_completion_offers_the_values_of_an_option_of_that_command(
     complete: object, shell_environment: dict[str, str]
 ) -> None:
     def words(line: str) -> set[str]:

@@ -117,7 +117,7 @@ def test_an_interrupt_that_our_parent_ignores_is_ignored() -> None:
     assert (done.returncode, done.stdout.split()[0], done.stderr) == (0, "bkctl", "")
 
 
-def test_an_interrupted_command_exits_with_130_whatever_python_noted() -> None:
+def test_an_interrupted_command_exits_with_130() -> None:
     """Python ends by the signal wherever a KeyboardInterrupt passed through `exec`."""
     program = (
         "import sys\n"
@@ -134,7 +134,7 @@ def test_an_interrupted_command_exits_with_130_whatever_python_noted() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "bkctl: Interrupted\n")
 
 
-def test_what_fails_while_an_interrupt_ends_a_command_is_the_interrupt(
+def test_errors_during_an_interrupt_report_the_interrupt(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def connection(run: Run) -> None:
@@ -148,7 +148,7 @@ def test_what_fails_while_an_interrupt_ends_a_command_is_the_interrupt(
     assert (done.code, done.out, done.err) == (130, "", "bkctl: Interrupted\n")
 
 
-def test_an_interrupt_at_the_end_of_a_command_leaves_its_audit_whole(tmp_path: Path) -> None:
+def test_an_interrupt_at_the_end_of_a_command_completes_its_audit(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys\n"
         "from bkctl.commands import main\n"

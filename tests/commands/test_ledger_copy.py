@@ -113,7 +113,7 @@ def test_what_cannot_be_copied_is_said_in_one_line(cli: Cli, written: str) -> No
     assert cli("ledger", "delete", done.out.strip(), "--yes").code == 0
 
 
-def test_an_open_ledger_is_copied_only_when_asked_to(cli: Cli, cluster: LocalCluster) -> None:
+def test_an_open_ledger_is_copied_only_with_open_or_recover(cli: Cli, cluster: LocalCluster) -> None:
     async def leave_open() -> LedgerId:
         with open_cluster(cluster.metadata_uri) as opened:
             async with BookKeeper(opened) as client:
