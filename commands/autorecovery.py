@@ -414,7 +414,7 @@ def unmark(run: Run, ledgers: LedgersOrFile, undo: UndoOption = None, dry_run: D
             try:
                 replicas = parse_mark(ledger, marks[ledger]).missing_replicas
             except Corrupt:
-                replicas = ()  # A damaged mark goes as well.
+                replicas = ()  # A damaged mark is removed, too.
             return Marked(ledger, replicas, True)
 
         if not dry_run:

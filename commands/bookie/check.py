@@ -16,7 +16,7 @@ from ..kit.command import Run, command, group
 from ..kit.ledger_options import LEDGERS_BY_OPTION
 from ..kit.options import Composite, DigestToCheck, LedgerPassword, number_option, parameter
 from ..kit.records import DirOption, PlacesArgument, raise_first
-from ..kit.texts import size_text
+from ..kit.texts import counted, size_text
 from ..kit.values import parse_size
 from .files import index_app
 
@@ -184,8 +184,9 @@ def check(
         run.render(job.findings(), FINDING_COLUMNS)
     counts = job.counts
     run.note(
-        f"bkctl: {counts.ledgers:,} ledgers, {counts.entries:,} entries in the index, {counts.records:,} records in "
-        f"{counts.logs:,} logs, {size_text(counts.bytes_read)} read; {_remarks(counts)}"
+        f"bkctl: {counted(counts.ledgers, 'ledger', 'ledgers')}, {counted(counts.entries, 'entry', 'entries')} in the "
+        f"index, {counted(counts.records, 'record', 'records')} in "
+        f"{counted(counts.logs, 'log', 'logs')}, {size_text(counts.bytes_read)} read; {_remarks(counts)}"
     )
     if digests is not None:
         _note_digests(run, digests)
@@ -219,7 +220,7 @@ def _finish(run: Run, counts: Counts) -> None:
     if counts.error_count > len(counts.errors):
         run.note(f"bkctl: {counts.error_count - len(counts.errors):,} more indexes are damaged")
     raise_first(run, counts.errors)
-    run.finish_with(counts.findings, "findings")
+    run.finish_with(counts.findings, "findings", "finding")
 
 
 # --- index check ----------------------------------------------------------------------------------------------------
@@ -248,10 +249,10 @@ def check_index(
     counts = job.counts
     parts = []
     if ledgers or both:
-        parts.append(f"{counts.ledgers:,} ledgers, {counts.fenced_ledgers:,} of them fenced")
+        parts.append(f"{counted(counts.ledgers, 'ledger', 'ledgers')}, {counts.fenced_ledgers:,} of them fenced")
     if both:
         parts.append(f"{counts.empty_ledgers:,} without entries")
     if locations or both:
-        parts.append(f"{counts.entries:,} entries")
+        parts.append(counted(counts.entries, "entry", "entries"))
     run.note(f"bkctl: {', '.join(parts)}; {_remarks(counts)}")
     _finish(run, counts)

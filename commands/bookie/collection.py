@@ -148,15 +148,7 @@ def gc(
                 "not name, however many those are"
             )
         if status:
-            shown: list[GarbageCollection] = []
-
-            def look() -> Iterator[CollectorRow]:
-                shown[:] = [api.garbage_collection()]
-                return _collector_rows(shown[0])
-
-            run.watch(watch, look, _collector_columns(run.output))
-            for reason in _held_back(shown[0]):
-                run.note(f"bkctl: {found.name} keeps ledgers of scopes that seem deleted: {reason}")
+            _show_collectors(run, found, watch)
             return
         if dry_run:
             run.note(f"bkctl: Dry run: {found.name} would {_gc_plan(major, minor, suspend, resume)}")
@@ -175,6 +167,18 @@ def gc(
                 f"{found.name} kept ledgers of scopes that seem deleted: {held_back[0]}",
                 hint="check that; 'bookie gc --accept-scoped-deletes' lets one round delete them",
             )
+
+
+def _show_collectors(run: Run, found: Server, watch: float | None) -> None:
+    latest: list[GarbageCollection] = []
+
+    def look() -> Iterator[CollectorRow]:
+        latest[:] = [found.api.garbage_collection()]
+        return _collector_rows(latest[0])
+
+    run.watch(watch, look, _collector_columns(run.output))
+    for reason in _held_back(latest[0]):
+        run.note(f"bkctl: {found.name} keeps ledgers of scopes that seem deleted: {reason}")
 
 
 def _check_gc_options(

@@ -18,7 +18,7 @@ from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.options import Composite, DryRun, LedgerPassword, parameter
 from ..kit.records import DirOption, PlacesArgument
-from ..kit.texts import NULL, size_text
+from ..kit.texts import NULL, counted, size_text
 from .files import AnyLedgers, index_app
 
 if TYPE_CHECKING:
@@ -136,10 +136,13 @@ def rebuild_databases(
 
 def _report_guesses(run: Run, row: RebuiltDatabase) -> None:
     if row.guessed_fences:
-        run.note(f"bkctl: {row.path}: {row.guessed_fences:,} ledgers were fenced, since their state is unknown")
+        run.note(
+            f"bkctl: {row.path}: {counted(row.guessed_fences, 'ledger was', 'ledgers were')} fenced, "
+            "since their state is unknown"
+        )
     if row.without_key:
         run.note(
-            f"bkctl: {row.path}: the master key of {row.without_key:,} ledgers is unknown; "
+            f"bkctl: {row.path}: the master key of {counted(row.without_key, 'ledger', 'ledgers')} is unknown; "
             "the bookie will accept that of the next writer"
         )
     if row.entries_saved:
@@ -227,11 +230,14 @@ def regenerate_files(
     _report(run, done.findings)
     guessed = sum(row.fence_guessed for row in done.indexes)
     if guessed:
-        run.note(f"bkctl: {guessed:,} ledgers were fenced, since their state is unknown")
+        run.note(f"bkctl: {counted(guessed, 'ledger was', 'ledgers were')} fenced, since their state is unknown")
     if done.dead:
-        run.note(f"bkctl: {len(done.dead):,} ledgers were left unchanged: they no longer exist in the metadata")
+        run.note(f"bkctl: {counted(len(done.dead), 'ledger was', 'ledgers were')} left unchanged, without metadata")
     if done.without_key:
-        run.note(f"bkctl: The master key of {len(done.without_key):,} ledgers is unknown: {_some(done.without_key)}")
+        run.note(
+            f"bkctl: The master key of {counted(len(done.without_key), 'ledger', 'ledgers')} is unknown: "
+            f"{_some(done.without_key)}"
+        )
     problems = len(done.findings.damage) + len(done.without_key)
     run.finish_with(problems, "damaged files or ledgers without a master key")
 

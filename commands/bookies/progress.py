@@ -77,7 +77,7 @@ def run_within(run: Run, work: Coroutine[Any, Any, None], deadline_s: float | No
                 f"{what} is not finished after {time_text(deadline_s or 0)}", hint="run it again to continue"
             ) from error
 
-    # Much is made and dropped for each ledger, and hardly anything of it in circles: looking for those less often takes
+    # Each ledger allocates much, and hardly anything of it in reference cycles: collecting cycles less often takes
     # a tenth less time.
     thresholds = gc.get_threshold()
     gc.set_threshold(*_GC_THRESHOLDS)

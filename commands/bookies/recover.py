@@ -301,16 +301,21 @@ def _recover(
         run.note(note)
     for ledger, problem in plan.damaged.items():
         run.note(f"bkctl: Ledger {ledger} was skipped: {problem}")
+    unrecoverable = outcomes[MoveOutcome.UNRECOVERABLE] - len(skipped)
+    problems = _problem_texts(unrecoverable, outcomes[MoveOutcome.FAILED] + len(plan.damaged), kept, len(names))
+    run.finish_with(len(problems), f"{'findings' if len(problems) > 1 else 'finding'}: {'; '.join(problems)}")
+
+
+def _problem_texts(unrecoverable: int, failed: int, kept: int, bookie_count: int) -> list[str]:
+    """Return the findings of a recovery, from counts of ledgers; `kept` have entries on bookies that keep a cookie."""
     problems = []
-    if outcomes[MoveOutcome.UNRECOVERABLE] > len(skipped):
-        count = outcomes[MoveOutcome.UNRECOVERABLE] - len(skipped)
-        problems.append(f"{counted(count, 'ledger is', 'ledgers are')} unrecoverable")
-    if outcomes[MoveOutcome.FAILED] or plan.damaged:
-        count = outcomes[MoveOutcome.FAILED] + len(plan.damaged)
-        problems.append(f"{counted(count, 'ledger', 'ledgers')} could not be moved")
+    if unrecoverable:
+        problems.append(f"{counted(unrecoverable, 'ledger is', 'ledgers are')} unrecoverable")
+    if failed:
+        problems.append(f"{counted(failed, 'ledger', 'ledgers')} could not be moved")
     if kept:
         problems.append(
-            f"the {'cookie stays' if len(names) == 1 else 'cookies stay'}, for {counted(kept, 'ledger', 'ledgers')} "
+            f"the {'cookie stays' if bookie_count == 1 else 'cookies stay'}, for {counted(kept, 'ledger', 'ledgers')} "
             f"still {'has' if kept == 1 else 'have'} entries there"
         )
-    run.finish_with(len(problems), f"{'findings' if len(problems) > 1 else 'finding'}: {'; '.join(problems)}")
+    return problems

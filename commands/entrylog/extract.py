@@ -174,24 +174,9 @@ def extract(
                 hint="--scan also reads logs whose ledgers map does not name it" if extraction.logs_skipped else None,
             )
         digest_type = _digest_of(extraction, digest_type, form)
-        left: int | None = None
         with _target(run, file) as target:
-            if form is ExtractFormat.LOG:
-                left = extraction.write_log(target)
-            elif form is ExtractFormat.NDJSON:
-                lines = Lines(_extracted_columns(digest_type), Output.NDJSON)
-                found = extraction.entries()
-                while rows := list(islice(found, EXTRACT_BATCH_ROWS)):
-                    target(lines.of_rows(rows).encode())
-            else:
-                for each in extraction.entries():
-                    target(each.record.payload(digest_type) or b"")
-        gaps: list[tuple[int, int]] = []
-        missing = 0
-        for gap in extraction.gaps():
-            missing += gap.last_entry_id - gap.first_entry_id + 1
-            if len(gaps) < GAPS_SHOWN_MAX:
-                gaps.append((gap.first_entry_id, gap.last_entry_id))
+            left = _write_entries(extraction, form, digest_type, target)
+        gaps, missing = _find_gaps(extraction)
         if str(file) != "-":
             run.show(ExtractReport(extraction, digest_type, gaps, missing, file), REPORT_COLUMNS)
         elif missing:
@@ -206,6 +191,37 @@ def extract(
             ),
         )
     raise_first(run, problems)
+
+
+def _write_entries(
+    extraction: LedgerExtraction,
+    form: ExtractFormat,
+    digest_type: DigestType | None,
+    target: Callable[[bytes], object],
+) -> int | None:
+    """Write the entries in `form`; return the first entry for which an entry log had no room, None if all fit."""
+    if form is ExtractFormat.LOG:
+        return extraction.write_log(target)
+    if form is ExtractFormat.NDJSON:
+        lines = Lines(_extracted_columns(digest_type), Output.NDJSON)
+        entries = extraction.entries()
+        while rows := list(islice(entries, EXTRACT_BATCH_ROWS)):
+            target(lines.of_rows(rows).encode())
+    else:
+        for entry in extraction.entries():
+            target(entry.record.payload(digest_type) or b"")
+    return None
+
+
+def _find_gaps(extraction: LedgerExtraction) -> tuple[list[tuple[int, int]], int]:
+    """Return the first gaps between the entries, and the number of missing entries in all gaps."""
+    gaps: list[tuple[int, int]] = []
+    missing = 0
+    for gap in extraction.gaps():
+        missing += gap.last_entry_id - gap.first_entry_id + 1
+        if len(gaps) < GAPS_SHOWN_MAX:
+            gaps.append((gap.first_entry_id, gap.last_entry_id))
+    return gaps, missing
 
 
 def _range_text(entries: EntryIdRange) -> str:
@@ -261,7 +277,7 @@ def _target(run: Run, file: Path) -> Iterator[Callable[[bytes], object]]:
     from bkctl.disk import create_unfinished
 
     try:
-        partial, descriptor = create_unfinished(file, mode=0o666)  # as the umask says, like any file of the user
+        partial, descriptor = create_unfinished(file, mode=0o666)  # by the umask, like any file of the user
     except OSError as error:
         raise BkctlError(f"{file} cannot be written: {error.strerror or error}") from error
     try:

@@ -121,7 +121,7 @@ def verify(
         counts = checker.counts()
         run.note(f"bkctl: {counts.unknown + counts.without_password:,} entries could not be checked: {hint}")
     raise_first(run, errors)
-    run.finish_with(findings, "findings")
+    run.finish_with(findings, "findings", "finding")
 
 
 def _saying_more(run: Run, rows: Iterator[LogCheck]) -> Iterator[LogCheck]:

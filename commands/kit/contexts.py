@@ -139,7 +139,7 @@ class Contexts:
             del document["contexts"], expected["contexts"]
         if self.current == name:
             del document[CURRENT], expected[CURRENT]
-        # Last: tomlkit's own index of the document does not know what is put here.
+        # Last: tomlkit's own index of the document does not include the items inserted here.
         body[at:at] = kept
         return self._write(document, expected)
 

@@ -15,7 +15,7 @@ from .table import PATIENCE_S, Table
 from .terminal import ClosedOutput, Terminal, emit, output_error
 from .texts import BOLD, RESET, plain, size_text
 
-#: As many rows are printed together as their text is about this long, by what those before took; 512 at most.
+#: A batch has as many rows as give about this much text, by the size of the batch before; 512 at most.
 BATCH_CHARS: Final = 1 << 20
 BATCH_ROWS: Final = 512
 FIRST_BATCH_ROWS: Final = 16

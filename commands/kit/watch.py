@@ -101,7 +101,7 @@ class _Pages:
         room = max(get_terminal_size((80, 24)).lines - 1, 2)
         if len(lines) > room:
             lines[room - 1 :] = [f"… {len(lines) - room + 1:,} more lines"]
-        # Home, each line with what was behind it cleared, then all that was below.
+        # Move home, clear the rest of each line, then all lines below.
         emit("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J")
 
 

@@ -81,14 +81,7 @@ def print_ledgers(
         size_bytes_max=size_max,
         custom_metadata=tuple(custom_metadata.items()),
     )
-    start = None if after is None else LedgerId.parse(after)
-    if start is not None and scope_id is not None and start.scope_id != scope_id:
-        if start.is_scoped:
-            raise UsageError(
-                f"--after {after!r} is in scope {start.scope_id}, and scope {scope_id} is listed",
-                hint=f"add --ledger-scope-id {start.scope_id} or --all-scopes",
-            )
-        start = LedgerId(scope_id, start.ledger_id)
+    start = _first_ledger(after, scope_id)
     unreadable: dict[LedgerId, str] = {}
 
     def skip(ledger: LedgerId, error: Exception) -> None:
@@ -114,7 +107,22 @@ def print_ledgers(
                 run.text("\n".join(map(str, names)) + "\n")
         else:
             run.watch(watch, look, list_columns(run))
-    run.finish_with(len(unreadable), "ledgers have metadata that cannot be read")
+    run.finish_with(
+        len(unreadable), "ledgers have metadata that cannot be read", "ledger has metadata that cannot be read"
+    )
+
+
+def _first_ledger(after: str | None, scope_id: int | None) -> LedgerId | None:
+    """Return the ledger of --after, whose bare id is in `scope_id`. Raises UsageError for a ledger of another scope."""
+    start = None if after is None else LedgerId.parse(after)
+    if start is None or scope_id is None or start.scope_id == scope_id:
+        return start
+    if start.is_scoped:
+        raise UsageError(
+            f"--after {after!r} is in scope {start.scope_id}, and scope {scope_id} is listed",
+            hint=f"add --ledger-scope-id {start.scope_id} or --all-scopes",
+        )
+    return LedgerId(scope_id, start.ledger_id)
 
 
 def parse_states(texts: list[str] | None, flag: str) -> frozenset[str]:

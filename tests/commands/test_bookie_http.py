@@ -528,9 +528,7 @@ def test_tls_needs_authorities_that_sign_the_servers_certificate(cli: Cli, pem: 
     ],
     ids=" ".join,
 )
-def test_usage_errors_are_found_before_any_request(
-    cli: Cli, fake: FakeServer, command: list[str]
-) -> None:
+def test_usage_errors_are_found_before_any_request(cli: Cli, fake: FakeServer, command: list[str]) -> None:
     answer = cli("bookie", *command)
     assert (answer.code, answer.out, len(answer.err.splitlines())) == (2, "", 1), answer.err
     assert fake.asked == []

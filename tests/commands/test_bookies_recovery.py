@@ -151,9 +151,7 @@ def test_a_bookie_without_http_server_is_not_drained_while_it_takes_writes(cli: 
     assert (down.code, "decommission" in down.err) == (5, True)
 
 
-def test_a_resume_file_of_other_bookies_is_refused(
-    cli: Cli, metadata: Cluster, tmp_path: Path
-) -> None:
+def test_a_resume_file_of_other_bookies_is_refused(cli: Cli, metadata: Cluster, tmp_path: Path) -> None:
     path = tmp_path / "resume"
     path.write_text("mine\n")
     result = cli("bookies", "recover", "a", "--yes", "--resume", path)

@@ -134,9 +134,7 @@ def test_an_interrupted_command_exits_with_130() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "bkctl: Interrupted\n")
 
 
-def test_errors_during_an_interrupt_report_the_interrupt(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_during_an_interrupt_report_the_interrupt(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     def connection(run: Run) -> None:
         try:
             raise KeyboardInterrupt
