@@ -52,12 +52,12 @@ class Properties(Mapping[str, str]):
         return len(self._entries)
 
     def list(self, key: str) -> tuple[str, ...]:
-        """Every value of `key`, without empty ones; `()` when it is not set."""
+        """Return the non-empty values of `key`; `()` if it is not set."""
         found = self._entries.get(key)
         return tuple(value for value in found.values if value) if found else ()
 
     def where(self, key: str) -> str:
-        """`FILE line N` of the key's first appearance; the file alone when it is not set."""
+        """Return `FILE line N` of the key's first appearance; the file alone if it is not set."""
         found = self._entries.get(key)
         return found.where if found else str(self.path)
 
@@ -127,7 +127,7 @@ def _read_into(path: Path, into: dict[str, tuple[list[str], str]], depth: int) -
 
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Lines joined over trailing backslashes, without comments and empty lines, with the number of the first one."""
+    """Yield the numbers and texts of lines, joined over trailing backslashes, without comments and empty lines."""
     pending, start = "", 0
     for number, line in enumerate(text.splitlines(), 1):
         line = line.strip()
@@ -145,7 +145,7 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _split_property(line: str) -> tuple[str, str]:
-    """Key and raw value: the key ends at the first `=`, `:` or white space that no backslash precedes."""
+    """Return key and raw value: the key ends at the first `=`, `:` or white space that no backslash precedes."""
     key: list[str] = []
     at = 0
     while at < len(line):
@@ -212,7 +212,7 @@ def _variable(match: re.Match[str], plain: Mapping[str, list[str]]) -> str:
 
 
 def _setting(key: str, default: Any, *, least: float | None = None, most: float | None = None) -> Any:
-    """A dataclass field that is read from the Java `key`; numbers are checked against `least` and `most`."""
+    """Return a dataclass field that is read from the Java `key`; numbers are checked against `least` and `most`."""
     return field(default=default, metadata={"key": key, "least": least, "most": most})
 
 
@@ -340,7 +340,7 @@ class BookieConfig:
     db_storage_rocksdb_num_files_in_level0: int = _setting("dbStorage_rocksDB_numFilesInLevel0", 4, least=1)
     db_storage_rocksdb_max_size_in_level1_mb: int = _setting("dbStorage_rocksDB_maxSizeInLevel1MB", 256, least=1)
     db_storage_rocksdb_lz4_compression_enabled: bool = _setting("dbStorage_rocksDB_lz4CompressionEnabled", True)
-    #: 2 is read by every Apache bookie, 5 by those of 4.16 and later.
+    #: Every Apache bookie reads 2; bookies from 4.16 on read 5.
     db_storage_rocksdb_format_version: int = _setting("dbStorage_rocksDB_format_version", 5, least=2, most=5)
     db_storage_rocksdb_log_path: str | None = _setting("dbStorage_rocksDB_logPath", None)
 
@@ -463,7 +463,7 @@ class BookieConfig:
 
     @classmethod
     def from_properties(cls, properties: Properties) -> BookieConfig:
-        """The settings in `properties`, Java's defaults for the others. Raises UsageError naming file, line and key."""
+        """Return the settings in `properties`, else Java's defaults. Raises UsageError, naming file, line and key."""
         given: dict[str, Any] = {"conf_path": properties.path}
         for declared in fields(cls):
             key: str = declared.metadata.get("key", "")
@@ -501,11 +501,11 @@ class BookieConfig:
         return config
 
     def with_changes(self, **changes: Any) -> BookieConfig:
-        """A copy with some settings changed."""
+        """Return a copy with some settings changed."""
         return replace(self, **changes)
 
     def with_settings(self, settings: Mapping[str, str]) -> BookieConfig:
-        """A copy with settings changed that go by Java's names. Raises UsageError for a value that does not parse.
+        """Return a copy with other settings, given by Java's names. Raises UsageError for a value that does not parse.
 
         Only names of `settings()` can be given.
         """
@@ -513,7 +513,7 @@ class BookieConfig:
         return replace(self, **{declared[key].name: _parse(declared[key], text, key) for key, text in settings.items()})
 
     def settings(self) -> dict[str, str]:
-        """Every setting of one value, by Java's name, as it would stand in a file; those that are None left out."""
+        """Return every setting of one value, by Java's name, as in a file, without those that are None."""
         found = {}
         for each in fields(self):
             value = getattr(self, each.name)

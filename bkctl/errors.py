@@ -1,6 +1,6 @@
 """The one error tree. Each class has an exit code and, where a bookie can send it, its wire status codes.
 
-`str(error)` is one line that says what and where; `error.hint` says what to try. `main` alone prints them.
+`str(error)` is one line: the problem, its place, and `error.hint`, which is a remedy. Only `main` prints errors.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ BY_V3_CODE: Final[dict[int, type[BkctlError]]] = {}
 
 
 def is_interrupt(error: BaseException | None) -> bool:
-    """Return whether `error` is a KeyboardInterrupt, or failed while one was ending what was at work."""
+    """Return True if `error` is a KeyboardInterrupt, or was raised while one ended the work."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, KeyboardInterrupt):
@@ -68,7 +68,7 @@ def is_interrupt(error: BaseException | None) -> bool:
 
 
 class UsageError(BkctlError):
-    """What was asked for does not make sense."""
+    """The request does not make sense."""
 
     exit_code = 2
     client_code = -14
@@ -133,7 +133,7 @@ class FindingsError(BkctlError):
 
 
 class NotFound(BkctlError):
-    """What was named does not exist."""
+    """The named object does not exist."""
 
     exit_code = 4
 
@@ -155,7 +155,7 @@ class EntryNotFound(NotFound):
 
 
 class Conflict(BkctlError):
-    """Somebody else got there first."""
+    """Another client got there first."""
 
     exit_code = 5
 
@@ -163,8 +163,8 @@ class Conflict(BkctlError):
 class MetadataVersionConflict(Conflict):
     """The metadata changed since it was read (MetadataVersionException).
 
-    `may_be_applied`: the connection was lost before the write was answered, and somebody has written since, so that
-    nobody can tell whether ours came before.
+    `may_be_applied`: the connection was lost before the write was answered, and another client has written since, so
+    that it is unknown if our write came before.
     """
 
     client_code = -17
@@ -175,7 +175,7 @@ class MetadataVersionConflict(Conflict):
 
 
 class AlreadyExists(Conflict):
-    """What was to be created exists."""
+    """The object to create exists already."""
 
 
 class LedgerExists(AlreadyExists):
@@ -185,7 +185,7 @@ class LedgerExists(AlreadyExists):
 
 
 class LedgerFenced(Conflict):
-    """The ledger is fenced: somebody recovers or recovered it."""
+    """The ledger is fenced: another client recovers or recovered it."""
 
     client_code = -101
     v2_code = 104
@@ -249,7 +249,7 @@ class LedgerLengthUnknown(LedgerRecoveryFailed):
 
 
 class Corrupt(BkctlError):
-    """Bytes that no bookie writes."""
+    """Bytes that a bookie never writes."""
 
     exit_code = 7
 
@@ -273,7 +273,7 @@ class CorruptRecord(Corrupt):
 
 
 class DigestMismatch(Corrupt):
-    """An entry that does not match its digest, or another entry than was asked for."""
+    """An entry that does not match its digest, or is not the requested one."""
 
     client_code = -5
 

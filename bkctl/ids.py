@@ -26,12 +26,12 @@ FORMS_HELP: Final = "accepted are a decimal or 0x ledger id, SCOPE:ID, 32 hex di
 
 
 def to_signed(value: int) -> int:
-    """The int64 (two's complement) that carries the unsigned 64-bit `value` in protobuf and files."""
+    """Return the int64 (two's complement) that carries the unsigned 64-bit `value` in protobuf and files."""
     return value - (1 << 64) if value > I64_MAX else value
 
 
 def to_unsigned(value: int) -> int:
-    """The unsigned 64-bit number that the int64 `value` carries."""
+    """Return the unsigned 64-bit number that the int64 `value` carries."""
     return value & U64_MAX
 
 
@@ -56,17 +56,17 @@ class LedgerId(_LedgerIdFields):
 
     @classmethod
     def from_signed(cls, scope_id: int, ledger_id: int) -> LedgerId:
-        """The id whose halves are carried as int64 in protobuf and files."""
+        """Return the id whose halves are carried as int64 in protobuf and files."""
         return cls(scope_id & U64_MAX, ledger_id & U64_MAX)
 
     @classmethod
     def from_value(cls, value: int) -> LedgerId:
-        """The id that is the unsigned 128-bit number `value`."""
+        """Return the id that is the unsigned 128-bit number `value`."""
         return cls(value >> 64, value & U64_MAX)
 
     @classmethod
     def random(cls) -> LedgerId:
-        """A new id from a random (version 4) UUID split in two; needs no central counter."""
+        """Return a new id from a random (version 4) UUID split in two; needs no central counter."""
         import uuid
 
         return cls.from_value(uuid.uuid4().int)
@@ -75,7 +75,7 @@ class LedgerId(_LedgerIdFields):
     def parse(cls, text: str, scope_id: int | None = None) -> LedgerId:
         """Read any text form; a bare ledger id is in `scope_id`, else in scope 0.
 
-        Raises UsageError when the text is no form of a ledger id, or names a scope other than `scope_id`.
+        Raises UsageError if the text is not a ledger id, or names a scope other than `scope_id`.
         """
         full = _parse_qualified(text)
         if full is None and ":" in text:
@@ -119,11 +119,11 @@ class LedgerId(_LedgerIdFields):
 
     @property
     def is_scoped(self) -> bool:
-        """Whether the scope is not 0, so that BP-35's formats apply."""
+        """True if the scope is not 0, so that BP-35's formats apply."""
         return self[0] != 0
 
     def to_json(self) -> dict[str, str]:
-        """The three id fields of every JSON object that names a ledger; unsigned decimal strings."""
+        """Return the three id fields of every JSON object that names a ledger; unsigned decimal strings."""
         return {
             "ledgerScopeId": str(self[0]),
             "ledgerId": str(self[1]),
@@ -138,7 +138,7 @@ class LedgerId(_LedgerIdFields):
 
 
 def ledger_ids(scope_id: int, numbers: Iterable[int]) -> list[LedgerId]:
-    """The ledgers of one scope with these ids, which are in range: unchecked, for listings of millions."""
+    """Return the ledgers of one scope with these ids, which are in range: unchecked, for listings of millions."""
     return list(map(tuple.__new__, repeat(LedgerId), zip(repeat(scope_id), numbers)))
 
 
@@ -178,7 +178,7 @@ def resolve_ledger(
     ledger_scope_id: str | None = None,
     ledger_qualified_name: str | None = None,
 ) -> LedgerId | None:
-    """The one ledger that the given text forms name together; None when no form names a ledger.
+    """Return the one ledger that the given text forms name together; None when no form names a ledger.
 
     Raises UsageError when a form does not parse, two disagree, or only a scope is given.
     """
@@ -221,7 +221,7 @@ def check_bookie_id(text: str) -> str:
 
 
 def parse_bookie_address(text: str, what: str) -> tuple[str, tuple[str, int]]:
-    """`ID=HOST:PORT` as bookie id and (host, port). Raises UsageError, naming `what`."""
+    """Return the bookie id and (host, port) of `ID=HOST:PORT`. Raises UsageError, which begins with `what`."""
     bookie_id, equals, address = text.rpartition("=")
     host, colon, port = address.rpartition(":")
     if not (equals and colon and bookie_id and host and port.isascii() and port.isdigit() and int(port) < 65536):
@@ -230,5 +230,5 @@ def parse_bookie_address(text: str, what: str) -> tuple[str, tuple[str, int]]:
 
 
 def random_u64() -> int:
-    """An unpredictable unsigned 64-bit number."""
+    """Return an unpredictable unsigned 64-bit number."""
     return int.from_bytes(os.urandom(8), "big")

@@ -1,4 +1,4 @@
-"""What of settings, command lines and URIs is secret, and how they are shown without it."""
+"""Recognition and removal of secrets in settings, command lines and URIs."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Final
 #: Parts of the names of settings whose values are secrets, as part of a regular expression.
 SECRET_WORDS: Final = r"passw|secret|token|credential|(?:access|account|api|private|master)[._-]?key|\bsas\b"
 _SECRET_NAME: Final = re.compile(SECRET_WORDS, re.IGNORECASE)
-#: A setting whose value says where a secret is, or how it is used.
+#: A setting whose value is the place of a secret, or its use.
 _ABOUT_A_SECRET: Final = re.compile(r"(?:path|file|dir|directory|enabled?|type|class)$", re.IGNORECASE)
 #: Greedy: a password may have `/` and `@` in it, so that the last `@` ends it.
 _USER_INFO: Final = re.compile(r"(://)(?!/)\S*@")
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether the setting `name` holds a secret; one that names a file or a class does not."""
+    """Return True if the setting `name` holds a secret; one that names a file or a class does not."""
     return _SECRET_NAME.search(name) is not None and _ABOUT_A_SECRET.search(name) is None
 
 
 def without_user_info(text: str, shown: str) -> str:
-    """Return `text` with what stands between `://` and `@` in a URI as `shown`: the user and the password.
+    """Return `text` with user and password, between `://` and `@` in a URI, as `shown`.
 
     Where several URIs or an `@` further right leave it open how long the password is, more is hidden, never less.
     """

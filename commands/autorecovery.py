@@ -12,17 +12,12 @@ import typer
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, Corrupt, NotFound, UsageError
 from bkctl.ids import LedgerId
 
+from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
-from .kit.options import (
-    DryRun,
-    LedgersOrFile,
-    ScopeOfAny,
-    UndoOption,
-    WatchOption,
-    duration_option,
-    parse_duration,
-)
-from .kit.output import GREEN, RED, YELLOW, Column, Columns, Kind
+from .kit.ledger_options import LedgersOrFile, ScopeOfAny
+from .kit.options import DryRun, UndoOption, WatchOption, duration_option
+from .kit.texts import GREEN, RED, YELLOW
+from .kit.values import parse_duration
 
 if TYPE_CHECKING:
     from bkctl.config import BookieConfig
@@ -62,22 +57,22 @@ RUNNING_COLUMNS = Columns(
 )
 
 
-@command(app, "run", connects=True)
+@command(app, "run", connects=True, examples=("bkctl autorecovery run --conf bk_server.conf",))
 def run_auto_recovery(
     run: Run,
     scopes_only: Annotated[
-        bool, typer.Option("--scopes-only", help="Leave scope 0 alone: Apache's auto-recovery looks after it.")
+        bool, typer.Option("--scopes-only", help="Ignore scope 0, which Apache's auto-recovery serves.")
     ] = False,
-    scope_0_only: Annotated[bool, typer.Option("--scope-0-only", help="Leave the other scopes alone.")] = False,
+    scope_0_only: Annotated[bool, typer.Option("--scope-0-only", help="Ignore all scopes but 0.")] = False,
     own_id: Annotated[
         str | None,
-        typer.Option("--id", metavar="ID", help="What votes and locks say (default: the bookie's id, or this host)."),
+        typer.Option("--id", metavar="ID", help="Name in votes and locks (default: the bookie's id, or this host)."),
     ] = None,
 ) -> None:
-    """Run auto-recovery in the foreground: stand for auditor and replicate; SIGTERM or Ctrl-C ends it.
+    """Run auto-recovery in the foreground.
 
-    Intervals, delays and rates are those in `--conf bk_server.conf`, else Apache's defaults. It is printed once it
-    runs; what it does is on stderr.
+    Takes part in the election of the auditor, and replicates ledgers. SIGTERM or Ctrl-C ends it. Intervals, delays and
+    rates are those in `--conf bk_server.conf`, else Apache's defaults. Prints a row once it runs; logs go to stderr.
     """
     import os
 
@@ -101,7 +96,7 @@ def run_auto_recovery(
 
 
 def _own_id(config: BookieConfig) -> str:
-    """The id of the bookie that the configuration is of, as Apache's has it; without one, this process."""
+    """Return the id of the bookie that the configuration is of, as Apache's has it; without one, this process."""
     import os
     import socket
 
@@ -145,9 +140,12 @@ STATUS_COLUMNS = Columns(
 )
 
 
-@command(app, "status", connects=True)
+@command(app, "status", connects=True, examples=("bkctl autorecovery status",))
 def status(run: Run, watch: WatchOption) -> None:
-    """Show auto-recovery: on or off, the auditors, the delay, marked and locked ledgers, when checks ran last."""
+    """Show the state of auto-recovery.
+
+    Shows the switch, the auditors, the delay, marked and locked ledgers, and the times of the last checks.
+    """
     from bkctl.metadata.underreplication import AuditorCheck
 
     def look() -> Iterator[StatusRow]:
@@ -168,8 +166,8 @@ def status(run: Run, watch: WatchOption) -> None:
         run.watch(watch, look, STATUS_COLUMNS, single=True)
 
 
-class Switch(NamedTuple):
-    """What a switch is now, and whether that is new."""
+class SwitchState(NamedTuple):
+    """The state of a switch, and if the command changed it."""
 
     enabled: bool
     changed: bool
@@ -190,20 +188,26 @@ def _switch(run: Run, enabled: bool) -> None:
             changed = True
         except AlreadyExists:
             changed = False
-    run.show(Switch(enabled, changed), SWITCH_COLUMNS)
+    run.show(SwitchState(enabled, changed), SWITCH_COLUMNS)
     if not changed:
         run.note(f"Auto-recovery was {'enabled' if enabled else 'disabled'} already")
 
 
-@command(app, "enable", connects=True, changes=True)
+@command(app, "enable", connects=True, changes=True, examples=("bkctl autorecovery enable",))
 def enable(run: Run) -> None:
-    """Switch auto-recovery on, for the whole cluster; nothing happens where it is on."""
+    """Enable auto-recovery for the whole cluster.
+
+    Does nothing if it is enabled already.
+    """
     _switch(run, True)
 
 
-@command(app, "disable", connects=True, changes=True)
+@command(app, "disable", connects=True, changes=True, examples=("bkctl autorecovery disable",))
 def disable(run: Run) -> None:
-    """Switch auto-recovery off, for the whole cluster: no audits, no replication, until it is enabled again."""
+    """Disable auto-recovery for the whole cluster.
+
+    No audits and no replication take place until it is enabled again.
+    """
     _switch(run, False)
 
 
@@ -226,7 +230,7 @@ COUNT_COLUMNS = Columns(Column("LEDGERS", "count", "ledger_count", Kind.INTEGER)
 
 
 class MarkRow(NamedTuple):
-    """A marked ledger, and who replicates it now."""
+    """A marked ledger, and its present worker."""
 
     ledger: LedgerId
     missing_replicas: tuple[str, ...]
@@ -235,29 +239,36 @@ class MarkRow(NamedTuple):
 
 
 class Count(NamedTuple):
-    """How many."""
+    """A number of ledgers."""
 
     ledger_count: int
 
 
-@command(app, "list", connects=True)
+@command(app, "list", connects=True, examples=("bkctl autorecovery list",))
 def list_marked(
     run: Run,
     scope: ScopeOfAny,
     watch: WatchOption,
     older_than: Annotated[
-        float | None, duration_option("--older-than", "Only what was marked that long ago: 1h, 30m.")
+        float | None,
+        duration_option("--older-than", "List only ledgers that were marked at least this long ago: 1h, 30m."),
     ],
     missing: Annotated[
-        list[str] | None, typer.Option("--missing", metavar="BOOKIE", help="Only what this bookie lacks; repeatable.")
+        list[str] | None,
+        typer.Option("--missing", metavar="BOOKIE", help="List only ledgers that this bookie lacks; repeatable."),
     ] = None,
     not_missing: Annotated[
         list[str] | None,
-        typer.Option("--not-missing", metavar="BOOKIE", help="Only what this bookie does not lack; repeatable."),
+        typer.Option(
+            "--not-missing", metavar="BOOKIE", help="List only ledgers that this bookie does not lack; repeatable."
+        ),
     ] = None,
-    count: Annotated[bool, typer.Option("--count", help="Print how many, not which.")] = False,
+    count: Annotated[bool, typer.Option("--count", help="Print the number of ledgers only.")] = False,
 ) -> None:
-    """List the ledgers that are marked as under-replicated: what they miss on which bookies, since when, who works."""
+    """List the under-replicated ledgers.
+
+    Shows missing entries by bookie, age, and the worker that has them.
+    """
     problems: dict[str, BkctlError] = {}
 
     def look() -> Iterator[MarkRow]:
@@ -289,7 +300,7 @@ def list_marked(
 
 
 class Work(NamedTuple):
-    """A ledger that is being replicated; `length` in bytes, None where it was deleted or cannot be read."""
+    """A ledger that is being replicated; `length` in bytes, None if it was deleted or cannot be read."""
 
     ledger: LedgerId
     worker: str | None
@@ -306,9 +317,12 @@ LOCK_COLUMNS = Columns(
 )
 
 
-@command(app, "workers", connects=True)
+@command(app, "workers", connects=True, examples=("bkctl autorecovery workers",))
 def workers(run: Run, scope: ScopeOfAny, watch: WatchOption) -> None:
-    """List the ledgers that are being replicated now, and by whom (Apache's workers give their host name)."""
+    """List the ledgers that are being replicated, and by whom.
+
+    Apache's workers give their host name.
+    """
 
     def look() -> Iterator[Work]:
         locks = list(manager.locks(scope))
@@ -331,7 +345,7 @@ MARKED_COLUMNS = Columns(
 
 
 class Marked(NamedTuple):
-    """A ledger and its mark as it was asked for; `changed` False where it stood so already."""
+    """A ledger and its requested mark; `changed` is False if the mark was as requested."""
 
     ledger: LedgerId
     missing_replicas: tuple[str, ...]
@@ -348,13 +362,16 @@ def mark(
     ] = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Mark ledgers as under-replicated, so that auto-recovery's workers look after them."""
+    """Mark ledgers as under-replicated.
+
+    The workers of auto-recovery then check and replicate them.
+    """
     if not missing:
-        raise UsageError("No bookie is named that lacks entries", hint="add --missing BOOKIE")
+        raise UsageError("No bookie that lacks entries is named", hint="add --missing BOOKIE")
     with run.cluster() as cluster:
         manager = _manager(cluster)
         if not manager.is_enabled():
-            run.note("Auto-recovery is disabled: nobody will look at the marks until it is enabled")
+            run.note("Auto-recovery is disabled: no worker reads the marks until it is enabled")
         # All are looked at before the first is marked.
         for ledger, found in cluster.ledgers.read_many(ledgers):
             if isinstance(found, BkctlError):
@@ -376,7 +393,10 @@ def mark(
 
 @command(app, "unmark", connects=True, changes=True, asks=True)
 def unmark(run: Run, ledgers: LedgersOrFile, undo: UndoOption = None, dry_run: DryRun = False) -> None:
-    """Take the under-replicated mark off ledgers, so that no worker looks after them."""
+    """Remove the under-replicated mark from ledgers.
+
+    The workers of auto-recovery then leave them alone.
+    """
     from bkctl.metadata.underreplication import mark_path, parse_mark
 
     with run.cluster() as cluster:
@@ -394,7 +414,7 @@ def unmark(run: Run, ledgers: LedgersOrFile, undo: UndoOption = None, dry_run: D
             try:
                 replicas = parse_mark(ledger, marks[ledger]).missing_replicas
             except Corrupt:
-                replicas = ()  # A damaged mark goes as well.
+                replicas = ()  # A damaged mark is removed, too.
             return Marked(ledger, replicas, True)
 
         if not dry_run:
@@ -414,7 +434,7 @@ def unmark(run: Run, ledgers: LedgersOrFile, undo: UndoOption = None, dry_run: D
 
 
 class Vote(NamedTuple):
-    """A bookie that would be auditor; the first one of each kind is."""
+    """A candidate for auditor; the first of each kind is the auditor."""
 
     bookie_id: str
     scoped: bool
@@ -429,12 +449,15 @@ VOTE_COLUMNS = Columns(
 )
 
 
-@command(app, "auditor", connects=True)
+@command(app, "auditor", connects=True, examples=("bkctl autorecovery auditor",))
 def auditor(
     run: Run,
-    all_votes: Annotated[bool, typer.Option("--all", help="Also those who wait to be elected.")] = False,
+    all_votes: Annotated[bool, typer.Option("--all", help="Show candidates for auditor, too.")] = False,
 ) -> None:
-    """Show the bookie that is the auditor (and the auditor of the scopes, where there is one); exit code 4: none."""
+    """Show which bookie is the auditor.
+
+    Also shows the auditor of the scopes, if there is one. Exit code 4 if there is none.
+    """
     with run.cluster() as cluster:
         manager = _manager(cluster)
         rows = [
@@ -444,7 +467,7 @@ def auditor(
             if at == 0 or all_votes
         ]
     if not rows:
-        raise NotFound("No auditor is elected", hint="start auto-recovery on some bookie")
+        raise NotFound("No auditor is elected", hint="start auto-recovery on a bookie")
     run.render(rows, VOTE_COLUMNS)
 
 
@@ -457,7 +480,7 @@ class Clock(StrEnum):
 
 
 class ClockRow(NamedTuple):
-    """When a check ran last, before and after its clock was set back."""
+    """The last run of a check, before and after its clock was reset."""
 
     check: str
     before_ms: int | None
@@ -465,7 +488,7 @@ class ClockRow(NamedTuple):
 
 
 class Audited(NamedTuple):
-    """Who was told to audit."""
+    """The auditor that was asked to audit."""
 
     auditor_id: str
 
@@ -484,10 +507,10 @@ def _clocks(texts: str) -> list[Clock]:
         return list(dict.fromkeys(Clock(text.strip()) for text in texts.split(",")))
     except ValueError:
         names = ", ".join(each.value for each in Clock)
-        raise UsageError(f"--reset-clock {texts}: a list of {names} is needed") from None
+        raise UsageError(f"--reset-clock {texts}: not a list of {names}") from None
 
 
-@command(app, "audit", connects=True, changes=True)
+@command(app, "audit", connects=True, changes=True, examples=("bkctl autorecovery audit",))
 def audit(
     run: Run,
     reset_clock: Annotated[
@@ -500,7 +523,10 @@ def audit(
     ] = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Have the auditor look for lost bookies now, or make its periodic checks due."""
+    """Start an audit now, or make the periodic checks due.
+
+    Without options, the auditor looks for lost bookies.
+    """
     from bkctl.metadata.underreplication import AuditorCheck
 
     checks = {
@@ -517,7 +543,7 @@ def audit(
                     raise Conflict("Auto-recovery is disabled", hint="enable it first")
                 auditor_id = manager.auditor() or manager.auditor(scoped=True)
                 if auditor_id is None:
-                    raise NotFound("No auditor is elected", hint="start auto-recovery on some bookie")
+                    raise NotFound("No auditor is elected", hint="start auto-recovery on a bookie")
             else:
                 auditor_id = manager.trigger_audit()
             run.show(Audited(auditor_id), AUDITED_COLUMNS)
@@ -547,7 +573,7 @@ DELAY_COLUMNS = Columns(
 )
 
 
-@command(app, "delay", connects=True, changes="seconds")
+@command(app, "delay", connects=True, changes="seconds", examples=("bkctl autorecovery delay",))
 def delay(
     run: Run,
     seconds: Annotated[
@@ -555,7 +581,7 @@ def delay(
     ] = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Show, or set, how long the auditor waits before it takes a bookie that is gone for lost."""
+    """Show or set the delay before a bookie counts as lost."""
     with run.cluster() as cluster:
         manager = _manager(cluster)
         if seconds is None:
@@ -564,7 +590,7 @@ def delay(
             return
         wanted = parse_duration(seconds, "DELAY")
         if wanted != int(wanted):
-            raise UsageError(f"DELAY {seconds}: whole seconds are needed")
+            raise UsageError(f"DELAY {seconds}: not whole seconds")
         if not dry_run:
             manager.set_lost_bookie_recovery_delay_s(int(wanted))
         run.show(Delay(int(wanted), True), DELAY_COLUMNS)

@@ -9,16 +9,17 @@ import typer
 
 from bkctl.errors import AlreadyExists, Conflict, NotFound, UsageError
 
+from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
 from .kit.options import DryRun, WatchOption
-from .kit.output import GREEN, RED, YELLOW, Column, Columns, Kind
+from .kit.texts import GREEN, RED, YELLOW
 
 if TYPE_CHECKING:
     from bkctl.bookie.local import LocalCluster
     from bkctl.metadata.cluster import Cluster
 
 app = group()
-healthcheck_app = group("Whether clients may take bookies that fail them into quarantine, for the whole cluster.")
+healthcheck_app = group("Allow or forbid clients to quarantine failing bookies.")
 app.add_typer(healthcheck_app, name="healthcheck")
 
 LOCAL_COLUMNS = Columns(
@@ -57,9 +58,9 @@ INFO_COLUMNS = Columns(
 )
 
 
-@command(app, "info", connects=True)
+@command(app, "info", connects=True, examples=("bkctl cluster info",))
 def info(run: Run) -> None:
-    """Show the cluster: instance id, layout, bookies counted by state, auditor, replication."""
+    """Show the cluster: layout, bookies, auditor, replication."""
     from bkctl.metadata.admin.overview import cluster_info
 
     with run.cluster() as cluster:
@@ -79,21 +80,21 @@ HEALTH_COLUMNS = Columns(
 )
 
 
-@command(app, "health", connects=True)
+@command(app, "health", connects=True, examples=("bkctl cluster health",))
 def health(
     run: Run,
     watch: WatchOption,
     threshold: Annotated[
-        float, typer.Option("--threshold", metavar="PERCENT", help="Used disk space that is too much.")
+        float, typer.Option("--threshold", metavar="PERCENT", help="Percentage of used disk space that is too much.")
     ] = 90.0,
     no_bookies: Annotated[
-        bool, typer.Option("--no-bookies", help="Look at the metadata only, and ask no bookie.")
+        bool, typer.Option("--no-bookies", help="Read the metadata only, and ask no bookie.")
     ] = False,
 ) -> None:
-    """Say what is wrong with the cluster and what to do about it; exit code 3 when something is.
+    """Show what is wrong with the cluster, and what to do.
 
-    Bookies that are down, read-only, full or silent, cookies, under-replicated ledgers by scope and age, auto-recovery,
-    scopes.
+    Covers bookies that are down, read-only, full or silent; cookies; under-replicated ledgers by scope and age;
+    auto-recovery; scopes. Exit code 3 if there are findings.
     """
     from bkctl.metadata.admin.health import HealthFinding, health_findings
 
@@ -122,11 +123,11 @@ def health(
     run.render(findings, HEALTH_COLUMNS)
     if not findings:
         run.note("The cluster is healthy")
-    run.finish_with(len(findings), "findings" if len(findings) > 1 else "finding")
+    run.finish_with(len(findings), "findings", "finding")
 
 
 class Check(NamedTuple):
-    """Whether clients may quarantine bookies that fail them; `changed` None where nothing was asked to change."""
+    """The switch that allows clients to quarantine bookies; `changed` is None if no change was requested."""
 
     enabled: bool
     changed: bool | None = None
@@ -139,9 +140,9 @@ CHECK_COLUMNS = Columns(
 )
 
 
-@command(healthcheck_app, "status", connects=True)
+@command(healthcheck_app, "status", connects=True, examples=("bkctl cluster healthcheck status",))
 def healthcheck_status(run: Run) -> None:
-    """Show whether clients may take bookies that fail them into quarantine."""
+    """Show if clients may quarantine failing bookies."""
     from bkctl.metadata.admin.health import HealthCheckSwitch
 
     with run.cluster() as cluster:
@@ -150,13 +151,13 @@ def healthcheck_status(run: Run) -> None:
 
 @command(healthcheck_app, "enable", connects=True, changes=True)
 def healthcheck_enable(run: Run) -> None:
-    """Let clients take bookies that fail them into quarantine."""
+    """Allow clients to quarantine failing bookies."""
     _switch_healthcheck(run, True)
 
 
 @command(healthcheck_app, "disable", connects=True, changes=True)
 def healthcheck_disable(run: Run) -> None:
-    """Keep every client from taking bookies into quarantine."""
+    """Forbid every client to quarantine bookies."""
     _switch_healthcheck(run, False)
 
 
@@ -171,7 +172,7 @@ def _switch_healthcheck(run: Run, enabled: bool) -> None:
 
 
 class Identity(NamedTuple):
-    """Which cluster it is."""
+    """The identity of a cluster."""
 
     metadata_uri: str
     instance_id: str
@@ -186,7 +187,7 @@ ID_COLUMNS = Columns(
 )
 
 
-@command(app, "id", connects=True)
+@command(app, "id", connects=True, examples=("bkctl cluster id",))
 def show_id(run: Run) -> None:
     """Show the cluster's instance id."""
     with run.cluster() as cluster:
@@ -199,18 +200,24 @@ def show_id(run: Run) -> None:
         run.show(Identity(cluster.uri, instance_id, factory_class), ID_COLUMNS)
 
 
-@command(app, "init", connects=True, changes=True)
+@command(
+    app, "init", connects=True, changes=True, examples=("bkctl cluster init --metadata-uri sqlite:///metadata.db",)
+)
 def init(
     run: Run,
     long_long_layout: Annotated[
         bool,
-        typer.Option("--long-long-layout", help="Write BP-35's own class into LAYOUT: no Apache process starts on it."),
+        typer.Option(
+            "--long-long-layout",
+            help="Write BP-35's own class into LAYOUT; Apache's processes then refuse the cluster.",
+        ),
     ] = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Make a new cluster where --metadata-uri says: layout, instance id, places of bookies and cookies.
+    """Create a new cluster in the metadata store.
 
-    Where there is a cluster nothing is changed, and the exit code is 5.
+    Creates the layout, the instance id, and the places of bookies and cookies. If there is a cluster, nothing is
+    changed, and the exit code is 5.
     """
     from bkctl.metadata.cluster import init_cluster, new_layout
     from bkctl.metadata.uri import parse_uri
@@ -247,28 +254,27 @@ NUKE_COLUMNS = Columns(
 
 
 @command(app, "nuke", connects=True, changes=True, asks=True)
-def nuke(
+def nuke_cluster(
     run: Run,
     instance_id: Annotated[
         str | None,
-        typer.Option("--instance-id", metavar="ID", help="The cluster's instance id, so that it is the one."),
+        typer.Option("--instance-id", metavar="ID", help="The cluster's instance id, as a confirmation."),
     ] = None,
     backup: Annotated[
-        Path | None, typer.Option("--backup", metavar="FILE", help="Export all metadata to this new file before.")
+        Path | None, typer.Option("--backup", metavar="FILE", help="Export all metadata to this new file first.")
     ] = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Remove a cluster's metadata, all of it, for good; refused while bookies are registered.
+    """Remove all metadata of a cluster, for good.
 
-    The bookies' own files stay as they are, but no bookie starts on them again. With --backup, 'metadata import' brings
-    the metadata back.
+    Refused while bookies are registered. The bookies' own files stay, but no bookie starts on them again. With
+    --backup, 'metadata import' restores the metadata.
     """
     from bkctl.metadata.admin.dump import ClusterSource, export_to_file
-    from bkctl.metadata.admin.nuke import nuke as remove
-    from bkctl.metadata.admin.nuke import plan_nuke
+    from bkctl.metadata.admin.nuke import nuke, plan_nuke
 
     if instance_id is None:
-        raise UsageError("--instance-id is needed", hint="'bkctl cluster id' shows it")
+        raise UsageError("--instance-id is required", hint="'bkctl cluster id' shows it")
     with run.cluster() as cluster:
         with run.working("Counting ledgers"):
             plan = plan_nuke(cluster)
@@ -281,8 +287,8 @@ def nuke(
             run.show(plan, NUKE_COLUMNS)
             return
         if plan.foreign_scopes:
-            run.note("So would the scoped ledgers of a cluster that was formatted away: no backup holds them")
-        kept = f"; {backup} will hold a copy" if backup is not None else ", and there is no backup"
+            run.note("The scoped ledgers of a formatted cluster would be lost, too: no backup holds them")
+        kept = f"; {backup} will hold a copy" if backup is not None else ", without a backup"
         run.confirm(
             f"All metadata of the cluster {plan.instance_id} in {cluster.uri} would be lost: "
             f"{plan.ledger_count:,} ledgers, {plan.cookie_count:,} cookies{kept}"
@@ -291,7 +297,7 @@ def nuke(
             with run.working(f"Exporting to {backup}") as activity:
                 export_to_file(ClusterSource(cluster), backup, progress=activity.update)
         with run.working("Removing nodes") as activity:
-            count = remove(cluster, progress=activity.update)
+            count = nuke(cluster, progress=activity.update)
     run.show(plan, NUKE_COLUMNS)
     run.note(f"{count:,} nodes were removed")
 
@@ -307,12 +313,13 @@ def _local(directory: Path | None) -> LocalCluster:
     return active_cluster() or LocalCluster()
 
 
-@command(app, "up", changes=True)
+@command(app, "up", changes=True, examples=("bkctl cluster up",))
 def up(
     run: Run,
     directory: LocalDirectory = None,
     bookies: Annotated[
-        int | None, typer.Option("--bookies", metavar="N", help="How many bookies (default 3, or what is there).")
+        int | None,
+        typer.Option("--bookies", metavar="N", help="Number of bookies (default: 3, or as many as the cluster has)."),
     ] = None,
     storage: Annotated[
         str | None,
@@ -320,14 +327,21 @@ def up(
     ] = None,
     http: Annotated[
         bool | None,
-        typer.Option("--http/--no-http", help="New bookies have an HTTP server (default: if bkctl[http] is there)."),
+        typer.Option(
+            "--http/--no-http", help="Give new bookies an HTTP server (default: if bkctl[http] is installed)."
+        ),
     ] = None,
     autorecovery: Annotated[
         bool,
-        typer.Option("--autorecovery", help="New bookies also run auto-recovery: what a lost one had is replicated."),
+        typer.Option(
+            "--autorecovery", help="Run auto-recovery in new bookies, which replicates the ledgers of lost ones."
+        ),
     ] = False,
 ) -> None:
-    """Start a local cluster of our own bookies, and use it until `cluster down`."""
+    """Start a local cluster of our own bookies.
+
+    Commands use it until 'cluster down'.
+    """
     from bkctl.http import has_server, load_server
 
     if http:
@@ -343,7 +357,7 @@ def up(
     run.note(f"Local cluster at {cluster.directory}; commands without --metadata-uri use it until 'bkctl cluster down'")
 
 
-@command(app, "down", changes=True)
+@command(app, "down", changes=True, examples=("bkctl cluster down",))
 def down(
     run: Run,
     directory: LocalDirectory = None,
@@ -351,7 +365,10 @@ def down(
         str | None, typer.Option("--bookie", metavar="ID", help="Stop this bookie only; the cluster stays up.")
     ] = None,
 ) -> None:
-    """Stop the local cluster cleanly; its data stays for the next `cluster up`."""
+    """Stop the local cluster cleanly.
+
+    Its data stays for the next 'cluster up'.
+    """
     cluster = _local(directory)
     with run.working(f"Stopping the local cluster at {cluster.directory}"):
         stopped = cluster.down(bookie, timeout_s=run.timeout_s, progress=run.detail)
@@ -361,7 +378,10 @@ def down(
         run.note("Nothing was running")
 
 
-@command(app, "status")
+@command(app, "status", examples=("bkctl cluster status",))
 def status(run: Run, directory: LocalDirectory = None) -> None:
-    """Show the local cluster's bookies: state, address, process, directory."""
+    """Show the bookies of the local cluster.
+
+    Shows state, address, process and directory.
+    """
     run.render(_local(directory).status(run.timeout_s), LOCAL_COLUMNS)

@@ -10,46 +10,46 @@ import typer
 
 from bkctl.errors import UsageError
 
+from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
-from .kit.contexts import Context, Contexts
-from .kit.output import GREEN, Column, Columns, Kind
+from .kit.contexts import Contexts
+from .kit.settings import GlobalOptions, Setting, ValueType, context_settings
+from .kit.texts import GREEN
 
 app = group()
 
 
 class ContextRow(NamedTuple):
-    """A context and whether it is the current one."""
+    """A context; one of them is current."""
 
     name: str
-    context: Context
+    options: GlobalOptions
     is_current: bool
 
 
-def _setting(title: str | None, name: str, attribute: str, kind: Kind = Kind.TEXT, **settings: Any) -> Column:
-    return Column(title, name, lambda row: getattr(row.context, attribute) or None, kind, **settings)
+def _column(setting: Setting) -> Column:
+    """Return the column of a context's setting, which is left out of JSON where it is not set."""
+    first, *words = setting.key.split("-")
+    name, title = first + "".join(map(str.capitalize, words)), setting.key.replace("-", " ").upper()
+
+    def value(row: ContextRow) -> Any:
+        given = getattr(row.options, setting.field)
+        return setting.to_toml(given) if given else None
+
+    match setting.type:
+        case ValueType.ADDRESSES:
+            return Column(f"{title}ES", f"{name}es", value, Kind.NESTED, optional=True, text=", ".join)
+        case ValueType.SWITCH:
+            return Column(title, name, value, Kind.BOOLEAN, optional=True)
+    return Column(title, name, value, optional=setting.field != "metadata_uri")
 
 
 CONTEXT_COLUMNS = Columns(
     Column("CONTEXT", "name", "name"),
     Column("CURRENT", "current", "is_current", Kind.BOOLEAN, style={"yes": GREEN}),
-    _setting("METADATA URI", "metadataUri", "metadata_uri"),
-    _setting(
-        "BOOKIE ADDRESSES", "bookieAddresses", "bookie_address", Kind.NESTED, optional=True,
-        text=lambda value: ", ".join(value),
-    ),
-    _setting("TLS CA", "tlsCa", "tls_ca", optional=True),
-    _setting("TLS CERT", "tlsCert", "tls_cert", optional=True),
-    _setting("TLS KEY", "tlsKey", "tls_key", optional=True),
-    _setting("METADATA TLS", "metadataTls", "metadata_tls", Kind.BOOLEAN, optional=True),
-    _setting("METADATA TLS CA", "metadataTlsCa", "metadata_tls_ca", optional=True),
-    _setting("METADATA TLS CERT", "metadataTlsCert", "metadata_tls_cert", optional=True),
-    _setting("METADATA TLS KEY", "metadataTlsKey", "metadata_tls_key", optional=True),
-    _setting("METADATA USER", "metadataUser", "metadata_user", optional=True),
-    _setting("METADATA PASSWORD FILE", "metadataPasswordFile", "metadata_password_file", optional=True),
-    _setting("METADATA SASL", "metadataSasl", "metadata_sasl", Kind.BOOLEAN, optional=True),
-    _setting("METADATA CREATOR ACL", "metadataCreatorAcl", "metadata_creator_acl", Kind.BOOLEAN, optional=True),
+    *map(_column, context_settings()),
     key="name",
-)  # fmt: skip
+)
 LIST_COLUMNS = Columns(*CONTEXT_COLUMNS.columns[:3], key="name")
 
 ContextName = Annotated[str, typer.Argument(metavar="CONTEXT", help="The context.")]
@@ -59,7 +59,7 @@ def _row(contexts: Contexts, name: str) -> ContextRow:
     return ContextRow(name, contexts.get(name), name == contexts.current)
 
 
-@command(app, "list")
+@command(app, "list", examples=("bkctl context list",))
 def list_contexts(run: Run) -> None:
     """List the contexts of the configuration file."""
     contexts = Contexts.read(os.environ)
@@ -79,17 +79,23 @@ def show(
     run.show(_row(contexts, wanted), CONTEXT_COLUMNS)
 
 
-@command(app, "add", connects=True, changes=True)
+@command(
+    app,
+    "add",
+    connects=True,
+    changes=True,
+    examples=("bkctl context add prod --metadata-uri zk://zk1:2181/ledgers --use",),
+)
 def add(
     run: Run,
     name: ContextName,
     replace: Annotated[bool, typer.Option("--replace", help="Replace the context of this name.")] = False,
-    use: Annotated[bool, typer.Option("--use", help="Make it the current one.")] = False,
+    use: Annotated[bool, typer.Option("--use", help="Make the new context the current one.")] = False,
 ) -> None:
-    """Add a context: the connection that the options of this command line name, under a name.
+    """Save the connection options under a name.
 
-    Kept are --metadata-uri (or the one in --conf), --bookie-address, the --tls and --metadata- options; files by their
-    absolute path. Nothing is connected. Passwords are kept in files of their own, see --metadata-password-file.
+    Saves --metadata-uri (or the one in --conf), --bookie-address, and the --tls and --metadata- options; files by their
+    absolute path. Does not connect. Passwords stay in their own files, see --metadata-password-file.
     """
     options = run.given_options()
     uri = run.given_connection().uri
@@ -101,48 +107,36 @@ def add(
             "A context keeps no login or TLS in its URI",
             hint="give --metadata-user and --metadata-password-file, --metadata-tls-ca …",
         )
-    context = Context(
-        metadata_uri=location.text,
-        bookie_address=options.bookie_addresses,
-        **{key: _absolute(getattr(options, name)) for key, name in _FILES.items()},
-        metadata_tls=options.metadata_tls,
-        metadata_user=options.metadata_user,
-        metadata_sasl=options.metadata_sasl,
-        metadata_creator_acl=options.metadata_creator_acl,
-    )
+    kept = {setting.field: _kept(getattr(options, setting.field)) for setting in context_settings()}
+    context = GlobalOptions(**{**kept, "metadata_uri": location.text})
     contexts = Contexts.read(os.environ).add(name, context, replace=replace)
     if use:
         contexts = contexts.use(name)
     run.show(_row(contexts, name), CONTEXT_COLUMNS)
 
 
-#: Setting → the option that names its file.
-_FILES = {
-    "tls_ca": "tls_ca",
-    "tls_cert": "tls_certificate",
-    "tls_key": "tls_key",
-    "metadata_tls_ca": "metadata_tls_ca",
-    "metadata_tls_cert": "metadata_tls_certificate",
-    "metadata_tls_key": "metadata_tls_key",
-    "metadata_password_file": "metadata_password_file",
-}
+def _kept(value: Any) -> Any:
+    """Return a setting as a context keeps it: files by their absolute path."""
+    return value.absolute() if isinstance(value, Path) else value
 
 
-def _absolute(path: Path | None) -> Any:
-    return None if path is None else str(path.absolute())
-
-
-@command(app, "use", changes=True)
+@command(app, "use", changes=True, examples=("bkctl context use prod",))
 def use(run: Run, name: ContextName) -> None:
-    """Make a context the current one: it counts where neither an option nor the environment names a cluster."""
+    """Make a context the current one.
+
+    Commands use it if neither an option nor the environment names a cluster.
+    """
     run.show(_row(Contexts.read(os.environ).use(name), name), CONTEXT_COLUMNS)
 
 
-@command(app, "delete", asks=True, changes=True)
+@command(app, "delete", asks=True, changes=True, examples=("bkctl context delete prod",))
 def delete(run: Run, name: ContextName) -> None:
-    """Take a context out of the configuration file; asks on a terminal, elsewhere --yes is needed."""
+    """Delete a context from the configuration file.
+
+    Asks on a terminal; elsewhere --yes is required.
+    """
     contexts = Contexts.read(os.environ)
     row = _row(contexts, name)
-    run.confirm(f"Context {name!r} ({row.context.metadata_uri}) would be taken out of {contexts.path}")
+    run.confirm(f"Context {name!r} ({row.options.metadata_uri}) would be deleted from {contexts.path}")
     contexts.delete(name)
     run.show(row._replace(is_current=False), CONTEXT_COLUMNS)

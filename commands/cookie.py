@@ -10,10 +10,11 @@ import typer
 
 from bkctl.errors import BkctlError, NotFound, Unreachable, UsageError
 
+from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
 from .kit.options import BinaryFormat, BinaryFormatOption, DryRun, UndoOption
-from .kit.output import RED, Column, Columns, Kind
 from .kit.records import DirOption
+from .kit.texts import RED
 
 if TYPE_CHECKING:
     from bkctl.formats.metadata import Cookie
@@ -30,7 +31,7 @@ FileOption = Annotated[
 
 
 class CookieRow(NamedTuple):
-    """A cookie and where it is: `place` is a directory, None for the metadata store."""
+    """A cookie and its place: a directory, or None for the metadata store."""
 
     bookie_id: str | None
     place: str | None
@@ -40,7 +41,7 @@ class CookieRow(NamedTuple):
 
 
 def cookie_object(cookie: Cookie) -> dict[str, Any]:
-    """The JSON object of a cookie."""
+    """Return the JSON object of a cookie."""
     return {
         "layoutVersion": cookie.layout_version,
         "journalDirs": list(cookie.journal_dirs),
@@ -75,9 +76,12 @@ LIST_COLUMNS = Columns(
 )
 
 
-@command(app, "list", connects=True)
+@command(app, "list", connects=True, examples=("bkctl cookie list",))
 def list_cookies(run: Run) -> None:
-    """List the cookies in the metadata store; one that cannot be read is a row with the problem (exit code 3 then)."""
+    """List the cookies in the metadata store.
+
+    A cookie that cannot be read is a row with the problem (exit code 3).
+    """
     problems = 0
 
     def rows() -> Iterator[CookieRow]:
@@ -106,9 +110,10 @@ def show(
     dir: DirOption = None,
     format: BinaryFormatOption = None,
 ) -> None:
-    """Show a bookie's cookie in the metadata store, or with --dir those in directories.
+    """Show a bookie's cookie.
 
-    --format raw writes the cookie's bytes and nothing else.
+    Reads it from the metadata store, or with --dir from directories. --format raw writes the cookie's bytes and nothing
+    else.
     """
     from bkctl.formats.metadata import Cookie
 
@@ -129,7 +134,7 @@ def show(
     found.extend((str(path), _read(path), None) for path in map(_version_file, dir or ()))
     if format is not None:
         if format is not BinaryFormat.RAW:
-            raise UsageError(f"--format {format.value}: only raw is there", hint="leave it out for the fields")
+            raise UsageError(f"--format {format.value}: only raw is supported", hint="leave it out to print the fields")
         for _, data, _ in found:
             run.raw(data)
         return
@@ -156,12 +161,12 @@ def _read(path: Path) -> bytes:
     with open(path, "rb") as file:
         data = file.read(_FILE_SIZE_BYTES_MAX + 1)
     if len(data) > _FILE_SIZE_BYTES_MAX:
-        raise UsageError(f"{path} is larger than {_FILE_SIZE_BYTES_MAX} bytes, so it is no cookie")
+        raise UsageError(f"{path} is larger than {_FILE_SIZE_BYTES_MAX} bytes, so it is not a cookie")
     return data
 
 
 def _cookie_in(path: Path, bookie: str) -> tuple[bytes, Cookie]:
-    """Bytes of a cookie file for that bookie, and the cookie."""
+    """Return bytes of a cookie file for that bookie, and the cookie."""
     from bkctl.formats.metadata import Cookie
 
     data = _read(path)
@@ -178,9 +183,9 @@ def _cookie_in(path: Path, bookie: str) -> tuple[bytes, Cookie]:
 def create(
     run: Run, bookie: BookieArgument, file: FileOption, undo: UndoOption = None, dry_run: DryRun = False
 ) -> None:
-    """Put a cookie into the metadata store, for a bookie that has none (else exit code 5).
+    """Add a cookie to the metadata store.
 
-    The file's bytes go in as they are.
+    The file's bytes are stored unchanged. Exit code 5 if the bookie has a cookie already.
     """
     from bkctl.bookie.cookies import cookie_path
     from bkctl.errors import AlreadyExists
@@ -211,9 +216,9 @@ CHANGE_COLUMNS = Columns(
 def update(
     run: Run, bookie: BookieArgument, file: FileOption, undo: UndoOption = None, dry_run: DryRun = False
 ) -> None:
-    """Replace a bookie's cookie in the metadata store, and print the fields that change.
+    """Replace a bookie's cookie in the metadata store.
 
-    Asks on a terminal; elsewhere --yes is needed.
+    Prints the fields that change. Asks on a terminal; elsewhere --yes is required.
     """
     from bkctl.bookie.cookies import CookieFinding, cookie_path, verify
 
@@ -252,9 +257,10 @@ def delete(
     undo: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Delete cookies from the metadata store, and with --dir those in directories too; not while a bookie is running.
+    """Delete the cookies of stopped bookies.
 
-    Asks on a terminal; elsewhere --yes is needed.
+    Deletes them from the metadata store, and with --dir also from directories. Asks on a terminal; elsewhere --yes is
+    required.
     """
     from bkctl.bookie.cookies import check_not_registered, cookie_path
     from bkctl.formats.metadata import Cookie
@@ -266,7 +272,7 @@ def delete(
         for bookie in dict.fromkeys(bookies):
             found = cluster.store.get(cookie_path(bookie))
             if found is None:
-                raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie list' shows those that are there")
+                raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie list' shows the cookies")
             nodes.append((bookie, found))
             rows.append(_row_of(bookie, None, found.value, found.version))
         check_not_registered(cluster, bookies)
@@ -312,22 +318,29 @@ def generate(
         str | None, typer.Argument(metavar="BOOKIE", help="The bookie's id (default: the one of --conf).")
     ] = None,
     journal_dirs: Annotated[
-        str | None, typer.Option("--journal-dirs", metavar="DIRS", help="Its journal directories, with commas.")
+        str | None,
+        typer.Option("--journal-dirs", metavar="DIRS", help="The bookie's journal directories, separated by commas."),
     ] = None,
     ledger_dirs: Annotated[
-        str | None, typer.Option("--ledger-dirs", metavar="DIRS", help="Its ledger directories, with commas.")
+        str | None,
+        typer.Option("--ledger-dirs", metavar="DIRS", help="The bookie's ledger directories, separated by commas."),
     ] = None,
     index_dirs: Annotated[
-        str | None, typer.Option("--index-dirs", metavar="DIRS", help="Its index directories, with commas.")
+        str | None,
+        typer.Option("--index-dirs", metavar="DIRS", help="The bookie's index directories, separated by commas."),
     ] = None,
     instance_id: Annotated[
-        str | None, typer.Option("--instance-id", metavar="ID", help="The cluster's (default: asked of the cluster).")
+        str | None,
+        typer.Option("--instance-id", metavar="ID", help="The cluster's instance id (default: read from the cluster)."),
     ] = None,
     file: Annotated[
-        Path | None, typer.Option("--file", "-f", metavar="FILE", help="Where to write it (default: stdout).")
+        Path | None, typer.Option("--file", "-f", metavar="FILE", help="The file to write (default: stdout).")
     ] = None,
 ) -> None:
-    """Write the cookie that a bookie would have: of --conf, or of the directories given."""
+    """Write the cookie that a bookie would have.
+
+    Uses the settings of --conf, or the directories given.
+    """
     from bkctl.formats.metadata import Cookie
 
     config = run.config() if run.conf is not None else None
@@ -362,7 +375,7 @@ def _directories(text: str | None) -> tuple[str, ...]:
 
 
 class ExpandedRow(NamedTuple):
-    """A directory that is taken in."""
+    """A directory that is added."""
 
     directory: str
     bookie_id: str
@@ -373,28 +386,35 @@ EXPANDED_COLUMNS = Columns(
 )
 
 
-@command(app, "expand", connects=True, asks=True, changes=True)
-def expand(run: Run, undo: UndoOption = None, dry_run: DryRun = False) -> None:
-    """Take the new, empty ledger and index directories of --conf into the bookie's cookies; it must be stopped.
+@command(
+    app,
+    "expand",
+    connects=True,
+    asks=True,
+    changes=True,
+    examples=("bkctl cookie expand --conf bk_server.conf --dry-run",),
+)
+def expand_cookies(run: Run, undo: UndoOption = None, dry_run: DryRun = False) -> None:
+    """Add new, empty directories to a bookie's cookies.
 
-    Asks on a terminal; elsewhere --yes is needed.
+    Adds the new ledger and index directories of --conf. The bookie must be stopped. Asks on a terminal; elsewhere --yes
+    is required.
     """
-    from bkctl.bookie.cookies import bookie_id_of, configured_directories
-    from bkctl.bookie.cookies import expand as take_in
+    from bkctl.bookie.cookies import bookie_id_of, configured_directories, expand
     from bkctl.disk import Files
     from bkctl.repair.holding import hold
 
     config = run.config()
     bookie_id = bookie_id_of(config)
     with run.cluster() as cluster:
-        new = take_in(config, bookie_id, cluster, Files(), undo=None)
+        new = expand(config, bookie_id, cluster, Files(), undo=None)
         if not dry_run and new:
             run.confirm(f"Bookie {bookie_id} would be given {', '.join(new)}, and could not start without them again")
             files = Files()
             for each in new:
                 files.make_directory(Path(each))
             with hold(map(Path, configured_directories(config))), run.undo(cluster, undo) as kept:
-                take_in(config, bookie_id, cluster, files, undo=kept)
+                expand(config, bookie_id, cluster, files, undo=kept)
         run.render((ExpandedRow(each, bookie_id) for each in new), EXPANDED_COLUMNS)
     if not new:
         run.note("No directory is new")
@@ -415,21 +435,21 @@ RENAMED_COLUMNS = Columns(
 
 
 @command(app, "rename", connects=True, asks=True, changes=True)
-def rename(
+def rename_bookie(
     run: Run,
-    old: Annotated[str, typer.Argument(metavar="OLD", help="The bookie's id now.")],
-    new: Annotated[str, typer.Argument(metavar="NEW", help="Its id from now on.")],
+    old: Annotated[str, typer.Argument(metavar="OLD", help="The bookie's present id.")],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="The bookie's new id.")],
     dir: DirOption = None,
     undo: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Change a bookie's id in its cookies: in the metadata store, and in the directories of --dir or --conf.
+    """Change a bookie's id in its cookies.
 
-    The bookie must be stopped. Ledgers still name the old id: 'metadata replace-bookie' changes that. Asks on a
-    terminal; elsewhere --yes is needed.
+    Changes the cookie in the metadata store, and those in the directories of --dir or --conf. The bookie must be
+    stopped. Ledgers still name the old id: 'metadata replace-bookie' changes that. Asks on a terminal; elsewhere --yes
+    is required.
     """
-    from bkctl.bookie.cookies import STORE, configured_directories
-    from bkctl.bookie.cookies import rename as change
+    from bkctl.bookie.cookies import STORE, configured_directories, rename
     from bkctl.disk import Files
     from bkctl.ids import check_bookie_id
     from bkctl.repair.holding import hold
@@ -440,11 +460,11 @@ def rename(
     if not directories and run.conf is not None:
         directories = configured_directories(run.config())
     with run.cluster() as cluster:
-        changed = change(cluster, old, new, directories, Files(), undo=None)
+        changed = rename(cluster, old, new, directories, Files(), undo=None)
         if not dry_run:
             run.confirm(f"Bookie {old} would be {new} in {cluster.store.name} and {len(changed)} directories")
             with hold(map(Path, directories)), run.undo(cluster, undo) as kept:
-                changed = change(cluster, old, new, directories, Files(), undo=kept)
+                changed = rename(cluster, old, new, directories, Files(), undo=kept)
         run.render((RenamedRow(place, old, new) for place in (STORE, *changed)), RENAMED_COLUMNS)
     if not directories:
         run.note("The cookies in the bookie's directories stay as they are; name them with --dir or --conf")
@@ -460,18 +480,19 @@ FINDING_COLUMNS = Columns(
 )
 
 
-@command(app, "verify", connects=True)
-def verify(
+@command(app, "verify", connects=True, examples=("bkctl cookie verify --conf bk_server.conf",))
+def verify_cookies(
     run: Run,
     bookie: Annotated[
         str | None, typer.Argument(metavar="BOOKIE", help="The bookie's id (default: the one of --conf).")
     ] = None,
     dir: DirOption = None,
 ) -> None:
-    """Compare a bookie's cookies: configured (--conf), in the metadata store, and in its directories.
+    """Compare a bookie's cookies.
 
-    Directories are those of --dir, else of --conf. Prints each field that differs and what that means; exit code 3
-    then. Without --conf the store's cookie is what the others are compared with.
+    Compares the configuration (--conf), the metadata store and the directories of --dir, else of --conf. Prints each
+    field that differs and what that means; exit code 3 then. Without --conf, the directories are compared with the
+    store's cookie.
     """
     from bkctl.bookie.cookies import (
         bookie_id_of,
@@ -479,8 +500,8 @@ def verify(
         configured_directories,
         read_local,
         read_stored,
+        verify,
     )
-    from bkctl.bookie.cookies import verify as compare
     from bkctl.formats.metadata import Cookie
 
     config = run.config() if run.conf is not None else None
@@ -501,8 +522,8 @@ def verify(
         elif isinstance(stored, BkctlError):
             raise stored
         else:
-            raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie list' shows those that are there")
-        findings = list(compare(expected, stored, local))
+            raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie list' shows the cookies")
+        findings = list(verify(expected, stored, local))
         run.render(findings, FINDING_COLUMNS)
     run.note(f"Bookie {bookie}: {len(local) + 1} cookies compared, {len(findings)} differences")
     run.finish_with(len(findings), f"differences in the cookies of bookie {bookie}")

@@ -12,10 +12,11 @@ import typer
 
 from bkctl.errors import BkctlError, NotFound, UsageError
 
+from .kit.columns import Column, Columns, Kind, ledger_column
 from .kit.command import Run, command, group
 from .kit.options import count_option
-from .kit.output import GREEN, NULL, RED, YELLOW, Column, Columns, Kind, ledger_column
 from .kit.records import DirOption, Records, ShowSecretsOption, print_records, raise_first
+from .kit.texts import GREEN, NULL, RED, YELLOW
 
 if TYPE_CHECKING:
     from bkctl.files.directories import BookieDirectories, BookieFile
@@ -28,12 +29,12 @@ app = group()
 
 
 def file_key(file: BookieFile) -> str:
-    """The id that names the file again: a decimal, `scoped/5` in the scoped id space."""
+    """Return the id that names the file again: a decimal, `scoped/5` in the scoped id space."""
     return f"scoped/{file.id}" if file.scoped else str(file.id)
 
 
 PlacesArgument = Annotated[
-    list[Path] | None, typer.Argument(metavar="DIR", help="Journal directories (default: those of --conf).")
+    list[Path] | None, typer.Argument(metavar="DIR", help="Journal directories (default: as in --conf).")
 ]
 JournalNames = Annotated[
     list[str] | None,
@@ -56,13 +57,13 @@ JOURNAL_COLUMNS = Columns(
 )
 
 
-@command(app, "list")
+@command(app, "list", examples=("bkctl journal list --conf bk_server.conf",))
 def list_journals(
     run: Run,
     places: PlacesArgument = None,
     directories: DirOption = None,
 ) -> None:
-    """List the journal files: id, version, size, time of the last write."""
+    """List the journal files: id, version, size, last write."""
     from bkctl.files.journals import journal_summaries
 
     errors: list[BkctlError] = []
@@ -84,13 +85,14 @@ def read(
     names: JournalNames = None,
     directories: DirOption = None,
     after_lastmark: Annotated[
-        bool, typer.Option("--after-lastmark", help="Only what is behind the last mark: what a restart replays.")
+        bool, typer.Option("--after-lastmark", help="Print only records after the last mark, which a restart replays.")
     ] = False,
     show_secrets: ShowSecretsOption = False,
 ) -> None:
-    """Print the records of journal files: entries, ledger keys, fences, explicit LACs.
+    """Print the records of journal files.
 
-    What stands before damage is printed, then the damage is reported (exit code 7).
+    Records are entries, ledger keys, fences and explicit LACs. The records before damage are printed, then the damage
+    is reported (exit code 7).
     """
     given, files = _journals(run, names, directories)
     if files is None:
@@ -104,7 +106,7 @@ def read(
 def _journals(
     run: Run, names: list[str] | None, directories: list[Path] | None
 ) -> tuple[BookieDirectories, list[Path] | None]:
-    """The directories that are given, and the journals that a command is about, each once (None: all of them)."""
+    """Return the given directories, and the journals that a command reads, each once (None: all of them)."""
     if names and all(Path(name).is_dir() for name in names):
         directories, names = [*map(Path, names), *(directories or ())], None
     given = run.directories(directories, needed=not names)
@@ -127,7 +129,7 @@ def _journals_named(given: BookieDirectories, name: str) -> list[Path]:
 
 
 def _starts(given: BookieDirectories, files: list[Path]) -> dict[Path, int]:
-    """The files from the marked one on, and where to begin in each."""
+    """Return the files from the marked one on, with the position to begin at in each."""
     from bkctl.files.journals import files_after_marks
 
     if not given.ledger_dirs:
@@ -168,17 +170,18 @@ MARK_COLUMNS = Columns(
 )
 
 
-@command(app, "lastmark")
+@command(app, "lastmark", examples=("bkctl journal lastmark --conf bk_server.conf",))
 def lastmark(
     run: Run,
     places: Annotated[
-        list[Path] | None, typer.Argument(metavar="DIR", help="Ledger directories (default: those of --conf).")
+        list[Path] | None, typer.Argument(metavar="DIR", help="Ledger directories (default: as in --conf).")
     ] = None,
     directories: DirOption = None,
 ) -> None:
-    """Show the last mark of each journal: everything before it is in ledger storage.
+    """Show the last mark of each journal.
 
-    It is the highest that the ledger directories keep; files of it that are damaged are reported (exit code 7).
+    Ledger storage holds everything before the mark. The mark is the highest of those that the ledger directories keep;
+    damaged marks are reported (exit code 7).
     """
     from bkctl.files.journals import latest_marks
 
@@ -221,14 +224,14 @@ VERIFY_COLUMNS = Columns(
 )
 
 
-@command(app, "verify")
+@command(app, "verify", examples=("bkctl journal verify --conf bk_server.conf",))
 def verify(run: Run, names: JournalNames = None, directories: DirOption = None) -> None:
-    """Check journal files: where the good part of each ends and why, what lies behind it, what the last marks point at.
+    """Check journal files, and what the last marks point at.
 
-    The state `endOfFile`, `zeros` (allocated ahead) or `torn` (the last write was cut) is what a bookie leaves. With
-    `damaged`, RESUMES is where plausible records begin again: `journal read --from-pos` prints them. Exit code 7 for
-    damage; 3 for a journal that a last mark names, or that its neighbours enclose, and that is not there, and for a
-    mark inside a record.
+    Shows where the intact part of each file ends, why, and what lies behind it. A bookie leaves the states `endOfFile`,
+    `zeros` (allocated ahead) and `torn` (the last write was cut). With `damaged`, RESUMES is where plausible records
+    begin again: 'journal read --from-pos' prints them. Exit code 7 for damage; 3 for a journal that a last mark names,
+    or that its neighbours show to be missing.
     """
     from bkctl.files.journal_check import check_journals
 
@@ -259,7 +262,7 @@ def verify(run: Run, names: JournalNames = None, directories: DirOption = None) 
 
 
 class Grouping(StrEnum):
-    """What `stats` sums up by."""
+    """The grouping of `stats`."""
 
     FILE = "file"
     TYPE = "type"
@@ -328,21 +331,21 @@ SCOPE_COLUMNS = Columns(
 )
 
 
-@command(app, "stats")
+@command(app, "stats", examples=("bkctl journal stats --conf bk_server.conf",))
 def stats(
     run: Run,
-    top: Annotated[int | None, count_option("--top", "Only so many rows, those with the most bytes.")],
+    top: Annotated[int | None, count_option("--top", "Print only the N rows with the most bytes.")],
     names: JournalNames = None,
     directories: DirOption = None,
     by: Annotated[
         Grouping, typer.Option("--by", metavar="WHAT", help="A row for each file, type, ledger or scope.")
     ] = Grouping.FILE,
 ) -> None:
-    """Sum up journal files: records by type, ledger or scope, padding, and what was synced together.
+    """Count the records of journals by type, ledger or scope.
 
-    GROUPS are what was written and synced at once, as far as padding tells (from version 5 on). `created` is the time
-    in a directory's first journal id; later ids count on from it. What stands before damage counts, then the damage
-    is reported (exit code 7).
+    Also shows padding and groups: records that were written and synced together, as far as padding tells (from version
+    5 on). `created` is the time in a directory's first journal id; later ids count up from it. Records before damage
+    count, then the damage is reported (exit code 7).
     """
     files = _all_journals(run, names, directories)
     errors: list[BkctlError] = []

@@ -16,25 +16,27 @@ import typer
 from bkctl import __version__
 from bkctl.errors import BkctlError, is_interrupt
 
-from .kit import interrupts as _interrupts
-from .kit.command import Group, Session
-from .kit.options import global_parameters, parameter, read_globals
-from .kit.output import ClosedOutput, output_error
+from .kit import interrupts
+from .kit.options import parameter
+from .kit.parser import Group
+from .kit.session import Session
+from .kit.settings import global_parameters, read_options
+from .kit.terminal import ClosedOutput, output_error
 
 #: Group → its help; the module of the same name (with `app`) is imported when the group is used.
 GROUPS: Final[dict[str, str]] = {
     "ledger": "Write, list, read, recover and verify ledgers.",
-    "bookie": "One bookie: run it, ask it, look into its files and indexes.",
-    "bookies": "The set of bookies of a cluster.",
-    "journal": "Journal files and last marks of a bookie.",
-    "entrylog": "Entry log files of a bookie.",
-    "metadata": "The metadata store as it is.",
-    "cookie": "The bookies' cookies, in the metadata store and in their directories.",
-    "autorecovery": "The replication of ledgers whose bookies failed.",
-    "cluster": "The cluster as a whole; local clusters.",
-    "pipeline": "Questions larger than one machine: jobs on Spark over all bookies' files, metadata and ledgers.",
-    "api": "The REST API of bookies: called, and served.",
-    "context": "Named connections in the user's configuration file.",
+    "bookie": "Run a bookie, ask a running one, and read its files.",
+    "bookies": "List, recover, drain and decommission bookies.",
+    "journal": "Read and check journal files and last marks.",
+    "entrylog": "Read and check entry logs, and extract ledgers.",
+    "metadata": "Read, check, export and migrate the metadata store.",
+    "cookie": "Show, create, change and verify the bookies' cookies.",
+    "autorecovery": "Run and control the replication of lost ledgers.",
+    "cluster": "Show and create clusters, and run local ones.",
+    "pipeline": "Run Spark jobs over all files, metadata and ledgers.",
+    "api": "Call the REST API of bookies, or serve it.",
+    "context": "Manage named connections in the configuration file.",
 }
 
 #: What an operating system error means for the exit code.
@@ -52,12 +54,12 @@ OS_ERROR_EXIT_CODES: Final[dict[int, int]] = {
     errno.ETIMEDOUT: 6,
 }
 
-# typer.BadParameter → … → ClickException: what every usage error of the parser is.
+# typer.BadParameter → … → ClickException: the base of every usage error of the parser.
 _ParserError: Final[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
 class RootGroup(Group):
-    """The groups by name; a group's module is imported when a command of it is asked for."""
+    """The groups by name; a group's module is imported once a command of it is used."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -66,7 +68,7 @@ class RootGroup(Group):
         self._loaded: set[str] = set()
 
     def load(self, name: str) -> Group:
-        """The group `name` with its commands."""
+        """Return the group `name` with its commands."""
         if name not in self._loaded:
             app: typer.Typer = import_module(f".{name.replace('-', '_')}", __package__).app
             app.info.name, app.info.help = name, GROUPS[name]
@@ -77,7 +79,7 @@ class RootGroup(Group):
         return group
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The group that `args` begin with, loaded."""
+        """Return the group that `args` begin with, loaded."""
         if args and args[0] in GROUPS:
             self.load(args[0])
         return super().resolve_command(ctx, args)
@@ -96,7 +98,7 @@ def _flag(name: str, *declarations: str, **settings: Any) -> Parameter:
 def _root(**values: Any) -> None:
     context: typer.Context = values["context"]
     session = context.obj = context.obj if isinstance(context.obj, Session) else Session()
-    session.globals = read_globals(values)
+    session.globals = read_options(values)
     session.verbose, session.quiet = values["verbose"], values["quiet"]
     session.no_color, session.debug = values["no_color"], values["debug"]
 
@@ -104,12 +106,12 @@ def _root(**values: Any) -> None:
 _root.__signature__ = Signature(  # type: ignore[attr-defined]
     [
         Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context),
-        _flag("verbose", "--verbose", "-v", help="Say more on stderr: where it connects, what it does."),
-        _flag("quiet", "--quiet", "-q", help="Say nothing on stderr but errors."),
+        _flag("verbose", "--verbose", "-v", help="Print more on stderr: connections and steps."),
+        _flag("quiet", "--quiet", "-q", help="Print only errors on stderr."),
         _flag("no_color", "--no-color", help="No colours (also NO_COLOR)."),
         _flag("debug", "--debug", help="Show the traceback of an error."),
         _flag("version", "--version", help="Print the version.", is_eager=True, callback=_version),
-        *global_parameters(connects=True, asks=True, full=True),
+        *global_parameters(connects=True, asks=True, program=True),
     ]
 )
 _root.__annotations__ = {}
@@ -123,7 +125,7 @@ app.callback(
 
 @functools.cache
 def root() -> RootGroup:
-    """The root command, made once: it keeps nothing of the lines that it runs."""
+    """Return the root command, made once: it keeps nothing of the lines that it runs."""
     group = typer.main.get_group(app)
     assert isinstance(group, RootGroup)
     group.name = "bkctl"
@@ -132,7 +134,7 @@ def root() -> RootGroup:
 
 
 def error_line(error: BaseException) -> tuple[str, int]:
-    """What stderr says about `error` (one line, without the program's name), and the exit code."""
+    """Return the line for stderr about `error`, without the program's name, and the exit code."""
     if isinstance(error, BkctlError):
         return str(error), error.exit_code
     if isinstance(error, _ParserError):
@@ -145,7 +147,7 @@ def error_line(error: BaseException) -> tuple[str, int]:
 
 
 def os_error_exit_code(error: OSError) -> int:
-    """The exit code for an error of the operating system."""
+    """Return the exit code for an error of the operating system."""
     if isinstance(error, TimeoutError):
         return 6
     return OS_ERROR_EXIT_CODES.get(error.errno or 0, 1)
@@ -166,8 +168,8 @@ def _parser_error_line(error: Any) -> str:
 
 
 def one_line(text: str) -> str:
-    """`text` without line breaks and control characters."""
-    from .kit.output import plain
+    """Return `text` without line breaks and control characters."""
+    from .kit.texts import plain
 
     return plain(" ".join(text.split()))
 
@@ -183,14 +185,14 @@ def run(arguments: list[str]) -> int:
         except OSError as problem:
             raise output_error(problem) from problem
     except ClosedOutput:
-        # Nobody reads stdout any more; the interpreter's own flush at exit must not complain.
+        # The reader of stdout is gone; the interpreter's own flush at exit must not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except (typer.Abort, EOFError):
-        code = _interrupts.EXIT_CODE
+        code = interrupts.EXIT_CODE
     except Exception as problem:
         if is_interrupt(problem):
-            code = _interrupts.EXIT_CODE
+            code = interrupts.EXIT_CODE
         elif isinstance(problem, (BkctlError, OSError, _ParserError)):
             error = problem
             code = _report(error, arguments)
@@ -198,8 +200,8 @@ def run(arguments: list[str]) -> int:
             _end_audit(session, 1, problem)
             raise
     code = code if isinstance(code, int) else 0
-    if code == _interrupts.EXIT_CODE:
-        _interrupts.note_interrupt()
+    if code == interrupts.EXIT_CODE:
+        interrupts.note_interrupt()
         print("bkctl: Interrupted", file=sys.stderr)
     _end_audit(session, code, error)
     return code
@@ -209,7 +211,7 @@ def _end_audit(session: Session, code: int, error: BaseException | None) -> None
     audit = session.audit
     if audit is None:
         return
-    with _interrupts.ignored():
+    with interrupts.ignored():
         audit.end(code, None if error is None else one_line(error_line(error)[0]))
     if audit.problem is not None and not session.quiet:
         reason = audit.problem.strerror or str(audit.problem)
@@ -232,7 +234,7 @@ def _report(error: BaseException, arguments: list[str]) -> int:
 
 
 def _drop_output() -> None:
-    """What was printed goes out before the error; where stdout itself failed there is nothing more to say."""
+    """Flush stdout before the error is printed; if stdout itself failed, redirect it to /dev/null."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -245,9 +247,9 @@ def _unexpected(kind: type[BaseException], error: BaseException, trace: Any) -> 
 
 
 def _open_closed_streams() -> None:
-    """Put /dev/null where stdin, stdout or stderr was closed (`>&-`): no socket of ours may take its number.
+    """Open /dev/null for closed stdin, stdout or stderr (`>&-`), so that no socket takes its descriptor.
 
-    sys.stdin stays None then, so that a command that reads it can tell.
+    sys.stdin stays None then, so that a command that reads stdin notices.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:

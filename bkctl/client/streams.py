@@ -9,7 +9,9 @@ import stat
 from collections.abc import AsyncIterator, Callable
 from typing import Final, Protocol
 
-from bkctl.client.ledger import LedgerEntry, ReadHandle, WriteHandle
+from bkctl.client.read_handle import ReadHandle
+from bkctl.client.reader import LedgerEntry
+from bkctl.client.write_handle import WriteHandle
 from bkctl.errors import UsageError
 from bkctl.protocol.messages import (
     FRAME_SIZE_BYTES_MAX,

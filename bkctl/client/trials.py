@@ -9,7 +9,10 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Final, NamedTuple
 
-from bkctl.client.ledger import BookKeeper, LedgerEntry, ReadHandle, WriteHandle
+from bkctl.client.ledger import BookKeeper
+from bkctl.client.read_handle import ReadHandle
+from bkctl.client.reader import LedgerEntry
+from bkctl.client.write_handle import WriteHandle
 from bkctl.errors import BkctlError, Corrupt
 from bkctl.formats.entry import DigestType
 from bkctl.protocol.messages import Protocol

@@ -16,7 +16,9 @@ from typing import Final, NamedTuple
 
 from bkctl.client.bookies import in_thread
 from bkctl.client.ensemble import check_quorums, update_metadata
-from bkctl.client.ledger import BookKeeper, ReadHandle, WriteHandle
+from bkctl.client.ledger import BookKeeper
+from bkctl.client.read_handle import ReadHandle
+from bkctl.client.write_handle import WriteHandle
 from bkctl.errors import BkctlError, Conflict, Corrupt, LedgerExists, LedgerNotFound, UsageError
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import LedgerMetadata

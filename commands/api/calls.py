@@ -12,10 +12,10 @@ import typer
 
 from bkctl.errors import UsageError
 
-from ..bookie.running import BookieServerOption, server
+from ..bookie.server import BookieServerOption, server
 from ..kit.command import Run, command, group
 from ..kit.options import DryRun, size_option
-from ..kit.output import plain
+from ..kit.texts import plain
 
 app = group()
 
@@ -25,19 +25,18 @@ BODY_SIZE_BYTES_MAX: Final = 16 << 20
 PathArgument = Annotated[
     str,
     typer.Argument(
-        metavar="PATH", help="From the slash on: /api/v1/bookie/state?a=b; without one, below /api/v1: bookie/state."
+        metavar="PATH", help="The path, such as /api/v1/bookie/state; without a leading slash, below /api/v1."
     ),
 ]
-MaxSize = Annotated[
-    int, size_option("--max-size", "Give up on an answer that is larger (exit code 7).", default="64MiB")
-]
+MaxSize = Annotated[int, size_option("--max-size", "Refuse a larger response (exit code 7).", default="64MiB")]
 
 
-@command(app, "get", connects=True)
+@command(app, "get", connects=True, examples=("bkctl api get /api/v1/bookie/state --bookie-url http://127.0.0.1:8080",))
 def get(run: Run, path: PathArgument, which: BookieServerOption, size_max: MaxSize) -> None:
-    """Get a path of a bookie's HTTP server, or of a gateway to bookies, and print the answer as it is.
+    """Send GET to an HTTP server, and print the response.
 
-    An answer with another status than 2xx is an error, with what the server said.
+    The server is that of a bookie, or a gateway to bookies. A response with a status other than 2xx is an error, with
+    the server's message.
     """
     _call(run, which, "GET", path, None, size_max)
 
@@ -50,13 +49,14 @@ def put(
     size_max: MaxSize,
     body: Annotated[
         str | None,
-        typer.Option("--body", metavar="JSON|@FILE", help="What to send: JSON, or a file of it (@-: stdin)."),
+        typer.Option("--body", metavar="JSON|@FILE", help="The JSON to send, or @FILE (@-: stdin)."),
     ] = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Put something to a path, which may change the bookie or the cluster, and print the answer as it is.
+    """Send PUT to an HTTP server, and print the response.
 
-    What a path takes is in the server's OpenAPI document, and in Apache BookKeeper's documentation of its HTTP API.
+    May change the bookie or the cluster. The server's OpenAPI document, and Apache BookKeeper's documentation of its
+    HTTP API, describe what each path accepts.
     """
     data = None if body is None else _body(body)
     if dry_run:
@@ -67,7 +67,10 @@ def put(
 
 @command(app, "delete", connects=True, asks=True)
 def delete(run: Run, path: PathArgument, which: BookieServerOption, size_max: MaxSize, dry_run: DryRun = False) -> None:
-    """Delete what a path names, such as /api/v1/ledger/delete?ledger_id=5, and print the answer as it is. Asks."""
+    """Send DELETE to an HTTP server, and print the response.
+
+    For example /api/v1/ledger/delete?ledger_id=5. Asks on a terminal; elsewhere --yes is required.
+    """
     if dry_run:
         _say(run, which, "DELETE", path, None)
         return
@@ -86,9 +89,9 @@ def _call(
     path = _full(path)
     with server(run, which, changes=changes) as found:
         client = found.api.client
-        client.target(path)  # What is no path is told before anybody is asked.
+        client.target(path)  # An invalid path is refused before the user is asked.
         if method == "DELETE":
-            run.confirm(f"{client.url}{path} would be deleted, and what it stands for")
+            run.confirm(f"{client.url}{path} would be deleted")
         with client.exchange(method, path, found.api.query, body, streams=True) as answer:
             run.detail(f"{answer.status} {answer.content_type or 'without a content type'}")
             if not 200 <= answer.status < 300:
@@ -103,7 +106,7 @@ def _call(
 
 
 def _readable(chunks: Iterator[bytes]) -> Iterator[str]:
-    """The answer for a terminal: nothing that steers it, and a line end at the end."""
+    """Yield the answer for a terminal: nothing that steers it, and a line end at the end."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     last = "\n"
     for chunk in chunks:
@@ -123,7 +126,7 @@ def _say(run: Run, which: Any, method: str, path: str, body: bytes | None) -> No
 
 
 def _body(text: str) -> bytes:
-    """The bytes to send. Raises UsageError for what is no JSON, or too large."""
+    """Return the bytes to send. Raises UsageError for bytes that are not JSON, or too many."""
     data = _file(text[1:]) if text.startswith("@") else text.encode("utf-8", "surrogateescape")
     if len(data) > BODY_SIZE_BYTES_MAX:
         raise UsageError(f"--body: larger than {BODY_SIZE_BYTES_MAX:,} bytes")
@@ -139,5 +142,5 @@ def _file(name: str) -> bytes:
         with open(name, "rb") as stream:
             return stream.read(BODY_SIZE_BYTES_MAX + 1)
     if sys.stdin is None:
-        raise UsageError("stdin is closed, so it holds no body")
+        raise UsageError("stdin is closed, so no body can be read")
     return sys.stdin.buffer.read(BODY_SIZE_BYTES_MAX + 1)

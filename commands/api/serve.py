@@ -10,9 +10,9 @@ import typer
 
 from bkctl.errors import UsageError
 
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
-from ..kit.options import parse_number
-from ..kit.output import Column, Columns, Kind
+from ..kit.values import parse_number
 
 if TYPE_CHECKING:
     from bkctl.http.server_settings import HttpSettings
@@ -21,7 +21,7 @@ app = group()
 
 
 class Gateway(NamedTuple):
-    """A gateway that serves."""
+    """A running gateway."""
 
     url: str
     metadata_uri: str
@@ -37,7 +37,7 @@ GATEWAY_COLUMNS = Columns(
 )
 
 
-@command(app, "serve", connects=True)
+@command(app, "serve", connects=True, examples=("bkctl api serve --port 8080",))
 def serve(
     run: Run,
     host: Annotated[str, typer.Option("--host", metavar="HOST", help="The address to listen on.")] = "127.0.0.1",
@@ -60,19 +60,22 @@ def serve(
         Path | None, typer.Option("--server-cert", metavar="FILE", help="Serve https with this PEM certificate.")
     ] = None,
     server_key: Annotated[
-        Path | None, typer.Option("--server-key", metavar="FILE", help="Its private key, if not in the same file.")
+        Path | None,
+        typer.Option("--server-key", metavar="FILE", help="Private key of --server-cert, if not in the same file."),
     ] = None,
     client_ca: Annotated[
         Path | None,
-        typer.Option("--client-ca", metavar="FILE", help="Let in clients whose certificate is signed by these."),
+        typer.Option(
+            "--client-ca", metavar="FILE", help="Accept clients whose certificate these authorities (PEM) signed."
+        ),
     ] = None,
 ) -> None:
-    """Serve the REST API of a cluster, in the foreground; SIGTERM or Ctrl-C stops it.
+    """Serve the REST API of a cluster, in the foreground.
 
-    What is about one bookie goes on to that bookie's own HTTP server, with ?bookie=ID. Beyond loopback it needs a token
-    or client certificates; on loopback it makes a token that your commands find. Its own token never goes to a bookie,
-    and that of --bookie-token-file to loopback or over https with --tls-ca only. /openapi.json describes it all.
-    --tls-ca, --tls-cert and --tls-key are for its way to the bookies.
+    SIGTERM or Ctrl-C stops the server. Requests about one bookie (?bookie=ID) are forwarded to that bookie's own HTTP
+    server. Beyond loopback the server requires a token or client certificates; on loopback it creates a token that your
+    commands find. Its own token is never sent to a bookie; that of --bookie-token-file only to loopback, or over https
+    with --tls-ca. --tls-ca, --tls-cert and --tls-key apply to connections to bookies. /openapi.json describes the API.
     """
     import signal
     import threading
@@ -120,7 +123,7 @@ def _settings(
     if not 0 <= number <= 65535:
         raise UsageError(f"--port {port}: ports are 0 to 65535")
     if certificate is None and (key or client_ca):
-        raise UsageError("--server-key and --client-ca go with --server-cert", hint="add the server's certificate")
+        raise UsageError("--server-key and --client-ca require --server-cert", hint="add the server's certificate")
     token = read_token(token_file) if token_file is not None else os.environ.get("BKCTL_API_TOKEN") or None
     tls = None
     if certificate is not None:

@@ -1,4 +1,4 @@
-"""The commands of `bkctl bookie` and `bkctl bookie index` that check; `bookie` has the apps and imports this."""
+"""`bkctl bookie check` and `bkctl bookie index check`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,13 @@ import typer
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId, parse_scope_id
 
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
-from ..kit.options import (
-    SOME_LEDGERS,
-    Composite,
-    DigestToCheck,
-    LedgerPassword,
-    number_option,
-    parameter,
-    parse_size,
-)
-from ..kit.output import Column, Columns, Kind, size_text
+from ..kit.ledger_options import LEDGERS_BY_OPTION
+from ..kit.options import Composite, DigestToCheck, LedgerPassword, number_option, parameter
 from ..kit.records import DirOption, PlacesArgument, raise_first
+from ..kit.texts import counted, size_text
+from ..kit.values import parse_size
 from .files import index_app
 
 if TYPE_CHECKING:
@@ -49,7 +44,7 @@ FINDING_COLUMNS = Columns(
 
 
 class LedgerFilter(NamedTuple):
-    """The ledgers to look at (None: all), in one scope or (None) in every one."""
+    """The ledgers to check (None: all), in one scope or (None) in every scope."""
 
     ledgers: list[LedgerId] | None
     scope_id: int | None
@@ -66,7 +61,7 @@ LedgersToCheck = Annotated[
     LedgerFilter,
     Composite(
         (
-            SOME_LEDGERS,
+            LEDGERS_BY_OPTION,
             parameter(
                 "ledger_scope_id",
                 Annotated[
@@ -104,7 +99,7 @@ Sample = Annotated[
                     typer.Option(
                         "--sample",
                         metavar="SHARE",
-                        help="Look at this share of the index's entries only (1%, 0.01), and do not search the logs.",
+                        help="Check only this share of the index's entries (1%, 0.01), without a search of the logs.",
                     ),
                 ],
             ),
@@ -139,7 +134,7 @@ ReadRate = Annotated[
                 Annotated[
                     str,
                     typer.Option(
-                        "--rate", metavar="RATE", help="Read at most so much a second: 20MiB, or '5000 entries'."
+                        "--rate", metavar="RATE", help="Read at most this much per second: 20MiB, or '5000 entries'."
                     ),
                 ],
             ),
@@ -156,16 +151,17 @@ def check(
     digest: DigestToCheck,
     password: LedgerPassword,
     sample: Sample,
-    seed: Annotated[int | None, number_option("--seed", "Which entries --sample takes: the same for the same seed.")],
+    seed: Annotated[int | None, number_option("--seed", "Seed of the choice of entries for --sample.")],
     rate: ReadRate,
     places: PlacesArgument = None,
     directories: DirOption = None,
 ) -> None:
-    """Check a bookie's indexes against its entry logs, both ways, for every storage class; the bookie may run.
+    """Check a bookie's indexes against its entry logs.
 
-    Exit code 3: there are findings. 7: an index is damaged. Ledgers in the logs without any index, which were deleted
-    most likely, are told as `unindexed` and are no findings. A killed bookie may leave entries in its log that are in
-    no index and were acknowledged to nobody: they are findings (`notIndexed`), since lost ones look the same.
+    Compares both ways, for every storage class; the bookie may run. Exit code 3 if there are findings, 7 if an index is
+    damaged. Ledgers in the logs without an index were most likely deleted: they are reported as `unindexed` and do not
+    count as findings. A killed bookie may leave entries in its log that are in no index and were never acknowledged;
+    they are findings (`notIndexed`), since lost entries look the same.
     """
     from contextlib import nullcontext
 
@@ -188,8 +184,9 @@ def check(
         run.render(job.findings(), FINDING_COLUMNS)
     counts = job.counts
     run.note(
-        f"bkctl: {counts.ledgers:,} ledgers, {counts.entries:,} entries in the index, {counts.records:,} records in "
-        f"{counts.logs:,} logs, {size_text(counts.bytes_read)} read; {_remarks(counts)}"
+        f"bkctl: {counted(counts.ledgers, 'ledger', 'ledgers')}, {counted(counts.entries, 'entry', 'entries')} in the "
+        f"index, {counted(counts.records, 'record', 'records')} in "
+        f"{counted(counts.logs, 'log', 'logs')}, {size_text(counts.bytes_read)} read; {_remarks(counts)}"
     )
     if digests is not None:
         _note_digests(run, digests)
@@ -219,11 +216,11 @@ def _note_digests(run: Run, digests: DigestChecker) -> None:
 
 
 def _finish(run: Run, counts: Counts) -> None:
-    """Exit code 7 where an index could not be read, else 3 where there are findings."""
+    """End with exit code 7 if an index could not be read, else with 3 if there are findings."""
     if counts.error_count > len(counts.errors):
         run.note(f"bkctl: {counts.error_count - len(counts.errors):,} more indexes are damaged")
     raise_first(run, counts.errors)
-    run.finish_with(counts.findings, "findings")
+    run.finish_with(counts.findings, "findings", "finding")
 
 
 # --- index check ----------------------------------------------------------------------------------------------------
@@ -232,15 +229,15 @@ def _finish(run: Run, counts: Counts) -> None:
 @command(index_app, "check")
 def check_index(
     run: Run,
-    ledgers: Annotated[bool, typer.Option("--ledgers", help="Only what is said of ledgers.")] = False,
-    locations: Annotated[bool, typer.Option("--locations", help="Only where entries are.")] = False,
+    ledgers: Annotated[bool, typer.Option("--ledgers", help="Check only the records of ledgers.")] = False,
+    locations: Annotated[bool, typer.Option("--locations", help="Check only the locations of entries.")] = False,
     places: PlacesArgument = None,
     directories: DirOption = None,
 ) -> None:
-    """Read a bookie's indexes whole, and check that they say what a bookie writes; the bookie may run.
+    """Check that a bookie's indexes are well-formed.
 
-    Every key, value, header and slot, and RocksDB's own checksums. 'bookie check' compares them with the logs.
-    Exit code 3: there are findings. 7: an index is damaged.
+    Reads every key, value, header and slot, and RocksDB's own checksums; the bookie may run. 'bookie check' compares
+    the indexes with the entry logs. Exit code 3 if there are findings, 7 if an index is damaged.
     """
     from bkctl.checks.index_scan import IndexScan
 
@@ -252,10 +249,10 @@ def check_index(
     counts = job.counts
     parts = []
     if ledgers or both:
-        parts.append(f"{counts.ledgers:,} ledgers, {counts.fenced_ledgers:,} of them fenced")
+        parts.append(f"{counted(counts.ledgers, 'ledger', 'ledgers')}, {counts.fenced_ledgers:,} of them fenced")
     if both:
         parts.append(f"{counts.empty_ledgers:,} without entries")
     if locations or both:
-        parts.append(f"{counts.entries:,} entries")
+        parts.append(counted(counts.entries, "entry", "entries"))
     run.note(f"bkctl: {', '.join(parts)}; {_remarks(counts)}")
     _finish(run, counts)

@@ -11,17 +11,19 @@ import typer
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.ids import LedgerId, parse_scope_id
 
+from ..kit.columns import Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
-from ..kit.options import MANY_LEDGERS, Composite, number_option
-from ..kit.output import Column, Columns, Kind, Output, iso_time
+from ..kit.ledger_options import MANY_LEDGERS
+from ..kit.options import Composite, number_option
 from ..kit.records import DirOption, PlacesArgument, ShowSecretsOption, raise_first
+from ..kit.texts import iso_time
 
 if TYPE_CHECKING:
     from bkctl.files.directories import BookieDirectories, BookieFile
     from bkctl.files.index import BookieIndexes, EntryLocation, Gap, LedgerIndex
 
 app = group()
-index_app = group("Ledger indexes of a bookie: which entries are here, and where.")
+index_app = group("Show, check and rebuild the ledger indexes of a bookie.")
 app.add_typer(index_app, name="index")
 
 
@@ -84,7 +86,7 @@ def _hex(row: FileRow) -> str | None:
 
 
 def _detail_text(detail: dict[str, Any]) -> str:
-    """What a file says, for people: ids in hex, as names of files have them; directories are in JSON only."""
+    """Return a file's details for people: ids in hex, as in file names; directories are in JSON only."""
     parts = []
     for name, value in detail.items():
         if value is None or value is False or isinstance(value, list) or f"{name}Hex" in detail:
@@ -113,7 +115,14 @@ FILE_TABLE_COLUMNS = Columns(
 )
 
 
-@command(app, "files")
+@command(
+    app,
+    "files",
+    examples=(
+        "bkctl bookie files /var/lib/bookkeeper",
+        "bkctl bookie files --conf bk_server.conf",
+    ),
+)
 def files(
     run: Run,
     places: PlacesArgument = None,
@@ -123,10 +132,11 @@ def files(
         typer.Option("--kind", metavar="KIND", help="journal, entryLog, index, rocksdb, cookie … or all; repeatable."),
     ] = None,
 ) -> None:
-    """List a bookie's files: journals, entry logs, indexes, marks, cookies, and what is none of its own (`unknown`).
+    """List the files of a bookie.
 
-    DETAIL is what a file says of itself: format versions, a cookie's bookie, where a mark points, the kept read-only
-    state. All files are listed, then what is wrong with one is reported (exit code 7).
+    Lists journals, entry logs, indexes, marks and cookies; files that are not the bookie's have the kind `unknown`.
+    DETAIL shows what a file contains: format versions, a cookie's bookie, the position of a mark, the stored read-only
+    state. Damaged files are reported after the list (exit code 7).
     """
     kinds = _kinds(kind or [])
     found = run.directories([*(places or ()), *(directories or ())]).files()
@@ -206,7 +216,7 @@ GAP_COLUMNS = Columns(
 
 
 class MetaRow(NamedTuple):
-    """What an index says about its ledger."""
+    """The record of a ledger in an index."""
 
     source: LedgerIndex
     explicit_lac: int | None
@@ -250,16 +260,15 @@ def show(
     entry: Annotated[int | None, number_option("--entry", "Only this entry id.")],
     directories: DirOption = None,
     meta: Annotated[
-        bool, typer.Option("--meta", help="Show what the index says of the ledger instead of its entries.")
+        bool, typer.Option("--meta", help="Show the ledger's record in the index instead of its entries.")
     ] = False,
-    gaps: Annotated[
-        bool, typer.Option("--gaps", help="Show the entries that are not here although later ones are.")
-    ] = False,
+    gaps: Annotated[bool, typer.Option("--gaps", help="Show missing entries that have later ones.")] = False,
     show_secrets: ShowSecretsOption = False,
 ) -> None:
-    """Show where a bookie has a ledger's entries: index files and the databases of DbLedgerStorage.
+    """Show where a bookie has a ledger's entries.
 
-    `--meta` without a ledger shows all that the bookie has.
+    Reads index files and the databases of DbLedgerStorage. --meta without a ledger shows all ledgers that the bookie
+    has.
     """
     if meta and gaps:
         raise UsageError("--meta and --gaps are given", hint="give one of them")

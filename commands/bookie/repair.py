@@ -1,4 +1,4 @@
-"""The commands of `bkctl bookie` and `bkctl bookie index` that change files; `bookie` has the apps and imports this."""
+"""The commands of `bkctl bookie` and `bkctl bookie index` that change files."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import typer
 
 from bkctl.errors import BkctlError, UsageError
 
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.options import Composite, DryRun, LedgerPassword, parameter
-from ..kit.output import NULL, Column, Columns, Kind, size_text
 from ..kit.records import DirOption, PlacesArgument
+from ..kit.texts import NULL, counted, size_text
 from .files import AnyLedgers, index_app
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ app = group()
 
 @contextmanager
 def _held(run: Run, layout: BookieLayout, *, dry_run: bool) -> Iterator[None]:
-    """The bookie's directories, for us alone; in a dry run, which only reads, for anybody."""
+    """Yield the bookie's directories, for us alone; in a dry run, which only reads, for anybody."""
     from bkctl.repair.holding import hold
 
     if dry_run:
@@ -58,7 +59,7 @@ def _layout(run: Run, directories: list[Path] | None) -> BookieLayout:
 
 @contextmanager
 def _metadata(run: Run, layout: BookieLayout) -> Iterator[StoredLedgers | None]:
-    """What the metadata store says of ledgers; None where no store is named by --metadata-uri or --context."""
+    """Yield the ledgers of the metadata store; None unless --metadata-uri or --context names one."""
     if not run.names_metadata:
         yield None
         return
@@ -97,7 +98,7 @@ REBUILT_COLUMNS = Columns(
 
 
 @command(index_app, "rebuild", connects=True, changes=True)
-def rebuild(
+def rebuild_databases(
     run: Run,
     ledgers: Annotated[bool, typer.Option("--ledgers", help="Rebuild the databases of ledgers.")] = False,
     locations: Annotated[bool, typer.Option("--locations", help="Rebuild the databases of entry locations.")] = False,
@@ -105,13 +106,13 @@ def rebuild(
     directories: DirOption = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Make DbLedgerStorage's databases anew from entry logs and journals; the old ones are kept as backups.
+    """Rebuild DbLedgerStorage's databases.
 
-    The bookie must be down. Master keys, fences and explicit LACs are kept where the old database, the journals or,
-    with --metadata-uri, the metadata know them; ledgers that metadata does not have are then left out.
+    Reads entry logs and journals, and keeps the old databases as backups. The bookie must be down. Master keys, fences
+    and explicit LACs are kept where the old database, the journals or, with --metadata-uri, the metadata have them;
+    --metadata-uri also leaves out ledgers that the metadata does not have.
     """
-    from bkctl.repair.rebuild import rebuild as make_anew
-    from bkctl.repair.rebuild import size_to_read
+    from bkctl.repair.rebuild import rebuild, size_to_read
 
     if not (ledgers or locations):
         raise UsageError("Neither --ledgers nor --locations is given", hint="give one of them, or both")
@@ -119,7 +120,7 @@ def rebuild(
     with _held(run, layout, dry_run=dry_run), _metadata(run, layout) as metadata:
         size = size_to_read(layout, ledgers=ledgers, locations=locations)
         with run.working("Rebuilding", total=size, unit="bytes") as activity:
-            done = make_anew(
+            done = rebuild(
                 layout,
                 ledgers=ledgers,
                 locations=locations,
@@ -131,15 +132,19 @@ def rebuild(
     _report(run, done.findings)
     for row in done.databases:
         _report_guesses(run, row)
-    run.finish_with(len(done.findings.damage), "damaged files: what stands before the damage was used")
+    run.finish_with(len(done.findings.damage), "damaged files; the records before the damage were used")
 
 
 def _report_guesses(run: Run, row: RebuiltDatabase) -> None:
     if row.guessed_fences:
-        run.note(f"bkctl: {row.path}: {row.guessed_fences:,} ledgers are fenced since nothing says that they are not")
+        run.note(
+            f"bkctl: {row.path}: {counted(row.guessed_fences, 'ledger was', 'ledgers were')} fenced, "
+            "since their state is unknown"
+        )
     if row.without_key:
         run.note(
-            f"bkctl: {row.path}: of {row.without_key:,} ledgers nothing says the master key: the next writer's is taken"
+            f"bkctl: {row.path}: the master key of {counted(row.without_key, 'ledger', 'ledgers')} is unknown; "
+            "the bookie will accept that of the next writer"
         )
     if row.entries_saved:
         run.note(
@@ -162,7 +167,7 @@ REGENERATED_COLUMNS = Columns(
     key="ledger",
 )
 
-_PASSWORD_HELP = "Password of all these ledgers (also BKCTL_LEDGER_PASSWORD). Other users see it in ps."
+_PASSWORD_HELP = "Password of all these ledgers (also BKCTL_LEDGER_PASSWORD). Visible to other users in ps."
 
 
 def _password_if_given(values: Mapping[str, Any]) -> bytes | None:
@@ -185,7 +190,7 @@ GivenPassword = Annotated[
 
 
 @command(index_app, "regenerate", connects=True, changes=True)
-def regenerate(
+def regenerate_files(
     run: Run,
     which: AnyLedgers,
     password: GivenPassword,
@@ -195,14 +200,14 @@ def regenerate(
     ] = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Make index files of Interleaved and SortedLedgerStorage anew from entry logs; the old ones are kept as backups.
+    """Rebuild index files from entry logs.
 
-    The bookie must be down. The master key is that of the password given for all ledgers, else each ledger's own, from
-    its old index, the journals, or (--metadata-uri) its metadata; fence and explicit LAC are kept where they are known.
+    For InterleavedLedgerStorage and SortedLedgerStorage; keeps the old files as backups. The bookie must be down. The
+    master key is that of the password given for all ledgers, else each ledger's own, from its old index, the journals
+    or, with --metadata-uri, its metadata. Fence and explicit LAC are kept where they are known.
     """
     from bkctl.formats.entry import master_key
-    from bkctl.repair.regenerate import regenerate as make_anew
-    from bkctl.repair.regenerate import size_to_read
+    from bkctl.repair.regenerate import regenerate, size_to_read
 
     if (which.ledgers is None) != all_ledgers:
         problem = "--all and ledgers are given" if all_ledgers else "No ledger is given"
@@ -213,7 +218,7 @@ def regenerate(
         _metadata(run, layout) as metadata,
         run.working("Regenerating", total=size_to_read(layout), unit="bytes") as activity,
     ):
-        done = make_anew(
+        done = regenerate(
             layout,
             which.ledgers,
             scope_id=which.scope_id,
@@ -226,11 +231,14 @@ def regenerate(
     _report(run, done.findings)
     guessed = sum(row.fence_guessed for row in done.indexes)
     if guessed:
-        run.note(f"bkctl: {guessed:,} ledgers are fenced since nothing says that they are not")
+        run.note(f"bkctl: {counted(guessed, 'ledger was', 'ledgers were')} fenced, since their state is unknown")
     if done.dead:
-        run.note(f"bkctl: {len(done.dead):,} ledgers are left as they are: metadata does not have them any more")
+        run.note(f"bkctl: {counted(len(done.dead), 'ledger was', 'ledgers were')} left unchanged, without metadata")
     if done.without_key:
-        run.note(f"bkctl: Nothing says the master key of {len(done.without_key):,} ledgers: {_some(done.without_key)}")
+        run.note(
+            f"bkctl: The master key of {counted(len(done.without_key), 'ledger', 'ledgers')} is unknown: "
+            f"{_some(done.without_key)}"
+        )
     problems = len(done.findings.damage) + len(done.without_key)
     run.finish_with(problems, "damaged files or ledgers without a master key")
 
@@ -254,23 +262,25 @@ DOWNGRADED_COLUMNS = Columns(
 
 
 @command(app, "downgrade", changes=True)
-def downgrade(run: Run, places: PlacesArgument = None, directories: DirOption = None, dry_run: DryRun = False) -> None:
-    """Make the clean stop of our bookie after a crash, so that Apache's bookie starts on its directories.
+def downgrade_bookie(
+    run: Run, places: PlacesArgument = None, directories: DirOption = None, dry_run: DryRun = False
+) -> None:
+    """Prepare a crashed bookie's directories for Apache's bookie.
 
-    The bookie must be down. What its journals hold goes into entry logs and indexes, and journals with scoped records,
-    which Apache's refuses, move to `current/scoped`. Apache's bookie then serves the ledgers of scope 0, and ours, on
-    the same directories again, those of all scopes. The settings are those of --conf, or defaults with DIR.
+    The bookie must be down. Moves the entries of its journals into entry logs and indexes, as a clean stop does, and
+    journals with scoped records, which Apache's bookie refuses, to `current/scoped`. Apache's bookie then serves the
+    ledgers of scope 0 on these directories; ours still serves all scopes. Uses the settings of --conf, or defaults
+    with DIR.
     """
-    from bkctl.repair.downgrade import config_of
-    from bkctl.repair.downgrade import downgrade as stop_cleanly
+    from bkctl.repair.downgrade import config_of, downgrade
 
     given = [*(places or ()), *(directories or ())]
     config = config_of(run.directories(given)) if given or run.conf is None else run.config()
     with run.working("Stopping the bookie cleanly"):
-        rows = stop_cleanly(config, dry_run=dry_run)
+        rows = downgrade(config, dry_run=dry_run)
     run.render(rows, DOWNGRADED_COLUMNS)
     if not any(row.journal_ids for row in rows):
-        run.note("bkctl: Nothing to do: no journal has scoped records, Apache's bookie can start as it is")
+        run.note("bkctl: Nothing to do: no journal has scoped records, so Apache's bookie can start")
     for row in rows:
         if row.error is not None:
             run.note(f"bkctl: {row.error}")
@@ -295,14 +305,14 @@ CONVERTED_COLUMNS = Columns(
 
 
 class IndexKind(StrEnum):
-    """Where a bookie keeps its index."""
+    """The form of a bookie's index."""
 
     DB = "db"
     INTERLEAVED = "interleaved"
 
 
 @command(app, "convert", asks=True, changes=True)
-def convert(
+def convert_index(
     run: Run,
     to: Annotated[
         IndexKind,
@@ -313,26 +323,27 @@ def convert(
     places: PlacesArgument = None,
     directories: DirOption = None,
     discard_old: Annotated[
-        bool, typer.Option("--discard-old", help="Remove the old index in the end, instead of keeping a backup.")
+        bool, typer.Option("--discard-old", help="Remove the old index instead of keeping a backup.")
     ] = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Convert a bookie's index between index files and DbLedgerStorage's databases; entry logs stay as they are.
+    """Convert a bookie's index to another storage class.
 
-    The bookie must be down. The new index is verified entry by entry before it takes the old one's place. Killed, the
-    same command goes on. The bookie's ledgerStorageClass has to be changed by hand afterwards.
+    Converts between index files and DbLedgerStorage's databases; entry logs stay unchanged. The bookie must be down.
+    The new index is verified entry by entry before it replaces the old one. If the command is killed, run it again to
+    continue. Change the bookie's ledgerStorageClass by hand afterwards.
     """
-    from bkctl.repair.convert import convert as make_other
+    from bkctl.repair.convert import convert
 
     layout = _layout(run, [*(places or ()), *(directories or ())])
     if discard_old and not dry_run:
         where = ", ".join(map(str, layout.index_dirs))
         run.confirm(f"The old index in {where} would be removed once the new one is verified")
     with _held(run, layout, dry_run=dry_run), run.working("Converting", unit="entries") as activity:
-        done = make_other(layout, to.value, discard_old=discard_old, dry_run=dry_run, progress=activity.advance)
+        done = convert(layout, to.value, discard_old=discard_old, dry_run=dry_run, progress=activity.advance)
     run.render(done.directories, CONVERTED_COLUMNS)
     if done.resumed:
-        run.note("The conversion went on where it was killed")
+        run.note("The conversion continued where it was killed")
     if done.done:
         name = (
             "storage.ldb.DbLedgerStorage" if to is IndexKind.DB else "SortedLedgerStorage (or InterleavedLedgerStorage)"
@@ -353,19 +364,26 @@ CONTENTS_COLUMNS = Columns(
 )
 
 
-@command(app, "format", connects=True, asks=True, changes=True)
+@command(
+    app,
+    "format",
+    connects=True,
+    asks=True,
+    changes=True,
+    examples=("bkctl bookie format --conf bk_server.conf --dry-run",),
+)
 def format_bookie(
     run: Run,
     delete_cookie: Annotated[
         bool,
-        typer.Option("--delete-cookie", help="Delete its cookie in the metadata store too, when all else is gone."),
+        typer.Option("--delete-cookie", help="Finally delete the bookie's cookie in the metadata store, too."),
     ] = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Remove everything in the directories of a bookie that is down: journals, entry logs, indexes, cookies.
+    """Remove all data of a bookie that is down.
 
-    Prints what is lost. On a terminal the bookie's id has to be typed; elsewhere --yes is needed. Ledgers whose other
-    replicas are gone are lost for good: 'bkctl bookies recover' first.
+    Removes journals, entry logs, indexes and cookies, and prints what is lost. On a terminal, asks for the bookie's id;
+    elsewhere --yes is required. Ledgers without other replicas are lost for good: run 'bkctl bookies recover' first.
     """
     from bkctl.bookie.cookies import check_not_registered
     from bkctl.bookie.format import bookie_to_wipe, contents, existing, roles_of, wipe
@@ -380,7 +398,7 @@ def format_bookie(
         return
     has_store = run.names_metadata or config.metadata_service_uri is not None or delete_cookie
     if not has_store:
-        run.note("bkctl: No metadata store is named: whether the bookie is registered is not checked")
+        run.note("bkctl: No metadata store is named, so the bookie's registration is not checked")
     with run.cluster() if has_store else nullcontext() as cluster:
         if cluster is not None:
             check_not_registered(cluster, [bookie_id])
@@ -430,23 +448,22 @@ NEW_BOOKIE_COLUMNS = Columns(
 )
 
 
-@command(app, "init", connects=True)
+@command(app, "init", connects=True, examples=("bkctl bookie init --conf bk_server.conf --check",))
 def init(
     run: Run,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Only say what is in the way: directories with files, a registration, a cookie."),
+        typer.Option("--check", help="Only report what prevents it: directories with files, a registration, a cookie."),
     ] = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Make a new bookie of --conf: empty directories, and its cookie in them and in the metadata store.
+    """Create a new bookie: empty directories and a cookie.
 
-    The bookie's first start does the same. --check (and --dry-run) change nothing; exit code 3 if something is in the
-    way.
+    Creates the directories of --conf, and the cookie in them and in the metadata store. The bookie's first start does
+    the same. --check (and --dry-run) changes nothing; exit code 3 if something prevents it.
     """
     from bkctl.bookie.cookies import bookie_id_of, configured_cookie, configured_directories
-    from bkctl.bookie.format import existing, problems_of_init
-    from bkctl.bookie.format import init as make_new
+    from bkctl.bookie.format import existing, init, problems_of_init
     from bkctl.disk import Files
     from bkctl.repair.holding import hold
 
@@ -458,8 +475,8 @@ def init(
         if check or dry_run:
             problems = problems_of_init(config, bookie_id, cluster)
             run.render(problems, INIT_COLUMNS)
-            run.finish_with(len(problems), f"reasons why bookie {bookie_id} cannot be made")
+            run.finish_with(len(problems), f"reasons against creating bookie {bookie_id}")
             return
         with hold(existing(configured_directories(config))):
-            make_new(config, bookie_id, cluster, Files())
+            init(config, bookie_id, cluster, Files())
         run.show(configured_cookie(config, bookie_id, cluster.instance_id()), NEW_BOOKIE_COLUMNS)

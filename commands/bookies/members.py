@@ -10,9 +10,10 @@ import typer
 
 from bkctl.errors import BkctlError, NotFound, Unreachable, UsageError
 
+from ..kit.columns import Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
 from ..kit.options import WatchOption
-from ..kit.output import GREEN, RED, YELLOW, Column, Columns, Kind, Output, size_text
+from ..kit.texts import GREEN, RED, YELLOW, size_text
 
 if TYPE_CHECKING:
     from bkctl.client.disk_space import BookieSpace
@@ -24,7 +25,7 @@ app = group()
 
 
 class State(StrEnum):
-    """Which bookies to list."""
+    """The bookies to list."""
 
     RW = "rw"
     RO = "ro"
@@ -68,7 +69,15 @@ BOOKIE_COLUMNS = Columns(
 )
 
 
-@command(app, "list", connects=True)
+@command(
+    app,
+    "list",
+    connects=True,
+    examples=(
+        "bkctl bookies list",
+        "bkctl bookies list -o json",
+    ),
+)
 def list_bookies(
     run: Run,
     watch: WatchOption,
@@ -76,7 +85,7 @@ def list_bookies(
         State, typer.Option("--state", help="rw, ro, down (it has a cookie, but is not registered) or all.")
     ] = State.ALL,
 ) -> None:
-    """List the bookies: state, address, whether they carry ledger scopes, endpoints."""
+    """List the bookies: state, address, scopes, endpoints."""
 
     def look() -> Iterator[RegisteredBookie]:
         bookies = cluster.bookies.list(include_down=state in (State.ALL, State.DOWN))
@@ -164,10 +173,10 @@ def show(
     bookies: Annotated[list[str], typer.Argument(metavar="BOOKIE", help="The bookies.")],
     watch: WatchOption,
     ledgers: Annotated[
-        bool, typer.Option("--ledgers", help="Count the ledgers on them too; reads the metadata of every ledger.")
+        bool, typer.Option("--ledgers", help="Count the ledgers on each bookie; reads the metadata of every ledger.")
     ] = False,
 ) -> None:
-    """Show bookies: state, address, endpoints, service properties, cookie."""
+    """Show bookies with their endpoints, properties and cookie."""
     from bkctl.metadata.admin.overview import ledgers_of_bookies
 
     def look() -> Iterator[BookieRow]:
@@ -184,8 +193,8 @@ def show(
 # --- usage ----------------------------------------------------------------------------------------------------------
 
 
-class Sort(StrEnum):
-    """How to order `bookies usage`."""
+class UsageOrder(StrEnum):
+    """The order of `bookies usage`."""
 
     BOOKIE = "bookie"
     USED = "used"
@@ -208,18 +217,21 @@ USAGE_COLUMNS = Columns(
 )
 
 
-@command(app, "usage", connects=True)
+@command(app, "usage", connects=True, examples=("bkctl bookies usage",))
 def usage(
     run: Run,
-    sort: Annotated[Sort, typer.Option("--sort", help="Order: bookie, used (fullest first) or free.")] = Sort.BOOKIE,
+    sort: Annotated[
+        UsageOrder, typer.Option("--sort", help="Order: bookie, used (fullest first) or free.")
+    ] = UsageOrder.BOOKIE,
     threshold: Annotated[
         float | None,
-        typer.Option("--threshold", metavar="PERCENT", help="Exit with 3 when a bookie has used more than that."),
+        typer.Option("--threshold", metavar="PERCENT", help="Exit with 3 if a bookie has used more than this."),
     ] = None,
 ) -> None:
-    """Ask every registered bookie for the space on its ledger disks.
+    """Show the space on the ledger disks of every bookie.
 
-    A bookie that does not answer is a row with the problem: exit code 3 then, and 6 when none answers.
+    Asks every registered bookie. A bookie that does not answer is a row with the problem: exit code 3 then, and 6 if
+    none answers.
     """
     if threshold is not None and not 0 <= threshold <= 100:
         raise UsageError(f"--threshold {threshold:g}: percent are 0 to 100")
@@ -233,9 +245,9 @@ def usage(
     with run.cluster() as cluster, run.working("Asking the bookies"):
         registered = cluster.bookies.list(include_down=False)
         rows = run.complete(work())
-    if sort is Sort.USED:
+    if sort is UsageOrder.USED:
         rows.sort(key=lambda row: -(row.used_percent or 0))
-    elif sort is Sort.FREE:
+    elif sort is UsageOrder.FREE:
         rows.sort(key=lambda row: row.free if row.free is not None else 0)
     run.render(rows, USAGE_COLUMNS)
     total, free = (sum(getattr(row, name) or 0 for row in rows) for name in ("total", "free"))

@@ -1,4 +1,4 @@
-"""The audit log: who changed what, when, where, and how it went.
+"""The audit log: user, command, time, place and outcome of every change.
 
 One JSON object a line. A command that changes something writes `"event":"begin"` before its first change and
 `"event":"end"` with its exit code; a begin without an end is a command that was killed. The file is
@@ -33,13 +33,13 @@ _SECRET_JSON: Final = re.compile(
 
 
 def state_directory(environment: Mapping[str, str]) -> Path:
-    """The user's state directory for bkctl: `$XDG_STATE_HOME/bkctl`, else `~/.local/state/bkctl`."""
+    """Return the user's state directory for bkctl: `$XDG_STATE_HOME/bkctl`, else `~/.local/state/bkctl`."""
     base = environment.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
     return Path(base) / "bkctl"
 
 
 def audit_file(environment: Mapping[str, str]) -> Path | None:
-    """Where the log is; None where it is not wanted."""
+    """Return the path of the log; None if BKCTL_AUDIT_LOG switches it off."""
     given = environment.get("BKCTL_AUDIT_LOG")
     if given:
         return None if given == NONE else Path(given)
@@ -47,12 +47,12 @@ def audit_file(environment: Mapping[str, str]) -> Path | None:
 
 
 def shown_uri(uri: str) -> str:
-    """A metadata URI as it may be printed: user and password as `***`."""
+    """Return a metadata URI as it may be printed: user and password as `***`."""
     return without_user_info(uri, _HIDDEN)
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """The command line with the values of options that hold secrets, and user names in URIs, as `***`."""
+    """Return the command line with the values of options that hold secrets, and user names in URIs, as `***`."""
     shown: list[str] = []
     hide = False
     for word in words:
@@ -71,7 +71,7 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 
 
 class Audit:
-    """The log's two lines for one run of a command that changes something; a write that fails is kept as `problem`."""
+    """The log's two lines for one run of a command that changes something; a failed write is kept as `problem`."""
 
     def __init__(self, path: Path, words: Sequence[str]) -> None:
         self.path = path
@@ -89,16 +89,16 @@ class Audit:
         self.problem: OSError | None = None
 
     def connected(self, uri: str, source: str) -> None:
-        """Note what the command works on; `source` says what named it."""
+        """Record the metadata URI, and as `source` the option that named it."""
         self._entry["metadataUri"] = shown_uri(uri)
         self._entry["connection"] = source
 
     def undo_file(self, path: Path) -> None:
-        """Note where what undoes it is kept."""
+        """Record the path of the undo file."""
         self._entry["undoFile"] = str(path)
 
     def accepted(self, loss: str) -> None:
-        """Note the loss that the user agreed to."""
+        """Record the loss that the user accepted."""
         self._entry["acceptedLoss"] = loss
 
     def begin(self) -> None:
@@ -129,9 +129,9 @@ class Audit:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """One write at the end of the file, so that lines of several processes stay whole."""
+    """Append a line in one write, so that lines of several processes stay whole."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # A pipe that nobody reads must not hold up the command.
+    # A pipe without a reader must not hold up the command.
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     try:
         status = os.fstat(file)
@@ -160,7 +160,7 @@ def _rotate(path: Path, file: int, status: os.stat_result) -> int:
 
 
 def _user() -> str:
-    """Who runs the command; behind sudo, as whom too: `alice as root`."""
+    """Return the user; under sudo both users: `alice as root`."""
     import pwd
 
     uid = os.getuid()

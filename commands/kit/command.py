@@ -1,4 +1,4 @@
-"""How a command is declared and run: `@command` and the `Run` that it gets.
+"""Commands: `@command` declares one; `Run` gives it settings, output and the cluster.
 
     @command(app, "list", connects=True)
     def list_ledgers(run: Run, scope_id: ScopeToList) -> None:
@@ -12,56 +12,36 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 import sys
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
 from bkctl.errors import BkctlError, FindingsError, UsageError
 
-from . import interrupts as _interrupts
+from . import interrupts
 from .audit import Audit, audit_file, shown_uri, state_directory, without_secrets
-from .options import (
-    ANY_DIGEST,
-    BOTH_COMPACTIONS,
-    COMPACTIONS,
-    DIGEST_NAMES,
+from .columns import Columns, Output
+from .connection import (
     NO_LOGIN,
     TIMEOUT_S_DEFAULT,
-    WATCH_S_DEFAULT,
-    Composite,
     Connection,
-    Globals,
     Login,
     connect_to,
-    environment_globals,
-    global_parameters,
-    is_duration,
     other_connection,
     parse_bookie_addresses,
-    read_globals,
     store_security,
 )
-from .output import (
-    BOLD,
-    CYAN,
-    RESET,
-    Activity,
-    Columns,
-    Output,
-    RowWriter,
-    emit,
-    emit_bytes,
-    show,
-    wants_color,
-)
+from .options import Composite
+from .output import RowWriter, show
+from .parser import Command, Group
+from .session import Session
+from .settings import GlobalOptions, global_parameters, read_environment, read_options
+from .terminal import Activity, emit, emit_bytes, wants_color
 
 if TYPE_CHECKING:
     import ssl
@@ -79,34 +59,19 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., None])
 T = TypeVar("T")
-
 #: What `--undo` takes for no file at all.
 NO_FILE: Final = "none"
 
 
-@dataclass
-class Session:
-    """One invocation: its words, and what stands before the group. Kept in Typer's context."""
-
-    words: list[str] = field(default_factory=list)
-    globals: Globals = field(default_factory=Globals)
-    verbose: bool = False
-    quiet: bool = False
-    no_color: bool = False
-    debug: bool = False
-    #: Set for a command that changes something; `main` writes its end.
-    audit: Audit | None = None
-
-
 class Declined(BkctlError):
-    """The user was asked, and said no."""
+    """The user declined."""
 
 
 class Run:
     """One run of a command: its settings, its output, its way to the cluster."""
 
-    def __init__(self, session: Session, after: Globals) -> None:
-        environment = environment_globals(os.environ)
+    def __init__(self, session: Session, after: GlobalOptions) -> None:
+        environment = read_environment(os.environ)
         #: Nearest first, each with the words that name it in messages.
         self._levels = [
             ("after the command", after),
@@ -128,36 +93,36 @@ class Run:
     # --- where --------------------------------------------------------------------------------------------------
 
     def connection(self) -> Connection:
-        """The metadata URI that counts, and what named it. Raises UsageError when nothing names a cluster."""
+        """Return the metadata URI in effect, and its source. Raises UsageError if no cluster is named."""
         if self._connection is None:
             self._connection = connect_to(self._levels, os.environ)
         return self._connection
 
-    def given_options(self) -> Globals:
-        """The options before the group and after the command, merged; nothing of the environment."""
+    def given_options(self) -> GlobalOptions:
+        """Return the options before the group and after the command, merged; nothing of the environment."""
         (_, after), (_, before), _ = self._levels
         return after.over(before)
 
     def given_connection(self) -> Connection:
-        """The metadata URI that options name, a context's not. Raises UsageError when they name none."""
+        """Return the metadata URI that options name, a context's not. Raises UsageError when they name none."""
         given = [(source, replace(options, context=None)) for source, options in self._levels[:2]]
         if all(options.metadata_uri is None and options.conf is None for _, options in given):
             raise UsageError("No cluster is named", hint="add --metadata-uri URI or --conf FILE")
         return connect_to(given, {})
 
-    def connection_settings(self) -> Globals:
-        """How the connection is reached: the options that count, a context's among them. Raises as `connection`."""
+    def connection_settings(self) -> GlobalOptions:
+        """Return the merged options, including the settings of a context. Raises as `connection`."""
         return self._options.over(self.connection().settings)
 
     @property
     def names_metadata(self) -> bool:
-        """Whether a metadata URI or a context was given: for commands that work without, and know more with it."""
+        """True if a metadata URI or a context was given; for commands that can do without."""
         return any(options.metadata_uri is not None or options.context is not None for _, options in self._levels)
 
     def open_cluster(self, *, create: bool = False, create_store: bool = False) -> Cluster:
-        """The cluster that the options name, for the caller to close; with `create` made where there is none.
+        """Return the cluster that the options name, for the caller to close; `create` creates a missing one.
 
-        With `create_store` only the SQLite file that is to hold it is made.
+        `create_store` creates only the SQLite file for it.
         """
         from bkctl.metadata.cluster import open_cluster
 
@@ -179,11 +144,11 @@ class Run:
         return cluster
 
     def security(self, connection: Connection) -> StoreSecurity:
-        """How the metadata store of `connection` is reached and logged in to."""
+        """Return TLS and login of the metadata store of `connection`."""
         return store_security(self._options.over(connection.settings), os.environ)
 
     def open_other_cluster(self, text: str, *, login: Login = NO_LOGIN, create_store: bool = False) -> Cluster:
-        """A second cluster, by its URI or as `context:NAME`, with the timeout of the first; for the caller to close.
+        """Return a second cluster, named by URI or `context:NAME`, with the timeout of the first. The caller closes it.
 
         It is logged in to as `login` says, else as its URI or its context does; the connection's own login goes to the
         servers of the connection only. With `create_store` a SQLite file is made where there is none; a cluster in it
@@ -213,14 +178,14 @@ class Run:
 
     @contextmanager
     def cluster(self) -> Iterator[Cluster]:
-        """The cluster that the options name, open until the end of the block."""
+        """Yield the cluster that the options name, open until the end of the block."""
         with self.open_cluster() as cluster:
             yield cluster
 
     def bookkeeper(
         self, cluster: Cluster, protocol: Protocol | None = None, *, only: Collection[str] | None = None
     ) -> BookKeeper:
-        """A client of `cluster` with the options' timeout, TLS and bookie addresses; an async context manager.
+        """Return a client of `cluster` with the options' timeout, TLS and bookie addresses; an async context manager.
 
         `only` these bookies get new ledgers.
         """
@@ -237,20 +202,20 @@ class Run:
         )
 
     def bookie_tls(self) -> ssl.SSLContext | None:
-        """The TLS settings for connections to bookies, None without --tls-ca."""
+        """Return the TLS settings for connections to bookies, None without --tls-ca."""
         from bkctl.metadata.store import client_tls
 
         ca, certificate, key = self._options.over(self.connection().settings).tls_files()
         if ca is None and (certificate or key):
-            raise UsageError("--tls-cert and --tls-key go with --tls-ca", hint="add the authorities' PEM file")
+            raise UsageError("--tls-cert and --tls-key require --tls-ca", hint="add the authorities' PEM file")
         return None if ca is None else client_tls(ca, certificate, key)
 
     def bookie_addresses(self) -> dict[str, tuple[str, int]]:
-        """What --bookie-address says: bookie id → host and port."""
+        """Return the addresses in --bookie-address: bookie id → host and port."""
         return parse_bookie_addresses(self._options.over(self.connection().settings).bookie_addresses)
 
     def http_client(self, url: str, *, is_registered: bool = False) -> ApiClient:
-        """A client of the HTTP server at `url`, with the options' timeout and TLS, and the token in BKCTL_API_TOKEN.
+        """Return a client of the HTTP server at `url`, with timeout and TLS of the options and BKCTL_API_TOKEN.
 
         `is_registered`: the metadata store names `url`, so that the token goes there only as `token_for_registered`
         says.
@@ -285,7 +250,7 @@ class Run:
         return run(work)
 
     def config(self) -> BookieConfig:
-        """The bookie's settings in `--conf`. Raises UsageError without one."""
+        """Return the bookie's settings in `--conf`. Raises UsageError without one."""
         from bkctl.config import BookieConfig
 
         if self.conf is None:
@@ -293,9 +258,9 @@ class Run:
         return BookieConfig.load(self.conf)
 
     def directories(self, given: Iterable[Path] | None, *, needed: bool = True) -> BookieDirectories:
-        """The directories to look at: those given, else those of `--conf`.
+        """Return the directories to read: the given ones, else the directories in `--conf`.
 
-        Raises UsageError when neither is there and they are `needed`.
+        Raises UsageError if there are none and they are `needed`.
         """
         from bkctl.files.directories import BookieDirectories
 
@@ -332,7 +297,7 @@ class Run:
             )  # fmt: skip
 
     def log(self) -> None:
-        """Write what happens to stderr, line by line with times: for what runs in the foreground for long."""
+        """Log to stderr, with times; for commands that run in the foreground for long."""
         import logging
 
         from bkctl.bookie.log_limit import RepeatLimit
@@ -344,7 +309,7 @@ class Run:
         logging.getLogger("kazoo").setLevel(logging.INFO if self.verbose else logging.CRITICAL)
 
     def _quiet_libraries(self) -> None:
-        """Libraries log to stderr only with --verbose: what goes wrong comes as one error."""
+        """Let libraries log to stderr only with --verbose; failures are reported as one error."""
         import logging
 
         logging.basicConfig(
@@ -367,7 +332,7 @@ class Run:
         subscribe: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
         single: bool = False,
     ) -> None:
-        """Print what `look` returns; with `seconds` again whenever it changed, until the user ends it.
+        """Print the rows of `look`; with `seconds`, again after each change, until the user ends it.
 
         `subscribe(callback)` makes the store call at each change, and returns the cancel: then changes are seen at
         once, else when the next `seconds` are over. On a terminal a table is drawn anew, elsewhere printed again; the
@@ -388,7 +353,7 @@ class Run:
 
     @contextmanager
     def rows(self, columns: Columns, *, live: bool = False) -> Iterator[RowWriter]:
-        """A writer to give rows to one by one; `live` prints each at once."""
+        """Yield a writer to give rows to one by one; `live` prints each at once."""
         with RowWriter(columns, self.output, color=self.color, live=live, before_write=self._clear_activity) as writer:
             yield writer
 
@@ -420,14 +385,14 @@ class Run:
 
     @property
     def color(self) -> bool:
-        """Whether stdout gets colours."""
+        """True if stdout gets colours."""
         return wants_color(sys.stdout, no_color=self._no_color)
 
     @contextmanager
     def working(
         self, label: str, *, total: int | None = None, unit: str = "", enabled: bool = True
     ) -> Iterator[Activity]:
-        """Show on a terminal's stderr that work goes on, wherever nothing else is printed for a while."""
+        """Show the progress of work on a terminal's stderr, while nothing else is printed."""
         outer = self._activity
         self._clear_activity()
         with Activity(label, total=total, unit=unit, enabled=enabled and not self.quiet) as activity:
@@ -444,7 +409,7 @@ class Run:
     # --- asking -------------------------------------------------------------------------------------------------
 
     def start_audit(self, *, begun: bool) -> None:
-        """This run changes something: the audit log gets it, from now on (`begun`) or from when a cluster is open."""
+        """Start the audit of a run that changes something: at once (`begun`), or once a cluster is open."""
         path = audit_file(os.environ)
         if path is None:
             return
@@ -453,7 +418,7 @@ class Run:
             audit.begin()
 
     def confirm(self, loss: str, *, typed: str | None = None) -> None:
-        """Say what would be lost and ask on a terminal; `--yes` goes ahead. With `typed` these words must be typed.
+        """Print the loss and ask on a terminal; `--yes` skips the question. The user must type `typed`, if given.
 
         Raises Declined (exit 1) when the answer is no, UsageError without a terminal and without `--yes`.
         """
@@ -464,27 +429,30 @@ class Run:
 
     def _ask(self, loss: str, typed: str | None) -> None:
         if sys.stdin is None or not sys.stdin.isatty() or not sys.stderr.isatty():
-            raise UsageError(f"{loss}: not asked, since this is no terminal", hint="add --yes to go ahead")
+            raise UsageError(
+                f"{loss}: not asked, since stdin or stderr is not a terminal", hint="add --yes to go ahead"
+            )
         question = "Go ahead? [y/N]" if typed is None else f"Type {typed} to go ahead:"
         if self._connection is not None:
             print(f"On {shown_uri(self._connection.uri)} ({self._connection.source}):", file=sys.stderr)
         print(f"{loss}. {question} ", file=sys.stderr, end="", flush=True)
         answer = sys.stdin.readline().strip()
         if answer != typed if typed is not None else answer.lower() not in ("y", "yes"):
-            raise Declined("Declined, nothing was changed")
+            raise Declined("Declined; nothing was changed")
 
     @contextmanager
     def undo(self, cluster: Cluster, file: Path | None, *, elsewhere: bool = False) -> Iterator[UndoFile]:
-        """The undo file of a command that changes metadata: each change is recorded there before it is made.
+        """Yield the undo file of a command that changes metadata: each change is recorded there before it is made.
 
         `file` is what `--undo` names ("none": nothing is kept), else it is a new file in the user's state directory.
-        How to apply it is said at the end, after an error too; `elsewhere`: `cluster` is not the connection's.
+        The command that applies it is printed at the end, after an error, too. `elsewhere`: `cluster` is not the
+        connection's.
         """
         from bkctl.metadata.admin.undo import UndoFile
 
         path = None if file is not None and str(file) == NO_FILE else file or self._new_undo_file()
         if path is not None and path.exists():
-            raise UsageError(f"{path} exists", hint="name a new file with --undo")
+            raise UsageError(f"{path} exists", hint="choose another file for --undo")
         undo = UndoFile(path, cluster, without_secrets(["bkctl", *self._session.words]))
         try:
             with undo:
@@ -503,146 +471,18 @@ class Run:
         moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         return state_directory(os.environ) / "undo" / f"{moment}-{name or 'bkctl'}-{os.urandom(3).hex()}.ndjson"
 
-    def finish_with(self, findings: int, what: str) -> None:
-        """End with exit code 3 when there are findings."""
-        if findings:
-            raise FindingsError(f"{findings:,} {what}")
+    def finish_with(self, count: int, many: str, one: str | None = None) -> None:
+        """Raise FindingsError (exit code 3) for `count` findings, if any; `one` is the text for a single one."""
+        if count:
+            raise FindingsError(f"{count:,} {one if count == 1 and one else many}")
 
 
 def _same_servers(uri: str, other: str) -> bool:
-    """Whether both are on the same servers, so that what is told one is told the other."""
+    """Return True if both URIs name the same servers, so that a login may be sent to both."""
     from bkctl.metadata.uri import parse_uri
 
     one, two = parse_uri(uri), parse_uri(other)
     return (one.driver, set(one.hosts)) == (two.driver, set(two.hosts))
-
-
-# --- declaring ------------------------------------------------------------------------------------------------------
-
-_PLAIN: Final = (str, int, float, bool, Path)
-_INTEGER: Final = re.compile(r"[+-]?[0-9]{1,20}", re.ASCII).fullmatch
-
-
-class _PlainValue:
-    """Turns an option's text into str, int, float, Path or an Enum.
-
-    Stands in for Typer's own conversion, which imports pydantic: 60 ms that no start-up should pay.
-    """
-
-    def __init__(self, kind: type, *, many: bool) -> None:
-        self._kind, self._many = kind, many
-
-    def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
-        """The converted value. Raises typer.BadParameter."""
-        if value is None:
-            return () if self._many else None
-        if self._many:
-            return [self._one(item, param, ctx) for item in value]
-        return self._one(value, param, ctx)
-
-    def _one(self, value: Any, param: Any, ctx: Any) -> Any:
-        if isinstance(value, self._kind):
-            return value
-        try:
-            if self._kind is int and not _INTEGER(value):
-                raise ValueError(value)
-            return self._kind(value)
-        except ValueError:
-            if issubclass(self._kind, Enum):
-                expected = "one of " + ", ".join(str(member.value) for member in self._kind)
-            else:
-                expected = f"a valid {self._kind.__name__}"
-            raise typer.BadParameter(f"{value!r} is not {expected}", ctx=ctx, param=param) from None
-
-
-def use_plain_values(params: Iterable[Any]) -> None:
-    """Give each parameter of a plain type its own conversion; others, and other Typer versions, keep Typer's."""
-    for param in params:
-        descriptor = getattr(param, "type_descriptor", None)
-        if descriptor is None or not hasattr(param, "_runtime_param"):
-            continue
-        kind, many = descriptor.annotation, False
-        if get_origin(kind) is list:
-            (kind,), many = get_args(kind), True
-        if param._runtime_param is None and isinstance(kind, type) and (kind in _PLAIN or issubclass(kind, Enum)):
-            param._runtime_param = _PlainValue(kind, many=many)
-
-
-class _Helpful:
-    """Help without rich, whose import costs more than all else: sections by panel, colours on a terminal."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """The parameters and `--help`."""
-        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        use_plain_values(params)
-        return params
-
-    def get_help(self, ctx: Any) -> str:
-        """The help text, with colours where stdout takes them."""
-        text: str = super().get_help(ctx)  # type: ignore[misc]
-        session = ctx.find_root().obj
-        no_color = session.no_color if isinstance(session, Session) else "--no-color" in sys.argv
-        if not wants_color(sys.stdout, no_color=no_color):
-            return text
-        text = re.sub(r"(?m)^(\w[\w ]*:)", f"{BOLD}\\1{RESET}", text)
-        return re.sub(r"(?m)^  ((?:--?)?[a-z][\w-]*(?:, --[\w-]+)*)", f"  {CYAN}\\1{RESET}", text)
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """The parts of the usage line."""
-        pieces: list[str] = super().collect_usage_pieces(ctx)  # type: ignore[misc]
-        return [piece.replace("{", "").replace("}", "") for piece in pieces]
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments, then options panel by panel, then a group's commands."""
-        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
-        for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
-            if record is not None:
-                panel = getattr(param, "rich_help_panel", None)
-                default = "Options"
-                if param.param_type_name == "argument":
-                    default, record = "Arguments", (record[0].partition(" <")[0], record[1])
-                sections.setdefault(panel or default, []).append(record)
-        for title, records in sections.items():
-            if records:
-                with formatter.section(title):
-                    formatter.write_dl(records)
-        if isinstance(self, TyperGroup):
-            self.format_commands(ctx, formatter)
-
-
-class Command(_Helpful, TyperCommand):
-    """A leaf command."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """Parse `args`, where `--watch` and some commands' `--digest` may stand without their values."""
-        if any("--watch" in param.opts for param in self.params):
-            args = self._with_watch_seconds(args)
-        if any("--digest" in param.opts and param.metavar == "[TYPE]" for param in self.params):
-            args = _with_value(args, ("--digest",), DIGEST_NAMES, ANY_DIGEST)
-        if any("--suspend" in param.opts for param in self.params):
-            args = _with_value(args, ("--suspend", "--resume"), COMPACTIONS, BOTH_COMPACTIONS)
-        return super().parse_args(ctx, args)
-
-    def _with_watch_seconds(self, args: list[str]) -> list[str]:
-        has_arguments = any(param.param_type_name == "argument" for param in self.params)
-        end = args.index("--") if "--" in args else len(args)
-        shown = list(args)
-        for at in range(end):
-            if args[at] == "--watch" and (has_arguments or at + 1 >= end or not is_duration(args[at + 1])):
-                shown[at] = f"--watch={WATCH_S_DEFAULT}"
-        return shown
-
-
-def _with_value(args: list[str], flags: Collection[str], values: Collection[str], absent: str) -> list[str]:
-    """The words, where a flag that none of `values` (in capitals) follows has the value `absent`."""
-    end = args.index("--") if "--" in args else len(args)
-    alone = [at for at in range(end) if args[at] in flags and (at + 1 >= end or args[at + 1].upper() not in values)]
-    return [f"{arg}={absent}" if at in alone else arg for at, arg in enumerate(args)]
-
-
-class Group(_Helpful, TyperGroup):
-    """A group of commands."""
 
 
 def group(help: str | None = None, *, parts: Iterable[typer.Typer] = ()) -> typer.Typer:
@@ -665,13 +505,14 @@ def command(
     asks: bool = False,
     changes: bool | str = False,
     hidden: bool = False,
+    examples: tuple[str, ...] = (),
 ) -> Callable[[F], F]:
     """Register a function as the command `name` of `app`.
 
-    Its parameter `run: Run` and those of composite types (see _options) are filled in; the others are Typer's.
-    `connects`: it uses a cluster, so its help shows the connection options. `asks`: its help shows `--yes`.
-    `changes`: it changes something, and goes to the audit log unless its parameter `dry_run` is set; a name is the
-    parameter that makes it change something.
+    The command fills in the parameter `run: Run` and parameters of composite types (see kit/options.py); Typer parses
+    the others. `connects`: the command uses a cluster, so its help shows the connection options. `asks`: its help shows
+    `--yes`. `changes`: the audit log records the command unless its parameter `dry_run` is set; a string names the
+    parameter that makes the command change something. `examples` are whole command lines for its help.
     """
 
     def register(function: F) -> F:
@@ -694,7 +535,7 @@ def command(
             global_values = {param.name: values.pop(param.name) for param in global_options}
             if not isinstance(session, Session):
                 session = Session()
-            run = Run(session, read_globals(global_values))
+            run = Run(session, read_options(global_values))
             arguments: dict[str, Any] = {}
             for composite_name, composite in composites.items():
                 arguments[composite_name] = composite.resolve(values)
@@ -702,7 +543,7 @@ def command(
             arguments.update({key: value for key, value in values.items() if key not in taken})
             if (arguments[changes] if isinstance(changes, str) else changes) and not arguments.get("dry_run"):
                 run.start_audit(begun=not connects)
-            with _interrupts.raised():
+            with interrupts.raised():
                 function(run, **arguments)
 
         context_parameter = inspect.Parameter("typer_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
@@ -710,7 +551,7 @@ def command(
         invoke.__doc__ = function.__doc__
         invoke.__name__ = function.__name__
         invoke.__annotations__ = {}
-        app.command(name, cls=Command, hidden=hidden)(invoke)
+        app.command(name, cls=Command, hidden=hidden, epilog="\n".join(examples))(invoke)
         return function
 
     return register

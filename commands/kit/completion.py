@@ -1,4 +1,4 @@
-"""What the completion scripts ask for: ledger ids and file names, within 300 ms or not at all.
+"""Completions for the shells' scripts: ledger ids and file names, within 300 ms or not at all.
 
 The scripts in completions/ know groups, commands and options themselves; for a value they run
 `_BKCTL_COMPLETE=KIND bkctl WORDS…`, where the last word is the one to complete.
@@ -10,7 +10,9 @@ import os
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from .settings import SETTINGS, GlobalOptions, read_environment
 
 if TYPE_CHECKING:
     from bkctl.files.directories import BookieDirectories, BookieFile
@@ -19,16 +21,19 @@ if TYPE_CHECKING:
 TIME_LIMIT_S: Final = 0.3
 CANDIDATES_MAX: Final = 200
 
-_VALUES: Final = {"-u": "uri", "--metadata-uri": "uri", "-c": "conf", "--conf": "conf", "-x": "context"} | {
-    "--context": "context",
-    "--dir": "dir",
+#: The options that say where candidates come from → their place in `_options`.
+_VALUES: Final = {"--dir": "dir"} | {
+    name: setting.field
+    for setting in SETTINGS
+    if setting.field in ("metadata_uri", "conf", "context")
+    for name in (setting.flag, setting.short or setting.flag)
 }
 
 
 def complete(kind: str, words: list[str]) -> NoReturn:
     """Print the candidates for the last of `words`, one a line, and end the process.
 
-    After the time limit, and on any error, nothing is printed: a shell's prompt is no place for messages.
+    After the time limit, and on any error, nothing is printed: messages would disturb a shell's prompt.
     """
     import threading
 
@@ -48,7 +53,7 @@ def complete(kind: str, words: list[str]) -> NoReturn:
 
 
 def candidates(kind: str, words: list[str]) -> Iterator[str]:
-    """What may stand in place of the last of `words`; `kind` is one of `_SOURCES`."""
+    """Yield the completions of the last of `words`; `kind` is one of `_SOURCES`."""
     prefix = words[-1] if words else ""
     options = _options(words[:-1])
     source = _SOURCES.get(kind)
@@ -57,7 +62,7 @@ def candidates(kind: str, words: list[str]) -> Iterator[str]:
 
 
 def _options(words: list[str]) -> dict[str, list[str]]:
-    """The connection and directory options among `words`, by kind, in order."""
+    """Return the connection and directory options among `words`, by kind, in order."""
     options: dict[str, list[str]] = {}
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
@@ -81,11 +86,12 @@ def _bookies(options: dict[str, list[str]]) -> Iterator[str]:
 def _cluster(options: dict[str, list[str]]) -> Cluster:
     from bkctl.metadata.cluster import open_cluster
 
-    from .options import Globals, connect_to, environment_globals, store_security
+    from .connection import connect_to, store_security
 
-    uri, conf, context = (options[name][-1] if name in options else None for name in ("uri", "conf", "context"))
-    after = Globals(metadata_uri=uri, conf=None if conf is None else Path(conf), context=context)
-    environment = environment_globals(os.environ)
+    given: dict[str, Any] = {each.field: options[each.field][-1] for each in SETTINGS if each.field in options}
+    conf = given.pop("conf", None)
+    after = GlobalOptions(**given, conf=None if conf is None else Path(conf))
+    environment = read_environment(os.environ)
     connection = connect_to([("", after), ("", environment)], os.environ)
     security = store_security(after.over(environment).over(connection.settings), os.environ)
     return open_cluster(connection.uri, timeout_s=TIME_LIMIT_S, security=security)

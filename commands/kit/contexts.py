@@ -1,4 +1,4 @@
-"""The configuration file: named connections ("contexts"), and which of them is the current one.
+"""The configuration file: named connections ("contexts"), one of them current.
 
 TOML, in bkctl/config.toml of the user's configuration directory (BKCTL_CONFIG names another file):
 
@@ -9,7 +9,7 @@ TOML, in bkctl/config.toml of the user's configuration directory (BKCTL_CONFIG n
     metadata-user = "admin"
     metadata-password-file = "/run/secrets/zookeeper"
 
-There are no secrets in it. Changes keep comments and order, and replace the file in one step. A change that would alter
+The file holds no secrets. Changes keep comments and order, and replace the file in one step. A change that would alter
 anything else in the file is refused.
 """
 
@@ -18,12 +18,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
 from bkctl.errors import AlreadyExists, Conflict, NotFound, UsageError
+
+from .settings import GlobalOptions, context_settings
 
 CURRENT: Final = "current-context"
 _FILE_SIZE_BYTES_MAX: Final = 1 << 20
@@ -31,35 +32,8 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _SECRET: Final = re.compile(r"(?:.*[-_])?(?:password|passwd|secret|token|master-key)", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
-    """One named connection: the options of the same names."""
-
-    metadata_uri: str
-    bookie_address: tuple[str, ...] = ()
-    tls_ca: str | None = None
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    metadata_tls: bool = False
-    metadata_tls_ca: str | None = None
-    metadata_tls_cert: str | None = None
-    metadata_tls_key: str | None = None
-    metadata_user: str | None = None
-    metadata_password_file: str | None = None
-    metadata_sasl: bool = False
-    metadata_creator_acl: bool = False
-
-    def settings(self) -> dict[str, Any]:
-        """What is set, under the keys of the file."""
-        values = {each.name.replace("_", "-"): getattr(self, each.name) for each in fields(self)}
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items() if value}
-
-
-_KINDS: Final = {each.name.replace("_", "-"): str(each.type) for each in fields(Context)}
-
-
 def config_file(environment: Mapping[str, str]) -> Path:
-    """The configuration file: BKCTL_CONFIG, else bkctl/config.toml under XDG_CONFIG_HOME or ~/.config."""
+    """Return the configuration file: BKCTL_CONFIG, else bkctl/config.toml under XDG_CONFIG_HOME or ~/.config."""
     if given := environment.get("BKCTL_CONFIG"):
         return Path(given)
     home = environment.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
@@ -67,7 +41,7 @@ def config_file(environment: Mapping[str, str]) -> Path:
 
 
 class Contexts:
-    """The configuration file as it was read. Methods that change it write it, and return the file as it is then."""
+    """The configuration file as it was read. Methods that change the file write it, and return its new state."""
 
     def __init__(self, path: Path, text: str | None) -> None:
         self.path = path
@@ -76,7 +50,7 @@ class Contexts:
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Contexts:
-        """The user's file; one without contexts where there is none. Raises UsageError when it is no TOML."""
+        """Return the user's file; one without contexts if there is none. Raises UsageError if it is not TOML."""
         path = config_file(environment)
         try:
             with open(path, "rb") as file:
@@ -84,7 +58,7 @@ class Contexts:
         except (FileNotFoundError, NotADirectoryError):
             return cls(path, None)
         if len(content) > _FILE_SIZE_BYTES_MAX:
-            raise UsageError(f"{path} is larger than {_FILE_SIZE_BYTES_MAX} bytes, so it is no configuration file")
+            raise UsageError(f"{path} is larger than {_FILE_SIZE_BYTES_MAX} bytes, so it is not a configuration file")
         try:
             return cls(path, content.decode())
         except UnicodeDecodeError as error:
@@ -95,7 +69,7 @@ class Contexts:
         """Name of the current context."""
         name = self._document.get(CURRENT)
         if name is not None and not isinstance(name, str):
-            raise UsageError(f"{self.path}: {CURRENT} is no text")
+            raise UsageError(f"{self.path}: {CURRENT} is not a string")
         return name or None
 
     @property
@@ -103,28 +77,28 @@ class Contexts:
         """The contexts, as the file orders them."""
         contexts = self._document.get("contexts", {})
         if not isinstance(contexts, dict):
-            raise UsageError(f"{self.path}: contexts is no table")
+            raise UsageError(f"{self.path}: contexts is not a table")
         return list(contexts)
 
-    def get(self, name: str) -> Context:
-        """One context. Raises NotFound; UsageError for a setting that is none, or holds a secret."""
+    def get(self, name: str) -> GlobalOptions:
+        """Return one context. Raises NotFound; UsageError for a setting that is none, or holds a secret."""
         if self._text is None:
-            raise NotFound(f"Context {name!r}: there is no {self.path}", hint="'bkctl context add' makes one")
+            raise NotFound(f"Context {name!r}: {self.path} does not exist", hint="'bkctl context add' creates one")
         if name not in self.names:
             raise NotFound(
                 f"Context {name!r} is not in {self.path}",
-                hint=f"it has {', '.join(self.names)}" if self.names else "'bkctl context add' makes one",
+                hint=f"it has {', '.join(self.names)}" if self.names else "'bkctl context add' creates one",
             )
         settings = self._document["contexts"][name]
         if not isinstance(settings, dict):
-            raise UsageError(f"{self.path}: context {name!r} is no table")
+            raise UsageError(f"{self.path}: context {name!r} is not a table")
         return _context(settings, f"{self.path}: context {name!r}")
 
-    def add(self, name: str, context: Context, *, replace: bool = False) -> Contexts:
+    def add(self, name: str, options: GlobalOptions, *, replace: bool = False) -> Contexts:
         """Add a context. Raises AlreadyExists without `replace`, UsageError for a name that is none."""
         if not _NAME.fullmatch(name):
             raise UsageError(f"Not a name of a context: {name!r}", hint="letters, digits, - and _")
-        settings = context.settings()
+        settings = toml_values(options)
         _context(settings, f"context {name!r}")
         exists = name in self.names
         if exists and not replace:
@@ -165,7 +139,7 @@ class Contexts:
             del document["contexts"], expected["contexts"]
         if self.current == name:
             del document[CURRENT], expected[CURRENT]
-        # Last: tomlkit's own index of the document does not know what is put here.
+        # Last: tomlkit's own index of the document does not include the items inserted here.
         body[at:at] = kept
         return self._write(document, expected)
 
@@ -233,27 +207,28 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
         raise UsageError(f"{path}: not TOML: {error}") from error
 
 
-def _context(settings: Mapping[str, Any], where: str) -> Context:
-    values: dict[str, Any] = {}
-    for key, value in settings.items():
-        kind = _KINDS.get(key)
-        if kind is None:
+def _context(values: Mapping[str, Any], where: str) -> GlobalOptions:
+    known = {setting.key: setting for setting in context_settings()}
+    given: dict[str, Any] = {}
+    for key, value in values.items():
+        setting = known.get(key)
+        if setting is None:
             if _SECRET.fullmatch(key):
                 raise UsageError(
-                    f"{where}: {key} is a secret, and none is read from this file",
+                    f"{where}: {key} is a secret, and this file must hold none",
                     hint="use metadata-password-file, or the environment",
                 )
-            raise UsageError(f"{where}: unknown setting {key!r}", hint=f"known are {', '.join(_KINDS)}")
-        if kind.startswith("tuple"):
-            good = isinstance(value, list) and all(isinstance(item, str) for item in value)
-            value = tuple(value) if good else value
-        else:
-            good = isinstance(value, bool if kind == "bool" else str)
-        if not good:
-            raise UsageError(f"{where}: {key} has a value of the wrong kind: {value!r}")
-        values[key.replace("-", "_")] = value
-    if "metadata_uri" not in values:
+            raise UsageError(f"{where}: unknown setting {key!r}", hint=f"known settings: {', '.join(known)}")
+        given[setting.field] = setting.from_toml(value, where)
+    options = GlobalOptions(**given)
+    if options.metadata_uri is None:
         raise UsageError(f"{where} has no metadata-uri")
-    if re.search(r"://[^/]*@", values["metadata_uri"]):
+    if re.search(r"://[^/]*@", options.metadata_uri):
         raise UsageError(f"{where}: metadata-uri names a user", hint="use metadata-user and metadata-password-file")
-    return Context(**values)
+    return options
+
+
+def toml_values(options: GlobalOptions) -> dict[str, Any]:
+    """Return the settings of a context that are given, under the keys of the file."""
+    values = ((setting, getattr(options, setting.field)) for setting in context_settings())
+    return {setting.key: setting.to_toml(value) for setting, value in values if value}

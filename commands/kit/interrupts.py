@@ -21,7 +21,7 @@ _is_interrupted = False
 
 
 def end_at_once() -> None:
-    """From now on SIGINT ends the process, unless our parent had us ignore it (`nohup`, a shell's background job)."""
+    """Let SIGINT end the process, unless the parent had it ignored (`nohup`, a shell's background job)."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
         sys.unraisablehook = _raise_again
@@ -37,7 +37,7 @@ def _end(*_: object) -> None:
 
 
 def note_interrupt() -> None:
-    """The command was interrupted: the process is to end with EXIT_CODE, and not by the signal.
+    """Make the process end with EXIT_CODE rather than by the signal, as the command was interrupted.
 
     Python ends by it wherever a KeyboardInterrupt passed through `exec`, as of dataclasses, whoever handled it then.
     """
@@ -80,7 +80,7 @@ def _handled_by(handler: Any) -> Iterator[None]:
 
 
 def _raise_again(unraisable: sys.UnraisableHookArgs) -> None:
-    """Interrupt again where the interrupt came in a finalizer or a callback of C, which swallows it."""
+    """Raise KeyboardInterrupt again, after a finalizer or a callback from C swallowed it."""
     if unraisable.exc_type is KeyboardInterrupt:
         import _thread
 

@@ -1,4 +1,4 @@
-"""What `journal read` and `entrylog read` have in common: the options and columns of records."""
+"""The options and columns of records, for `journal read` and `entrylog read`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import typer
 from bkctl.errors import BkctlError, Corrupt, Unsupported, UsageError
 from bkctl.ids import LedgerId
 
+from .columns import Column, Columns, Constant, Kind, Output, payload_column
 from .command import Run
+from .ledger_options import SCAN_LEDGERS
 from .options import (
-    SCAN_LEDGERS,
     BinaryFormat,
     BinaryFormatOption,
     Composite,
@@ -24,7 +25,8 @@ from .options import (
     number_option,
     parameter,
 )
-from .output import NULL, Column, Columns, Constant, Kind, Output, RowWriter, payload_column
+from .output import RowWriter
+from .texts import NULL
 
 if TYPE_CHECKING:
     from bkctl.files.listing import RecordFilter
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class TypeName(StrEnum):
-    """The words for records, as RecordType has them (which is not imported to show help)."""
+    """The types of records, by the names in RecordType (which is not imported to show help)."""
 
     ENTRY = "entry"
     LEDGER_KEY = "ledgerKey"
@@ -47,7 +49,7 @@ class TypeName(StrEnum):
 
 
 class RecordOptions(NamedTuple):
-    """Which records to show, and how."""
+    """The records to show, and their form."""
 
     ledger: LedgerId | None
     scope_id: int | None
@@ -62,11 +64,11 @@ class RecordOptions(NamedTuple):
 
     @property
     def wants_payloads(self) -> bool:
-        """Whether payloads are printed: then records cannot come in batches."""
+        """True if payloads are printed: records then cannot come in batches."""
         return self.body
 
     def filter(self) -> RecordFilter:
-        """The domain's filter."""
+        """Return the domain's filter."""
         from bkctl.files.listing import RecordFilter
         from bkctl.formats.record import RecordType
 
@@ -79,9 +81,9 @@ _PARTS: dict[str, Composite] = {
     "entry": number_option("--entry", "Only this entry id."),
     "from": number_option("--from-pos", "Begin at this byte of the file; a record must begin there (0: all)."),
     "to": number_option("--to-pos", "The last byte that a shown record may begin at."),
-    "limit": count_option("--limit", "At most so many records."),
+    "limit": count_option("--limit", "Print at most N records."),
     "digest": digest_type_option(
-        "Digest type of the ledgers of scope 0: their records do not say it, and so neither where their payload begins."
+        "Digest type of the ledgers of scope 0: their records do not tell it, so the payload's start is unknown."
     ),
 }
 
@@ -125,7 +127,7 @@ Records = Annotated[
                 ],
             ),
             *_PARTS["limit"].parameters,
-            parameter("body", Annotated[bool, typer.Option("--body", help="Print the payloads too.")], False),
+            parameter("body", Annotated[bool, typer.Option("--body", help="Print the payloads, too.")], False),
             parameter("format", BinaryFormatOption),
             *_PARTS["digest"].parameters,
         ),
@@ -138,15 +140,15 @@ DirOption = Annotated[
     typer.Option("--dir", metavar="DIR", help="A directory of the bookie, with or without its current; repeatable."),
 ]
 PlacesArgument = Annotated[
-    list[Path] | None, typer.Argument(metavar="DIR", help="The bookie's directories (default: those of --conf).")
+    list[Path] | None, typer.Argument(metavar="DIR", help="The bookie's directories (default: as in --conf).")
 ]
-ShowSecretsOption = Annotated[bool, typer.Option("--show-secrets", help="Also the master keys.")]
+ShowSecretsOption = Annotated[bool, typer.Option("--show-secrets", help="Print the master keys, too.")]
 
 
 def record_columns(
     path: Path, file_id: int | None, id_name: str, options: RecordOptions, *, secrets: bool = False
 ) -> Columns:
-    """The columns of the records of the file `path`; `id_name` is `journalId` or `logId`."""
+    """Return the columns of the records of the file `path`; `id_name` is `journalId` or `logId`."""
     from bkctl.formats.record import NO_LEDGER, RecordType
 
     digest_type = options.digest_type
@@ -276,7 +278,7 @@ class _Tally:
         self.unknown = 0
 
     def watch(self, records: Iterator[Record]) -> Iterator[Record]:
-        """The records, as many as the limit leaves."""
+        """Yield the records, as many as the limit leaves."""
         if self.left is None and not self._options.body:
             return records
         return self._watch(records)
@@ -293,7 +295,7 @@ class _Tally:
                 return
 
     def watch_batches(self, batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
-        """The batches, as many records as the limit leaves."""
+        """Yield the batches, as many records as the limit leaves."""
         for batch in batches:
             if self.left is None:
                 yield batch
@@ -306,7 +308,7 @@ class _Tally:
 
 
 def raise_first(run: Run, errors: list[BkctlError]) -> None:
-    """Raise the first error; the others are said before."""
+    """Print all errors but the first, which is raised."""
     for error in errors[1:]:
         run.note(f"bkctl: {error}")
     if errors:

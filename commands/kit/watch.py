@@ -1,4 +1,4 @@
-"""`--watch`: look again and again, and show what changed."""
+"""`--watch`: repeat a query, and show the changes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,11 @@ from typing import Any, Final
 
 from bkctl.errors import UsageError
 
-from .output import (
-    BOLD,
-    RESET,
-    Columns,
-    Lines,
-    Output,
-    RowWriter,
-    emit,
-    getter,
-    iso_time,
-    show,
-    terminal_width,
-)
+from .columns import Columns, Output
+from .lines import Lines, getter
+from .output import RowWriter, show
+from .terminal import emit, terminal_width
+from .texts import BOLD, RESET, iso_time
 
 #: Several changes at once are shown together.
 SETTLE_S: Final = 0.1
@@ -38,9 +30,9 @@ def watch(
     single: bool,
     color: bool,
 ) -> None:
-    """See Run.watch. Returns never; raises what `look` raises."""
+    """Watch as Run.watch describes. Never returns; raises the errors of `look`."""
     if output is Output.JSON:
-        raise UsageError("--watch goes on and on, and -o json is one document", hint="use -o ndjson")
+        raise UsageError("--watch has no end, and -o json is one document", hint="use -o ndjson")
     printer: _Pages | _Rows
     if output is Output.TABLE:
         printer = _Pages(columns, seconds=seconds, single=single, color=color)
@@ -60,7 +52,7 @@ def watch(
 
 
 class _Page:
-    """A table is laid out here before it is printed; it has the terminal's width where stdout is one."""
+    """A buffer in which a table is laid out before it is printed; as wide as the terminal on stdout."""
 
     def __init__(self) -> None:
         self.parts: list[str] = []
@@ -109,7 +101,7 @@ class _Pages:
         room = max(get_terminal_size((80, 24)).lines - 1, 2)
         if len(lines) > room:
             lines[room - 1 :] = [f"… {len(lines) - room + 1:,} more lines"]
-        # Home, each line with what was behind it cleared, then all that was below.
+        # Move home, clear the rest of each line, then all lines below.
         emit("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J")
 
 

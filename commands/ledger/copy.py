@@ -1,8 +1,7 @@
-"""`bkctl ledger copy`; `ledger` has the app and imports this."""
+"""`bkctl ledger copy`."""
 
 from __future__ import annotations
 
-import re
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,17 +10,12 @@ import typer
 from bkctl.errors import BkctlError, UsageError
 from bkctl.ids import parse_scope_id
 
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
-from ..kit.options import (
-    ByteRate,
-    KeepGoing,
-    LedgersOrFile,
-    LoginOfTarget,
-    count_option,
-    digest_type_option,
-    number_option,
-)
-from ..kit.output import Column, Columns, Kind, RowWriter
+from ..kit.connection import LoginOfTarget
+from ..kit.ledger_options import LedgersOrFile
+from ..kit.options import ByteRate, KeepGoing, count_option, digest_type_option, number_option
+from ..kit.output import RowWriter
 
 if TYPE_CHECKING:
     from bkctl.ids import LedgerId
@@ -52,20 +46,35 @@ COPY_COLUMNS = Columns(
 )
 
 
-@command(app, "copy", connects=True, changes=True)
+@command(
+    app,
+    "copy",
+    connects=True,
+    changes=True,
+    examples=(
+        "bkctl ledger copy 12 --to-scope 7",
+        "bkctl ledger copy 12 --to context:backup --new-id",
+    ),
+)
 def copy(
     run: Run,
     ledgers: LedgersOrFile,
-    to_ledger_id: Annotated[int | None, number_option("--to-ledger-id", "The copy's ledger id (default: as it is).")],
-    ensemble_size: Annotated[int | None, count_option("--ensemble-size", "Ensemble size, if another.")],
-    write_quorum: Annotated[int | None, count_option("--write-quorum", "Write quorum, if another.")],
-    ack_quorum: Annotated[int | None, count_option("--ack-quorum", "Ack quorum, if another.")],
-    digest_type: Annotated[Any, digest_type_option("Digest type, if another: CRC32C, CRC32, HMAC or DUMMY.")],
+    to_ledger_id: Annotated[int | None, number_option("--to-ledger-id", "Ledger id of the copy (default: unchanged).")],
+    ensemble_size: Annotated[
+        int | None, count_option("--ensemble-size", "Ensemble size of the copy (default: unchanged).")
+    ],
+    write_quorum: Annotated[
+        int | None, count_option("--write-quorum", "Write quorum of the copy (default: unchanged).")
+    ],
+    ack_quorum: Annotated[int | None, count_option("--ack-quorum", "Ack quorum of the copy (default: unchanged).")],
+    digest_type: Annotated[
+        Any, digest_type_option("Digest type of the copy: CRC32C, CRC32, HMAC or DUMMY (default: unchanged).")
+    ],
     rate: ByteRate,
     login: LoginOfTarget,
     to_scope: Annotated[
         str | None,
-        typer.Option("--to-scope", metavar="SCOPE", help="The copy's ledger scope id (default: as it is)."),
+        typer.Option("--to-scope", metavar="SCOPE", help="Ledger scope id of the copy (default: unchanged)."),
     ] = None,
     to: Annotated[
         str | None,
@@ -73,19 +82,19 @@ def copy(
             "--to", metavar="URI", help="The cluster of the copy, by metadata URI or context:NAME (default: this one)."
         ),
     ] = None,
-    new_id: Annotated[bool, typer.Option("--new-id", help="A generated ledger id for the copy.")] = False,
+    new_id: Annotated[bool, typer.Option("--new-id", help="Generate a ledger id for the copy.")] = False,
     recover: Annotated[
         bool, typer.Option("--recover", help="Close an open ledger first; its writer can add no more.")
     ] = False,
     open_ledgers: Annotated[
-        bool, typer.Option("--open", help="Copy an open ledger too, as far as it is confirmed.")
+        bool, typer.Option("--open", help="Copy an open ledger, too, up to its last confirmed entry.")
     ] = False,
     keep_going: KeepGoing = False,
 ) -> None:
-    """Copy ledgers to another scope, id or cluster, and print the copies, which are closed.
+    """Copy ledgers to another scope, id or cluster.
 
-    A copy has its source's password, custom metadata, sizes and digest type, and is read back before it counts. What is
-    broken off leaves nothing: a part that could not be taken away goes when the command is run again. Needs no
+    Prints the copies, which are closed. A copy has the password, custom metadata, sizes and digest type of its source,
+    and is read back before it counts. An interrupted copy is removed; if that fails, the next run removes it. Needs no
     password. The source stays.
     """
     from bkctl.replication.copy import CopyShape, copy_ledger
@@ -93,7 +102,7 @@ def copy(
 
     scope_id = None if to_scope is None else parse_scope_id(to_scope)
     if len(ledgers) > 1 and to_ledger_id is not None:
-        raise UsageError(f"--to-ledger-id names one copy, and {len(ledgers)} ledgers are given", hint="use --new-id")
+        raise UsageError(f"--to-ledger-id names one copy, but {len(ledgers)} ledgers are given", hint="use --new-id")
     if to_ledger_id is not None and to_ledger_id < 0:
         raise UsageError(f"--to-ledger-id {to_ledger_id}: must be 0 or more")
     shape = CopyShape(ensemble_size, write_quorum, ack_quorum, digest_type)
@@ -123,8 +132,8 @@ def copy(
                     if not keep_going:
                         raise
                     failures += 1
-                    named = re.search(rf"\bledger {re.escape(str(ledger))}\b", str(error), re.IGNORECASE)
-                    run.note(f"bkctl: {error}" if named else f"bkctl: Ledger {ledger}: {error}")
+                    run.note(f"Ledger {ledger} was not copied:")
+                    run.note(f"bkctl: {error}")
                     continue
                 if row.source_open:
                     run.note(f"Ledger {ledger} is open: its copy ends at entry {row.entry_count - 1}")
@@ -138,4 +147,4 @@ def copy(
         activity = stack.enter_context(run.working("Copying and reading back", unit="entries"))
         writer = stack.enter_context(run.rows(COPY_COLUMNS))
         failures = run.complete(work(writer))
-    run.finish_with(failures, "ledgers were not copied" if failures > 1 else "ledger was not copied")
+    run.finish_with(failures, "ledgers were not copied", "ledger was not copied")

@@ -6,7 +6,7 @@ from typing import Any
 
 from bkctl.ids import LedgerId
 
-from ..kit.output import Column, Kind
+from ..kit.columns import Column, Kind
 
 
 def ledger_of(row: Any) -> LedgerId | None:

@@ -11,7 +11,8 @@ import typer
 from bkctl.errors import UsageError
 
 from ..kit.command import Run
-from ..kit.options import SCAN_LEDGERS, Composite, ScanFilter, parameter
+from ..kit.ledger_options import SCAN_LEDGERS, ScanFilter
+from ..kit.options import Composite, parameter
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from bkctl.errors import Corrupt
 
-from ..entrylog import ThresholdOptions, thresholds_of
+from ..entrylog.garbage import ThresholdOptions, thresholds_of
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
-from ..kit.output import GREEN, Column, Columns, Kind, size_text
+from ..kit.texts import GREEN, size_text
 from .columns import BOOKIE, BOOKIES, FILE, LEDGER, LOG, LOGS, SIZE
 from .common import (
     Places,

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
-from ..kit.options import ScanFilter
-from ..kit.output import RED, YELLOW, Column, Columns, Kind
+from ..kit.ledger_options import ScanFilter
+from ..kit.texts import RED, YELLOW
 from .columns import BOOKIE, FILE, LEDGER
 from .common import (
     LedgersToScan,

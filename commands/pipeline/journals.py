@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from bkctl.errors import Corrupt
 
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
-from ..kit.options import ScanFilter
-from ..kit.output import GREEN, RED, YELLOW, Column, Columns, Kind, size_text
+from ..kit.ledger_options import ScanFilter
+from ..kit.texts import GREEN, RED, YELLOW, size_text
 from .columns import BOOKIE, ENTRIES, FILE, LEDGER
 from .common import (
     LedgersToScan,

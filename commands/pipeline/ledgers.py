@@ -12,9 +12,11 @@ import typer
 from bkctl.errors import AlreadyExists, NotFound, UsageError
 from bkctl.ids import LedgerId, parse_scope_id
 
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
-from ..kit.options import MANY_LEDGERS, Composite, DryRun, parameter
-from ..kit.output import GREEN, RED, YELLOW, Column, Columns, Kind
+from ..kit.ledger_options import MANY_LEDGERS
+from ..kit.options import Composite, DryRun, parameter
+from ..kit.texts import GREEN, RED, YELLOW
 from .columns import ledger_of
 from .common import SparkOptions, check_cluster, connection_options, spark_job
 from .saves import check_saves, frame_rows

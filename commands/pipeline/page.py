@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bkctl import __version__
 from bkctl.errors import AlreadyExists
 
-from ..kit.output import Cells, Columns, Kind, size_text
+from ..kit.columns import Columns, Kind
+from ..kit.lines import Cells
+from ..kit.texts import size_text
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from bkctl.errors import UsageError
 
-from ..entrylog import ThresholdOptions, thresholds_of
+from ..entrylog.garbage import ThresholdOptions, thresholds_of
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
-from ..kit.options import ScanFilter
-from ..kit.output import Column, Columns, Kind, size_text
+from ..kit.ledger_options import ScanFilter
+from ..kit.texts import size_text
 from .common import (
     Places,
     SparkOptions,
@@ -26,9 +26,6 @@ from .journals import JournalAuditResult
 from .page import write_page
 from .results import sums_of
 from .saves import SaveOption, check_saves
-
-if TYPE_CHECKING:
-    pass
 
 app = group()
 

@@ -11,8 +11,9 @@ import typer
 
 from bkctl.errors import AlreadyExists, NotFound, UsageError
 
+from ..kit.columns import Columns, Output
 from ..kit.command import Run
-from ..kit.output import Columns, Lines, Output
+from ..kit.lines import Lines
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

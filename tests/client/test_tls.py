@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bkctl.client.ledger import client_tls
 from bkctl.errors import NotEnoughBookies, UsageError
+from bkctl.metadata.store import client_tls
 from bkctl.protocol.messages import Protocol
 
 x509 = pytest.importorskip("cryptography.x509")

@@ -140,7 +140,7 @@ def test_clocks_are_set_back(cli: Cli, store: Cluster) -> None:
     assert status["placementPolicyCheckTime"] is None
 
 
-def test_what_runs_for_no_scope_or_on_no_cluster_is_refused(cli: Cli, store: Cluster, tmp_path: Path) -> None:
+def test_auto_recovery_without_a_scope_or_a_cluster_is_refused(cli: Cli, store: Cluster, tmp_path: Path) -> None:
     result = cli("autorecovery", "run", "--scopes-only", "--scope-0-only")
     assert (result.code, result.out) == (2, "")
     result = cli("autorecovery", "run", "-u", f"sqlite://{tmp_path}/none.db")

@@ -42,9 +42,9 @@ def test_check_of_a_healthy_bookie(cli: Cli, healthy: Path) -> None:
     assert answer.code == 0
     assert "digests: 6 CRC32C matched, 0 not known" in answer.err
     answer = cli("bookie", "check", "--dir", healthy / "ledgers", "--ledger", "7:5", "--ledger", "7:6")
-    assert "1 ledgers, 3 entries" in answer.err
+    assert "1 ledger, 3 entries" in answer.err
     answer = cli("bookie", "check", "--dir", healthy / "ledgers", "--ledger-scope-id", "7", "--sample", "100%")
-    assert "1 ledgers, 3 entries" in answer.err
+    assert "1 ledger, 3 entries" in answer.err
     assert cli("--quiet", "bookie", "check", "--dir", healthy / "ledgers").err == ""
     assert cli("bookie", "check", "--dir", healthy / "ledgers", "-o", "json").json == []
 

@@ -124,7 +124,7 @@ def test_ready_waits_for_a_bookie_to_register(cli: Cli, fake: FakeServer, tmp_pa
     assert json.loads(out) == {"bookieId": "b:1", "url": fake.url, "ready": True, "message": "OK"}
 
 
-def test_readonly_shows_switches_and_says_what_that_means(cli: Cli, fake: FakeServer) -> None:
+def test_readonly_shows_and_switches_the_state(cli: Cli, fake: FakeServer) -> None:
     assert cli("bookie", "readonly", "-o", "json").json == {"bookieId": None, "url": fake.url, "readOnly": False}
     on = cli("bookie", "readonly", "on", "-o", "json")
     assert (on.code, on.json["readOnly"]) == (0, True)
@@ -136,7 +136,7 @@ def test_readonly_shows_switches_and_says_what_that_means(cli: Cli, fake: FakeSe
     assert "is writable already" in already.err
 
 
-def test_readonly_that_the_bookie_refuses_is_its_own_words(cli: Cli, fake: FakeServer) -> None:
+def test_readonly_prints_the_refusal_of_the_bookie(cli: Cli, fake: FakeServer) -> None:
     fake.replies[f"PUT {API}/state/readonly"] = Reply(b"Bookie is disabled ReadOnly mode, cannot transit", 400)
     answer = cli("bookie", "readonly", "on")
     assert answer.code == 1
@@ -244,7 +244,7 @@ def test_gc_says_that_another_round_is_under_way(cli: Cli, fake: FakeServer) -> 
     fake.replies[f"GET {API}/gc"] = {"is_in_force_gc": "true"}
     answer = cli("bookie", "gc")
     assert (answer.code, len(fake.bodies())) == (0, 1)
-    assert "is in a forced round already" in answer.err
+    assert "is in a forced round and starts no other" in answer.err
     answer = cli("bookie", "gc", "--wait", "--deadline", "10ms")
     assert (answer.code, len(fake.bodies())) == (6, 1)
     assert "still collects garbage after 0.01 s" in answer.err
@@ -330,7 +330,7 @@ def test_a_bookie_by_its_id_is_tested_over_the_wire(
     assert cli("bookie", "sanity", "--bookie", "nobody").code == 4
 
 
-def test_sanity_writes_to_no_other_bookie_and_leaves_nothing(cli: Cli, cluster: LocalCluster, tmp_path: Path) -> None:
+def test_sanity_writes_to_one_bookie_and_deletes_its_ledger(cli: Cli, cluster: LocalCluster, tmp_path: Path) -> None:
     uri = f"sqlite://{tmp_path / 'metadata.db'}"
     with open_cluster(uri, create=True) as there:
         port = cluster.bookies()[0].port
@@ -386,7 +386,7 @@ def test_metrics_are_rows(cli: Cli, fake: FakeServer) -> None:
     assert cli("bookie", "metrics", "--raw").out == fake.replies["GET /metrics"].body.decode()
 
 
-def test_a_bookie_without_a_provider_of_metrics_is_told_what_to_set(cli: Cli, fake: FakeServer) -> None:
+def test_metrics_names_the_setting_that_a_bookie_without_metrics_lacks(cli: Cli, fake: FakeServer) -> None:
     text = b"Currently stats provider doesn't support exporting metrics in http service"
     fake.replies["GET /metrics"] = Reply(text, 500)
     answer = cli("bookie", "metrics")
@@ -528,9 +528,7 @@ def test_tls_needs_authorities_that_sign_the_servers_certificate(cli: Cli, pem: 
     ],
     ids=" ".join,
 )
-def test_what_does_not_make_sense_is_a_usage_error_and_asks_nobody(
-    cli: Cli, fake: FakeServer, command: list[str]
-) -> None:
+def test_usage_errors_are_found_before_any_request(cli: Cli, fake: FakeServer, command: list[str]) -> None:
     answer = cli("bookie", *command)
     assert (answer.code, answer.out, len(answer.err.splitlines())) == (2, "", 1), answer.err
     assert fake.asked == []

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from bkctl.bookie.local import LocalCluster
-from bkctl.commands.bookies.recovery import _move_columns
-from bkctl.commands.kit.output import SAMPLE_ROWS, Output, RowWriter
+from bkctl.commands.bookies.recover import _move_columns
+from bkctl.commands.kit.columns import Output
+from bkctl.commands.kit.output import RowWriter
+from bkctl.commands.kit.table import SAMPLE_ROWS
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, Endpoint, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
@@ -108,7 +110,7 @@ def test_a_table_of_moves_has_room_for_what_comes_later() -> None:
     assert len({line.rindex("3 B") for line in lines[1:]}) == 1
 
 
-def test_scopes_of_a_cluster_that_was_formatted_away_keep_cookies_before_anything_is_moved(
+def test_recover_refuses_to_delete_cookies_if_scopes_are_of_a_formatted_cluster(
     cli: Cli, metadata: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bkctl.metadata.ledgers.LedgerManager.scopes_state", lambda _: "foreign")
@@ -130,7 +132,7 @@ def test_a_bookie_without_ledgers_is_decommissioned_at_once(cli: Cli, metadata: 
     assert metadata.cookies.list() == []
 
 
-def test_a_running_bookie_and_disabled_auto_recovery_stand_against_a_decommission(cli: Cli, metadata: Cluster) -> None:
+def test_decommission_requires_a_stopped_bookie_and_auto_recovery(cli: Cli, metadata: Cluster) -> None:
     LedgerUnderreplicationManager(metadata.store).disable()
     for options in (("--yes",), ("--dry-run",)):
         result = cli("bookies", "decommission", "a", *options, "-o", "ndjson", "--timeout", "1")
@@ -149,9 +151,7 @@ def test_a_bookie_without_http_server_is_not_drained_while_it_takes_writes(cli: 
     assert (down.code, "decommission" in down.err) == (5, True)
 
 
-def test_a_resume_file_of_others_is_refused_before_anything_happens(
-    cli: Cli, metadata: Cluster, tmp_path: Path
-) -> None:
+def test_a_resume_file_of_other_bookies_is_refused(cli: Cli, metadata: Cluster, tmp_path: Path) -> None:
     path = tmp_path / "resume"
     path.write_text("mine\n")
     result = cli("bookies", "recover", "a", "--yes", "--resume", path)

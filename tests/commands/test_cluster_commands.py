@@ -87,7 +87,7 @@ def test_the_health_check_switch(cli: Cli, store: Cluster) -> None:
         assert cli("cluster", "healthcheck", "status", "-o", "json").json == {"enabled": enabled}
 
 
-def test_nuke_needs_the_right_id_nobody_registered_and_a_yes(cli: Cli, store: Cluster, tmp_path: Path) -> None:
+def test_nuke_requires_the_instance_id_no_registered_bookie_and_yes(cli: Cli, store: Cluster, tmp_path: Path) -> None:
     instance_id = store.instance_id()
     words = ("cluster", "nuke", "--instance-id", instance_id)
     assert cli("cluster", "nuke", "--yes").code == 2
@@ -119,7 +119,7 @@ def test_nuke_needs_the_right_id_nobody_registered_and_a_yes(cli: Cli, store: Cl
     assert after == before
 
 
-def test_nuke_tells_of_scoped_ledgers_that_are_another_clusters(cli: Cli, zookeeper: Any) -> None:
+def test_nuke_reports_scoped_ledgers_of_another_cluster(cli: Cli, zookeeper: Any) -> None:
     uri = zookeeper.metadata_uri(zookeeper.new_root())
     with open_cluster(uri, create=True) as cluster:
         cluster.ledgers.create(LedgerId(7, 5), METADATA)
@@ -127,18 +127,18 @@ def test_nuke_tells_of_scoped_ledgers_that_are_another_clusters(cli: Cli, zookee
     words = ("cluster", "nuke", "--instance-id", "another", "-u", uri)
     refused = cli(*words)
     assert refused.code == 2
-    assert "formatted away" in refused.err
+    assert "formatted cluster" in refused.err
     assert cli(*words, "--dry-run", "-o", "json").json["ledgerCount"] == 0
     assert cli(*words, "--yes").code == 0
     assert cli("metadata", "tree", "-u", uri).code == 4
 
 
-def test_a_terminal_is_asked(store: Cluster) -> None:
+def test_nuke_asks_on_a_terminal(store: Cluster) -> None:
     cli = CommandLine(store.uri)
     words = ("cluster", "nuke", "--instance-id", store.instance_id())
     code, seen = cli.terminal(*words, type_in="n\n")
     assert code == 1
-    assert "2 ledgers, 1 cookies, and there is no backup" in seen
+    assert "2 ledgers, 1 cookies, without a backup" in seen
     assert "nothing was changed" in seen
     assert cli("ledger", "list", "--all-scopes", "--count", "-o", "ndjson").rows == [{"count": 2}]
     code, seen = cli.terminal(*words, type_in="y\n")
@@ -146,7 +146,7 @@ def test_a_terminal_is_asked(store: Cluster) -> None:
     assert cli("cluster", "id").code == 4
 
 
-def test_the_layout_that_no_apache_process_knows_is_written_on_request_only(cli: Cli, uri: str, zookeeper: Any) -> None:
+def test_init_writes_the_long_long_layout_on_request_only(cli: Cli, uri: str, zookeeper: Any) -> None:
     where = zookeeper.metadata_uri(zookeeper.new_root(), "longlonghierarchical")
     plain = zookeeper.metadata_uri(zookeeper.new_root(), "longlonghierarchical")
     made = cli("cluster", "init", "--long-long-layout", "-u", where, "-o", "json").json

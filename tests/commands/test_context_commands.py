@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from bkctl.commands.kit.contexts import Context, Contexts
-from bkctl.commands.kit.options import Globals, connect_to, environment_globals, store_security
+from bkctl.commands.kit.connection import connect_to, store_security
+from bkctl.commands.kit.contexts import Contexts, toml_values
+from bkctl.commands.kit.settings import GlobalOptions, read_environment
 from bkctl.errors import AlreadyExists, Conflict, NotFound, UsageError
 from bkctl.metadata.cluster import open_cluster
 
@@ -103,11 +104,11 @@ def test_a_context_is_where_commands_connect(cli: Cli, tmp_path: Path, monkeypat
 
 
 def test_changes_keep_comments_and_the_rest(file: Path) -> None:
-    changed = contexts(file).add("new", Context(metadata_uri="zk://n:1/x", bookie_address=("b=h:1",)))
+    changed = contexts(file).add("new", GlobalOptions(metadata_uri="zk://n:1/x", bookie_addresses=("b=h:1",)))
     assert file.read_text() == HAND_WRITTEN + (
         '\n[contexts.new]\nmetadata-uri = "zk://n:1/x"\nbookie-address = ["b=h:1"]\n'
     )
-    assert changed.get("new").bookie_address == ("b=h:1",)
+    assert changed.get("new").bookie_addresses == ("b=h:1",)
     assert contexts(file).use("test").current == "test"
     assert 'current-context = "test" # the one that pays\n' in file.read_text()
     contexts(file).delete("test")
@@ -117,11 +118,11 @@ def test_changes_keep_comments_and_the_rest(file: Path) -> None:
         "\n# the next one is slow\n"
         '\n[contexts.new]\nmetadata-uri = "zk://n:1/x"\nbookie-address = ["b=h:1"]\n'
     )
-    contexts(file).add("prod", Context(metadata_uri="zk://q:1/x"), replace=True)
-    assert contexts(file).get("prod") == Context(metadata_uri="zk://q:1/x")
+    contexts(file).add("prod", GlobalOptions(metadata_uri="zk://q:1/x"), replace=True)
+    assert contexts(file).get("prod") == GlobalOptions(metadata_uri="zk://q:1/x")
     assert "# the next one is slow" in file.read_text()
     with pytest.raises(AlreadyExists):
-        contexts(file).add("prod", Context(metadata_uri="zk://q:1/x"))
+        contexts(file).add("prod", GlobalOptions(metadata_uri="zk://q:1/x"))
     with pytest.raises(NotFound):
         contexts(file).delete("test")
 
@@ -150,10 +151,10 @@ def test_deleting_a_context_keeps_the_comments_of_the_next(file: Path) -> None:
 def test_every_form_of_toml_is_changed_and_all_else_stays(file: Path, text: str) -> None:
     """A refusal (Conflict) leaves the file as it is; that the file says anything else afterwards is never possible."""
     document = tomllib.loads(text)
-    one, two = Context(metadata_uri="zk://b:1/x", metadata_tls=True), Context(metadata_uri='zk://"c\\:1/x')
+    one, two = GlobalOptions(metadata_uri="zk://b:1/x", metadata_tls=True), GlobalOptions(metadata_uri='zk://"c\\:1/x')
     changed = {
-        "add": document | {"contexts": document["contexts"] | {"b": one.settings()}},
-        "replace": document | {"contexts": document["contexts"] | {"a": two.settings()}},
+        "add": document | {"contexts": document["contexts"] | {"b": toml_values(one)}},
+        "replace": document | {"contexts": document["contexts"] | {"a": toml_values(two)}},
         "use": document | {"current-context": "a"},
         "delete": document | {"contexts": {key: value for key, value in document["contexts"].items() if key != "a"}},
     }
@@ -205,7 +206,7 @@ def test_secrets_and_what_is_no_setting_are_refused(file: Path, setting: str, wo
 
 def test_a_user_in_the_uri_is_refused(file: Path) -> None:
     with pytest.raises(UsageError, match="names a user"):
-        contexts(file).add("b", Context(metadata_uri="zk://ann:geheim@b:1/x"))
+        contexts(file).add("b", GlobalOptions(metadata_uri="zk://ann:geheim@b:1/x"))
     assert file.read_text() == HAND_WRITTEN
 
 
@@ -229,35 +230,35 @@ def test_logins_come_from_options_then_the_environment_then_the_context(tmp_path
     )
     environment = {"BKCTL_CONFIG": str(file)}
 
-    def security(options: Globals, **more: str) -> object:
+    def security(options: GlobalOptions, **more: str) -> object:
         variables = environment | more
-        merged = options.over(environment_globals(variables))
-        connection = connect_to([("", Globals(context="a"))], variables)
+        merged = options.over(read_environment(variables))
+        connection = connect_to([("", GlobalOptions(context="a"))], variables)
         assert connection.context == "a"
         assert connection.settings.bookie_addresses == ("b=h:1",)
         return store_security(merged.over(connection.settings), variables)
 
-    found = security(Globals())
+    found = security(GlobalOptions())
     assert (found.user, found.password, found.tls, found.ca) == ("ann", "geheim", True, "/ca.pem")  # type: ignore[attr-defined]
-    found = security(Globals(metadata_sasl=True), BKCTL_METADATA_USER="bob")
+    found = security(GlobalOptions(metadata_sasl=True), BKCTL_METADATA_USER="bob")
     assert (found.user, found.password, found.sasl) == ("bob", "geheim", True)  # type: ignore[attr-defined]
-    found = security(Globals(metadata_password_file=tmp_path / "two"))
+    found = security(GlobalOptions(metadata_password_file=tmp_path / "two"))
     assert found.password == "2"  # type: ignore[attr-defined]
-    assert "geheim" not in repr(security(Globals()))
+    assert "geheim" not in repr(security(GlobalOptions()))
     # Where the context does not name the cluster, its login is nobody's.
-    other = connect_to([("", Globals(metadata_uri="zk://b:1/x", context="a"))], environment)
-    assert other.settings == Globals()
-    plain = store_security(Globals(metadata_user="eve"), {"BKCTL_METADATA_PASSWORD": "geheim"})
+    other = connect_to([("", GlobalOptions(metadata_uri="zk://b:1/x", context="a"))], environment)
+    assert other.settings == GlobalOptions()
+    plain = store_security(GlobalOptions(metadata_user="eve"), {"BKCTL_METADATA_PASSWORD": "geheim"})
     assert (plain.user, plain.password) == ("eve", "geheim")
     with pytest.raises(UsageError, match="needs a password"):
-        store_security(Globals(metadata_user="eve"), {})
+        store_security(GlobalOptions(metadata_user="eve"), {})
     with pytest.raises(UsageError, match="BKCTL_METADATA_TLS"):
-        environment_globals({"BKCTL_METADATA_TLS": "maybe"})
+        read_environment({"BKCTL_METADATA_TLS": "maybe"})
 
 
 def test_zk_enable_security_makes_nodes_the_creators_own(tmp_path: Path) -> None:
     conf = tmp_path / "bk.conf"
     conf.write_text("zkEnableSecurity=true\n")
-    assert store_security(Globals(conf=conf), {}).creator_acl
+    assert store_security(GlobalOptions(conf=conf), {}).creator_acl
     conf.write_text("zkEnableSecurity=false\n")
-    assert not store_security(Globals(conf=conf), {}).creator_acl
+    assert not store_security(GlobalOptions(conf=conf), {}).creator_acl

@@ -369,7 +369,7 @@ def test_extract_replaces_files_only(cli: Cli, bookie: Path) -> None:
     os.mkfifo(bookie / "pipe")
     result = cli("entrylog", "extract", "--ledger", "5", "--dir", bookie / "ledgers", "-f", bookie / "pipe", "--yes")
     assert result.code == 2
-    assert "is no file" in result.err
+    assert "is not a regular file" in result.err
     assert (bookie / "pipe").is_fifo()
 
 

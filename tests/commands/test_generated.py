@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from bkctl.commands.generate import FILES as FILE_METAVARS
-from bkctl.commands.generate import GLOBAL_PANEL, generated_files, read_pages
+from bkctl.commands.generate import Page, generated_files, read_pages
+from bkctl.commands.kit.settings import GLOBAL_PANEL
 from bkctl.errors import EXIT_CODES
 from bkctl.ids import LedgerId
 
@@ -48,6 +49,19 @@ def test_every_command_has_help_and_stands_in_the_documents(cli: Cli, page: obje
             assert name in shown
     if page.path and not page.children:  # type: ignore[attr-defined]
         assert f"### bkctl {page.name}\n" in FILES["docs/commands.md"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name or "bkctl")
+def test_help_begins_with_a_line_and_its_examples_are_commands(page: Page) -> None:
+    if page.path[:1] != ("pipeline",) and page.name != "bookie start":
+        summary = page.help.split("\n")[0]
+        assert len(summary) <= 60
+        assert summary.endswith(".")
+    names = {name for option in page.options for name in option.names}
+    for example in page.examples:
+        words = example[example.index("bkctl ") :].split()
+        assert tuple(words[1 : 1 + len(page.path)]) == page.path
+        assert {word.split("=")[0] for word in words if word.startswith("-")} <= names, example
 
 
 def test_exit_codes_come_from_the_error_tree() -> None:
@@ -156,7 +170,7 @@ def test_shells_complete_commands_options_and_values(complete: object, shell_env
 
 
 @pytest.mark.parametrize("complete", SHELLS)
-def test_shells_offer_what_an_option_of_that_name_takes_in_that_command(
+def test_completion_offers_the_values_of_an_option_of_that_command(
     complete: object, shell_environment: dict[str, str]
 ) -> None:
     def words(line: str) -> set[str]:

@@ -88,12 +88,12 @@ def test_a_command_can_be_interrupted_from_its_first_import_to_its_last(tmp_path
 def test_an_interrupt_that_a_finalizer_swallows_comes_again() -> None:
     program = (
         "import signal, sys, time\n"
-        "from bkctl.commands import _interrupts\n"
-        "_interrupts.end_at_once()\n"
+        "from bkctl.commands.kit import interrupts\n"
+        "interrupts.end_at_once()\n"
         "class Finalized:\n"
         "    def __del__(self): signal.raise_signal(signal.SIGINT)\n"
         "try:\n"
-        "    with _interrupts.raised():\n"
+        "    with interrupts.raised():\n"
         "        Finalized()\n"
         "        time.sleep(60)\n"
         "except KeyboardInterrupt:\n"
@@ -117,15 +117,16 @@ def test_an_interrupt_that_our_parent_ignores_is_ignored() -> None:
     assert (done.returncode, done.stdout.split()[0], done.stderr) == (0, "bkctl", "")
 
 
-def test_an_interrupted_command_exits_with_130_whatever_python_noted() -> None:
+def test_an_interrupted_command_exits_with_130() -> None:
     """Python ends by the signal wherever a KeyboardInterrupt passed through `exec`."""
     program = (
         "import sys\n"
-        "from bkctl.commands import _command, _interrupts, main\n"
-        "_interrupts.end_at_once()\n"
+        "from bkctl.commands import main\n"
+        "from bkctl.commands.kit import command, interrupts\n"
+        "interrupts.end_at_once()\n"
         "def connection(run):\n"
         "    exec('raise KeyboardInterrupt')\n"
-        "_command.Run.connection = connection\n"
+        "command.Run.connection = connection\n"
         "sys.argv = ['bkctl', 'ledger', 'list']\n"
         "main.main()\n"
     )
@@ -133,9 +134,7 @@ def test_an_interrupted_command_exits_with_130_whatever_python_noted() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "bkctl: Interrupted\n")
 
 
-def test_what_fails_while_an_interrupt_ends_a_command_is_the_interrupt(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_during_an_interrupt_report_the_interrupt(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     def connection(run: Run) -> None:
         try:
             raise KeyboardInterrupt
@@ -147,16 +146,17 @@ def test_what_fails_while_an_interrupt_ends_a_command_is_the_interrupt(
     assert (done.code, done.out, done.err) == (130, "", "bkctl: Interrupted\n")
 
 
-def test_an_interrupt_at_the_end_of_a_command_leaves_its_audit_whole(tmp_path: Path) -> None:
+def test_an_interrupt_at_the_end_of_a_command_completes_its_audit(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys\n"
-        "from bkctl.commands import _audit, _interrupts, main\n"
-        "_interrupts.end_at_once()\n"
-        "plain_end = _audit.Audit.end\n"
-        "def end(audit, *arguments):\n"
+        "from bkctl.commands import main\n"
+        "from bkctl.commands.kit import audit, interrupts\n"
+        "interrupts.end_at_once()\n"
+        "plain_end = audit.Audit.end\n"
+        "def end(log, *arguments):\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    plain_end(audit, *arguments)\n"
-        "_audit.Audit.end = end\n"
+        "    plain_end(log, *arguments)\n"
+        "audit.Audit.end = end\n"
         "main.main()\n"
     )
     log = tmp_path / "audit"

@@ -432,7 +432,7 @@ def test_delete_of_many_from_a_file(cli: Cli, scope: str, three: list[str], tmp_
     assert payloads(cli, three[1]) == [b"x" * 200]
 
 
-def test_delete_stops_before_it_begins_unless_told_to_go_on(cli: Cli, three: list[str], tmp_path: Path) -> None:
+def test_delete_deletes_nothing_after_a_failure_without_keep_going(cli: Cli, three: list[str], tmp_path: Path) -> None:
     stopped = cli("ledger", "delete", three[0], "9:9", three[1], "--yes")
     assert (stopped.code, stopped.out) == (4, "")
     assert cli("ledger", "show", three[0]).code == 0
@@ -446,7 +446,7 @@ def test_delete_stops_before_it_begins_unless_told_to_go_on(cli: Cli, three: lis
         LedgerId(9, 9).qualified_name: False, three[0]: True, three[1]: True,
     }  # fmt: skip
     assert "No ledger" in gone.rows[0]["error"]
-    assert gone.err.splitlines()[-1] == "bkctl: 1 ledgers were not deleted"
+    assert gone.err.splitlines()[-1] == "bkctl: 1 ledger was not deleted"
     assert cli("ledger", "delete", three[2], "--if-state", "open", "--if-state", "closed", "--yes").code == 0
 
 

@@ -88,7 +88,7 @@ def test_a_copy_goes_to_another_cluster_and_back(cli: Cli, written: str, tmp_pat
             assert gone.code == 3
             assert [(row["bookieId"], row["answer"]) for row in gone.rows] == [(other.bookies()[0].bookie_id, "gone")]
             assert gone.rows[0].get("missing") is None
-            assert "1 replica is not all right" in gone.err
+            assert "1 replica is not ok" in gone.err
     finally:
         other.down()
 
@@ -113,7 +113,7 @@ def test_what_cannot_be_copied_is_said_in_one_line(cli: Cli, written: str) -> No
     assert cli("ledger", "delete", done.out.strip(), "--yes").code == 0
 
 
-def test_an_open_ledger_is_copied_only_when_asked_to(cli: Cli, cluster: LocalCluster) -> None:
+def test_an_open_ledger_is_copied_only_with_open_or_recover(cli: Cli, cluster: LocalCluster) -> None:
     async def leave_open() -> LedgerId:
         with open_cluster(cluster.metadata_uri) as opened:
             async with BookKeeper(opened) as client:
@@ -156,11 +156,11 @@ def test_locate_asks_the_bookies(cli: Cli, written: str, cluster: LocalCluster) 
 
 
 def test_missing_entries_read_as_spans() -> None:
-    from bkctl.commands.ledger.entries import _spans_text
+    from bkctl.commands.ledger.locate import spans_text
 
     def span(first: int, last: int, count: int) -> dict[str, int]:
         return {"firstEntryId": first, "lastEntryId": last, "entryCount": count}
 
-    assert _spans_text([]) == "-"
-    assert _spans_text([span(3, 3, 1), span(5, 9, 4)]) == "3, 5-9 (4)"
-    assert _spans_text([span(at, at, 1) for at in range(7)]) == "0, 1, 2, 3, 4, 2 more"
+    assert spans_text([]) == "-"
+    assert spans_text([span(3, 3, 1), span(5, 9, 4)]) == "3, 5-9 (4)"
+    assert spans_text([span(at, at, 1) for at in range(7)]) == "0, 1, 2, 3, 4, 2 more"

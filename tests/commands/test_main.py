@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from bkctl.commands.kit.options import Globals, connect_to, parse_bookie_addresses, parse_duration, parse_size
+from bkctl.commands.kit.connection import connect_to, parse_bookie_addresses
+from bkctl.commands.kit.settings import GlobalOptions
+from bkctl.commands.kit.values import parse_duration, parse_size
 from bkctl.commands.main import error_line, os_error_exit_code
 from bkctl.errors import EXIT_CODES, Corrupt, NotFound, UsageError
 
@@ -75,7 +77,7 @@ def test_offline_commands_import_nothing_heavy(tmp_path: Path) -> None:
         (["ledger", "read", "1", "--format", "raw", "-o", "json"], "--format raw"),
         (["ledger", "write", "--digest-type", "MD5"], "Not a digest type"),
         (["ledger", "write", "--custom-metadata", "x"], "not KEY=VALUE"),
-        (["ledger", "write", "--uuid", "--ledger-id", "1"], "--uuid makes a new id"),
+        (["ledger", "write", "--uuid", "--ledger-id", "1"], "--uuid generates an id"),
         (["ledger", "write", "-", "-"], "- (stdin) is given twice"),
         (["ledger", "write", "--record-size", "0"], "record size"),
         (["ledger", "read", "1", "--password", "a", "--password-file", "b"], "--password and --password-file"),
@@ -162,21 +164,21 @@ def test_connection_order(tmp_path: Path) -> None:
     )
     environment = {"BKCTL_CONFIG": str(contexts)}
 
-    def uri(*levels: Globals) -> str:
+    def uri(*levels: GlobalOptions) -> str:
         return connect_to([("", level) for level in levels], environment).uri
 
-    nothing = Globals()
-    assert uri(Globals(metadata_uri="u"), Globals(metadata_uri="v")) == "u"
-    assert uri(nothing, Globals(metadata_uri="v"), Globals(metadata_uri="w")) == "v"
-    assert uri(Globals(conf=conf), Globals(metadata_uri="v")) == "zk+null://h:1/l"
-    assert uri(Globals(metadata_uri="u", conf=conf)) == "u"
-    assert uri(Globals(context="a"), Globals(metadata_uri="v")) == "zk://a/x"
+    nothing = GlobalOptions()
+    assert uri(GlobalOptions(metadata_uri="u"), GlobalOptions(metadata_uri="v")) == "u"
+    assert uri(nothing, GlobalOptions(metadata_uri="v"), GlobalOptions(metadata_uri="w")) == "v"
+    assert uri(GlobalOptions(conf=conf), GlobalOptions(metadata_uri="v")) == "zk+null://h:1/l"
+    assert uri(GlobalOptions(metadata_uri="u", conf=conf)) == "u"
+    assert uri(GlobalOptions(context="a"), GlobalOptions(metadata_uri="v")) == "zk://a/x"
     assert uri(nothing) == "zk://b/x"
-    assert uri(Globals(conf=empty), Globals(metadata_uri="v")) == "v"
+    assert uri(GlobalOptions(conf=empty), GlobalOptions(metadata_uri="v")) == "v"
     with pytest.raises(UsageError, match="no metadataServiceUri"):
-        uri(Globals(conf=empty))
+        uri(GlobalOptions(conf=empty))
     with pytest.raises(NotFound, match="'c' is not in"):
-        uri(Globals(context="c"))
+        uri(GlobalOptions(context="c"))
     contexts.write_text("]")
     with pytest.raises(UsageError, match="not TOML"):
         uri(nothing)
@@ -184,7 +186,7 @@ def test_connection_order(tmp_path: Path) -> None:
 
 def test_no_cluster_is_named_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="No cluster is named"):
-        connect_to([("", Globals())], {"BKCTL_CONFIG": "/nonexistent/config"})
+        connect_to([("", GlobalOptions())], {"BKCTL_CONFIG": "/nonexistent/config"})
 
 
 def test_numbers_with_units() -> None:

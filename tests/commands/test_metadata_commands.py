@@ -246,7 +246,7 @@ def test_import_from_stdin_and_without_a_store(cli: Cli, export: Path, tmp_path:
     assert cli("metadata", "diff", export, target, "-o", "json").json == []
 
 
-def test_import_leaves_other_values_alone_unless_told(cli: Cli, store: Cluster, export: Path, tmp_path: Path) -> None:
+def test_import_keeps_other_values_without_overwrite(cli: Cli, store: Cluster, export: Path, tmp_path: Path) -> None:
     path = store.ledgers.path(LedgerId(0, 6))
     mine = store.store.get(store.ledgers.path(LedgerId(0, 5)))
     assert mine is not None
@@ -254,7 +254,7 @@ def test_import_leaves_other_values_alone_unless_told(cli: Cli, store: Cluster, 
     for more in ([], ["--dry-run"]):
         result = cli("metadata", "import", "-f", export, *more)
         assert result.code == 5
-        assert "Ledger 6 is there with another value" in result.err
+        assert "Ledger 6 exists with another value" in result.err
     undo = tmp_path / "undo"
     assert cli("metadata", "import", "-f", export, "--overwrite").code == 2
     assert cli("metadata", "import", "-f", export, "--overwrite", "--undo", undo, "--yes").code == 0

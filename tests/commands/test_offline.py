@@ -199,7 +199,7 @@ def test_bookie_index_show(cli: Cli, bookie: Path) -> None:
     assert cli("bookie", "index", "show", "5", *directory, "--meta", "--gaps").code == 2
 
 
-def test_what_is_no_index_file_is_told_and_hides_no_other(cli: Cli, bookie: Path) -> None:
+def test_a_file_that_is_not_an_index_is_reported_and_hides_no_other(cli: Cli, bookie: Path) -> None:
     place = ("--dir", bookie / "ledgers", "-o", "ndjson")
     whole = {
         command: cli("bookie", *command, *place).rows

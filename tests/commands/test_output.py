@@ -14,26 +14,12 @@ from typing import Any, NamedTuple
 import pytest
 from support import golden
 
-import bkctl.commands
-from bkctl.commands.kit import output as _output
-from bkctl.commands.kit.output import (
-    Activity,
-    ClosedOutput,
-    Column,
-    Columns,
-    Constant,
-    Kind,
-    Output,
-    RowWriter,
-    cut,
-    emit,
-    iso_time,
-    plain,
-    show,
-    size_text,
-    wants_color,
-    width_of,
-)
+import bkctl.commands.kit
+from bkctl.commands.kit import lines as _lines
+from bkctl.commands.kit.columns import Column, Columns, Constant, Kind, Output
+from bkctl.commands.kit.output import RowWriter, show
+from bkctl.commands.kit.terminal import Activity, ClosedOutput, emit, wants_color
+from bkctl.commands.kit.texts import cut, iso_time, plain, size_text, width_of
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
 
@@ -158,7 +144,7 @@ def odd_rows(output: Output, stream: io.StringIO, *, color: bool = False) -> str
 def test_odd_values_keep_their_recorded_text(output: Output, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "150")
     if not compiled:
-        monkeypatch.setattr(_output, "join_rows", None)
+        monkeypatch.setattr(_lines, "join_rows", None)
     assert odd_rows(output, io.StringIO()) == RECORDED[f"odd {output}"]
     on_terminal = RECORDED["odd table on a terminal"] if output is Output.TABLE else RECORDED[f"odd {output}"]
     assert odd_rows(output, Terminal(), color=True) == on_terminal
@@ -344,7 +330,7 @@ def test_rows_given_as_columns_are_printed_as_rows_are(
     output: Output, counts: tuple[int, ...], umlaut: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not compiled:
-        monkeypatch.setattr(_output, "join_rows", None)
+        monkeypatch.setattr(_lines, "join_rows", None)
     columns = Columns(
         *COLUMNS.columns,
         Column("SAME", "same", Constant("100 % {of} 'it'\n")),
@@ -395,10 +381,10 @@ def test_rows_given_as_columns_are_printed_as_rows_are(
     ],
 )  # fmt: skip
 def test_the_compiled_rows_take_columns_of_one_length_only(pieces: Any, columns: Any, count: int) -> None:
-    if _output.join_rows is None:
+    if _lines.join_rows is None:
         pytest.skip("bkctl was installed without a C compiler")
     with pytest.raises((ValueError, TypeError)):
-        _output.join_rows(pieces, columns, count)
+        _lines.join_rows(pieces, columns, count)
 
 
 def test_an_object_is_shown_field_by_field() -> None:
@@ -471,18 +457,18 @@ def test_activity_is_drawn_on_a_terminal_and_taken_away(monkeypatch: pytest.Monk
     assert silent.getvalue() == ""
 
 
-@pytest.mark.parametrize("api", [None, _output.COMPILED_API, _output.COMPILED_API + 1])
+@pytest.mark.parametrize("api", [None, _lines.COMPILED_API, _lines.COMPILED_API + 1])
 def test_compiled_rows_of_other_sources_are_not_used(api: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     stale = ModuleType("bkctl.commands.kit._rows")
     stale.join_rows = print  # type: ignore[attr-defined]
     if api is not None:
         stale.API = api  # type: ignore[attr-defined]
-    monkeypatch.setattr(bkctl.commands, "_rows", stale, raising=False)
+    monkeypatch.setattr(bkctl.commands.kit, "_rows", stale, raising=False)
     monkeypatch.setitem(sys.modules, "bkctl.commands.kit._rows", stale)
-    spec = spec_from_file_location("bkctl.commands._output_anew", _output.__file__)
+    spec = spec_from_file_location("bkctl.commands.kit.lines_of_other_build", _lines.__file__)
     assert spec is not None
     assert spec.loader is not None
-    anew = module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, anew)
-    spec.loader.exec_module(anew)
-    assert anew.join_rows is (print if api == _output.COMPILED_API else None)
+    module = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    assert module.join_rows is (print if api == _lines.COMPILED_API else None)

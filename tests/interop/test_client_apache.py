@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from support.servers import ApacheCluster, Java, ZooKeeperServer, read_ledgers, wait_for, write_ledgers
 
-from bkctl.client.ledger import BookKeeper, ReadHandle, WriteHandle
+from bkctl.client.ledger import BookKeeper
+from bkctl.client.read_handle import ReadHandle
 from bkctl.client.verify import ReplicaState, verify_entries
+from bkctl.client.write_handle import WriteHandle
 from bkctl.errors import LedgerFenced, LedgerNotFound, NotEnoughBookies, Unauthorized
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import LedgerState

@@ -442,7 +442,7 @@ def test_delete_asks_or_needs_yes_and_has_a_dry_run(cli: CommandLine, written: C
         code, seen = cli.terminal("ledger", "delete", first, type_in=typed)
         assert code == 1
         assert f"Ledger {first} (CLOSED, 3 entries, 11 B) would be lost. Go ahead? [y/N]" in seen
-        assert seen.endswith("bkctl: Declined, nothing was changed\n")
+        assert seen.endswith("bkctl: Declined; nothing was changed\n")
     for ledger in (first, second, third):
         assert cli("ledger", "show", ledger).code == 0
     code, seen = cli.terminal("ledger", "delete", first, type_in="y\n")

@@ -18,8 +18,10 @@ from support.command_line import CommandLine
 from support.own_cluster import OwnCluster, WireTap, start_all, tree
 from support.servers import SORTED, ApacheBookie, Java, ZooKeeperServer, format_cluster, read_ledgers, wait_for
 
-from bkctl.client.ledger import BookKeeper, ReadHandle, WriteHandle
+from bkctl.client.ledger import BookKeeper
+from bkctl.client.read_handle import ReadHandle
 from bkctl.client.verify import ReplicaState, verify_entries
+from bkctl.client.write_handle import WriteHandle
 from bkctl.errors import NotEnoughBookies
 from bkctl.formats.index import index_path
 from bkctl.formats.metadata import LedgerState

@@ -38,8 +38,10 @@ from support.servers import (
     write_ledgers,
 )
 
-from bkctl.client.ledger import BookKeeper, ReadHandle, WriteHandle
+from bkctl.client.ledger import BookKeeper
+from bkctl.client.read_handle import ReadHandle
 from bkctl.client.verify import verify_entries
+from bkctl.client.write_handle import WriteHandle
 from bkctl.errors import BkctlError, LedgerNotFound
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import LedgerState

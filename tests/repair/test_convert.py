@@ -16,6 +16,7 @@ from support.golden import GoldenBookie
 from support.simulated_disk import SimulatedCrash
 
 from bkctl.errors import Conflict, Corrupt, Unsupported, UsageError
+from bkctl.files.conversion import DB, INTERLEAVED
 from bkctl.files.directories import BookieDirectories, FileKind
 from bkctl.files.index import LedgerIndexReader
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
@@ -24,7 +25,7 @@ from bkctl.formats.entry import DigestManager, DigestType, master_key
 from bkctl.formats.index import ENTRY_ID_MAX, LedgerData
 from bkctl.formats.names import CONVERSION_NAME
 from bkctl.ids import LedgerId
-from bkctl.repair.convert import DB, INTERLEAVED, convert
+from bkctl.repair.convert import convert
 from bkctl.repair.layout import BookieLayout, layout_of
 from bkctl.repair.rebuild import rebuild
 

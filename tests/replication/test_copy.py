@@ -161,7 +161,7 @@ async def test_unreadable_source_leaves_no_copy(fake_cluster):
 
 
 async def test_differing_copy_is_deleted(fake_cluster, monkeypatch):
-    from bkctl.client.ledger import WriteHandle
+    from bkctl.client.write_handle import WriteHandle
     from bkctl.errors import Corrupt
 
     async with fake_cluster(3) as cluster, cluster.client() as client:

@@ -15,7 +15,7 @@ from typing import Any
 
 from simulation.runtime import World
 
-from bkctl.client.ledger import LedgerEntry
+from bkctl.client.reader import LedgerEntry
 from bkctl.formats.entry import DigestType, read_entry_header
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId

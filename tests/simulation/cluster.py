@@ -21,7 +21,9 @@ from simulation.store import Session, Tree
 from support.simulated_disk import Fault
 
 from bkctl.bookie.bookie import Bookie
-from bkctl.client.ledger import BookKeeper, LedgerEntry, ReadHandle
+from bkctl.client.ledger import BookKeeper
+from bkctl.client.read_handle import ReadHandle
+from bkctl.client.reader import LedgerEntry
 from bkctl.config import BookieConfig
 from bkctl.errors import (
     AlreadyExists,

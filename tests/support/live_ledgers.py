@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from bkctl.client.ledger import WriteHandle
+from bkctl.client.write_handle import WriteHandle
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
 from bkctl.spark.sources.connection import CONNECTION_OPTIONS, Client, ClusterOptions

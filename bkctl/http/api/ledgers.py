@@ -15,7 +15,8 @@ from typing import Any, Final
 
 from starlette.responses import Response
 
-from bkctl.client.ledger import LedgerEntry, ReadHandle
+from bkctl.client.read_handle import ReadHandle
+from bkctl.client.reader import LedgerEntry
 from bkctl.errors import BkctlError, LedgerNotFound, UsageError
 from bkctl.http.api.parameters import BATCH_COUNT, LIMIT_MAX, SCOPES, scope_of
 from bkctl.http.endpoints import (

@@ -14,8 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from bkctl.client.ensemble import update_metadata
-from bkctl.client.ledger import WriteHandle
 from bkctl.client.reader import read_entries
+from bkctl.client.write_handle import WriteHandle
 from bkctl.client.writer import THROTTLE_COUNT
 from bkctl.errors import Conflict, Corrupt, LedgerNotFound
 from bkctl.formats.entry import DigestType

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
 from bkctl.client.ensemble import check_quorums
-from bkctl.client.ledger import WriteHandle
+from bkctl.client.write_handle import WriteHandle
 from bkctl.disk import atomic_write
 from bkctl.errors import AlreadyExists, BkctlError, LedgerExists, LedgerNotFound, UsageError
 from bkctl.formats.entry import DigestType

@@ -1,0 +1,316 @@
+"""`bkctl bookie gc` and `bkctl bookie compact-locations`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+
+import typer
+
+from bkctl.errors import FindingsError, NotFound, Unsupported, UsageError
+
+from ..kit.columns import Column, Columns, Kind, Output
+from ..kit.command import Run, command, group
+from ..kit.options import BOTH_COMPACTIONS, DryRun, WatchOption
+from ..kit.texts import GREEN, YELLOW, iso_time
+from .server import BookieServerOption, Server, server
+from .waiting import Patience, WaitDeadline
+
+if TYPE_CHECKING:
+    from bkctl.http.bookie_client import CollectorStatus, GarbageCollection
+
+app = group()
+
+
+class Compactions(StrEnum):
+    """The compactions to suspend or resume."""
+
+    MAJOR = "major"
+    MINOR = "minor"
+    BOTH = BOTH_COMPACTIONS
+
+
+class CollectorRow(NamedTuple):
+    """One garbage collector of a bookie."""
+
+    number: int
+    collection: GarbageCollection
+    status: CollectorStatus
+
+
+def _doing(running: str, suspended: str) -> Callable[[CollectorRow], str]:
+    def text(row: CollectorRow) -> str:
+        if getattr(row.status, running):
+            return "running"
+        return "suspended" if getattr(row.collection, suspended) else "idle"
+
+    return text
+
+
+def _seconds(milliseconds: int) -> str:
+    return iso_time(milliseconds - milliseconds % 1000).replace(".000Z", "Z")
+
+
+_DOING_STYLE = {"running": GREEN, "suspended": YELLOW}
+COLLECTOR_COLUMNS = Columns(
+    Column("#", "collector", "number", Kind.INTEGER),
+    Column(None, "isInForceGc", "collection.in_force_gc", Kind.BOOLEAN),
+    Column(None, "isMajorGcSuspended", "collection.major_suspended", Kind.BOOLEAN),
+    Column(None, "isMinorGcSuspended", "collection.minor_suspended", Kind.BOOLEAN),
+    Column(None, "forceCompacting", "status.force_compacting", Kind.BOOLEAN),
+    Column(None, "majorCompacting", "status.major_compacting", Kind.BOOLEAN),
+    Column(None, "minorCompacting", "status.minor_compacting", Kind.BOOLEAN),
+    Column(None, "lastMajorCompactionTime", "status.last_major_compaction_time", Kind.TIME),
+    Column(None, "lastMinorCompactionTime", "status.last_minor_compaction_time", Kind.TIME),
+    Column(None, "lastEntryLocationCompactionTime", "status.last_entry_location_compaction_time", Kind.TIME),
+    Column(None, "majorCompactionCounter", "status.major_compaction_counter", Kind.INTEGER),
+    Column(None, "minorCompactionCounter", "status.minor_compaction_counter", Kind.INTEGER),
+    Column(None, "entryLocationCompactionCounter", "status.entry_location_compaction_counter", Kind.INTEGER),
+    Column(None, "scopedDeletesHeldBack", "status.scoped_deletes_held_back", optional=True),
+    key="collector",
+)
+COLLECTOR_TABLE_COLUMNS = Columns(
+    Column("#", "collector", "number", Kind.INTEGER),
+    Column("FORCED", "forceCompacting", "status.force_compacting", Kind.BOOLEAN, style={"yes": GREEN}),
+    Column("MAJOR", "major", _doing("major_compacting", "major_suspended"), style=_DOING_STYLE),
+    Column("MINOR", "minor", _doing("minor_compacting", "minor_suspended"), style=_DOING_STYLE),
+    Column("MAJORS", "majorCompactionCounter", "status.major_compaction_counter", Kind.INTEGER),
+    Column("LAST MAJOR", "lastMajorCompactionTime", "status.last_major_compaction_time", Kind.INTEGER, text=_seconds),
+    Column("MINORS", "minorCompactionCounter", "status.minor_compaction_counter", Kind.INTEGER),
+    Column("LAST MINOR", "lastMinorCompactionTime", "status.last_minor_compaction_time", Kind.INTEGER, text=_seconds),
+    key="collector",
+)
+
+
+def _collector_columns(output: Output) -> Columns:
+    return COLLECTOR_TABLE_COLUMNS if output is Output.TABLE else COLLECTOR_COLUMNS
+
+
+@command(
+    app,
+    "gc",
+    connects=True,
+    asks=True,
+    examples=(
+        "bkctl bookie gc --status --bookie-url http://127.0.0.1:8080",
+        "bkctl bookie gc --major --wait --bookie-url http://127.0.0.1:8080",
+    ),
+)
+def gc(
+    run: Run,
+    which: BookieServerOption,
+    deadline: WaitDeadline,
+    watch: WatchOption,
+    major: Annotated[
+        bool, typer.Option("--major", help="Force a round with major compaction only, or with --minor both.")
+    ] = False,
+    minor: Annotated[
+        bool, typer.Option("--minor", help="Force a round with minor compaction only, or with --major both.")
+    ] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the forced round is over.")] = False,
+    accept_scoped_deletes: Annotated[
+        bool,
+        typer.Option(
+            "--accept-scoped-deletes",
+            help="Let this one round delete any number of scoped ledgers; otherwise a bookie of bkctl stops at "
+            "more than half of them. Asks.",
+        ),
+    ] = False,
+    suspend: Annotated[
+        Compactions | None,
+        typer.Option("--suspend", metavar="[major|minor]", help="Suspend major or minor compaction (default: both)."),
+    ] = None,
+    resume: Annotated[
+        Compactions | None,
+        typer.Option("--resume", metavar="[major|minor]", help="Resume major or minor compaction (default: both)."),
+    ] = None,
+    status: Annotated[bool, typer.Option("--status", help="Only show the state of the collectors.")] = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Collect garbage on a bookie, or control its compaction.
+
+    A round removes the ledgers that the metadata store no longer has, deletes entry logs without live entries, and
+    compacts those with few. Without --major and --minor the round does both compactions, unless they are suspended.
+    There is one collector for each ledger directory with DbLedgerStorage, else one in all. A compaction that runs when
+    compactions are suspended finishes; a restart resumes them.
+    """  # fmt: skip
+    switches = suspend is not None or resume is not None
+    forces = not (switches or status)
+    _check_gc_options(forces=forces, switches=switches, status=status, wait=wait, deadline=deadline, watch=watch,
+                      others=major or minor or wait or accept_scoped_deletes)  # fmt: skip
+    with server(run, which, changes=not status and not dry_run) as found:
+        api = found.api
+        if accept_scoped_deletes and not dry_run:
+            run.confirm(
+                f"{found.name} would delete all that it has of every ledger of a scope that the metadata store does "
+                "not name, however many those are"
+            )
+        if status:
+            _show_collectors(run, found, watch)
+            return
+        if dry_run:
+            run.note(f"bkctl: Dry run: {found.name} would {_gc_plan(major, minor, suspend, resume)}")
+        elif switches:
+            for which_ones, change in ((suspend, api.suspend_compaction), (resume, api.resume_compaction)):
+                if which_ones is not None:
+                    both = which_ones is Compactions.BOTH
+                    change(major=both or which_ones is Compactions.MAJOR, minor=both or which_ones is Compactions.MINOR)
+        else:
+            _force_gc(run, found, major, minor, accept_scoped_deletes, wait, deadline)
+        after = api.garbage_collection()
+        run.render(_collector_rows(after), _collector_columns(run.output))
+        held_back = _held_back(after)
+        if held_back and forces and wait:
+            raise FindingsError(
+                f"{found.name} kept ledgers of scopes that seem deleted: {held_back[0]}",
+                hint="check that; 'bookie gc --accept-scoped-deletes' lets one round delete them",
+            )
+
+
+def _show_collectors(run: Run, found: Server, watch: float | None) -> None:
+    latest: list[GarbageCollection] = []
+
+    def look() -> Iterator[CollectorRow]:
+        latest[:] = [found.api.garbage_collection()]
+        return _collector_rows(latest[0])
+
+    run.watch(watch, look, _collector_columns(run.output))
+    for reason in _held_back(latest[0]):
+        run.note(f"bkctl: {found.name} keeps ledgers of scopes that seem deleted: {reason}")
+
+
+def _check_gc_options(
+    *, forces: bool, switches: bool, status: bool, wait: bool, others: bool, deadline: float | None, watch: float | None
+) -> None:
+    if status and switches:
+        raise UsageError("--status and --suspend or --resume are given", hint="give one of them")
+    if not forces and others:
+        raise UsageError("--major, --minor, --wait and --accept-scoped-deletes apply only to a forced round")
+    if deadline is not None and not wait:
+        raise UsageError("--deadline requires --wait", hint="add --wait")
+    if watch is not None and not status:
+        raise UsageError("--watch requires --status", hint="add --status")
+
+
+def _gc_plan(major: bool, minor: bool, suspend: Compactions | None, resume: Compactions | None) -> str:
+    if suspend is None and resume is None:
+        kinds = [name for name, wanted in (("major", major), ("minor", minor)) if wanted]
+        return f"collect garbage now, with {' and '.join(kinds)} compaction" if kinds else "collect garbage now"
+    return " and ".join(
+        f"{what} {'major and minor' if chosen is Compactions.BOTH else chosen} compactions"
+        for what, chosen in (("suspend", suspend), ("resume", resume))
+        if chosen is not None
+    )
+
+
+def _force_gc(
+    run: Run, found: Server, major: bool, minor: bool, accept: bool, wait: bool, deadline: float | None
+) -> None:
+    api = found.api
+    patience = Patience(f"{found.name} still collects garbage", deadline)
+    patience.shorten(found)
+    busy = api.garbage_collection().in_force_gc
+    if busy and not wait:
+        run.note(f"bkctl: {found.name} is in a forced round and starts no other; add --wait to start one afterwards")
+    with run.working("Collecting garbage", enabled=wait):
+        while busy and wait:
+            patience.wait()
+            busy = api.garbage_collection().in_force_gc
+        chosen: tuple[bool | None, bool | None] = (major, minor) if major or minor else (None, None)
+        run.detail(api.force_garbage_collection(major=chosen[0], minor=chosen[1], accept_scoped_deletes=accept))
+        while wait:
+            now = api.garbage_collection()
+            if not (now.in_force_gc or any(each.force_compacting for each in now.collectors)):
+                break
+            patience.wait()
+
+
+def _held_back(collection: GarbageCollection) -> list[str]:
+    """Return the reasons for which collectors deleted no scoped ledgers in their last round."""
+    return [each.scoped_deletes_held_back for each in collection.collectors if each.scoped_deletes_held_back]
+
+
+def _collector_rows(collection: GarbageCollection) -> Iterator[CollectorRow]:
+    for number, status in enumerate(collection.collectors):
+        yield CollectorRow(number, collection, status)
+
+
+class LocationsRow(NamedTuple):
+    """A database of entry locations."""
+
+    path: str
+    compacting: bool
+
+
+LOCATIONS_COLUMNS = Columns(
+    Column("DATABASE", "path", "path"),
+    Column("COMPACTING", "compacting", "compacting", Kind.BOOLEAN, style={"yes": GREEN}),
+    key="path",
+)
+#: A bookie begins to compact a moment after the request.
+BEGIN_S: Final = 1.0
+
+
+@command(
+    app,
+    "compact-locations",
+    connects=True,
+    examples=("bkctl bookie compact-locations --status --bookie-url http://127.0.0.1:8080",),
+)
+def compact_locations(
+    run: Run,
+    which: BookieServerOption,
+    deadline: WaitDeadline,
+    databases: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="DATABASE", help="Compact only these, by their paths on the bookie, as --status shows them."
+        ),
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until compaction ends.")] = False,
+    status: Annotated[bool, typer.Option("--status", help="Only show if compaction runs.")] = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Compact a bookie's RocksDB of entry locations.
+
+    Reads become faster after many ledgers were deleted. Compaction reads and writes the whole database. Needs a bookie
+    with DbLedgerStorage.
+    """
+    if status and (wait or databases):
+        raise UsageError("--status shows all databases, and changes nothing", hint="drop the other arguments")
+    if deadline is not None and not wait:
+        raise UsageError("--deadline requires --wait", hint="add --wait")
+    with server(run, which, changes=not status and not dry_run) as found:
+        known = found.api.location_compactions()
+        if not known:
+            raise Unsupported(
+                f"{found.name} has no databases of entry locations", hint="only DbLedgerStorage keeps them in RocksDB"
+            )
+        unknown = [path for path in databases or () if path not in known]
+        if unknown:
+            raise NotFound(f"{found.name} has no database {unknown[0]}", hint=f"it has {', '.join(known)}")
+        chosen = databases or list(known)
+        if dry_run:
+            run.note(f"bkctl: Dry run: {found.name} would compact {', '.join(chosen)}")
+        elif not status:
+            run.detail(found.api.compact_locations(databases or ()))
+            known = found.api.location_compactions()
+            if wait:
+                known = _wait_for_locations(run, found, chosen, deadline)
+        run.render((LocationsRow(path, known[path]) for path in chosen if path in known), LOCATIONS_COLUMNS)
+
+
+def _wait_for_locations(run: Run, found: Server, chosen: list[str], deadline: float | None) -> dict[str, bool]:
+    patience, began = Patience(f"{found.name} still compacts", deadline), time.monotonic()
+    patience.shorten(found)
+    seen = False
+    with run.working("Compacting"):
+        while True:
+            now = found.api.location_compactions()
+            busy = any(now.get(path) for path in chosen)
+            seen = seen or busy
+            if not busy and (seen or time.monotonic() - began > BEGIN_S):
+                return now
+            patience.wait()

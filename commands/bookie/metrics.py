@@ -1,0 +1,90 @@
+"""`bkctl bookie metrics`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bkctl.errors import UsageError
+
+from ..kit.columns import Column, Columns, Kind
+from ..kit.command import Run, command, group
+from ..kit.options import WatchOption
+from .server import BookieServerOption, server
+
+if TYPE_CHECKING:
+    from bkctl.http.prometheus import Metric
+
+app = group()
+
+
+def _number(metric: Metric) -> int | float | str:
+    """Return the value as JSON has it; values that JSON numbers cannot have are text, as in Prometheus."""
+    value = metric.value
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    return int(value) if value.is_integer() and abs(value) < 1 << 53 else value
+
+
+def _labels_text(labels: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in labels.items())
+
+
+def _sample_id(metric: Metric) -> str:
+    labels = ",".join(f'{name}="{value}"' for name, value in metric.labels.items())
+    return f"{metric.name}{{{labels}}}" if labels else metric.name
+
+
+METRIC_COLUMNS = Columns(
+    Column("METRIC", "name", "name"),
+    Column("LABELS", "labels", "labels", Kind.NESTED, flexible=True, text=_labels_text),
+    Column("VALUE", "value", _number, Kind.NESTED, text=str),
+    Column("TYPE", "type", "type"),
+    key=Column(None, "sample", _sample_id),
+)
+
+
+@command(
+    app, "metrics", connects=True, examples=("bkctl bookie metrics --match journal --bookie-url http://127.0.0.1:8080",)
+)
+def metrics(
+    run: Run,
+    which: BookieServerOption,
+    watch: WatchOption,
+    match: Annotated[
+        str | None,
+        typer.Option(
+            "--match", metavar="PATTERN", help="Only metrics with this in their name; with * and ? it is all of it."
+        ),
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Print Prometheus' text as the bookie sent it.")] = False,
+) -> None:
+    """Show a bookie's metrics, one row for each sample.
+
+    Apache's bookies have metrics only with statsProviderClass=…PrometheusMetricsProvider.
+    """
+    if raw and (match is not None or watch is not None):
+        raise UsageError("--raw prints all metrics, once", hint="drop --match and --watch")
+    with server(run, which) as found:
+        if raw:
+            run.text(found.api.metrics())
+            return
+
+        def look() -> Iterator[Metric]:
+            from bkctl.http.prometheus import parse_metrics
+
+            for metric in parse_metrics(found.api.metrics(), f"{found.url}/metrics"):
+                if match is None or _matches(metric.name, match):
+                    yield metric
+
+        run.watch(watch, look, METRIC_COLUMNS)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) if any(char in pattern for char in "*?[") else pattern in name

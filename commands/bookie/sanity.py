@@ -1,0 +1,116 @@
+"""`bkctl bookie sanity`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from bkctl.errors import FindingsError, TimedOut, Unreachable, UsageError
+from bkctl.ids import parse_scope_id
+
+from ..kit.columns import Column, Columns, Kind
+from ..kit.command import Run, command, group
+from ..kit.options import count_option, duration_option
+from ..kit.texts import GREEN, RED, YELLOW
+from .server import BookieServerOption, registered_bookie, server
+
+if TYPE_CHECKING:
+    from bkctl.client.trials import RoundTrip
+
+app = group()
+
+
+class SanityRow(NamedTuple):
+    """The outcome of a bookie's test; `result` is None if the bookie tested itself."""
+
+    bookie_id: str | None
+    url: str | None
+    passed: bool
+    read_only: bool
+    result: RoundTrip | None
+
+
+def _ms(milliseconds: int) -> str:
+    return f"{milliseconds:,} ms"
+
+
+SANITY_COLUMNS = Columns(
+    Column("BOOKIE", "bookieId", "bookie_id"),
+    Column("URL", "url", "url"),
+    Column("PASSED", "passed", "passed", Kind.BOOLEAN, style={"yes": GREEN, "no": RED}),
+    Column("READ ONLY", "readOnly", "read_only", Kind.BOOLEAN, style={"yes": YELLOW}),
+    Column(
+        "ENTRIES", "entryCount", lambda row: row.result and row.result.entry_count, Kind.INTEGER, optional=True
+    ),
+    Column(
+        "WRITTEN IN", "writeMilliseconds", lambda row: row.result and round(row.result.write_s * 1000), Kind.INTEGER,
+        optional=True, text=_ms,
+    ),
+    Column(
+        "READ IN", "readMilliseconds", lambda row: row.result and round(row.result.read_s * 1000), Kind.INTEGER,
+        optional=True, text=_ms,
+    ),
+)  # fmt: skip
+
+
+@command(
+    app, "sanity", connects=True, changes=True, examples=("bkctl bookie sanity --bookie-url http://127.0.0.1:8080",)
+)
+def sanity(
+    run: Run,
+    which: BookieServerOption,
+    count: Annotated[int, count_option("--entries", "Entries to write.", default=10, short="-e")],
+    deadline: Annotated[
+        float | None, duration_option("--deadline", "Give up after this long (exit code 6).", short="-t")
+    ],
+    scope: Annotated[
+        str | None,
+        typer.Option("--ledger-scope-id", metavar="SCOPE", help="Scope of the ledger (default 0)."),
+    ] = None,
+) -> None:
+    """Test a bookie with a temporary ledger.
+
+    Writes a ledger on this bookie alone, reads it open and closed, compares, and deletes it. With --bookie the test
+    runs over the wire. With --bookie-url alone the bookie tests itself, as Apache's bookies can, too. Exit code 3 if
+    the bookie did not pass, or is read-only and so accepts no entries.
+    """
+    if which.bookie_id is None:
+        if scope is not None:
+            raise UsageError("--ledger-scope-id requires --bookie", hint="a bookie tests itself in scope 0")
+        with server(run, which) as found, run.working("The bookie tests itself"):
+            answer = found.api.sanity()
+        row = SanityRow(None, found.url, answer.passed, answer.read_only, None)
+    else:
+        row = _sanity_over_the_wire(
+            run, which.bookie_id, count, 0 if scope is None else parse_scope_id(scope), deadline
+        )
+    run.show(row, SANITY_COLUMNS)
+    if not row.passed:
+        name = f"Bookie {row.bookie_id}" if row.bookie_id else f"The bookie at {row.url}"
+        if row.read_only:
+            raise FindingsError(f"{name} is read-only, so no entry was written")
+        raise FindingsError(f"{name} did not pass its test", hint="its log says why")
+
+
+def _sanity_over_the_wire(run: Run, bookie_id: str, count: int, scope_id: int, deadline: float | None) -> SanityRow:
+    async def work() -> RoundTrip:
+        import asyncio
+
+        from bkctl.client.trials import sanity_test
+
+        try:
+            async with asyncio.timeout(deadline), run.bookkeeper(cluster, only={bookie_id}) as bookkeeper:
+                return await sanity_test(
+                    bookkeeper, ledger_scope_id=scope_id, entry_count=count, progress=activity.update
+                )
+        except TimeoutError as error:
+            raise TimedOut(f"The test of bookie {bookie_id} did not end within {deadline:g} s") from error
+
+    with run.cluster() as cluster, run.working("Writing and reading", total=count, unit="entries") as activity:
+        bookie = registered_bookie(cluster, bookie_id)
+        if bookie.state == "down":
+            raise Unreachable(f"Bookie {bookie_id} is down", hint="'bkctl bookies list' shows which bookies are up")
+        if bookie.state == "ro":
+            return SanityRow(bookie_id, None, False, True, None)
+        return SanityRow(bookie_id, None, True, False, run.complete(work()))

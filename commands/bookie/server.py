@@ -1,0 +1,172 @@
+"""The running bookie that a command addresses, and its HTTP server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+
+import typer
+
+from bkctl.errors import NotFound, UsageError
+
+from ..kit.columns import Column
+from ..kit.command import Run
+from ..kit.options import Composite, parameter
+
+if TYPE_CHECKING:
+    from bkctl.http.bookie_client import BookieApi
+    from bkctl.metadata.cluster import Cluster, RegisteredBookie
+
+
+class ServerChoice(NamedTuple):
+    """The bookie that a command addresses: by id, or by the URL of an HTTP server, which takes precedence."""
+
+    bookie_id: str | None
+    url: str | None
+
+
+def _bookie_server(values: Mapping[str, Any]) -> ServerChoice:
+    bookie_id, url = values["bookie_of_server"], values["bookie_url"]
+    if bookie_id is None and url is None:
+        url = os.environ.get("BKCTL_BOOKIE_URL") or None
+    return ServerChoice(bookie_id, url)
+
+
+#: `--bookie` and `--bookie-url`; `server` turns them into a BookieApi.
+BookieServerOption = Annotated[
+    ServerChoice,
+    Composite(
+        (
+            parameter(
+                "bookie_of_server",
+                Annotated[
+                    str,
+                    typer.Option(
+                        "--bookie",
+                        metavar="BOOKIE",
+                        help="The bookie, whose registered HTTP server is used.",
+                    ),
+                ],
+            ),
+            parameter(
+                "bookie_url",
+                Annotated[
+                    str,
+                    typer.Option(
+                        "--bookie-url",
+                        metavar="URL",
+                        help="The HTTP server, http[s]://HOST:PORT, also that of a gateway (then with --bookie); no "
+                        "cluster is needed. [BKCTL_BOOKIE_URL; its token: BKCTL_API_TOKEN]",
+                    ),
+                ],
+            ),
+        ),
+        _bookie_server,
+    ),
+]
+
+
+class Server(NamedTuple):
+    """A bookie's HTTP server. `cluster` is the open cluster that named it, if one did."""
+
+    api: BookieApi
+    bookie_id: str | None
+    cluster: Cluster | None
+
+    @property
+    def url(self) -> str:
+        """The server's URL."""
+        return self.api.client.url
+
+    @property
+    def name(self) -> str:
+        """The bookie for messages."""
+        return f"Bookie {self.bookie_id}" if self.bookie_id else f"The bookie at {self.url}"
+
+
+@contextmanager
+def server(run: Run, which: ServerChoice, *, changes: bool = False) -> Iterator[Server]:
+    """Yield the HTTP server that the options name: --bookie-url, else that of --bookie, else that of --conf.
+
+    `changes`: the audit log records the command. Raises UsageError if no option names a server.
+    """
+    with finder(run, which, changes=changes) as find:
+        yield find()
+
+
+@contextmanager
+def finder(run: Run, which: ServerChoice, *, changes: bool = False) -> Iterator[Callable[[], Server]]:
+    """Yield a function that returns the server that the bookie has registered at the time of the call.
+
+    A call raises BookieUnavailable while the bookie is not registered.
+    """
+    from bkctl.http.bookie_client import BookieApi
+    from bkctl.http.server_url import bookie_url
+
+    url = which.url
+    if url is None and which.bookie_id is None:
+        url = _url_of_conf(run)
+    if changes:
+        run.start_audit(begun=url is not None)
+    if url is not None:
+        only = Server(BookieApi(run.http_client(url), which.bookie_id), which.bookie_id, None)
+        yield lambda: only
+        return
+    bookie_id = which.bookie_id
+    assert bookie_id is not None
+    found: dict[str, Server] = {}
+
+    def find() -> Server:
+        there = bookie_url(registered_bookie(cluster, bookie_id), run.bookie_addresses().get(bookie_id, (None, 0))[0])
+        if there not in found:
+            found[there] = Server(BookieApi(run.http_client(there, is_registered=True)), bookie_id, cluster)
+        return found[there]
+
+    with run.cluster() as cluster:
+        yield find
+
+
+def registered_bookie(cluster: Cluster, bookie_id: str) -> RegisteredBookie:
+    """Return the bookie as the cluster knows it. Raises NotFound."""
+    bookie = cluster.bookies.get(bookie_id)
+    if bookie is None:
+        raise NotFound(f"No bookie {bookie_id} in {cluster.store.name}", hint="'bkctl bookies list' shows them")
+    return bookie
+
+
+def _url_of_conf(run: Run) -> str:
+    """Return the HTTP server of the bookie whose configuration --conf is."""
+    from bkctl.config import read_properties
+    from bkctl.http.server_url import is_of_another_machine
+
+    if run.conf is None:
+        raise UsageError(
+            "No bookie is named", hint="add --bookie BOOKIE ('bkctl bookies list' shows them) or --bookie-url URL"
+        )
+    settings = read_properties(run.conf)
+    if (settings.get("httpServerEnabled") or "false").lower() != "true":
+        raise UsageError(
+            f"{run.conf}: the bookie has no HTTP server (httpServerEnabled)", hint="name another with --bookie-url"
+        )
+    host = settings.get("httpServerHost")
+    if not host:
+        # Apache's listens on every address then; ours too where it asks for a proof, else on loopback.
+        advertised = settings.get("advertisedAddress")
+        host = advertised if advertised and is_of_another_machine(advertised) else "127.0.0.1"
+    elif host in ("0.0.0.0", "::"):
+        host = settings.get("advertisedAddress") or "127.0.0.1"
+    scheme = "https" if (settings.get("httpServerTlsEnable") or "").lower() == "true" else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.get('httpServerPort') or '8080'}"
+
+
+class BookieAnswer(NamedTuple):
+    """A bookie's answer."""
+
+    server: Server
+    answer: Any
+
+
+BOOKIE: Final = Column("BOOKIE", "bookieId", "server.bookie_id")
+URL: Final = Column("URL", "url", "server.url")

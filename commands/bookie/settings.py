@@ -1,0 +1,127 @@
+"""`bkctl bookie config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, Final, NamedTuple
+
+import typer
+
+from bkctl.errors import NotFound, UsageError
+
+from ..kit.audit import shown_uri
+from ..kit.columns import Column, Columns, Kind
+from ..kit.command import Run, command, group
+from ..kit.options import Composite, DryRun, parameter
+from .server import BookieServerOption, server
+
+app = group()
+
+
+class BookieSetting(NamedTuple):
+    """One setting of a bookie."""
+
+    name: str
+    value: Any
+
+
+SETTING_COLUMNS = Columns(
+    Column("NAME", "name", "name"), Column("VALUE", "value", "value", Kind.NESTED, text=str), key="name"
+)
+HIDDEN: Final = "***"
+
+
+def _settings(values: Mapping[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for text in values["settings_to_set"] or ():
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise UsageError(f"--set {text!r}: not NAME=VALUE")
+        if name in found:
+            raise UsageError(f"--set {name!r} is given twice")
+        found[name] = value
+    return found
+
+
+SettingsToSet = Annotated[
+    dict[str, str],
+    Composite(
+        (
+            parameter(
+                "settings_to_set",
+                Annotated[
+                    list[str],
+                    typer.Option(
+                        "--set", metavar="NAME=VALUE", help="Change this setting in the bookie's memory; repeatable."
+                    ),
+                ],
+            ),
+        ),
+        _settings,
+    ),
+]
+
+
+@command(
+    app,
+    "config",
+    connects=True,
+    examples=(
+        "bkctl bookie config --bookie-url http://127.0.0.1:8080",
+        "bkctl bookie config 'gc*' --bookie-url http://127.0.0.1:8080",
+    ),
+)
+def config(
+    run: Run,
+    which: BookieServerOption,
+    changed: SettingsToSet,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="Only these settings; * and ? stand for any characters."),
+    ] = None,
+    show_secrets: Annotated[bool, typer.Option("--show-secrets", help="Print passwords and tokens, too.")] = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Show or change the settings of a running bookie.
+
+    Apache's bookies show what their file sets, and no defaults. --set changes a setting in the bookie's memory until it
+    stops. Bookies read most settings only when they start: change the bookie's file, too.
+    """
+    if changed and names:
+        raise UsageError("NAME and --set are given", hint="--set prints the settings that it changed")
+    with server(run, which, changes=bool(changed) and not dry_run) as found:
+        settings = found.api.config()
+        if changed:
+            rows = [BookieSetting(name, settings.get(name)) for name in changed]
+            if dry_run:
+                run.note(f"bkctl: Dry run: {found.name} would set {', '.join(changed)}; now it has")
+            else:
+                run.detail(found.api.set_config(changed))
+                settings = found.api.config()
+                rows = [BookieSetting(name, settings.get(name)) for name in changed]
+        else:
+            rows = [BookieSetting(name, settings[name]) for name in sorted(settings) if _is_asked_for(name, names)]
+        run.render((each if show_secrets else _without_secret(each) for each in rows), SETTING_COLUMNS)
+        missing = [name for name in names or () if not any(_is_asked_for(each, [name]) for each in settings)]
+        if missing:
+            raise NotFound(
+                f"{found.name} shows no setting {missing[0]}", hint="Apache's bookies show only what was set"
+            )
+        if changed and not dry_run:
+            run.note(f"bkctl: {found.name} forgets this when it stops, and reads most settings at its start only")
+
+
+def _is_asked_for(name: str, patterns: list[str] | None) -> bool:
+    return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _without_secret(setting: BookieSetting) -> BookieSetting:
+    """Return the setting as it may be printed: a password as `***`, and one within a URI."""
+    from bkctl.redaction import is_secret_name
+
+    if isinstance(setting.value, str):
+        if is_secret_name(setting.name) and setting.value:
+            return setting._replace(value=HIDDEN)
+        return setting._replace(value=shown_uri(setting.value))
+    return setting

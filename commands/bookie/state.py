@@ -1,0 +1,198 @@
+"""`bkctl bookie state`, `ready`, `info` and `readonly`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from bkctl.errors import BkctlError, FindingsError, Unreachable, UsageError
+
+from ..kit.columns import Column, Columns, Kind
+from ..kit.command import Run, command, group
+from ..kit.options import DryRun, WatchOption
+from ..kit.texts import GREEN, RED, YELLOW
+from .server import BOOKIE, URL, BookieAnswer, BookieServerOption, Server, finder, server
+from .waiting import Patience, WaitDeadline
+
+if TYPE_CHECKING:
+    from bkctl.http.bookie_client import BookieState, DiskSpace
+
+app = group()
+
+
+STATE = (
+    Column("RUNNING", "running", "answer.running", Kind.BOOLEAN, style={"no": RED}),
+    Column("READ ONLY", "readOnly", "answer.read_only", Kind.BOOLEAN, style={"yes": YELLOW}),
+    Column("SHUTTING DOWN", "shuttingDown", "answer.shutting_down", Kind.BOOLEAN, style={"yes": RED}),
+    Column(
+        "HIGH-PRIORITY WRITES", "availableForHighPriorityWrites", "answer.available_for_high_priority_writes",
+        Kind.BOOLEAN,
+    ),
+)  # fmt: skip
+STATE_COLUMNS = Columns(BOOKIE, URL, *STATE, key="url")
+
+
+@command(app, "state", connects=True, examples=("bkctl bookie state --bookie-url http://127.0.0.1:8080",))
+def state(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
+    """Show if a bookie runs, is read-only, or shuts down.
+
+    A read-only bookie may still accept high-priority writes, which ledger recovery uses.
+    """
+    with server(run, which) as found:
+        run.watch(watch, lambda: iter([BookieAnswer(found, found.api.state())]), STATE_COLUMNS, single=True)
+
+
+READY_COLUMNS = Columns(
+    BOOKIE,
+    URL,
+    Column("READY", "ready", "answer.ready", Kind.BOOLEAN, style={"yes": GREEN, "no": RED}),
+    Column("ANSWER", "message", "answer.message"),
+    key="url",
+)
+
+
+@command(
+    app,
+    "ready",
+    connects=True,
+    examples=("bkctl bookie ready --bookie-url http://127.0.0.1:8080 --wait --deadline 60s",),
+)
+def ready(
+    run: Run,
+    which: BookieServerOption,
+    deadline: WaitDeadline,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until the bookie is ready, also while it is down.")
+    ] = False,
+) -> None:
+    """Show if a bookie has started and serves; for probes.
+
+    Exit code 3 if the bookie is not ready.
+    """
+    if deadline is not None and not wait:
+        raise UsageError("--deadline requires --wait", hint="add --wait")
+    with finder(run, which) as find:
+        with run.working("Waiting for the bookie", enabled=wait):
+            patience = Patience(f"Bookie {which.bookie_id or which.url or run.conf} is not ready", deadline)
+            while True:
+                try:
+                    found = find()
+                    patience.shorten(found)
+                    readiness = found.api.readiness()
+                except Unreachable:
+                    if not wait:
+                        raise
+                else:
+                    if readiness.ready or not wait:
+                        break
+                patience.wait()
+        run.show(BookieAnswer(found, readiness), READY_COLUMNS)
+        if not readiness.ready:
+            raise FindingsError(f"{found.name} is not ready: {readiness.message}")
+
+
+class InfoRow(NamedTuple):
+    """A bookie at a glance."""
+
+    server: Server
+    answer: BookieState
+    space: DiskSpace
+
+
+INFO_COLUMNS = Columns(
+    BOOKIE,
+    URL,
+    *STATE,
+    Column("TOTAL", "totalSpace", "space.total", Kind.SIZE),
+    Column("FREE", "freeSpace", "space.free", Kind.SIZE),
+    Column("USED", "usedSpace", "space.used", Kind.SIZE),
+    Column(
+        "USED %", "usedPercent", lambda row: round(row.space.used_percent, 2), Kind.INTEGER,
+        text=lambda value: f"{value:.1f}%",
+    ),
+    key="url",
+)  # fmt: skip
+
+
+@command(app, "info", connects=True, examples=("bkctl bookie info --bookie-url http://127.0.0.1:8080",))
+def info(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
+    """Show a bookie's state and the space on its disks."""
+    with server(run, which) as found:
+
+        def look() -> Iterator[InfoRow]:
+            yield InfoRow(found, found.api.state(), found.api.space())
+
+        run.watch(watch, look, INFO_COLUMNS, single=True)
+
+
+class Switch(StrEnum):
+    """On or off."""
+
+    ON = "on"
+    OFF = "off"
+
+
+READ_ONLY_COLUMNS = Columns(
+    BOOKIE, URL, Column("READ ONLY", "readOnly", "answer", Kind.BOOLEAN, style={"yes": YELLOW}), key="url"
+)
+
+
+@command(
+    app,
+    "readonly",
+    connects=True,
+    examples=(
+        "bkctl bookie readonly --bookie-url http://127.0.0.1:8080",
+        "bkctl bookie readonly on --bookie-url http://127.0.0.1:8080 --dry-run",
+    ),
+)
+def readonly(
+    run: Run,
+    which: BookieServerOption,
+    wanted: Annotated[
+        Switch | None, typer.Argument(metavar="on|off", help="The new state (default: show the state).")
+    ] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Show or switch a bookie's read-only state.
+
+    `on`: the bookie accepts no more entries, so writers replace it with other bookies; it continues to serve reads and
+    keeps its entries. The state survives a restart only if the bookie has persistBookieStatusEnabled=true; it is
+    refused if the bookie has readOnlyModeEnabled=false. `off`: the bookie accepts entries again, unless its disks are
+    full.
+    """
+    with server(run, which, changes=wanted is not None and not dry_run) as found:
+        before = found.api.read_only()
+        if wanted is None:
+            run.show(BookieAnswer(found, before), READ_ONLY_COLUMNS)
+            return
+        on = wanted is Switch.ON
+        if before is on:
+            run.note(f"bkctl: {found.name} is {'read-only' if on else 'writable'} already")
+        elif dry_run:
+            run.note(f"bkctl: Dry run: {found.name} would become {'read-only' if on else 'writable'}")
+        after = before if dry_run else found.api.set_read_only(on)
+        run.show(BookieAnswer(found, after), READ_ONLY_COLUMNS)
+        if dry_run:
+            return
+        if after is not on:
+            raise BkctlError(f"{found.name} is still {'read-only' if after else 'writable'}")
+        if before is not on:
+            run.note(f"bkctl: {_meaning(found, on)}")
+
+
+def _meaning(found: Server, on: bool) -> str:
+    if not on:
+        return f"{found.name} takes entries again, unless its disks are full"
+    text = (
+        f"{found.name} takes no more entries and serves reads; that is kept over a restart with "
+        "persistBookieStatusEnabled=true only; 'bookie readonly off' ends it"
+    )
+    if found.cluster is not None:
+        others = [each for each in found.cluster.bookies.list(include_down=False) if each.bookie_id != found.bookie_id]
+        count = sum(each.state == "rw" for each in others)
+        text += f". {count:,} other {'bookie is' if count == 1 else 'bookies are'} writable"
+    return text

@@ -1,0 +1,46 @@
+"""Waiting for a running bookie, with growing pauses and a deadline."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Final
+
+from bkctl.errors import TimedOut
+
+from ..kit.options import duration_option
+from .server import Server
+
+#: Between two looks at work that a bookie does in the background: at first, and at most.
+POLL_S_MIN: Final = 0.05
+POLL_S_MAX: Final = 1.0
+#: However near a deadline is, an answer may take so long.
+ANSWER_S_MIN: Final = 5.0
+WaitDeadline = Annotated[
+    float | None, duration_option("--deadline", "With --wait: give up after this long (default: never; exit code 6).")
+]
+
+
+class Patience:
+    """Waits between looks, ever longer, until the deadline: TimedOut then, saying `what`."""
+
+    def __init__(self, what: str, deadline_s: float | None) -> None:
+        self._what, self._deadline_s = what, deadline_s
+        self._pause_s = POLL_S_MIN
+        self._end = None if deadline_s is None else time.monotonic() + deadline_s
+
+    def shorten(self, found: Server) -> None:
+        """Wait for one answer no longer than for all of them, and some seconds."""
+        if self._deadline_s is not None:
+            client = found.api.client
+            client.timeout_s = min(client.timeout_s, max(self._deadline_s, ANSWER_S_MIN))
+
+    def wait(self) -> None:
+        """Sleep until the next request is due. Raises TimedOut after the deadline."""
+        pause = self._pause_s
+        if self._end is not None:
+            left = self._end - time.monotonic()
+            if left <= 0:
+                raise TimedOut(f"{self._what} after {self._deadline_s:g} s", hint="--deadline allows longer waits")
+            pause = min(pause, left)
+        time.sleep(pause)
+        self._pause_s = min(self._pause_s * 1.5, POLL_S_MAX)

@@ -1,0 +1,299 @@
+"""`bkctl bookies decommission` and `bkctl bookies drain`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+
+import typer
+
+from bkctl.errors import Conflict, NotFound
+from bkctl.ids import LedgerId, check_bookie_id
+
+from ..kit.columns import Column, Columns, Kind, Output
+from ..kit.command import Run, command, group
+from ..kit.options import (
+    ByteRate,
+    DryRun,
+)
+from ..kit.output import RowWriter
+from ..kit.texts import GREEN, RED, YELLOW, counted
+from .progress import entry_spans, ledger_width, loss_text, progress_text, run_within, shown_progress
+from .selection import Deadline, OneBookie, ProgressOption, SkipUnrecoverable, find_topology
+
+if TYPE_CHECKING:
+    from bkctl.metadata.cluster import Cluster, RegisteredBookie
+    from bkctl.replication.decommission import Decommission
+    from bkctl.replication.departure_steps import Step
+    from bkctl.replication.drain import Drain
+    from bkctl.replication.move_plan import MovePlan, MoveProgress
+
+app = group()
+
+
+class Moving(NamedTuple):
+    """The progress of a decommission or a drain: a row of --watch, beside the steps."""
+
+    message: str
+    entry_count: int
+    size_bytes: int
+    ledger_count: int
+    ledgers_to_move: int
+    bytes_per_second: int
+    seconds_left: int | None
+    kind: str = "progress"
+    result: str = "moving"
+    advice: str | None = None
+    ledger: LedgerId | None = None
+    unreadable: tuple[Any, ...] = ()
+
+
+def _moving(progress: MoveProgress) -> Moving:
+    total = len(progress.plan.ledgers)
+    left_s = progress.left_s
+    return Moving(
+        f"{progress.ledger_count:,} of {counted(total, 'ledger', 'ledgers')}, {100 * progress.share:.0f}%, "
+        f"{progress_text(progress)}",
+        progress.entry_count, progress.size_bytes, progress.ledger_count, total, int(progress.bytes_per_s),
+        None if left_s is None else round(left_s),
+    )  # fmt: skip
+
+
+def _of_progress(name: str) -> Any:
+    return lambda row: getattr(row, name, None)
+
+
+_RESULT_STYLE: Final = (
+    dict.fromkeys(("ok", "moved", "gone", "deleted", "moving"), GREEN)
+    | dict.fromkeys(("warning", "open", "skipped", "kept"), YELLOW)
+    | dict.fromkeys(("blocked", "unrecoverable", "failed"), RED)
+)
+_STEP_WIDTH: Final = len("auto-recovery")
+_LEDGER: Final = Column("LEDGER", "ledger", "ledger", Kind.LEDGER)
+
+
+def _step_columns(run: Run, plan: MovePlan) -> Columns:
+    """Return columns as wide as later rows will need, since each step is printed at once."""
+    step = Column("STEP".ljust(_STEP_WIDTH), "step", "kind")
+    result = Column("RESULT".ljust(_STEP_WIDTH), "result", "result", style=_RESULT_STYLE)
+    counts = (
+        Column("ENTRIES", "entryCount", "entry_count", Kind.INTEGER),
+        Column("SIZE".rjust(9), "size", "size_bytes", Kind.SIZE),
+    )
+    if run.output is Output.TABLE:
+        return Columns(
+            step, result, Column("LEDGER".ljust(ledger_width(plan)), "ledger", "ledger", Kind.LEDGER), *counts,
+            Column("WHAT", "message", lambda row: f"{row.message}; {row.advice}" if row.advice else row.message),
+            key=_LEDGER,
+        )  # fmt: skip
+    return Columns(
+        step, result, _LEDGER, *counts,
+        Column(None, "unreadableEntries", lambda row: entry_spans(row.unreadable), Kind.NESTED, optional=True),
+        Column(None, "ledgersDone", _of_progress("ledger_count"), Kind.INTEGER, optional=True),
+        Column(None, "ledgersToMove", _of_progress("ledgers_to_move"), Kind.INTEGER, optional=True),
+        Column(None, "bytesPerSecond", _of_progress("bytes_per_second"), Kind.INTEGER, optional=True),
+        Column(None, "secondsLeft", _of_progress("seconds_left"), Kind.INTEGER, optional=True),
+        Column("WHAT", "message", "message"),
+        Column("ADVICE", "advice", "advice"),
+        key=_LEDGER,
+    )  # fmt: skip
+
+
+class _StepPrinter:
+    """Printing of steps, which counts the findings among them; with `watch_s`, progress replaces successful moves."""
+
+    def __init__(self, run: Run, writer: RowWriter, watch_s: float | None) -> None:
+        self._run, self._writer, self._watch_s = run, writer, watch_s
+        self.finding_count = 0
+
+    def print(self, step: Step | Moving) -> None:
+        if self._run.output is not Output.ID or step.ledger is not None:
+            self._writer.row(step)
+
+    def take(self, step: Step) -> None:
+        from bkctl.replication.departure_steps import BLOCKING_RESULTS, StepResult
+
+        self.finding_count += step.result in BLOCKING_RESULTS
+        if self._watch_s is None or step.result not in (StepResult.MOVED, StepResult.GONE):
+            self.print(step)
+
+    async def follow(self, steps: AsyncIterator[Step], progress: MoveProgress) -> None:
+        """Print the steps as they come, and how far it is every so often."""
+        import asyncio
+
+        async def step_after() -> Step | None:
+            return await anext(steps, None)
+
+        due = time.monotonic()
+        task = asyncio.create_task(step_after())
+        try:
+            while True:
+                left_s = None if self._watch_s is None else max(due - time.monotonic(), 0)
+                done, _ = await asyncio.wait([task], timeout=left_s)
+                if done:
+                    step = task.result()
+                    if step is None:
+                        return
+                    self.take(step)
+                    task = asyncio.create_task(step_after())
+                else:
+                    self.print(_moving(progress))
+                    due = time.monotonic() + (self._watch_s or 0)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+@contextmanager
+def _steps(run: Run, plan: MovePlan, watch_s: float | None) -> Iterator[_StepPrinter]:
+    with run.rows(_step_columns(run, plan), live=True) as writer:
+        yield _StepPrinter(run, writer, watch_s)
+
+
+async def _checked(departure: Decommission | Drain, steps: _StepPrinter, *, probe: bool) -> None:
+    async with aclosing(departure.check(probe=probe)) as found:
+        async for step in found:
+            steps.take(step)
+
+
+def _plan(run: Run, cluster: Cluster, bookie: str) -> MovePlan:
+    from bkctl.replication.move_plan import plan_move
+
+    with run.working("Looking at the ledgers"):
+        return plan_move(cluster, [bookie])
+
+
+@command(
+    app,
+    "decommission",
+    connects=True,
+    asks=True,
+    changes=True,
+    examples=("bkctl bookies decommission 10.0.0.1:3181 --dry-run",),
+)
+def decommission(
+    run: Run,
+    bookie: OneBookie,
+    rate: ByteRate,
+    deadline: Deadline,
+    watch: ProgressOption,
+    skip_unrecoverable: SkipUnrecoverable = False,
+    keep_cookie: Annotated[bool, typer.Option("--keep-cookie", help="Keep the bookie's cookie.")] = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Remove a stopped bookie from the cluster.
+
+    Copies all that the bookie holds to other bookies, then deletes its cookie. First checks that the bookie is stopped,
+    that auto-recovery is on with an auditor, and that the other bookies and their space suffice. The command itself
+    copies ledgers of every scope from their other replicas, beside the workers of auto-recovery. Ledgers that cannot be
+    moved are reported with the entries and the reason: exit code 3 then, the cookie stays, and the command can be run
+    again. --skip-unrecoverable gives up the entries that no bookie has; auto-recovery retries those ledgers until
+    'bkctl autorecovery unmark'. --dry-run asks the bookies which entries they have, and reports what prevents the
+    decommission.
+    """
+    from bkctl.replication.decommission import Decommission
+
+    check_bookie_id(bookie)
+    with run.cluster() as cluster:
+        plan = _plan(run, cluster, bookie)
+        with _steps(run, plan, watch) as steps:
+
+            async def look() -> bool:
+                async with run.bookkeeper(cluster) as bookkeeper:
+                    departure = Decommission(
+                        bookkeeper, bookie, plan, skip_unrecoverable=skip_unrecoverable, keep_cookie=keep_cookie
+                    )
+                    await _checked(departure, steps, probe=dry_run)
+                    return departure.forbidden
+
+            with run.working("Asking the bookies"):
+                forbidden = run.complete(look())
+            if not dry_run and not forbidden:
+                kept = "" if keep_cookie else ", and its cookie deleted"
+                run.confirm(f"{loss_text(plan, [bookie], (), skip_open=False, delete_cookie=False)}{kept}")
+                steps.finding_count = 0
+
+                async def work() -> None:
+                    async with run.bookkeeper(cluster) as bookkeeper:
+                        departure = Decommission(
+                            bookkeeper, bookie, plan, skip_unrecoverable=skip_unrecoverable, keep_cookie=keep_cookie,
+                            rate=rate, topology=find_topology(run), note=run.note,
+                        )  # fmt: skip
+                        progress = departure.mover.progress
+                        async with shown_progress(activity, progress), aclosing(departure.run()) as found:
+                            await steps.follow(found, progress)
+
+                with run.working("Decommissioning", total=len(plan.ledgers) or None, unit="ledgers") as activity:
+                    run_within(run, work(), deadline, f"The decommission of {bookie}")
+    what = f"{bookie} cannot be decommissioned" if dry_run or forbidden else f"{bookie} is not decommissioned"
+    run.finish_with(steps.finding_count, f"{'findings' if steps.finding_count > 1 else 'finding'}: {what}")
+
+
+@command(
+    app, "drain", connects=True, asks=True, changes=True, examples=("bkctl bookies drain 10.0.0.1:3181 --dry-run",)
+)
+def drain(
+    run: Run, bookie: OneBookie, rate: ByteRate, deadline: Deadline, watch: ProgressOption, dry_run: DryRun = False
+) -> None:
+    """Move all that a running bookie holds to other bookies.
+
+    The bookie can be stopped without risk afterwards. The command first makes it read-only over its HTTP server; a
+    bookie without one must be started with forceReadOnlyBookie=true. It then copies every replica on the bookie, in
+    every scope. A ledger that is being written stays until its writer leaves the bookie: exit code 3 then; run the
+    command again to continue. The bookie stays read-only until 'bkctl bookie readonly off'.
+    """
+    from bkctl.replication.drain import Drain
+
+    check_bookie_id(bookie)
+    with run.cluster() as cluster:
+        plan = _plan(run, cluster, bookie)
+        with _steps(run, plan, watch) as steps:
+
+            async def look() -> None:
+                async with run.bookkeeper(cluster) as bookkeeper:
+                    await _checked(Drain(bookkeeper, bookie, plan), steps, probe=dry_run)
+
+            with run.working("Asking the bookies"):
+                run.complete(look())
+            if not dry_run:
+                run.confirm(
+                    f"{bookie} would take no more entries, and "
+                    + loss_text(plan, [bookie], (), skip_open=True, delete_cookie=False)
+                )
+                steps.finding_count = 0
+
+                async def work() -> None:
+                    async with run.bookkeeper(cluster) as bookkeeper:
+                        departure = Drain(
+                            bookkeeper, bookie, plan, rate=rate, topology=find_topology(run), note=run.note
+                        )  # fmt: skip
+                        steps.take(
+                            await departure.set_read_only(lambda found: _set_read_only(run, found), run.timeout_s)
+                        )
+                        progress = departure.mover.progress
+                        async with shown_progress(activity, progress), aclosing(departure.run()) as found:
+                            await steps.follow(found, progress)
+
+                with run.working("Draining", total=len(plan.ledgers) or None, unit="ledgers") as activity:
+                    run_within(run, work(), deadline, f"The drain of {bookie}")
+    what = f"{bookie} cannot be drained" if dry_run else f"{bookie} is not drained"
+    run.finish_with(steps.finding_count, f"{'findings' if steps.finding_count > 1 else 'finding'}: {what}")
+
+
+def _set_read_only(run: Run, bookie: RegisteredBookie) -> None:
+    """Have the bookie take no more entries, over its HTTP server."""
+    from bkctl.http.bookie_client import BookieApi
+    from bkctl.http.server_url import bookie_url
+
+    name = bookie.bookie_id
+    try:
+        url = bookie_url(bookie, run.bookie_addresses().get(name, (None, 0))[0])
+    except NotFound as error:
+        raise Conflict(
+            f"Bookie {name} takes writes, and registered no HTTP server to be made read-only over",
+            hint="start it again with httpServerEnabled=true or forceReadOnlyBookie=true, then drain it",
+        ) from error
+    if not BookieApi(run.http_client(url, is_registered=True)).set_read_only(True):
+        raise Conflict(f"Bookie {name} is still writable", hint="start it again with forceReadOnlyBookie=true")

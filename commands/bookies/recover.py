@@ -1,0 +1,323 @@
+"""`bkctl bookies recover`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from bkctl.errors import BkctlError, Conflict, NotFound, UsageError
+from bkctl.ids import LedgerId
+
+from ..kit.columns import Column, Columns, Kind
+from ..kit.command import Run, command, group
+from ..kit.options import (
+    ByteRate,
+    DryRun,
+)
+from ..kit.output import RowWriter
+from ..kit.texts import GREEN, RED, YELLOW, counted, size_text
+from .progress import entry_spans, ledger_width, loss_text, run_within, shown_progress, time_text
+from .selection import Deadline, LedgersByOption, ManyBookies, SkipUnrecoverable, bookie_ids, find_topology
+
+if TYPE_CHECKING:
+    from bkctl.metadata.cluster import Cluster
+    from bkctl.replication.holdings import HeldFragment, HeldLedger
+    from bkctl.replication.move_plan import LedgerMove, MovePlan, PlannedFragment
+
+app = group()
+
+
+class FragmentRow(NamedTuple):
+    """One fragment that is on the bookies, of --query and --dry-run; all but the ledger is None where that is all."""
+
+    ledger: LedgerId
+    state: str | None
+    first_entry_id: int | None
+    last_entry_id: int | None
+    ensemble: tuple[str, ...] | None
+    bookies: tuple[str, ...] | None
+    entry_count: int | None
+    new_ensemble: tuple[str, ...] | None = None
+    closes: bool | None = None
+    unreadable: Any = ()
+    problem: str | None = None
+
+
+def _fragment_columns(bookies: Sequence[str], *, planned: bool) -> Columns:
+    """Return the columns of `--query`, or with `planned` of `--dry-run`; ensembles mark the names of the bookies."""
+
+    def marked(ensemble: Sequence[str]) -> str:
+        return ", ".join(f"{each}*" if each in bookies else each for each in ensemble)
+
+    columns = [
+        Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+        Column("STATE", "state", "state"),
+        Column("FIRST ENTRY", "firstEntryId", "first_entry_id", Kind.INTEGER),
+        Column("LAST ENTRY", "lastEntryId", "last_entry_id", Kind.INTEGER),
+        Column("REPLICAS", "entryCount", "entry_count", Kind.INTEGER),
+        Column("ENSEMBLE", "ensemble", "ensemble", Kind.NESTED, text=marked),
+        Column(None, "bookies", "bookies", Kind.NESTED),
+    ]
+    if planned:
+        columns += [
+            Column("NEW ENSEMBLE", "newEnsemble", "new_ensemble", Kind.NESTED, text=", ".join),
+            Column("CLOSED FIRST", "closesLedger", "closes", Kind.BOOLEAN, style={"yes": YELLOW}),
+            Column(None, "unreadableEntries", lambda row: entry_spans(row.unreadable), Kind.NESTED, optional=True),
+        ]
+    return Columns(*columns, Column("PROBLEM", "problem", "problem"), key="ledger")
+
+
+def _held_row(held: HeldLedger, fragment: HeldFragment, **more: Any) -> FragmentRow:
+    return FragmentRow(
+        held.ledger, held.metadata.state.name, fragment.first_entry_id, fragment.last_entry_id, fragment.ensemble,
+        fragment.bookies, fragment.entry_count, **more,
+    )  # fmt: skip
+
+
+def _planned_row(planned: PlannedFragment | LedgerMove) -> FragmentRow:
+    from bkctl.replication.move_plan import PlannedFragment
+
+    if not isinstance(planned, PlannedFragment):
+        state = None if planned.state is None else planned.state.name
+        return FragmentRow(planned.ledger, state, None, None, None, None, None, problem=planned.problem)
+    return _held_row(
+        planned.held, planned.fragment, new_ensemble=planned.new_ensemble if planned.targets else None,
+        closes=planned.closes, unreadable=planned.unreadable, problem=planned.problem,
+    )  # fmt: skip
+
+
+def _move_columns(plan: MovePlan) -> Columns:
+    """Return columns as wide as later rows will need, since each moved ledger is printed at once."""
+    from bkctl.replication.move_plan import MoveOutcome
+
+    return Columns(
+        Column("LEDGER".ljust(ledger_width(plan)), "ledger", "ledger", Kind.LEDGER),
+        Column("STATE".ljust(len("IN_RECOVERY")), "state", lambda row: row.state and row.state.name),
+        Column(
+            "OUTCOME".ljust(max(map(len, MoveOutcome))), "outcome", "outcome",
+            style={"moved": GREEN, "gone": GREEN, "open": YELLOW, "unrecoverable": RED, "failed": RED},
+        ),
+        Column("FRAGMENTS", "fragmentCount", "fragment_count", Kind.INTEGER),
+        Column("ENTRIES", "entryCount", "entry_count", Kind.INTEGER),
+        Column("SIZE".rjust(9), "size", "size_bytes", Kind.SIZE),
+        Column(None, "unreadableEntries", lambda row: entry_spans(row.unreadable), Kind.NESTED, optional=True),
+        Column("PROBLEM", "problem", "problem"),
+        key="ledger",
+    )  # fmt: skip
+
+
+@command(
+    app,
+    "recover",
+    connects=True,
+    asks=True,
+    changes=True,
+    examples=(
+        "bkctl bookies recover 10.0.0.1:3181 --query",
+        "bkctl bookies recover 10.0.0.1:3181 --dry-run",
+    ),
+)
+def recover(
+    run: Run,
+    bookies: ManyBookies,
+    ledgers: LedgersByOption,
+    rate: ByteRate,
+    deadline: Deadline,
+    query: Annotated[
+        bool, typer.Option("--query", help="Only show the ledgers on the bookies, from the metadata.")
+    ] = False,
+    skip_open: Annotated[bool, typer.Option("--skip-open", help="Skip ledgers that are OPEN.")] = False,
+    skip_unrecoverable: SkipUnrecoverable = False,
+    delete_cookie: Annotated[
+        bool,
+        typer.Option("--delete-cookie", help="Delete the bookies' cookies once they hold no entries of any scope."),
+    ] = False,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume",
+            metavar="FILE",
+            help="Record finished ledgers in this file, and skip those that an earlier run recorded.",
+        ),
+    ] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Copy the ledgers of lost bookies to other bookies.
+
+    Copies from the remaining replicas, for ledgers of every scope. Needs no auto-recovery. Ledgers that are not closed
+    and have such a bookie in their last ensemble are fenced and closed first: their writers can add no more. A ledger
+    with entries that no bookie has is reported with them and left unchanged; all others are moved. Exit code 3 if any
+    ledger was unrecoverable or failed. --dry-run shows each fragment with the ensemble that it would get, and asks the
+    bookies which entries they have.
+    """
+    names = bookie_ids(bookies)
+    if query and (dry_run or delete_cookie or resume is not None):
+        raise UsageError(
+            "--query changes nothing, so --dry-run, --delete-cookie and --resume do not apply", hint="drop one of them"
+        )
+    with run.cluster() as cluster:
+        if query:
+            _show_held(run, cluster, names, ledgers or None)
+            return
+        if dry_run:
+            _show_plan(run, cluster, names, ledgers or None, skip_open, skip_unrecoverable)
+            return
+        from bkctl.replication.move_plan import check_scopes_known, plan_move
+
+        with run.working("Looking at the ledgers"):
+            plan = plan_move(cluster, names, ledgers or None)
+        up = [each for each in cluster.bookies.list(include_down=False) if each.bookie_id in names]
+        if up and delete_cookie:
+            raise Conflict(
+                f"Bookie {up[0].bookie_id} is registered ({up[0].state}), and needs its cookie",
+                hint="stop it first, or leave --delete-cookie out",
+            )
+        if delete_cookie:
+            check_scopes_known(cluster)
+        _check_known(cluster, names, plan)
+        if plan.ledgers or delete_cookie:
+            run.confirm(loss_text(plan, names, up, skip_open=skip_open, delete_cookie=delete_cookie))
+        _recover(run, cluster, names, plan, rate, deadline, skip_open, skip_unrecoverable, delete_cookie, resume)
+
+
+def _check_known(cluster: Cluster, names: Sequence[str], plan: MovePlan) -> None:
+    """Raise NotFound if neither a registration, a cookie nor a ledger names one of the bookies: it may be misspelt."""
+    if plan.ledgers or plan.damaged:
+        return
+    for name in names:
+        if cluster.bookies.get(name) is None:
+            raise NotFound(f"No bookie {name}, and no ledger names it", hint="'bkctl bookies list' shows them")
+
+
+def _show_held(run: Run, cluster: Cluster, names: Sequence[str], ids: list[LedgerId] | None) -> None:
+    from bkctl.replication.holdings import ledgers_on
+
+    count = damaged = 0
+
+    def rows() -> Iterator[FragmentRow]:
+        nonlocal count, damaged
+        for ledger, held in ledgers_on(cluster, names, ids):
+            count += 1
+            if isinstance(held, BkctlError):
+                if ids is not None:
+                    raise held
+                damaged += 1
+                yield FragmentRow(ledger, None, None, None, None, None, None, problem=held.message)
+            else:
+                for fragment in held.fragments:
+                    yield _held_row(held, fragment)
+
+    with run.working("Looking at the ledgers"):
+        run.render(rows(), _fragment_columns(names, planned=False))
+    run.note(f"{counted(count, 'ledger', 'ledgers')} on {', '.join(names)}" + (" (marked *)" if count else ""))
+    run.finish_with(damaged, "ledgers on them have metadata that cannot be read")
+
+
+def _show_plan(
+    run: Run, cluster: Cluster, names: Sequence[str], ids: list[LedgerId] | None, skip_open: bool, skip: bool
+) -> None:
+    from bkctl.replication.bookie_mover import BookieMover
+    from bkctl.replication.move_plan import MoveOutcome, PlannedFragment
+
+    ledgers: set[LedgerId] = set()
+    problems: set[LedgerId] = set()
+
+    async def work(writer: RowWriter) -> None:
+        async with run.bookkeeper(cluster) as bookkeeper:
+            mover = BookieMover(bookkeeper, names, skip_open=skip_open, topology=find_topology(run))
+            async with aclosing(mover.planned(ids)) as planned:
+                async for each in planned:
+                    row = _planned_row(each)
+                    writer.row(row)
+                    ledgers.add(row.ledger)
+                    passed_over = skip and isinstance(each, PlannedFragment) and each.unreadable
+                    asked_for = not isinstance(each, PlannedFragment) and each.outcome is MoveOutcome.OPEN
+                    if row.problem is not None and not passed_over and not asked_for:
+                        problems.add(row.ledger)
+
+    with run.working("Asking the bookies"), run.rows(_fragment_columns(names, planned=True)) as rows:
+        run.complete(work(rows))
+    run.note(f"{counted(len(ledgers), 'ledger', 'ledgers')} on {', '.join(names)}; nothing was changed")
+    run.finish_with(len(problems), "ledgers could not be moved", "ledger could not be moved")
+
+
+def _recover(
+    run: Run,
+    cluster: Cluster,
+    names: Sequence[str],
+    plan: MovePlan,
+    rate: int | None,
+    deadline_s: float | None,
+    skip_open: bool,
+    skip_unrecoverable: bool,
+    delete_cookie: bool,
+    resume: Path | None,
+) -> None:
+    from bkctl.replication.bookie_mover import BookieMover
+    from bkctl.replication.move_plan import MoveOutcome
+    from bkctl.replication.resume import ResumeFile
+
+    outcomes: dict[MoveOutcome, int] = dict.fromkeys(MoveOutcome, 0)
+    skipped: set[LedgerId] = set()
+    kept = 0
+    notes: list[str] = []
+
+    async def work(writer: RowWriter) -> None:
+        nonlocal kept
+        async with run.bookkeeper(cluster) as bookkeeper:
+            mover = BookieMover(
+                bookkeeper, names, plan, rate=rate, skip_open=skip_open, topology=find_topology(run), note=run.note
+            )
+            async with (
+                shown_progress(activity, mover.progress),
+                aclosing(mover.move(plan.ledgers, resume=done)) as moves,
+            ):
+                async for move in moves:
+                    writer.row(move)
+                    outcomes[move.outcome] += 1
+                    if move.outcome is MoveOutcome.UNRECOVERABLE and skip_unrecoverable:
+                        skipped.add(move.ledger)
+            if delete_cookie:
+                kept = len({ledger for ledger, _ in await mover.left()} - skipped)
+                if not kept:
+                    notes.extend(f"The cookie of {name} is deleted" for name in await mover.delete_cookies())
+            progress = mover.progress
+            notes.insert(
+                0,
+                f"{outcomes[MoveOutcome.MOVED]:,} of {counted(len(plan.ledgers), 'ledger', 'ledgers')} moved: "
+                f"{counted(progress.entry_count, 'entry', 'entries')}, {size_text(progress.size_bytes)}, "
+                f"in {time_text(progress.elapsed_s)}",
+            )
+
+    file = nullcontext() if resume is None else ResumeFile(resume, instance_id=cluster.instance_id(), bookies=names)
+    with file as done, run.working("Recovering", total=len(plan.ledgers) or None, unit="ledgers") as activity:
+        if done is not None and done.done:
+            run.note(f"{resume}: {counted(len(done.done), 'ledger was', 'ledgers were')} done before")
+        with run.rows(_move_columns(plan)) as rows:
+            run_within(run, work(rows), deadline_s, "The recovery")
+    for note in notes:
+        run.note(note)
+    for ledger, problem in plan.damaged.items():
+        run.note(f"bkctl: Ledger {ledger} was skipped: {problem}")
+    unrecoverable = outcomes[MoveOutcome.UNRECOVERABLE] - len(skipped)
+    problems = _problem_texts(unrecoverable, outcomes[MoveOutcome.FAILED] + len(plan.damaged), kept, len(names))
+    run.finish_with(len(problems), f"{'findings' if len(problems) > 1 else 'finding'}: {'; '.join(problems)}")
+
+
+def _problem_texts(unrecoverable: int, failed: int, kept: int, bookie_count: int) -> list[str]:
+    """Return the findings of a recovery, from counts of ledgers; `kept` have entries on bookies that keep a cookie."""
+    problems = []
+    if unrecoverable:
+        problems.append(f"{counted(unrecoverable, 'ledger is', 'ledgers are')} unrecoverable")
+    if failed:
+        problems.append(f"{counted(failed, 'ledger', 'ledgers')} could not be moved")
+    if kept:
+        problems.append(
+            f"the {'cookie stays' if bookie_count == 1 else 'cookies stay'}, for {counted(kept, 'ledger', 'ledgers')} "
+            f"still {'has' if kept == 1 else 'have'} entries there"
+        )
+    return problems

@@ -1,0 +1,95 @@
+"""`bkctl bookies ok-to-stop`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+from bkctl.errors import NotFound
+
+from ..kit.columns import Column, Columns, Kind
+from ..kit.command import Run, command, group
+from ..kit.options import (
+    WatchOption,
+    count_option,
+)
+from ..kit.texts import RED, YELLOW, counted
+from .selection import ManyBookies, bookie_ids
+
+if TYPE_CHECKING:
+    from bkctl.replication.holdings import StopProblem
+
+app = group()
+
+
+RISK_COLUMNS = Columns(
+    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+    Column("STATE", "state", lambda row: row.state and row.state.name),
+    Column(
+        "RISK", "risk", "risk",
+        style={"lost": RED, "unreadable": RED, "unwritable": YELLOW, "under-quorum": YELLOW},
+    ),
+    Column("FIRST ENTRY", "firstEntryId", "first_entry_id", Kind.INTEGER),
+    Column("LAST ENTRY", "lastEntryId", "last_entry_id", Kind.INTEGER),
+    Column("ENTRIES", "entryCount", "entry_count", Kind.INTEGER),
+    Column("REPLICAS LEFT", "replicasLeft", "replica_count", Kind.INTEGER),
+    Column("NEEDED", "replicasNeeded", "replica_count_min", Kind.INTEGER),
+    Column("ON", "bookies", lambda row: list(row.bookies), Kind.NESTED, text=", ".join),
+    Column("WHAT", "message", "message", flexible=True),
+    key="ledger",
+)  # fmt: skip
+
+
+@command(
+    app,
+    "ok-to-stop",
+    connects=True,
+    examples=(
+        "bkctl bookies ok-to-stop 10.0.0.1:3181",
+        "bkctl bookies ok-to-stop 10.0.0.1:3181 --min-replicas 1",
+    ),
+)
+def show_stop_risks(
+    run: Run,
+    bookies: ManyBookies,
+    watch: WatchOption,
+    min_replicas: Annotated[
+        int | None,
+        count_option("--min-replicas", "Replicas of each entry that must remain (default: each ledger's ack quorum)."),
+    ],
+) -> None:
+    """Show which ledgers would suffer if bookies stopped now.
+
+    Reads the metadata of every scope. The risks: `lost` (no replica of some entries would remain), `under-quorum`
+    (fewer replicas than the ledger's ack quorum, or --min-replicas), `unwritable` (the writer would find no
+    replacement). Replicas on bookies that are down, or marked as missing by auto-recovery, do not count. For a short
+    restart --min-replicas 1 is enough. Exit code 3 if there are any such ledgers.
+    """
+    from bkctl.replication.holdings import ok_to_stop
+
+    names = bookie_ids(bookies)
+    count = 0
+
+    def look() -> Iterator[StopProblem]:
+        nonlocal count
+        count = 0
+        for problem in ok_to_stop(cluster, names, replica_count_min=min_replicas):
+            count += 1
+            yield problem
+
+    with run.cluster() as cluster:
+        for name in names:
+            if cluster.bookies.get(name) is None:
+                raise NotFound(f"No bookie {name}", hint="'bkctl bookies list' shows them")
+        if watch is not None:
+            run.watch(watch, look, RISK_COLUMNS, subscribe=cluster.bookies.watch)
+        with run.working("Looking at the ledgers"):
+            run.render(look(), RISK_COLUMNS)
+        staying = sum(
+            each.state == "rw" and each.bookie_id not in names for each in cluster.bookies.list(include_down=False)
+        )
+    who = f"{names[0]} may" if len(names) == 1 else f"These {len(names)} bookies may"
+    left = counted(staying, "writable bookie", "writable bookies")
+    if not count:
+        run.note(f"{who} stop; {left} would remain, and ledgers with larger ensembles could not be created")
+    run.finish_with(count, f"{'findings' if count > 1 else 'finding'}: {who} not stop now")

@@ -1,0 +1,282 @@
+"""`bkctl entrylog extract`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import StrEnum
+from inspect import Parameter
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from bkctl.errors import BkctlError, NotFound, UsageError
+
+from ..kit.columns import Column, Columns, Kind, Output
+from ..kit.command import Run, command, group
+from ..kit.ledger_options import LEDGER_FORMS
+from ..kit.lines import Lines
+from ..kit.options import Composite, Entries, EntryIdRange, digest_type_option, parameter
+from ..kit.records import DirOption, raise_first
+from .logs import LogNames, find_logs, log_id_hex, logs_text
+
+if TYPE_CHECKING:
+    from bkctl.formats.entry import DigestType
+    from bkctl.ids import LedgerId
+    from bkctl.repair.extraction import LedgerExtraction
+
+app = group()
+
+
+class ExtractFormat(StrEnum):
+    """The form that `extract` writes."""
+
+    LOG = "log"
+    NDJSON = "ndjson"
+    RAW = "raw"
+
+
+def _ledger_to_extract(values: Mapping[str, Any]) -> LedgerId:
+    from bkctl.ids import LedgerId, parse_scope_id
+
+    scope = values["ledger_scope_id"]
+    return LedgerId.parse(values["ledger_filter"], None if scope is None else parse_scope_id(scope))
+
+
+LedgerToExtract = Annotated[
+    Any,
+    Composite(
+        (
+            parameter(
+                "ledger_filter",
+                Annotated[str, typer.Option("--ledger", metavar="LEDGER", help=f"The ledger: {LEDGER_FORMS}.")],
+                Parameter.empty,
+            ),
+            parameter(
+                "ledger_scope_id",
+                Annotated[
+                    str,
+                    typer.Option("--ledger-scope-id", metavar="SCOPE", help="Ledger scope id of a bare ledger id."),
+                ],
+            ),
+        ),
+        _ledger_to_extract,
+    ),
+]
+
+
+class ExtractReport(NamedTuple):
+    """The outcome of an extraction."""
+
+    extraction: LedgerExtraction
+    digest_type: DigestType | None
+    gaps: list[tuple[int, int]]
+    missing_count: int
+    file: Path
+
+
+GAPS_SHOWN_MAX = 1000
+#: Entries that are turned into text at once: entries may have megabytes.
+EXTRACT_BATCH_ROWS = 16
+
+
+def _gap_text(gaps: list[tuple[int, int]]) -> str:
+    shown = [f"{first}" if first == last else f"{first}-{last}" for first, last in gaps[:10]]
+    return ", ".join(shown) + (f", … ({len(gaps)} ranges)" if len(gaps) > 10 else "")
+
+
+def _first_id(row: ExtractReport) -> int:
+    return next(row.extraction.entry_ids)
+
+
+def _last_id(row: ExtractReport) -> int:
+    return row.extraction.last_entry_id
+
+
+REPORT_COLUMNS = Columns(
+    Column("Ledger", "ledger", "extraction.ledger", Kind.LEDGER),
+    Column("Entries", "entryCount", "extraction.entries_count", Kind.INTEGER),
+    Column("First entry", "firstEntryId", _first_id, Kind.INTEGER),
+    Column("Last entry", "lastEntryId", _last_id, Kind.INTEGER),
+    Column("Copies written", "copiesCount", lambda row: len(row.extraction), Kind.INTEGER),
+    Column("Copies found", "copiesFoundCount", "extraction.copies_count", Kind.INTEGER),
+    Column("Missing", "missingCount", "missing_count", Kind.INTEGER),
+    Column(
+        "Missing entries", "missing",
+        lambda row: [{"firstEntryId": first, "lastEntryId": last} for first, last in row.gaps] or None,
+        Kind.NESTED,
+        text=lambda value: _gap_text([(each["firstEntryId"], each["lastEntryId"]) for each in value]),
+    ),
+    Column("Digest type", "digestType", lambda row: None if row.digest_type is None else row.digest_type.name),
+    Column("Logs", "logs", lambda row: list(map(str, row.extraction.log_paths)), Kind.NESTED),
+    Column("File", "file", lambda row: str(row.file)),
+    key="ledger",
+)  # fmt: skip
+
+
+@command(
+    app,
+    "extract",
+    asks=True,
+    examples=("bkctl entrylog extract --ledger 12 --file ledger-12.log --conf bk_server.conf",),
+)
+def extract(
+    run: Run,
+    entries: Entries,
+    ledger: LedgerToExtract,
+    digest_type: Annotated[
+        Any,
+        digest_type_option("Digest type of a ledger of scope 0, for ndjson and raw (default: found by trying)."),
+    ],
+    file: Annotated[
+        Path, typer.Option("--file", "-f", metavar="FILE", help="The file to write; - is stdout.", show_default=False)
+    ],
+    names: LogNames = None,
+    directories: DirOption = None,
+    form: Annotated[
+        ExtractFormat,
+        typer.Option(
+            "--format", metavar="FORMAT", show_default=True,
+            help="log (an entry log, as bookies read it), ndjson (rows as 'entrylog read --body' prints them), or raw "
+            "(the payloads, nothing between them).",
+        ),
+    ] = ExtractFormat.LOG,
+    all_copies: Annotated[
+        bool, typer.Option("--all-copies", help="Write each copy of an entry, oldest first (default: the last).")
+    ] = False,
+    scan: Annotated[
+        bool,
+        typer.Option("--scan", help="Read every log, even if its ledgers map does not name the ledger."),
+    ] = False,
+) -> None:  # fmt: skip
+    """Write the entries of one ledger to a file.
+
+    Gathers the entries from all entry logs, in order, and shows which are missing. Damaged logs are read up to the
+    damage, which is reported (exit code 7) once the file is written. Without any entry nothing is written (exit
+    code 4).
+    """
+    from bkctl.repair.extraction import LedgerExtraction
+
+    paths = find_logs(run, names, directories)
+    with (
+        run.working(f"Gathering ledger {ledger}"),
+        LedgerExtraction(
+            paths, ledger, entries.first or 0, entries.last, all_copies=all_copies, trust_maps=not scan
+        ) as extraction,
+    ):
+        if not len(extraction):
+            raise_first(run, extraction.problems)
+            raise NotFound(
+                f"No entry {_range_text(entries)}of ledger {ledger} in {logs_text(len(paths))}",
+                hint="--scan also reads logs whose ledgers map does not name it" if extraction.logs_skipped else None,
+            )
+        digest_type = _digest_of(extraction, digest_type, form)
+        with _target(run, file) as target:
+            left = _write_entries(extraction, form, digest_type, target)
+        gaps, missing = _find_gaps(extraction)
+        if str(file) != "-":
+            run.show(ExtractReport(extraction, digest_type, gaps, missing, file), REPORT_COLUMNS)
+        elif missing:
+            run.note(f"bkctl: Missing entries ({missing:,}): {_gap_text(gaps)}")
+        problems = list(extraction.problems)
+    if left is not None:
+        problems.insert(
+            0,
+            BkctlError(
+                f"{file} is full at 2 GiB: entries from {left} on are missing",
+                hint=f"write them to another file with --from {left}",
+            ),
+        )
+    raise_first(run, problems)
+
+
+def _write_entries(
+    extraction: LedgerExtraction,
+    form: ExtractFormat,
+    digest_type: DigestType | None,
+    target: Callable[[bytes], object],
+) -> int | None:
+    """Write the entries in `form`; return the first entry for which an entry log had no room, None if all fit."""
+    if form is ExtractFormat.LOG:
+        return extraction.write_log(target)
+    if form is ExtractFormat.NDJSON:
+        lines = Lines(_extracted_columns(digest_type), Output.NDJSON)
+        entries = extraction.entries()
+        while rows := list(islice(entries, EXTRACT_BATCH_ROWS)):
+            target(lines.of_rows(rows).encode())
+    else:
+        for entry in extraction.entries():
+            target(entry.record.payload(digest_type) or b"")
+    return None
+
+
+def _find_gaps(extraction: LedgerExtraction) -> tuple[list[tuple[int, int]], int]:
+    """Return the first gaps between the entries, and the number of missing entries in all gaps."""
+    gaps: list[tuple[int, int]] = []
+    missing = 0
+    for gap in extraction.gaps():
+        missing += gap.last_entry_id - gap.first_entry_id + 1
+        if len(gaps) < GAPS_SHOWN_MAX:
+            gaps.append((gap.first_entry_id, gap.last_entry_id))
+    return gaps, missing
+
+
+def _range_text(entries: EntryIdRange) -> str:
+    if entries.first is None and entries.last is None:
+        return ""
+    last = "the last" if entries.last is None else entries.last
+    return f"from {entries.first or 0} to {last} "
+
+
+def _digest_of(extraction: LedgerExtraction, given: DigestType | None, form: ExtractFormat) -> DigestType | None:
+    """Return the digest type, which tells where payloads begin: as given, as in the records, else by trying."""
+    record = next(extraction.entries()).record
+    digest_type = given or record.digest_type or extraction.find_digest_type()
+    if form is ExtractFormat.RAW and record.payload_offset(digest_type) is None:
+        raise UsageError(
+            f"Entries of ledger {extraction.ledger} do not tell where their payload begins, and neither CRC32C nor "
+            "CRC32 fits",
+            hint="add --digest-type HMAC or DUMMY, or use --format ndjson",
+        )
+    return digest_type
+
+
+def _extracted_columns(digest_type: DigestType | None) -> Columns:
+    return Columns(
+        Column("LEDGER", "ledger", "record.ledger", Kind.LEDGER),
+        Column("ENTRY", "entryId", "record.entry_id", Kind.INTEGER),
+        Column("LAC", "lastAddConfirmed", "record.last_add_confirmed", Kind.INTEGER),
+        Column("LENGTH", "length", "record.length", Kind.INTEGER),
+        Column("SIZE", "size", lambda row: row.record.payload_size(digest_type), Kind.INTEGER),
+        Column(None, "formatVersion", "record.format_version", Kind.INTEGER),
+        Column(None, "logId", "log_id", Kind.INTEGER),
+        Column(None, "logIdHex", lambda row: log_id_hex(row.log_id)),
+        Column("OFFSET", "offset", "record.offset", Kind.INTEGER),
+        Column("RECORD SIZE", "recordSize", "record.record_size", Kind.INTEGER),
+        Column("TYPE", "type", "record.type"),
+        Column("FILE", "file", lambda row: str(row.path)),
+        Column("PAYLOAD", "payload", lambda row: row.record.payload(digest_type), Kind.BINARY),
+    )
+
+
+@contextmanager
+def _target(run: Run, file: Path) -> Iterator[Callable[[bytes], object]]:
+    """Yield a function that writes bytes to `file`, which appears whole or not at all; `-` is stdout."""
+    if str(file) == "-":
+        yield run.raw
+        return
+    if file.is_dir():
+        raise UsageError(f"{file} is a directory, not a file")
+    if file.exists():
+        if not file.is_file():
+            raise UsageError(f"{file} is not a regular file", hint="write to -, and redirect that")
+        run.confirm(f"{file} exists and would be replaced")
+    from bkctl.disk import atomic_write
+
+    try:
+        with atomic_write(file, mode=0o666) as stream:  # by the umask, like any file of the user
+            yield stream.write
+    except OSError as error:
+        raise BkctlError(f"{file} cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,271 @@
+"""`bkctl entrylog active` and `bkctl entrylog garbage`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from bkctl.errors import BkctlError, UsageError
+
+from ..kit.columns import Column, Columns, Kind
+from ..kit.command import Run, command, group
+from ..kit.options import Composite, parameter
+from ..kit.records import DirOption, raise_first
+from ..kit.texts import GREEN, RED, YELLOW, size_text
+from .logs import (
+    AllOption,
+    LogNames,
+    LogOrder,
+    SortOption,
+    collect_errors,
+    file_column,
+    find_all_logs,
+    is_scoped,
+    log_id_hex,
+    log_key,
+    logs_text,
+    open_liveness,
+    ratio_text,
+)
+
+if TYPE_CHECKING:
+    from bkctl.checks.garbage import LedgerUse, LogUse, Thresholds
+
+app = group()
+
+
+STATE_STYLE = {"alive": GREEN, "dead": RED, "unknown": YELLOW}
+
+
+class StateName(StrEnum):
+    """The states of ledgers, by the names in Liveness (which is not imported to show help)."""
+
+    ALIVE = "alive"
+    DEAD = "dead"
+    UNKNOWN = "unknown"
+
+
+class ActiveRow(NamedTuple):
+    """A ledger's share of one log, and the ledger's state."""
+
+    log: LogUse
+    ledger: LedgerUse
+
+
+ACTIVE_COLUMNS = Columns(
+    Column("LEDGER", "ledger", "ledger.ledger", Kind.LEDGER),
+    Column("STATE", "state", "ledger.state", style=STATE_STYLE),
+    Column("BYTES", "size", "ledger.size_bytes", Kind.INTEGER),
+    Column("LOG", "logId", "log.log_id", Kind.INTEGER),
+    Column("HEX", "logIdHex", lambda row: log_id_hex(row.log.log_id)),
+    Column("FROM MAP", "fromLedgersMap", "log.from_map", Kind.BOOLEAN),
+    Column(None, "complete", "log.complete", Kind.BOOLEAN),
+    file_column(lambda row: row.log.path),
+    key="ledger",
+)
+
+
+@command(app, "active", connects=True, examples=("bkctl entrylog active --conf bk_server.conf --state dead",))
+def active(
+    run: Run,
+    names: LogNames = None,
+    directories: DirOption = None,
+    every: AllOption = False,
+    states: Annotated[
+        list[StateName] | None,
+        typer.Option("--state", metavar="STATE", help="Only ledgers that are alive, dead or unknown; repeatable."),
+    ] = None,
+) -> None:
+    """Show which ledgers in entry logs are alive.
+
+    A ledger is dead if it does not exist in the metadata store. It is unknown if the store could not be read (exit code
+    6, or that of the error), or has no scopes tree of this cluster.
+    """
+    from bkctl.checks.garbage import log_uses
+
+    paths = find_all_logs(run, names, directories, every)
+    wanted = set(states or StateName)
+    errors: list[BkctlError] = []
+    with open_liveness(run, paths, errors) as liveness, run.working("Reading entry logs"):
+        run.render(
+            (
+                ActiveRow(use, each)
+                for use in collect_errors(log_uses(paths, liveness.states), errors)
+                for each in use.ledgers
+                if each.state.value in wanted
+            ),
+            ACTIVE_COLUMNS,
+        )
+    raise_first(run, errors)
+
+
+class UseRow(NamedTuple):
+    """The live and dead bytes of a log, and what compaction does about them."""
+
+    use: LogUse
+    thresholds: Thresholds
+
+    @property
+    def compaction(self) -> str | None:
+        """The compaction's name; None if compaction leaves the log alone."""
+        return self.use.compaction(self.thresholds)
+
+    @property
+    def reclaimable_size_bytes(self) -> int:
+        """The bytes that compaction frees."""
+        return self.use.reclaimable_size_bytes(self.thresholds)
+
+
+def _count_column(state: str) -> Column:
+    def count(row: UseRow) -> int:
+        return sum(each.state.value == state for each in row.use.ledgers)
+
+    return Column(state.upper(), f"{state}Count", count, Kind.INTEGER)
+
+
+GARBAGE_COLUMNS = Columns(
+    Column("LOG", "logId", "use.log_id", Kind.INTEGER),
+    Column("HEX", "logIdHex", lambda row: log_id_hex(row.use.log_id)),
+    Column("SCOPED", "scoped", lambda row: is_scoped(row.use.path), Kind.BOOLEAN),
+    *map(_count_column, StateName),
+    Column("TOTAL", "totalSize", "use.total_size_bytes", Kind.SIZE),
+    Column("REMAINING", "remainingSize", "use.remaining_size_bytes", Kind.SIZE),
+    Column("GARBAGE", "garbageSize", "use.garbage_size_bytes", Kind.SIZE),
+    Column("USAGE", "usage", "use.usage", Kind.INTEGER, text=ratio_text),
+    Column("COMPACTION", "compaction", "compaction", style={"delete": GREEN}),
+    Column(None, "reclaimableSize", "reclaimable_size_bytes", Kind.INTEGER),
+    Column(None, "fromLedgersMap", "use.from_map", Kind.BOOLEAN),
+    Column(None, "complete", "use.complete", Kind.BOOLEAN),
+    file_column(lambda row: row.use.path),
+    key=Column("LOG", "logId", lambda row: log_key(row.use.path)),
+)
+
+
+def _threshold(flag: str, what: str, default: float) -> Any:
+    return parameter(
+        flag.removeprefix("--").replace("-", "_"),
+        Annotated[
+            str,
+            typer.Option(flag, metavar="RATIO", help=f"{what} (default: that of --conf, else {default})."),
+        ],
+    )
+
+
+def _given_thresholds(values: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    found: list[float | None] = []
+    for name in ("minor_threshold", "major_threshold"):
+        text = values[name]
+        value = None
+        if text is not None:
+            with suppress(ValueError):
+                value = float(text)
+            if value is None or not 0 <= value <= 1:
+                raise UsageError(f"--{name.replace('_', '-')} {text}: not a ratio from 0 to 1")
+        found.append(value)
+    return found[0], found[1]
+
+
+ThresholdOptions = Annotated[
+    tuple[float | None, float | None],
+    Composite(
+        (
+            _threshold("--minor-threshold", "Usage below which minor compaction rewrites a log", 0.2),
+            _threshold("--major-threshold", "Usage below which major compaction rewrites a log", 0.8),
+        ),
+        _given_thresholds,
+    ),
+]
+
+
+@command(app, "garbage", connects=True, examples=("bkctl entrylog garbage --conf bk_server.conf",))
+def garbage(
+    run: Run,
+    thresholds: ThresholdOptions,
+    names: LogNames = None,
+    directories: DirOption = None,
+    every: AllOption = False,
+    sort: SortOption = LogOrder.GARBAGE,
+) -> None:
+    """Show the garbage in entry logs, and what compaction does.
+
+    Garbage: bytes of ledgers that no longer exist in the metadata store; ledgers of unknown state count as remaining.
+    COMPACTION: delete (no live entries), minor, major, or none. Totals follow on stderr.
+    """
+    from bkctl.checks.garbage import log_uses
+
+    paths = find_all_logs(run, names, directories, every)
+    limits = thresholds_of(run, thresholds)
+    errors: list[BkctlError] = []
+    sums = _GarbageTotals()
+    rows: Iterable[UseRow]
+    with open_liveness(run, paths, errors) as liveness, run.working("Reading entry logs"):
+        rows = (UseRow(use, limits) for use in collect_errors(log_uses(paths, liveness.states), errors))
+        rows = sums.watch(rows)
+        if sort is not LogOrder.ID:
+            rows = sorted(rows, key=_USE_KEYS[sort])
+        run.render(rows, GARBAGE_COLUMNS)
+    if sums.count:
+        run.note(f"bkctl: {sums}")
+    raise_first(run, errors)
+
+
+def _modified(row: UseRow) -> float:
+    with suppress(OSError):
+        return row.use.path.stat().st_mtime
+    return 0
+
+
+_USE_KEYS: dict[LogOrder, Callable[[UseRow], float]] = {
+    LogOrder.SIZE: lambda row: -row.use.total_size_bytes,
+    LogOrder.GARBAGE: lambda row: -row.use.garbage_size_bytes,
+    LogOrder.AGE: _modified,
+}
+
+
+def thresholds_of(run: Run, given: tuple[float | None, float | None]) -> Thresholds:
+    """Return the thresholds given as options, else the thresholds of --conf, else Apache's defaults."""
+    from bkctl.checks.garbage import Thresholds
+
+    minor, major = given
+    usual = Thresholds()
+    if run.conf is not None:
+        config = run.config()
+        usual = Thresholds(config.minor_compaction_threshold, config.major_compaction_threshold)
+    return Thresholds(usual.minor if minor is None else minor, usual.major if major is None else major)
+
+
+class _GarbageTotals:
+    """The totals of the rows of `garbage`."""
+
+    def __init__(self) -> None:
+        self.count = self.total = self.garbage = 0
+        #: By compaction: logs, bytes freed, bytes rewritten.
+        self.wins: dict[str, tuple[int, int, int]] = {}
+
+    def watch(self, rows: Iterable[UseRow]) -> Iterator[UseRow]:
+        """Yield the rows, counted."""
+        for row in rows:
+            self.count += 1
+            self.total += row.use.total_size_bytes
+            self.garbage += row.use.garbage_size_bytes
+            if row.compaction is not None:
+                logs, freed, rewritten = self.wins.get(row.compaction, (0, 0, 0))
+                self.wins[row.compaction] = (
+                    logs + 1,
+                    freed + row.reclaimable_size_bytes,
+                    rewritten + row.use.remaining_size_bytes,
+                )
+            yield row
+
+    def __str__(self) -> str:
+        parts = [f"{size_text(self.total)} of entries in {logs_text(self.count)}, {size_text(self.garbage)} garbage"]
+        for name, verb in (("delete", "deletion"), ("minor", "minor compaction"), ("major", "major compaction alone")):
+            if name in self.wins:
+                logs, freed, rewritten = self.wins[name]
+                rewriting = f", rewriting {size_text(rewritten)}" if rewritten else ""
+                parts.append(f"{verb} of {logs_text(logs)} frees {size_text(freed)}{rewriting}")
+        return "; ".join(parts)

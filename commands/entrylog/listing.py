@@ -1,0 +1,215 @@
+"""`bkctl entrylog list`, `show` and `read`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from bkctl.errors import BkctlError, NotFound
+
+from ..kit.columns import Column, Columns, Kind
+from ..kit.command import Run, command, group
+from ..kit.records import DirOption, Records, print_records, raise_first
+from ..kit.texts import YELLOW
+from .logs import (
+    LogNames,
+    LogOrder,
+    SortOption,
+    collect_errors,
+    file_column,
+    find_logs,
+    log_id_hex,
+    log_key,
+    open_liveness,
+    ratio_text,
+)
+
+if TYPE_CHECKING:
+    from bkctl.checks.garbage import LogUse
+    from bkctl.files.listing import EntryLogSummary, LogContents, RecordFilter
+    from bkctl.ids import LedgerId
+
+app = group()
+
+
+class LogRow(NamedTuple):
+    """A log of the list; `use` is set if the list is sorted by garbage."""
+
+    summary: EntryLogSummary
+    use: LogUse | None = None
+
+
+LOG_COLUMNS = Columns(
+    Column("LOG", "logId", "summary.file.id", Kind.INTEGER),
+    Column("HEX", "logIdHex", lambda row: log_id_hex(row.summary.file.id)),
+    Column("SCOPED", "scoped", "summary.file.scoped", Kind.BOOLEAN),
+    Column("VERSION", "version", "summary.version", Kind.INTEGER),
+    Column("STATE", "state", "summary.state", style={"compacting": YELLOW, "compacted": YELLOW}),
+    Column(None, "sourceLogId", "summary.source_id", Kind.INTEGER),
+    Column("LEDGERS", "ledgerCount", "summary.ledgers_count", Kind.INTEGER),
+    Column(None, "ledgersMapOffset", "summary.ledgers_map_offset", Kind.INTEGER),
+    Column("SIZE", "size", "summary.file.size", Kind.SIZE),
+    Column("MODIFIED", "mtime", "summary.file.mtime_ms", Kind.TIME),
+    file_column(lambda row: row.summary.file.path),
+    key=Column("LOG", "logId", lambda row: log_key(row.summary.file.path)),
+)
+
+
+def _of_use(name: str) -> Callable[[Any], Any]:
+    return lambda row: None if row.use is None else getattr(row.use, name)
+
+
+LOG_GARBAGE_COLUMNS = LOG_COLUMNS.and_also(
+    Column("REMAINING", "remainingSize", _of_use("remaining_size_bytes"), Kind.SIZE),
+    Column("GARBAGE", "garbageSize", _of_use("garbage_size_bytes"), Kind.SIZE),
+    Column("USAGE", "usage", _of_use("usage"), Kind.INTEGER, text=ratio_text),
+)
+
+
+@command(
+    app,
+    "list",
+    connects=True,
+    examples=(
+        "bkctl entrylog list --conf bk_server.conf",
+        "bkctl entrylog list --conf bk_server.conf --sort size",
+    ),
+)
+def list_logs(
+    run: Run,
+    places: Annotated[
+        list[Path] | None, typer.Argument(metavar="DIR", help="Ledger directories (default: as in --conf).")
+    ] = None,
+    directories: DirOption = None,
+    sort: SortOption = LogOrder.ID,
+) -> None:
+    """List the entry logs: id, version, state, ledgers, size.
+
+    An open log has no ledgers map, and so no count of ledgers. Logs of an unfinished compaction have the state
+    compacting or compacted. --sort garbage asks the cluster which ledgers are alive, and shows what remains of each
+    log; otherwise no cluster is needed.
+    """
+    from bkctl.files.listing import entry_log_summaries
+
+    given = run.directories([*(places or ()), *(directories or ())])
+    errors: list[BkctlError] = []
+
+    def summaries() -> Iterator[EntryLogSummary]:
+        for summary in entry_log_summaries(given):
+            if summary.error is not None:
+                errors.append(summary.error)
+            yield summary
+
+    if sort is LogOrder.GARBAGE:
+        from bkctl.checks.garbage import log_uses
+
+        found = {summary.file.path: summary for summary in summaries()}
+        good = [path for path, summary in found.items() if summary.error is None]
+        with open_liveness(run, good, errors) as liveness, run.working("Reading entry logs"):
+            uses = {use.path: use for use in collect_errors(log_uses(good, liveness.states), errors)}
+        rows = [LogRow(summary, uses.get(path)) for path, summary in found.items()]
+        rows.sort(key=lambda row: 0 if row.use is None else -row.use.garbage_size_bytes)
+        run.render(rows, LOG_GARBAGE_COLUMNS)
+    elif sort is LogOrder.ID:
+        run.render(map(LogRow, summaries()), LOG_COLUMNS)
+    else:
+        ordered = sorted(summaries(), key=lambda each: -each.file.size if sort is LogOrder.SIZE else each.file.mtime_ms)
+        run.render(map(LogRow, ordered), LOG_COLUMNS)
+    raise_first(run, errors)
+
+
+class ShareRow(NamedTuple):
+    """A ledger's share of one log."""
+
+    path: Path
+    log_id: int | None
+    ledger: LedgerId
+    size_bytes: int
+    contents: LogContents
+
+
+SHARE_COLUMNS = Columns(
+    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+    Column("BYTES", "size", "size_bytes", Kind.INTEGER),
+    Column("LOG", "logId", "log_id", Kind.INTEGER),
+    Column("HEX", "logIdHex", lambda row: log_id_hex(row.log_id)),
+    Column("FROM MAP", "fromLedgersMap", "contents.from_map", Kind.BOOLEAN),
+    Column(None, "complete", "contents.complete", Kind.BOOLEAN),
+    file_column(lambda row: row.path),
+    key="ledger",
+)
+
+
+@command(app, "show", examples=("bkctl entrylog show 0 --conf bk_server.conf",))
+def show(run: Run, names: LogNames = None, directories: DirOption = None) -> None:
+    """Show the ledgers in entry logs, and their bytes.
+
+    Reads the ledgers map, or scans a log that has none. A damaged ledgers map is replaced by a scan, and reported (exit
+    code 7). If records are damaged, the rows count those before the damage, and are not complete.
+    """
+    from bkctl.files.entry_log import EntryLogReader
+    from bkctl.files.listing import log_contents
+    from bkctl.formats.entry_log import content_id_of
+
+    errors: list[BkctlError] = []
+
+    def rows() -> Iterator[ShareRow]:
+        for path in find_logs(run, names, directories):
+            try:
+                with EntryLogReader.open(path) as reader:
+                    contents = log_contents(reader)
+            except NotFound:
+                continue  # A running bookie deleted it meanwhile.
+            except BkctlError as error:
+                errors.append(error)
+                continue
+            for ledger, size_bytes in contents.sizes.items():
+                yield ShareRow(path, content_id_of(path.name), ledger, size_bytes, contents)
+            if contents.error is not None:
+                errors.append(contents.error)
+
+    with run.working("Reading entry logs"):
+        run.render(rows(), SHARE_COLUMNS)
+    raise_first(run, errors)
+
+
+@command(
+    app,
+    "read",
+    examples=(
+        "bkctl entrylog read 0 --conf bk_server.conf",
+        "bkctl entrylog read 0 --conf bk_server.conf --ledger 12 --body",
+    ),
+)
+def read(run: Run, records: Records, names: LogNames = None, directories: DirOption = None) -> None:
+    """Print the records of entry logs.
+
+    The records before damage are printed, then the damage is reported (exit code 7).
+    """
+    with run.working("Reading entry logs"):
+        batches = not records.wants_payloads
+        files = _files(find_logs(run, names, directories), records.filter(), batches=batches)
+        print_records(run, files, "logId", records, batches=batches)
+
+
+def _files(
+    paths: list[Path], chosen: RecordFilter, *, batches: bool
+) -> Iterator[tuple[Path, int | None, Iterator[Any]]]:
+    from bkctl.formats.entry_log import content_id_of
+
+    for path in paths:
+        yield path, content_id_of(path.name), _records(path, chosen, batches=batches)
+
+
+def _records(path: Path, chosen: RecordFilter, *, batches: bool) -> Iterator[Any]:
+    from bkctl.files.entry_log import EntryLogReader
+
+    try:
+        reader = EntryLogReader.open(path)
+    except NotFound:
+        return  # A running bookie deleted it meanwhile.
+    with reader:
+        yield from chosen.batches_of_entry_log(reader) if batches else chosen.of_entry_log(reader)

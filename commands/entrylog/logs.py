@@ -1,0 +1,118 @@
+"""The entry logs that `bkctl entrylog` works on, and the columns that name them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bkctl.errors import BkctlError, UsageError
+
+from ..kit.columns import Column
+from ..kit.command import Run
+
+if TYPE_CHECKING:
+    from bkctl.checks.garbage import LogUse
+    from bkctl.files.directories import BookieDirectories
+    from bkctl.metadata.liveness import Liveness
+
+LogNames = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="LOG",
+        help="Entry logs: decimal or 0x id, scoped/ID, file name, path, directory (default: all of --dir or --conf).",
+    ),
+]
+
+
+class LogOrder(StrEnum):
+    """The order of a list of logs."""
+
+    ID = "id"
+    SIZE = "size"
+    GARBAGE = "garbage"
+    AGE = "age"
+
+
+SortOption = Annotated[
+    LogOrder,
+    typer.Option("--sort", metavar="ORDER", help="By id, size, garbage (most first; asks the cluster) or age."),
+]
+
+
+def log_id_hex(number: int | None) -> str | None:
+    return None if number is None else f"{number:x}"
+
+
+def is_scoped(path: Path) -> bool:
+    return path.parent.name == "scoped"
+
+
+def log_key(path: Path) -> str:
+    """Return the name that a LOG argument accepts: a decimal id, `scoped/5`, else the path."""
+    from bkctl.formats.entry_log import log_id_of
+
+    log_id = log_id_of(path.name)
+    if log_id is None:
+        return str(path)
+    return f"scoped/{log_id}" if is_scoped(path) else str(log_id)
+
+
+def file_column(source: Callable[[Any], Path]) -> Column:
+    return Column("FILE", "file", lambda row: str(source(row)), flexible=True)
+
+
+def ratio_text(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def find_logs(run: Run, names: list[str] | None, directories: list[Path] | None) -> list[Path]:
+    """Return the logs that a command is about, each once."""
+    given = run.directories(directories, needed=not names)
+    if not names:
+        return [file.path for file in given.entry_logs()]
+    return list(dict.fromkeys(path for name in names for path in _logs_named(given, name)))
+
+
+def _logs_named(given: BookieDirectories, name: str) -> list[Path]:
+    from bkctl.files.directories import BookieDirectories
+
+    if name and Path(name).is_dir():
+        return [file.path for file in BookieDirectories.at(name).entry_logs()]
+    return [given.resolve_entry_log(name)]
+
+
+AllOption = Annotated[bool, typer.Option("--all", help="Read all logs of --dir or --conf, as without LOG.")]
+
+
+def logs_text(count: int) -> str:
+    return f"{count:,} log" + ("" if count == 1 else "s")
+
+
+def find_all_logs(run: Run, names: list[str] | None, directories: list[Path] | None, every: bool) -> list[Path]:
+    if names and every:
+        raise UsageError("--all and LOG are given", hint="give one of them")
+    return find_logs(run, names, directories)
+
+
+@contextmanager
+def open_liveness(run: Run, paths: list[Path], errors: list[BkctlError]) -> Iterator[Liveness]:
+    """Yield the state of the cluster's ledgers; problems with reading it are added to `errors` at the end."""
+    from bkctl.metadata.liveness import Liveness, check_instance
+
+    with run.cluster() as cluster:
+        check_instance(cluster, paths)
+        liveness = Liveness(cluster.ledgers)
+        yield liveness
+        errors.extend(liveness.problems)
+
+
+def collect_errors(uses: Iterable[LogUse], errors: list[BkctlError]) -> Iterator[LogUse]:
+    for use in uses:
+        if use.error is not None:
+            errors.append(use.error)
+        yield use

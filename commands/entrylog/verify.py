@@ -1,0 +1,138 @@
+"""`bkctl entrylog verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bkctl.errors import BkctlError, UsageError
+
+from ..kit.columns import Column, Columns, Kind, Output
+from ..kit.command import Run, command, group
+from ..kit.options import DigestToCheck, LedgerPassword
+from ..kit.records import DirOption, raise_first
+from ..kit.texts import RED, YELLOW
+from .logs import LogNames, file_column, find_logs, log_id_hex, log_key
+
+if TYPE_CHECKING:
+    from bkctl.checks.log_check import LogCheck
+
+app = group()
+
+
+#: Mismatches of one log that are printed one by one below a table.
+NOTES_MAX = 20
+STATE_STYLE_OF_LOG = {"damaged": RED, "unreadable": RED, "torn": YELLOW}
+
+
+def _matched(row: LogCheck) -> dict[str, int] | None:
+    return None if row.digests is None else {each.name: count for each, count in row.digests.matched.items()}
+
+
+def _of_digests(name: str) -> Callable[[LogCheck], int | None]:
+    return lambda row: None if row.digests is None else getattr(row.digests, name)
+
+
+def _log_findings(row: LogCheck) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [{"problem": problem} for problem in row.contradictions]
+    found.extend(
+        {
+            **each.ledger.to_json(), "entryId": each.entry_id, "offset": each.offset,
+            "digestType": each.digest_type.name, "file": each.where, "problem": str(each),
+        }
+        for each in row.mismatches
+    )  # fmt: skip
+    return found
+
+
+CHECK_COLUMNS = Columns(
+    Column("LOG", "logId", "log_id", Kind.INTEGER),
+    Column("HEX", "logIdHex", lambda row: log_id_hex(row.log_id)),
+    Column("SCOPED", "scoped", "scoped", Kind.BOOLEAN),
+    Column("VERSION", "version", "version", Kind.INTEGER),
+    Column("STATE", "state", "state", style=STATE_STYLE_OF_LOG),
+    Column("ENTRIES", "entryCount", "entry_count", Kind.INTEGER),
+    Column("GOOD END", "goodEnd", "good_end", Kind.INTEGER),
+    Column(None, "size", "size_bytes", Kind.INTEGER),
+    Column("BEHIND", "sizeBehind", "behind.size_bytes", Kind.SIZE),
+    Column("SAVABLE", "entriesBehind", "behind.entry_count", Kind.INTEGER),
+    Column(None, "entriesBehindSize", "behind.entries_size_bytes", Kind.INTEGER),
+    Column("RESUMES AT", "resumesAt", "behind.resumes_at", Kind.INTEGER),
+    Column("MATCHED", "digests", _matched, Kind.NESTED),
+    Column("MISMATCHED", "mismatchedCount", _of_digests("mismatched"), Kind.INTEGER),
+    Column("UNKNOWN", "unknownCount", _of_digests("unknown"), Kind.INTEGER),
+    Column(None, "unprotectedCount", _of_digests("unprotected"), Kind.INTEGER),
+    Column(None, "withoutPasswordCount", _of_digests("without_password"), Kind.INTEGER),
+    Column("PROBLEM", "problem", "problem", flexible=True),
+    Column(None, "findings", _log_findings, Kind.NESTED),
+    file_column(lambda row: row.path),
+    key=Column("LOG", "logId", lambda row: log_key(row.path)),
+)
+
+
+@command(
+    app,
+    "verify",
+    connects=True,
+    examples=(
+        "bkctl entrylog verify --conf bk_server.conf",
+        "bkctl entrylog verify 0 --conf bk_server.conf --no-digests",
+    ),
+)
+def verify(
+    run: Run,
+    digest: DigestToCheck,
+    password: LedgerPassword,
+    names: LogNames = None,
+    directories: DirOption = None,
+    no_digests: Annotated[bool, typer.Option("--no-digests", help="Check the structure only.")] = False,
+) -> None:
+    """Check the records, maps and digests of entry logs.
+
+    Shows where the intact part of a log ends, why, and what can be saved behind it. Exit code 7 if a log is damaged; 3
+    if entries do not match their digests, or a ledgers map contradicts the records.
+    """
+    from contextlib import nullcontext
+
+    from bkctl.checks.log_check import check_entry_logs
+
+    if no_digests and digest.wanted:
+        raise UsageError("--no-digests and --digest are given", hint="give one of them")
+    if not names:
+        run.directories(directories).of_a_bookie()
+    logs = find_logs(run, names, directories)
+    errors: list[BkctlError] = []
+    findings = 0
+
+    def rows() -> Iterator[LogCheck]:
+        nonlocal findings
+        for check in check_entry_logs(logs, checker):
+            findings += check.finding_count
+            if check.error is not None:
+                errors.append(check.error)
+            yield check
+
+    digests = nullcontext() if no_digests else run.digest_checker(digest.digest_type, password, logs)
+    with digests as checker, run.working("Reading entry logs"):
+        run.render(_saying_more(run, rows()), CHECK_COLUMNS)
+    if checker is not None and (hint := checker.hint()) is not None:
+        counts = checker.counts()
+        run.note(f"bkctl: {counts.unknown + counts.without_password:,} entries could not be checked: {hint}")
+    raise_first(run, errors)
+    run.finish_with(findings, "findings", "finding")
+
+
+def _saying_more(run: Run, rows: Iterator[LogCheck]) -> Iterator[LogCheck]:
+    """Yield the rows, then print on stderr the details for which a table has no room."""
+    notes: list[str] = []
+    for row in rows:
+        if run.output is Output.TABLE:
+            notes.extend(f"{row.path}: {each}" for each in row.contradictions[0 if row.error else 1 :])
+            notes.extend(map(str, row.mismatches[:NOTES_MAX]))
+            if len(row.mismatches) > NOTES_MAX:
+                notes.append(f"{row.path}: more entries do not match; -o json lists all")
+        yield row
+    for note in notes:
+        run.note(f"bkctl: {note}")

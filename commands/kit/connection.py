@@ -1,0 +1,171 @@
+"""The metadata store and the bookies to connect to, found from options, environment, contexts and local clusters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+
+import typer
+
+from bkctl.errors import UsageError
+from bkctl.ids import parse_bookie_address
+
+from .contexts import Contexts
+from .options import Composite, parameter, read_password_file
+from .settings import GlobalOptions
+
+if TYPE_CHECKING:
+    from bkctl.metadata.store import StoreSecurity
+
+TIMEOUT_S_DEFAULT: Final = 30.0
+
+
+class Connection(NamedTuple):
+    """The metadata store to open, and the source of its name (for messages).
+
+    `context` is the context's name, if a context named it; `settings` are the context's other settings.
+    """
+
+    uri: str
+    source: str
+    context: str | None = None
+    settings: GlobalOptions = GlobalOptions()
+
+
+def connect_to(levels: list[tuple[str, GlobalOptions]], environment: Mapping[str, str]) -> Connection:
+    """Return the connection: of the first of `levels` (nearest first) that names one, current context, local cluster.
+
+    Within a level, a URI takes precedence over a configuration file, and that over a context.
+    Raises UsageError when nothing names a cluster, NotFound for a context or file that is not there.
+    """
+    from bkctl.config import read_properties
+
+    without: Path | None = None
+    for source, options in levels:
+        if options.metadata_uri is not None:
+            return Connection(options.metadata_uri, f"--metadata-uri {source}")
+        if options.conf is not None:
+            uri = read_properties(options.conf).metadata_service_uri
+            if uri is not None:
+                return Connection(uri, str(options.conf))
+            without = without or options.conf
+        if options.context is not None:
+            return _context(options.context, environment)
+    if without is not None:
+        raise UsageError(f"{without}: no metadataServiceUri and no zkServers", hint="add --metadata-uri")
+    current = Contexts.read(environment).current
+    if current is not None:
+        return _context(current, environment)
+    if (local := _local_cluster()) is not None:
+        return Connection(local, "the local cluster")
+    raise UsageError(
+        "No cluster is named", hint="add --metadata-uri URI or --conf FILE, or start one with 'bkctl cluster up'"
+    )
+
+
+def other_connection(text: str, environment: Mapping[str, str]) -> Connection:
+    """Return the connection that `text` names: a metadata URI or `context:NAME`. Raises NotFound, UsageError."""
+    prefix, colon, name = text.partition(":")
+    if prefix == "context" and colon:
+        return _context(name, environment)
+    return Connection(text, "its URI")
+
+
+class Login(NamedTuple):
+    """The login of a metadata store other than the connection's; None if no user is named."""
+
+    user: str | None
+    password_file: Path | None
+
+    def over(self, settings: GlobalOptions) -> GlobalOptions:
+        """Return the settings with this login in place of theirs, if there is one."""
+        if self.user is None and self.password_file is None:
+            return settings
+        return replace(settings, metadata_user=self.user, metadata_password_file=self.password_file)
+
+
+NO_LOGIN: Final = Login(None, None)
+
+#: The login of the store that --to names.
+LoginOfTarget = Annotated[
+    Login,
+    Composite(
+        (
+            parameter(
+                "to_user",
+                Annotated[
+                    str | None,
+                    typer.Option("--to-user", metavar="NAME", help="Log in to the target; never with --metadata-user."),
+                ],
+            ),
+            parameter(
+                "to_password_file",
+                Annotated[
+                    Path | None,
+                    typer.Option(
+                        "--to-password-file",
+                        metavar="FILE",
+                        help="File with that user's password. For TLS or SASL name a context: --to context:NAME.",
+                    ),
+                ],
+            ),
+        ),
+        lambda values: Login(values["to_user"], values["to_password_file"]),
+    ),
+]
+
+
+def _context(name: str, environment: Mapping[str, str]) -> Connection:
+    settings = Contexts.read(environment).get(name)
+    assert settings.metadata_uri is not None
+    return Connection(settings.metadata_uri, f"context {name}", name, replace(settings, metadata_uri=None))
+
+
+def store_security(options: GlobalOptions, environment: Mapping[str, str]) -> StoreSecurity:
+    """Return TLS and login of the metadata store as `options` give them. Raises UsageError, OSError (password file)."""
+    from bkctl.metadata.store import NO_SECURITY, StoreSecurity
+
+    password: bytes | None = None
+    if options.metadata_password_file is not None:
+        password = read_password_file(options.metadata_password_file)
+    elif options.metadata_user is not None and "BKCTL_METADATA_PASSWORD" in environment:
+        password = os.fsencode(environment["BKCTL_METADATA_PASSWORD"])
+    creator_acl = options.metadata_creator_acl or _zk_enable_security(options.conf)
+    given = StoreSecurity(
+        tls=options.metadata_tls or options.metadata_tls_ca is not None,
+        ca=_text(options.metadata_tls_ca),
+        certificate=_text(options.metadata_tls_certificate),
+        key=_text(options.metadata_tls_key),
+        user=options.metadata_user,
+        password=None if password is None else password.decode("utf-8", "surrogateescape"),
+        sasl=options.metadata_sasl,
+        creator_acl=creator_acl,
+    )
+    return NO_SECURITY if given == NO_SECURITY else given
+
+
+def _zk_enable_security(conf: Path | None) -> bool:
+    if conf is None:
+        return False
+    from bkctl.config import read_properties
+
+    return (read_properties(conf).get("zkEnableSecurity") or "").lower() == "true"
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _local_cluster() -> str | None:
+    from bkctl.bookie.local import active_cluster
+
+    cluster = active_cluster()
+    return None if cluster is None else cluster.metadata_uri
+
+
+def parse_bookie_addresses(texts: tuple[str, ...]) -> dict[str, tuple[str, int]]:
+    """Return bookie id → (host, port) of `ID=HOST:PORT` texts; the later of two for an id counts. Raises UsageError."""
+    return dict(parse_bookie_address(text, "--bookie-address") for text in texts)

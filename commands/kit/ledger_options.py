@@ -1,0 +1,305 @@
+"""Option types that name ledgers: one, several, a scope, a file, one to create."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from inspect import Parameter
+from typing import Annotated, Any, Final, NamedTuple, TextIO
+
+import typer
+
+from bkctl.errors import UsageError
+from bkctl.ids import LedgerId, parse_scope_id, resolve_ledger
+
+from .options import Composite, parameter
+
+LEDGER_LINE_LENGTH_MAX: Final = 1 << 20
+LEDGER_FORMS: Final = "decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID"
+
+_LEDGER_ID = parameter(
+    "ledger_id",
+    Annotated[
+        str, typer.Option("--ledger-id", metavar="ID", help="Ledger id; a negative decimal is two's complement.")
+    ],
+)
+_LEDGER_SCOPE_ID = parameter(
+    "ledger_scope_id",
+    Annotated[str, typer.Option("--ledger-scope-id", metavar="SCOPE", help="Ledger scope id of a bare ledger id.")],
+)
+_LEDGER_QUALIFIED_NAME = parameter(
+    "ledger_qualified_name",
+    Annotated[
+        str,
+        typer.Option("--ledger-qualified-name", metavar="NAME", help="Ledger as 32 hex digits or UUID, scope first."),
+    ],
+)
+_LEDGER_PARAMETERS = (_LEDGER_ID, _LEDGER_SCOPE_ID, _LEDGER_QUALIFIED_NAME)
+
+
+def _one_ledger(values: Mapping[str, Any]) -> LedgerId:
+    ledger = resolve_ledger(
+        values["ledger"],
+        ledger_id=values["ledger_id"],
+        ledger_scope_id=values["ledger_scope_id"],
+        ledger_qualified_name=values["ledger_qualified_name"],
+    )
+    if ledger is None:
+        raise UsageError("No ledger is given", hint=f"name it as {LEDGER_FORMS}")
+    return ledger
+
+
+def _many_ledgers(values: Mapping[str, Any]) -> list[LedgerId]:
+    texts: list[str] = values["ledgers"] or []
+    if len(texts) < 2:
+        return [_one_ledger({**values, "ledger": texts[0] if texts else None})]
+    for name, flag in (("ledger_id", "--ledger-id"), ("ledger_qualified_name", "--ledger-qualified-name")):
+        if values[name] is not None:
+            raise UsageError(f"{flag} names one ledger, but {len(texts)} are given", hint="give all as arguments")
+    return [_one_ledger({**values, "ledger": text}) for text in texts]
+
+
+#: The one ledger that a command acts on, named by argument or options.
+OneLedger = Annotated[
+    LedgerId,
+    Composite(
+        (
+            parameter(
+                "ledger",
+                Annotated[
+                    str,
+                    typer.Argument(metavar="LEDGER", help=f"The ledger: {LEDGER_FORMS}.", show_default=False),
+                ],
+            ),
+            *_LEDGER_PARAMETERS,
+        ),
+        _one_ledger,
+    ),
+]
+
+#: The arguments and options that name ledgers.
+MANY_LEDGERS: Final = Composite(
+    (
+        parameter(
+            "ledgers",
+            Annotated[
+                list[str],
+                typer.Argument(metavar="LEDGER", help=f"The ledgers: {LEDGER_FORMS}.", show_default=False),
+            ],
+        ),
+        *_LEDGER_PARAMETERS,
+    ),
+    _many_ledgers,
+)
+#: One ledger or more.
+ManyLedgers = Annotated[list[LedgerId], MANY_LEDGERS]
+
+
+def _any_ledgers(values: Mapping[str, Any]) -> list[LedgerId]:
+    named = any(values[name] is not None for name in ("ledger_id", "ledger_qualified_name")) or values["ledgers"]
+    return _many_ledgers(values) if named else []
+
+
+#: Ledgers by argument; none named: an empty list.
+LedgersOfExport = Annotated[
+    list[LedgerId],
+    Composite(
+        (
+            parameter(
+                "ledgers",
+                Annotated[
+                    list[str],
+                    typer.Argument(
+                        metavar="LEDGER", help=f"Only these ledgers: {LEDGER_FORMS} (default: all).", show_default=False
+                    ),
+                ],
+            ),
+            *_LEDGER_PARAMETERS,
+        ),
+        _any_ledgers,
+    ),
+]
+
+
+def _ledgers_or_file(values: Mapping[str, Any]) -> list[LedgerId]:
+    file: str | None = values["from_file"]
+    if file is None:
+        return _many_ledgers(values)
+    ledgers = _any_ledgers(values)
+    scope = None if values["ledger_scope_id"] is None else parse_scope_id(values["ledger_scope_id"])
+    ledgers.extend(_read_ledgers(file, scope))
+    return ledgers
+
+
+def _read_ledgers(file: str, scope_id: int | None) -> list[LedgerId]:
+    """Return the ledgers in a file: one per line, in any text form or as ndjson; skip empty lines and # comments."""
+    import sys
+
+    if file == "-":
+        if sys.stdin is None:
+            raise UsageError("stdin is closed, so no ledgers can be read")
+        return _ledgers_in(sys.stdin, "stdin", scope_id)
+    with open(file, encoding="utf-8", errors="replace") as stream:
+        return _ledgers_in(stream, file, scope_id)
+
+
+def _ledgers_in(lines: TextIO, where: str, scope_id: int | None) -> list[LedgerId]:
+    ledgers = []
+    number = 0
+    while line := lines.readline(LEDGER_LINE_LENGTH_MAX):
+        number += 1
+        if len(line) == LEDGER_LINE_LENGTH_MAX:
+            raise UsageError(f"{where} line {number}: longer than {LEDGER_LINE_LENGTH_MAX} characters")
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        try:
+            ledgers.append(LedgerId.parse(_ledger_in_json(text) if text.startswith("{") else text, scope_id))
+        except UsageError as error:
+            raise UsageError(f"{where} line {number}: {error.message}", hint=error.hint) from error
+    return ledgers
+
+
+def _ledger_in_json(text: str) -> str:
+    import json
+
+    try:
+        name = json.loads(text).get("ledgerQualifiedName")
+    except (ValueError, RecursionError):
+        name = None
+    if not isinstance(name, str):
+        raise UsageError(
+            "an object without ledgerQualifiedName", hint="use the output of 'bkctl ledger list -o ndjson'"
+        )
+    return name
+
+
+#: Ledgers by argument, or in a file.
+LedgersOrFile = Annotated[
+    list[LedgerId],
+    Composite(
+        (
+            parameter(
+                "ledgers",
+                Annotated[
+                    list[str],
+                    typer.Argument(metavar="LEDGER", help=f"The ledgers: {LEDGER_FORMS}.", show_default=False),
+                ],
+            ),
+            parameter(
+                "from_file",
+                Annotated[
+                    str,
+                    typer.Option(
+                        "--from-file",
+                        metavar="FILE",
+                        help="Read ledgers from this file (-: stdin), one per line, as 'ledger list -o id' prints.",
+                    ),
+                ],
+            ),
+            *_LEDGER_PARAMETERS,
+        ),
+        _ledgers_or_file,
+    ),
+]
+
+
+class NewLedger(NamedTuple):
+    """The id that `ledger write` creates: a given one, or one to generate in `scope_id`."""
+
+    ledger: LedgerId | None
+    scope_id: int
+
+
+def _new_ledger(values: Mapping[str, Any]) -> NewLedger:
+    scope_text, name, id_text = values["ledger_scope_id"], values["ledger_qualified_name"], values["ledger_id"]
+    if values["uuid"]:
+        if (id_text, name, scope_text) != (None, None, None):
+            raise UsageError("--uuid generates an id, but another option gives one", hint="drop one of the two")
+        ledger = LedgerId.random()
+        return NewLedger(ledger, ledger.scope_id)
+    if id_text is None and name is None:
+        return NewLedger(None, 0 if scope_text is None else parse_scope_id(scope_text))
+    given = resolve_ledger(None, ledger_id=id_text, ledger_scope_id=scope_text, ledger_qualified_name=name)
+    assert given is not None
+    return NewLedger(given, given.scope_id)
+
+
+#: The id of a ledger that is to be created.
+LedgerToCreate = Annotated[
+    NewLedger,
+    Composite(
+        (
+            parameter(
+                "uuid", Annotated[bool, typer.Option("--uuid", help="Use a random UUID as the 128-bit id.")], False
+            ),
+            *_LEDGER_PARAMETERS,
+        ),
+        _new_ledger,
+    ),
+]
+
+
+def _scope_filter(default: int | None) -> Callable[[Mapping[str, Any]], int | None]:
+    def resolve(values: Mapping[str, Any]) -> int | None:
+        text = values["ledger_scope_id"]
+        if values["all_scopes"]:
+            if text is not None:
+                raise UsageError("--all-scopes and --ledger-scope-id are given", hint="give one of them")
+            return None
+        return default if text is None else parse_scope_id(text)
+
+    return resolve
+
+
+def _scope_parameters(help: str) -> tuple[Parameter, ...]:
+    return (
+        parameter("ledger_scope_id", Annotated[str, typer.Option("--ledger-scope-id", metavar="SCOPE", help=help)]),
+        parameter("all_scopes", Annotated[bool, typer.Option("--all-scopes", help="Ledgers of every scope.")], False),
+    )
+
+
+#: The scope that a command lists (scope 0 when none is named); None: all scopes.
+ScopeToList = Annotated[
+    int | None, Composite(_scope_parameters("Only ledgers of this scope (default 0)."), _scope_filter(0))
+]
+
+#: The scope that a command looks at (None: all scopes, as when none is named).
+ScopeOfAny = Annotated[
+    int | None, Composite(_scope_parameters("Only ledgers of this scope (default: all)."), _scope_filter(None))
+]
+
+
+#: `--ledger`, repeatable, as a part of a Composite.
+LEDGERS_BY_OPTION: Final = parameter(
+    "some_ledgers",
+    Annotated[
+        list[str], typer.Option("--ledger", metavar="LEDGER", help=f"Only this ledger, repeatable: {LEDGER_FORMS}.")
+    ],
+)
+
+
+class ScanFilter(NamedTuple):
+    """The ledgers that a scan shows: one ledger, one scope, or (both None) all."""
+
+    ledger: LedgerId | None
+    scope_id: int | None
+
+
+def _scan_filter(values: Mapping[str, Any]) -> ScanFilter:
+    scope = _scope_filter(None)(values)
+    if values["ledger_filter"] is None:
+        return ScanFilter(None, scope)
+    return ScanFilter(LedgerId.parse(values["ledger_filter"], scope), scope)
+
+
+#: `--ledger`, `--ledger-scope-id`, `--all-scopes` of a scan, as a ScanFilter; a bare `--ledger` is in the scope given.
+SCAN_LEDGERS: Final = Composite(
+    (
+        parameter(
+            "ledger_filter",
+            Annotated[str, typer.Option("--ledger", metavar="LEDGER", help=f"Only this ledger: {LEDGER_FORMS}.")],
+        ),
+        *_scope_parameters("Only ledgers of this scope."),
+    ),
+    _scan_filter,
+)

@@ -1,0 +1,276 @@
+"""Rows as text: lines of ndjson, csv and ids, items of a JSON array, cells of a table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
+from json.encoder import JSONEncoder
+from json.encoder import encode_basestring_ascii as quote
+from operator import attrgetter
+from typing import Any, Final
+
+from bkctl.errors import UsageError
+from bkctl.ids import LedgerId
+
+from .columns import LEDGER_FIELDS, Column, Columns, Constant, Kind, Output
+from .texts import NULL, base64_text, iso_time, plain, size_text
+
+#: What `_rows` must say of itself: one that was built from other sources, or none at all, is not used.
+COMPILED_API: Final = 1
+
+
+try:
+    from . import _rows
+except ImportError:  # installed without a compiler
+    join_rows = None
+else:
+    join_rows = _rows.join_rows if getattr(_rows, "API", None) == COMPILED_API else None
+
+
+_CSV_SPECIAL: Final = re.compile(r'[,"\r\n]').search
+
+
+def _ledger_json(ledger: LedgerId) -> str:
+    return ",".join(f'"{name}":"{value}"' for name, value in ledger.to_json().items())
+
+
+def _ledger_csv(ledger: LedgerId) -> str:
+    return ",".join(ledger.to_json().values())
+
+
+def _json_default(value: Any) -> Any:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return base64_text(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+#: json.dumps would make a new one for each value, since ours is not its default form.
+_ENCODER: Final = JSONEncoder(separators=(",", ":"), default=_json_default)
+
+
+def csv_cell(text: str) -> str:
+    """Return `text` as csv.writer writes it, by RFC 4180; csv.writer itself takes ten times as long for a row."""
+    return '"' + text.replace('"', '""') + '"' if _CSV_SPECIAL(text) else text
+
+
+def _truth(value: Any) -> str:
+    return "true" if value else "false"
+
+
+def nested_text(value: Any) -> str:
+    if isinstance(value, str):
+        return plain(value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return base64_text(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{plain(str(key))}={nested_text(item)}" for key, item in value.items()) or NULL
+    if isinstance(value, list | tuple):
+        return ", ".join(nested_text(item) for item in value) or NULL
+    return NULL if value is None else str(value)
+
+
+#: A function value → text; None: the value is written as str writes it.
+_Text = Callable[[Any], str] | None
+_JSON_TEXTS: Final[Mapping[Kind, _Text]] = {
+    Kind.LEDGER: _ledger_json,
+    Kind.INTEGER: None,
+    Kind.SIZE: None,
+    Kind.TEXT: quote,
+    Kind.BOOLEAN: _truth,
+    Kind.TIME: lambda value: f'"{iso_time(value)}"',
+    Kind.BINARY: lambda value: f'"{base64_text(value)}"',
+    Kind.NESTED: _ENCODER.encode,
+}
+_CSV_TEXTS: Final[Mapping[Kind, _Text]] = {
+    Kind.LEDGER: _ledger_csv,
+    Kind.INTEGER: None,
+    Kind.SIZE: None,
+    Kind.TEXT: csv_cell,
+    Kind.BOOLEAN: _truth,
+    Kind.TIME: iso_time,
+    Kind.BINARY: base64_text,
+    Kind.NESTED: lambda value: csv_cell(value if isinstance(value, str) else _ENCODER.encode(value)),
+}
+_TABLE_TEXTS: Final[Mapping[Kind, Callable[[Any], str]]] = {
+    Kind.LEDGER: str,
+    Kind.INTEGER: str,
+    Kind.SIZE: size_text,
+    Kind.TEXT: lambda value: plain(str(value)),
+    Kind.BOOLEAN: lambda value: "yes" if value else "no",
+    Kind.TIME: lambda value: re.sub(r"\.\d{3}Z$", "Z", iso_time(value)),
+    Kind.BINARY: base64_text,
+    Kind.NESTED: nested_text,
+}
+
+
+def getter(column: Column) -> Callable[[Any], Any]:
+    """Return the function row → the column's value."""
+    source = column.source
+    if isinstance(source, Constant):
+        value = source.value
+        return lambda row: value
+    return attrgetter(source) if isinstance(source, str) else source
+
+
+def cell_text(column: Column, value: Any) -> str:
+    """Return the text that a table shows for `value`."""
+    return NULL if value is None else _table_text(column)(value)
+
+
+def _table_text(column: Column) -> Callable[[Any], str]:
+    text = column.text
+    return _TABLE_TEXTS[column.kind] if text is None else lambda value: plain(text(value))
+
+
+class _Field:
+    """A column in one format: the text of its values, of None (`null`), and `before` each of them."""
+
+    __slots__ = ("before", "column", "null", "text")
+
+    def __init__(self, column: Column, text: _Text, null: str, before: str = "") -> None:
+        self.column, self.text, self.null, self.before = column, text, null, before
+
+    def constant(self, values: Mapping[str, Sequence[Any] | Constant]) -> str | None:
+        """Return the text that all rows have, None where they differ."""
+        source = self.column.source
+        if not isinstance(source, Constant):
+            given = values.get(self.column.name)
+            if not isinstance(given, Constant):
+                return None
+            source = given
+        return self.null if source.value is None else (self.text or str)(source.value)
+
+    def texts(self, values: Sequence[Any]) -> Sequence[Any]:
+        """Return the text of each value; numbers that are written as str writes them stay numbers."""
+        text, null = self.text, self.null
+        if text is None:
+            if isinstance(values, memoryview) or None not in values:
+                return values
+            return [null if value is None else value for value in values]
+        if self.column.kind is Kind.LEDGER:
+            # The rows of a scan are of few ledgers.
+            texts = {value: null if value is None else text(value) for value in set(values)}
+            return list(map(texts.__getitem__, values))
+        return [null if value is None else text(value) for value in values]
+
+
+class _Fields:
+    """The columns of one kind of row in one format."""
+
+    def __init__(self, fields: Iterable[_Field]) -> None:
+        self._fields = list(fields)
+        varying = [field.column for field in self._fields if not isinstance(field.column.source, Constant)]
+        # One attrgetter reads all attributes at once, in half the time that one for each takes.
+        varying.sort(key=lambda column: not isinstance(column.source, str))
+        paths = [column.source for column in varying if isinstance(column.source, str)]
+        self._names = [column.name for column in varying]
+        self._attributes = attrgetter(*paths) if len(paths) > 1 else None
+        self._getters = [getter(column) for column in varying[len(paths) if self._attributes else 0 :]]
+
+    def values(self, row: Any) -> tuple[Any, ...]:
+        """Return the values to print of `row`, which may change afterwards."""
+        others = [get(row) for get in self._getters]
+        return tuple(others) if self._attributes is None else (*self._attributes(row), *others)
+
+    def columns(self, rows: Iterable[tuple[Any, ...]]) -> dict[str, list[Any]]:
+        """Return column name → the values of `rows` (one at least), each as `values` returned it."""
+        return dict(zip(self._names, map(list, zip(*rows, strict=True)), strict=True))
+
+
+class Lines(_Fields):
+    """Turns rows into lines of ndjson, csv or ids, or into the items of a JSON array, each with `,\\n` before it."""
+
+    def __init__(self, columns: Columns, output: Output) -> None:
+        self._begin, self._end = _AROUND[output]
+        super().__init__(_line_fields(columns, output))
+        self._layouts: dict[tuple[tuple[str, Any], ...], tuple[tuple[str, ...], list[_Field]]] = {}
+
+    def of_rows(self, rows: Iterable[Any]) -> str:
+        """Return the text of `rows`, one at least."""
+        values = list(map(self.values, rows))
+        return self.of_columns(len(values), self.columns(values))
+
+    def of_columns(self, count: int, values: Mapping[str, Sequence[Any] | Constant]) -> str:
+        """Return the text of `count` rows given as columns."""
+        pieces, fields = self._layout(values)
+        columns = tuple(field.texts(values[field.column.name]) for field in fields)
+        if join_rows is not None:
+            joined = join_rows(pieces, columns, count)
+            if joined is not None:
+                return joined
+        template = "%s".join(piece.replace("%", "%%") for piece in pieces)
+        rows = zip(*columns, strict=True) if columns else repeat((), count)
+        return "".join([template % row for row in rows])
+
+    def _layout(self, values: Mapping[str, Sequence[Any] | Constant]) -> tuple[tuple[str, ...], list[_Field]]:
+        """Return the text before, between and behind the values that differ, and the fields of these."""
+        key = tuple((name, value.value) for name, value in values.items() if isinstance(value, Constant))
+        layout = self._layouts.get(key)
+        if layout is None:
+            pieces, varying = [""], []
+            for field in self._fields:
+                text = field.constant(values)
+                pieces[-1] += field.before + (text or "")
+                if text is None:
+                    varying.append(field)
+                    pieces.append("")
+            pieces[0] = self._begin + pieces[0].removeprefix(",")
+            pieces[-1] += self._end
+            layout = self._layouts[key] = tuple(pieces), varying
+        return layout
+
+
+_AROUND: Final = {
+    Output.NDJSON: ("{", "}\n"),
+    Output.JSON: (",\n{", "}"),
+    Output.CSV: ("", "\n"),
+    Output.ID: ("", "\n"),
+}
+
+
+def _line_fields(columns: Columns, output: Output) -> Iterator[_Field]:
+    if output is Output.ID:
+        if columns.key is None:
+            raise UsageError("-o id: the rows of this command have no ids", hint="use -o ndjson or -o csv")
+        yield _Field(columns.key, _TABLE_TEXTS[columns.key.kind], NULL)
+    elif output is Output.CSV:
+        for column in columns.columns:
+            yield _Field(column, _CSV_TEXTS[column.kind], ",," if column.kind is Kind.LEDGER else "", ",")
+    else:
+        for column in sorted(columns.columns, key=lambda column: column.optional):
+            yield _json_field(column)
+
+
+def _json_field(column: Column) -> _Field:
+    text = _JSON_TEXTS[column.kind]
+    before, null = f',"{column.name}":', "null"
+    if column.kind is Kind.LEDGER:
+        before, null = ",", ",".join(f'"{name}":null' for name in LEDGER_FIELDS)
+    if column.optional:
+        return _Field(column, lambda value: before + (text or str)(value), "")
+    return _Field(column, text, null, before)
+
+
+class Cells(_Fields):
+    """Turns rows into the cells of a table, of those columns that have a title."""
+
+    def __init__(self, columns: Columns) -> None:
+        super().__init__(
+            _Field(column, _table_text(column), NULL) for column in columns.columns if column.title is not None
+        )
+
+    def of_rows(self, rows: Iterable[Any]) -> Iterator[tuple[str, ...]]:
+        """Yield the cells of each of `rows`, one at least."""
+        values = list(map(self.values, rows))
+        return self.of_columns(len(values), self.columns(values))
+
+    def of_columns(self, count: int, values: Mapping[str, Sequence[Any] | Constant]) -> Iterator[tuple[str, ...]]:
+        """Yield the cells of `count` rows given as columns."""
+        texts: list[Sequence[str]] = []
+        for field in self._fields:
+            text = field.constant(values)
+            texts.append(field.texts(values[field.column.name]) if text is None else [text] * count)
+        return zip(*texts, strict=True)

@@ -1,0 +1,152 @@
+"""Commands and groups for Typer: plain values without pydantic, help without rich."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Collection, Iterable
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final, get_args, get_origin
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from .options import ANY_DIGEST, BOTH_COMPACTIONS, COMPACTIONS, DIGEST_NAMES, WATCH_S_DEFAULT
+from .session import Session
+from .terminal import wants_color
+from .texts import BOLD, CYAN, RESET
+from .values import is_duration
+
+_PLAIN: Final = (str, int, float, bool, Path)
+_INTEGER: Final = re.compile(r"[+-]?[0-9]{1,20}", re.ASCII).fullmatch
+
+
+class _PlainValue:
+    """Turns an option's text into str, int, float, Path or an Enum.
+
+    Stands in for Typer's own conversion, which imports pydantic: 60 ms that no start-up should pay.
+    """
+
+    def __init__(self, kind: type, *, many: bool) -> None:
+        self._kind, self._many = kind, many
+
+    def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Return the converted value. Raises typer.BadParameter."""
+        if value is None:
+            return () if self._many else None
+        if self._many:
+            return [self._one(item, param, ctx) for item in value]
+        return self._one(value, param, ctx)
+
+    def _one(self, value: Any, param: Any, ctx: Any) -> Any:
+        if isinstance(value, self._kind):
+            return value
+        try:
+            if self._kind is int and not _INTEGER(value):
+                raise ValueError(value)
+            return self._kind(value)
+        except ValueError:
+            if issubclass(self._kind, Enum):
+                expected = "one of " + ", ".join(str(member.value) for member in self._kind)
+            else:
+                expected = f"a valid {self._kind.__name__}"
+            raise typer.BadParameter(f"{value!r} is not {expected}", ctx=ctx, param=param) from None
+
+
+def use_plain_values(params: Iterable[Any]) -> None:
+    """Give each parameter of a plain type its own conversion; others, and other Typer versions, keep Typer's."""
+    for param in params:
+        descriptor = getattr(param, "type_descriptor", None)
+        if descriptor is None or not hasattr(param, "_runtime_param"):
+            continue
+        kind, many = descriptor.annotation, False
+        if get_origin(kind) is list:
+            (kind,), many = get_args(kind), True
+        if param._runtime_param is None and isinstance(kind, type) and (kind in _PLAIN or issubclass(kind, Enum)):
+            param._runtime_param = _PlainValue(kind, many=many)
+
+
+class _PlainHelp:
+    """Help without rich, whose import costs more than all else: sections by panel, colours on a terminal."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters and `--help`."""
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        use_plain_values(params)
+        return params
+
+    def get_help(self, ctx: Any) -> str:
+        """Return the help text, with colours where stdout takes them."""
+        text: str = super().get_help(ctx)  # type: ignore[misc]
+        session = ctx.find_root().obj
+        no_color = session.no_color if isinstance(session, Session) else "--no-color" in sys.argv
+        if not wants_color(sys.stdout, no_color=no_color):
+            return text
+        text = re.sub(r"(?m)^(\w[\w ]*:)", f"{BOLD}\\1{RESET}", text)
+        return re.sub(r"(?m)^  ((?:--?)?[a-z][\w-]*(?:, --[\w-]+)*)", f"  {CYAN}\\1{RESET}", text)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the parts of the usage line."""
+        pieces: list[str] = super().collect_usage_pieces(ctx)  # type: ignore[misc]
+        return [piece.replace("{", "").replace("}", "") for piece in pieces]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments, then options panel by panel, then a group's commands."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                panel = getattr(param, "rich_help_panel", None)
+                default = "Options"
+                if param.param_type_name == "argument":
+                    default, record = "Arguments", (record[0].partition(" <")[0], record[1])
+                sections.setdefault(panel or default, []).append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+        if isinstance(self, TyperGroup):
+            self.format_commands(ctx, formatter)
+
+
+class Command(_PlainHelp, TyperCommand):
+    """A leaf command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Parse `args`, where `--watch` and some commands' `--digest` may stand without their values."""
+        if any("--watch" in param.opts for param in self.params):
+            args = self._with_watch_seconds(args)
+        if any("--digest" in param.opts and param.metavar == "[TYPE]" for param in self.params):
+            args = _with_value(args, ("--digest",), DIGEST_NAMES, ANY_DIGEST)
+        if any("--suspend" in param.opts for param in self.params):
+            args = _with_value(args, ("--suspend", "--resume"), COMPACTIONS, BOTH_COMPACTIONS)
+        return super().parse_args(ctx, args)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the examples, one a line, however long."""
+        if self.epilog:
+            formatter.write_paragraph()
+            formatter.write("Examples:\n")
+            for example in self.epilog.splitlines():
+                formatter.write(f"  {example}\n")
+
+    def _with_watch_seconds(self, args: list[str]) -> list[str]:
+        has_arguments = any(param.param_type_name == "argument" for param in self.params)
+        end = args.index("--") if "--" in args else len(args)
+        shown = list(args)
+        for at in range(end):
+            if args[at] == "--watch" and (has_arguments or at + 1 >= end or not is_duration(args[at + 1])):
+                shown[at] = f"--watch={WATCH_S_DEFAULT}"
+        return shown
+
+
+def _with_value(args: list[str], flags: Collection[str], values: Collection[str], absent: str) -> list[str]:
+    """Return the words, where a flag that none of `values` (in capitals) follows has the value `absent`."""
+    end = args.index("--") if "--" in args else len(args)
+    alone = [at for at in range(end) if args[at] in flags and (at + 1 >= end or args[at + 1].upper() not in values)]
+    return [f"{arg}={absent}" if at in alone else arg for at, arg in enumerate(args)]
+
+
+class Group(_PlainHelp, TyperGroup):
+    """A group of commands."""

@@ -1,0 +1,22 @@
+"""One invocation of the program, kept in Typer's context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .audit import Audit
+from .settings import GlobalOptions
+
+
+@dataclass
+class Session:
+    """One invocation: its words, and the options before the group. Kept in Typer's context."""
+
+    words: list[str] = field(default_factory=list)
+    globals: GlobalOptions = field(default_factory=GlobalOptions)
+    verbose: bool = False
+    quiet: bool = False
+    no_color: bool = False
+    debug: bool = False
+    #: Set for a command that changes something; `main` writes its end.
+    audit: Audit | None = None

@@ -1,0 +1,90 @@
+"""Values as text for people: times, sizes, bytes, widths, colours."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from typing import Final
+
+NULL: Final = "-"
+BOLD: Final = "\x1b[1m"
+GREEN: Final = "\x1b[32m"
+YELLOW: Final = "\x1b[33m"
+RED: Final = "\x1b[31m"
+CYAN: Final = "\x1b[36m"
+RESET: Final = "\x1b[0m"
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+def iso_time(milliseconds: int) -> str:
+    """Return ISO 8601 in UTC with milliseconds, ending in Z; out of the calendar's range the number itself."""
+    try:
+        moment = datetime.fromtimestamp(milliseconds / 1000, UTC)
+    except (ValueError, OverflowError, OSError):
+        return str(milliseconds)
+    return f"{moment:%Y-%m-%dT%H:%M:%S}.{milliseconds % 1000:03d}Z"
+
+
+def size_text(size_bytes: int) -> str:
+    """Return `size_bytes` for people: exact below 10 KiB, else three digits and a binary unit."""
+    if size_bytes < 10240:
+        return f"{size_bytes} B"
+    value, unit = size_bytes / 1024, "KiB"
+    for larger in ("MiB", "GiB", "TiB", "PiB"):
+        if value < 999.5:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.1f} {unit}" if value < 99.95 else f"{value:.0f} {unit}"
+
+
+def base64_text(data: bytes | bytearray | memoryview) -> str:
+    """Return standard base64 without line breaks."""
+    import binascii
+
+    return binascii.b2a_base64(data, newline=False).decode("ascii")
+
+
+def binary_text(data: bytes | bytearray | memoryview, format: str | None) -> str:
+    """Return `data` as text: `utf8` (invalid bytes as U+FFFD), `hex`, else base64."""
+    if format == "utf8":
+        return bytes(data).decode("utf-8", "replace")
+    if format == "hex":
+        return data.hex()
+    return base64_text(data)
+
+
+def readable_text(data: bytes | bytearray | memoryview) -> str:
+    """Return `data` for a table: as text if it is printable UTF-8, else base64."""
+    try:
+        text = bytes(data).decode()
+    except UnicodeDecodeError:
+        return base64_text(data)
+    return text if text.replace("\n", "").replace("\t", "").isprintable() else base64_text(data)
+
+
+def plain(text: str) -> str:
+    """Return `text` with control characters as `\\xNN`, so that no value can steer the terminal or break a row."""
+    return text if text.isprintable() else _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+def width_of(text: str) -> int:
+    """Return the number of terminal cells that `text` occupies."""
+    if text.isascii():
+        return len(text)
+    from unicodedata import combining, east_asian_width
+
+    return sum(0 if combining(char) else 2 if east_asian_width(char) in "WF" else 1 for char in text)
+
+
+def cut(text: str, width: int) -> str:
+    """Return `text` in at most `width` cells, ending in `…` if it was cut."""
+    if width_of(text) <= width:
+        return text
+    while text and width_of(text) > width - 1:
+        text = text[:-1]
+    return text + "…"
+
+
+def counted(count: int, one: str, many: str) -> str:
+    """Return the count with the noun in its number: `1 finding`, `2 findings`."""
+    return f"{count:,} {one if count == 1 else many}"

@@ -1,0 +1,55 @@
+"""Numbers, sizes, durations and switches as people type them."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from bkctl.errors import UsageError
+
+_SIZE: Final = re.compile(r"(\d{1,19})\s*(?:([kmgt])(i?)b?|b)?", re.ASCII | re.IGNORECASE)
+_DURATION: Final = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)\s*(ms|s|m|h|d)?", re.ASCII)
+_NUMBER: Final = re.compile(r"-?[0-9]{1,19}|0[xX][0-9a-fA-F]{1,16}", re.ASCII)
+
+
+def parse_size(text: str, name: str) -> int:
+    """Return bytes: a number, with KB, MB, GB, TB (powers of 1000) or K, KiB, M, MiB … (powers of 1024).
+
+    Raises UsageError, which begins with `name`.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(
+            f"{name}: not a size: {text!r}", hint="give bytes, or a number with KiB, MiB, GiB, KB, MB or GB"
+        )
+    power = " kmgt".index(match[2].lower()) if match[2] else 0
+    decimal = bool(match[2]) and not match[3] and text.strip().lower().endswith("b")
+    unit: int = (1000 if decimal else 1024) ** power
+    return int(match[1]) * unit
+
+
+def parse_duration(text: str, name: str) -> float:
+    """Return seconds: a number, with ms, s, m, h or d. Raises UsageError, which begins with `name`."""
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"{name}: not a duration: {text!r}", hint="give seconds, or a number with ms, s, m, h or d")
+    return float(match[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2] or "s"]
+
+
+def is_duration(text: str) -> bool:
+    """Return True if `parse_duration` accepts `text`."""
+    return _DURATION.fullmatch(text) is not None
+
+
+def parse_number(text: str, name: str) -> int:
+    """Return a decimal (also negative) or 0x number of at most 64 bits. Raises UsageError, which begins with `name`."""
+    if not _NUMBER.fullmatch(text) or not -(1 << 63) <= int(text, 0 if text[1:2] in "xX" else 10) < 1 << 64:
+        raise UsageError(f"{name}: not a number: {text!r}", hint="give a decimal or 0x number of at most 64 bits")
+    return int(text, 0 if text[1:2] in "xX" else 10)
+
+
+def parse_switch(text: str, name: str) -> bool:
+    """Return True for 1, true and yes, False for 0, false and no. Raises UsageError, which begins with `name`."""
+    if text.lower() not in ("0", "1", "false", "true", "no", "yes"):
+        raise UsageError(f"{name}={text!r}: not a switch", hint="set it to 1 or 0")
+    return text.lower() in ("1", "true", "yes")

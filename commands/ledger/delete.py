@@ -1,0 +1,174 @@
+"""`bkctl ledger delete`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bkctl.errors import Conflict
+from bkctl.ids import LedgerId
+
+from ..kit.columns import Column, Columns, Kind
+from ..kit.command import Run, command, group
+from ..kit.ledger_options import LedgersOrFile
+from ..kit.options import (
+    DryRun,
+    KeepGoing,
+    UndoOption,
+    count_option,
+)
+from .columns import STATE_STYLE
+from .listing import parse_states
+
+if TYPE_CHECKING:
+    from bkctl.metadata.admin.removal import Removal, RemovalPlan
+    from bkctl.metadata.cluster import Cluster
+
+app = group()
+
+
+def _known(name: str) -> Callable[[Removal], Any]:
+    return lambda row: None if row.metadata is None else getattr(row.metadata, name)
+
+
+DELETED_COLUMNS = Columns(
+    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+    Column("STATE", "state", lambda row: row.metadata and row.metadata.state.name, style=STATE_STYLE),
+    Column("LENGTH", "length", _known("length"), Kind.SIZE),
+    Column("LAST ENTRY", "lastEntryId", _known("last_entry_id"), Kind.INTEGER),
+    Column("DELETED", "deleted", "removed", Kind.BOOLEAN),
+    Column(None, "error", lambda row: row.error and row.error.message, optional=True),
+    key="ledger",
+)
+
+
+@command(
+    app,
+    "delete",
+    connects=True,
+    asks=True,
+    changes=True,
+    examples=(
+        "bkctl ledger delete 12 --dry-run",
+        "bkctl ledger delete 12 13 --if-state CLOSED --yes",
+    ),
+)
+def delete(
+    run: Run,
+    ledgers: LedgersOrFile,
+    rate: Annotated[int | None, count_option("--rate", "Delete at most N ledgers per second.")],
+    if_state: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--if-state", metavar="STATE", help="Delete only ledgers in this state (else exit code 5); repeatable."
+        ),
+    ] = None,
+    ignore_missing: Annotated[bool, typer.Option("--ignore-missing", help="Skip ledgers that do not exist.")] = False,
+    keep_going: KeepGoing = False,
+    backup: Annotated[
+        Path | None,
+        typer.Option(
+            "--backup",
+            metavar="FILE",
+            help="Export the metadata first, to a new file or directory, for 'metadata import'.",
+        ),
+    ] = None,
+    undo: UndoOption = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Delete ledgers.
+
+    Deletes the metadata now; the bookies delete the entries when they collect garbage. Asks on a terminal; elsewhere
+    --yes is required. Unless --keep-going is given, nothing is deleted if one of the ledgers is missing or in another
+    state. 'metadata undo' restores the metadata, which helps as long as the bookies still have the entries.
+    """
+    from bkctl.metadata.admin.removal import plan_removal, remove_ledgers
+
+    states = parse_states(if_state, "--if-state")
+    some: list[Removal] = []
+    with run.cluster() as cluster, ExitStack() as stack:
+        writer = stack.enter_context(run.rows(DELETED_COLUMNS))
+
+        def seen(row: Removal) -> None:
+            if len(some) < 5:
+                some.append(row)
+            if dry_run:
+                writer.row(row)
+
+        with run.working("Looking at the ledgers"):
+            plan = plan_removal(cluster, ledgers, states=states, keep_missing=ignore_missing, seen=seen)
+        if plan.failures and not keep_going:
+            error = plan.failures[0].error
+            assert error is not None
+            raise Conflict(f"{error.message}; nothing was deleted") if isinstance(error, Conflict) else error
+        failures = 0
+
+        def failed(row: Removal) -> None:
+            nonlocal failures
+            failures += 1
+            writer.row(row)
+            run.note(f"bkctl: {row.error}")
+
+        for each in plan.failures:
+            failed(each)
+        if plan.ledgers and not dry_run:
+            run.confirm(_loss(plan, some))
+            if backup is not None:
+                _export(run, cluster, plan.ledgers, backup)
+            kept = stack.enter_context(run.undo(cluster, undo))
+            with run.working("Deleting", total=len(plan.ledgers), unit="ledgers") as activity:
+                for row in remove_ledgers(
+                    cluster,
+                    plan.ledgers,
+                    states=states,
+                    record=lambda _, path, value: kept.record(path, value, None),
+                    keep_missing=ignore_missing,
+                    keep_going=keep_going,
+                    per_second=rate,
+                ):
+                    activity.advance()
+                    if row.error is None:
+                        writer.row(row)
+                    elif keep_going:
+                        failed(row)
+    run.finish_with(failures, "ledgers were not deleted", "ledger was not deleted")
+
+
+def _export(run: Run, cluster: Cluster, ledgers: list[LedgerId], target: Path) -> None:
+    """Export the ledgers' metadata to a new file `target`, or one in that directory, and sync it."""
+    from bkctl.metadata.admin.dump import ClusterSource, write_export
+
+    if target.is_dir():
+        import time
+
+        target /= f"ledgers-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.ndjson"
+    # Ledger metadata holds passwords.
+    file = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with open(file, "wb") as stream, run.working("Exporting"):
+        write_export(ClusterSource(cluster, ledgers), stream)
+        stream.flush()
+        os.fsync(file)
+    run.note(f"Metadata exported to {target}")
+
+
+def _loss(plan: RemovalPlan, some: list[Removal]) -> str:
+    from ..kit.texts import counted, size_text
+
+    if len(plan.ledgers) == 1:
+        metadata = some[0].metadata
+        assert metadata is not None
+        known = "not closed"
+        if metadata.state.name == "CLOSED":
+            known = f"{counted(metadata.last_entry_id + 1, 'entry', 'entries')}, {size_text(metadata.length)}"
+        return f"Ledger {some[0].ledger} ({metadata.state.name}, {known}) would be lost"
+    names = ", ".join(str(row.ledger) for row in some)
+    more = ", …" if len(plan.ledgers) > len(some) else ""
+    return (
+        f"{len(plan.ledgers):,} ledgers ({plan.closed_count:,} closed, with {size_text(plan.size_bytes)}) "
+        f"would be lost: {names}{more}"
+    )

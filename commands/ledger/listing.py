@@ -1,0 +1,174 @@
+"""`bkctl ledger list` and `bkctl ledger show`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Annotated
+
+import typer
+
+from bkctl.errors import BkctlError, UsageError
+from bkctl.ids import LedgerId
+
+from ..kit.columns import Column, Columns, Kind, Output
+from ..kit.command import Run, command, group
+from ..kit.ledger_options import ManyLedgers, ScopeToList
+from ..kit.options import (
+    CustomMetadata,
+    WatchOption,
+    count_option,
+    duration_option,
+    size_option,
+)
+from .columns import LEDGER_COLUMNS, SECRET_COLUMNS, LedgerRow, ledger_row, list_columns
+
+app = group()
+
+
+COUNT_COLUMNS = Columns(Column("COUNT", "count", lambda count: count, Kind.INTEGER))
+
+
+@command(
+    app,
+    "list",
+    connects=True,
+    examples=(
+        "bkctl ledger list",
+        "bkctl ledger list --state OPEN --min-age 7d",
+        "bkctl ledger list --all-scopes -o id",
+    ),
+)
+def print_ledgers(
+    run: Run,
+    scope_id: ScopeToList,
+    age_min: Annotated[float | None, duration_option("--min-age", "List only ledgers at least this old.")],
+    age_max: Annotated[float | None, duration_option("--max-age", "List only ledgers at most this old.")],
+    size_min: Annotated[int | None, size_option("--min-size", "List only ledgers of at least this length.")],
+    size_max: Annotated[int | None, size_option("--max-size", "List only ledgers of at most this length.")],
+    custom_metadata: CustomMetadata,
+    limit: Annotated[int | None, count_option("--limit", "List at most N ledgers.")],
+    watch: WatchOption,
+    bookie: Annotated[
+        str | None, typer.Option("--bookie", metavar="BOOKIE", help="List only ledgers with entries on this bookie.")
+    ] = None,
+    state: Annotated[
+        list[str] | None, typer.Option("--state", metavar="STATE", help="OPEN, IN_RECOVERY or CLOSED; repeatable.")
+    ] = None,
+    after: Annotated[
+        str | None, typer.Option("--after", metavar="LEDGER", help="List only ledgers after this one.")
+    ] = None,
+    count: Annotated[bool, typer.Option("--count", help="Print only the number of ledgers.")] = False,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Skip metadata that cannot be read (exit code 3 then).")
+    ] = False,
+) -> None:
+    """List the ledgers of a scope, in order of their ids.
+
+    Prints the metadata of each ledger; -o id prints the ids alone, which is much faster. With --custom-metadata, lists
+    only the ledgers that have every KEY=VALUE given.
+    """
+    from itertools import islice
+    from operator import itemgetter
+
+    from bkctl.metadata.admin.overview import LedgerQuery, list_ledgers
+
+    query = LedgerQuery(
+        bookie_id=bookie,
+        states=parse_states(state, "--state"),
+        age_s_min=age_min,
+        age_s_max=age_max,
+        size_bytes_min=size_min,
+        size_bytes_max=size_max,
+        custom_metadata=tuple(custom_metadata.items()),
+    )
+    start = _first_ledger(after, scope_id)
+    unreadable: dict[LedgerId, str] = {}
+
+    def skip(ledger: LedgerId, error: Exception) -> None:
+        if unreadable.get(ledger) != str(error):
+            unreadable[ledger] = str(error)
+            run.note(f"bkctl: {error}")
+
+    def look() -> Iterator[LedgerRow]:
+        if (count or run.output is Output.ID) and not query.needs_metadata:
+            ids = islice(cluster.ledgers.ledgers(scope_id, start), limit)
+            return (LedgerRow(ledger, {}) for ledger in ids)
+        found = list_ledgers(cluster, scope_id, after=start, query=query, unreadable=skip if keep_going else None)
+        return (ledger_row(ledger, metadata) for ledger, metadata in islice(found, limit))
+
+    with run.cluster() as cluster, run.working("Listing ledgers", enabled=watch is None):
+        if count:
+            run.watch(watch, lambda: [sum(1 for _ in look())], COUNT_COLUMNS, single=True)
+        elif run.output is Output.ID and watch is None and limit is None and not query.needs_metadata:
+            # Hundreds of thousands of ids: a directory at a time, not a row each.
+            for batch in cluster.ledgers.batches(scope_id, start):
+                # In order, so that all are of scope 0 where the last is.
+                names = batch if batch[-1].is_scoped else map(itemgetter(1), batch)
+                run.text("\n".join(map(str, names)) + "\n")
+        else:
+            run.watch(watch, look, list_columns(run))
+    run.finish_with(
+        len(unreadable), "ledgers have metadata that cannot be read", "ledger has metadata that cannot be read"
+    )
+
+
+def _first_ledger(after: str | None, scope_id: int | None) -> LedgerId | None:
+    """Return the ledger of --after, whose bare id is in `scope_id`. Raises UsageError for a ledger of another scope."""
+    start = None if after is None else LedgerId.parse(after)
+    if start is None or scope_id is None or start.scope_id == scope_id:
+        return start
+    if start.is_scoped:
+        raise UsageError(
+            f"--after {after!r} is in scope {start.scope_id}, and scope {scope_id} is listed",
+            hint=f"add --ledger-scope-id {start.scope_id} or --all-scopes",
+        )
+    return LedgerId(scope_id, start.ledger_id)
+
+
+def parse_states(texts: list[str] | None, flag: str) -> frozenset[str]:
+    from bkctl.formats.metadata import LedgerState
+
+    names = {text: text.upper().replace("-", "_") for text in texts or ()}
+    for text, name in names.items():
+        if name not in LedgerState.__members__:
+            known = ", ".join(LedgerState.__members__)
+            raise UsageError(f"{flag} {text!r}: not a ledger state", hint=f"one of {known}")
+    return frozenset(names.values())
+
+
+@command(
+    app,
+    "show",
+    connects=True,
+    examples=(
+        "bkctl ledger show 12",
+        "bkctl ledger show 7:12 -o json",
+    ),
+)
+def show(
+    run: Run,
+    ledgers: ManyLedgers,
+    watch: WatchOption,
+    show_secrets: Annotated[bool, typer.Option("--show-secrets", help="Print the ledger's password, too.")] = False,
+) -> None:
+    """Show the metadata of one ledger, or of several."""
+    single = len(ledgers) == 1
+
+    def look() -> Iterator[LedgerRow]:
+        for ledger, found in cluster.ledgers.read_many(ledgers):
+            if isinstance(found, BkctlError):
+                raise found
+            yield ledger_row(ledger, found, show_secrets)
+
+    def subscribe(changed: Callable[[], None]) -> Callable[[], None]:
+        cancels = [cluster.ledgers.watch(ledger, lambda _: changed()) for ledger in ledgers]
+
+        def cancel() -> None:
+            for each in cancels:
+                each()
+
+        return cancel
+
+    with run.cluster() as cluster:
+        columns = SECRET_COLUMNS if show_secrets else LEDGER_COLUMNS if single else list_columns(run)
+        run.watch(watch, look, columns, subscribe=subscribe, single=single)

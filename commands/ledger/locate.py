@@ -1,0 +1,186 @@
+"""`bkctl ledger locate`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from bkctl.errors import BkctlError, UsageError
+from bkctl.ids import LedgerId
+
+from ..kit.columns import Column, Columns, Kind
+from ..kit.command import Run, command, group
+from ..kit.ledger_options import ManyLedgers
+from ..kit.options import (
+    ProtocolOption,
+    number_option,
+)
+from ..kit.output import RowWriter
+from ..kit.texts import GREEN, RED, YELLOW
+
+if TYPE_CHECKING:
+    from bkctl.client.ensemble import ReplicaPlace
+    from bkctl.metadata.cluster import Cluster
+    from bkctl.replication.fragments import ReplicaFault
+
+app = group()
+
+
+class PlaceRow(NamedTuple):
+    """A replica's place and its ledger; `entry_id` is the requested entry, `fault` the finding of a check."""
+
+    ledger: LedgerId
+    entry_id: int | None
+    place: ReplicaPlace
+    fault: ReplicaFault | None = None
+
+    @property
+    def answer(self) -> str:
+        """The result of the bookie's answers, in a word."""
+        return "ok" if self.fault is None else self.fault.reason.value
+
+    @property
+    def problem(self) -> str | None:
+        """The bookie's error, None if all is well."""
+        return None if self.fault is None or self.fault.error is None else self.fault.error.message
+
+    @property
+    def missing(self) -> list[dict[str, int]] | None:
+        """The entries that the bookie lacks or has damaged; None if they are not known one by one."""
+        if self.fault is None:
+            return []
+        if self.fault.missing is None:
+            return None
+        return [
+            {"firstEntryId": span.first_entry_id, "lastEntryId": span.last_entry_id, "entryCount": span.entry_count}
+            for span in self.fault.missing
+        ]
+
+
+PLACE_COLUMNS = Columns(
+    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+    Column("FIRST ENTRY", "firstEntryId", "place.first_entry_id", Kind.INTEGER),
+    Column("LAST ENTRY", "lastEntryId", "place.last_entry_id", Kind.INTEGER),
+    Column("INDEX", "index", "place.ensemble_index", Kind.INTEGER),
+    Column("BOOKIE", "bookieId", "place.bookie_id"),
+    Column("STATE", "state", "place.state", style={"rw": GREEN, "ro": YELLOW, "down": RED}),
+    Column("SCOPES", "ledgerScopes", "place.ledger_scopes", Kind.BOOLEAN),
+    Column("ENTRIES", "entryCount", "place.entry_count", Kind.INTEGER),
+    key="bookieId",
+)
+ENTRY_PLACE_COLUMNS = Columns(
+    PLACE_COLUMNS.columns[0],
+    Column("ENTRY", "entryId", "entry_id", Kind.INTEGER),
+    Column("POSITION", "position", "place.position", Kind.INTEGER),
+    *PLACE_COLUMNS.columns[1:-1],
+    key="bookieId",
+)
+ANSWER_COLUMNS = (
+    Column("ANSWER", "answer", "answer", style={"ok": GREEN, "gone": RED, "no-entry": RED, "no-ledger": RED,
+                                                "damaged": RED, "timed-out": YELLOW, "unavailable": YELLOW}),
+    Column("PROBLEM", "problem", "problem", flexible=True),
+)  # fmt: skip
+
+
+def spans_text(spans: list[dict[str, int]]) -> str:
+    """Return `3, 5-9 (4)`: ids, and spans with the number of missing entries."""
+    texts = [
+        f"{span['firstEntryId']}"
+        if span["entryCount"] == 1
+        else f"{span['firstEntryId']}-{span['lastEntryId']} ({span['entryCount']})"
+        for span in spans
+    ]
+    return ", ".join(texts[:5]) + (f", {len(texts) - 5} more" if len(texts) > 5 else "") if texts else "-"
+
+
+MISSING_COLUMN = Column("MISSING", "missing", "missing", Kind.NESTED, text=spans_text)
+
+
+@command(
+    app,
+    "locate",
+    connects=True,
+    examples=(
+        "bkctl ledger locate 12",
+        "bkctl ledger locate 12 --entry 0 --check",
+    ),
+)
+def locate_ledgers(
+    run: Run,
+    ledgers: ManyLedgers,
+    entry: Annotated[int | None, number_option("--entry", "Only this entry.")],
+    protocol: ProtocolOption,
+    check: Annotated[
+        bool, typer.Option("--check", help="Ask each bookie for the first and last entry that it should have.")
+    ] = False,
+    every_entry: Annotated[
+        bool, typer.Option("--every-entry", help="Ask each bookie for every entry, and print the missing ones.")
+    ] = False,
+) -> None:
+    """Show which bookies hold the entries of a ledger.
+
+    Prints one row for each bookie of each fragment, with the number of entries that it should have. A bookie's state is
+    rw, ro or down; SCOPES tells whether it serves ledgers of scopes other than 0. --entry prints the write set of one
+    entry, in the order in which readers ask its bookies. --check asks the bookies. ANSWER is then ok, gone (not
+    registered), no-entry, no-ledger, damaged, timed-out or unavailable; exit code 3 unless all are ok.
+    """
+    from bkctl.client.ensemble import locate
+
+    if entry is not None and not 0 <= entry < 1 << 63:
+        raise UsageError(f"--entry {entry}: entry ids are 0 or more, below 2^63")
+    if every_entry and entry is not None:
+        raise UsageError("--every-entry and --entry are given", hint="use --check --entry for one entry")
+    columns = PLACE_COLUMNS if entry is None else ENTRY_PLACE_COLUMNS
+    if not (check or every_entry):
+        with run.cluster() as cluster, run.rows(columns) as writer:
+            bookies = cluster.bookies.list()
+            for ledger, found in cluster.ledgers.read_many(ledgers):
+                if isinstance(found, BkctlError):
+                    raise found
+                writer.rows(PlaceRow(ledger, entry, place) for place in locate(ledger, found.metadata, bookies, entry))
+        return
+    columns = columns.and_also(*ANSWER_COLUMNS, *((MISSING_COLUMN,) if every_entry else ()))
+    with run.cluster() as cluster, run.working("Asking the bookies"), run.rows(columns) as writer:
+        findings = run.complete(_check_places(run, cluster, ledgers, entry, every_entry, protocol, writer))
+    run.finish_with(findings, "replicas are not ok", "replica is not ok")
+
+
+async def _check_places(
+    run: Run,
+    cluster: Cluster,
+    ledgers: list[LedgerId],
+    entry: int | None,
+    every_entry: bool,
+    protocol: Any,
+    writer: RowWriter,
+) -> int:
+    """Write the rows of `locate --check`; returns how many of them are not ok."""
+    from asyncio import to_thread
+
+    from bkctl.client.ensemble import locate
+    from bkctl.replication.checker import LedgerChecker
+
+    findings = 0
+    async with run.bookkeeper(cluster, protocol) as bookkeeper:
+        checker = LedgerChecker(bookkeeper)
+        for ledger in ledgers:
+            bookies = await to_thread(cluster.bookies.list)
+            up = {bookie.bookie_id for bookie in bookies if bookie.state != "down"}
+            found = await to_thread(cluster.ledgers.read, ledger)
+            places = list(locate(ledger, found.metadata, bookies, entry))
+            if entry is None:
+                checked = await checker.check(ledger, found, every_entry=every_entry, up=up)
+                faults = {
+                    (fragment.first_entry_id, fault.ensemble_index): fault
+                    for fragment in checked.fragments
+                    for fault in fragment.faults
+                }
+            else:
+                fragment = await checker.check_entry(ledger, entry, found, up=up)
+                faults = {(fragment.first_entry_id, fault.ensemble_index): fault for fault in fragment.faults}
+            for place in places:
+                row = PlaceRow(ledger, entry, place, faults.get((place.first_entry_id, place.ensemble_index)))
+                findings += row.fault is not None
+                writer.row(row)
+    return findings

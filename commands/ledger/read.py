@@ -1,0 +1,195 @@
+"""`bkctl ledger read` and `bkctl ledger tail`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from operator import attrgetter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bkctl.errors import EntryNotFound, UsageError
+from bkctl.ids import LedgerId
+
+from ..kit.columns import Column, Columns, Kind, Output, payload_column
+from ..kit.command import Run, command, group
+from ..kit.ledger_options import OneLedger
+from ..kit.options import (
+    BinaryFormat,
+    BinaryFormatOption,
+    Entries,
+    LedgerPassword,
+    ProtocolOption,
+    count_option,
+)
+
+if TYPE_CHECKING:
+    from bkctl.client.read_handle import ReadHandle
+
+app = group()
+
+
+def _entry_columns(ledger: LedgerId, body: bool, format: BinaryFormat | None) -> Columns:
+    columns = [
+        Column("LEDGER", "ledger", lambda _: ledger, Kind.LEDGER),
+        Column("ENTRY", "entryId", "entry_id", Kind.INTEGER),
+        Column("LAC", "lastAddConfirmed", "last_add_confirmed", Kind.INTEGER),
+        Column("LENGTH", "length", "length", Kind.INTEGER),
+        Column("SIZE", "size", lambda entry: len(entry.payload), Kind.INTEGER),
+        Column(None, "formatVersion", "format_version", Kind.INTEGER),
+    ]
+    if body:
+        columns.append(payload_column(attrgetter("payload"), format))
+    return Columns(*columns, key="entryId")
+
+
+def _check_format(run: Run, format: BinaryFormat | None) -> None:
+    if format is BinaryFormat.RAW and run.output is not Output.TABLE:
+        raise UsageError("--format raw prints payloads and nothing else", hint=f"leave -o {run.output.value} out")
+
+
+async def _print_entries(
+    run: Run, entries: AsyncIterator[Any], columns: Columns, *, raw: bool, live: bool = False
+) -> None:
+    if raw:
+        async for entry in entries:
+            run.raw(entry.payload)
+            if live:
+                sys.stdout.flush()
+        return
+    with run.rows(columns, live=live) as writer:
+        row = writer.row
+        async for entry in entries:
+            row(entry)
+
+
+BodyOption = Annotated[bool, typer.Option("--body", help="Print the payloads, too.")]
+NoVerifyOption = Annotated[bool, typer.Option("--no-verify", help="Do not check the entries' digests.")]
+
+
+@command(
+    app,
+    "read",
+    connects=True,
+    changes="recover",
+    examples=(
+        "bkctl ledger read 12 --last 10 --body",
+        "bkctl ledger read 12 --from 100 --count 5",
+        "bkctl ledger read 12 --format raw > ledger-12",
+    ),
+)
+def read(
+    run: Run,
+    ledger: OneLedger,
+    entries: Entries,
+    count: Annotated[int | None, count_option("--count", "Read at most N entries.")],
+    last: Annotated[int | None, count_option("--last", "Read the last N entries.")],
+    password: LedgerPassword,
+    protocol: ProtocolOption,
+    bookie: Annotated[
+        str | None, typer.Option("--bookie", metavar="BOOKIE", help="Read from this bookie only.")
+    ] = None,
+    recover: Annotated[bool, typer.Option("--recover", help="Fence and close the ledger first.")] = False,
+    no_verify: NoVerifyOption = False,
+    body: BodyOption = False,
+    format: BinaryFormatOption = None,
+) -> None:
+    """Read the entries of a ledger, up to the last confirmed.
+
+    The ledger's password is checked. --format raw writes the payloads' bytes and nothing else.
+    """
+    _check_format(run, format)
+    if last is not None and (entries.first is not None or count is not None):
+        raise UsageError("--last excludes --from and --count")
+    if entries.last is not None and count is not None:
+        raise UsageError("--to and --count are given", hint="give one of them")
+    columns = _entry_columns(ledger, body or format is not None, format)
+
+    async def work() -> None:
+        from bkctl.client.verify import read_replica
+
+        async with run.bookkeeper(cluster, protocol) as bookkeeper:
+            handle = await bookkeeper.open_ledger(
+                ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=password, recovery=recover
+            )
+            async with handle:
+                first, final = _range(handle, entries.first, entries.last, count, last)
+                run.detail(f"ledger {ledger}: entries {first} to {final}")
+                if final < first:
+                    found = _no_entries()
+                elif bookie is not None:
+                    found = read_replica(handle, bookie, first, final, verify=not no_verify)
+                else:
+                    found = handle.read(first, final, verify=not no_verify)
+                await _print_entries(run, found, columns, raw=format is BinaryFormat.RAW)
+
+    with run.cluster() as cluster, run.working(f"Reading ledger {ledger}"):
+        run.complete(work())
+
+
+def _range(
+    handle: ReadHandle, first: int | None, to: int | None, count: int | None, last: int | None
+) -> tuple[int, int]:
+    """Return the first and last entry to read; an empty range for an empty ledger."""
+    end = handle.last_add_confirmed
+    for flag, bound in (("--from", first), ("--to", to)):
+        if bound is not None and bound > end:
+            raise EntryNotFound(
+                f"Ledger {handle.ledger} {_extent(handle)}, and {flag} is {bound}", hint=f"drop {flag}, or give less"
+            )
+    final = end if to is None else to
+    if last is not None:
+        return max(0, final - last + 1), final
+    start = first or 0
+    return start, final if count is None else min(final, start + count - 1)
+
+
+def _extent(handle: ReadHandle) -> str:
+    end = handle.last_add_confirmed
+    if handle.is_closed:
+        return "has no entries" if end < 0 else f"ends at entry {end}"
+    return "is open and has no confirmed entries yet" if end < 0 else f"is open and confirmed up to entry {end}"
+
+
+async def _no_entries() -> AsyncIterator[Any]:
+    nothing: tuple[Any, ...] = ()
+    for entry in nothing:
+        yield entry
+
+
+@command(app, "tail", connects=True, examples=("bkctl ledger tail 12 --body",))
+def tail_ledger(
+    run: Run,
+    ledger: OneLedger,
+    last: Annotated[int | None, count_option("--last", "Begin with the last N entries (default 10).")],
+    password: LedgerPassword,
+    protocol: ProtocolOption,
+    start: Annotated[int | None, typer.Option("--from", metavar="ENTRY", help="Begin with this entry.", min=0)] = None,
+    no_verify: NoVerifyOption = False,
+    body: BodyOption = False,
+    format: BinaryFormatOption = None,
+) -> None:
+    """Print the last entries of a ledger, then each new one.
+
+    Ends when the ledger is closed, or with Ctrl-C.
+    """
+    _check_format(run, format)
+    if start is not None and last is not None:
+        raise UsageError("--from and --last are given", hint="give one of them")
+    if start is not None and start < 0:
+        raise UsageError(f"--from {start}: entry ids are 0 or more")
+    columns = _entry_columns(ledger, body or format is not None, format)
+
+    async def work() -> None:
+        from bkctl.client.streams import tail
+
+        async with run.bookkeeper(cluster, protocol) as bookkeeper:
+            handle = await bookkeeper.open_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=password)
+            async with handle:
+                first = start if start is not None else max(0, handle.last_add_confirmed + 1 - (last or 10))
+                found = tail(handle, first, verify=not no_verify)
+                await _print_entries(run, found, columns, raw=format is BinaryFormat.RAW, live=True)
+
+    with run.cluster() as cluster, run.working(f"Waiting for entries of ledger {ledger}"):
+        run.complete(work())

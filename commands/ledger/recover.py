@@ -1,0 +1,132 @@
+"""`bkctl ledger recover`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from bkctl.ids import LedgerId
+
+from ..kit.columns import Column, Columns, Kind
+from ..kit.command import Run, command, group
+from ..kit.ledger_options import ManyLedgers
+from ..kit.options import (
+    DryRun,
+)
+from ..kit.output import RowWriter
+from ..kit.texts import counted
+from .columns import STATE_STYLE, ledger_row, list_columns
+
+if TYPE_CHECKING:
+    from bkctl.client.recovery import RecoveryLoss
+
+app = group()
+
+
+class RecoveryPlanRow(NamedTuple):
+    """A ledger that a recovery would close, and what it would give up."""
+
+    ledger: LedgerId
+    state: str
+    loss: RecoveryLoss | None
+
+
+def _given_up(name: str) -> Callable[[RecoveryPlanRow], Any]:
+    return lambda row: None if row.loss is None else getattr(row.loss, name)
+
+
+RECOVERY_PLAN_COLUMNS = Columns(
+    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+    Column("STATE", "state", "state", style=STATE_STYLE),
+    Column("LOSS", "loss", lambda row: row.loss is not None, Kind.BOOLEAN),
+    Column("LAST ENTRY", "lastEntryId", _given_up("last_entry_id"), Kind.INTEGER),
+    Column("LAST READABLE", "lastReadableEntryId", _given_up("readable_entry_id"), Kind.INTEGER),
+    Column("LENGTH", "length", _given_up("length"), Kind.SIZE),
+    key="ledger",
+)
+
+
+@command(
+    app,
+    "recover",
+    connects=True,
+    asks=True,
+    changes=True,
+    examples=(
+        "bkctl ledger recover 12",
+        "bkctl ledger recover 12 --dry-run",
+    ),
+)
+def recover(
+    run: Run,
+    ledgers: ManyLedgers,
+    accept_loss: Annotated[
+        bool,
+        typer.Option("--accept-loss", help="Close a ledger even if no bookie has its last entry; asks first."),
+    ] = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Close ledgers whose writer died.
+
+    Fences each ledger, finds its last entry and copies that entry to enough bookies. A writer that is still running can
+    add no more. Closed ledgers are left unchanged.
+
+    If no bookie has a ledger's last entry, the length of the ledger is unknown and the ledger stays IN_RECOVERY. Start
+    its bookies and recover it again. If they never return, --accept-loss closes the ledger: it keeps its last entry id,
+    but its length is that of the last readable entry, which is too small. The entries behind that one are lost unless
+    their bookies return. --accept-loss asks on a terminal and requires --yes elsewhere. It does not help if too few
+    bookies of the last ensemble answer, because the last entry itself is then unknown.
+
+    --dry-run fences nothing and shows what would be given up.
+    """
+    losses: dict[LedgerId, RecoveryLoss] = {}
+
+    async def plan(writer: RowWriter | None) -> None:
+        async with run.bookkeeper(cluster) as bookkeeper:
+            for ledger in ledgers:
+                found, loss = await bookkeeper.find_recovery_loss(ledger)
+                if loss is not None:
+                    losses[ledger] = loss
+                if writer is not None:
+                    writer.row(RecoveryPlanRow(ledger, found.metadata.state.name, loss))
+
+    async def work(writer: RowWriter) -> None:
+        from asyncio import to_thread
+
+        async with run.bookkeeper(cluster) as bookkeeper:
+            for ledger in ledgers:
+                handle = await bookkeeper.open_ledger(
+                    ledger.ledger_id,
+                    ledger_scope_id=ledger.scope_id,
+                    password=None,
+                    recovery=True,
+                    accept_loss=losses.get(ledger),
+                )
+                await handle.close()
+                writer.row(ledger_row(ledger, await to_thread(cluster.ledgers.read, ledger)))
+
+    with run.cluster() as cluster:
+        if dry_run:
+            with run.working("Looking at the ledgers"), run.rows(RECOVERY_PLAN_COLUMNS) as rows:
+                run.complete(plan(rows))
+            return
+        if accept_loss:
+            with run.working("Looking at the ledgers"):
+                run.complete(plan(None))
+            if losses:
+                run.confirm("; ".join(_recovery_loss_text(*each) for each in losses.items()))
+        with run.working("Recovering"), run.rows(list_columns(run)) as rows:
+            run.complete(work(rows))
+        for ledger, loss in losses.items():
+            run.note(f"Given up: {_recovery_loss_text(ledger, loss)}")
+
+
+def _recovery_loss_text(ledger: LedgerId, loss: RecoveryLoss) -> str:
+    entries = counted(loss.last_entry_id - loss.readable_entry_id, "entry", "entries")
+    known = "no entry" if loss.readable_entry_id < 0 else f"entry {loss.readable_entry_id}"
+    return (
+        f"Ledger {ledger}: {entries} up to its last entry {loss.last_entry_id} cannot be read, and its length stays "
+        f"{loss.length:,} bytes for ever (the length at {known}, the last that can be read)"
+    )

@@ -1,0 +1,162 @@
+"""`bkctl ledger verify` and `bkctl ledger test`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from bkctl.errors import FindingsError
+from bkctl.ids import LedgerId
+
+from ..kit.columns import Column, Columns, Kind
+from ..kit.command import Run, command, group
+from ..kit.ledger_options import LedgerToCreate, ManyLedgers
+from ..kit.options import (
+    LedgerPassword,
+    LedgerShape,
+    ProtocolOption,
+    count_option,
+    size_option,
+)
+from ..kit.output import RowWriter
+from ..kit.texts import RED, YELLOW, counted
+from .write import create_ledger
+
+if TYPE_CHECKING:
+    from bkctl.client.trials import RoundTrip
+    from bkctl.client.verify import ReplicaFinding
+
+app = group()
+
+
+class FindingRow(NamedTuple):
+    """One finding of `ledger verify`."""
+
+    ledger: LedgerId
+    finding: ReplicaFinding
+
+
+FINDING_COLUMNS = Columns(
+    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+    Column("ENTRY", "entryId", "finding.entry_id", Kind.INTEGER),
+    Column("BOOKIE", "bookieId", "finding.bookie_id"),
+    Column(
+        "PROBLEM",
+        "problem",
+        "finding.problem",
+        style={"damaged": RED, "missing": RED, "different": RED, "unavailable": YELLOW},
+    ),
+    Column("MESSAGE", "message", "finding.message"),
+    key="entryId",
+)
+
+
+@command(app, "verify", connects=True, examples=("bkctl ledger verify 12",))
+def verify(run: Run, ledgers: ManyLedgers, protocol: ProtocolOption) -> None:
+    """Read every entry from every replica, and check it.
+
+    Checks presence, ids, digests and the ledger's length at each entry. Prints the findings; exit code 3 if there are
+    any. Needs no password.
+    """
+    from bkctl.client.verify import Verification
+
+    async def work(writer: RowWriter) -> int:
+        findings = 0
+        async with run.bookkeeper(cluster, protocol) as bookkeeper:
+            for ledger in ledgers:
+                handle = await bookkeeper.open_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=None)
+                async with handle:
+                    activity.update(0, handle.last_add_confirmed + 1)
+                    verification = Verification(handle, activity.update)
+                    async for finding in verification.findings():
+                        writer.row(FindingRow(ledger, finding))
+                findings += verification.finding_count
+                run.note(
+                    f"Ledger {ledger}: {counted(verification.entry_count, 'entry', 'entries')}, "
+                    f"{counted(verification.replica_count, 'replica', 'replicas')} read, "
+                    f"{counted(verification.finding_count, 'finding', 'findings')}"
+                )
+        return findings
+
+    with (
+        run.cluster() as cluster,
+        run.working("Verifying", unit="entries") as activity,
+        run.rows(FINDING_COLUMNS) as rows,
+    ):
+        findings = run.complete(work(rows))
+    if findings:
+        where = counted(len(ledgers), "ledger", "ledgers")
+        raise FindingsError(f"{counted(findings, 'finding', 'findings')} in {where}")
+
+
+def _ms(milliseconds: int) -> str:
+    return f"{milliseconds:,} ms"
+
+
+class TrialRow(NamedTuple):
+    """The row that `ledger test` prints."""
+
+    ledger: LedgerId
+    result: RoundTrip
+    deleted: bool
+
+
+TRIAL_COLUMNS = Columns(
+    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+    Column("ENTRIES", "entryCount", "result.entry_count", Kind.INTEGER),
+    Column("ENTRY SIZE", "entrySize", "result.entry_size_bytes", Kind.SIZE),
+    Column("LAST ENTRY", "lastEntryId", "result.last_entry_id", Kind.INTEGER),
+    Column("WRITTEN IN", "writeMilliseconds", lambda row: round(row.result.write_s * 1000), Kind.INTEGER, text=_ms),
+    Column("READ IN", "readMilliseconds", lambda row: round(row.result.read_s * 1000), Kind.INTEGER, text=_ms),
+    Column("DELETED", "deleted", "deleted", Kind.BOOLEAN),
+    key="ledger",
+)
+
+
+@command(
+    app,
+    "test",
+    connects=True,
+    changes=True,
+    examples=(
+        "bkctl ledger test",
+        "bkctl ledger test --count 10000 --size 1KiB",
+    ),
+)
+def try_out(
+    run: Run,
+    target: LedgerToCreate,
+    shape: LedgerShape,
+    count: Annotated[int, count_option("--count", "Entries to write.", default=1000)],
+    size: Annotated[int, size_option("--size", "Bytes of an entry.", default="100")],
+    password: LedgerPassword,
+    protocol: ProtocolOption,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the ledger.")] = False,
+) -> None:
+    """Test the cluster with a temporary ledger.
+
+    Creates a ledger, writes random entries, reads them before and after closing, and deletes the ledger.
+    """
+    from bkctl.client.streams import check_entry_size
+    from bkctl.client.trials import round_trip
+
+    check_entry_size(size, "--size")
+
+    async def work() -> TrialRow:
+        async with run.bookkeeper(cluster, protocol) as bookkeeper:
+            handle = await create_ledger(bookkeeper, target, shape, password, {})
+            ledger = handle.ledger
+            run.note(f"Ledger {ledger}")
+            async with handle:
+                result = await round_trip(
+                    bookkeeper, handle, entry_count=count, entry_size_bytes=size, password=password,
+                    progress=activity.update,
+                )  # fmt: skip
+            if not keep:
+                await bookkeeper.delete_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id)
+            return TrialRow(ledger, result, not keep)
+
+    with run.cluster() as cluster, run.working("Writing and reading", total=count, unit="entries") as activity:
+        row = run.complete(work())
+        run.show(row, TRIAL_COLUMNS)

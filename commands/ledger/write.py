@@ -1,0 +1,113 @@
+"""`bkctl ledger write`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from stat import S_ISDIR, S_ISREG
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bkctl.errors import UsageError
+from bkctl.ids import LedgerId
+
+from ..kit.command import Run, command, group
+from ..kit.ledger_options import LedgerToCreate, NewLedger
+from ..kit.options import (
+    CustomMetadata,
+    LedgerPassword,
+    LedgerShape,
+    LedgerSizes,
+    ProtocolOption,
+    size_option,
+)
+from .columns import LEDGER_COLUMNS, ledger_row
+
+if TYPE_CHECKING:
+    from bkctl.client.ledger import BookKeeper
+    from bkctl.client.write_handle import WriteHandle
+
+app = group()
+
+
+async def create_ledger(
+    bookkeeper: BookKeeper, target: NewLedger, shape: LedgerSizes, password: bytes, custom_metadata: dict[str, bytes]
+) -> WriteHandle:
+    settings: dict[str, Any] = {**shape._asdict(), "password": password, "custom_metadata": custom_metadata}
+    if target.ledger is None and target.scope_id == 0:
+        return await bookkeeper.create_ledger(**settings)
+    ledger_id = None if target.ledger is None else target.ledger.ledger_id
+    return await bookkeeper.create_ledger_adv(ledger_id, ledger_scope_id=target.scope_id, **settings)
+
+
+@command(
+    app,
+    "write",
+    connects=True,
+    changes=True,
+    examples=(
+        "bkctl ledger write /etc/hosts",
+        "seq 1000 | bkctl ledger write",
+        "bkctl ledger write --uuid --record-size 64KiB /etc/services",
+    ),
+)
+def write(
+    run: Run,
+    target: LedgerToCreate,
+    shape: LedgerShape,
+    custom_metadata: CustomMetadata,
+    password: LedgerPassword,
+    record_size: Annotated[int | None, size_option("--record-size", "Write entries of this size instead of lines.")],
+    protocol: ProtocolOption,
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(help="Files to write (default and -: stdin), in this order.", metavar="FILE"),
+    ] = None,
+) -> None:
+    """Write files or stdin into a new ledger, and close it.
+
+    Each line becomes one entry, without its line end; an empty line becomes an empty entry. The ledger's id goes to
+    stderr at once, the closed ledger to stdout. While stdin stays open, each line is acknowledged as it arrives and can
+    be tailed.
+    """
+    from bkctl.client.streams import LineSplitter, RecordSplitter, write_stream
+
+    names = files or ["-"]
+    if names.count("-") > 1:
+        raise UsageError("- (stdin) is given twice")
+    splitter: Callable[[], Any] = LineSplitter if record_size is None else lambda: RecordSplitter(record_size)
+    splitter()
+    sizes = [None if name == "-" else _readable_size(name) for name in names]
+    total = None if None in sizes else sum(size or 0 for size in sizes)
+    if "-" in names and sys.stdin is None:
+        raise UsageError("stdin is closed, so there is nothing to write", hint="give files, or < /dev/null for none")
+
+    async def work() -> LedgerId:
+        # A progress line would disturb a user who types.
+        typed = "-" in names and sys.stdin.isatty()
+        with run.working("Writing", total=total, unit="bytes", enabled=not typed) as activity:
+            async with run.bookkeeper(cluster, protocol) as bookkeeper:
+                handle = await create_ledger(bookkeeper, target, shape, password, custom_metadata)
+                run.note(f"Ledger {handle.ledger}")
+                async with handle:
+                    for name in names:
+                        with ExitStack() as stack:
+                            file = 0 if name == "-" else stack.enter_context(open(name, "rb")).fileno()
+                            await write_stream(handle, file, splitter(), activity.advance)
+                return handle.ledger
+
+    with run.cluster() as cluster:
+        ledger = run.complete(work())
+        run.show(ledger_row(ledger, cluster.ledgers.read(ledger)), LEDGER_COLUMNS)
+
+
+def _readable_size(name: str) -> int | None:
+    """Return the size of a readable file; problems with it are raised before a ledger is created."""
+    status = os.stat(name)
+    if not (S_ISREG(status.st_mode) or S_ISDIR(status.st_mode)):
+        return None  # a pipe is opened once only: its writer would not survive the first end
+    with open(name, "rb"):
+        return status.st_size

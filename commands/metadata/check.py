@@ -1,0 +1,103 @@
+"""`bkctl metadata check` and `bkctl metadata orphans`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..kit.columns import Column, Columns, Kind
+from ..kit.command import Run, command, group
+from ..kit.ledger_options import ScopeOfAny
+from ..kit.options import DryRun, UndoOption
+from ..kit.texts import RED, YELLOW
+
+app = group()
+
+
+FINDING_COLUMNS = Columns(
+    Column("CODE", "code", "code", style={"unparsable": RED, "impossible": RED, "dangling": YELLOW}),
+    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+    Column("NODE", "path", "path"),
+    Column("WHAT", "message", "message", flexible=True),
+    key="path",
+)
+
+
+@command(app, "check", connects=True, examples=("bkctl metadata check",))
+def check(run: Run, scope: ScopeOfAny) -> None:
+    """Find metadata that is unreadable, dangling or impossible.
+
+    Checks ledgers, also for bookies that do not exist; cookies, marks, layout and scopes. Exit code 3 if there are
+    findings.
+    """
+    from bkctl.metadata.admin.check import check_metadata
+
+    count = 0
+    with (
+        run.cluster() as cluster,
+        run.working("Checking metadata") as activity,
+        run.rows(FINDING_COLUMNS) as writer,
+    ):
+        for finding in check_metadata(cluster, scope, progress=activity.update):
+            count += 1
+            writer.row(finding)
+    if not count:
+        run.note("No findings in the metadata")
+    run.finish_with(count, "findings", "finding")
+
+
+ORPHAN_COLUMNS = Columns(
+    Column("CODE", "code", "code"),
+    Column("NODE", "path", "path"),
+    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+    Column("NODES", "nodeCount", "node_count", Kind.INTEGER),
+    Column("REMOVABLE", "removable", "removable", Kind.BOOLEAN),
+    Column("WHAT", "message", "message", flexible=True),
+    key="path",
+)
+
+
+@command(
+    app,
+    "orphans",
+    connects=True,
+    changes="delete",
+    asks=True,
+    examples=(
+        "bkctl metadata orphans",
+        "bkctl metadata orphans --delete --dry-run",
+    ),
+)
+def list_orphans(
+    run: Run,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Remove the orphans that are REMOVABLE, after asking.")
+    ] = False,
+    undo: UndoOption = None,
+    dry_run: DryRun = False,
+) -> None:
+    """List nodes that belong to nothing, or remove them.
+
+    Orphans are marks of deleted ledgers, scopes of a formatted cluster, and unused cookies. Exit code 3 if there are
+    any.
+    """
+    from bkctl.metadata.admin.orphans import orphans, remove_orphan
+
+    with run.cluster() as cluster:
+        with run.working("Looking for orphans"):
+            found = list(orphans(cluster))
+        run.render(found, ORPHAN_COLUMNS)
+        if not found:
+            run.note("No orphans")
+        removable = [each for each in found if each.removable]
+        if not delete or dry_run or not removable:
+            run.finish_with(len(found), "orphans", "orphan")
+            return
+        node_count = sum(each.node_count for each in removable)
+        run.confirm(f"{node_count:,} nodes would be removed from {cluster.uri}")
+        with run.undo(cluster, undo) as record, run.working("Removing"):
+            for each in removable:
+                remove_orphan(cluster, each, record.record)
+    run.note(f"{len(removable):,} of {len(found):,} orphans were removed")
+    run.finish_with(len(found) - len(removable), "orphans remain; check them first")

@@ -1,0 +1,153 @@
+"""`bkctl metadata export` and `bkctl metadata import`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from bkctl.errors import Conflict, NotFound, UsageError
+
+from ..kit.columns import Column, Columns, Kind, Output
+from ..kit.command import Run, command, group
+from ..kit.ledger_options import LedgersOfExport
+from ..kit.options import DryRun, UndoOption
+from .imported import Overwrite, note_ids, say_conflicts, show_imported, show_planned
+
+if TYPE_CHECKING:
+    from bkctl.metadata.admin.dump import Exported
+
+app = group()
+
+
+EXPORTED_COLUMNS = Columns(
+    Column("FILE", "file", "file"),
+    Column("INSTANCE ID", "instanceId", "instance_id"),
+    Column("LEDGERS", "ledgerCount", lambda row: row.exported.counts["ledger"], Kind.INTEGER),
+    Column("COOKIES", "cookieCount", lambda row: row.exported.counts["cookie"], Kind.INTEGER),
+    Column("UNDERREPLICATED", "markCount", lambda row: row.exported.counts["mark"], Kind.INTEGER),
+    Column("SIZE", "size", "exported.size_bytes", Kind.SIZE),
+    Column("SHA-256", "sha256", "exported.sha256"),
+    key="file",
+)
+
+
+class ExportRow(NamedTuple):
+    """An export that was written."""
+
+    file: str
+    instance_id: str
+    exported: Exported
+
+
+@command(app, "export", connects=True, examples=("bkctl metadata export -f cluster.ndjson",))
+def export(
+    run: Run,
+    ledgers: LedgersOfExport,
+    file: Annotated[
+        str | None,
+        typer.Option("--file", "-f", metavar="FILE", help="The file to write; - is stdout. It holds ledger passwords."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE if it exists.")] = False,
+) -> None:
+    """Export a cluster's metadata to a file.
+
+    The file has the ledgers of all scopes, cookies, under-replicated marks and switches; if ledgers are named, their
+    metadata only. The file is ndjson and ends with its SHA-256; 'metadata import' reads it. It holds ledger passwords.
+    """
+    import sys
+
+    from bkctl.metadata.admin.dump import ClusterSource, export_to_file, write_export
+
+    if file is None:
+        raise UsageError("No file is named", hint="add -f FILE, or -f - for stdout")
+    with run.cluster() as cluster, run.working("Exporting") as activity:
+        source = ClusterSource(cluster, ledgers or None)
+        if file == "-":
+            if run.output is not Output.TABLE:
+                raise UsageError("-o does not apply to an export to stdout")
+            write_export(source, sys.stdout.buffer, activity.update)
+            sys.stdout.buffer.flush()
+            return
+        exported = export_to_file(source, Path(file), overwrite=overwrite, progress=activity.update)
+    run.show(ExportRow(file, source.header.instance_id, exported), EXPORTED_COLUMNS)
+
+
+@command(
+    app,
+    "import",
+    connects=True,
+    changes=True,
+    asks=True,
+    examples=("bkctl metadata import -f cluster.ndjson --dry-run",),
+)
+def import_(
+    run: Run,
+    file: Annotated[
+        str | None,
+        typer.Option("--file", "-f", metavar="FILE", help="The file that 'metadata export' wrote; - is stdin."),
+    ] = None,
+    overwrite: Overwrite = False,
+    undo: UndoOption = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Import an export into an empty store or its own cluster.
+
+    Creates the cluster in an empty store, or adds what is missing in that cluster. The file's hash is checked first.
+    Records that are there with the same value are skipped, so a second run finishes an interrupted one. Exit code 5 if
+    a record is there with another value; --overwrite replaces it.
+    """
+    from bkctl.metadata.admin.dump import ExportFile, import_records, prepare_target
+    from bkctl.metadata.uri import parse_uri
+
+    if file is None:
+        raise UsageError("No file is named", hint="add -f FILE, or -f - for stdin")
+    with _import_file(file) as path, ExportFile(path) as source:
+        with run.working("Checking the export") as activity:
+            counts = source.check(activity.update)
+        if overwrite and not dry_run:
+            place = parse_uri(run.connection().uri).text
+            run.confirm(f"Metadata in {place} would be replaced with that in {file}")
+        with ExitStack() as stack:
+            try:
+                target = stack.enter_context(run.open_cluster(create_store=not dry_run))
+                is_new = prepare_target(target, source.header, dry_run=dry_run)
+            except NotFound:
+                if not dry_run:
+                    raise
+                is_new = True  # no SQLite file yet
+            if is_new and dry_run:
+                show_planned(run, counts)
+                return
+            total = counts.total()
+            with run.undo(target, undo) as record, run.working("Importing", total=total) as activity:
+                imported = import_records(
+                    source.records(), target, overwrite=overwrite, dry_run=dry_run,
+                    record_change=record.record if overwrite else lambda *_: None, progress=activity.update,
+                )  # fmt: skip
+    show_imported(run, imported)
+    note_ids(run, imported)
+    if imported.conflicts:
+        say_conflicts(run, imported)
+        raise Conflict(
+            f"{len(imported.conflicts):,} records exist with another value", hint="--overwrite replaces them"
+        )
+
+
+@contextmanager
+def _import_file(file: str) -> Iterator[Path]:
+    """Yield the file to read; stdin is kept in one, since it is read twice."""
+    if file != "-":
+        yield Path(file)
+        return
+    import shutil
+    import sys
+    from tempfile import NamedTemporaryFile
+
+    with NamedTemporaryFile(prefix="bkctl-import-") as kept:
+        shutil.copyfileobj(sys.stdin.buffer, kept)
+        kept.flush()
+        yield Path(kept.name)

@@ -1,0 +1,177 @@
+"""`bkctl metadata layout`, `get`, `tree` and `undo`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from bkctl.errors import NotFound, UsageError
+
+from ..kit.columns import Column, Columns, Kind, Output
+from ..kit.command import Run, command, group
+from ..kit.options import BinaryFormat, BinaryFormatOption, DryRun, count_option
+from ..kit.texts import GREEN, RED, binary_text, readable_text
+
+app = group()
+
+
+LAYOUT_COLUMNS = Columns(
+    Column("METADATA URI", "metadataUri", "uri"),
+    Column("LAYOUT FORMAT", "layoutFormatVersion", "layout.format_version", Kind.INTEGER),
+    Column("FACTORY CLASS", "managerFactoryClass", "layout.factory_class"),
+    Column("VERSION", "managerVersion", "layout.manager_version", Kind.INTEGER),
+    Column("INSTANCE ID", "instanceId", "instance_id"),
+    key="instanceId",
+)
+
+
+class LayoutRow(NamedTuple):
+    """The row that `metadata layout` prints."""
+
+    uri: str
+    layout: Any
+    instance_id: str
+
+
+@command(app, "layout", connects=True, examples=("bkctl metadata layout",))
+def layout(run: Run) -> None:
+    """Show the cluster's ledger manager and instance id."""
+    with run.cluster() as cluster:
+        run.show(LayoutRow(cluster.uri, cluster.layout(), cluster.instance_id()), LAYOUT_COLUMNS)
+
+
+class NodeValue(NamedTuple):
+    """The row that `metadata get` prints."""
+
+    path: str
+    version: int
+    ctime_ms: int | None
+    size_bytes: int
+    value: str | None
+
+
+NODE_COLUMNS = Columns(
+    Column("PATH", "path", "path"),
+    Column("VERSION", "version", "version", Kind.INTEGER),
+    Column("CREATED", "ctime", "ctime_ms", Kind.TIME),
+    Column("SIZE", "size", "size_bytes", Kind.SIZE),
+    Column("VALUE", "value", "value"),
+    key="path",
+)
+
+
+@command(app, "get", connects=True, examples=("bkctl metadata get LAYOUT --format utf8",))
+def get(
+    run: Run,
+    path: Annotated[str, typer.Argument(help="Path below the cluster's root, such as cookies/BOOKIE.", metavar="PATH")],
+    format: BinaryFormatOption = None,
+    show_secrets: Annotated[
+        bool, typer.Option("--show-secrets", help="Print values that hold a ledger password, too.")
+    ] = False,
+) -> None:
+    """Show one node: version, creation time, size and value.
+
+    The value is base64; --format raw writes its bytes alone.
+    """
+    with run.cluster() as cluster:
+        place = path.strip("/")
+        found = cluster.store.get(place)
+        if found is None:
+            raise NotFound(f"No node {place!r} in {cluster.store.name}", hint="'bkctl metadata tree' lists the nodes")
+        if not show_secrets and _holds_password(found.value):
+            raise UsageError(
+                f"{place} is ledger metadata with a password",
+                hint="use 'bkctl ledger show', or add --show-secrets",
+            )
+    if format is BinaryFormat.RAW:
+        run.raw(found.value)
+        return
+    table = run.output is Output.TABLE and format is None
+    value = readable_text(found.value) if table else binary_text(found.value, format)
+    run.show(NodeValue(place, found.version, found.ctime_ms, len(found.value), value), NODE_COLUMNS)
+
+
+def _holds_password(value: bytes) -> bool:
+    from bkctl.errors import Corrupt, Unsupported
+    from bkctl.formats.metadata import LedgerMetadata
+
+    if not value.startswith(b"BookieMetadataFormatVersion"):
+        return False
+    try:
+        return bool(LedgerMetadata.parse(value).password)
+    except (Corrupt, Unsupported):
+        # What cannot be read may hold one.
+        return True
+
+
+def _branch(node: Any) -> str:
+    if not node.lasts:
+        return node.path or "/"
+    stems = "".join("   " if last else "│  " for last in node.lasts[:-1])
+    return f"{stems}{'└─ ' if node.lasts[-1] else '├─ '}{node.name}"
+
+
+TREE_COLUMNS = Columns(
+    Column("NODE", "path", "path"),
+    Column("VERSION", "version", lambda node: node.found and node.found.version, Kind.INTEGER),
+    Column("SIZE", "size", lambda node: node.found and len(node.found.value), Kind.SIZE),
+    Column("CREATED", "ctime", lambda node: (node.found and node.found.ctime_ms) or None, Kind.TIME),
+    key="path",
+)
+TREE_TABLE_COLUMNS = Columns(Column("NODE", "path", _branch), *TREE_COLUMNS.columns[1:], key="path")
+
+
+@command(
+    app,
+    "tree",
+    connects=True,
+    examples=(
+        "bkctl metadata tree --depth 1",
+        "bkctl metadata tree cookies",
+    ),
+)
+def tree(
+    run: Run,
+    depth: Annotated[int | None, count_option("--depth", "List only N levels below the start.")],
+    path: Annotated[str, typer.Argument(help="Where to start (default: the root).", metavar="PATH")] = "",
+) -> None:
+    """List the nodes of the metadata store below a path."""
+    from bkctl.metadata.admin.overview import walk
+
+    columns = TREE_TABLE_COLUMNS if run.output is Output.TABLE else TREE_COLUMNS
+    with run.cluster() as cluster, run.working("Reading the tree"):
+        run.render(walk(cluster.store, path.strip("/"), depth=depth), columns)
+
+
+UNDONE_COLUMNS = Columns(
+    Column("NODE", "path", "path"),
+    Column("OUTCOME", "outcome", "outcome", style={"restored": GREEN, "changed": RED}),
+    Column("SIZE BEFORE", "sizeBefore", "size_bytes", Kind.SIZE),
+    key="path",
+)
+
+
+@command(app, "undo", connects=True, asks=True, changes=True)
+def undo_command(
+    run: Run,
+    file: Annotated[Path, typer.Argument(help="The undo file that a command wrote.", metavar="FILE")],
+    dry_run: DryRun = False,
+) -> None:
+    """Undo a command, from the undo file that it wrote.
+
+    Restores the nodes that the command changed, the last change first. A node that was changed since is left unchanged,
+    and the exit code is 3.
+    """
+    from bkctl.metadata.admin.undo import undo
+
+    with run.cluster() as cluster:
+        if not dry_run:
+            run.confirm(f"The changes in {file} would be undone in {cluster.uri}")
+        changed = 0
+        with run.rows(UNDONE_COLUMNS) as writer:
+            for each in undo(cluster, file, dry_run=dry_run):
+                changed += each.outcome == "changed"
+                writer.row(each)
+    run.finish_with(changed, "nodes were changed since, and were left unchanged")

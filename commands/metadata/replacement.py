@@ -1,0 +1,81 @@
+"""`bkctl metadata replace-bookie`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from bkctl.errors import Conflict, NotFound, UsageError
+
+from ..kit.columns import Column, Columns, Kind
+from ..kit.command import Run, command, group
+from ..kit.options import DryRun, UndoOption, count_option
+
+app = group()
+
+
+REPLACEMENT_COLUMNS = Columns(
+    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+    Column("FRAGMENTS", "fragmentCount", "fragment_count", Kind.INTEGER),
+    Column("PROBLEM", "problem", "problem", flexible=True),
+    key="ledger",
+)
+
+
+@command(
+    app,
+    "replace-bookie",
+    connects=True,
+    changes=True,
+    asks=True,
+    examples=("bkctl metadata replace-bookie --from 10.0.0.1:3181 --to 10.0.0.2:3181 --dry-run",),
+)
+def replace_bookie_id(
+    run: Run,
+    limit: Annotated[int | None, count_option("--limit", "Change at most N ledgers.")],
+    old: Annotated[str | None, typer.Option("--from", metavar="BOOKIE", help="The bookie id to replace.")] = None,
+    new: Annotated[str | None, typer.Option("--to", metavar="BOOKIE", help="The new bookie id.")] = None,
+    rate: Annotated[
+        float | None, typer.Option("--rate", metavar="N", help="Change at most N ledgers per second.")
+    ] = None,
+    undo: UndoOption = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Replace a bookie id in the metadata of every ledger.
+
+    For a bookie that returns under another id with all its data; entries are not moved. Covers every scope. Refused
+    while the old id is registered, or if the new id does not exist. Exit code 3 if ledgers keep the old id.
+    """
+    from bkctl.ids import check_bookie_id
+    from bkctl.metadata.admin.bookie_replacement import replace_bookie
+
+    if old is None or new is None:
+        raise UsageError("--from BOOKIE and --to BOOKIE are required")
+    if check_bookie_id(old) == check_bookie_id(new):
+        raise UsageError("--from and --to are the same bookie")
+    if rate is not None and rate <= 0:
+        raise UsageError(f"--rate {rate:g}: must be more than 0")
+    problems = changed = 0
+    with run.cluster() as cluster:
+        registered = cluster.bookies.get(old)
+        if registered is not None and registered.state != "down":
+            raise Conflict(f"Bookie {old} is registered: its clients still write to it", hint="stop it first")
+        if cluster.bookies.get(new) is None:
+            raise NotFound(f"No bookie {new} in {cluster.store.name}", hint="'bkctl bookies list' shows them")
+        if not dry_run:
+            run.confirm(f"{old} would become {new} in the metadata of all ledgers of {cluster.uri}")
+        with (
+            run.undo(cluster, undo) as record,
+            run.working("Replacing") as activity,
+            run.rows(REPLACEMENT_COLUMNS) as writer,
+        ):
+            for each in replace_bookie(
+                cluster, old, new, record=record.record, per_second=rate, limit=limit, dry_run=dry_run,
+                progress=activity.update,
+            ):  # fmt: skip
+                problems += each.problem is not None
+                changed += each.problem is None
+                writer.row(each)
+    run.note(f"{changed:,} ledgers {'would be' if dry_run else 'were'} changed")
+    run.finish_with(problems, "ledgers were left unchanged")

@@ -1,0 +1,113 @@
+"""`bkctl metadata scopes` and `bkctl metadata idgen`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, NamedTuple
+
+import typer
+
+from bkctl.errors import UsageError
+from bkctl.ids import LedgerId
+
+from ..kit.columns import Column, Columns, Kind
+from ..kit.command import Run, command, group
+from ..kit.options import count_option
+
+app = group()
+
+
+class ScopeRow(NamedTuple):
+    """A scope and its ledgers."""
+
+    scope_id: int
+    ledger_count: int
+
+
+SCOPE_COLUMNS = Columns(
+    Column("SCOPE", "ledgerScopeId", lambda row: str(row.scope_id)),
+    Column("HEX", "ledgerScopeIdHex", lambda row: f"{row.scope_id:016x}"),
+    Column("LEDGERS", "ledgerCount", "ledger_count", Kind.INTEGER),
+    key="ledgerScopeId",
+)
+
+
+@command(app, "scopes", connects=True, examples=("bkctl metadata scopes",))
+def scopes(run: Run) -> None:
+    """List the ledger scopes, with the number of ledgers.
+
+    Scope 0 is always listed.
+    """
+
+    def rows() -> Iterator[ScopeRow]:
+        scope_id = count = 0
+        for ledger in cluster.ledgers.ledgers(None):
+            if ledger.scope_id != scope_id:
+                yield ScopeRow(scope_id, count)
+                scope_id, count = ledger.scope_id, 0
+            count += 1
+        yield ScopeRow(scope_id, count)
+
+    with run.cluster() as cluster, run.working("Counting ledgers"):
+        if cluster.ledgers.scopes_state() == "foreign":
+            run.note("The scopes tree of a formatted cluster is left out; 'metadata orphans' lists it")
+        run.render(rows(), SCOPE_COLUMNS)
+
+
+class NewId(NamedTuple):
+    """An id that was generated."""
+
+    ledger: LedgerId
+
+
+NEW_ID_COLUMNS = Columns(Column("LEDGER", "ledger", "ledger", Kind.LEDGER), key="ledger")
+
+
+@command(
+    app,
+    "idgen",
+    connects=True,
+    changes="sequence",
+    examples=(
+        "bkctl metadata idgen --count 3",
+        "bkctl metadata idgen --ledger-scope-id 7",
+    ),
+)
+def idgen(
+    run: Run,
+    count: Annotated[int | None, count_option("--count", "Number of ids (default 1).")],
+    scope_id: Annotated[
+        str | None, typer.Option("--ledger-scope-id", metavar="SCOPE", help="Random ids of this scope.")
+    ] = None,
+    sequence: Annotated[
+        bool,
+        typer.Option(
+            "--sequence", help="Take ids of scope 0 from the cluster's generator, which will not give them again."
+        ),
+    ] = False,
+) -> None:
+    """Print new ledger ids.
+
+    Without options, prints UUIDs, whose high half is the scope. --ledger-scope-id prints random ids of one scope.
+    --sequence takes ids from the cluster's generator; only that needs a cluster.
+    """
+    from bkctl.ids import parse_scope_id, random_u64
+
+    if sequence and scope_id is not None and parse_scope_id(scope_id) != 0:
+        raise UsageError("--sequence applies to scope 0; ids of other scopes are random")
+    if not sequence:
+        import uuid
+
+        scope = None if scope_id is None else parse_scope_id(scope_id)
+        if scope == 0:
+            raise UsageError("Ids of scope 0 come from the cluster's generator", hint="add --sequence")
+
+        def random_ids() -> Iterator[NewId]:
+            for _ in range(count or 1):
+                value = uuid.uuid4().int if scope is None else scope << 64 | random_u64()
+                yield NewId(LedgerId.from_value(value))
+
+        run.render(random_ids(), NEW_ID_COLUMNS)
+        return
+    with run.cluster() as cluster:
+        run.render((NewId(cluster.ledgers.new_ledger_id()) for _ in range(count or 1)), NEW_ID_COLUMNS)

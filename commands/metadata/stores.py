@@ -1,0 +1,169 @@
+"""`bkctl metadata diff` and `bkctl metadata migrate`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from itertools import chain
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bkctl.errors import Conflict, NotFound, UsageError
+
+from ..kit.columns import Column, Columns, Kind
+from ..kit.command import Run, command, group
+from ..kit.connection import LoginOfTarget
+from ..kit.options import DryRun, UndoOption
+from ..kit.texts import GREEN, RED, YELLOW
+from .imported import NAMES_SHOWN_MAX, Overwrite, note_ids, show_imported, show_planned
+
+if TYPE_CHECKING:
+    from bkctl.metadata.admin.dump import ClusterSource, MetadataSource
+    from bkctl.metadata.cluster import Cluster
+
+app = group()
+
+
+DIFFERENCE_COLUMNS = Columns(
+    Column("KIND", "kind", "kind"),
+    Column("KEY", "key", lambda row: str(row.ledger) if row.ledger is not None else row.key),
+    Column("WHAT", "what", "what", style={"differs": YELLOW, "onlyInFirst": RED, "onlyInSecond": GREEN}),
+    Column("FIELDS", "fields", lambda row: list(row.fields), Kind.NESTED, text=", ".join),
+    Column(None, "ledgerQualifiedName", lambda row: row.ledger and row.ledger.qualified_name),
+    key="key",
+)
+_SOURCE_HELP = "A metadata URI, context:NAME, or a file that 'metadata export' wrote."
+
+
+@command(app, "diff", connects=True, examples=("bkctl metadata diff cluster.ndjson",))
+def diff(
+    run: Run,
+    first: Annotated[str, typer.Argument(metavar="FIRST", help=_SOURCE_HELP)],
+    second: Annotated[
+        str | None, typer.Argument(metavar="SECOND", help=f"{_SOURCE_HELP} Default: the connection's cluster.")
+    ] = None,
+) -> None:
+    """Compare the metadata of two stores or exports.
+
+    Compares byte for byte; exit code 3 if they differ. The login in --metadata-… options is sent only to the
+    connection's servers: name a store with another login as context:NAME.
+    """
+    from bkctl.metadata.admin.dump import ClusterSource, compare, compare_headers, open_source
+
+    found: Counter[str] = Counter()
+    with ExitStack() as stack:
+        sources: list[MetadataSource] = []
+        for text in (first, second):
+            if text is None:
+                sources.append(ClusterSource(stack.enter_context(run.cluster())))
+                continue
+            source, cluster = open_source(text, run.open_other_cluster)
+            if cluster is not None:
+                stack.enter_context(cluster)
+            sources.append(stack.enter_context(source))
+        left, right = sources
+        if left.header.instance_id != right.header.instance_id:
+            run.note(f"Different clusters: {left.header.instance_id} and {right.header.instance_id}")
+        with run.working("Comparing") as activity, run.rows(DIFFERENCE_COLUMNS) as writer:
+            differences = compare(left.records(), right.records(), progress=activity.update)
+            for difference in chain(compare_headers(left.header, right.header), differences):
+                found[difference.what] += 1
+                writer.row(difference)
+    run.finish_with(found.total(), "differences", "difference")
+
+
+@command(
+    app,
+    "migrate",
+    connects=True,
+    changes=True,
+    asks=True,
+    examples=("bkctl metadata migrate --to sqlite:///metadata.db --dry-run",),
+)
+def migrate(
+    run: Run,
+    *,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to", metavar="URI", help="The store to copy to: zk+…://, etcd://, sqlite:///FILE, or context:NAME."
+        ),
+    ] = None,
+    login: LoginOfTarget,
+    overwrite: Overwrite = False,
+    live: Annotated[
+        bool,
+        typer.Option("--live", help="Copy even while bookies are registered; changes made meanwhile are reported."),
+    ] = False,
+    undo: UndoOption = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Copy a cluster's metadata into another store.
+
+    The copy is the same cluster. Compares both stores at the end; exit code 3 if they differ. The first store stays
+    unchanged. A second run finishes an interrupted one. Refused while bookies are registered on either side, since
+    their clients would continue to change the first store.
+    """
+    from bkctl.metadata.admin.dump import ClusterSource, compare, import_records, prepare_target
+
+    if to is None:
+        raise UsageError("No target is named", hint="add --to URI")
+    with run.cluster() as source_cluster, ExitStack() as stack:
+        source = ClusterSource(source_cluster)
+        try:
+            target = stack.enter_context(run.open_other_cluster(to, login=login, create_store=not dry_run))
+        except NotFound:
+            if not dry_run:
+                raise
+            _refuse_registered(source_cluster, live)
+            show_planned(run, _counted(run, source))  # no SQLite file yet
+            return
+        if source_cluster.uri == target.uri:
+            raise UsageError(f"{target.uri} is the same store")
+        is_new = prepare_target(target, source.header, dry_run=True)
+        for cluster in (source_cluster,) if is_new else (source_cluster, target):
+            _refuse_registered(cluster, live)
+        if dry_run and is_new:
+            show_planned(run, _counted(run, source))
+            return
+        if overwrite and not dry_run and not is_new:
+            run.confirm(f"Metadata in {target.uri} would be replaced with that in {source_cluster.uri}")
+        prepare_target(target, source.header, dry_run=dry_run)
+        with run.undo(target, undo, elsewhere=True) as record, run.working("Copying") as activity:
+            imported = import_records(
+                source.records(), target, overwrite=overwrite, dry_run=dry_run,
+                record_change=record.record if overwrite else lambda *_: None, progress=activity.update,
+            )  # fmt: skip
+        differences = 0
+        if not dry_run:
+            with run.working("Comparing") as activity:
+                for difference in compare(source.records(), ClusterSource(target).records(), progress=activity.update):
+                    differences += 1
+                    if differences <= NAMES_SHOWN_MAX:
+                        name = difference.key if difference.ledger is None else str(difference.ledger)
+                        run.note(f"{difference.kind} {name}: {_WHERE[difference.what]}")
+    show_imported(run, imported)
+    note_ids(run, imported)
+    run.finish_with(differences, f"differences between {source_cluster.uri} and {target.uri}")
+
+
+def _refuse_registered(cluster: Cluster, live: bool) -> None:
+    registered = cluster.bookies.list(include_down=False)
+    if registered and not live:
+        raise Conflict(
+            f"{len(registered):,} bookies are registered in {cluster.uri}",
+            hint="stop them first, or copy with --live and run it again once they are stopped",
+        )
+
+
+def _counted(run: Run, source: ClusterSource) -> Counter[str]:
+    with run.working("Counting"):
+        return Counter(record.kind for record in source.records())
+
+
+_WHERE = {
+    "onlyInFirst": "is not in the target",
+    "onlyInSecond": "is only in the target",
+    "differs": "differs; --overwrite replaces it",
+}
