@@ -261,7 +261,7 @@ def verify(run: Run, names: JournalNames = None, directories: DirOption = None) 
 # --- stats ----------------------------------------------------------------------------------------------------------
 
 
-class Grouping(StrEnum):
+class JournalGrouping(StrEnum):
     """The grouping of `stats`."""
 
     FILE = "file"
@@ -338,8 +338,8 @@ def stats(
     names: JournalNames = None,
     directories: DirOption = None,
     by: Annotated[
-        Grouping, typer.Option("--by", metavar="WHAT", help="A row for each file, type, ledger or scope.")
-    ] = Grouping.FILE,
+        JournalGrouping, typer.Option("--by", metavar="WHAT", help="A row for each file, type, ledger or scope.")
+    ] = JournalGrouping.FILE,
 ) -> None:
     """Count the records of journals by type, ledger or scope.
 
@@ -350,13 +350,17 @@ def stats(
     files = _all_journals(run, names, directories)
     errors: list[BkctlError] = []
     with run.working("Reading journals"):
-        if by is Grouping.FILE:
+        if by is JournalGrouping.FILE:
             rows: Iterable[JournalStatistics] = _statistics(files, errors)
             if top is not None:
                 rows = sorted(rows, key=lambda row: row.record_bytes, reverse=True)[:top]
             run.render(rows, STATS_COLUMNS)
         else:
-            columns = {Grouping.TYPE: TYPE_COLUMNS, Grouping.LEDGER: LEDGER_COLUMNS, Grouping.SCOPE: SCOPE_COLUMNS}[by]
+            columns = {
+                JournalGrouping.TYPE: TYPE_COLUMNS,
+                JournalGrouping.LEDGER: LEDGER_COLUMNS,
+                JournalGrouping.SCOPE: SCOPE_COLUMNS,
+            }[by]
             sums = _sums(_statistics(files, errors), by)
             sums.sort(key=itemgetter(2), reverse=True)
             run.render(sums if top is None else sums[:top], columns)
@@ -374,18 +378,18 @@ def _statistics(files: list[Path], errors: list[BkctlError]) -> Iterator[Journal
             yield found
 
 
-def _sums(files: Iterable[JournalStatistics], by: Grouping) -> list[Sum]:
+def _sums(files: Iterable[JournalStatistics], by: JournalGrouping) -> list[Sum]:
     from collections import Counter
 
     records: Counter[Any] = Counter()
     sizes: Counter[Any] = Counter()
     for found in files:
-        records.update(found.counts if by is Grouping.TYPE else found.ledgers)
-        sizes.update(found.type_bytes if by is Grouping.TYPE else found.ledger_bytes)
-        if by is Grouping.TYPE and found.padding_bytes:
+        records.update(found.counts if by is JournalGrouping.TYPE else found.ledgers)
+        sizes.update(found.type_bytes if by is JournalGrouping.TYPE else found.ledger_bytes)
+        if by is JournalGrouping.TYPE and found.padding_bytes:
             records["padding"] += found.padding_count
             sizes["padding"] += found.padding_bytes
-    if by is not Grouping.SCOPE:
+    if by is not JournalGrouping.SCOPE:
         return [Sum(key, records[key], sizes[key]) for key in sorted(sizes)]
     return [
         Sum(

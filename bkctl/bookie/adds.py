@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Final
 
-from bkctl.bookie.group_commit import GroupCommit
+from bkctl.bookie.commit_dispatcher import CommitDispatcher
 from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.bookie.waiting_requests import WaitingRequests
 from bkctl.ids import LedgerId
@@ -22,7 +22,7 @@ class AddHandler:
     """Puts entries into the storage's current batches; group commit answers them."""
 
     def __init__(
-        self, storage: BookieStorage, state: BookieStateManager, commits: GroupCommit, requests: WaitingRequests
+        self, storage: BookieStorage, state: BookieStateManager, commits: CommitDispatcher, requests: WaitingRequests
     ) -> None:
         self._storage = storage
         self._state = state

@@ -14,11 +14,11 @@ import time
 from collections.abc import Coroutine
 from typing import Any, Final
 
+from bkctl.bookie.commit_dispatcher import CommitDispatcher
 from bkctl.bookie.compaction_schedule import check_compaction_settings
 from bkctl.bookie.cookies import read_directory, stamp_or_verify
 from bkctl.bookie.disk_space import DiskSpaceMonitor
 from bkctl.bookie.garbage_collector import GarbageCollectorThread
-from bkctl.bookie.group_commit import GroupCommit
 from bkctl.bookie.ledger_deletion import LedgerDeleter
 from bkctl.bookie.metrics import BookieMetrics
 from bkctl.bookie.network import (
@@ -36,7 +36,7 @@ from bkctl.bookie.stopping import StopDeadline
 from bkctl.config import BookieConfig
 from bkctl.disk import NO_SPACE, Files
 from bkctl.errors import BkctlError, TimedOut, UsageError
-from bkctl.formats.metadata import BookieServiceInfo, Endpoint
+from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo
 from bkctl.formats.names import DIRTY_NAME
 from bkctl.ids import check_bookie_id
 from bkctl.metadata.cluster import (
@@ -88,7 +88,7 @@ class Bookie:
         self.state_manager = BookieStateManager(config, self.files, self.storage, self._give_up)
         self.registration = RegistrationManager(self.state_manager)
         self.space = DiskSpaceMonitor(self.files, self.storage, self.state_manager, self.registration)
-        self.commits = GroupCommit(self.storage, self.state_manager, self.metrics, self.space)
+        self.commits = CommitDispatcher(self.storage, self.state_manager, self.metrics, self.space)
         self.processor = RequestProcessor(self.files, self.storage, self.state_manager, self.commits, self.metrics)
         self.garbage_collector: GarbageCollectorThread | None = None
         server = self.server = self.processor.server
@@ -130,11 +130,13 @@ class Bookie:
     def service_info(self) -> BookieServiceInfo:
         """The addresses that the bookie registers, and that it knows ledger scopes."""
         host, port = self.address
-        endpoints = [Endpoint("bookie", port, host, BOOKIE_RPC_PROTOCOL)]
+        endpoints = [BookieEndpoint("bookie", port, host, BOOKIE_RPC_PROTOCOL)]
         config = self.config
         if config.http_server_enabled:
             protocol = "https" if config.http_server_tls_enable else "http"
-            http = Endpoint(HTTP_ENDPOINT_ID, config.http_server_port, config.http_server_host or "0.0.0.0", protocol)
+            http = BookieEndpoint(
+                HTTP_ENDPOINT_ID, config.http_server_port, config.http_server_host or "0.0.0.0", protocol
+            )
             endpoints.insert(0, http)
         return BookieServiceInfo(tuple(endpoints), {LEDGER_SCOPES_PROPERTY: "1"})
 

@@ -6,8 +6,8 @@ GetBookieInfoProcessorV3.
 
 from __future__ import annotations
 
+from bkctl.bookie.commit_dispatcher import CommitDispatcher
 from bkctl.bookie.disk_watch import total_usage
-from bkctl.bookie.group_commit import GroupCommit
 from bkctl.bookie.reads import EntryFetcher
 from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.disk import DiskUsage, Files
@@ -38,7 +38,7 @@ class LedgerRequestHandler:
         files: Files,
         storage: BookieStorage,
         state: BookieStateManager,
-        commits: GroupCommit,
+        commits: CommitDispatcher,
         reader: EntryFetcher,
     ) -> None:
         self._files = files

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from bkctl.bookie.group_commit import GroupCommit
+from bkctl.bookie.commit_dispatcher import CommitDispatcher
 from bkctl.bookie.long_polls import LongPolls
 from bkctl.bookie.metrics import BookieMetrics
 from bkctl.bookie.state_manager import BookieStateManager
@@ -131,7 +131,7 @@ class ReadHandler:
         self,
         storage: BookieStorage,
         state: BookieStateManager,
-        commits: GroupCommit,
+        commits: CommitDispatcher,
         requests: WaitingRequests,
         reader: EntryFetcher,
     ) -> None:

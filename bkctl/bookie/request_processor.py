@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 from bkctl.bookie.adds import AddHandler
-from bkctl.bookie.group_commit import GroupCommit
+from bkctl.bookie.commit_dispatcher import CommitDispatcher
 from bkctl.bookie.ledger_requests import LedgerRequestHandler
 from bkctl.bookie.metrics import BookieMetrics
 from bkctl.bookie.network import server_limits, tls_context
@@ -43,7 +43,7 @@ class RequestProcessor:
         files: Files,
         storage: BookieStorage,
         state: BookieStateManager,
-        commits: GroupCommit,
+        commits: CommitDispatcher,
         metrics: BookieMetrics,
     ) -> None:
         config = state.config

@@ -20,7 +20,7 @@ from bkctl.bookie.metrics import JournalMetrics
 from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError
 from bkctl.storage.bookie_storage import BookieStorage
-from bkctl.storage.group_commit import Batch
+from bkctl.storage.group_commit import JournalBatch
 
 log: Final = logging.getLogger("bkctl.bookie")
 
@@ -71,10 +71,10 @@ class Worker:
 class JournalListener(Protocol):
     """Receives the reports of journal threads, in the event loop."""
 
-    def written(self, group: list[Batch]) -> None:
+    def written(self, group: list[JournalBatch]) -> None:
         """The group is written and not synced yet; some of its adds wait for no more (deferred sync)."""
 
-    def committed(self, number: int, group: list[Batch], error: OSError | None) -> None:
+    def committed(self, number: int, group: list[JournalBatch], error: OSError | None) -> None:
         """The group is on disk, or failed."""
 
     def thread_died(self, error: BaseException) -> None:
@@ -93,7 +93,7 @@ class JournalThread:
         self._number = number
         self._listener = listener
         self.metrics = JournalMetrics()
-        self._queue: SimpleQueue[Batch | None] = SimpleQueue()
+        self._queue: SimpleQueue[JournalBatch | None] = SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._size_enough = config.journal_buffered_writes_threshold
         self._count_enough = config.journal_buffered_entries_threshold or sys.maxsize
@@ -109,13 +109,13 @@ class JournalThread:
         """True if journalQueueSize entries wait or more; in the loop."""
         return self._count >= self._count_max
 
-    def put(self, batch: Batch) -> None:
+    def put(self, batch: JournalBatch) -> None:
         """Write `batch` behind the others; in the loop."""
         self.metrics.waiting = self._count = self._count + batch.count
         batch.put_s = time.monotonic()
         self._queue.put(batch)
 
-    def taken(self, batch: Batch) -> None:
+    def taken(self, batch: JournalBatch) -> None:
         """Count `batch`, which was reported, as waiting no more; in the loop."""
         self.metrics.waiting = self._count = self._count - batch.count
 
@@ -150,7 +150,7 @@ class JournalThread:
                 count += batch.count
             self._write_group(group, size, count)
 
-    def _write_group(self, group: list[Batch], size: int, count: int) -> None:
+    def _write_group(self, group: list[JournalBatch], size: int, count: int) -> None:
         error = None
         began = time.monotonic()
         self.metrics.queue.observe(began - group[0].put_s)
@@ -161,7 +161,7 @@ class JournalThread:
         self.metrics.group_written(count, size, time.monotonic() - began, ok=error is None)
         self._loop.call_soon_threadsafe(self._listener.committed, self._number, group, error)
 
-    def _written(self, group: list[Batch]) -> Callable[[], object] | None:
+    def _written(self, group: list[JournalBatch]) -> Callable[[], object] | None:
         """Return the report between writing and syncing; None unless an add of the group waits for it."""
         if not any(batch.written for batch in group):
             return None

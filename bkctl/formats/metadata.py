@@ -445,8 +445,8 @@ class LedgerLayout:
         return f"{LAYOUT_FORMAT_VERSION}\n{self.factory_class}:{self.manager_version}".encode()
 
 
-class Endpoint(NamedTuple):
-    """An address where a bookie serves `protocol` (`bookie-rpc`, `http`). Source: BookieServiceInfo.Endpoint."""
+class BookieEndpoint(NamedTuple):
+    """An address where a bookie serves `protocol` (`bookie-rpc`, `http`). Source: BookieServiceInfo.BookieEndpoint."""
 
     id: str
     port: int
@@ -460,7 +460,7 @@ class Endpoint(NamedTuple):
 class BookieServiceInfo:
     """The endpoints and properties that a bookie registers. Source: BookieServiceInfo."""
 
-    endpoints: tuple[Endpoint, ...] = ()
+    endpoints: tuple[BookieEndpoint, ...] = ()
     properties: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -472,7 +472,9 @@ class BookieServiceInfo:
         message = parse_message(BookieServiceInfoFormat, data, f"{at}Bookie service info")
         return cls(
             tuple(
-                Endpoint(found.id, found.port, found.host, found.protocol, tuple(found.auth), tuple(found.extensions))
+                BookieEndpoint(
+                    found.id, found.port, found.host, found.protocol, tuple(found.auth), tuple(found.extensions)
+                )
                 for found in message.endpoints
             ),
             dict(message.properties),

@@ -49,9 +49,9 @@ def config_of(directories: BookieDirectories) -> BookieConfig:
     The storage class is DbLedgerStorage if the directories have databases. Raises UsageError if their order is unclear,
     NotFound for a missing directory.
     """
-    from bkctl.repair.layout import layout_of
+    from bkctl.repair.layout import find_layout
 
-    layout = layout_of(directories)
+    layout = find_layout(directories)
 
     def configured(currents: tuple[Path, ...]) -> tuple[str, ...]:
         for current in currents:

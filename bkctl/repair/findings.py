@@ -1,4 +1,4 @@
-"""Findings of a repair, and the type of its progress callback."""
+"""RepairFindings of a repair, and the type of its progress callback."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DamagedFile(NamedTuple):
 
 
 @dataclass(slots=True)
-class Findings:
+class RepairFindings:
     """The findings of a repair besides its result: damaged files, and notes for the operator."""
 
     damage: list[DamagedFile] = field(default_factory=list)

@@ -59,7 +59,7 @@ class BookieLayout(NamedTuple):
         return sorted(found, key=lambda path: log_id_of(path.name) or 0)
 
 
-def layout_of(directories: BookieDirectories) -> BookieLayout:
+def find_layout(directories: BookieDirectories) -> BookieLayout:
     """Return the directories of a bookie by role: in the order of the configuration, else of the cookie.
 
     Raises NotFound for a missing directory, UsageError if the roles or the order are unclear.

@@ -14,7 +14,7 @@ from bkctl.formats.index import LedgerData
 from bkctl.formats.record import RecordType
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.model import LedgerFacts
-from bkctl.repair.findings import DamagedFile, Findings, Progress
+from bkctl.repair.findings import DamagedFile, Progress, RepairFindings
 
 
 @dataclass(slots=True)
@@ -26,7 +26,9 @@ class JournalFacts:
     explicit_lac: bytes | None = None
 
 
-def read_journals(directories: Iterable[Path], findings: Findings, progress: Progress) -> dict[LedgerId, JournalFacts]:
+def read_journals(
+    directories: Iterable[Path], findings: RepairFindings, progress: Progress
+) -> dict[LedgerId, JournalFacts]:
     """Return the facts of every ledger in the journals of `directories` (each `current`).
 
     Journals of version 7 that a clean stop set aside count too. A damaged journal is noted and used up to its damage.

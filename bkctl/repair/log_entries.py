@@ -13,11 +13,11 @@ from bkctl.formats.entry_log import log_id_of, pack_location, unpack_location
 from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.formats.record import BODY_SIZE_MIN, IDS_V1, IDS_V2, RECORD_SIZE, RECORD_SIZE_BYTES_MAX, RecordType
 from bkctl.ids import LedgerId
-from bkctl.repair.findings import DamagedFile, Findings
+from bkctl.repair.findings import DamagedFile, RepairFindings
 from bkctl.repair.ledger_facts import is_ledger
 
 
-def entries_of(path: Path, findings: Findings) -> Iterator[tuple[list[LedgerId], list[int], list[int]]]:
+def read_log_entries(path: Path, findings: RepairFindings) -> Iterator[tuple[list[LedgerId], list[int], list[int]]]:
     """Yield the entries of a log as columns: ledgers, entry ids, locations. Stop at damage, and note it."""
     log_id = log_id_of(path.name)
     assert log_id is not None
@@ -33,7 +33,7 @@ def entries_of(path: Path, findings: Findings) -> Iterator[tuple[list[LedgerId],
         findings.damage.append(DamagedFile(path, error))
 
 
-def ledgers_of(path: Path, findings: Findings) -> set[LedgerId]:
+def read_log_ledgers(path: Path, findings: RepairFindings) -> set[LedgerId]:
     """Return the ledgers of a log: from its ledgers map if that is sound, else from its entries."""
     try:
         with EntryLogReader.open(path) as reader:
@@ -45,7 +45,7 @@ def ledgers_of(path: Path, findings: Findings) -> set[LedgerId]:
     except (Corrupt, Unsupported):
         pass  # The scan reports the damage.
     found: set[LedgerId] = set()
-    for ledgers, _, _ in entries_of(path, findings):
+    for ledgers, _, _ in read_log_entries(path, findings):
         found.update(ledgers)
     return {ledger for ledger in found if is_ledger(ledger)}
 

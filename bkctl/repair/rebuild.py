@@ -20,10 +20,10 @@ from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.formats.index import LedgerData
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerFacts, LedgerFactsLookup, LedgerLiveness
-from bkctl.repair.findings import Findings, Progress
+from bkctl.repair.findings import Progress, RepairFindings
 from bkctl.repair.layout import BookieLayout, Storage
 from bkctl.repair.ledger_facts import JournalFacts, decide_ledger_data, is_ledger, read_journals
-from bkctl.repair.log_entries import DamagedLogs, entries_of, ledgers_of
+from bkctl.repair.log_entries import DamagedLogs, read_log_entries, read_log_ledgers
 from bkctl.repair.replacement import prepare_building, replace_directory, time_stamp
 
 LEDGERS: Final = "ledgers"
@@ -63,7 +63,7 @@ class Rebuild:
     """The result of a rebuild, and its findings; `swapped` is False after a dry run."""
 
     databases: list[RebuiltDatabase] = field(default_factory=list)
-    findings: Findings = field(default_factory=Findings)
+    findings: RepairFindings = field(default_factory=RepairFindings)
     swapped: bool = False
 
 
@@ -158,7 +158,7 @@ class _RebuildRun:
                 row = RebuiltDatabase(target, logs=len(logs))
                 found = set(of_journals)
                 for log in logs:
-                    found |= ledgers_of(log, findings)
+                    found |= read_log_ledgers(log, findings)
                     self._progress(_size(log))
                 self._build_ledgers(row, found, facts, scoped)
 
@@ -222,8 +222,8 @@ class _RebuildRun:
         with self._create(LocationsDatabase, row, scoped) as database:
             for log in logs:
                 if self._metadata is not None:
-                    self._ask_many(ledgers_of(log, Findings()))
-                for batch in entries_of(log, findings):
+                    self._ask_many(read_log_ledgers(log, RepairFindings()))
+                for batch in read_log_entries(log, findings):
                     wanted = chosen.of_batch(batch)
                     entries += sum(1 for _ in wanted) if database is None else database.put_all(wanted)
                 self._progress(_size(log))

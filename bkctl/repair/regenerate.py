@@ -24,10 +24,10 @@ from bkctl.formats.index import ENTRY_ID_MAX, PAGE_SIZE_DEFAULT, VERSION_CURRENT
 from bkctl.formats.names import UNFINISHED_SUFFIX
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerFacts, LedgerFactsLookup, LedgerLiveness
-from bkctl.repair.findings import Findings, Progress
+from bkctl.repair.findings import Progress, RepairFindings
 from bkctl.repair.layout import BookieLayout
 from bkctl.repair.ledger_facts import JournalFacts, decide_ledger_data, is_ledger, read_journals
-from bkctl.repair.log_entries import DamagedLogs, entries_of, ledgers_of
+from bkctl.repair.log_entries import DamagedLogs, read_log_entries, read_log_ledgers
 from bkctl.repair.replacement import backup_name, replace_with_backup, sync_tree, time_stamp
 from bkctl.storage.ledger.index_pages import IndexInMemPageMgr
 from bkctl.storage.ledger.index_persistence import IndexedHandle, IndexPersistenceMgr
@@ -71,7 +71,7 @@ class Regeneration:
     indexes: list[RegeneratedIndex] = field(default_factory=list)
     without_key: list[LedgerId] = field(default_factory=list)
     dead: list[LedgerId] = field(default_factory=list)
-    findings: Findings = field(default_factory=Findings)
+    findings: RepairFindings = field(default_factory=RepairFindings)
     swapped: bool = False
 
 
@@ -205,7 +205,7 @@ class _RegenerationRun:
         found: set[LedgerId] = set()
         for scoped in (False, True):
             for log in self._layout.logs(scoped=scoped):
-                found |= ledgers_of(log, Findings())
+                found |= read_log_ledgers(log, RepairFindings())
         return {ledger for ledger in found if is_ledger(ledger)}
 
     def _new_path(self, ledger: LedgerId) -> Path:
@@ -247,7 +247,7 @@ class _RegenerationRun:
             wanted = {ledger for ledger in self._rows if ledger.is_scoped == scoped}
             damaged_before = len(findings.damage)
             for log in self._layout.logs(scoped=scoped):
-                for ledgers, entry_ids, locations in entries_of(log, findings) if wanted else ():
+                for ledgers, entry_ids, locations in read_log_entries(log, findings) if wanted else ():
                     chosen = wanted.intersection(ledgers)
                     for ledger in chosen:
                         places_of = _of_ledger(ledger, ledgers, entry_ids, locations, alone=len(set(ledgers)) == 1)

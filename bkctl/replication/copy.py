@@ -41,7 +41,7 @@ class CopyShape(NamedTuple):
 AS_SOURCE: Final = CopyShape()
 
 
-class LedgerCopy(NamedTuple):
+class CopiedLedger(NamedTuple):
     """A verified copy. `length` is in payload bytes; `source_open`: the source was open, and may have grown since."""
 
     ledger: LedgerId
@@ -64,7 +64,7 @@ async def copy_ledger(
     allow_open: bool = False,
     throttle: Throttle | None = None,
     progress: Callable[[int], None] = lambda count: None,
-) -> LedgerCopy:
+) -> CopiedLedger:
     """Copy the ledger of `source` to a new ledger of `target`, which may be the same client, and close the copy.
 
     `ledger_scope_id` and `ledger_id` name the copy (None: as the source; with `new_id` an id is generated). Password,
@@ -101,7 +101,7 @@ async def _copy(
     shape: CopyShape,
     throttle: Throttle,
     progress: Callable[[int], None],
-) -> LedgerCopy:
+) -> CopiedLedger:
     origin = f"{await in_thread(source.cluster.instance_id)} {reader.ledger.qualified_name}"
     token = f"{origin} {uuid.uuid4()}".encode()
     writer = await _create(target, reader.metadata, scope_id, to, shape, token, origin.encode())
@@ -122,7 +122,7 @@ async def _copy(
         with contextlib.suppress(BkctlError):  # the first error is the one to report
             await in_thread(_remove, target, writer.ledger, token)
         raise
-    return LedgerCopy(reader.ledger, writer.ledger, copied.entry_count, copied.length, not reader.is_closed)
+    return CopiedLedger(reader.ledger, writer.ledger, copied.entry_count, copied.length, not reader.is_closed)
 
 
 class _Content(NamedTuple):

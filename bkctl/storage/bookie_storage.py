@@ -42,7 +42,7 @@ from bkctl.formats.names import CURRENT
 from bkctl.formats.record import record_of
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.storage.checkpoints import Checkpoint, Checkpointer, LastMarkFiles
-from bkctl.storage.group_commit import Batch, Done, GroupCommit
+from bkctl.storage.group_commit import Done, GroupCommit, JournalBatch
 from bkctl.storage.journal_writer import JournalWriter
 from bkctl.storage.ledger.factory import check_index, open_ledger_storage
 from bkctl.storage.ledger.ledger_storage import CHUNK_SIZE_BYTES, IsWanted, LedgerHandle, always
@@ -306,7 +306,7 @@ class BookieStorage:
             return UnknownLedgerState(f"No ledger {ledger} on this bookie, which may have lost it")
         return LedgerNotFound(f"No ledger {ledger} on this bookie")
 
-    def _record_key(self, handle: LedgerHandle, batch: Batch) -> None:
+    def _record_key(self, handle: LedgerHandle, batch: JournalBatch) -> None:
         batch.append(handle.ledger, journal_formats.ledger_key_record(handle.ledger, handle.master_key))
         handle.key_recorded = True
 
@@ -329,7 +329,7 @@ class BookieStorage:
         batch.calls.append(done)
         return handle
 
-    def _record_new_key(self, handle: LedgerHandle, batch: Batch) -> None:
+    def _record_new_key(self, handle: LedgerHandle, batch: JournalBatch) -> None:
         """Record the key first while no index file has it: replay skips the records of a ledger without a key."""
         if not handle.is_on_disk and not handle.key_recorded:
             self._record_key(handle, batch)
@@ -384,15 +384,17 @@ class BookieStorage:
 
     # --- journals ----------------------------------------------------------------------------------------------------
 
-    def take_batch(self, number: int) -> Batch | None:
+    def take_batch(self, number: int) -> JournalBatch | None:
         """Return the batch gathered for journal `number`, for `commit` and then `settle`; None for an empty one."""
         return self._group_commit.take_batch(number)
 
-    def commit(self, number: int, batch: Batch, *more: Batch, written: Callable[[], object] | None = None) -> None:
+    def commit(
+        self, number: int, batch: JournalBatch, *more: JournalBatch, written: Callable[[], object] | None = None
+    ) -> None:
         """Write batches of journal `number` as one group; see GroupCommit.commit. Raises OSError."""
         self._group_commit.commit(number, batch, *more, written=written)
 
-    def settle(self, number: int, batch: Batch, error: OSError | None) -> Batch | None:
+    def settle(self, number: int, batch: JournalBatch, error: OSError | None) -> JournalBatch | None:
         """Report the outcome of `commit` to its callers; return the batch that fails too; see GroupCommit."""
         return self._group_commit.settle(number, batch, error, self._handles.values())
 

@@ -20,7 +20,7 @@ log: Final = logging.getLogger("bkctl.bookie")
 Done = Callable[[BaseException | None], None]
 
 
-class Batch:
+class JournalBatch:
     """Records on their way to one journal, and the callers that wait for them.
 
     `tokens` belong to the callers: one for the entries of each add, `count` entries in all. `calls` get the outcome
@@ -69,18 +69,20 @@ class GroupCommit:
 
     def __init__(self, journals: list[JournalWriter]) -> None:
         self.journals = journals
-        self.batches = [Batch() for _ in journals]
+        self.batches = [JournalBatch() for _ in journals]
         self._failed_epochs = [-1] * len(journals)
 
-    def take_batch(self, number: int) -> Batch | None:
+    def take_batch(self, number: int) -> JournalBatch | None:
         """Return the batch gathered for journal `number`, for `commit` and then `settle`; None for an empty one."""
         batch = self.batches[number]
         if not batch.tokens and not batch.calls and not batch.size:
             return None  # callers in `written` wait for an entry, which has a token
-        self.batches[number] = Batch(batch.epoch)
+        self.batches[number] = JournalBatch(batch.epoch)
         return batch
 
-    def commit(self, number: int, batch: Batch, *more: Batch, written: Callable[[], object] | None = None) -> None:
+    def commit(
+        self, number: int, batch: JournalBatch, *more: JournalBatch, written: Callable[[], object] | None = None
+    ) -> None:
         """Write batches of journal `number` as one group, in the order of `take_batch`; return once they are on disk.
 
         Calls `written` before the sync. Raises OSError: the batches fail, and so do all taken before `settle`.
@@ -101,7 +103,9 @@ class GroupCommit:
             self._failed_epochs[number] = last_epoch
             raise
 
-    def settle(self, number: int, batch: Batch, error: OSError | None, handles: Iterable[LedgerHandle]) -> Batch | None:
+    def settle(
+        self, number: int, batch: JournalBatch, error: OSError | None, handles: Iterable[LedgerHandle]
+    ) -> JournalBatch | None:
         """Report the outcome of `commit` to the batch's `calls`; the caller reports it to the `tokens`.
 
         After a failure the batch gathered meanwhile fails too, since its records depend on the lost ones (a ledger
@@ -110,7 +114,7 @@ class GroupCommit:
         doomed = None
         if error is not None and batch.epoch == self.batches[number].epoch:
             doomed = self.batches[number]
-            self.batches[number] = Batch(batch.epoch + 1)
+            self.batches[number] = JournalBatch(batch.epoch + 1)
             for handle in handles:
                 if handle.journal == number:
                     handle.key_recorded = False

@@ -23,7 +23,7 @@ from .files import AnyLedgers, index_app
 
 if TYPE_CHECKING:
     from bkctl.metadata.stored_ledgers import StoredLedgers
-    from bkctl.repair.findings import Findings
+    from bkctl.repair.findings import RepairFindings
     from bkctl.repair.layout import BookieLayout
     from bkctl.repair.rebuild import RebuiltDatabase
 
@@ -52,9 +52,9 @@ def _held(run: Run, layout: BookieLayout, *, dry_run: bool) -> Iterator[None]:
 
 
 def _layout(run: Run, directories: list[Path] | None) -> BookieLayout:
-    from bkctl.repair.layout import layout_of
+    from bkctl.repair.layout import find_layout
 
-    return layout_of(run.directories(directories).of_a_bookie())
+    return find_layout(run.directories(directories).of_a_bookie())
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def _metadata(run: Run, layout: BookieLayout) -> Iterator[StoredLedgers | None]:
             run.note(f"bkctl: {problem}")
 
 
-def _report(run: Run, findings: Findings) -> None:
+def _report(run: Run, findings: RepairFindings) -> None:
     for note in findings.notes:
         run.note(f"bkctl: {note}")
     for damage in findings.damage:

@@ -305,7 +305,8 @@ class Run:
         level = logging.WARNING if self.quiet else logging.INFO
         logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
         for handler in logging.getLogger().handlers:
-            handler.addFilter(RepeatLimit())
+            if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr:
+                handler.addFilter(RepeatLimit())
         logging.getLogger("kazoo").setLevel(logging.INFO if self.verbose else logging.CRITICAL)
 
     def _quiet_libraries(self) -> None:

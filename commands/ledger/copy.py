@@ -19,12 +19,12 @@ from ..kit.output import RowWriter
 
 if TYPE_CHECKING:
     from bkctl.ids import LedgerId
-    from bkctl.replication.copy import LedgerCopy
+    from bkctl.replication.copy import CopiedLedger
 
 app = group()
 
 
-def _copy_id(row: LedgerCopy) -> dict[str, str]:
+def _copy_id(row: CopiedLedger) -> dict[str, str]:
     return {
         "ledgerScopeId": str(row.copy.scope_id),
         "ledgerId": str(row.copy.ledger_id),
@@ -107,7 +107,7 @@ def copy(
         raise UsageError(f"--to-ledger-id {to_ledger_id}: must be 0 or more")
     shape = CopyShape(ensemble_size, write_quorum, ack_quorum, digest_type)
 
-    async def one(source: Any, target: Any, ledger: LedgerId) -> LedgerCopy:
+    async def one(source: Any, target: Any, ledger: LedgerId) -> CopiedLedger:
         return await copy_ledger(
             source,
             target,

@@ -18,7 +18,7 @@ from ..kit.options import DryRun, UndoOption
 from .imported import Overwrite, note_ids, say_conflicts, show_imported, show_planned
 
 if TYPE_CHECKING:
-    from bkctl.metadata.admin.dump import Exported
+    from bkctl.metadata.admin.dump import ExportSummary
 
 app = group()
 
@@ -40,7 +40,7 @@ class ExportRow(NamedTuple):
 
     file: str
     instance_id: str
-    exported: Exported
+    exported: ExportSummary
 
 
 @command(app, "export", connects=True, examples=("bkctl metadata export -f cluster.ndjson",))

@@ -11,7 +11,7 @@ from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run
 
 if TYPE_CHECKING:
-    from bkctl.metadata.admin.dump import Imported
+    from bkctl.metadata.admin.dump import ImportSummary
 
 
 class ImportRow(NamedTuple):
@@ -41,7 +41,7 @@ def show_planned(run: Run, counts: Counter[str]) -> None:
     run.render((ImportRow(kind, counts[kind], 0, 0) for kind in _SHOWN_KINDS), IMPORTED_COLUMNS)
 
 
-def show_imported(run: Run, imported: Imported) -> None:
+def show_imported(run: Run, imported: ImportSummary) -> None:
     run.render(
         (
             ImportRow(kind, imported.created[kind], imported.replaced[kind], imported.same[kind])
@@ -51,12 +51,12 @@ def show_imported(run: Run, imported: Imported) -> None:
     )
 
 
-def say_conflicts(run: Run, imported: Imported) -> None:
+def say_conflicts(run: Run, imported: ImportSummary) -> None:
     for name in imported.conflicts[:NAMES_SHOWN_MAX]:
         run.note(f"{name} exists with another value, and was left unchanged")
 
 
-def note_ids(run: Run, imported: Imported) -> None:
+def note_ids(run: Run, imported: ImportSummary) -> None:
     if imported.unskipped_position is not None:
         run.note(
             f"Ids below {imported.unskipped_position:,} may be generated again there: ledgers that were deleted, and "

@@ -19,7 +19,7 @@ from ..kit.texts import GREEN, RED, YELLOW
 from .imported import NAMES_SHOWN_MAX, Overwrite, note_ids, show_imported, show_planned
 
 if TYPE_CHECKING:
-    from bkctl.metadata.admin.dump import ClusterSource, MetadataSource
+    from bkctl.metadata.admin.dump import ClusterSource, DumpSource
     from bkctl.metadata.cluster import Cluster
 
 app = group()
@@ -53,7 +53,7 @@ def diff(
 
     found: Counter[str] = Counter()
     with ExitStack() as stack:
-        sources: list[MetadataSource] = []
+        sources: list[DumpSource] = []
         for text in (first, second):
             if text is None:
                 sources.append(ClusterSource(stack.enter_context(run.cluster())))

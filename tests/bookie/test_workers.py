@@ -11,18 +11,18 @@ import pytest
 
 from bkctl.bookie.workers import JournalThread
 from bkctl.config import BookieConfig
-from bkctl.storage.group_commit import Batch
+from bkctl.storage.group_commit import JournalBatch
 
 
 class Storage:
     """Notes each group; the first is held back, so that the others gather."""
 
     def __init__(self) -> None:
-        self.groups: list[list[Batch]] = []
+        self.groups: list[list[JournalBatch]] = []
         self.entered, self.go_on = threading.Event(), threading.Event()
         self.error: OSError | None = None
 
-    def commit(self, number: int, *group: Batch, written: Callable[[], None] | None = None) -> None:
+    def commit(self, number: int, *group: JournalBatch, written: Callable[[], None] | None = None) -> None:
         self.entered.set()
         self.go_on.wait(60)
         self.groups.append(list(group))
@@ -39,10 +39,10 @@ class Listener:
         self.heard: list[tuple[str, int]] = []
         self.errors: list[OSError | None] = []
 
-    def written(self, group: list[Batch]) -> None:
+    def written(self, group: list[JournalBatch]) -> None:
         self.heard.append(("written", len(group)))
 
-    def committed(self, number: int, group: list[Batch], error: OSError | None) -> None:
+    def committed(self, number: int, group: list[JournalBatch], error: OSError | None) -> None:
         self.heard.append(("committed", len(group)))
         self.errors.append(error)
 
@@ -50,14 +50,16 @@ class Listener:
         raise error
 
 
-def batch(size: int, entries: int) -> Batch:
-    made = Batch()
+def batch(size: int, entries: int) -> JournalBatch:
+    made = JournalBatch()
     made.size = size
     made.count = entries
     return made
 
 
-def groups_of(batches: list[Batch], storage: Storage | None = None, **settings: Any) -> tuple[list[int], Listener]:
+def groups_of(
+    batches: list[JournalBatch], storage: Storage | None = None, **settings: Any
+) -> tuple[list[int], Listener]:
     """How many batches each group has behind a first that holds the thread up; and what was heard."""
     storage = storage or Storage()
     listener = Listener()

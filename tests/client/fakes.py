@@ -11,7 +11,7 @@ from typing import Any
 from bkctl.client.ledger import BookKeeper
 from bkctl.formats.availability import Availability
 from bkctl.formats.entry import read_entry_header, read_lac_header
-from bkctl.formats.metadata import BookieServiceInfo, Endpoint
+from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.protocol.connection import SCOPE_PROBE
@@ -251,7 +251,7 @@ class FakeCluster:
         return bookie
 
     def register(self, bookie: FakeBookie, *, scopes: bool = True) -> None:
-        endpoint = Endpoint("bookie", bookie.port, "127.0.0.1", "bookie-rpc")
+        endpoint = BookieEndpoint("bookie", bookie.port, "127.0.0.1", "bookie-rpc")
         info = BookieServiceInfo((endpoint,), {"ledgerScopes": "1"} if scopes else {})
         self.cluster.bookies.register(bookie.bookie_id, info)
 

@@ -17,7 +17,7 @@ from support.command_line import CommandLine
 from support.fake_http import HEAD, FakeServer, Reply, Turns, drips, is_silent, misbehaving, sends, sends_for_ever
 
 from bkctl.bookie.local import LocalCluster
-from bkctl.formats.metadata import BookieServiceInfo, Cookie, Endpoint
+from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW
 
@@ -118,7 +118,7 @@ def test_ready_waits_for_a_bookie_to_register(cli: Cli, fake: FakeServer, tmp_pa
         assert cli(*command).code == 6
         assert cli(*command, "--wait", "--deadline", "10ms").code == 6
         with CommandLine(None).process(*command, "--wait") as waiting:
-            there.bookies.register("b:1", BookieServiceInfo((Endpoint("httpserver", port, "127.0.0.1", "http"),)))
+            there.bookies.register("b:1", BookieServiceInfo((BookieEndpoint("httpserver", port, "127.0.0.1", "http"),)))
             out, err = waiting.communicate(timeout=120)
     assert waiting.returncode == 0, err
     assert json.loads(out) == {"bookieId": "b:1", "url": fake.url, "ready": True, "message": "OK"}
@@ -334,10 +334,12 @@ def test_sanity_writes_to_one_bookie_and_deletes_its_ledger(cli: Cli, cluster: L
     uri = f"sqlite://{tmp_path / 'metadata.db'}"
     with open_cluster(uri, create=True) as there:
         port = cluster.bookies()[0].port
-        there.bookies.register("good:1", BookieServiceInfo((Endpoint("bookie", port, "127.0.0.1", "bookie-rpc"),)))
-        there.bookies.register("dead:1", BookieServiceInfo((Endpoint("bookie", 1, "127.0.0.1", "bookie-rpc"),)))
         there.bookies.register(
-            "full:1", BookieServiceInfo((Endpoint("bookie", 1, "127.0.0.1", "bookie-rpc"),)), read_only=True
+            "good:1", BookieServiceInfo((BookieEndpoint("bookie", port, "127.0.0.1", "bookie-rpc"),))
+        )
+        there.bookies.register("dead:1", BookieServiceInfo((BookieEndpoint("bookie", 1, "127.0.0.1", "bookie-rpc"),)))
+        there.bookies.register(
+            "full:1", BookieServiceInfo((BookieEndpoint("bookie", 1, "127.0.0.1", "bookie-rpc"),)), read_only=True
         )
         dead = cli("bookie", "sanity", "--bookie", "dead:1", "-u", uri)
         assert (dead.code, dead.out) == (6, "")
@@ -448,10 +450,15 @@ def test_the_server_is_the_one_that_the_bookie_registered(cli: Cli, fake: FakeSe
             there.bookies.register(
                 name,
                 BookieServiceInfo(
-                    (Endpoint("bookie", 3181, address, "bookie-rpc"), Endpoint("httpserver", port, host, "http"))
+                    (
+                        BookieEndpoint("bookie", 3181, address, "bookie-rpc"),
+                        BookieEndpoint("httpserver", port, host, "http"),
+                    )
                 ),
             )
-        there.bookies.register("none:1", BookieServiceInfo((Endpoint("bookie", 3181, "127.0.0.1", "bookie-rpc"),)))
+        there.bookies.register(
+            "none:1", BookieServiceInfo((BookieEndpoint("bookie", 3181, "127.0.0.1", "bookie-rpc"),))
+        )
         found = cli("bookie", "state", "--bookie", "b:1", "-u", uri, "-o", "json")
         assert (found.json["bookieId"], found.json["url"]) == ("b:1", fake.url)
         assert cli("bookie", "state", "--bookie", "far:1", "-u", uri).code == 6

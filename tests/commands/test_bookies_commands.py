@@ -9,7 +9,7 @@ import pytest
 from support.servers import free_port
 
 from bkctl.bookie.local import LocalCluster
-from bkctl.formats.metadata import BookieServiceInfo, Cookie, Endpoint
+from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW
 
@@ -90,14 +90,14 @@ def test_bookies_that_do_not_answer_are_rows(cli: Cli, odd_cluster: str, cluster
     with open_cluster(odd_cluster) as store:
         nobody = free_port()
         store.bookies.register(
-            f"127.0.0.1:{nobody}", BookieServiceInfo((Endpoint("bookie", nobody, "127.0.0.1", "bookie-rpc"),))
+            f"127.0.0.1:{nobody}", BookieServiceInfo((BookieEndpoint("bookie", nobody, "127.0.0.1", "bookie-rpc"),))
         )
         alone = cli("bookies", "usage", "-u", odd_cluster, "-o", "ndjson", "--timeout", "20")
         assert alone.code == 6
         [row] = alone.rows
         assert (row["totalSpace"], bool(row["error"])) == (None, True)
         store.bookies.register(
-            live.bookie_id, BookieServiceInfo((Endpoint("bookie", live.port, "127.0.0.1", "bookie-rpc"),))
+            live.bookie_id, BookieServiceInfo((BookieEndpoint("bookie", live.port, "127.0.0.1", "bookie-rpc"),))
         )
         both = cli("bookies", "usage", "-u", odd_cluster, "-o", "ndjson", "--timeout", "20")
         assert both.code == 3

@@ -15,7 +15,7 @@ from bkctl.commands.kit.columns import Output
 from bkctl.commands.kit.output import RowWriter
 from bkctl.commands.kit.table import SAMPLE_ROWS
 from bkctl.formats.entry import DigestType
-from bkctl.formats.metadata import BookieServiceInfo, Cookie, Endpoint, Fragment, LedgerMetadata, LedgerState
+from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW
@@ -35,7 +35,7 @@ def metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluste
     fragments = (Fragment(0, ("a", "b", "c")), Fragment(10, ("a", "d", "c")))
     with open_cluster(uri, create=True) as cluster:
         for name in "abcd":
-            info = BookieServiceInfo((Endpoint("bookie", 9, "127.0.0.1", "bookie-rpc"),), {"ledgerScopes": "1"})
+            info = BookieServiceInfo((BookieEndpoint("bookie", 9, "127.0.0.1", "bookie-rpc"),), {"ledgerScopes": "1"})
             cluster.bookies.register(name, info)
         cluster.cookies.write("e", Cookie("e", ("/j",), ("/l",), "i"), NEW)
         for scope in (0, 7):

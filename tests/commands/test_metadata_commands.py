@@ -10,7 +10,7 @@ import pytest
 from support.command_line import CommandLine
 
 from bkctl.formats.entry import DigestType
-from bkctl.formats.metadata import BookieServiceInfo, Cookie, Endpoint, Fragment, LedgerMetadata, LedgerState
+from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
 
@@ -38,7 +38,10 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
         )
         cluster.ledgers.create(LedgerId(7, 5), closed)
         info = BookieServiceInfo(
-            (Endpoint("bookie", 3181, "10.0.0.1", "bookie-rpc"), Endpoint("httpserver", 8080, "10.0.0.1", "http")),
+            (
+                BookieEndpoint("bookie", 3181, "10.0.0.1", "bookie-rpc"),
+                BookieEndpoint("httpserver", 8080, "10.0.0.1", "http"),
+            ),
             {"ledgerScopes": "1"},
         )
         cluster.bookies.register(BOOKIES[0], info)

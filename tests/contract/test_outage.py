@@ -15,14 +15,14 @@ from kazoo.exceptions import ConnectionLoss
 
 from bkctl.errors import AlreadyExists, BkctlError, LedgerExists, MetadataVersionConflict, TimedOut, Unreachable
 from bkctl.formats.entry import DigestType
-from bkctl.formats.metadata import BookieServiceInfo, Endpoint, Fragment, LedgerMetadata
+from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.backends.zookeeper.store import ZooKeeperStore
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW, Claim, MetadataStore
 
 METADATA = LedgerMetadata(1, 1, 1, DigestType.CRC32C, b"", (Fragment(0, ("127.0.0.1:3181",)),))
-INFO = BookieServiceInfo((Endpoint("bookie", 3181, "127.0.0.1", "bookie-rpc"),), {"ledgerScopes": "1"})
+INFO = BookieServiceInfo((BookieEndpoint("bookie", 3181, "127.0.0.1", "bookie-rpc"),), {"ledgerScopes": "1"})
 
 
 def eventually(condition: Callable[[], object], timeout_s: float = 60) -> None:

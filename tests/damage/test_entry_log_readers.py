@@ -25,8 +25,8 @@ from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import write_header, write_ledgers_map
 from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
-from bkctl.repair.findings import Findings
-from bkctl.repair.log_entries import entries_of
+from bkctl.repair.findings import RepairFindings
+from bkctl.repair.log_entries import read_log_entries
 from bkctl.spark.sources.entry_logs import EntryLogSource
 from bkctl.storage.compaction import EntryLogCompactor, Throttler
 from bkctl.storage.entry_log_metadata import EntryLogMetadata
@@ -194,8 +194,10 @@ def by_contents(path: Path) -> Seen:
 
 
 def by_repair(path: Path) -> Seen:
-    findings = Findings()
-    offsets = [(location & 0xFFFF_FFFF) - 4 for _, _, locations in entries_of(path, findings) for location in locations]
+    findings = RepairFindings()
+    offsets = [
+        (location & 0xFFFF_FFFF) - 4 for _, _, locations in read_log_entries(path, findings) for location in locations
+    ]
     return Seen(offsets, None, str(findings.damage[0].error) if findings.damage else None)
 
 

@@ -20,9 +20,9 @@ from bkctl.errors import BkctlError, Corrupt, Unsupported, UsageError
 from bkctl.formats import data_formats_pb2, metadata
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import (
+    BookieEndpoint,
     BookieServiceInfo,
     Cookie,
-    Endpoint,
     Fragment,
     LedgerLayout,
     LedgerMetadata,
@@ -265,7 +265,7 @@ def test_ledger_metadata_round_trips(value):
 @given(ledger_metadata(), st.data())
 def test_damaged_values_raise_only_declared_errors(value, data):
     cookie = Cookie("127.0.0.1:3181", ("/j",), ("/l1", "/l2"), "id", ("/i",))
-    info = BookieServiceInfo((Endpoint("bookie", 1, "host", "bookie-rpc"),), {"a": "b"})
+    info = BookieServiceInfo((BookieEndpoint("bookie", 1, "host", "bookie-rpc"),), {"a": "b"})
     layout = LedgerLayout(2, "org.example.Factory", 1)
     for each in (value, cookie, info, layout):
         damaged = bytearray(each.serialize())
@@ -363,7 +363,7 @@ def test_service_info():
         "3a11 0a0c6c656467657253636f706573 120131"
     )
     info = BookieServiceInfo(
-        (Endpoint("bookie", 3181, "127.0.0.1", "bookie-rpc", ("a",), ("ex",)),), {"ledgerScopes": "1"}
+        (BookieEndpoint("bookie", 3181, "127.0.0.1", "bookie-rpc", ("a",), ("ex",)),), {"ledgerScopes": "1"}
     )
     assert info.serialize() == data
     assert BookieServiceInfo.parse(data) == info

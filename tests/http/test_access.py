@@ -19,7 +19,7 @@ from support.raw_http import Answer, call, local_authorization
 from support.servers import free_port
 
 from bkctl.client.ledger import BookKeeper
-from bkctl.formats.metadata import BookieServiceInfo, Endpoint
+from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo
 from bkctl.http.gateway import Upstream
 from bkctl.http.local_token import LocalToken, find_local_token, token_path
 from bkctl.http.server import HttpServer
@@ -58,7 +58,10 @@ def misled_uri(attacker: FakeServer, tmp_path: Path) -> Iterator[str]:
     port = int(attacker.address.rpartition(":")[2])
     with open_cluster(uri, create=True) as cluster:
         for name, host in (("far:1", ATTACKER), ("near:1", "127.0.0.1")):
-            endpoints = Endpoint("bookie", 3181, host, "bookie-rpc"), Endpoint("httpserver", port, host, "http")
+            endpoints = (
+                BookieEndpoint("bookie", 3181, host, "bookie-rpc"),
+                BookieEndpoint("httpserver", port, host, "http"),
+            )
             cluster.bookies.register(name, BookieServiceInfo(endpoints))
         yield uri
 
@@ -426,8 +429,8 @@ def test_loopback_of_another_machine_is_refused(tmp_path: Path) -> None:
     uri = f"sqlite://{tmp_path / 'metadata.db'}"
     try:
         endpoints = (
-            Endpoint("bookie", 3181, "192.0.2.7", "bookie-rpc"),
-            Endpoint("httpserver", int(fake.address.rpartition(":")[2]), "127.0.0.1", "http"),
+            BookieEndpoint("bookie", 3181, "192.0.2.7", "bookie-rpc"),
+            BookieEndpoint("httpserver", int(fake.address.rpartition(":")[2]), "127.0.0.1", "http"),
         )
         with open_cluster(uri, create=True) as cluster:
             cluster.bookies.register("far:1", BookieServiceInfo(endpoints))

@@ -22,7 +22,7 @@ from bkctl.errors import (
     Unsupported,
     UsageError,
 )
-from bkctl.formats.metadata import BookieServiceInfo, Endpoint
+from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo
 from bkctl.http.bookie_client import JSON_SIZE_BYTES_MAX, BookieApi
 from bkctl.http.client import ANSWER_SIZE_BYTES_MAX, ApiAnswer, ApiClient
 from bkctl.http.prometheus import Metric, parse_metrics
@@ -79,24 +79,24 @@ def test_tls_and_this_machine_are_private(url: str, private: bool) -> None:
     assert ServerUrl.parse(url).is_private is private
 
 
-def registered(*endpoints: Endpoint, state: str = "rw") -> RegisteredBookie:
+def registered(*endpoints: BookieEndpoint, state: str = "rw") -> RegisteredBookie:
     return RegisteredBookie("b-1", state, BookieServiceInfo(endpoints))
 
 
-RPC = Endpoint("bookie", 3181, "10.0.0.1", "bookie-rpc")
+RPC = BookieEndpoint("bookie", 3181, "10.0.0.1", "bookie-rpc")
 
 
 @pytest.mark.parametrize(
     ("endpoint", "host", "url"),
     [
-        (Endpoint("httpserver", 8080, "10.0.0.2", "http"), None, "http://10.0.0.2:8080"),
-        (Endpoint("httpserver", 8080, "0.0.0.0", "http"), None, "http://10.0.0.1:8080"),
-        (Endpoint("httpserver", 8080, "::", "https"), None, "https://10.0.0.1:8080"),
-        (Endpoint("httpserver", 8080, "10.0.0.2", "http"), "localhost", "http://localhost:8080"),
-        (Endpoint("other", 8081, "10.0.0.2", "https"), None, "https://10.0.0.2:8081"),
+        (BookieEndpoint("httpserver", 8080, "10.0.0.2", "http"), None, "http://10.0.0.2:8080"),
+        (BookieEndpoint("httpserver", 8080, "0.0.0.0", "http"), None, "http://10.0.0.1:8080"),
+        (BookieEndpoint("httpserver", 8080, "::", "https"), None, "https://10.0.0.1:8080"),
+        (BookieEndpoint("httpserver", 8080, "10.0.0.2", "http"), "localhost", "http://localhost:8080"),
+        (BookieEndpoint("other", 8081, "10.0.0.2", "https"), None, "https://10.0.0.2:8081"),
     ],
 )
-def test_bookie_url_is_the_registered_endpoint(endpoint: Endpoint, host: str | None, url: str) -> None:
+def test_bookie_url_is_the_registered_endpoint(endpoint: BookieEndpoint, host: str | None, url: str) -> None:
     assert bookie_url(registered(RPC, endpoint), host) == url
 
 
@@ -106,7 +106,7 @@ def test_bookie_url_distinguishes_down_from_no_server() -> None:
     with pytest.raises(NotFound, match="registered no HTTP server"):
         bookie_url(RegisteredBookie("b-1", "rw", None))
     with pytest.raises(NotFound, match="only port 8080"):
-        bookie_url(registered(Endpoint("httpserver", 8080, "0.0.0.0", "http")))
+        bookie_url(registered(BookieEndpoint("httpserver", 8080, "0.0.0.0", "http")))
     with pytest.raises(BookieUnavailable, match="is down"):
         bookie_url(registered(RPC, state="down"))
 

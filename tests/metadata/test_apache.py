@@ -12,7 +12,7 @@ from support import servers
 
 from bkctl.errors import LedgerExists, LedgerNotFound, MetadataVersionConflict
 from bkctl.formats.entry import DigestType
-from bkctl.formats.metadata import BookieServiceInfo, Endpoint, Fragment, LedgerMetadata, LedgerState
+from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
 
@@ -154,7 +154,7 @@ def test_apache_and_bkctl_continue_with_63_bit_ids(cluster: Cluster, apache: Ask
 
 
 def test_apache_sees_registrations_of_bkctl(cluster: Cluster, apache: Ask, layout: str) -> None:
-    info = BookieServiceInfo((Endpoint("bookie", 3181, "10.0.0.1", "bookie-rpc"),), {"ledgerScopes": "1"})
+    info = BookieServiceInfo((BookieEndpoint("bookie", 3181, "10.0.0.1", "bookie-rpc"),), {"ledgerScopes": "1"})
     cluster.bookies.register("bookie-1", info)
     cluster.bookies.register("127.0.0.1:3182", info)
     cluster.bookies.register("bookie-2", info, read_only=True)

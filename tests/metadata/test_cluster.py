@@ -21,7 +21,7 @@ from bkctl.errors import (
     UsageError,
 )
 from bkctl.formats.entry import DigestType
-from bkctl.formats.metadata import BookieServiceInfo, Cookie, Endpoint, Fragment, LedgerMetadata
+from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.backends.zookeeper.ledger_managers import (
     FlatLedgerManager,
@@ -34,7 +34,7 @@ from bkctl.metadata.store import NEW
 
 METADATA = LedgerMetadata(1, 1, 1, DigestType.CRC32C, b"", (Fragment(0, ("bookie-1",)),))
 INFO = BookieServiceInfo(
-    (Endpoint("http", 8080, "10.0.0.1", "http"), Endpoint("bookie", 3181, "10.0.0.1", "bookie-rpc")),
+    (BookieEndpoint("http", 8080, "10.0.0.1", "http"), BookieEndpoint("bookie", 3181, "10.0.0.1", "bookie-rpc")),
     {"ledgerScopes": "1"},
 )
 META = "org.apache.bookkeeper.meta."

@@ -26,7 +26,7 @@ from bkctl.formats.index import ENTRY_ID_MAX, LedgerData
 from bkctl.formats.names import CONVERSION_NAME
 from bkctl.ids import LedgerId
 from bkctl.repair.convert import convert
-from bkctl.repair.layout import BookieLayout, layout_of
+from bkctl.repair.layout import BookieLayout, find_layout
 from bkctl.repair.rebuild import rebuild
 
 KEY = master_key(b"secret")
@@ -77,7 +77,7 @@ def write_files(current: Path, content: Index) -> None:
 
 
 def layout_at(*bases: Path) -> BookieLayout:
-    return layout_of(BookieDirectories([bases[0].parent / "journal"], bases))
+    return find_layout(BookieDirectories([bases[0].parent / "journal"], bases))
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_a_dry_run_changes_nothing(current: Path) -> None:
 
 def test_no_index_or_two_indexes_are_refused(current: Path) -> None:
     (current / "empty").mkdir()
-    empty = layout_of(BookieDirectories([current.parent.parent / "journal"], [current / "empty"]))
+    empty = find_layout(BookieDirectories([current.parent.parent / "journal"], [current / "empty"]))
     with pytest.raises(UsageError, match="No databases"):
         convert(empty, INTERLEAVED)
     with pytest.raises(UsageError, match="No index files"):
@@ -181,7 +181,7 @@ def test_index_files_behind_a_symbolic_link_stay(current: Path) -> None:
     level.rename(current.parent / "elsewhere")
     level.symlink_to(current.parent / "elsewhere")
     with pytest.raises(Unsupported, match="symbolic link"):
-        convert(layout_of(BookieDirectories.at(current)), DB)
+        convert(find_layout(BookieDirectories.at(current)), DB)
     assert not (current / "locations").exists()
 
 
@@ -334,7 +334,7 @@ from bkctl.repair import conversion
 from bkctl.repair.convert import convert
 from bkctl.files.directories import BookieDirectories
 from bkctl.disk import Files
-from bkctl.repair.layout import layout_of
+from bkctl.repair.layout import find_layout
 
 conversion.LEDGERS_PER_CHECKPOINT = 1
 left = int(sys.argv[2])
@@ -348,7 +348,7 @@ class Killer(Files):
         super().rename(source, target)
 
 base = Path(sys.argv[1])
-convert(layout_of(BookieDirectories([base / "journal"], [base / "ledgers"])), sys.argv[3], files=Killer())
+convert(find_layout(BookieDirectories([base / "journal"], [base / "ledgers"])), sys.argv[3], files=Killer())
 """
 
 

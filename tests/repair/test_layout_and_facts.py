@@ -14,8 +14,8 @@ from bkctl.formats.index import LedgerData
 from bkctl.formats.metadata import Cookie
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerFacts, LedgerLiveness
-from bkctl.repair.findings import Findings
-from bkctl.repair.layout import BookieLayout, layout_of
+from bkctl.repair.findings import RepairFindings
+from bkctl.repair.layout import BookieLayout, find_layout
 from bkctl.repair.ledger_facts import JournalFacts, decide_ledger_data, later_lac, read_journals
 
 KEY, OTHER_KEY = master_key(b"secret"), master_key(b"other")
@@ -35,16 +35,16 @@ def directories(tmp_path: Path) -> dict[str, Path]:
 def test_roles_of_directories_follow_from_their_files(directories: dict[str, Path], tmp_path: Path) -> None:
     j, l1, l2 = directories.values()
     (l1 / "0.log").touch()
-    assert layout_of(BookieDirectories.at(tmp_path / "l2", tmp_path / "l1", j)) == BookieLayout((j,), (l1,), (l1,))
+    assert find_layout(BookieDirectories.at(tmp_path / "l2", tmp_path / "l1", j)) == BookieLayout((j,), (l1,), (l1,))
     (j / "lastMark").touch()
-    assert layout_of(BookieDirectories.at(j)) == BookieLayout((j,), (j,), (j,))
-    assert layout_of(BookieDirectories.at(l2)) == BookieLayout((), (l2,), (l2,))
+    assert find_layout(BookieDirectories.at(j)) == BookieLayout((j,), (j,), (j,))
+    assert find_layout(BookieDirectories.at(l2)) == BookieLayout((), (l2,), (l2,))
 
 
 def test_a_parent_of_a_bookies_directory_is_refused(directories: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "ledgers/current").mkdir(parents=True)
     with pytest.raises(UsageError, match=r"not a bookie's directory.*ledgers"):
-        layout_of(BookieDirectories([tmp_path / "j"], [tmp_path]))
+        find_layout(BookieDirectories([tmp_path / "j"], [tmp_path]))
 
 
 def test_the_order_of_directories_comes_from_the_cookie(directories: dict[str, Path], tmp_path: Path) -> None:
@@ -52,19 +52,19 @@ def test_the_order_of_directories_comes_from_the_cookie(directories: dict[str, P
     for each in (l1, l2):
         (each / "0.log").touch()
     with pytest.raises(UsageError, match="--conf"):
-        layout_of(BookieDirectories.at(j, l1, l2))
+        find_layout(BookieDirectories.at(j, l1, l2))
     cookie = Cookie("bookie", (str(tmp_path / "j"),), (str(tmp_path / "l2"), str(tmp_path / "l1")))
     (l1 / "VERSION").write_bytes(cookie.serialize())
-    assert layout_of(BookieDirectories.at(l1, l2, j)) == BookieLayout((j,), (l2, l1), (l2, l1))
+    assert find_layout(BookieDirectories.at(l1, l2, j)) == BookieLayout((j,), (l2, l1), (l2, l1))
     # The cookie of directories that are elsewhere says nothing of these.
     (l1 / "VERSION").write_bytes(Cookie("bookie", ("/none",), ("/no-1", "/no-2")).serialize())
     with pytest.raises(UsageError):
-        layout_of(BookieDirectories.at(l1, l2, j))
+        find_layout(BookieDirectories.at(l1, l2, j))
 
 
 def test_a_configuration_gives_roles_and_order(directories: dict[str, Path]) -> None:
     j, l1, l2 = directories.values()
-    layout = layout_of(BookieDirectories([j.parent], [l2.parent, l1.parent], [l1.parent]))
+    layout = find_layout(BookieDirectories([j.parent], [l2.parent, l1.parent], [l1.parent]))
     assert layout == BookieLayout((j,), (l2, l1), (l1,))
     assert layout.all == [j, l2, l1]
     with pytest.raises(UsageError, match="2 ledger directories and 1 index"):
@@ -75,7 +75,7 @@ def test_damaged_journals_give_the_facts_before_the_damage(directories: dict[str
     path = directories["j"] / "1.txn"
     key = journal.ledger_key_record(A, KEY)
     path.write_bytes(journal.write_header(6) + key + b"\x80\0\0\0" + key)
-    findings, sizes = Findings(), []
+    findings, sizes = RepairFindings(), []
     facts = read_journals([directories["j"]], findings, sizes.append)
     assert facts == {A: JournalFacts(KEY)}
     assert [damage.path for damage in findings.damage] == [path]

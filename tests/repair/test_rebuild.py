@@ -22,7 +22,7 @@ from bkctl.formats.entry import DigestManager, DigestType, master_key
 from bkctl.formats.index import LedgerData
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerFacts, LedgerLiveness
-from bkctl.repair.layout import BookieLayout, layout_of
+from bkctl.repair.layout import BookieLayout, find_layout
 from bkctl.repair.rebuild import Rebuild, rebuild
 
 GOLDEN = [bookie for bookie in golden.bookies() if bookie.name == "db"]
@@ -32,7 +32,7 @@ KEY = master_key(b"secret")
 def golden_layout(bookie: GoldenBookie, base: Path) -> BookieLayout:
     shutil.copytree(bookie.journal_dir, base / "journal")
     shutil.copytree(bookie.ledger_dir, base / "ledgers")
-    return layout_of(BookieDirectories([base / "journal"], [base / "ledgers"]))
+    return find_layout(BookieDirectories([base / "journal"], [base / "ledgers"]))
 
 
 def locations_in(path: Path) -> dict[tuple[LedgerId, int], int]:
@@ -76,7 +76,7 @@ class Bookie:
 
     @property
     def layout(self) -> BookieLayout:
-        return layout_of(BookieDirectories([self.journal_dir], self.ledger_dirs))
+        return find_layout(BookieDirectories([self.journal_dir], self.ledger_dirs))
 
     def current(self, number: int = 0) -> Path:
         return self.ledger_dirs[number] / "current"

@@ -21,7 +21,7 @@ from bkctl.formats.entry import DigestManager, DigestType, master_key
 from bkctl.formats.index import ENTRY_ID_MAX
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerFacts, LedgerLiveness
-from bkctl.repair.layout import BookieLayout, layout_of
+from bkctl.repair.layout import BookieLayout, find_layout
 from bkctl.repair.regenerate import regenerate
 
 KEY, OTHER_KEY = master_key(b"secret"), master_key(b"other")
@@ -63,7 +63,7 @@ class Bookie:
 
     @property
     def layout(self) -> BookieLayout:
-        return layout_of(BookieDirectories([self.journal_dir], [self.ledger_dir]))
+        return find_layout(BookieDirectories([self.journal_dir], [self.ledger_dir]))
 
     def log(self, log_id: int, ledger: LedgerId, *entry_ids: int, tail: bytes = b"") -> dict[int, int]:
         """A log of one ledger's entries; the place of each."""
@@ -101,7 +101,7 @@ GOLDEN = [bookie for bookie in golden.bookies() if bookie.name != "db"]
 def test_regenerated_files_match_apaches(golden_bookie: GoldenBookie, tmp_path: Path) -> None:
     shutil.copytree(golden_bookie.journal_dir, tmp_path / "journal")
     shutil.copytree(golden_bookie.ledger_dir, tmp_path / "ledgers")
-    layout = layout_of(BookieDirectories([tmp_path / "journal"], [tmp_path / "ledgers"]))
+    layout = find_layout(BookieDirectories([tmp_path / "journal"], [tmp_path / "ledgers"]))
     current = tmp_path / "ledgers" / "current"
     before = all_said(current)
     sizes = {ledger: (current / index.index_path(ledger)).stat().st_size for ledger in before}
@@ -123,7 +123,7 @@ def test_regenerated_files_match_apaches(golden_bookie: GoldenBookie, tmp_path: 
 def test_lost_files_are_rebuilt_with_the_journals_keys(golden_bookie: GoldenBookie, tmp_path: Path) -> None:
     shutil.copytree(golden_bookie.journal_dir, tmp_path / "journal")
     shutil.copytree(golden_bookie.ledger_dir, tmp_path / "ledgers")
-    layout = layout_of(BookieDirectories([tmp_path / "journal"], [tmp_path / "ledgers"]))
+    layout = find_layout(BookieDirectories([tmp_path / "journal"], [tmp_path / "ledgers"]))
     current = tmp_path / "ledgers" / "current"
     before = all_said(current)
     for ledger in before:

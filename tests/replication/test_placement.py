@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bkctl.errors import BkctlError, NotEnoughBookies
-from bkctl.formats.metadata import BookieServiceInfo, Endpoint
+from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import RegisteredBookie
 from bkctl.replication.placement import Topology, choose_replacements
@@ -16,7 +16,7 @@ PLAIN, SCOPED = LedgerId(0, 5), LedgerId(7, 5)
 
 
 def bookie(name: str, state: str = "rw", *, scopes: bool = True, host: str | None = None) -> RegisteredBookie:
-    endpoint = Endpoint("bookie", 3181, host or name, "bookie-rpc")
+    endpoint = BookieEndpoint("bookie", 3181, host or name, "bookie-rpc")
     return RegisteredBookie(name, state, BookieServiceInfo((endpoint,), {"ledgerScopes": "1"} if scopes else {}))
 
 

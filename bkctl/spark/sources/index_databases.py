@@ -10,8 +10,8 @@ from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.formats.index import SLOT_SIZE, ledger_key, location_key, read_location, read_location_key
 from bkctl.ids import LedgerId
 from bkctl.spark.sources.filters import Conditions
-from bkctl.spark.sources.index_plan import LedgerRange
-from bkctl.spark.sources.index_rows import IndexedEntries, IndexedLedger
+from bkctl.spark.sources.index_plan import DatabaseRange
+from bkctl.spark.sources.index_rows import IndexedEntries, IndexRowsLedger
 from bkctl.spark.sources.record_rows import BATCH_ROWS
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class DatabaseReader:
     """
 
     def __init__(
-        self, part: LedgerRange, ledgers: LedgersDatabase, locations: LocationsDatabase, conditions: Conditions
+        self, part: DatabaseRange, ledgers: LedgersDatabase, locations: LocationsDatabase, conditions: Conditions
     ) -> None:
         self._part, self._ledgers, self._locations, self._conditions = part, ledgers, locations, conditions
         self._ids = [ledger for ledger in ledgers.ledger_ids(part.first, part.end) if conditions.accepts_ledger(ledger)]
@@ -51,16 +51,16 @@ class DatabaseReader:
             mask = _mask_of_ledgers(ids_by_scope, entries)
             yield entries if mask.all() else entries.select(mask)
 
-    def ledgers(self) -> Iterator[list[IndexedLedger]]:
+    def ledgers(self) -> Iterator[list[IndexRowsLedger]]:
         """Yield the ledgers of the range with the numbers of their entries, batch by batch."""
-        rows: list[IndexedLedger] = []
+        rows: list[IndexRowsLedger] = []
         for ledger in self._ids:
             data = self._ledgers.get(ledger)
             if data is None:
                 continue
             count = sum(len(items) for items in self._locations.batches_of(ledger))
             last = self._locations.last_entry_id(ledger)
-            rows.append(IndexedLedger(ledger, data.fenced, data.explicit_lac, count, last, data.master_key))
+            rows.append(IndexRowsLedger(ledger, data.fenced, data.explicit_lac, count, last, data.master_key))
             if len(rows) >= BATCH_ROWS:
                 yield rows
                 rows = []
@@ -68,7 +68,7 @@ class DatabaseReader:
             yield rows
 
 
-def _entries_of(items: Sequence[tuple[bytes, bytes]], part: LedgerRange) -> IndexedEntries:
+def _entries_of(items: Sequence[tuple[bytes, bytes]], part: DatabaseRange) -> IndexedEntries:
     """Return items of a database of locations as columns. Raises Corrupt for a key or value that is not valid."""
     import numpy as np
 
@@ -86,7 +86,7 @@ def _entries_of(items: Sequence[tuple[bytes, bytes]], part: LedgerRange) -> Inde
     return IndexedEntries(scope_ids, ledger_ids, entry_ids, locations)
 
 
-def _raise_invalid(items: Iterable[tuple[bytes, bytes]], part: LedgerRange) -> None:
+def _raise_invalid(items: Iterable[tuple[bytes, bytes]], part: DatabaseRange) -> None:
     """Raise Corrupt for the first key or value that does not belong into a database of locations."""
     name = str(part.path("locations"))
     for key, value in items:

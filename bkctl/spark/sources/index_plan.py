@@ -44,7 +44,7 @@ class IndexFiles(InputPartition):
 
 
 @dataclass
-class LedgerRange(InputPartition):
+class DatabaseRange(InputPartition):
     """The ledgers `first` (None: from the lowest) to `end` (excluded; None: all) of a pair of databases."""
 
     directory: str
@@ -67,7 +67,7 @@ class DamagedIndex(InputPartition):
 
 
 def group_files(
-    parts: Iterable[Slots | LedgerRange | DamagedIndex], size_bytes: int
+    parts: Iterable[Slots | DatabaseRange | DamagedIndex], size_bytes: int
 ) -> list[InputPartition]:  # fmt: skip
     """Return `parts` as partitions: files in groups of at most `size_bytes`, behind all others."""
     found: list[InputPartition] = []
@@ -97,7 +97,7 @@ class IndexPlanner:
         self._size_bytes, self._cuts_files = size_bytes, cuts_files
         self._planned: set[Path] = set()
 
-    def parts(self, paths: Iterable[str]) -> Iterator[Slots | LedgerRange | DamagedIndex]:
+    def parts(self, paths: Iterable[str]) -> Iterator[Slots | DatabaseRange | DamagedIndex]:
         """Yield the parts at files, directories and patterns, each file and database once."""
         for text in paths:
             for path, exact in local_paths(text):
@@ -106,7 +106,7 @@ class IndexPlanner:
                 elif exact or path.name.endswith((".idx", f".idx{RELOCATION_SUFFIX}")):
                     yield from self._file(path)
 
-    def _directory(self, path: Path) -> Iterator[Slots | LedgerRange | DamagedIndex]:
+    def _directory(self, path: Path) -> Iterator[Slots | DatabaseRange | DamagedIndex]:
         if path.name in ROCKSDB_NAMES and (path / "CURRENT").is_file():
             yield from self._database(path.parent, path.name.startswith("scoped-"))
             return
@@ -138,9 +138,9 @@ class IndexPlanner:
         for first in range(0, max(count, 1), max(step, 1)):
             yield Slots(str(path), ledger, bookie_id, first, min(first + step, count), size)
 
-    def _database(self, directory: Path, scoped: bool) -> Iterator[LedgerRange | DamagedIndex]:
+    def _database(self, directory: Path, scoped: bool) -> Iterator[DatabaseRange | DamagedIndex]:
         bookie_id = bookie_id_at(directory)
-        whole = LedgerRange(str(directory), scoped, bookie_id, None, None)
+        whole = DatabaseRange(str(directory), scoped, bookie_id, None, None)
         ledgers, locations = whole.path("ledgers"), whole.path("locations")
         if self._is_planned(locations) or not self._accepts(locations, bookie_id):
             return
@@ -159,7 +159,7 @@ class IndexPlanner:
         count = max(1, min(len(ids), -(-size // self._size_bytes)))
         borders = [None, *(ids[len(ids) * at // count] for at in range(1, count)), None]
         for first, end in pairwise(borders):
-            yield LedgerRange(str(directory), scoped, bookie_id, first, end)
+            yield DatabaseRange(str(directory), scoped, bookie_id, first, end)
 
     def _is_planned(self, path: Path) -> bool:
         resolved = path.resolve()

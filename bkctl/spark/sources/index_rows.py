@@ -30,7 +30,7 @@ class IndexedEntries(NamedTuple):
         return IndexedEntries(scope_ids[mask], ledger_ids[mask], entry_ids[mask], locations[mask])
 
 
-class IndexedLedger(NamedTuple):
+class IndexRowsLedger(NamedTuple):
     """One ledger in an index; `explicit_lac` is a packet as bookies store it."""
 
     ledger: LedgerId
@@ -79,7 +79,7 @@ def entry_rows(
 
 
 def ledger_rows(
-    schema: pa.Schema, ledgers: Sequence[IndexedLedger], constants: Mapping[str, Any]
+    schema: pa.Schema, ledgers: Sequence[IndexRowsLedger], constants: Mapping[str, Any]
 ) -> pa.RecordBatch:  # fmt: skip
     """Return one row a ledger; `constants` are columns of the whole file."""
     import pyarrow as pa

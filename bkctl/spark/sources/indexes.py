@@ -23,8 +23,8 @@ from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.spark.sources.columns import DAMAGE, check_schema, damage_row, source_schema, where_and_why
 from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
 from bkctl.spark.sources.index_databases import DatabaseReader
-from bkctl.spark.sources.index_plan import DamagedIndex, IndexFiles, IndexPlanner, LedgerRange, Slots, group_files
-from bkctl.spark.sources.index_rows import IndexedEntries, IndexedLedger, entry_rows, ledger_rows
+from bkctl.spark.sources.index_plan import DamagedIndex, DatabaseRange, IndexFiles, IndexPlanner, Slots, group_files
+from bkctl.spark.sources.index_rows import IndexedEntries, IndexRowsLedger, entry_rows, ledger_rows
 from bkctl.spark.sources.options import Mode, SourceOptions
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class IndexReader(DataSourceReader):
         if isinstance(partition, IndexFiles):
             for slots in partition.slots:
                 yield from self._permitting(slots.path, self._read_file(slots))
-        elif isinstance(partition, LedgerRange):
+        elif isinstance(partition, DatabaseRange):
             yield from self._permitting(str(partition.path("locations")), self._read_databases(partition))
         elif isinstance(partition, DamagedIndex):
             yield damage_row(self._schema(), partition.path, None, partition.reason)
@@ -163,7 +163,7 @@ class IndexReader(DataSourceReader):
             )
             yield from entry_rows(schema, entries, self._conditions, constants)
 
-    def _read_databases(self, part: LedgerRange) -> Iterator[pa.RecordBatch]:
+    def _read_databases(self, part: DatabaseRange) -> Iterator[pa.RecordBatch]:
         path = part.path("locations")
         constants = {"file": str(path), "scoped": part.scoped, "bookieId": part.bookie_id}
         schema = self._schema()
@@ -185,9 +185,9 @@ class IndexReader(DataSourceReader):
         return to_arrow_schema(self._struct)
 
 
-def _ledger_of(slots: Slots, reader: LedgerIndexReader) -> IndexedLedger:
+def _ledger_of(slots: Slots, reader: LedgerIndexReader) -> IndexRowsLedger:
     count = sum(len(page) - page.count(0) for _, page in reader.pages())
     header = reader.header
-    return IndexedLedger(
+    return IndexRowsLedger(
         slots.ledger, header.fenced, header.explicit_lac, count, reader.last_entry_id, header.master_key
     )

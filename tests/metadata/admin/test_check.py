@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bkctl.formats.entry import DigestType
-from bkctl.formats.metadata import BookieServiceInfo, Cookie, Endpoint, Fragment, LedgerMetadata, LedgerState
+from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.bookie_replacement import replace_bookie
 from bkctl.metadata.admin.check import check_metadata, impossibilities
@@ -24,7 +24,7 @@ BOOKIES = ("b0:3181", "b1:3181", "b2:3181")
 GOOD = LedgerMetadata(
     3, 2, 2, DigestType.CRC32C, b"", (Fragment(0, BOOKIES), Fragment(4, BOOKIES[::-1])), LedgerState.CLOSED, 100, 9
 )
-INFO = BookieServiceInfo((Endpoint("bookie", 3181, "10.0.0.1", "bookie-rpc"),), {"ledgerScopes": "1"})
+INFO = BookieServiceInfo((BookieEndpoint("bookie", 3181, "10.0.0.1", "bookie-rpc"),), {"ledgerScopes": "1"})
 SCOPED = LedgerId(7, 5)
 
 

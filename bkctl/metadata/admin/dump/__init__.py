@@ -17,10 +17,10 @@ are not exported. An export without its last line is incomplete.
 from __future__ import annotations
 
 from bkctl.metadata.admin.dump.comparison import Difference, compare, compare_headers
-from bkctl.metadata.admin.dump.export import Exported, export_to_file, write_export
+from bkctl.metadata.admin.dump.export import ExportSummary, export_to_file, write_export
 from bkctl.metadata.admin.dump.export_file import ExportFile, ExportSection
-from bkctl.metadata.admin.dump.importing import Imported, import_records, prepare_target
-from bkctl.metadata.admin.dump.records import DumpHeader, DumpRecord, MetadataSource
+from bkctl.metadata.admin.dump.importing import ImportSummary, import_records, prepare_target
+from bkctl.metadata.admin.dump.records import DumpHeader, DumpRecord, DumpSource
 from bkctl.metadata.admin.dump.sources import ClusterSource, open_source
 
 __all__ = [
@@ -30,9 +30,9 @@ __all__ = [
     "DumpRecord",
     "ExportFile",
     "ExportSection",
-    "Exported",
-    "Imported",
-    "MetadataSource",
+    "ExportSummary",
+    "ImportSummary",
+    "DumpSource",
     "compare",
     "compare_headers",
     "export_to_file",

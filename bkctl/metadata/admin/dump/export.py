@@ -12,12 +12,12 @@ from typing import Any, BinaryIO, Final, NamedTuple
 
 from bkctl.disk import atomic_write
 from bkctl.errors import AlreadyExists, UsageError
-from bkctl.metadata.admin.dump.records import FORMAT, KINDS, VERSION, DumpHeader, MetadataSource
+from bkctl.metadata.admin.dump.records import FORMAT, KINDS, VERSION, DumpHeader, DumpSource
 
 _WRITE_SIZE_BYTES: Final = 1 << 20
 
 
-class Exported(NamedTuple):
+class ExportSummary(NamedTuple):
     """A written export: records by kind, size, and the SHA-256 in its last line."""
 
     counts: dict[str, int]
@@ -25,7 +25,7 @@ class Exported(NamedTuple):
     sha256: str
 
 
-def write_export(source: MetadataSource, file: BinaryIO, progress: Callable[[int], None] = lambda _: None) -> Exported:
+def write_export(source: DumpSource, file: BinaryIO, progress: Callable[[int], None] = lambda _: None) -> ExportSummary:
     """Write all records of `source` as an export. Any error of the source or file leaves the export incomplete."""
     digest = hashlib.sha256()
     counts: Counter[str] = Counter()
@@ -54,7 +54,7 @@ def write_export(source: MetadataSource, file: BinaryIO, progress: Callable[[int
     sha256 = digest.hexdigest()
     end = _json_line({"kind": "end", "records": counts.total(), "sha256": sha256})
     file.write(end.encode("ascii"))
-    return Exported({kind: counts[kind] for kind in KINDS}, size + len(end), sha256)
+    return ExportSummary({kind: counts[kind] for kind in KINDS}, size + len(end), sha256)
 
 
 def _header_fields(header: DumpHeader) -> dict[str, Any]:
@@ -73,8 +73,8 @@ def _json_line(fields: dict[str, Any]) -> str:
 
 
 def export_to_file(
-    source: MetadataSource, path: Path, *, overwrite: bool = False, progress: Callable[[int], None] = lambda _: None
-) -> Exported:
+    source: DumpSource, path: Path, *, overwrite: bool = False, progress: Callable[[int], None] = lambda _: None
+) -> ExportSummary:
     """Write an export to `path`, readable by its owner only. The file appears once it is complete and on disk.
 
     Raises AlreadyExists for an existing file, unless `overwrite`; UsageError for a directory; OSError.

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from bkctl.errors import BkctlError, Corrupt, CorruptRecord, Unsupported
 from bkctl.ids import I64_MAX, U64_MAX
-from bkctl.metadata.admin.dump.records import FORMAT, KINDS, NODE_PATHS, VERSION, DumpHeader, DumpRecord, MetadataSource
+from bkctl.metadata.admin.dump.records import FORMAT, KINDS, NODE_PATHS, VERSION, DumpHeader, DumpRecord, DumpSource
 from bkctl.metadata.store import VALUE_SIZE_BYTES_MAX
 
 #: A value in base64, a key, and the names around them.
@@ -28,7 +28,7 @@ class ExportSection(NamedTuple):
     line_count: int
 
 
-class ExportFile(MetadataSource):
+class ExportFile(DumpSource):
     """An export, read line by line; `check` reads the whole file and verifies its hash.
 
     Raises OSError; Corrupt for another kind of file, Unsupported for a later version.
@@ -67,7 +67,7 @@ class ExportFile(MetadataSource):
         return counts
 
     def records(self) -> Iterator[DumpRecord]:
-        """See MetadataSource.records. Raises Corrupt, naming the byte; at the end also for a wrong hash or count."""
+        """See DumpSource.records. Raises Corrupt, naming the byte; at the end also for a wrong hash or count."""
         self._file.seek(0)
         digest = hashlib.sha256()
         at = count = 0
@@ -202,5 +202,5 @@ class ExportFile(MetadataSource):
             raise CorruptRecord("The value is not base64", offset=at, where=self.name) from error
 
     def close(self) -> None:
-        """See MetadataSource.close."""
+        """See DumpSource.close."""
         self._file.close()

@@ -20,7 +20,7 @@ CONCURRENCY: Final = 32
 
 
 @dataclass
-class Imported:
+class ImportSummary:
     """Result of an import. `conflicts` name the records that exist with another value, and were left unchanged."""
 
     created: Counter[str] = field(default_factory=Counter)
@@ -80,7 +80,7 @@ def import_records(
     dry_run: bool = False,
     record_change: Callable[[str, bytes | None, bytes], None] = lambda *_: None,
     progress: Callable[[int], None] = lambda _: None,
-) -> Imported:
+) -> ImportSummary:
     """Write records into a cluster, several at once; skip records that exist with the same value.
 
     So a second run finishes an interrupted one. A record that exists with another value is a conflict and stays; with
@@ -89,7 +89,7 @@ def import_records(
     """
     from concurrent.futures import ThreadPoolExecutor
 
-    result = Imported()
+    result = ImportSummary()
     under_way: deque[Future[tuple[DumpRecord, str]]] = deque()
     waiting: deque[DumpRecord] = deque()
 
@@ -121,7 +121,7 @@ def import_records(
 
 
 def _paths(
-    records: Iterable[DumpRecord], target: Cluster, dry_run: bool, result: Imported, waiting: deque[DumpRecord]
+    records: Iterable[DumpRecord], target: Cluster, dry_run: bool, result: ImportSummary, waiting: deque[DumpRecord]
 ) -> Iterator[str]:
     """Yield the path of each record and append the record to `waiting`; a "sequence" advances the target's ids."""
     scopes_checked = False
@@ -139,7 +139,7 @@ def _paths(
 
 
 def _outcome(record: DumpRecord, found: Versioned[bytes] | None, overwrite: bool) -> str:
-    """Return the name of the field of Imported that counts the record, or "conflict"."""
+    """Return the name of the field of ImportSummary that counts the record, or "conflict"."""
     if found is None:
         return "created"
     if found.value == record.value:

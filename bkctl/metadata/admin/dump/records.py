@@ -61,7 +61,7 @@ class DumpHeader(NamedTuple):
     time: str
 
 
-class MetadataSource(ABC):
+class DumpSource(ABC):
     """A cluster or an export that gives records in order. A context manager."""
 
     #: Name of the source in messages.

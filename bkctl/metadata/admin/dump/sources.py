@@ -10,12 +10,12 @@ from pathlib import Path
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.dump.export_file import ExportFile
-from bkctl.metadata.admin.dump.records import NODE_PATHS, DumpHeader, DumpRecord, MetadataSource
+from bkctl.metadata.admin.dump.records import NODE_PATHS, DumpHeader, DumpRecord, DumpSource
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.underreplication import LedgerMarks, mark_path
 
 
-class ClusterSource(MetadataSource):
+class ClusterSource(DumpSource):
     """The present records of a cluster, or with `ledgers` only the metadata of these ledgers.
 
     Scoped ledgers that another cluster left (`scopes_state` "foreign") are left out.
@@ -30,7 +30,7 @@ class ClusterSource(MetadataSource):
         self.header = DumpHeader(cluster.uri, cluster.instance_id(), None if stored is None else stored.value, _now())
 
     def records(self) -> Iterator[DumpRecord]:
-        """See MetadataSource.records. Raises LedgerNotFound for a missing one of `ledgers`."""
+        """See DumpSource.records. Raises LedgerNotFound for a missing one of `ledgers`."""
         cluster, store = self._cluster, self._cluster.store
         if self._ledgers is not None:
             for ledger in self._ledgers:
@@ -75,7 +75,7 @@ class ClusterSource(MetadataSource):
         """Do nothing: the caller who opened the cluster closes it."""
 
 
-def open_source(text: str, open_cluster: Callable[[str], Cluster]) -> tuple[MetadataSource, Cluster | None]:
+def open_source(text: str, open_cluster: Callable[[str], Cluster]) -> tuple[DumpSource, Cluster | None]:
     """Open the source that `text` names: a store by its URI or as `context:NAME`, else an export file.
 
     Returns the cluster of a store too, for the caller to close.

@@ -32,7 +32,7 @@ from bkctl.errors import (
     Unreachable,
     UsageError,
 )
-from bkctl.formats.metadata import BookieServiceInfo, Endpoint
+from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo
 from bkctl.ids import LedgerId
 from bkctl.metadata.backends.etcd import etcdrpc
 from bkctl.metadata.backends.etcd.connection import etcd3
@@ -41,7 +41,7 @@ from bkctl.metadata.backends.etcd.store import TRANSACTION_SIZE_MAX, EtcdStore
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW, StoreSecurity
 
-INFO = BookieServiceInfo((Endpoint("bookie", 3181, "127.0.0.1", "bookie-rpc"),), {"ledgerScopes": "1"})
+INFO = BookieServiceInfo((BookieEndpoint("bookie", 3181, "127.0.0.1", "bookie-rpc"),), {"ledgerScopes": "1"})
 
 
 def eventually(condition: Callable[[], object], timeout_s: float = 60) -> None:

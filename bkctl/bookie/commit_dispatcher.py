@@ -22,12 +22,12 @@ from bkctl.errors import BkctlError, TooManyRequests
 from bkctl.protocol.add_runs import AnswerAdds
 from bkctl.protocol.messages import Status
 from bkctl.storage.bookie_storage import BookieStorage
-from bkctl.storage.group_commit import Batch
+from bkctl.storage.group_commit import JournalBatch
 
 log: Final = logging.getLogger("bkctl.bookie")
 
 
-class GroupCommit:
+class CommitDispatcher:
     """Hands batches to the journals' threads, sealed entries to the thread of entry logs, and begins due checkpoints.
 
     Its threads run between `start` and `stop`; all else happens in the event loop.
@@ -158,12 +158,12 @@ class GroupCommit:
 
     # --- from the threads to the loop: JournalListener ---------------------------------------------------------------
 
-    def written(self, group: list[Batch]) -> None:
+    def written(self, group: list[JournalBatch]) -> None:
         """Answer the adds of `group` that wait for no sync (deferred sync)."""
         for batch in group:
             batch.tell_written(None)
 
-    def committed(self, number: int, group: list[Batch], error: OSError | None) -> None:
+    def committed(self, number: int, group: list[JournalBatch], error: OSError | None) -> None:
         """Answer a group of journal `number`: it is on disk, or failed with `error`."""
         now_s = time.monotonic()
         for batch in group:

@@ -1,0 +1,74 @@
+"""English and names that a test can hold: no riddles in docstrings, comments and messages, one class a name."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+#: A docstring names what it does or is; these begin a riddle.
+RIDDLE = re.compile(r"(What|Whether|That|Those|Who|Whose|How|Where|Why|When|Which)\b")
+#: Phrases with a plainer form: "is not a directory", "unchanged", "continues", "rebuilt", "reported".
+BANNED = re.compile(
+    r"\b(?:(?:is|are|was|were|be) no(?! longer\b| more than\b| later than\b| less than\b) [a-z]+|nobody(?!:)|made anew"
+    r"|goes on\b"
+    r"|is told\b|are told\b|was told\b|those of\b|of use\b|put back as\b|such, or\b|takes? note\b|as it is told)",
+)
+
+
+def modules() -> list[Path]:
+    """Return every Python file of the package, generated ones left out."""
+    found = [*ROOT.glob("bkctl/**/*.py"), *ROOT.glob("commands/**/*.py")]
+    return sorted(path for path in found if not path.stem.endswith("_pb2"))
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and text of every docstring."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield node.body[0].lineno, text
+
+
+def prose(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line and text of every comment and string of a file."""
+    source = path.read_text()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_docstrings_begin_with_a_verb_or_a_noun(path: Path) -> None:
+    found = [
+        f"{path}:{line}: {text[:70]}" for line, text in docstrings(ast.parse(path.read_text())) if RIDDLE.match(text)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_prose_states_the_fact(path: Path) -> None:
+    found = [f"{path}:{line}: {match[0]}" for line, text in prose(path) for match in BANNED.finditer(text)]
+    assert not found, "\n".join(found)
+
+
+def test_public_classes_have_one_name_each() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in modules():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(str(path.relative_to(ROOT)))
+    twice = {name: where for name, where in places.items() if len(where) > 1}
+    assert not twice
