@@ -36,7 +36,7 @@ FINDING_COLUMNS = Columns(
     Column("HEX", "logIdHex", lambda row: None if row.log_id is None else f"{row.log_id:x}"),
     Column("OFFSET", "offset", "offset", Kind.INTEGER),
     Column(None, "location", "location", Kind.INTEGER),
-    Column("REASON", "reason", "reason", flexible=True),
+    Column("REASON", "reason", "reason"),
     Column("FILE", "file", lambda row: str(row.path), flexible=True),
     Column(None, "finding", "is_problem", Kind.BOOLEAN),
     key="ledger",
