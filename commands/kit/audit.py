@@ -112,7 +112,8 @@ class Audit:
             return
         outcome: dict[str, Any] = {"event": "end", "exitCode": exit_code}
         if error:
-            outcome["error"] = error
+            # Errors repeat what they were given.
+            outcome["error"] = without_secret_values(error, _HIDDEN)
         self._write({**outcome, "seconds": round(time.time() - self._began, 3)})
 
     def _write(self, fields: Mapping[str, Any]) -> None:

@@ -78,6 +78,16 @@ def test_an_option_can_make_a_command_one_that_changes(uri: str, cli: Cli, log: 
     assert "geheim" not in log.read_text()
 
 
+def test_secrets_within_errors_do_not_reach_the_log(cli: Cli, log: Path) -> None:
+    failed = cli("api", "put", "/api/v1/some?token=geheim", "--bookie-url", "http://127.0.0.1:1", "--yes")
+    assert failed.code != 0
+    audit = Audit(log, ["bkctl", "api", "put"])
+    audit.begin()
+    audit.end(4, "PUT /api/v1/some?a=b&token=geheim: Unknown path")
+    assert "geheim" not in log.read_text()
+    assert lines(log)[-1]["error"] == "PUT /api/v1/some?a=b&token=***"
+
+
 def test_secrets_do_not_reach_the_log() -> None:
     assert without_secrets(
         ["-u", "etcd://ann:x@h:1", "--password", "x", "--password=x", "--b64password", "x", "--api-token=x"]
