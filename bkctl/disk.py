@@ -319,9 +319,25 @@ class Files:
             yield
 
 
-def restrict_new_files() -> None:
-    """Restrict new files of this process (RocksDB's too) to FILE_MODE and new directories to DIRECTORY_MODE."""
-    os.umask(os.umask(0o077) | (0o777 & ~DIRECTORY_MODE))
+def make_private_directory(path: Path) -> None:
+    """Create `path` and its missing parents with mode 0700, whatever the umask. Raises OSError.
+
+    `Path.mkdir` applies its mode to `path` alone: with umask 000 other users could replace its parents.
+    """
+    if not path.is_dir():
+        if path.parent != path:
+            make_private_directory(path.parent)
+        path.mkdir(0o700, exist_ok=True)
+
+
+def restrict_new_files() -> int:
+    """Restrict new files of this process (RocksDB's too) to FILE_MODE and new directories to DIRECTORY_MODE.
+
+    Returns the umask before.
+    """
+    before = os.umask(0o077)
+    os.umask(before | (0o777 & ~DIRECTORY_MODE))
+    return before
 
 
 def create_unfinished(path: Path, *, mode: int = 0o600) -> tuple[Path, int]:

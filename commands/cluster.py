@@ -73,8 +73,8 @@ HEALTH_COLUMNS = Columns(
     Column("SEVERITY", "severity", lambda row: row.severity.value, style={"error": RED, "warning": YELLOW}),
     Column("CODE", "code", "code"),
     Column("SUBJECT", "subject", lambda row: row.subject or None),
-    Column("WHAT", "message", "message", flexible=True),
-    Column("ADVICE", "advice", "advice", flexible=True),
+    Column("WHAT", "message", "message"),
+    Column("ADVICE", "advice", "advice"),
     Column(None, "details", "details", Kind.NESTED, optional=True),
     key="code",
 )

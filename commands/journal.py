@@ -219,7 +219,7 @@ VERIFY_COLUMNS = Columns(
     Column("MARK", "lastMark", "mark", Kind.INTEGER),
     Column(None, "scoped", "scoped", Kind.BOOLEAN),
     Column("FILE", "file", lambda row: str(row.path), text=lambda path: Path(path).name),
-    Column("PROBLEM", "problem", "problem", flexible=True),
+    Column("PROBLEM", "problem", "problem"),
     key=Column("JOURNAL", "journalId", _checked_key),
 )
 

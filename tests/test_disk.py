@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.simulated_disk import SimulatedFiles
 
-from bkctl.disk import Files, atomic_write, create_unfinished
+from bkctl.disk import Files, atomic_write, create_unfinished, make_private_directory
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +41,18 @@ def test_stricter_umask_applies(tmp_path: Path) -> None:
     Files().make_directory(tmp_path / "a")
     Files().open(tmp_path / "a" / "file", create=True).close()
     assert (mode(tmp_path / "a"), mode(tmp_path / "a" / "file")) == (0o700, 0o600)
+
+
+def test_private_directory_and_its_new_parents_are_closed_under_any_umask(tmp_path: Path) -> None:
+    os.umask(0)
+    (tmp_path / "there").mkdir()
+    for _ in range(2):
+        make_private_directory(tmp_path / "there" / "a" / "b")
+    assert mode(tmp_path / "there") == 0o777  # not ours to change
+    assert mode(tmp_path / "there" / "a") == mode(tmp_path / "there" / "a" / "b") == 0o700
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError, match="file"):
+        make_private_directory(tmp_path / "file" / "a")
 
 
 def test_unfinished_file_has_a_random_name(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from bkctl.redaction import is_secret_name, without_user_info
     [
         "httpServerKeyStorePassword", "aToken", "spark.authenticate.secret", "spark.hadoop.fs.s3a.access.key",
         "fs.s3a.secret.key", "fs.azure.account.key.here.blob.core.windows.net", "accessKey", "api_key", "private-key",
-        "master-key", "ledgerPasswd", "some.credential", "fs.azure.sas.box.here",
+        "master-key", "ledgerPasswd", "some.credential", "fs.azure.sas.box.here", "sig", "X-Amz-Signature",
     ],
 )  # fmt: skip
 def test_settings_with_secrets_are_known_by_their_names(name: str) -> None:
@@ -35,6 +35,7 @@ def test_settings_about_secrets_are_shown(name: str) -> None:
         ("etcd://ann:p@ss@h:1", "etcd://***@h:1"),
         ("etcd://ann:/@/@h:1", "etcd://***@h:1"),
         ("etcd:http://ann:p?w#@h:1", "etcd:http://***@h:1"),
+        ("etcd://ann:p w@h:1", "etcd://***@h:1"),
         ("a=etcd://ann:x@h,b", "a=etcd://***@h,b"),
         ("zk://h:2181/ledgers", "zk://h:2181/ledgers"),
         ("sqlite:///data/me@here/db", "sqlite:///data/me@here/db"),

@@ -350,11 +350,12 @@ class LocalCluster:
         return BkctlError(f"{bookie.bookie_id} stopped with exit code {code}: {last}", hint=f"read {path}")
 
     def _make_active(self) -> None:
+        from bkctl.disk import atomic_write, make_private_directory
+
         pointer = data_directory() / "local-cluster"
-        pointer.parent.mkdir(_PRIVATE_MODE, parents=True, exist_ok=True)
-        beside = pointer.with_name(f"local-cluster.{os.getpid()}")
-        beside.write_text(f"{self.directory}\n")
-        beside.replace(pointer)
+        make_private_directory(pointer.parent)
+        with atomic_write(pointer) as file:
+            file.write(os.fsencode(self.directory) + b"\n")
 
     def _drop_active(self) -> None:
         active = active_cluster()

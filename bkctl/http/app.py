@@ -78,8 +78,8 @@ class Api:
 
     Without `token`, every connected client has access. `read_only_token` gives access to endpoints that change nothing,
     without secrets. `is_local`: a request must name this machine as its host, which excludes web pages that reach it
-    under another name, and probes need no token. `upstream` is for a gateway's requests to bookies. Requests of web
-    pages are always refused.
+    under another name, and probes need no token unless a gateway would forward them. `upstream` is for a gateway's
+    requests to bookies. Requests of web pages are always refused.
     """
 
     def __init__(
@@ -217,7 +217,13 @@ class Api:
         is_reader = self._read_only_token is not None and hmac.compare_digest(
             _bearer_token(request), self._read_only_token
         )
-        is_probe = self._hosts is not None and endpoint is not None and endpoint.probe
+        # A gateway would ask a bookie with a token that the client does not have.
+        is_probe = (
+            self._hosts is not None
+            and endpoint is not None
+            and endpoint.probe
+            and (self.service.has_bookie or not endpoint.of_bookie)
+        )
         if not is_reader and not is_probe:
             return error_answer(
                 401, "The token is missing or wrong", "send 'Authorization: Bearer TOKEN'",

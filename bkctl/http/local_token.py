@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from bkctl.bookie.local import data_directory
+from bkctl.disk import make_private_directory
 
 _TOKEN_SIZE_BYTES_MAX: Final = 256
 _LOCK_ATTEMPTS: Final = 100
@@ -36,7 +37,7 @@ class LocalToken:
         """Create a token and write it to its file. Raise OSError if the file cannot be written."""
         self.text = secrets.token_urlsafe(32)
         self.path = token_path(address, port)
-        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_directory(self.path.parent)
         self._fd = self._locked()
         try:
             os.fchmod(self._fd, 0o600)

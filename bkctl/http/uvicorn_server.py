@@ -27,6 +27,7 @@ IDLE_TIMEOUT_S: Final = 20.0
 #: A client that reads nothing of its answer for so long is disconnected.
 STALL_TIMEOUT_S: Final = 40.0
 _LOOK_S: Final = 5.0
+_PIECE_SIZE_BYTES: Final = 1 << 10
 #: Connections at once, TLS handshakes included; fewer if the process may open few files.
 CONNECTIONS_MAX: Final = 256
 #: One in so many file descriptors of the process is for connections; the bookie's clients and files need the others.
@@ -61,9 +62,11 @@ class BoundedProtocol(H11Protocol):
             self._looking = self.loop.call_later(_LOOK_S, self._look)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
-            return
-        super().data_received(data)
+        # h11 compares only incomplete heads with its limit: one that arrives whole in a large read would pass.
+        for begin in range(0, len(data), _PIECE_SIZE_BYTES):
+            if self.transport.is_closing():
+                return
+            super().data_received(data[begin : begin + _PIECE_SIZE_BYTES])
 
     def send_400_response(self, msg: str) -> None:
         """Send the error as JSON if no answer has begun, else abort; stop the handler of the current request."""

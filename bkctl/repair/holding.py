@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from bkctl.disk import Files
+from bkctl.disk import Files, restrict_new_files
 from bkctl.errors import BkctlError, DirectoryInUse, NotFound, UsageError
 from bkctl.files.directories import current_of
 from bkctl.formats.names import COOKIE_NAME, ROCKSDB_NAMES
@@ -63,7 +63,8 @@ def hold(directories: Iterable[Path], files: Files | None = None) -> Iterator[No
     """Keep `directories` (each with or without `current`) for this process while it changes them.
 
     No other process may hold them, or other directories of the same bookie (by their cookies). Meanwhile our own bookie
-    and other commands cannot start on them, nor can Apache's bookie with DbLedgerStorage.
+    and other commands cannot start on them, nor can Apache's bookie with DbLedgerStorage, and new files get the modes
+    of a bookie's files.
     Raises DirectoryInUse, naming the process; NotFound for a directory that does not exist.
     """
     given = list(dict.fromkeys(current_of(directory) for directory in directories))
@@ -80,6 +81,8 @@ def hold(directories: Iterable[Path], files: Files | None = None) -> Iterator[No
         except (DirectoryInUse, BlockingIOError) as error:
             _refuse(watched)
             raise DirectoryInUse(f"Another process holds {', '.join(map(str, given))}", hint=_HINT) from error
+        # RocksDB names no modes for its files.
+        held.callback(os.umask, restrict_new_files())
         yield
 
 

@@ -212,7 +212,7 @@ class Auditor:
             self.stats.audit_failed_count += 1
             raise
         for bookie_id, count in sorted(counts.items()):
-            log.info("Bookie %s is gone: %d ledgers of %s are marked", bookie_id, count, self._what)
+            log.info("Bookie %s is gone; ledgers of %s marked: %d", bookie_id, self._what, count)
         if counts:
             self.stats.num_under_replicated_ledgers = counts.total()
         self.stats.audit_count += 1

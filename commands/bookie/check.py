@@ -36,7 +36,7 @@ FINDING_COLUMNS = Columns(
     Column("HEX", "logIdHex", lambda row: None if row.log_id is None else f"{row.log_id:x}"),
     Column("OFFSET", "offset", "offset", Kind.INTEGER),
     Column(None, "location", "location", Kind.INTEGER),
-    Column("REASON", "reason", "reason", flexible=True),
+    Column("REASON", "reason", "reason"),
     Column("FILE", "file", lambda row: str(row.path), flexible=True),
     Column(None, "finding", "is_problem", Kind.BOOLEAN),
     key="ledger",
@@ -194,15 +194,15 @@ def check(
 
 
 def _remarks(counts: Counts) -> str:
-    parts = [f"{counts.findings:,} findings"]
-    for count, text in (
-        (counts.notes, "notes"),
-        (counts.not_flushed, "entries not flushed"),
-        (counts.copies, "old copies"),
-        (counts.error_count, "indexes damaged"),
+    parts = [counted(counts.findings, "finding", "findings")]
+    for count, one, many in (
+        (counts.notes, "note", "notes"),
+        (counts.not_flushed, "entry not flushed", "entries not flushed"),
+        (counts.copies, "old copy", "old copies"),
+        (counts.error_count, "index damaged", "indexes damaged"),
     ):
         if count:
-            parts.append(f"{count:,} {text}")
+            parts.append(counted(count, one, many))
     return ", ".join(parts)
 
 

@@ -435,7 +435,7 @@ def _loss(bookie_id: str, rows: list[Any]) -> str:
 
 INIT_COLUMNS = Columns(
     Column("PLACE", "place", "place", flexible=True),
-    Column("PROBLEM", "problem", "problem", flexible=True),
+    Column("PROBLEM", "problem", "problem"),
     key="place",
 )
 NEW_BOOKIE_COLUMNS = Columns(

@@ -212,7 +212,7 @@ USAGE_COLUMNS = Columns(
     Column("FREE", "freeSpace", "free", Kind.SIZE),
     Column("USED", "usedSpace", "used", Kind.SIZE),
     Column("USED %", "usedPercent", "used_percent", Kind.INTEGER, text=_percent),
-    Column("PROBLEM", "error", lambda row: row.error and row.error.message, flexible=True),
+    Column("PROBLEM", "error", lambda row: row.error and row.error.message),
     key="bookieId",
 )
 

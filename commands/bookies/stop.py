@@ -35,7 +35,7 @@ RISK_COLUMNS = Columns(
     Column("REPLICAS LEFT", "replicasLeft", "replica_count", Kind.INTEGER),
     Column("NEEDED", "replicasNeeded", "replica_count_min", Kind.INTEGER),
     Column("ON", "bookies", lambda row: list(row.bookies), Kind.NESTED, text=", ".join),
-    Column("WHAT", "message", "message", flexible=True),
+    Column("WHAT", "message", "message"),
     key="ledger",
 )  # fmt: skip
 

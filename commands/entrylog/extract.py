@@ -273,10 +273,10 @@ def _target(run: Run, file: Path) -> Iterator[Callable[[bytes], object]]:
         if not file.is_file():
             raise UsageError(f"{file} is not a regular file", hint="write to -, and redirect that")
         run.confirm(f"{file} exists and would be replaced")
-    from bkctl.disk import atomic_write
+    from bkctl.disk import FILE_MODE, atomic_write
 
     try:
-        with atomic_write(file, mode=0o666) as stream:  # by the umask, like any file of the user
+        with atomic_write(file, mode=FILE_MODE) as stream:
             yield stream.write
     except OSError as error:
         raise BkctlError(f"{file} cannot be written: {error.strerror or error}") from error

@@ -65,7 +65,7 @@ CHECK_COLUMNS = Columns(
     Column("UNKNOWN", "unknownCount", _of_digests("unknown"), Kind.INTEGER),
     Column(None, "unprotectedCount", _of_digests("unprotected"), Kind.INTEGER),
     Column(None, "withoutPasswordCount", _of_digests("without_password"), Kind.INTEGER),
-    Column("PROBLEM", "problem", "problem", flexible=True),
+    Column("PROBLEM", "problem", "problem"),
     Column(None, "findings", _log_findings, Kind.NESTED),
     file_column(lambda row: row.path),
     key=Column("LOG", "logId", lambda row: log_key(row.path)),

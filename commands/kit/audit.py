@@ -18,17 +18,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from bkctl.redaction import SECRET_WORDS, is_secret_name, without_user_info
+from bkctl.disk import make_private_directory
+from bkctl.redaction import SECRET_WORDS, without_secret_values, without_user_info
 
 SIZE_BYTES_MAX: Final = 8 << 20
 NONE: Final = "none"
 _HIDDEN: Final = "***"
 _SECRET_OPTION: Final = re.compile(r"--?[\w-]*(?:password|secret|token|master-key)", re.ASCII | re.IGNORECASE)
-#: The value of an option, joined to it or not, that is a setting: of a bookie, of Spark, of Hadoop.
-_SETTING: Final = re.compile(r"(?:--?[\w-]+=)?([\w.-]+)=", re.ASCII)
-#: A JSON object with a secret in it.
+#: A JSON object or array with a secret in it.
 _SECRET_JSON: Final = re.compile(
-    rf"(?:--?[\w-]+=)?(?=\s*\{{.*(?:{SECRET_WORDS}))", re.ASCII | re.IGNORECASE | re.DOTALL
+    rf"(?:--?[\w-]+=)?(?=\s*[{{\[].*(?:{SECRET_WORDS}))", re.ASCII | re.IGNORECASE | re.DOTALL
 )
 
 
@@ -63,10 +62,10 @@ def without_secrets(words: Sequence[str]) -> list[str]:
         elif _SECRET_OPTION.fullmatch(name):
             shown.append(f"{name}={_HIDDEN}" if equals else word)
             hide = not equals
-        elif ((match := _SETTING.match(word)) and is_secret_name(match[1])) or (match := _SECRET_JSON.match(word)):
+        elif match := _SECRET_JSON.match(word):
             shown.append(f"{match[0]}{_HIDDEN}")
         else:
-            shown.append(shown_uri(word))
+            shown.append(shown_uri(without_secret_values(word, _HIDDEN)))
     return shown
 
 
@@ -113,7 +112,8 @@ class Audit:
             return
         outcome: dict[str, Any] = {"event": "end", "exitCode": exit_code}
         if error:
-            outcome["error"] = error
+            # Errors repeat what they were given.
+            outcome["error"] = without_secret_values(error, _HIDDEN)
         self._write({**outcome, "seconds": round(time.time() - self._began, 3)})
 
     def _write(self, fields: Mapping[str, Any]) -> None:
@@ -130,7 +130,7 @@ class Audit:
 
 def _append(path: Path, line: bytes) -> None:
     """Append a line in one write, so that lines of several processes stay whole."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private_directory(path.parent)
     # A pipe without a reader must not hold up the command.
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     try:

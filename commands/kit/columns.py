@@ -46,8 +46,9 @@ class Column:
 
     `source` is the origin of the value: an attribute path (`header.size`), a function of the row, or a Constant.
     `title` is the table's (None: not in the table), `name` the JSON name. An `optional` field is left out of JSON (and
-    of an object's table) where it is None. `flexible` cells are cut when the terminal is too narrow. `text` overrides
-    how a table shows the value; `style` gives the ANSI colour of a cell's text.
+    of an object's table) where it is None. `flexible` cells are cut when the terminal is too narrow, which suits places
+    and payloads, and never sentences. `text` overrides how a table shows the value; `style` gives the ANSI colour of a
+    cell's text.
     """
 
     __slots__ = ("flexible", "kind", "name", "optional", "source", "style", "text", "title")

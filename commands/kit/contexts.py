@@ -164,10 +164,10 @@ class Contexts:
             raise self._unknown_form() from error
         if changed._document != expected:
             raise self._unknown_form()
-        from bkctl.disk import atomic_write
+        from bkctl.disk import atomic_write, make_private_directory
 
         target = self.path.resolve()
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_directory(target.parent)
         try:
             mode = target.stat().st_mode & 0o777
         except FileNotFoundError:

@@ -79,7 +79,7 @@ ENTRY_PLACE_COLUMNS = Columns(
 ANSWER_COLUMNS = (
     Column("ANSWER", "answer", "answer", style={"ok": GREEN, "gone": RED, "no-entry": RED, "no-ledger": RED,
                                                 "damaged": RED, "timed-out": YELLOW, "unavailable": YELLOW}),
-    Column("PROBLEM", "problem", "problem", flexible=True),
+    Column("PROBLEM", "problem", "problem"),
 )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ FINDING_COLUMNS = Columns(
     Column("CODE", "code", "code", style={"unparsable": RED, "impossible": RED, "dangling": YELLOW}),
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     Column("NODE", "path", "path"),
-    Column("WHAT", "message", "message", flexible=True),
+    Column("WHAT", "message", "message"),
     key="path",
 )
 
@@ -53,7 +53,7 @@ ORPHAN_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     Column("NODES", "nodeCount", "node_count", Kind.INTEGER),
     Column("REMOVABLE", "removable", "removable", Kind.BOOLEAN),
-    Column("WHAT", "message", "message", flexible=True),
+    Column("WHAT", "message", "message"),
     key="path",
 )
 

@@ -18,7 +18,7 @@ app = group()
 REPLACEMENT_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     Column("FRAGMENTS", "fragmentCount", "fragment_count", Kind.INTEGER),
-    Column("PROBLEM", "problem", "problem", flexible=True),
+    Column("PROBLEM", "problem", "problem"),
     key="ledger",
 )
 

@@ -62,7 +62,7 @@ AUDIT_COLUMNS = {
         Column(None, "recordCount", "recordCount", Kind.INTEGER),
         Column(None, "goodEnd", "goodEnd", Kind.INTEGER),
         Column(None, "size", "size", Kind.INTEGER),
-        Column("PROBLEM", "problem", "problem", flexible=True),
+        Column("PROBLEM", "problem", "problem"),
         FILE,
         key="file",
     ),

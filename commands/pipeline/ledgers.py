@@ -102,7 +102,7 @@ COPY_COLUMNS = Columns(
     Column("ENTRIES", "entryCount", "entryCount", Kind.INTEGER),
     Column("LENGTH", "length", "length", Kind.SIZE),
     Column(None, "sha256", "sha256"),
-    Column("MESSAGE", "message", "message", flexible=True),
+    Column("MESSAGE", "message", "message"),
     key="ledger",
 )  # fmt: skip
 

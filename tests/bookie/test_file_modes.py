@@ -89,6 +89,15 @@ def test_local_cluster_is_closed_to_other_users(tmp_path: Path, monkeypatch: pyt
         local.down()
 
 
+def test_pointer_to_local_cluster_is_closed_to_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "share" / "data"))
+    os.umask(0)
+    LocalCluster(tmp_path / "cluster")._make_active()
+    places = sorted((tmp_path / "share").rglob("*"))
+    assert [path.name for path in places] == ["data", "bkctl", "local-cluster"]
+    assert too_open(tmp_path / "share") == []
+
+
 def test_open_local_cluster_is_closed_to_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     old, shared = tmp_path / "old", tmp_path / "shared"

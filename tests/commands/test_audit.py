@@ -78,6 +78,16 @@ def test_an_option_can_make_a_command_one_that_changes(uri: str, cli: Cli, log: 
     assert "geheim" not in log.read_text()
 
 
+def test_secrets_within_errors_do_not_reach_the_log(cli: Cli, log: Path) -> None:
+    failed = cli("api", "put", "/api/v1/some?token=geheim", "--bookie-url", "http://127.0.0.1:1", "--yes")
+    assert failed.code != 0
+    audit = Audit(log, ["bkctl", "api", "put"])
+    audit.begin()
+    audit.end(4, "PUT /api/v1/some?a=b&token=geheim: Unknown path")
+    assert "geheim" not in log.read_text()
+    assert lines(log)[-1]["error"] == "PUT /api/v1/some?a=b&token=***"
+
+
 def test_secrets_do_not_reach_the_log() -> None:
     assert without_secrets(
         ["-u", "etcd://ann:x@h:1", "--password", "x", "--password=x", "--b64password", "x", "--api-token=x"]
@@ -98,9 +108,18 @@ def test_secrets_do_not_reach_the_log() -> None:
         (["--spark-conf", "fs.s3a.secret.key=hu=sh"], ["--spark-conf", "fs.s3a.secret.key=***"]),
         (["--spark-conf=fs.azure.account.key.a.b=hush"], ["--spark-conf=fs.azure.account.key.a.b=***"]),
         (["--set=aPassword=hush"], ["--set=aPassword=***"]),
+        (
+            ["--spark-conf", "spark.driver.extraJavaOptions=-Da=b -Djavax.net.ssl.keyStorePassword=hush"],
+            ["--spark-conf", "spark.driver.extraJavaOptions=-Da=b -Djavax.net.ssl.keyStorePassword=***"],
+        ),
+        (["--spark-conf=a.password = hush"], ["--spark-conf=a.password =***"]),
+        (["/api/v1/some?a=b&token=hush"], ["/api/v1/some?a=b&token=***"]),
+        (["wasbs://box@host/path?sv=1&sig=hush"], ["wasbs://***@host/path?sv=1&sig=***"]),
+        (['--body=[{"token": "hush"}]'], ["--body=***"]),
         (['--body={"a": {"token": "hush"}}'], ["--body=***"]),
         (["-uetcd://ann:hu/sh@h:1"], ["-uetcd://***@h:1"]),
         (["--metadata-uri=etcd://ann:hu@sh@h:1"], ["--metadata-uri=etcd://***@h:1"]),
+        (["--metadata-uri=etcd://ann:hu sh@h:1"], ["--metadata-uri=etcd://***@h:1"]),
         (["--spark-conf=spark.executor.memory=4g"], ["--spark-conf=spark.executor.memory=4g"]),
         (["--set=httpServerTokenFile=/f"], ["--set=httpServerTokenFile=/f"]),
     ],

@@ -74,7 +74,7 @@ def test_check_with_a_damaged_index(cli: Cli, healthy: Path) -> None:
         answer = cli("bookie", *command, "--dir", healthy / "ledgers", "-o", "ndjson")
         assert answer.code == 7
         assert f"bkctl: {path}: Ledger index does not begin with BKLE at byte 0" in answer.err
-        assert "1 indexes damaged" in answer.err
+        assert "1 index damaged" in answer.err
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,20 @@ def test_convert_there_and_back(cli: Cli, bookie: Path) -> None:
     assert not (bookie / "ledgers/current/ledgers").exists()
 
 
+def test_databases_of_a_conversion_are_closed_to_other_users(cli: Cli, bookie: Path) -> None:
+    before = os.umask(0)
+    try:
+        result = cli("bookie", "convert", "--to", "db", "--dir", bookie / "ledgers", "--dir", bookie / "journal")
+        assert os.umask(0) == 0
+    finally:
+        os.umask(before)
+    assert result.code == 0, result.err
+    current = bookie / "ledgers" / "current"
+    files = [path for name in ("ledgers", "locations") for path in (current / name, *(current / name).rglob("*"))]
+    assert len(files) > 8
+    assert {oct(path.stat().st_mode & 0o777) for path in files} == {"0o750", "0o640"}
+
+
 # --- format and init --------------------------------------------------------------------------------------------------
 
 

@@ -339,8 +339,13 @@ def test_garbage_thresholds(cli: Cli, bookie: Path, current: Path, uri: str) -> 
 def test_extract_a_log(cli: Cli, bookie: Path, current: Path) -> None:
     second_log(current)
     target = bookie / "ff.log"
-    result = cli("entrylog", "extract", "--ledger", "5", "--dir", bookie / "ledgers", "-f", target, "-o", "json")
+    before = os.umask(0)
+    try:
+        result = cli("entrylog", "extract", "--ledger", "5", "--dir", bookie / "ledgers", "-f", target, "-o", "json")
+    finally:
+        os.umask(before)
     assert (result.code, result.err) == (0, "")
+    assert target.stat().st_mode & 0o777 == 0o640  # entries, as in the bookie's own logs
     assert result.json == PLAIN | {
         "entryCount": 3, "firstEntryId": 0, "lastEntryId": 2, "copiesCount": 3, "copiesFoundCount": 4,
         "missingCount": 0, "missing": None, "digestType": "CRC32C",

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import io
 import json
+import pkgutil
 import sys
 import time
 from array import array
@@ -15,6 +17,8 @@ import pytest
 from support import golden
 
 import bkctl.commands.kit
+from bkctl import commands
+from bkctl.commands.cluster import HEALTH_COLUMNS
 from bkctl.commands.kit import lines as _lines
 from bkctl.commands.kit.columns import Column, Columns, Constant, Kind, Output
 from bkctl.commands.kit.output import RowWriter, show
@@ -22,6 +26,7 @@ from bkctl.commands.kit.terminal import Activity, ClosedOutput, emit, wants_colo
 from bkctl.commands.kit.texts import cut, iso_time, plain, size_text, width_of
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
+from bkctl.metadata.admin.health import HealthFinding, Severity
 
 from .conftest import Cli
 
@@ -148,6 +153,24 @@ def test_odd_values_keep_their_recorded_text(output: Output, compiled: bool, mon
     assert odd_rows(output, io.StringIO()) == RECORDED[f"odd {output}"]
     on_terminal = RECORDED["odd table on a terminal"] if output is Output.TABLE else RECORDED[f"odd {output}"]
     assert odd_rows(output, Terminal(), color=True) == on_terminal
+
+
+def test_narrow_terminal_cuts_no_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    found = HealthFinding("code", Severity.WARNING, "scope 0", "2 ledgers are under-replicated", "see 'bkctl x' " * 9)
+    with RowWriter(HEALTH_COLUMNS, Output.TABLE, stream=(terminal := Terminal())) as writer:
+        writer.rows([found])
+    assert found.message in terminal.getvalue()
+    assert found.advice.strip() in terminal.getvalue()
+
+
+def test_sentences_are_never_flexible() -> None:
+    names = [each.name for each in pkgutil.walk_packages(commands.__path__, "bkctl.commands.")]
+    values = [value for name in names for value in vars(importlib.import_module(name)).values()]
+    columns = [column for value in values if isinstance(value, Columns) for column in value.columns]
+    sentences = [each for each in columns if each.title in {"WHAT", "ADVICE", "PROBLEM", "REASON", "MESSAGE"}]
+    assert len(sentences) > 10
+    assert [each.name for each in sentences if each.flexible] == []
 
 
 @pytest.mark.parametrize("output", list(Output))

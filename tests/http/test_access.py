@@ -207,6 +207,14 @@ def test_other_users_of_the_machine_get_probes_only(bookie: Any) -> None:
     assert call(port, "GET", f"{V1}/config/server_config").status == 200  # with the token
 
 
+def test_gateway_forwards_no_probes_of_other_users(attacker: FakeServer, misled_uri: str) -> None:
+    with serving_gateway(misled_uri, HttpSettings("127.0.0.1", 0), Upstream(UPSTREAM)) as port:
+        assert call(port, "GET", "/heartbeat", headers=NONE).status == 200
+        for path in ("/metrics", f"{V1}/bookie/state", f"{V1}/bookie/is_ready"):
+            assert call(port, "GET", f"{path}?bookie=near:1", headers=NONE).status == 401, path
+    assert attacker.asked == []
+
+
 def test_generated_token_is_private_and_removed_at_stop(http_bookie: Callable[..., Any]) -> None:
     bookie = http_bookie()
     bookie.start()

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
+from bkctl.disk import make_private_directory
 from bkctl.errors import AlreadyExists, Conflict, Corrupt, MetadataVersionConflict, NotFound, Unsupported
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, MetadataStore, check_path
@@ -71,7 +72,7 @@ class UndoFile:
         if self.path is None:
             return
         if self._file is None:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_directory(self.path.parent)
             # Ledger metadata holds passwords.
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             self._write(
