@@ -151,7 +151,7 @@ class UnreadAnswers:
         self._held: dict[ServedConnection, tuple[int, float]] = {}
 
     def update(self, connection: ServedConnection, size: int) -> None:
-        """Record that `connection` holds `size` bytes of answers; 0: it is no longer behind, or lost."""
+        """Record that `connection` holds `size` bytes of answers; 0: it caught up, or is lost."""
         before, progress_s = self._held.pop(connection, (0, 0.0))
         if size:
             self._held[connection] = size, time.monotonic() if size < before or not before else progress_s
@@ -159,7 +159,7 @@ class UnreadAnswers:
         self.is_full = 0 < self._bytes_max <= self.bytes
 
     def look(self) -> None:
-        """Close connections whose clients read nothing for STALLED_FRAME_S, while there is no room."""
+        """Close connections whose clients read nothing for STALLED_FRAME_S, while the memory is full."""
         stalled_s = time.monotonic() - STALLED_FRAME_S
         for connection in list(self._held) if self.is_full else ():
             self.update(connection, connection.unsent_bytes)
@@ -223,7 +223,7 @@ class ReadQueue:
         return True
 
     def begin(self) -> None:
-        """Begin reads as far as there is room: the client is no longer behind."""
+        """Begin reads as far as there is room: the client caught up."""
         if self._queue:
             self._turns.add(self)
         else:
