@@ -1,4 +1,4 @@
-"""Back-pressure of a bookie's server: bounds on requests in flight, on unfinished requests and on reads of the disk.
+"""Back-pressure of a bookie's server: bounds on requests in flight, unfinished requests, reads and unread answers.
 
 A request over a bound waits in its client: its connection is not read until there is room. So memory is bounded by
 `ServerLimits`, whatever clients send, and however slowly they read their answers.
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from bkctl.protocol.handler import Responder
     from bkctl.protocol.served_connection import ServedConnection
 
-#: Reads of one connection that a bookie's disks work on at once: each may give as many bytes as a frame holds.
+#: Reads that a bookie's disks work on at once, for all connections: each may give as many bytes as a frame holds.
 READS_IN_PROGRESS_MAX: Final = 32
 #: An unfinished request counts against `ServerLimits.unfinished_bytes` from this size on: every connection's buffer
 #: holds as much.
 UNFINISHED_BYTES_MIN: Final = 1 << 12
-#: While other connections wait for room, an unfinished request has this long to arrive.
+#: While other connections wait for room, an unfinished request has this long to arrive, and a client to read some of
+#: its answers.
 STALLED_FRAME_S: Final = 5.0
 
 log: Final = logging.getLogger("bkctl.protocol")
@@ -137,52 +138,117 @@ class UnfinishedRequests:
                 connection.abort()
 
 
-class ReadsWaiting:
-    """The number of reads over all connections that are not begun yet, and its limit (0: unlimited)."""
+class UnreadAnswers:
+    """Answers that clients do not read, of all connections that are behind with reading, and the memory they hold."""
 
-    __slots__ = ("count", "count_max")
+    def __init__(self, bytes_max: int, ended: Counter[str]) -> None:
+        self.bytes = 0
+        #: True if no more answers with entries may be prepared.
+        self.is_full = False
+        self._bytes_max = bytes_max
+        self._ended = ended
+        #: Bytes of each connection, and when there were last fewer of them.
+        self._held: dict[ServedConnection, tuple[int, float]] = {}
 
-    def __init__(self, count_max: int) -> None:
+    def update(self, connection: ServedConnection, size: int) -> None:
+        """Record that `connection` holds `size` bytes of answers; 0: it caught up, or is lost."""
+        before, progress_s = self._held.pop(connection, (0, 0.0))
+        if size:
+            self._held[connection] = size, time.monotonic() if size < before or not before else progress_s
+        self.bytes += size - before
+        self.is_full = 0 < self._bytes_max <= self.bytes
+
+    def look(self) -> None:
+        """Close connections whose clients read nothing for STALLED_FRAME_S, while the memory is full."""
+        stalled_s = time.monotonic() - STALLED_FRAME_S
+        for connection in list(self._held) if self.is_full else ():
+            self.update(connection, connection.unsent_bytes)
+            size, progress_s = self._held.get(connection, (0, 0.0))
+            if self.is_full and size and progress_s <= stalled_s:
+                log.warning(
+                    "A client that does not read %d bytes of answers is disconnected: such answers have %d bytes, and "
+                    "others wait", size, self.bytes,
+                )  # fmt: skip
+                self._ended["unread"] += 1
+                self.update(connection, 0)
+                connection.abort()
+
+
+class ReadTurns:
+    """The reads of all connections: those that wait, at most `count_max` (0: unlimited), and whose turn is next."""
+
+    def __init__(self, count_max: int, unread: UnreadAnswers) -> None:
+        #: Reads that are not begun yet.
         self.count = 0
         self.count_max = count_max
+        self.in_progress_count = 0
+        self._unread = unread
+        #: Queues (the keys) with reads that may begin, in the order of their turns.
+        self._queues: dict[ReadQueue, None] = {}
+
+    def add(self, queue: ReadQueue) -> None:
+        """Give `queue` a turn behind the others, unless it waits for one."""
+        self._queues.setdefault(queue)
+        self.begin()
+
+    def drop(self, queue: ReadQueue) -> None:
+        """Forget `queue`, whose connection is lost."""
+        self._queues.pop(queue, None)
+
+    def begin(self) -> None:
+        """Begin one read of each queue in turn, as far as there is room."""
+        while self._queues and self.in_progress_count < READS_IN_PROGRESS_MAX and not self._unread.is_full:
+            queue = next(iter(self._queues))
+            del self._queues[queue]
+            if queue.begin_one():
+                self._queues[queue] = None
 
 
 class ReadQueue:
-    """Reads of the disk for one connection: a few in progress, the rest waits while the client is behind."""
+    """Reads of the disk for one connection. They wait for their turns, and while the client is behind."""
 
-    def __init__(self, connection: ServedConnection, waiting: ReadsWaiting) -> None:
+    def __init__(self, connection: ServedConnection, turns: ReadTurns) -> None:
         self._connection = connection
-        self._waiting = waiting
+        self._turns = turns
         self._queue: deque[tuple[Responder, Callable[[], asyncio.Future[Any]]]] = deque()
-        self._in_progress_count = 0
 
     def add(self, respond: Responder, start: Callable[[], asyncio.Future[Any]]) -> bool:
         """Queue a read; see Responder.read."""
-        waiting = self._waiting
-        if waiting.count_max and waiting.count >= waiting.count_max:
+        turns = self._turns
+        if turns.count_max and turns.count >= turns.count_max:
             return False
         self._queue.append((respond, start))
-        waiting.count += 1
-        self.begin()
+        turns.count += 1
+        turns.add(self)
         return True
 
     def begin(self) -> None:
-        """Begin queued reads as far as there is room."""
-        connection = self._connection
-        while self._queue and self._in_progress_count < READS_IN_PROGRESS_MAX and not connection.is_congested:
-            self._in_progress_count += 1
-            self._waiting.count -= 1
-            self._queue.popleft()[1]().add_done_callback(self._finished)
+        """Begin reads as far as there is room: the client caught up."""
+        if self._queue:
+            self._turns.add(self)
+        else:
+            self._turns.begin()
+
+    def begin_one(self) -> bool:
+        """Begin a read unless the client is behind; return whether another one may begin."""
+        if not self._queue or self._connection.is_congested:
+            return False
+        self._turns.count -= 1
+        self._turns.in_progress_count += 1
+        self._queue.popleft()[1]().add_done_callback(self._finished)
+        return bool(self._queue)
 
     def _finished(self, _: asyncio.Future[Any]) -> None:
-        self._in_progress_count -= 1
-        self.begin()
+        self._turns.in_progress_count -= 1
+        self._turns.begin()
 
     def abandon(self) -> None:
         """Drop the queued reads of a lost connection, and take their requests out of flight."""
-        self._waiting.count -= len(self._queue)
+        self._turns.drop(self)
+        self._turns.count -= len(self._queue)
         while self._queue:
             self._queue.popleft()[0](BareResponse(Status.EIO))
+        self._turns.begin()
 
 
 class RequestSlots:

@@ -38,8 +38,8 @@ class Responder(functools.partial[None]):
 
     @property
     def is_congested(self) -> bool:
-        """True while the client reads its answers more slowly than they come."""
-        return self.connection.is_congested
+        """True while the client, or clients together, read their answers more slowly than they come."""
+        return self.connection.is_congested or self.connection.lacks_memory
 
     @property
     def carries_lac(self) -> bool:
@@ -55,9 +55,9 @@ class Responder(functools.partial[None]):
         """Have `start` begin a read of the disk, now or when its answer finds room in memory.
 
         `start` returns the future of the read, and has arranged for the answer. It is never called once the connection
-        is lost. One connection has at most READS_IN_PROGRESS_MAX reads in progress, and none begins while the client
-        is behind with its answers. Returns False without any effect when too many reads wait already
-        (`ServerLimits.reads_waiting`).
+        is lost. Connections take turns, and at most READS_IN_PROGRESS_MAX reads are in progress. None begins while the
+        client is behind with its answers, or unread answers to all clients fill their memory. Returns False without
+        any effect when too many reads wait already (`ServerLimits.reads_waiting`).
         """
         return self.connection.reads.add(self, start)
 

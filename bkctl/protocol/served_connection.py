@@ -292,6 +292,8 @@ class ServedConnection(FramedProtocol):
             self._out.clear()
             self._out_size = 0
         super()._flush()
+        if self._write_paused and not self._lost:
+            self._server.unread.update(self, self.unsent_bytes)
         self._server.in_flight.count(self)
 
     def uncounted(self) -> int:
@@ -316,6 +318,16 @@ class ServedConnection(FramedProtocol):
     def is_congested(self) -> bool:
         """True while the client reads its answers more slowly than they come."""
         return self._write_paused
+
+    @property
+    def lacks_memory(self) -> bool:
+        """True while answers that clients do not read hold as much memory as they may."""
+        return self._server.unread.is_full
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes of answers that the client has not read; 0 unless it is behind."""
+        return 0 if self._transport is None or not self._write_paused else self._transport.get_write_buffer_size()
 
     def halt(self) -> None:
         """Take no more requests for now."""
@@ -348,6 +360,7 @@ class ServedConnection(FramedProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._server.unread.update(self, self.unsent_bytes)
         self.halt()
         wait_ms = self._server.limits.backpressure_wait_ms
         if wait_ms >= 0 and self._impatience is None:
@@ -363,6 +376,7 @@ class ServedConnection(FramedProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._server.unread.update(self, 0)
         self._drops_answers = False
         if self._impatience is not None:
             self._impatience.cancel()

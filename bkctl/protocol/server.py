@@ -12,7 +12,7 @@ from collections import Counter
 from typing import Final
 
 from bkctl.protocol.acceptor import Acceptor
-from bkctl.protocol.backpressure import ReadsWaiting, RequestsInFlight, RequestSlots, UnfinishedRequests
+from bkctl.protocol.backpressure import ReadTurns, RequestsInFlight, RequestSlots, UnfinishedRequests, UnreadAnswers
 from bkctl.protocol.handler import RequestHandler
 from bkctl.protocol.limits import DEFAULT_LIMITS, ServerLimits
 from bkctl.protocol.served_connection import LimitedConnection, ServedConnection
@@ -43,7 +43,8 @@ class BookieServer:
         self.limits = limits
         self.connections: set[ServedConnection] = set()
         #: Connections that were not ended by their clients, by reason: Acceptor's reasons; `mute`, `unfinished`, `idle`
-        #: (deadlines), `stalled` (other clients needed the room), `plaintext` (more than START_TLS needs where TLS is
+        #: (deadlines), `stalled` and `unread` (other
+        #: clients needed the room), `plaintext` (more than START_TLS needs where TLS is
         #: required), `protocol` (not a request of the protocol).
         self.ended: Counter[str] = Counter()
         #: Seconds that the server was at work, counted by its looks at the connections. Deadlines go by this clock:
@@ -51,7 +52,8 @@ class BookieServer:
         self.now_s = 0.0
         self.in_flight = RequestsInFlight(limits.in_flight_bytes)
         self.unfinished = UnfinishedRequests(limits.unfinished_bytes, self.ended)
-        self.reads = ReadsWaiting(limits.reads_waiting)
+        self.unread = UnreadAnswers(limits.unread_bytes, self.ended)
+        self.reads = ReadTurns(limits.reads_waiting, self.unread)
         self.slots = RequestSlots.of(limits)
         self._next_look: asyncio.TimerHandle | None = None
         self._acceptor: Acceptor | None = None
@@ -76,12 +78,15 @@ class BookieServer:
         self.connections.discard(connection)
         if connection.frame_size:
             self.unfinished.update(connection, 0)
+        self.unread.update(connection, 0)
 
     def _look(self) -> None:
         """Look at every connection, now and again after STALL_CHECK_S."""
         self._next_look = asyncio.get_running_loop().call_later(STALL_CHECK_S, self._look)
         self.now_s += STALL_CHECK_S  # however late this look is
         self.unfinished.look()
+        self.unread.look()
+        self.reads.begin()
         for connection in list(self.connections):
             connection.look(self.now_s)
 

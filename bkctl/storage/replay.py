@@ -39,6 +39,10 @@ _TORN_KEY_ZEROS: Final = 8
 _ZERO_KEY_SIZE_MIN: Final = SECTOR_SIZE_BYTES - 2 * RECORD_SIZE.size
 _REPLAYED: Final = frozenset({RecordType.ENTRY, RecordType.FENCE, RecordType.EXPLICIT_LAC})
 _DAMAGE_HINT: Final = "'bkctl journal verify' shows what follows"
+_LATER_RELEASE_HINT: Final = (
+    "Start the release that wrote this journal. If none is later than this one, the byte is damaged: restore the file "
+    "from a copy"
+)
 _SKIP_HINT: Final = (
     "Restore the file from a copy. Or set skipReplayJournalInvalidRecord=true to start without what follows in it; "
     "then replicate the bookie's ledgers from other replicas"
@@ -114,6 +118,9 @@ class JournalReplay:
                         hint=f"{error.hint or _DAMAGE_HINT}. {_SKIP_HINT}",
                     ) from error
                 log.warning("%s: skipReplayJournalInvalidRecord drops what follows in this journal", error.message)
+            except Unsupported as error:
+                # No setting skips it: a later release's entries would be lost by starting an earlier one.
+                raise Unsupported(error.message, hint=_LATER_RELEASE_HINT) from error
             else:
                 _log_incomplete_group(reader)
 

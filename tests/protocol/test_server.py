@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 import struct
 import types
@@ -400,6 +401,60 @@ async def test_client_that_reads_no_answers_in_time_loses_them(closes: bool) -> 
         writer.transport.abort()
 
 
+@pytest.mark.parametrize("from_memory", [False, True], ids=["disk", "memory"])
+def test_unread_answers_to_all_clients_have_a_bound(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, from_memory: bool
+) -> None:
+    monkeypatch.setattr(backpressure, "STALLED_FRAME_S", 0.2)
+    monkeypatch.setattr(server_module, "STALL_CHECK_S", 0.05)
+    monkeypatch.setattr(backpressure, "READS_IN_PROGRESS_MAX", 4)
+    body, bound = bytes(4 << 20), 4 << 20
+    peak_max = bound + (backpressure.READS_IN_PROGRESS_MAX + 1) * (len(body) + 64)
+    peak = 0
+
+    class Disk:
+        def handle(self, request: Request, respond: Responder) -> None:
+            assert isinstance(request, ReadRequest)
+            done = functools.partial(self.done, request.entry_id, respond)
+            if from_memory and not respond.is_congested:
+                done()
+                return
+
+            def start() -> asyncio.Future[bytes]:
+                future = asyncio.get_running_loop().run_in_executor(None, lambda: body)
+                future.add_done_callback(done)
+                return future
+
+            assert respond.read(start)
+
+        def done(self, entry_id: int, respond: Responder, *_: object) -> None:
+            nonlocal peak
+            respond(ReadResponse(Status.EOK, LEDGER, entry_id, body))
+            peak = max(peak, server.unread.bytes)
+
+    async def main() -> None:
+        nonlocal server
+        async with serving(Disk(), unread_bytes=bound) as server, contextlib.AsyncExitStack() as stack:
+            for _ in range(64):
+                _, writer = await asyncio.open_connection(HOST, server.port, limit=1 << 12)
+                stack.callback(writer.transport.abort)
+                out: list[Any] = []
+                for entry_id in range(40):
+                    v2.encode_request(ReadRequest(LEDGER, entry_id), out)
+                writer.writelines(out)
+            # Clients that do not read are ended until the others have room.
+            async with clients(server, 1) as (client,):
+                for entry_id in range(8):
+                    assert (await client.send(ReadRequest(LEDGER, entry_id))).status is Status.EOK
+            while peak <= peak_max and (not server.ended["unread"] or server.unread.is_full):
+                await asyncio.sleep(0.01)
+            assert peak <= peak_max
+        assert server.unread.bytes == server.reads_waiting == 0
+
+    server: Any = None
+    runner(main())
+
+
 def test_reads_beyond_those_that_may_wait_are_refused(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bkctl.protocol.backpressure.READS_IN_PROGRESS_MAX", 2)
 
@@ -430,6 +485,10 @@ def test_reads_beyond_those_that_may_wait_are_refused(runner: Runner, monkeypatc
             while server.connections:
                 await asyncio.sleep(0.01)
             assert server.reads_waiting == 0, "of clients that left"
+            for future in disk.futures:  # the disk works on them all the same
+                future.set_result(b"")
+            disk.futures.clear()
+            await asyncio.sleep(0)
             async with clients(server, 1) as (client,):
                 sent = [client.send(ReadRequest(LEDGER, entry_id)) for entry_id in range(10)]
                 assert {(await future).status for future in sent[7:]} == {Status.ETOOMANYREQUESTS}

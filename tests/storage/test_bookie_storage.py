@@ -13,7 +13,7 @@ from support.servers import DB, INTERLEAVED, SORTED
 
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
-from bkctl.errors import Conflict, Corrupt, EntryNotFound, LedgerFenced, LedgerNotFound, UsageError
+from bkctl.errors import Conflict, Corrupt, EntryNotFound, LedgerFenced, LedgerNotFound, Unsupported, UsageError
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import LedgerIndexReader
 from bkctl.files.journal import JournalReader
@@ -353,6 +353,22 @@ def test_journal_damage_stops_the_start_unless_configured_otherwise(tmp_path: Pa
     assert bytes(storage.read_entry(PLAIN, 0)) == body_of(PLAIN, 0)
     with pytest.raises(EntryNotFound):
         storage.read_entry(PLAIN, 5)
+
+
+def test_replay_refuses_an_unknown_entry_format_and_says_what_to_do(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    for entry_id in range(3):
+        add(storage, PLAIN, entry_id)
+        storage.flush_journals()
+    (path,) = (tmp_path / "journal" / "current").glob("*.txn")
+    data = bytearray(path.read_bytes())
+    assert data[1028] == 0  # the first byte of entry 1
+    data[1028] = 0xFF
+    path.write_bytes(data)
+    for skips in (False, True):
+        with pytest.raises(Unsupported, match=f"{path.name}.*0xff.*entry format version 7") as refused:
+            open_storage(tmp_path, skip_replay_journal_invalid_record=skips)
+        assert "restore the file" in str(refused.value.hint)
 
 
 def test_deleted_ledger_can_be_recreated(tmp_path: Path) -> None:
