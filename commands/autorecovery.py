@@ -319,7 +319,7 @@ LOCK_COLUMNS = Columns(
 
 @command(app, "workers", connects=True, examples=("bkctl autorecovery workers",))
 def workers(run: Run, scope: ScopeOfAny, watch: WatchOption) -> None:
-    """List the ledgers that are being replicated, and by whom.
+    """List the ledgers that are being replicated, by worker.
 
     Apache's workers give their host name.
     """
@@ -352,7 +352,7 @@ class Marked(NamedTuple):
     changed: bool
 
 
-@command(app, "mark", connects=True, changes=True)
+@command(app, "mark", connects=True, changes=True, examples=("bkctl autorecovery mark 12 --missing 10.0.0.1:3181",))
 def mark(
     run: Run,
     ledgers: LedgersOrFile,
@@ -391,11 +391,11 @@ def mark(
                 writer.row(Marked(ledger, wanted, changed))
 
 
-@command(app, "unmark", connects=True, changes=True, asks=True)
+@command(app, "unmark", connects=True, changes=True, asks=True, examples=("bkctl autorecovery unmark 12",))
 def unmark(run: Run, ledgers: LedgersOrFile, undo: UndoOption = None, dry_run: DryRun = False) -> None:
     """Remove the under-replicated mark from ledgers.
 
-    The workers of auto-recovery then leave them alone.
+    The workers of auto-recovery then no longer replicate them.
     """
     from bkctl.metadata.underreplication import mark_path, parse_mark
 

@@ -142,20 +142,20 @@ CHECK_COLUMNS = Columns(
 
 @command(healthcheck_app, "status", connects=True, examples=("bkctl cluster healthcheck status",))
 def healthcheck_status(run: Run) -> None:
-    """Show if clients may quarantine failing bookies."""
+    """Show whether clients may quarantine failing bookies."""
     from bkctl.metadata.admin.health import HealthCheckSwitch
 
     with run.cluster() as cluster:
         run.show(Check(HealthCheckSwitch(cluster).is_enabled()), CHECK_COLUMNS)
 
 
-@command(healthcheck_app, "enable", connects=True, changes=True)
+@command(healthcheck_app, "enable", connects=True, changes=True, examples=("bkctl cluster healthcheck enable",))
 def healthcheck_enable(run: Run) -> None:
     """Allow clients to quarantine failing bookies."""
     _switch_healthcheck(run, True)
 
 
-@command(healthcheck_app, "disable", connects=True, changes=True)
+@command(healthcheck_app, "disable", connects=True, changes=True, examples=("bkctl cluster healthcheck disable",))
 def healthcheck_disable(run: Run) -> None:
     """Forbid every client to quarantine bookies."""
     _switch_healthcheck(run, False)
@@ -253,7 +253,14 @@ NUKE_COLUMNS = Columns(
 )
 
 
-@command(app, "nuke", connects=True, changes=True, asks=True)
+@command(
+    app,
+    "nuke",
+    connects=True,
+    changes=True,
+    asks=True,
+    examples=('bkctl cluster nuke --instance-id "$(bkctl cluster id -o id)" --dry-run',),
+)
 def nuke_cluster(
     run: Run,
     instance_id: Annotated[

@@ -103,7 +103,15 @@ def list_cookies(run: Run) -> None:
     run.finish_with(problems, "cookies cannot be read")
 
 
-@command(app, "show", connects=True)
+@command(
+    app,
+    "show",
+    connects=True,
+    examples=(
+        "bkctl cookie show 10.0.0.1:3181",
+        "bkctl cookie show --dir /var/lib/bookkeeper",
+    ),
+)
 def show(
     run: Run,
     bookie: Annotated[str | None, typer.Argument(metavar="BOOKIE", help="The bookie's id.")] = None,
@@ -179,7 +187,9 @@ def _cookie_in(path: Path, bookie: str) -> tuple[bytes, Cookie]:
     return data, cookie
 
 
-@command(app, "create", connects=True, changes=True)
+@command(
+    app, "create", connects=True, changes=True, examples=("bkctl cookie create 10.0.0.1:3181 --file cookie --dry-run",)
+)
 def create(
     run: Run, bookie: BookieArgument, file: FileOption, undo: UndoOption = None, dry_run: DryRun = False
 ) -> None:
@@ -212,7 +222,14 @@ CHANGE_COLUMNS = Columns(
 )
 
 
-@command(app, "update", connects=True, asks=True, changes=True)
+@command(
+    app,
+    "update",
+    connects=True,
+    asks=True,
+    changes=True,
+    examples=("bkctl cookie update 10.0.0.1:3181 --file cookie --dry-run",),
+)
 def update(
     run: Run, bookie: BookieArgument, file: FileOption, undo: UndoOption = None, dry_run: DryRun = False
 ) -> None:
@@ -249,7 +266,9 @@ def update(
         run.render(changes, CHANGE_COLUMNS)
 
 
-@command(app, "delete", connects=True, asks=True, changes=True)
+@command(
+    app, "delete", connects=True, asks=True, changes=True, examples=("bkctl cookie delete 10.0.0.1:3181 --dry-run",)
+)
 def delete(
     run: Run,
     bookies: Annotated[list[str], typer.Argument(metavar="BOOKIE", help="The bookies.")],
@@ -311,7 +330,7 @@ def _row_of(bookie: str, place: str | None, data: bytes, version: int | None) ->
         return CookieRow(bookie, place, None, version, str(error))
 
 
-@command(app, "generate", connects=True)
+@command(app, "generate", connects=True, examples=("bkctl cookie generate --conf bk_server.conf --file cookie",))
 def generate(
     run: Run,
     bookie: Annotated[
@@ -434,7 +453,14 @@ RENAMED_COLUMNS = Columns(
 )  # fmt: skip
 
 
-@command(app, "rename", connects=True, asks=True, changes=True)
+@command(
+    app,
+    "rename",
+    connects=True,
+    asks=True,
+    changes=True,
+    examples=("bkctl cookie rename 10.0.0.1:3181 10.0.0.2:3181 --dry-run",),
+)
 def rename_bookie(
     run: Run,
     old: Annotated[str, typer.Argument(metavar="OLD", help="The bookie's present id.")],

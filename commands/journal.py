@@ -78,7 +78,14 @@ def list_journals(
     raise_first(run, errors)
 
 
-@command(app, "read")
+@command(
+    app,
+    "read",
+    examples=(
+        "bkctl journal read --conf bk_server.conf --limit 20",
+        "bkctl journal read --conf bk_server.conf --ledger 12 --after-lastmark",
+    ),
+)
 def read(
     run: Run,
     records: Records,

@@ -144,7 +144,15 @@ ReadRate = Annotated[
 ]
 
 
-@command(app, "check", connects=True)
+@command(
+    app,
+    "check",
+    connects=True,
+    examples=(
+        "bkctl bookie check --conf bk_server.conf",
+        "bkctl bookie check --conf bk_server.conf --sample 1%",
+    ),
+)
 def check(
     run: Run,
     which: LedgersToCheck,
@@ -226,7 +234,7 @@ def _finish(run: Run, counts: Counts) -> None:
 # --- index check ----------------------------------------------------------------------------------------------------
 
 
-@command(index_app, "check")
+@command(index_app, "check", examples=("bkctl bookie index check --conf bk_server.conf",))
 def check_index(
     run: Run,
     ledgers: Annotated[bool, typer.Option("--ledgers", help="Check only the records of ledgers.")] = False,

@@ -37,11 +37,12 @@ STARTED_COLUMNS = Columns(
 )
 
 
-@command(app, "start", connects=True)
+@command(app, "start", connects=True, examples=("bkctl bookie start --conf bk_server.conf",))
 def start(run: Run) -> None:
-    """Run a bookie in the foreground, as `--conf bk_server.conf` says; SIGTERM or Ctrl-C stops it cleanly.
+    """Run a bookie in the foreground.
 
-    It is printed once it serves; what happens to it is on stderr.
+    --conf names its configuration file. Prints the bookie once it serves; logs go to stderr. SIGTERM or Ctrl-C stops it
+    cleanly.
     """
     from bkctl.daemon import BookieDaemon, prepare_process
 
@@ -253,7 +254,14 @@ def _ledgers_or_all(values: Mapping[str, Any]) -> LedgersOrAll:
 AnyLedgers = Annotated[LedgersOrAll, Composite(MANY_LEDGERS.parameters, _ledgers_or_all)]
 
 
-@command(index_app, "show")
+@command(
+    index_app,
+    "show",
+    examples=(
+        "bkctl bookie index show 12 --conf bk_server.conf",
+        "bkctl bookie index show --meta --conf bk_server.conf",
+    ),
+)
 def show(
     run: Run,
     which: AnyLedgers,

@@ -97,7 +97,13 @@ REBUILT_COLUMNS = Columns(
 )
 
 
-@command(index_app, "rebuild", connects=True, changes=True)
+@command(
+    index_app,
+    "rebuild",
+    connects=True,
+    changes=True,
+    examples=("bkctl bookie index rebuild --ledgers --conf bk_server.conf --dry-run",),
+)
 def rebuild_databases(
     run: Run,
     ledgers: Annotated[bool, typer.Option("--ledgers", help="Rebuild the databases of ledgers.")] = False,
@@ -189,7 +195,13 @@ GivenPassword = Annotated[
 ]
 
 
-@command(index_app, "regenerate", connects=True, changes=True)
+@command(
+    index_app,
+    "regenerate",
+    connects=True,
+    changes=True,
+    examples=("bkctl bookie index regenerate 12 --conf bk_server.conf --dry-run",),
+)
 def regenerate_files(
     run: Run,
     which: AnyLedgers,
@@ -261,11 +273,11 @@ DOWNGRADED_COLUMNS = Columns(
 )
 
 
-@command(app, "downgrade", changes=True)
+@command(app, "downgrade", changes=True, examples=("bkctl bookie downgrade --conf bk_server.conf --dry-run",))
 def downgrade_bookie(
     run: Run, places: PlacesArgument = None, directories: DirOption = None, dry_run: DryRun = False
 ) -> None:
-    """Prepare a crashed bookie's directories for Apache's bookie.
+    """Prepare a crashed bookie's files for Apache's bookie.
 
     The bookie must be down. Moves the entries of its journals into entry logs and indexes, as a clean stop does, and
     journals with scoped records, which Apache's bookie refuses, to `current/scoped`. Apache's bookie then serves the
@@ -311,7 +323,9 @@ class IndexKind(StrEnum):
     INTERLEAVED = "interleaved"
 
 
-@command(app, "convert", asks=True, changes=True)
+@command(
+    app, "convert", asks=True, changes=True, examples=("bkctl bookie convert --to db --conf bk_server.conf --dry-run",)
+)
 def convert_index(
     run: Run,
     to: Annotated[

@@ -167,7 +167,7 @@ def _show_row(cluster: Cluster, bookie_id: str) -> BookieRow:
     return BookieRow(bookie, None if found is None else found.value, None, None)
 
 
-@command(app, "show", connects=True)
+@command(app, "show", connects=True, examples=("bkctl bookies show 10.0.0.1:3181 --ledgers",))
 def show(
     run: Run,
     bookies: Annotated[list[str], typer.Argument(metavar="BOOKIE", help="The bookies.")],

@@ -83,7 +83,7 @@ _PARTS: dict[str, Composite] = {
     "to": number_option("--to-pos", "The last byte that a shown record may begin at."),
     "limit": count_option("--limit", "Print at most N records."),
     "digest": digest_type_option(
-        "Digest type of the ledgers of scope 0: their records do not tell it, so the payload's start is unknown."
+        "Digest type of the ledgers of scope 0; without it, the start of their payloads is unknown."
     ),
 }
 

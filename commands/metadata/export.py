@@ -97,8 +97,8 @@ def import_(
     """Import an export into an empty store or its own cluster.
 
     Creates the cluster in an empty store, or adds what is missing in that cluster. The file's hash is checked first.
-    Records that are there with the same value are skipped, so a second run finishes an interrupted one. Exit code 5 if
-    a record is there with another value; --overwrite replaces it.
+    Records that exist with the same value are skipped, so a second run finishes an interrupted one. Exit code 5 if a
+    record exists with another value; --overwrite replaces it.
     """
     from bkctl.metadata.admin.dump import ExportFile, import_records, prepare_target
     from bkctl.metadata.uri import parse_uri

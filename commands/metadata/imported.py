@@ -33,7 +33,7 @@ IMPORTED_COLUMNS = Columns(
 #: Kinds of records but how far the ids got, which has no node of its own.
 _SHOWN_KINDS = ("node", "cookie", "mark", "ledger")
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace records that have another value; the undo file keeps these.")
+    bool, typer.Option("--overwrite", help="Replace records that have another value; the undo file keeps the old ones.")
 ]
 
 

@@ -153,7 +153,7 @@ UNDONE_COLUMNS = Columns(
 )
 
 
-@command(app, "undo", connects=True, asks=True, changes=True)
+@command(app, "undo", connects=True, asks=True, changes=True, examples=("bkctl metadata undo undo.ndjson --dry-run",))
 def undo_command(
     run: Run,
     file: Annotated[Path, typer.Argument(help="The undo file that a command wrote.", metavar="FILE")],

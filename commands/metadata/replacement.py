@@ -29,7 +29,7 @@ REPLACEMENT_COLUMNS = Columns(
     connects=True,
     changes=True,
     asks=True,
-    examples=("bkctl metadata replace-bookie --from 10.0.0.1:3181 --to 10.0.0.2:3181 --dry-run",),
+    examples=("bkctl metadata replace-bookie --from b1:3181 --to b2:3181 --dry-run",),
 )
 def replace_bookie_id(
     run: Run,

@@ -66,7 +66,15 @@ INVENTORY_COLUMNS = {
 }
 
 
-@command(app, "inventory", connects=True)
+@command(
+    app,
+    "inventory",
+    connects=True,
+    examples=(
+        "bkctl pipeline inventory",
+        "bkctl pipeline inventory --conf bk_server.conf --by scope",
+    ),
+)
 def inventory(
     run: Run,
     ledgers: LedgersToScan,
@@ -77,11 +85,12 @@ def inventory(
     ] = InventoryBy.BOOKIE,
     save: SaveOption = None,
 ) -> None:
-    """Count the bytes and entries of all bookies' entry logs, by bookie, log, scope, ledger or application.
+    """Count bytes and entries in all bookies' entry logs.
 
-    Every copy of an entry counts, with its size field, as in 'entrylog show'. Applications come from ledgers' custom
-    metadata (Pulsar's, as in 'ledger show'), so --by application needs the cluster; all others need files only. Exit
-    code 7: a log is damaged; entries before the damage are counted.
+    --by gives a row for each bookie, log, scope, ledger or application. Every copy of an entry counts, with its size
+    field, as in 'entrylog show'. Applications come from ledgers' custom metadata (Pulsar's, as in 'ledger show'), so
+    --by application needs the cluster; all others need files only. Exit code 7: a log is damaged; entries before the
+    damage are counted.
     """
     saves = check_saves(save)
     connection = connection_options(run) if by is InventoryBy.APPLICATION else None
