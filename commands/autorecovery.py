@@ -16,7 +16,7 @@ from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
 from .kit.ledger_options import LedgersOrFile, ScopeOfAny
 from .kit.options import DryRun, UndoOption, WatchOption, duration_option
-from .kit.texts import GREEN, RED, YELLOW
+from .kit.texts import GREEN, RED, YELLOW, counted
 from .kit.values import parse_duration
 
 if TYPE_CHECKING:
@@ -418,7 +418,9 @@ def unmark(run: Run, ledgers: LedgersOrFile, undo: UndoOption = None, dry_run: D
             return Marked(ledger, replicas, True)
 
         if not dry_run:
-            run.confirm(f"{len(marks):,} ledgers would not be replicated, until an audit marks them again")
+            run.confirm(
+                f"{counted(len(marks), 'ledger', 'ledgers')} would not be replicated, until an audit marks them again"
+            )
         with run.rows(MARKED_COLUMNS) as writer:
             if dry_run:
                 writer.rows(map(taken_away, marks))

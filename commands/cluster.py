@@ -12,7 +12,7 @@ from bkctl.errors import AlreadyExists, Conflict, NotFound, UsageError
 from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
 from .kit.options import DryRun, WatchOption
-from .kit.texts import GREEN, RED, YELLOW
+from .kit.texts import GREEN, RED, YELLOW, counted
 
 if TYPE_CHECKING:
     from bkctl.bookie.local import LocalCluster
@@ -123,7 +123,7 @@ def health(
     run.render(findings, HEALTH_COLUMNS)
     if not findings:
         run.note("The cluster is healthy")
-    run.finish_with(len(findings), "findings", "finding")
+    run.finish_with(len(findings), "finding", "findings")
 
 
 class Check(NamedTuple):
@@ -298,7 +298,8 @@ def nuke_cluster(
         kept = f"; {backup} will hold a copy" if backup is not None else ", without a backup"
         run.confirm(
             f"All metadata of the cluster {plan.instance_id} in {cluster.uri} would be lost: "
-            f"{plan.ledger_count:,} ledgers, {plan.cookie_count:,} cookies{kept}"
+            f"{counted(plan.ledger_count, 'ledger', 'ledgers')}, "
+            f"{counted(plan.cookie_count, 'cookie', 'cookies')}{kept}"
         )
         if backup is not None:
             with run.working(f"Exporting to {backup}") as activity:
@@ -306,7 +307,7 @@ def nuke_cluster(
         with run.working("Removing nodes") as activity:
             count = nuke(cluster, progress=activity.update)
     run.show(plan, NUKE_COLUMNS)
-    run.note(f"{count:,} nodes were removed")
+    run.note(f"Removed {counted(count, 'node', 'nodes')}")
 
 
 # --- local clusters -------------------------------------------------------------------------------------------------

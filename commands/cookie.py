@@ -14,7 +14,7 @@ from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
 from .kit.options import BinaryFormat, BinaryFormatOption, DryRun, UndoOption
 from .kit.records import DirOption
-from .kit.texts import RED
+from .kit.texts import RED, counted
 
 if TYPE_CHECKING:
     from bkctl.formats.metadata import Cookie
@@ -100,7 +100,7 @@ def list_cookies(run: Run) -> None:
 
     with run.cluster() as cluster:
         run.render(rows(), LIST_COLUMNS)
-    run.finish_with(problems, "cookies cannot be read")
+    run.finish_with(problems, "cookie cannot be read", "cookies cannot be read")
 
 
 @command(
@@ -244,7 +244,7 @@ def update(
         path = cookie_path(bookie)
         found = cluster.store.get(path)
         if found is None:
-            raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie create' makes one")
+            raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie create' creates one")
         from bkctl.formats.metadata import Cookie
 
         before: Cookie | BkctlError
@@ -488,7 +488,10 @@ def rename_bookie(
     with run.cluster() as cluster:
         changed = rename(cluster, old, new, directories, Files(), undo=None)
         if not dry_run:
-            run.confirm(f"Bookie {old} would be {new} in {cluster.store.name} and {len(changed)} directories")
+            run.confirm(
+                f"Bookie {old} would be {new} in {cluster.store.name} and "
+                f"{counted(len(changed), 'directory', 'directories')}"
+            )
             with hold(map(Path, directories)), run.undo(cluster, undo) as kept:
                 changed = rename(cluster, old, new, directories, Files(), undo=kept)
         run.render((RenamedRow(place, old, new) for place in (STORE, *changed)), RENAMED_COLUMNS)
@@ -551,5 +554,8 @@ def verify_cookies(
             raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie list' shows the cookies")
         findings = list(verify(expected, stored, local))
         run.render(findings, FINDING_COLUMNS)
-    run.note(f"Bookie {bookie}: {len(local) + 1} cookies compared, {len(findings)} differences")
-    run.finish_with(len(findings), f"differences in the cookies of bookie {bookie}")
+    run.note(
+        f"Bookie {bookie}: {len(local) + 1} cookies compared, {counted(len(findings), 'difference', 'differences')}"
+    )
+    where = f"in the cookies of bookie {bookie}"
+    run.finish_with(len(findings), f"difference {where}", f"differences {where}")

@@ -249,7 +249,7 @@ class AddPipeline:
         """End the pipeline if the change died of a defect or with the event loop, so that no add waits for ever."""
         if task.cancelled() or task.exception() is not None:
             self._changing = None
-            self._end(BkctlError(f"Changing the ensemble of ledger {self.access.ledger} was broken off"))
+            self._end(BkctlError(f"Changing the ensemble of ledger {self.access.ledger} was cancelled"))
 
     async def _change_ensemble(self) -> None:
         """Replace failed bookies until no more fail, then resend pending entries of changed indexes."""

@@ -266,7 +266,7 @@ class BookieStorage:
         if (handle.fenced or handle.unknown) and not recovery:
             if handle.fenced:
                 raise LedgerFenced(f"Ledger {ledger} is fenced")
-            raise UnknownLedgerState(f"Ledger {ledger} is in limbo: it may have been fenced")
+            raise UnknownLedgerState(f"Ledger {ledger} awaits a data integrity check: it may have been fenced")
         self.ledgers.add(handle, entry_ids, records, size)
         if last_add_confirmed > handle.lac:
             handle.lac = last_add_confirmed
@@ -436,7 +436,9 @@ class BookieStorage:
     def last_entry(self, handle: LedgerHandle) -> int:
         """Return the highest entry id here, −1 for none. Raises UnknownLedgerState where a higher one may be lost."""
         if handle.unknown:
-            raise UnknownLedgerState(f"Ledger {handle.ledger} is in limbo: its last entry may be lost")
+            raise UnknownLedgerState(
+                f"Ledger {handle.ledger} awaits a data integrity check: its last entry may be lost"
+            )
         return handle.last_entry
 
     def last_add_confirmed(self, handle: LedgerHandle) -> int:

@@ -202,15 +202,15 @@ def check(
 
 
 def _remarks(counts: Counts) -> str:
-    parts = [f"{counts.findings:,} findings"]
-    for count, text in (
-        (counts.notes, "notes"),
-        (counts.not_flushed, "entries not flushed"),
-        (counts.copies, "old copies"),
-        (counts.error_count, "indexes damaged"),
+    parts = [counted(counts.findings, "finding", "findings")]
+    for count, one, many in (
+        (counts.notes, "note", "notes"),
+        (counts.not_flushed, "entry not flushed", "entries not flushed"),
+        (counts.copies, "old copy", "old copies"),
+        (counts.error_count, "index damaged", "indexes damaged"),
     ):
         if count:
-            parts.append(f"{count:,} {text}")
+            parts.append(counted(count, one, many))
     return ", ".join(parts)
 
 
@@ -218,7 +218,10 @@ def _note_digests(run: Run, digests: DigestChecker) -> None:
     counts = digests.counts()
     matched = ", ".join(f"{count:,} {each.name}" for each, count in counts.matched.items()) or "none"
     unknown = counts.unknown + counts.without_password
-    run.note(f"bkctl: digests: {matched} matched, {unknown:,} not known, {counts.unprotected:,} entries without one")
+    run.note(
+        f"bkctl: digests: {matched} matched, {unknown:,} not known, "
+        f"{counted(counts.unprotected, 'entry', 'entries')} without one"
+    )
     if unknown and (hint := digests.hint()):
         run.note(f"bkctl: {hint}")
 
@@ -226,9 +229,11 @@ def _note_digests(run: Run, digests: DigestChecker) -> None:
 def _finish(run: Run, counts: Counts) -> None:
     """End with exit code 7 if an index could not be read, else with 3 if there are findings."""
     if counts.error_count > len(counts.errors):
-        run.note(f"bkctl: {counts.error_count - len(counts.errors):,} more indexes are damaged")
+        run.note(
+            f"bkctl: {counted(counts.error_count - len(counts.errors), 'more index is', 'more indexes are')} damaged"
+        )
     raise_first(run, counts.errors)
-    run.finish_with(counts.findings, "findings", "finding")
+    run.finish_with(counts.findings, "finding", "findings")
 
 
 # --- index check ----------------------------------------------------------------------------------------------------

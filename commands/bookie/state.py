@@ -188,7 +188,7 @@ def _meaning(found: Server, on: bool) -> str:
     if not on:
         return f"{found.name} takes entries again, unless its disks are full"
     text = (
-        f"{found.name} takes no more entries and serves reads; that is kept over a restart with "
+        f"{found.name} accepts no more entries and serves reads; the state is kept over a restart with "
         "persistBookieStatusEnabled=true only; 'bookie readonly off' ends it"
     )
     if found.cluster is not None:

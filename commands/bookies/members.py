@@ -258,4 +258,5 @@ def usage(
     full = sum(threshold is not None and (row.used_percent or 0) > threshold for row in rows)
     problems = [f"{full:,} bookies are above {threshold:g}%"] if full else []
     problems += [f"{len(silent):,} bookies did not answer"] if silent else []
-    run.finish_with(full + len(silent), f"findings: {', '.join(problems)}")
+    text = ", ".join(problems)
+    run.finish_with(full + len(silent), f"finding: {text}", f"findings: {text}")

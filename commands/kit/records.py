@@ -26,7 +26,7 @@ from .options import (
     parameter,
 )
 from .output import RowWriter
-from .texts import NULL
+from .texts import NULL, counted
 
 if TYPE_CHECKING:
     from bkctl.files.listing import RecordFilter
@@ -242,7 +242,8 @@ def print_records(
             stack.enter_context(run.rows(record_columns(Path(), None, id_name, options, secrets=secrets)))
     if tally.unknown:
         run.note(
-            f"bkctl: {tally.unknown:,} entries of scope 0 do not say where their payload begins; add --digest-type"
+            f"bkctl: {counted(tally.unknown, 'entry', 'entries')} of scope 0 without a known start of the payload; "
+            "add --digest-type"
         )
     raise_first(run, errors)
 

@@ -15,6 +15,7 @@ from ..kit.columns import Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import LedgersOfExport
 from ..kit.options import DryRun, UndoOption
+from ..kit.texts import counted
 from .imported import Overwrite, note_ids, say_conflicts, show_imported, show_planned
 
 if TYPE_CHECKING:
@@ -133,7 +134,8 @@ def import_(
     if imported.conflicts:
         say_conflicts(run, imported)
         raise Conflict(
-            f"{len(imported.conflicts):,} records exist with another value", hint="--overwrite replaces them"
+            f"{counted(len(imported.conflicts), 'record exists', 'records exist')} with another value",
+            hint="--overwrite replaces them",
         )
 
 

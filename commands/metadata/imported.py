@@ -59,8 +59,8 @@ def say_conflicts(run: Run, imported: ImportSummary) -> None:
 def note_ids(run: Run, imported: ImportSummary) -> None:
     if imported.unskipped_position is not None:
         run.note(
-            f"Ids below {imported.unskipped_position:,} may be generated again there: ledgers that were deleted, and "
-            "whose entries bookies still hold, could get a namesake"
+            f"Ids below {imported.unskipped_position:,} may be generated again there, also for deleted ledgers whose "
+            "entries bookies still hold"
         )
 
 

@@ -174,4 +174,6 @@ def undo_command(
             for each in undo(cluster, file, dry_run=dry_run):
                 changed += each.outcome == "changed"
                 writer.row(each)
-    run.finish_with(changed, "nodes were changed since, and were left unchanged")
+    run.finish_with(
+        changed, "node was changed since, and was left unchanged", "nodes were changed since, and were left unchanged"
+    )

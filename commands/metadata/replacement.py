@@ -78,4 +78,4 @@ def replace_bookie_id(
                 changed += each.problem is None
                 writer.row(each)
     run.note(f"{changed:,} ledgers {'would be' if dry_run else 'were'} changed")
-    run.finish_with(problems, "ledgers were left unchanged")
+    run.finish_with(problems, "ledger was left unchanged", "ledgers were left unchanged")

@@ -10,7 +10,7 @@ import typer
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ScanFilter
-from ..kit.texts import RED, YELLOW
+from ..kit.texts import RED, YELLOW, counted
 from .columns import BOOKIE, FILE, LEDGER
 from .common import (
     LedgersToScan,
@@ -79,7 +79,7 @@ def integrity(
         for line in found.notes():
             run.note(f"bkctl: {line}")
         write_pages(run, saves, "Integrity", found.sections, bookies)
-    run.finish_with(sums.count, "findings")
+    run.finish_with(sums.count, "finding", "findings")
 
 
 class IntegrityResult:
@@ -106,7 +106,7 @@ class IntegrityResult:
             ]
             absent = self.result.unchecked.collect()
             if absent:
-                names = ", ".join(f"{row.bookieId} ({row.ledgerCount:,} ledgers)" for row in absent)
+                names = ", ".join(f"{row.bookieId} ({counted(row.ledgerCount, 'ledger', 'ledgers')})" for row in absent)
                 self._notes.append(f"Not checked, since their files are not given: {names}")
         return self._notes
 

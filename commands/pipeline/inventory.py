@@ -11,7 +11,7 @@ from bkctl.errors import Corrupt
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ScanFilter
-from ..kit.texts import size_text
+from ..kit.texts import counted, size_text
 from .columns import BOOKIE, BOOKIES, FILE, LEDGER, LEDGERS, LOG, LOGS, SUMS
 from .common import (
     LedgersToScan,
@@ -101,7 +101,7 @@ def inventory(
         found = InventoryResult(session, bookies, ledgers, connection)
         sums = Sums()
         frame_rows(run, found.totals(by), INVENTORY_COLUMNS[by], saves, sums.add)
-        run.note(f"bkctl: {size_text(sums.of('size'))} in {sums.of('entryCount'):,} entries")
+        run.note(f"bkctl: {size_text(sums.of('size'))} in {counted(sums.of('entryCount'), 'entry', 'entries')}")
         write_pages(run, saves, "Inventory", found.sections, bookies)
     raise_problems(run, [(row.reason, Corrupt.exit_code) for row in found.damages])
 

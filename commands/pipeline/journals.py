@@ -115,7 +115,7 @@ def journal_audit(
         run.note(f"bkctl: {line}")
     if damaged:
         raise Corrupt(damaged[0])
-    run.finish_with(findings, "findings")
+    run.finish_with(findings, "finding", "findings")
 
 
 class JournalAuditResult:

@@ -209,7 +209,7 @@ def migrate_scope(
     if to_scope_id is None:
         raise UsageError("No scope to copy into is given", hint="add --to-scope SCOPE")
     if not ledgers.ledgers and ledgers.scope_id is None:
-        raise UsageError("Nothing says which ledgers to copy", hint="name ledgers, or add --ledger-scope-id SCOPE")
+        raise UsageError("No ledgers to copy are given", hint="name ledgers, or add --ledger-scope-id SCOPE")
     options = {**connection_options(run), **sizes}
     check_cluster(run)
     with spark_job(run, spark, "migrate-scope") as session:
@@ -234,7 +234,7 @@ def _show_copies(run: Run, rows: DataFrame, saves: list[str]) -> None:
         failed += row.state in ("open", "failed")
 
     frame_rows(run, rows, COPY_COLUMNS, saves, count)
-    run.finish_with(failed, "ledgers were not copied" if failed != 1 else "ledger was not copied")
+    run.finish_with(failed, "ledger was not copied", "ledgers were not copied")
 
 
 def _place(path: str) -> str:

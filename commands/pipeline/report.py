@@ -87,4 +87,4 @@ def report(
     for path in saves:
         write_page(path, "Report", sections, [bookie.bookie_id for bookie in bookies])
     run.render(parts, REPORT_COLUMNS)
-    run.finish_with(sum(part.findings for part in parts), "findings")
+    run.finish_with(sum(part.findings for part in parts), "finding", "findings")

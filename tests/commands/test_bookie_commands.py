@@ -74,7 +74,7 @@ def test_check_with_a_damaged_index(cli: Cli, healthy: Path) -> None:
         answer = cli("bookie", *command, "--dir", healthy / "ledgers", "-o", "ndjson")
         assert answer.code == 7
         assert f"bkctl: {path}: Ledger index does not begin with BKLE at byte 0" in answer.err
-        assert "1 indexes damaged" in answer.err
+        assert "1 index damaged" in answer.err
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,7 @@ def test_check_with_a_damaged_index(cli: Cli, healthy: Path) -> None:
         (("--digest-type", "MD5"), "MD5"),
     ],
 )
-def test_check_refuses_what_it_does_not_understand(
-    cli: Cli, healthy: Path, arguments: tuple[str, ...], problem: str
-) -> None:
+def test_check_refuses_malformed_options(cli: Cli, healthy: Path, arguments: tuple[str, ...], problem: str) -> None:
     answer = cli("bookie", "check", "--dir", healthy / "ledgers", *arguments)
     assert answer.code == 2
     assert problem in answer.err

@@ -42,7 +42,7 @@ def orphans(cluster: Cluster) -> Iterator[Orphan]:
     if manager.scopes_state() == "foreign":
         yield Orphan(
             "foreign-scopes", SCOPES, None, _count(store, SCOPES), True,
-            "Scoped ledgers of a cluster that was formatted away; this cluster cannot read their entries",
+            "Scoped ledgers of a cluster that was formatted; this cluster cannot read their entries",
         )  # fmt: skip
     marked = (ledger for ledger, _ in LedgerMarks(store).list(None))
     for ledger, found in manager.read_many(marked):
