@@ -101,9 +101,9 @@ class BookieStorage:
         return self._writable
 
     def set_writable(self, numbers: list[int]) -> None:
-        """Let only these ledger directories take new files; an entry log in another one is completed as it is.
+        """Let only these ledger directories take new files; an open entry log in another one is completed there.
 
-        Without any, everything stays where it is. Source: EntryLogManagerForSingleEntryLog.
+        Without any, all files stay in place. Source: EntryLogManagerForSingleEntryLog.
         """
         if numbers != self._writable:
             self._writable = numbers
@@ -200,7 +200,7 @@ class BookieStorage:
     def close(self) -> None:
         """Stop cleanly: write everything into ledger storage, and make the directories fit for Apache's bookie.
 
-        A journal with records of a ledger that is `set_aside` stays as it is, for our next start. Every batch must have
+        A journal with records of a ledger that is `set_aside` stays unchanged for our next start. Every batch must have
         been committed. Raises OSError: then the next start replays. Source: BP-35's downgrade.
         """
         self.run_checkpoint()

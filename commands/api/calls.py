@@ -1,4 +1,4 @@
-"""`bkctl api get|put|delete`: one call of a REST API as it is; `api` has the app and imports this."""
+"""`bkctl api get|put|delete`: single calls of a REST API; `api` has the app and imports this."""
 
 from __future__ import annotations
 

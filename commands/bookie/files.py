@@ -63,7 +63,7 @@ def start(run: Run) -> None:
 
 
 class FileRow(NamedTuple):
-    """A file, and what it says of itself."""
+    """A file of a bookie, and a summary of its contents."""
 
     file: BookieFile
     detail: dict[str, Any] | None
@@ -238,7 +238,7 @@ MASTER_KEY = Column("MASTER KEY", "masterKey", "source.master_key", Kind.BINARY,
 
 
 class LedgersOrAll(NamedTuple):
-    """The ledgers that were named; None: all, of one scope where `scope_id` says so."""
+    """The named ledgers; None: all ledgers, or with `scope_id` all of that scope."""
 
     ledgers: list[LedgerId] | None
     scope_id: int | None

@@ -120,7 +120,7 @@ class _StepPrinter:
             self.print(step)
 
     async def follow(self, steps: AsyncIterator[Step], progress: MoveProgress) -> None:
-        """Print the steps as they come, and how far it is every so often."""
+        """Print each step when it ends, and the progress at intervals."""
         import asyncio
 
         async def step_after() -> Step | None:
@@ -283,7 +283,7 @@ def drain(
 
 
 def _set_read_only(run: Run, bookie: RegisteredBookie) -> None:
-    """Have the bookie take no more entries, over its HTTP server."""
+    """Make the bookie read-only over its HTTP server."""
     from bkctl.http.bookie_client import BookieApi
     from bkctl.http.server_url import bookie_url
 

@@ -1,4 +1,4 @@
-"""Find nodes that belong to nothing any more, and remove those that are certainly unused."""
+"""Find nodes that no longer belong to anything, and remove the nodes that are certainly unused."""
 
 from __future__ import annotations
 
