@@ -195,7 +195,7 @@ def _unescape(value: str) -> str:
 
 
 def _interpolate(value: str, plain: Mapping[str, list[str]], what: str) -> str:
-    """Replace `${key}` and `${env:NAME}`; an unknown name stays as it is, as in commons-configuration."""
+    """Replace `${key}` and `${env:NAME}`; an unknown name stays unchanged, as in commons-configuration."""
     for _ in range(_INTERPOLATION_DEPTH_MAX):
         replaced = _VARIABLE.sub(lambda match: _variable(match, plain), value)
         if replaced == value:
@@ -458,7 +458,7 @@ class BookieConfig:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> BookieConfig:
-        """Read a `bk_server.conf`. Raises NotFound (no such file) or UsageError (naming file, line and key)."""
+        """Read a `bk_server.conf`. Raises NotFound for a missing file, or UsageError (naming file, line and key)."""
         return cls.from_properties(read_properties(path))
 
     @classmethod

@@ -90,7 +90,7 @@ class BookieDaemon:
             self._http.start(bookie, self._security)
 
     def close(self) -> None:
-        """Stop auto-recovery and the HTTP server, which outlive the bookie: they answer until it stopped."""
+        """Stop auto-recovery and the HTTP server, which answer until the bookie has stopped."""
         if self._recovery is not None:
             self._recovery.stop()
         if self._http is not None:

@@ -110,7 +110,7 @@ class StorageFile:
         return data_of(self.fd, offset)
 
     def sync(self) -> None:
-        """Return when everything written, and the size, is on disk (fdatasync)."""
+        """Write all data and the size of the file to disk (fdatasync)."""
         os.fdatasync(self.fd)
 
     def allocate(self, end: int) -> None:
@@ -164,7 +164,7 @@ def skip_hole(fd: int, offset: int) -> int | None:
 
 
 def data_of(fd: int, offset: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each range of data in a file, from `offset` on; between are holes. Raises OSError."""
+    """Yield the begin and end of each range of data in a file from `offset` on; holes separate them. Raises OSError."""
     begin = skip_hole(fd, offset)
     while begin is not None:
         try:

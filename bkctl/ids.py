@@ -138,7 +138,7 @@ class LedgerId(_LedgerIdFields):
 
 
 def ledger_ids(scope_id: int, numbers: Iterable[int]) -> list[LedgerId]:
-    """Return the ledgers of one scope with these ids, which are in range: unchecked, for listings of millions."""
+    """Return the ledgers of one scope with these ids. Ids are not checked, since listings have millions of them."""
     return list(map(tuple.__new__, repeat(LedgerId), zip(repeat(scope_id), numbers)))
 
 

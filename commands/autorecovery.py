@@ -16,7 +16,7 @@ from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
 from .kit.ledger_options import LedgersOrFile, ScopeOfAny
 from .kit.options import DryRun, UndoOption, WatchOption, duration_option
-from .kit.texts import GREEN, RED, YELLOW
+from .kit.texts import GREEN, RED, YELLOW, counted
 from .kit.values import parse_duration
 
 if TYPE_CHECKING:
@@ -319,7 +319,7 @@ LOCK_COLUMNS = Columns(
 
 @command(app, "workers", connects=True, examples=("bkctl autorecovery workers",))
 def workers(run: Run, scope: ScopeOfAny, watch: WatchOption) -> None:
-    """List the ledgers that are being replicated, and by whom.
+    """List the ledgers that are being replicated, by worker.
 
     Apache's workers give their host name.
     """
@@ -352,7 +352,7 @@ class Marked(NamedTuple):
     changed: bool
 
 
-@command(app, "mark", connects=True, changes=True)
+@command(app, "mark", connects=True, changes=True, examples=("bkctl autorecovery mark 12 --missing 10.0.0.1:3181",))
 def mark(
     run: Run,
     ledgers: LedgersOrFile,
@@ -391,11 +391,11 @@ def mark(
                 writer.row(Marked(ledger, wanted, changed))
 
 
-@command(app, "unmark", connects=True, changes=True, asks=True)
+@command(app, "unmark", connects=True, changes=True, asks=True, examples=("bkctl autorecovery unmark 12",))
 def unmark(run: Run, ledgers: LedgersOrFile, undo: UndoOption = None, dry_run: DryRun = False) -> None:
     """Remove the under-replicated mark from ledgers.
 
-    The workers of auto-recovery then leave them alone.
+    The workers of auto-recovery then no longer replicate them.
     """
     from bkctl.metadata.underreplication import mark_path, parse_mark
 
@@ -418,7 +418,9 @@ def unmark(run: Run, ledgers: LedgersOrFile, undo: UndoOption = None, dry_run: D
             return Marked(ledger, replicas, True)
 
         if not dry_run:
-            run.confirm(f"{len(marks):,} ledgers would not be replicated, until an audit marks them again")
+            run.confirm(
+                f"{counted(len(marks), 'ledger', 'ledgers')} would not be replicated, until an audit marks them again"
+            )
         with run.rows(MARKED_COLUMNS) as writer:
             if dry_run:
                 writer.rows(map(taken_away, marks))

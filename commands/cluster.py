@@ -12,7 +12,7 @@ from bkctl.errors import AlreadyExists, Conflict, NotFound, UsageError
 from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
 from .kit.options import DryRun, WatchOption
-from .kit.texts import GREEN, RED, YELLOW
+from .kit.texts import GREEN, RED, YELLOW, counted
 
 if TYPE_CHECKING:
     from bkctl.bookie.local import LocalCluster
@@ -123,7 +123,7 @@ def health(
     run.render(findings, HEALTH_COLUMNS)
     if not findings:
         run.note("The cluster is healthy")
-    run.finish_with(len(findings), "findings", "finding")
+    run.finish_with(len(findings), "finding", "findings")
 
 
 class Check(NamedTuple):
@@ -142,20 +142,20 @@ CHECK_COLUMNS = Columns(
 
 @command(healthcheck_app, "status", connects=True, examples=("bkctl cluster healthcheck status",))
 def healthcheck_status(run: Run) -> None:
-    """Show if clients may quarantine failing bookies."""
+    """Show whether clients may quarantine failing bookies."""
     from bkctl.metadata.admin.health import HealthCheckSwitch
 
     with run.cluster() as cluster:
         run.show(Check(HealthCheckSwitch(cluster).is_enabled()), CHECK_COLUMNS)
 
 
-@command(healthcheck_app, "enable", connects=True, changes=True)
+@command(healthcheck_app, "enable", connects=True, changes=True, examples=("bkctl cluster healthcheck enable",))
 def healthcheck_enable(run: Run) -> None:
     """Allow clients to quarantine failing bookies."""
     _switch_healthcheck(run, True)
 
 
-@command(healthcheck_app, "disable", connects=True, changes=True)
+@command(healthcheck_app, "disable", connects=True, changes=True, examples=("bkctl cluster healthcheck disable",))
 def healthcheck_disable(run: Run) -> None:
     """Forbid every client to quarantine bookies."""
     _switch_healthcheck(run, False)
@@ -253,7 +253,14 @@ NUKE_COLUMNS = Columns(
 )
 
 
-@command(app, "nuke", connects=True, changes=True, asks=True)
+@command(
+    app,
+    "nuke",
+    connects=True,
+    changes=True,
+    asks=True,
+    examples=('bkctl cluster nuke --instance-id "$(bkctl cluster id -o id)" --dry-run',),
+)
 def nuke_cluster(
     run: Run,
     instance_id: Annotated[
@@ -291,7 +298,8 @@ def nuke_cluster(
         kept = f"; {backup} will hold a copy" if backup is not None else ", without a backup"
         run.confirm(
             f"All metadata of the cluster {plan.instance_id} in {cluster.uri} would be lost: "
-            f"{plan.ledger_count:,} ledgers, {plan.cookie_count:,} cookies{kept}"
+            f"{counted(plan.ledger_count, 'ledger', 'ledgers')}, "
+            f"{counted(plan.cookie_count, 'cookie', 'cookies')}{kept}"
         )
         if backup is not None:
             with run.working(f"Exporting to {backup}") as activity:
@@ -299,7 +307,7 @@ def nuke_cluster(
         with run.working("Removing nodes") as activity:
             count = nuke(cluster, progress=activity.update)
     run.show(plan, NUKE_COLUMNS)
-    run.note(f"{count:,} nodes were removed")
+    run.note(f"Removed {counted(count, 'node', 'nodes')}")
 
 
 # --- local clusters -------------------------------------------------------------------------------------------------

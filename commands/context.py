@@ -66,7 +66,7 @@ def list_contexts(run: Run) -> None:
     run.render((_row(contexts, name) for name in contexts.names), LIST_COLUMNS)
 
 
-@command(app, "show")
+@command(app, "show", examples=("bkctl context show prod",))
 def show(
     run: Run,
     name: Annotated[str | None, typer.Argument(metavar="CONTEXT", help="The context (default: current).")] = None,

@@ -14,7 +14,7 @@ from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
 from .kit.options import BinaryFormat, BinaryFormatOption, DryRun, UndoOption
 from .kit.records import DirOption
-from .kit.texts import RED
+from .kit.texts import RED, counted
 
 if TYPE_CHECKING:
     from bkctl.formats.metadata import Cookie
@@ -100,10 +100,18 @@ def list_cookies(run: Run) -> None:
 
     with run.cluster() as cluster:
         run.render(rows(), LIST_COLUMNS)
-    run.finish_with(problems, "cookies cannot be read")
+    run.finish_with(problems, "cookie cannot be read", "cookies cannot be read")
 
 
-@command(app, "show", connects=True)
+@command(
+    app,
+    "show",
+    connects=True,
+    examples=(
+        "bkctl cookie show 10.0.0.1:3181",
+        "bkctl cookie show --dir /var/lib/bookkeeper",
+    ),
+)
 def show(
     run: Run,
     bookie: Annotated[str | None, typer.Argument(metavar="BOOKIE", help="The bookie's id.")] = None,
@@ -179,7 +187,9 @@ def _cookie_in(path: Path, bookie: str) -> tuple[bytes, Cookie]:
     return data, cookie
 
 
-@command(app, "create", connects=True, changes=True)
+@command(
+    app, "create", connects=True, changes=True, examples=("bkctl cookie create 10.0.0.1:3181 --file cookie --dry-run",)
+)
 def create(
     run: Run, bookie: BookieArgument, file: FileOption, undo: UndoOption = None, dry_run: DryRun = False
 ) -> None:
@@ -212,7 +222,14 @@ CHANGE_COLUMNS = Columns(
 )
 
 
-@command(app, "update", connects=True, asks=True, changes=True)
+@command(
+    app,
+    "update",
+    connects=True,
+    asks=True,
+    changes=True,
+    examples=("bkctl cookie update 10.0.0.1:3181 --file cookie --dry-run",),
+)
 def update(
     run: Run, bookie: BookieArgument, file: FileOption, undo: UndoOption = None, dry_run: DryRun = False
 ) -> None:
@@ -227,7 +244,7 @@ def update(
         path = cookie_path(bookie)
         found = cluster.store.get(path)
         if found is None:
-            raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie create' makes one")
+            raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie create' creates one")
         from bkctl.formats.metadata import Cookie
 
         before: Cookie | BkctlError
@@ -249,7 +266,9 @@ def update(
         run.render(changes, CHANGE_COLUMNS)
 
 
-@command(app, "delete", connects=True, asks=True, changes=True)
+@command(
+    app, "delete", connects=True, asks=True, changes=True, examples=("bkctl cookie delete 10.0.0.1:3181 --dry-run",)
+)
 def delete(
     run: Run,
     bookies: Annotated[list[str], typer.Argument(metavar="BOOKIE", help="The bookies.")],
@@ -311,7 +330,7 @@ def _row_of(bookie: str, place: str | None, data: bytes, version: int | None) ->
         return CookieRow(bookie, place, None, version, str(error))
 
 
-@command(app, "generate", connects=True)
+@command(app, "generate", connects=True, examples=("bkctl cookie generate --conf bk_server.conf --file cookie",))
 def generate(
     run: Run,
     bookie: Annotated[
@@ -434,7 +453,14 @@ RENAMED_COLUMNS = Columns(
 )  # fmt: skip
 
 
-@command(app, "rename", connects=True, asks=True, changes=True)
+@command(
+    app,
+    "rename",
+    connects=True,
+    asks=True,
+    changes=True,
+    examples=("bkctl cookie rename 10.0.0.1:3181 10.0.0.2:3181 --dry-run",),
+)
 def rename_bookie(
     run: Run,
     old: Annotated[str, typer.Argument(metavar="OLD", help="The bookie's present id.")],
@@ -462,7 +488,10 @@ def rename_bookie(
     with run.cluster() as cluster:
         changed = rename(cluster, old, new, directories, Files(), undo=None)
         if not dry_run:
-            run.confirm(f"Bookie {old} would be {new} in {cluster.store.name} and {len(changed)} directories")
+            run.confirm(
+                f"Bookie {old} would be {new} in {cluster.store.name} and "
+                f"{counted(len(changed), 'directory', 'directories')}"
+            )
             with hold(map(Path, directories)), run.undo(cluster, undo) as kept:
                 changed = rename(cluster, old, new, directories, Files(), undo=kept)
         run.render((RenamedRow(place, old, new) for place in (STORE, *changed)), RENAMED_COLUMNS)
@@ -525,5 +554,8 @@ def verify_cookies(
             raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie list' shows the cookies")
         findings = list(verify(expected, stored, local))
         run.render(findings, FINDING_COLUMNS)
-    run.note(f"Bookie {bookie}: {len(local) + 1} cookies compared, {len(findings)} differences")
-    run.finish_with(len(findings), f"differences in the cookies of bookie {bookie}")
+    run.note(
+        f"Bookie {bookie}: {len(local) + 1} cookies compared, {counted(len(findings), 'difference', 'differences')}"
+    )
+    where = f"in the cookies of bookie {bookie}"
+    run.finish_with(len(findings), f"difference {where}", f"differences {where}")

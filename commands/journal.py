@@ -16,7 +16,7 @@ from .kit.columns import Column, Columns, Kind, ledger_column
 from .kit.command import Run, command, group
 from .kit.options import count_option
 from .kit.records import DirOption, Records, ShowSecretsOption, print_records, raise_first
-from .kit.texts import GREEN, NULL, RED, YELLOW
+from .kit.texts import GREEN, NULL, RED, YELLOW, counted
 
 if TYPE_CHECKING:
     from bkctl.files.directories import BookieDirectories, BookieFile
@@ -78,7 +78,14 @@ def list_journals(
     raise_first(run, errors)
 
 
-@command(app, "read")
+@command(
+    app,
+    "read",
+    examples=(
+        "bkctl journal read --conf bk_server.conf --limit 20",
+        "bkctl journal read --conf bk_server.conf --ledger 12 --after-lastmark",
+    ),
+)
 def read(
     run: Run,
     records: Records,
@@ -253,9 +260,12 @@ def verify(run: Run, names: JournalNames = None, directories: DirOption = None) 
     with run.working("Reading journals"):
         run.render(rows(), VERIFY_COLUMNS)
     if errors and findings:
-        run.note(f"bkctl: {findings:,} journals that are missing or wrongly marked")
+        text = counted(findings, "missing or wrongly marked journal", "missing or wrongly marked journals")
+        run.note(f"bkctl: {text}")
     raise_first(run, errors)
-    run.finish_with(findings, "journals that are missing or wrongly marked")
+    run.finish_with(
+        findings, "journal that is missing or wrongly marked", "journals that are missing or wrongly marked"
+    )
 
 
 # --- stats ----------------------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def test_values_are_typed(tmp_path: Path) -> None:
     assert config.metadata_service_uri == "zk+hierarchical://a:1,b:2/ledgers"
 
 
-def test_what_a_file_asks_for_in_vain_is_told(tmp_path: Path) -> None:
+def test_settings_without_effect_are_warnings(tmp_path: Path) -> None:
     path = write(
         tmp_path / "bk.conf",
         "dataIntegrityChecking=True\nextraServerComponents=\nlocalScrubInterval=0\ntlsEnabledCipherSuites=A,B\n",

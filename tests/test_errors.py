@@ -13,7 +13,7 @@ def classes(base: type[errors.BkctlError] = errors.BkctlError) -> list[type[erro
     return [base] + [found for child in base.__subclasses__() for found in classes(child)]
 
 
-def test_every_error_has_a_documented_exit_code_and_says_what_it_is() -> None:
+def test_every_error_has_a_documented_exit_code_and_a_docstring() -> None:
     for error in classes():
         assert error.exit_code in errors.EXIT_CODES, error
         assert error.__doc__, error

@@ -79,7 +79,7 @@ def test_every_comment_is_of_a_kind_that_is_checked() -> None:
 
 
 @of_kind("layout")
-def test_offsets_sizes_and_types_are_those_of_the_code(table: Table) -> None:
+def test_offsets_sizes_and_types_match_the_code(table: Table) -> None:
     target = table.target()
     struct: Struct = target.struct if isinstance(target, Layout) else target
     at, code = 0, ""
@@ -115,7 +115,7 @@ def test_every_record_of_the_formats_has_a_table() -> None:
 
 
 @of_kind("constants")
-def test_constants_are_those_of_the_code(table: Table) -> None:
+def test_constants_match_the_code(table: Table) -> None:
     for row in table.rows:
         assert getattr(table.target(), row["constant"]) == number(row["value"]), row
 
@@ -145,7 +145,7 @@ def test_every_message_with_fields_has_a_table() -> None:
 
 
 @of_kind("examples")
-def test_examples_are_what_the_code_gives(table: Table) -> None:
+def test_examples_match_the_code(table: Table) -> None:
     function: Callable[..., Any] = table.target()
     for row in table.rows:
         arguments: list[Any] = [LedgerId.parse(row["ledger"])] if "ledger" in row else []

@@ -147,7 +147,7 @@ def test_bookie_ids_follow_the_released_rule(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a b", "a/b", "readonly", "ReadOnly", "ü"])
-def test_what_is_no_bookie_id_is_refused(text: str) -> None:
+def test_malformed_bookie_ids_are_refused(text: str) -> None:
     with pytest.raises(UsageError):
         check_bookie_id(text)
 

@@ -68,7 +68,7 @@ def test_a_server_that_ends_at_once_is_reported_with_its_log(tmp_path: Path) -> 
     assert not server.running
 
 
-def test_what_is_missing_skips_unless_it_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_server_skips_unless_it_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BKCTL_TEST_REQUIRE", raising=False)
     with pytest.raises(pytest.skip.Exception, match="java: none here"):
         require("java", "none here")

@@ -20,7 +20,8 @@ RIDDLE = re.compile(r"(What|Whether|That|Those|Who|Whose|How|Where|Why|When|Whic
 BANNED = re.compile(
     r"\b(?:(?:is|are|was|were|be) no(?! longer\b| more than\b| later than\b| less than\b) [a-z]+|nobody(?!:)|made anew"
     r"|goes on\b"
-    r"|is told\b|are told\b|was told\b|those of\b|of use\b|put back as\b|such, or\b|takes? note\b|as it is told)",
+    r"|is told\b|are told\b|was told\b|those of\b|of use\b|put back as\b|such, or\b|takes? note\b|as it is told"
+    r"|formatted away\b|broken off\b)",
 )
 
 
@@ -61,6 +62,12 @@ def test_docstrings_begin_with_a_verb_or_a_noun(path: Path) -> None:
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_prose_states_the_fact(path: Path) -> None:
     found = [f"{path}:{line}: {match[0]}" for line, text in prose(path) for match in BANNED.finditer(text)]
+    assert not found, "\n".join(found)
+
+
+def test_test_names_state_the_behaviour() -> None:
+    names = r"def (test_(?:what|that|those|whoever|who|whose|nobody|somebody)_\w+)"
+    found = [f"{path}: {name}" for path in ROOT.glob("tests/**/*.py") for name in re.findall(names, path.read_text())]
     assert not found, "\n".join(found)
 
 

@@ -273,7 +273,7 @@ class Bookie:
                 if error.errno not in NO_SPACE:
                     raise
                 log.warning(
-                    "%s has no space for %s: the next start takes this stop for a clean one", directory, DIRTY_NAME
+                    "%s has no space for %s: the next start will take this stop for a clean one", directory, DIRTY_NAME
                 )
         return was_dirty
 
@@ -297,8 +297,8 @@ class Bookie:
         if storage.no_space is not None:
             self.state_manager.lacks_space = True
             log.warning(
-                "A disk takes no more (%s): bookie %s takes no entries until there is space, and keeps in memory what "
-                "it replayed and cannot write", storage.no_space, self.bookie_id,
+                "A disk accepts no more writes (%s): bookie %s accepts no entries until there is space, and keeps in "
+                "memory the replayed records that it cannot write", storage.no_space, self.bookie_id,
             )  # fmt: skip
         if storage.ledgers.needs_integrity_check:
             log.warning(

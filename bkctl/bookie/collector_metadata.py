@@ -59,7 +59,7 @@ class CollectorMetadata:
             raise Conflict(
                 f"{self.cluster.store.name} is the cluster {found or 'without instance id'} now, this bookie belongs "
                 f"to {self.instance_id}: nothing is collected",
-                hint="was the cluster formatted? Then this bookie's data has to go too",
+                hint="if the cluster was formatted, remove this bookie's data with 'bkctl bookie format'",
             )
 
     def batches(self, ledgers: Sequence[LedgerId]) -> Iterator[Sequence[LedgerId]]:

@@ -154,7 +154,9 @@ class CommitDispatcher:
     def check_pending(self) -> None:
         """Raise TooManyRequests when as many adds wait as maxPendingAddRequestsPerThread allows."""
         if self._pending_adds >= self._pending_adds_max:
-            raise TooManyRequests(f"Bookie {self._state.bookie_id} is behind with its disks")
+            raise TooManyRequests(
+                f"Bookie {self._state.bookie_id} cannot write as fast as clients add: its disks are behind"
+            )
 
     # --- from the threads to the loop: JournalListener ---------------------------------------------------------------
 
@@ -205,9 +207,10 @@ class CommitDispatcher:
         """Go to another ledger directory, wait for space, or give up, after ledger storage could not be written."""
         if error.errno in NO_SPACE and self._storage.leave_full_disk():
             log.warning(
-                "%s takes no more (%s): its entries go to another ledger directory", error.filename or "A disk",
+                "%s accepts no more writes (%s): its entries go to another ledger directory",
+                error.filename or "A disk",
                 error.strerror,
-            )  # fmt: skip
+            )
             if not self.checkpoints.is_running:
                 self.write_entries_soon()
         elif error.errno in NO_SPACE:

@@ -273,7 +273,7 @@ def rename(
         raise NotFound(f"Bookie {old} has no cookie", hint="'bkctl cookie list' shows all cookies")
     cookie = replace(stored.value, bookie_id=new)
     if there is not None and there.value != cookie:
-        raise AlreadyExists(f"Bookie {new} has a cookie of its own", hint="choose another id")
+        raise AlreadyExists(f"Bookie {new} already has a cookie", hint="choose another id")
     changed = []
     for directory in dict.fromkeys(directories):
         local = read_directory(directory)

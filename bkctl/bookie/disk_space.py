@@ -69,7 +69,7 @@ class DiskSpaceMonitor:
         """Refuse writes after one failed for want of space; `problem` says which."""
         state = self._state
         if not state.lacks_space:
-            log.warning("%s: bookie %s takes no more entries until there is space", problem, state.bookie_id)
+            log.warning("%s: bookie %s accepts no entries until there is space", problem, state.bookie_id)
         state.lacks_space = True
         self.check()
         self._registration.update_soon()

@@ -103,7 +103,7 @@ def bookie_to_wipe(config: BookieConfig) -> str:
             in_directories.setdefault(cookie.bookie_id, directory)
     if len(in_directories) > 1:
         (one, first), (other, second) = list(in_directories.items())[:2]
-        raise CookieMismatch(f"Directory {first} is bookie {one}'s, {second} is {other}'s", hint="check --conf")
+        raise CookieMismatch(f"Directory {first} belongs to bookie {one}, but {second} to {other}", hint="check --conf")
     found = next(iter(in_directories), None)
     if found is not None and config.bookie_port == 0 and not config.bookie_id:
         return found

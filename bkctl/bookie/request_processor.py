@@ -87,6 +87,6 @@ class RequestProcessor:
             self.requests.refuse(request, respond, error)
 
     def stop_threads(self) -> None:
-        """Return when no thread opens ledgers or reads, in another thread than the event loop's."""
+        """Stop the threads that open ledgers and read, and wait for their ends. Blocks; not for the event loop."""
         self.requests.stop()
         self.reader.stop()

@@ -101,7 +101,7 @@ class ScanAndCompareGarbageCollector:
     def _collect(self, candidates: list[LedgerId]) -> None:
         """Delete the candidates that still do not exist when each is looked up."""
         for batch in self._metadata.batches(candidates):
-            states = self._metadata.states(batch, "Garbage collection leaves ledgers alone")
+            states = self._metadata.states(batch, "Garbage collection keeps ledgers")
             dead = [ledger for ledger in batch if states[ledger] is LedgerLiveness.DEAD]
             if dead:
                 self._metadata.check_cluster()

@@ -73,7 +73,7 @@ class BookieStateManager:
         self.fail(BkctlError(f"A thread of bookie {self.bookie_id} died: {error!r}"))
 
     def set_manual(self, read_only: bool) -> None:
-        """Take an operator's word. Raises UsageError when the configuration forbids it."""
+        """Set the mode that an operator asks for. Raises UsageError when the configuration forbids it."""
         if read_only and not self.config.read_only_mode_enabled:
             raise UsageError(f"Bookie {self.bookie_id} cannot become read-only: readOnlyModeEnabled is false")
         if not read_only and self.config.force_read_only_bookie:

@@ -1,4 +1,4 @@
-"""A second look at entries that did not fit: in the index as it is now, and in the journals."""
+"""A second check of entries that did not fit: in the current index, and in the journals."""
 
 from __future__ import annotations
 

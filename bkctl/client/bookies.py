@@ -139,7 +139,7 @@ class BookieChannel:
         finally:
             self._attempt = None
             if self._waiting:  # cancelled, or a defect: no request may wait for ever
-                self._fail_waiting(BookieUnavailable(f"Connecting to bookie {self.bookie_id} was broken off"))
+                self._fail_waiting(BookieUnavailable(f"Connecting to bookie {self.bookie_id} was cancelled"))
 
     def _forward(
         self, connection: BookieConnection, request: Request, scoped: bool, future: asyncio.Future[Response]

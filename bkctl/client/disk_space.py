@@ -73,8 +73,8 @@ async def disk_findings(
         if space.error is not None:
             findings.append(
                 HealthFinding(
-                    "bookie-silent", Severity.ERROR, bookie_id, f"It is registered, and does not serve: {space.error}",
-                    "look whether it hangs, or is behind a firewall",
+                    "bookie-silent", Severity.ERROR, bookie_id, f"It is registered, but does not answer: {space.error}",
+                    "check whether it hangs, or is behind a firewall",
                 )
             )  # fmt: skip
         elif space.used_percent is not None and space.used_percent > percent_max:

@@ -201,7 +201,7 @@ def replace_bookies(
 ) -> tuple[str, ...]:
     """Return the ensemble with another bookie at each failed index; `failed` maps an index to its failed bookie.
 
-    An index that holds another bookie by now stays as it is. No bookie gets two indexes, and none of `failed` or
+    An index that holds another bookie by now stays unchanged. No bookie gets two indexes, and none of `failed` or
     `exclude` gets one. Raises NotEnoughBookies. Source: EnsembleUtils.replaceBookiesInEnsemble.
     """
     indexes = [index for index, bookie_id in sorted(failed.items()) if ensemble[index] == bookie_id]

@@ -119,7 +119,7 @@ def entry_of(
         raise error
     response = future.result()
     if not isinstance(response, ReadResponse):
-        raise ProtocolError(f"Bookie {bookie_id} answered a read with something else")
+        raise ProtocolError(f"Bookie {bookie_id} answered a read with another kind of response")
     return access.open_entry(response.body, entry_id, verify)
 
 

@@ -108,8 +108,8 @@ class LedgerAccess:
         header = read_entry_header(body)
         if header.ledger != self.ledger or header.entry_id != entry_id:
             raise DigestMismatch(
-                f"Entry {header.entry_id} of ledger {header.ledger} came where entry {entry_id} of ledger "
-                f"{self.ledger} was asked for"
+                f"Got entry {header.entry_id} of ledger {header.ledger} instead of entry {entry_id} of ledger "
+                f"{self.ledger}"
             )
         payload_bytes = bytes(memoryview(body)[self.digest.overhead_size :])
         return LedgerEntry(entry_id, header.last_add_confirmed, header.length, payload_bytes, header.format_version)
@@ -292,7 +292,7 @@ class _RangeReader:
             response = read.future.result()
             if type(response) is ReadResponse:
                 return False
-            error = ProtocolError(f"Bookie {read.channel.bookie_id} answered a read with something else")
+            error = ProtocolError(f"Bookie {read.channel.bookie_id} answered a read with another kind of response")
         self._record(read, error)
         return True
 

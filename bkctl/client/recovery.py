@@ -249,5 +249,5 @@ class _Tail:
             raise error
         response = future.result()
         if not isinstance(response, ReadResponse):
-            raise ProtocolError(f"Bookie {channel.bookie_id} answered a read with something else")
+            raise ProtocolError(f"Bookie {channel.bookie_id} answered a read with another kind of response")
         return self._access.open_entry(response.body, entry_id)

@@ -246,10 +246,10 @@ class AddPipeline:
             self._changing.add_done_callback(self._changed)
 
     def _changed(self, task: asyncio.Task[None]) -> None:
-        """End the pipeline if the change died of a defect or with the event loop, so that no add waits for ever."""
+        """End the pipeline if the change failed unexpectedly or its event loop ended, so that no add waits for ever."""
         if task.cancelled() or task.exception() is not None:
             self._changing = None
-            self._end(BkctlError(f"Changing the ensemble of ledger {self.access.ledger} was broken off"))
+            self._end(BkctlError(f"Changing the ensemble of ledger {self.access.ledger} was cancelled"))
 
     async def _change_ensemble(self) -> None:
         """Replace failed bookies until no more fail, then resend pending entries of changed indexes."""

@@ -100,7 +100,7 @@ class BookieDirectories:
         """Return self. Raises NotFound if no directory has a file of a bookie: there is nothing to check or repair."""
         if all(file.kind is FileKind.UNKNOWN for file in self.files()):
             places = dict.fromkeys(self.journal_dirs + self.ledger_dirs + self.index_dirs)
-            raise NotFound(f"There is nothing of a bookie in {', '.join(map(str, places))}")
+            raise NotFound(f"No files of a bookie in {', '.join(map(str, places))}")
         return self
 
     def files(self) -> Iterator[BookieFile]:

@@ -235,7 +235,7 @@ class JournalReader(FileReader):
         if border is not None:
             self.end, self.position = JournalEnd.DAMAGED, group
             raise CorruptRecord(
-                f"Records that begin here reach over other ones, which begin at byte {border}",
+                f"Records that begin here overlap others, which begin at byte {border}",
                 offset=group, where=self.name, hint=_READ_ON_HINT,
             )  # fmt: skip
 

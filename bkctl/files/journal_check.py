@@ -112,7 +112,7 @@ def _missing_in(parent: Path, paths: list[Path], marks: list[tuple[Path, Journal
     """Yield a check for each missing file of `parent`: one that `marks` name, or a gap in the ids of `paths`."""
     for path, mark in marks:
         if not path.is_file():
-            problem = f"{mark.file.path} points at it, byte {mark.mark.offset}, and it is not there"
+            problem = f"missing, but {mark.file.path} points at its byte {mark.mark.offset}"
             yield JournalCheck(path, mark.mark.journal_id, mark=mark.mark.offset, problem=problem)
     if not marks:
         return
@@ -123,7 +123,7 @@ def _missing_in(parent: Path, paths: list[Path], marks: list[tuple[Path, Journal
         if before >= marked_id and 1 < after - before <= _GAP_MAX:
             names = [file_name(journal_id) for journal_id in range(before + 1, after)]
             missing = f"{names[0]} is" if len(names) == 1 else f"{names[0]} to {names[-1]} are"
-            problem = f"{missing} not there, although {file_name(before)} and {file_name(after)} are"
+            problem = f"{missing} missing between {file_name(before)} and {file_name(after)}"
             yield JournalCheck(parent / names[0], before + 1, problem=problem)
 
 

@@ -103,7 +103,7 @@ def files_after_marks(directories: BookieDirectories, files: Iterable[Path]) -> 
         if len(marks) > 1:
             index = index_of.get(path.resolve().parent, -1)
             if index not in marks:
-                raise UsageError(f"{len(marks)} last marks might count for {path}", hint="use --conf bk_server.conf")
+                raise UsageError(f"{len(marks)} last marks may apply to {path}", hint="use --conf bk_server.conf")
             mark = marks[index]
         journal_id = journal_id_of(path.name)
         if journal_id is None or journal_id > mark.journal_id:

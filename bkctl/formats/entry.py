@@ -286,7 +286,7 @@ class DigestManager:
             raise self._other_ledger(header, entry_id)
         found_id, last_add_confirmed, length = _AFTER_LEDGER.unpack_from(header, self._prefix_size)
         if entry_id is not None and entry_id != found_id:
-            raise DigestMismatch(f"Ledger {self.ledger}: entry {found_id} came where entry {entry_id} was asked for")
+            raise DigestMismatch(f"Ledger {self.ledger}: got entry {found_id} instead of entry {entry_id}")
         payload = memoryview(blob)[overhead_size:]
         covered = blob[overhead_size:] if self._digest is _crc32c and type(blob) is bytes else payload
         if self._digest(header, covered) != bytes(blob[header_size:overhead_size]):
@@ -326,11 +326,11 @@ class DigestManager:
     def _other_ledger(self, header: bytes, entry_id: int | None) -> DigestMismatch:
         if header[0] >= 0x80 and len(header) < LAC_HEADER_SIZE_V2:
             digest_of_flags(header[0])
-            return DigestMismatch(f"A scoped record came where one of ledger {self.ledger} was asked for")
+            return DigestMismatch(f"Got a scoped record instead of one of ledger {self.ledger}")
         ledger, _ = read_ledger(header)
         if ledger != self.ledger:
             asked = f"one {_name(self.ledger, None)}" if entry_id is None else f"entry {_name(self.ledger, entry_id)}"
-            return DigestMismatch(f"An entry of ledger {ledger} came where {asked} was asked for")
+            return DigestMismatch(f"Got an entry of ledger {ledger} instead of {asked}")
         return DigestMismatch(
             f"Entry {_name(ledger, entry_id)} has flags byte {header[0]:#04x}, {self._flags:#04x} was expected",
             hint="it is sealed with another digest type",

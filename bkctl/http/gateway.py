@@ -41,7 +41,7 @@ async def forward(
     bookie_id = request.query_params.get(BOOKIE_PARAMETER)
     if bookie_id is None:
         raise UsageError(
-            f"{path} needs the bookie that it is about",
+            f"{path} is about one bookie, and the request names none",
             hint="add ?bookie=ID (of bkctl: --bookie ID); bookie ids are in /api/v1/bookie/list_bookies",
         )
     cluster = await service.cluster()

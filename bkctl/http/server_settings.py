@@ -41,7 +41,7 @@ class HttpSettings:
     def of(cls, config: BookieConfig) -> HttpSettings:
         """Return the settings of a bookie; without httpServerHost and authentication, it listens on loopback.
 
-        Raise UsageError for unusable files, and for a server that would be open to everybody.
+        Raise UsageError for unusable files, and for a server that would be open to everyone.
         """
         if config.http_server_token and config.http_server_token_file:
             raise UsageError("httpServerToken and httpServerTokenFile are both set", hint="keep the file")
@@ -85,7 +85,7 @@ class HttpSettings:
             raise UsageError("A read-only token needs a full token beside it", hint="give two different tokens")
         if not self.authenticates and not is_loopback(self.host):
             raise UsageError(
-                f"The HTTP server on {self.host} would be open to everybody who reaches this machine", hint=hint
+                f"The HTTP server on {self.host} would be open to everyone who can reach this machine", hint=hint
             )
         return self
 

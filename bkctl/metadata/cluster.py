@@ -292,7 +292,7 @@ class Cluster:
         if entry is None:
             raise Unsupported(
                 f"{self.store.name} is laid out by {layout.factory_class}:{layout.manager_version}, "
-                "which bkctl does not have there"
+                "which bkctl does not support there"
             )
         if layout.manager_version != _MANAGER_VERSION:
             raise Unsupported(

@@ -88,7 +88,7 @@ def parse_uri(text: str) -> MetadataUri:
         manager_type = "null" if kind is None else kind.lower()
         if manager_type not in LEDGER_MANAGER_TYPES:
             raise Unsupported(
-                f"Metadata URI {_shown(text)!r} names the ledger manager type {kind!r}, which bkctl does not have",
+                f"Metadata URI {_shown(text)!r} names the ledger manager type {kind!r}, which bkctl does not support",
                 hint=f"it has {', '.join(LEDGER_MANAGER_TYPES)}",
             )
         authority, path = _split_authority(text, rest)
@@ -100,7 +100,7 @@ def parse_uri(text: str) -> MetadataUri:
         authority, path = _split_authority(text, rest)
         return MetadataUri("etcd", "null", _parse_hosts(text, authority, ETCD_PORT_DEFAULT), path, security=security)
     raise Unsupported(
-        f"Metadata URI {_shown(text)!r} names the store {match[1]!r}, which bkctl does not have", hint=FORMS_HINT
+        f"Metadata URI {_shown(text)!r} names the store {match[1]!r}, which bkctl does not support", hint=FORMS_HINT
     )
 
 
@@ -204,7 +204,7 @@ def _parse_pulsar(text: str) -> MetadataUri:
     store, colon, tail = rest.partition(":")
     if store.lower() in _PULSAR_STORES and colon:
         raise Unsupported(
-            f"Metadata URI {_shown(text)!r} names Pulsar's {store.lower()} store, which bkctl does not have"
+            f"Metadata URI {_shown(text)!r} names Pulsar's {store.lower()} store, which bkctl does not support"
         )
     if store.lower() == "zk" and colon:
         rest = tail

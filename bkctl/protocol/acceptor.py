@@ -211,7 +211,7 @@ class Acceptor:
             self._loop.remove_reader(listener.fileno())
 
     def close(self) -> None:
-        """Accept no more connections, and end those that have not finished their handshake."""
+        """Accept no more connections, and end connections that have not finished their handshake."""
         if self._pause is not None:
             self._pause.cancel()
         if not self._listeners:

@@ -130,8 +130,8 @@ class UnfinishedRequests:
                 return
             if since_s <= oldest_s and connection in self._frames and not connection.is_held_back:
                 log.warning(
-                    "A client that sent %d bytes of a request and not the rest is disconnected: such requests have "
-                    "%d bytes, and others wait", size, self.bytes,
+                    "Disconnected a client that stopped after %d bytes of a request: unfinished requests hold %d "
+                    "bytes, and other clients wait", size, self.bytes,
                 )  # fmt: skip
                 self._ended["stalled"] += 1
                 self.update(connection, 0)

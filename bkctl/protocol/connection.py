@@ -106,7 +106,7 @@ class BookieConnection(FramedProtocol):
 
         `timeout_s` bounds connecting, and each request after it (a long poll: beside its own wait). `bookie_id` is the
         name in errors. Raises BookieUnavailable when the bookie cannot be reached or refuses TLS, ProtocolError when
-        it answers START_TLS with something else.
+        it answers START_TLS with another kind of response.
         """
         loop = asyncio.get_running_loop()
         where = f"Bookie {bookie_id}" if bookie_id == f"{host}:{port}" else f"Bookie {bookie_id} at {host}:{port}"
@@ -299,7 +299,7 @@ class BookieConnection(FramedProtocol):
         if late is not None:
             self._time_out(late)
         if late is not None or len(packets.owed) > OWED_MAX:
-            self._fail(BookieUnavailable(f"Bookie {self.bookie_id} left too much without an answer"))
+            self._fail(BookieUnavailable(f"Bookie {self.bookie_id} left too many requests without an answer"))
             self._abort()
             return
         more = self._calls or packets.sent or packets.held

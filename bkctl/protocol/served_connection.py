@@ -57,7 +57,7 @@ class _TlsOnly:
     """The handler of clients that have not begun TLS where it is required."""
 
     def handle(self, request: Request, respond: Responder) -> None:
-        raise Unauthorized("This bookie serves no client without TLS")
+        raise Unauthorized("This bookie requires TLS")
 
 
 class ServedConnection(FramedProtocol):

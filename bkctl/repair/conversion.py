@@ -1,4 +1,4 @@
-"""The work that both directions of a conversion of a bookie's index share, and its result."""
+"""The shared work of both directions of a conversion of a bookie's index, and its result."""
 
 from __future__ import annotations
 

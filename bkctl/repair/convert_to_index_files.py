@@ -175,7 +175,7 @@ def _check_databases(path: Path, locations: Path) -> None:
                 )
             if (database.storage_flags() or 0) & 1:
                 raise Unsupported(
-                    f"{path} says that the bookie must check its data first, which index files cannot say",
+                    f"{path}: the bookie must check its data first, which index files cannot record",
                     hint="run the bookie until its data integrity check is done",
                 )
             for ledger, data in database.ledgers():
@@ -187,7 +187,7 @@ def _check_databases(path: Path, locations: Path) -> None:
 def _check_ledger(ledger: LedgerId, data: LedgerData, path: Path) -> None:
     if data.limbo:
         raise Unsupported(
-            f"Ledger {ledger} in {path} is in limbo, which index files cannot say",
+            f"Ledger {ledger} in {path} awaits a data integrity check (limbo), which index files cannot record",
             hint="run the bookie until its data integrity check is done",
         )
     if not any(data.master_key):

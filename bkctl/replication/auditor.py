@@ -100,7 +100,7 @@ class Auditor:
                     try:
                         wait_s = await self._step()
                     except BkctlError as error:
-                        log.warning("The auditor of %s is held up: %s", self._what, error)
+                        log.warning("The auditor of %s retries in %g s: %s", self._what, self._back_off_s, error)
                         wait_s = self._back_off_s
                     await changed.wait(min(wait_s, LOOK_AGAIN_S))
         finally:

@@ -75,7 +75,8 @@ class Decommission:
         found = await in_thread(self._cluster.bookies.get, self.bookie_id)
         if found is None and not self._plan.ledgers and not self._plan.damaged:
             raise NotFound(
-                f"No bookie {self.bookie_id}, and no ledger names it: it is decommissioned already, or was never here",
+                f"No bookie {self.bookie_id}, and no ledger names it: it was decommissioned, or never belonged "
+                "to this cluster",
                 hint="'bkctl bookies list' shows them",
             )
         if found is not None and found.state != "down":
@@ -142,7 +143,7 @@ class Decommission:
                 "remove the obstacles and run it again; moved ledgers stay moved",
             )  # fmt: skip
         if self._keep_cookie:
-            return Step(StepKind.COOKIE, StepResult.KEPT, f"The cookie of {self.bookie_id} was to be kept{given_up}")
+            return Step(StepKind.COOKIE, StepResult.KEPT, f"The cookie of {self.bookie_id} is kept{given_up}")
         if await self.mover.delete_cookies():
             return Step(StepKind.COOKIE, StepResult.DELETED, f"The cookie of {self.bookie_id} is deleted{given_up}")
         return Step(StepKind.COOKIE, StepResult.OK, f"{self.bookie_id} has no cookie")

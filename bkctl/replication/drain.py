@@ -64,7 +64,7 @@ class Drain:
             yield Step(StepKind.READ_ONLY, StepResult.OK, f"{self.bookie_id} is read-only")
         else:
             yield Step(
-                StepKind.READ_ONLY, StepResult.WARNING, f"{self.bookie_id} takes writes; it will be made read-only"
+                StepKind.READ_ONLY, StepResult.WARNING, f"{self.bookie_id} is writable; it will become read-only"
             )
         async for step in self._checks.capacity():
             yield step
@@ -85,7 +85,7 @@ class Drain:
             if time.monotonic() > deadline:
                 raise TimedOut(f"Bookie {self.bookie_id} did not register as read-only within {timeout_s:g} s")
             await asyncio.sleep(_POLL_S)
-        return Step(StepKind.READ_ONLY, StepResult.OK, f"{self.bookie_id} takes no more entries, and serves reads")
+        return Step(StepKind.READ_ONLY, StepResult.OK, f"{self.bookie_id} accepts no more entries, and serves reads")
 
     async def run(self) -> AsyncGenerator[Step, None]:
         """Move all that is on the bookie; yield a step for each ledger, and one for the ledgers left."""

@@ -163,5 +163,7 @@ def _result_of(ledger: LedgerId, before: LedgerState | None, replication: Ledger
         closed = before in (LedgerState.OPEN, LedgerState.IN_RECOVERY) and check.metadata.is_closed
         return LedgerMove(ledger, MoveOutcome.MOVED if closed else MoveOutcome.GONE, *counts)
     if not replication.done:
-        return LedgerMove(ledger, MoveOutcome.FAILED, *counts, problem="Others change its ensembles at the same time")
+        return LedgerMove(
+            ledger, MoveOutcome.FAILED, *counts, problem="Other processes change its ensembles at the same time"
+        )
     return LedgerMove(ledger, MoveOutcome.MOVED, *counts)

@@ -129,13 +129,13 @@ def plan_move(cluster: Cluster, leaving: Collection[str], ids: Iterable[LedgerId
 
 
 def check_scopes_known(cluster: Cluster) -> None:
-    """Raise Conflict if the scoped ledgers belong to a cluster that was formatted away. Blocks.
+    """Raise Conflict if the scoped ledgers belong to a cluster that was formatted. Blocks.
 
     No listing shows such ledgers, so any bookie may hold some, and needs its cookie.
     """
     if cluster.ledgers.scopes_state() == "foreign":
         raise Conflict(
-            "The scoped ledgers belong to a cluster that was formatted away: the bookies may hold unlisted entries",
+            "The scoped ledgers belong to a cluster that was formatted: the bookies may hold unlisted entries",
             hint="'bkctl metadata orphans' shows them; remove them first, or keep the cookie",
         )
 

@@ -144,7 +144,7 @@ class ReplicationWorker:
                     try:
                         wait_s = await self.work_once()
                     except BkctlError as error:
-                        log.warning("Replication is held up: %s", error)
+                        log.warning("Replication retries in %g s: %s", self._back_off_s, error)
                         wait_s = self._back_off_s
                         await asyncio.sleep(wait_s)
                     else:

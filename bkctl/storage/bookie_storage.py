@@ -101,9 +101,9 @@ class BookieStorage:
         return self._writable
 
     def set_writable(self, numbers: list[int]) -> None:
-        """Let only these ledger directories take new files; an entry log in another one is completed as it is.
+        """Let only these ledger directories take new files; an open entry log in another one is completed there.
 
-        Without any, everything stays where it is. Source: EntryLogManagerForSingleEntryLog.
+        Without any, all files stay in place. Source: EntryLogManagerForSingleEntryLog.
         """
         if numbers != self._writable:
             self._writable = numbers
@@ -200,7 +200,7 @@ class BookieStorage:
     def close(self) -> None:
         """Stop cleanly: write everything into ledger storage, and make the directories fit for Apache's bookie.
 
-        A journal with records of a ledger that is `set_aside` stays as it is, for our next start. Every batch must have
+        A journal with records of a ledger that is `set_aside` stays unchanged for our next start. Every batch must have
         been committed. Raises OSError: then the next start replays. Source: BP-35's downgrade.
         """
         self.run_checkpoint()
@@ -266,7 +266,7 @@ class BookieStorage:
         if (handle.fenced or handle.unknown) and not recovery:
             if handle.fenced:
                 raise LedgerFenced(f"Ledger {ledger} is fenced")
-            raise UnknownLedgerState(f"Ledger {ledger} is in limbo: it may have been fenced")
+            raise UnknownLedgerState(f"Ledger {ledger} awaits a data integrity check: it may have been fenced")
         self.ledgers.add(handle, entry_ids, records, size)
         if last_add_confirmed > handle.lac:
             handle.lac = last_add_confirmed
@@ -436,7 +436,9 @@ class BookieStorage:
     def last_entry(self, handle: LedgerHandle) -> int:
         """Return the highest entry id here, −1 for none. Raises UnknownLedgerState where a higher one may be lost."""
         if handle.unknown:
-            raise UnknownLedgerState(f"Ledger {handle.ledger} is in limbo: its last entry may be lost")
+            raise UnknownLedgerState(
+                f"Ledger {handle.ledger} awaits a data integrity check: its last entry may be lost"
+            )
         return handle.last_entry
 
     def last_add_confirmed(self, handle: LedgerHandle) -> int:

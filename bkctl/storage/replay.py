@@ -86,7 +86,7 @@ class JournalReplay:
         journals = [journal_id for journal_id in journal_ids(directory) if journal_id >= mark.journal_id]
         if mark.journal_id > 0 and (not journals or journals[0] != mark.journal_id):
             raise Corrupt(
-                f"Journal {directory / file_name(mark.journal_id)} is missing, which the last mark names",
+                f"Journal {directory / file_name(mark.journal_id)} is missing, but the last mark names it",
                 hint="entries that were acknowledged may be in it: find it before the bookie starts",
             )
         for journal_id in journals:
@@ -188,7 +188,7 @@ class JournalReplay:
         elif ledger not in self._keys:
             self._keys[ledger] = b""
             log.warning(
-                "Ledger %s has a master key of %d bytes in %s, which no client makes: it keeps its entries without "
+                "Ledger %s has a master key of %d bytes in %s, which no client sends: it keeps its entries without "
                 "a key", ledger, len(master_key), reader.name,
             )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""`bkctl api get|put|delete`: one call of a REST API as it is; `api` has the app and imports this."""
+"""`bkctl api get|put|delete`: single calls of a REST API; `api` has the app and imports this."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def get(run: Run, path: PathArgument, which: BookieServerOption, size_max: MaxSi
     _call(run, which, "GET", path, None, size_max)
 
 
-@command(app, "put", connects=True)
+@command(app, "put", connects=True, examples=("bkctl api put /api/v1/bookie/gc --bookie-url http://127.0.0.1:8080",))
 def put(
     run: Run,
     path: PathArgument,
@@ -65,7 +65,13 @@ def put(
     _call(run, which, "PUT", path, data, size_max, changes=True)
 
 
-@command(app, "delete", connects=True, asks=True)
+@command(
+    app,
+    "delete",
+    connects=True,
+    asks=True,
+    examples=("bkctl api delete '/api/v1/ledger/delete?ledger_id=5' --bookie b1:3181",),
+)
 def delete(run: Run, path: PathArgument, which: BookieServerOption, size_max: MaxSize, dry_run: DryRun = False) -> None:
     """Send DELETE to an HTTP server, and print the response.
 

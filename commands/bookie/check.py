@@ -144,7 +144,15 @@ ReadRate = Annotated[
 ]
 
 
-@command(app, "check", connects=True)
+@command(
+    app,
+    "check",
+    connects=True,
+    examples=(
+        "bkctl bookie check --conf bk_server.conf",
+        "bkctl bookie check --conf bk_server.conf --sample 1%",
+    ),
+)
 def check(
     run: Run,
     which: LedgersToCheck,
@@ -210,7 +218,10 @@ def _note_digests(run: Run, digests: DigestChecker) -> None:
     counts = digests.counts()
     matched = ", ".join(f"{count:,} {each.name}" for each, count in counts.matched.items()) or "none"
     unknown = counts.unknown + counts.without_password
-    run.note(f"bkctl: digests: {matched} matched, {unknown:,} not known, {counts.unprotected:,} entries without one")
+    run.note(
+        f"bkctl: digests: {matched} matched, {unknown:,} not known, "
+        f"{counted(counts.unprotected, 'entry', 'entries')} without one"
+    )
     if unknown and (hint := digests.hint()):
         run.note(f"bkctl: {hint}")
 
@@ -218,15 +229,17 @@ def _note_digests(run: Run, digests: DigestChecker) -> None:
 def _finish(run: Run, counts: Counts) -> None:
     """End with exit code 7 if an index could not be read, else with 3 if there are findings."""
     if counts.error_count > len(counts.errors):
-        run.note(f"bkctl: {counts.error_count - len(counts.errors):,} more indexes are damaged")
+        run.note(
+            f"bkctl: {counted(counts.error_count - len(counts.errors), 'more index is', 'more indexes are')} damaged"
+        )
     raise_first(run, counts.errors)
-    run.finish_with(counts.findings, "findings", "finding")
+    run.finish_with(counts.findings, "finding", "findings")
 
 
 # --- index check ----------------------------------------------------------------------------------------------------
 
 
-@command(index_app, "check")
+@command(index_app, "check", examples=("bkctl bookie index check --conf bk_server.conf",))
 def check_index(
     run: Run,
     ledgers: Annotated[bool, typer.Option("--ledgers", help="Check only the records of ledgers.")] = False,

@@ -270,7 +270,7 @@ def compact_locations(
         ),
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until compaction ends.")] = False,
-    status: Annotated[bool, typer.Option("--status", help="Only show if compaction runs.")] = False,
+    status: Annotated[bool, typer.Option("--status", help="Only show whether compaction runs.")] = False,
     dry_run: DryRun = False,
 ) -> None:
     """Compact a bookie's RocksDB of entry locations.

@@ -37,11 +37,12 @@ STARTED_COLUMNS = Columns(
 )
 
 
-@command(app, "start", connects=True)
+@command(app, "start", connects=True, examples=("bkctl bookie start --conf bk_server.conf",))
 def start(run: Run) -> None:
-    """Run a bookie in the foreground, as `--conf bk_server.conf` says; SIGTERM or Ctrl-C stops it cleanly.
+    """Run a bookie in the foreground.
 
-    It is printed once it serves; what happens to it is on stderr.
+    --conf names its configuration file. Prints the bookie once it serves; logs go to stderr. SIGTERM or Ctrl-C stops it
+    cleanly.
     """
     from bkctl.daemon import BookieDaemon, prepare_process
 
@@ -62,7 +63,7 @@ def start(run: Run) -> None:
 
 
 class FileRow(NamedTuple):
-    """A file, and what it says of itself."""
+    """A file of a bookie, and a summary of its contents."""
 
     file: BookieFile
     detail: dict[str, Any] | None
@@ -237,7 +238,7 @@ MASTER_KEY = Column("MASTER KEY", "masterKey", "source.master_key", Kind.BINARY,
 
 
 class LedgersOrAll(NamedTuple):
-    """The ledgers that were named; None: all, of one scope where `scope_id` says so."""
+    """The named ledgers; None: all ledgers, or with `scope_id` all of that scope."""
 
     ledgers: list[LedgerId] | None
     scope_id: int | None
@@ -253,7 +254,14 @@ def _ledgers_or_all(values: Mapping[str, Any]) -> LedgersOrAll:
 AnyLedgers = Annotated[LedgersOrAll, Composite(MANY_LEDGERS.parameters, _ledgers_or_all)]
 
 
-@command(index_app, "show")
+@command(
+    index_app,
+    "show",
+    examples=(
+        "bkctl bookie index show 12 --conf bk_server.conf",
+        "bkctl bookie index show --meta --conf bk_server.conf",
+    ),
+)
 def show(
     run: Run,
     which: AnyLedgers,

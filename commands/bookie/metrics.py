@@ -60,7 +60,9 @@ def metrics(
     match: Annotated[
         str | None,
         typer.Option(
-            "--match", metavar="PATTERN", help="Only metrics with this in their name; with * and ? it is all of it."
+            "--match",
+            metavar="PATTERN",
+            help="Only metrics whose name contains this; with * or ?, it must match the whole name.",
         ),
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Print Prometheus' text as the bookie sent it.")] = False,

@@ -97,7 +97,13 @@ REBUILT_COLUMNS = Columns(
 )
 
 
-@command(index_app, "rebuild", connects=True, changes=True)
+@command(
+    index_app,
+    "rebuild",
+    connects=True,
+    changes=True,
+    examples=("bkctl bookie index rebuild --ledgers --conf bk_server.conf --dry-run",),
+)
 def rebuild_databases(
     run: Run,
     ledgers: Annotated[bool, typer.Option("--ledgers", help="Rebuild the databases of ledgers.")] = False,
@@ -132,7 +138,11 @@ def rebuild_databases(
     _report(run, done.findings)
     for row in done.databases:
         _report_guesses(run, row)
-    run.finish_with(len(done.findings.damage), "damaged files; the records before the damage were used")
+    run.finish_with(
+        len(done.findings.damage),
+        "damaged file; the records before the damage were used",
+        "damaged files; the records before the damage were used",
+    )
 
 
 def _report_guesses(run: Run, row: RebuiltDatabase) -> None:
@@ -148,7 +158,8 @@ def _report_guesses(run: Run, row: RebuiltDatabase) -> None:
         )
     if row.entries_saved:
         run.note(
-            f"bkctl: {row.path}: {row.entries_saved:,} entries behind damage were taken over from the old database"
+            f"bkctl: {row.path}: {counted(row.entries_saved, 'entry', 'entries')} behind damage taken over from the "
+            "old database"
         )
 
 
@@ -189,7 +200,13 @@ GivenPassword = Annotated[
 ]
 
 
-@command(index_app, "regenerate", connects=True, changes=True)
+@command(
+    index_app,
+    "regenerate",
+    connects=True,
+    changes=True,
+    examples=("bkctl bookie index regenerate 12 --conf bk_server.conf --dry-run",),
+)
 def regenerate_files(
     run: Run,
     which: AnyLedgers,
@@ -240,7 +257,9 @@ def regenerate_files(
             f"{_some(done.without_key)}"
         )
     problems = len(done.findings.damage) + len(done.without_key)
-    run.finish_with(problems, "damaged files or ledgers without a master key")
+    run.finish_with(
+        problems, "damaged file or ledger without a master key", "damaged files or ledgers without a master key"
+    )
 
 
 def _some(values: list[Any]) -> str:
@@ -261,11 +280,11 @@ DOWNGRADED_COLUMNS = Columns(
 )
 
 
-@command(app, "downgrade", changes=True)
+@command(app, "downgrade", changes=True, examples=("bkctl bookie downgrade --conf bk_server.conf --dry-run",))
 def downgrade_bookie(
     run: Run, places: PlacesArgument = None, directories: DirOption = None, dry_run: DryRun = False
 ) -> None:
-    """Prepare a crashed bookie's directories for Apache's bookie.
+    """Prepare a crashed bookie's files for Apache's bookie.
 
     The bookie must be down. Moves the entries of its journals into entry logs and indexes, as a clean stop does, and
     journals with scoped records, which Apache's bookie refuses, to `current/scoped`. Apache's bookie then serves the
@@ -311,7 +330,9 @@ class IndexKind(StrEnum):
     INTERLEAVED = "interleaved"
 
 
-@command(app, "convert", asks=True, changes=True)
+@command(
+    app, "convert", asks=True, changes=True, examples=("bkctl bookie convert --to db --conf bk_server.conf --dry-run",)
+)
 def convert_index(
     run: Run,
     to: Annotated[
@@ -430,7 +451,7 @@ def _ledgers_text(row: Any) -> str:
 def _loss(bookie_id: str, rows: list[Any]) -> str:
     size = size_text(sum(row.size_bytes for row in rows))
     ledgers = sum((row.ledgers or 0) + (row.scoped_ledgers or 0) for row in rows)
-    return f"Bookie {bookie_id} would lose {size} with {ledgers:,} ledgers"
+    return f"Bookie {bookie_id} would lose {size} in {counted(ledgers, 'ledger', 'ledgers')}"
 
 
 INIT_COLUMNS = Columns(
@@ -475,7 +496,11 @@ def init(
         if check or dry_run:
             problems = problems_of_init(config, bookie_id, cluster)
             run.render(problems, INIT_COLUMNS)
-            run.finish_with(len(problems), f"reasons against creating bookie {bookie_id}")
+            run.finish_with(
+                len(problems),
+                f"reason against creating bookie {bookie_id}",
+                f"reasons against creating bookie {bookie_id}",
+            )
             return
         with hold(existing(configured_directories(config))):
             init(config, bookie_id, cluster, Files())

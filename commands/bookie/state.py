@@ -37,7 +37,7 @@ STATE_COLUMNS = Columns(BOOKIE, URL, *STATE, key="url")
 
 @command(app, "state", connects=True, examples=("bkctl bookie state --bookie-url http://127.0.0.1:8080",))
 def state(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
-    """Show if a bookie runs, is read-only, or shuts down.
+    """Show whether a bookie runs, is read-only or stops.
 
     A read-only bookie may still accept high-priority writes, which ledger recovery uses.
     """
@@ -68,7 +68,7 @@ def ready(
         bool, typer.Option("--wait", help="Wait until the bookie is ready, also while it is down.")
     ] = False,
 ) -> None:
-    """Show if a bookie has started and serves; for probes.
+    """Show whether a bookie serves, for probes.
 
     Exit code 3 if the bookie is not ready.
     """
@@ -188,7 +188,7 @@ def _meaning(found: Server, on: bool) -> str:
     if not on:
         return f"{found.name} takes entries again, unless its disks are full"
     text = (
-        f"{found.name} takes no more entries and serves reads; that is kept over a restart with "
+        f"{found.name} accepts no more entries and serves reads; the state is kept over a restart with "
         "persistBookieStatusEnabled=true only; 'bookie readonly off' ends it"
     )
     if found.cluster is not None:

@@ -21,7 +21,7 @@ WaitDeadline = Annotated[
 
 
 class Patience:
-    """Waits between looks, ever longer, until the deadline: TimedOut then, saying `what`."""
+    """Grows the pauses between two attempts; raises TimedOut with the text `what` at the deadline."""
 
     def __init__(self, what: str, deadline_s: float | None) -> None:
         self._what, self._deadline_s = what, deadline_s

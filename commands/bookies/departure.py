@@ -120,7 +120,7 @@ class _StepPrinter:
             self.print(step)
 
     async def follow(self, steps: AsyncIterator[Step], progress: MoveProgress) -> None:
-        """Print the steps as they come, and how far it is every so often."""
+        """Print each step when it ends, and the progress at intervals."""
         import asyncio
 
         async def step_after() -> Step | None:
@@ -228,7 +228,7 @@ def decommission(
                 with run.working("Decommissioning", total=len(plan.ledgers) or None, unit="ledgers") as activity:
                     run_within(run, work(), deadline, f"The decommission of {bookie}")
     what = f"{bookie} cannot be decommissioned" if dry_run or forbidden else f"{bookie} is not decommissioned"
-    run.finish_with(steps.finding_count, f"{'findings' if steps.finding_count > 1 else 'finding'}: {what}")
+    run.finish_with(steps.finding_count, f"finding: {what}", f"findings: {what}")
 
 
 @command(
@@ -279,11 +279,11 @@ def drain(
                 with run.working("Draining", total=len(plan.ledgers) or None, unit="ledgers") as activity:
                     run_within(run, work(), deadline, f"The drain of {bookie}")
     what = f"{bookie} cannot be drained" if dry_run else f"{bookie} is not drained"
-    run.finish_with(steps.finding_count, f"{'findings' if steps.finding_count > 1 else 'finding'}: {what}")
+    run.finish_with(steps.finding_count, f"finding: {what}", f"findings: {what}")
 
 
 def _set_read_only(run: Run, bookie: RegisteredBookie) -> None:
-    """Have the bookie take no more entries, over its HTTP server."""
+    """Make the bookie read-only over its HTTP server."""
     from bkctl.http.bookie_client import BookieApi
     from bkctl.http.server_url import bookie_url
 
@@ -292,7 +292,7 @@ def _set_read_only(run: Run, bookie: RegisteredBookie) -> None:
         url = bookie_url(bookie, run.bookie_addresses().get(name, (None, 0))[0])
     except NotFound as error:
         raise Conflict(
-            f"Bookie {name} takes writes, and registered no HTTP server to be made read-only over",
+            f"Bookie {name} is writable, and has no HTTP server that could make it read-only",
             hint="start it again with httpServerEnabled=true or forceReadOnlyBookie=true, then drain it",
         ) from error
     if not BookieApi(run.http_client(url, is_registered=True)).set_read_only(True):

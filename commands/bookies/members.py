@@ -167,7 +167,7 @@ def _show_row(cluster: Cluster, bookie_id: str) -> BookieRow:
     return BookieRow(bookie, None if found is None else found.value, None, None)
 
 
-@command(app, "show", connects=True)
+@command(app, "show", connects=True, examples=("bkctl bookies show 10.0.0.1:3181 --ledgers",))
 def show(
     run: Run,
     bookies: Annotated[list[str], typer.Argument(metavar="BOOKIE", help="The bookies.")],
@@ -258,4 +258,5 @@ def usage(
     full = sum(threshold is not None and (row.used_percent or 0) > threshold for row in rows)
     problems = [f"{full:,} bookies are above {threshold:g}%"] if full else []
     problems += [f"{len(silent):,} bookies did not answer"] if silent else []
-    run.finish_with(full + len(silent), f"findings: {', '.join(problems)}")
+    text = ", ".join(problems)
+    run.finish_with(full + len(silent), f"finding: {text}", f"findings: {text}")

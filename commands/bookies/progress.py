@@ -38,7 +38,7 @@ def progress_text(progress: MoveProgress) -> str:
 
 @asynccontextmanager
 async def shown_progress(activity: Activity, progress: MoveProgress) -> AsyncIterator[None]:
-    """Keep the terminal's line about the work up to date."""
+    """Update the line of progress on the terminal while the work runs."""
     import asyncio
 
     label = activity.label
@@ -64,7 +64,7 @@ async def shown_progress(activity: Activity, progress: MoveProgress) -> AsyncIte
 
 
 def run_within(run: Run, work: Coroutine[Any, Any, None], deadline_s: float | None, what: str) -> None:
-    """Run the work to its end, or until the deadline: TimedOut then."""
+    """Run the work to its end. Raises TimedOut at the deadline."""
     import asyncio
     import gc
 

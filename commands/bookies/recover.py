@@ -214,7 +214,9 @@ def _show_held(run: Run, cluster: Cluster, names: Sequence[str], ids: list[Ledge
     with run.working("Looking at the ledgers"):
         run.render(rows(), _fragment_columns(names, planned=False))
     run.note(f"{counted(count, 'ledger', 'ledgers')} on {', '.join(names)}" + (" (marked *)" if count else ""))
-    run.finish_with(damaged, "ledgers on them have metadata that cannot be read")
+    run.finish_with(
+        damaged, "ledger on them has metadata that cannot be read", "ledgers on them have metadata that cannot be read"
+    )
 
 
 def _show_plan(
@@ -242,7 +244,7 @@ def _show_plan(
     with run.working("Asking the bookies"), run.rows(_fragment_columns(names, planned=True)) as rows:
         run.complete(work(rows))
     run.note(f"{counted(len(ledgers), 'ledger', 'ledgers')} on {', '.join(names)}; nothing was changed")
-    run.finish_with(len(problems), "ledgers could not be moved", "ledger could not be moved")
+    run.finish_with(len(problems), "ledger could not be moved", "ledgers could not be moved")
 
 
 def _recover(
@@ -305,7 +307,8 @@ def _recover(
         run.note(f"bkctl: Ledger {ledger} was skipped: {problem}")
     unrecoverable = outcomes[MoveOutcome.UNRECOVERABLE] - len(skipped)
     problems = _problem_texts(unrecoverable, outcomes[MoveOutcome.FAILED] + len(plan.damaged), kept, len(names))
-    run.finish_with(len(problems), f"{'findings' if len(problems) > 1 else 'finding'}: {'; '.join(problems)}")
+    text = "; ".join(problems)
+    run.finish_with(len(problems), f"finding: {text}", f"findings: {text}")
 
 
 def _problem_texts(unrecoverable: int, failed: int, kept: int, bookie_count: int) -> list[str]:

@@ -92,4 +92,4 @@ def show_stop_risks(
     left = counted(staying, "writable bookie", "writable bookies")
     if not count:
         run.note(f"{who} stop; {left} would remain, and ledgers with larger ensembles could not be created")
-    run.finish_with(count, f"{'findings' if count > 1 else 'finding'}: {who} not stop now")
+    run.finish_with(count, f"finding: {who} not stop now", f"findings: {who} not stop now")

@@ -236,7 +236,7 @@ def _digest_of(extraction: LedgerExtraction, given: DigestType | None, form: Ext
     digest_type = given or record.digest_type or extraction.find_digest_type()
     if form is ExtractFormat.RAW and record.payload_offset(digest_type) is None:
         raise UsageError(
-            f"Entries of ledger {extraction.ledger} do not tell where their payload begins, and neither CRC32C nor "
+            f"Entries of ledger {extraction.ledger} do not show where their payload begins, and neither CRC32C nor "
             "CRC32 fits",
             hint="add --digest-type HMAC or DUMMY, or use --format ndjson",
         )

@@ -71,7 +71,7 @@ def ratio_text(value: float) -> str:
 
 
 def find_logs(run: Run, names: list[str] | None, directories: list[Path] | None) -> list[Path]:
-    """Return the logs that a command is about, each once."""
+    """Return the logs that the arguments name, each once."""
     given = run.directories(directories, needed=not names)
     if not names:
         return [file.path for file in given.entry_logs()]

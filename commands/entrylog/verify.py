@@ -13,7 +13,7 @@ from ..kit.columns import Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
 from ..kit.options import DigestToCheck, LedgerPassword
 from ..kit.records import DirOption, raise_first
-from ..kit.texts import RED, YELLOW
+from ..kit.texts import RED, YELLOW, counted
 from .logs import LogNames, file_column, find_logs, log_id_hex, log_key
 
 if TYPE_CHECKING:
@@ -119,9 +119,10 @@ def verify(
         run.render(_saying_more(run, rows()), CHECK_COLUMNS)
     if checker is not None and (hint := checker.hint()) is not None:
         counts = checker.counts()
-        run.note(f"bkctl: {counts.unknown + counts.without_password:,} entries could not be checked: {hint}")
+        unchecked = counted(counts.unknown + counts.without_password, "entry", "entries")
+        run.note(f"bkctl: {unchecked} could not be checked: {hint}")
     raise_first(run, errors)
-    run.finish_with(findings, "findings", "finding")
+    run.finish_with(findings, "finding", "findings")
 
 
 def _saying_more(run: Run, rows: Iterator[LogCheck]) -> Iterator[LogCheck]:

@@ -42,6 +42,7 @@ from .parser import Command, Group
 from .session import Session
 from .settings import GlobalOptions, global_parameters, read_environment, read_options
 from .terminal import Activity, emit, emit_bytes, wants_color
+from .texts import counted
 
 if TYPE_CHECKING:
     import ssl
@@ -472,10 +473,10 @@ class Run:
         moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         return state_directory(os.environ) / "undo" / f"{moment}-{name or 'bkctl'}-{os.urandom(3).hex()}.ndjson"
 
-    def finish_with(self, count: int, many: str, one: str | None = None) -> None:
-        """Raise FindingsError (exit code 3) for `count` findings, if any; `one` is the text for a single one."""
+    def finish_with(self, count: int, one: str, many: str) -> None:
+        """Raise FindingsError (exit code 3) for `count` findings, if any; `one` and `many` as in `counted`."""
         if count:
-            raise FindingsError(f"{count:,} {one if count == 1 and one else many}")
+            raise FindingsError(counted(count, one, many))
 
 
 def _same_servers(uri: str, other: str) -> bool:

@@ -26,7 +26,7 @@ from .options import (
     parameter,
 )
 from .output import RowWriter
-from .texts import NULL
+from .texts import NULL, counted
 
 if TYPE_CHECKING:
     from bkctl.files.listing import RecordFilter
@@ -83,7 +83,7 @@ _PARTS: dict[str, Composite] = {
     "to": number_option("--to-pos", "The last byte that a shown record may begin at."),
     "limit": count_option("--limit", "Print at most N records."),
     "digest": digest_type_option(
-        "Digest type of the ledgers of scope 0: their records do not tell it, so the payload's start is unknown."
+        "Digest type of the ledgers of scope 0; without it, the start of their payloads is unknown."
     ),
 }
 
@@ -242,7 +242,8 @@ def print_records(
             stack.enter_context(run.rows(record_columns(Path(), None, id_name, options, secrets=secrets)))
     if tally.unknown:
         run.note(
-            f"bkctl: {tally.unknown:,} entries of scope 0 do not say where their payload begins; add --digest-type"
+            f"bkctl: {counted(tally.unknown, 'entry', 'entries')} of scope 0 without a known start of the payload; "
+            "add --digest-type"
         )
     raise_first(run, errors)
 

@@ -106,7 +106,7 @@ class _Pages:
 
 
 class _Rows:
-    """ndjson, csv and ids: the rows that are new or changed, and in ndjson those that went."""
+    """ndjson, csv and ids: new and changed rows, and in ndjson removed ones."""
 
     def __init__(self, columns: Columns, output: Output) -> None:
         self._lines = Lines(columns, output)

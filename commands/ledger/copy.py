@@ -147,4 +147,4 @@ def copy(
         activity = stack.enter_context(run.working("Copying and reading back", unit="entries"))
         writer = stack.enter_context(run.rows(COPY_COLUMNS))
         failures = run.complete(work(writer))
-    run.finish_with(failures, "ledgers were not copied", "ledger was not copied")
+    run.finish_with(failures, "ledger was not copied", "ledgers were not copied")

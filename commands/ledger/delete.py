@@ -136,7 +136,7 @@ def delete(
                         writer.row(row)
                     elif keep_going:
                         failed(row)
-    run.finish_with(failures, "ledgers were not deleted", "ledger was not deleted")
+    run.finish_with(failures, "ledger was not deleted", "ledgers were not deleted")
 
 
 def _export(run: Run, cluster: Cluster, ledgers: list[LedgerId], target: Path) -> None:

@@ -108,7 +108,7 @@ def print_ledgers(
         else:
             run.watch(watch, look, list_columns(run))
     run.finish_with(
-        len(unreadable), "ledgers have metadata that cannot be read", "ledger has metadata that cannot be read"
+        len(unreadable), "ledger has metadata that cannot be read", "ledgers have metadata that cannot be read"
     )
 
 

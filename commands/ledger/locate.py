@@ -143,7 +143,7 @@ def locate_ledgers(
     columns = columns.and_also(*ANSWER_COLUMNS, *((MISSING_COLUMN,) if every_entry else ()))
     with run.cluster() as cluster, run.working("Asking the bookies"), run.rows(columns) as writer:
         findings = run.complete(_check_places(run, cluster, ledgers, entry, every_entry, protocol, writer))
-    run.finish_with(findings, "replicas are not ok", "replica is not ok")
+    run.finish_with(findings, "replica is not ok", "replicas are not ok")
 
 
 async def _check_places(

@@ -1,4 +1,4 @@
-"""`bkctl metadata`: the metadata store as it is."""
+"""`bkctl metadata`: the nodes and values of the metadata store."""
 
 from ..kit.command import group
 from . import check, export, nodes, replacement, scopes, stores

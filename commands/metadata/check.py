@@ -10,7 +10,7 @@ from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ScopeOfAny
 from ..kit.options import DryRun, UndoOption
-from ..kit.texts import RED, YELLOW
+from ..kit.texts import RED, YELLOW, counted
 
 app = group()
 
@@ -44,7 +44,7 @@ def check(run: Run, scope: ScopeOfAny) -> None:
             writer.row(finding)
     if not count:
         run.note("No findings in the metadata")
-    run.finish_with(count, "findings", "finding")
+    run.finish_with(count, "finding", "findings")
 
 
 ORPHAN_COLUMNS = Columns(
@@ -92,12 +92,12 @@ def list_orphans(
             run.note("No orphans")
         removable = [each for each in found if each.removable]
         if not delete or dry_run or not removable:
-            run.finish_with(len(found), "orphans", "orphan")
+            run.finish_with(len(found), "orphan", "orphans")
             return
         node_count = sum(each.node_count for each in removable)
-        run.confirm(f"{node_count:,} nodes would be removed from {cluster.uri}")
+        run.confirm(f"{counted(node_count, 'node', 'nodes')} would be removed from {cluster.uri}")
         with run.undo(cluster, undo) as record, run.working("Removing"):
             for each in removable:
                 remove_orphan(cluster, each, record.record)
     run.note(f"{len(removable):,} of {len(found):,} orphans were removed")
-    run.finish_with(len(found) - len(removable), "orphans remain; check them first")
+    run.finish_with(len(found) - len(removable), "orphan remains; check it first", "orphans remain; check them first")

@@ -15,6 +15,7 @@ from ..kit.columns import Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import LedgersOfExport
 from ..kit.options import DryRun, UndoOption
+from ..kit.texts import counted
 from .imported import Overwrite, note_ids, say_conflicts, show_imported, show_planned
 
 if TYPE_CHECKING:
@@ -97,8 +98,8 @@ def import_(
     """Import an export into an empty store or its own cluster.
 
     Creates the cluster in an empty store, or adds what is missing in that cluster. The file's hash is checked first.
-    Records that are there with the same value are skipped, so a second run finishes an interrupted one. Exit code 5 if
-    a record is there with another value; --overwrite replaces it.
+    Records that exist with the same value are skipped, so a second run finishes an interrupted one. Exit code 5 if a
+    record exists with another value; --overwrite replaces it.
     """
     from bkctl.metadata.admin.dump import ExportFile, import_records, prepare_target
     from bkctl.metadata.uri import parse_uri
@@ -133,7 +134,8 @@ def import_(
     if imported.conflicts:
         say_conflicts(run, imported)
         raise Conflict(
-            f"{len(imported.conflicts):,} records exist with another value", hint="--overwrite replaces them"
+            f"{counted(len(imported.conflicts), 'record exists', 'records exist')} with another value",
+            hint="--overwrite replaces them",
         )
 
 

@@ -33,7 +33,7 @@ IMPORTED_COLUMNS = Columns(
 #: Kinds of records but how far the ids got, which has no node of its own.
 _SHOWN_KINDS = ("node", "cookie", "mark", "ledger")
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace records that have another value; the undo file keeps these.")
+    bool, typer.Option("--overwrite", help="Replace records that have another value; the undo file keeps the old ones.")
 ]
 
 
@@ -59,8 +59,8 @@ def say_conflicts(run: Run, imported: ImportSummary) -> None:
 def note_ids(run: Run, imported: ImportSummary) -> None:
     if imported.unskipped_position is not None:
         run.note(
-            f"Ids below {imported.unskipped_position:,} may be generated again there: ledgers that were deleted, and "
-            "whose entries bookies still hold, could get a namesake"
+            f"Ids below {imported.unskipped_position:,} may be generated again there, also for deleted ledgers whose "
+            "entries bookies still hold"
         )
 
 

@@ -153,7 +153,7 @@ UNDONE_COLUMNS = Columns(
 )
 
 
-@command(app, "undo", connects=True, asks=True, changes=True)
+@command(app, "undo", connects=True, asks=True, changes=True, examples=("bkctl metadata undo undo.ndjson --dry-run",))
 def undo_command(
     run: Run,
     file: Annotated[Path, typer.Argument(help="The undo file that a command wrote.", metavar="FILE")],
@@ -174,4 +174,6 @@ def undo_command(
             for each in undo(cluster, file, dry_run=dry_run):
                 changed += each.outcome == "changed"
                 writer.row(each)
-    run.finish_with(changed, "nodes were changed since, and were left unchanged")
+    run.finish_with(
+        changed, "node was changed since, and was left unchanged", "nodes were changed since, and were left unchanged"
+    )

@@ -29,7 +29,7 @@ REPLACEMENT_COLUMNS = Columns(
     connects=True,
     changes=True,
     asks=True,
-    examples=("bkctl metadata replace-bookie --from 10.0.0.1:3181 --to 10.0.0.2:3181 --dry-run",),
+    examples=("bkctl metadata replace-bookie --from b1:3181 --to b2:3181 --dry-run",),
 )
 def replace_bookie_id(
     run: Run,
@@ -78,4 +78,4 @@ def replace_bookie_id(
                 changed += each.problem is None
                 writer.row(each)
     run.note(f"{changed:,} ledgers {'would be' if dry_run else 'were'} changed")
-    run.finish_with(problems, "ledgers were left unchanged")
+    run.finish_with(problems, "ledger was left unchanged", "ledgers were left unchanged")

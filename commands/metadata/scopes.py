@@ -81,9 +81,7 @@ def idgen(
     ] = None,
     sequence: Annotated[
         bool,
-        typer.Option(
-            "--sequence", help="Take ids of scope 0 from the cluster's generator, which will not give them again."
-        ),
+        typer.Option("--sequence", help="Take ids of scope 0 from the cluster's generator, which gives no id twice."),
     ] = False,
 ) -> None:
     """Print new ledger ids.

@@ -15,7 +15,7 @@ from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.connection import LoginOfTarget
 from ..kit.options import DryRun, UndoOption
-from ..kit.texts import GREEN, RED, YELLOW
+from ..kit.texts import GREEN, RED, YELLOW, counted
 from .imported import NAMES_SHOWN_MAX, Overwrite, note_ids, show_imported, show_planned
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def diff(
             for difference in chain(compare_headers(left.header, right.header), differences):
                 found[difference.what] += 1
                 writer.row(difference)
-    run.finish_with(found.total(), "differences", "difference")
+    run.finish_with(found.total(), "difference", "differences")
 
 
 @command(
@@ -145,14 +145,15 @@ def migrate(
                         run.note(f"{difference.kind} {name}: {_WHERE[difference.what]}")
     show_imported(run, imported)
     note_ids(run, imported)
-    run.finish_with(differences, f"differences between {source_cluster.uri} and {target.uri}")
+    between = f"between {source_cluster.uri} and {target.uri}"
+    run.finish_with(differences, f"difference {between}", f"differences {between}")
 
 
 def _refuse_registered(cluster: Cluster, live: bool) -> None:
     registered = cluster.bookies.list(include_down=False)
     if registered and not live:
         raise Conflict(
-            f"{len(registered):,} bookies are registered in {cluster.uri}",
+            f"{counted(len(registered), 'bookie is', 'bookies are')} registered in {cluster.uri}",
             hint="stop them first, or copy with --live and run it again once they are stopped",
         )
 

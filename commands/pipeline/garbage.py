@@ -82,7 +82,7 @@ GARBAGE_COLUMNS = {
 }
 
 
-@command(app, "garbage", connects=True)
+@command(app, "garbage", connects=True, examples=("bkctl pipeline garbage --by bookie",))
 def garbage(
     run: Run,
     thresholds: ThresholdOptions,
@@ -91,10 +91,11 @@ def garbage(
     by: Annotated[GarbageBy, by_option("A row for each entrylog, bookie, or orphaned ledger.")] = GarbageBy.ENTRY_LOG,
     save: SaveOption = None,
 ) -> None:
-    """Show live and dead bytes in all bookies' entry logs, what compaction frees, and orphaned ledgers.
+    """Show live and dead bytes in all bookies' entry logs.
 
-    Garbage: bytes of ledgers that no longer exist in the metadata store, as in 'entrylog garbage' for one bookie. Bytes
-    of ledgers whose state is unknown remain. With --by ledger the rows are the dead ledgers.
+    Also shows what compaction would free, and orphaned ledgers. Garbage: bytes of ledgers that no longer exist in the
+    metadata store, as in 'entrylog garbage' for one bookie. Bytes of ledgers whose state is unknown remain. With --by
+    ledger the rows are the dead ledgers.
     """
     saves = check_saves(save)
     connection = connection_options(run)

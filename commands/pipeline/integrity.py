@@ -10,7 +10,7 @@ import typer
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ScanFilter
-from ..kit.texts import RED, YELLOW
+from ..kit.texts import RED, YELLOW, counted
 from .columns import BOOKIE, FILE, LEDGER
 from .common import (
     LedgersToScan,
@@ -49,7 +49,7 @@ INTEGRITY_COLUMNS = Columns(
 )
 
 
-@command(app, "integrity", connects=True)
+@command(app, "integrity", connects=True, examples=("bkctl pipeline integrity",))
 def integrity(
     run: Run,
     ledgers: LedgersToScan,
@@ -60,12 +60,13 @@ def integrity(
     ] = False,
     save: SaveOption = None,
 ) -> None:
-    """Check that each bookie has every entry that metadata promises, and that each matches its digest.
+    """Check that each bookie has its entries, undamaged.
 
-    An entry is present if a bookie that starts on these files serves it: by its index from an entry log, or by a
-    replay of the journal. Other entries are rows: missing, damaged, notIndexed or misplaced. So are files that are
-    unreadable behind some byte. INTACT: the bookies that still serve the entry, OF its write quorum (0: lost). Exit
-    code 3: there are findings. Bookies whose files are not given are not checked.
+    Compares the files with the metadata, which says which bookie has which entry, and checks every digest. An entry is
+    present if a bookie that starts on these files serves it: by its index from an entry log, or by a replay of the
+    journal. Other entries are rows: missing, damaged, notIndexed or misplaced. So are files that are unreadable behind
+    some byte. INTACT: the bookies that still serve the entry, OF its write quorum (0: lost). Exit code 3: there are
+    findings. Bookies whose files are not given are not checked.
     """
     saves = check_saves(save)
     connection = connection_options(run)
@@ -78,7 +79,7 @@ def integrity(
         for line in found.notes():
             run.note(f"bkctl: {line}")
         write_pages(run, saves, "Integrity", found.sections, bookies)
-    run.finish_with(sums.count, "findings")
+    run.finish_with(sums.count, "finding", "findings")
 
 
 class IntegrityResult:
@@ -105,7 +106,7 @@ class IntegrityResult:
             ]
             absent = self.result.unchecked.collect()
             if absent:
-                names = ", ".join(f"{row.bookieId} ({row.ledgerCount:,} ledgers)" for row in absent)
+                names = ", ".join(f"{row.bookieId} ({counted(row.ledgerCount, 'ledger', 'ledgers')})" for row in absent)
                 self._notes.append(f"Not checked, since their files are not given: {names}")
         return self._notes
 

@@ -11,7 +11,7 @@ from bkctl.errors import Corrupt
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ScanFilter
-from ..kit.texts import size_text
+from ..kit.texts import counted, size_text
 from .columns import BOOKIE, BOOKIES, FILE, LEDGER, LEDGERS, LOG, LOGS, SUMS
 from .common import (
     LedgersToScan,
@@ -66,7 +66,15 @@ INVENTORY_COLUMNS = {
 }
 
 
-@command(app, "inventory", connects=True)
+@command(
+    app,
+    "inventory",
+    connects=True,
+    examples=(
+        "bkctl pipeline inventory",
+        "bkctl pipeline inventory --conf bk_server.conf --by scope",
+    ),
+)
 def inventory(
     run: Run,
     ledgers: LedgersToScan,
@@ -77,11 +85,12 @@ def inventory(
     ] = InventoryBy.BOOKIE,
     save: SaveOption = None,
 ) -> None:
-    """Count the bytes and entries of all bookies' entry logs, by bookie, log, scope, ledger or application.
+    """Count bytes and entries in all bookies' entry logs.
 
-    Every copy of an entry counts, with its size field, as in 'entrylog show'. Applications come from ledgers' custom
-    metadata (Pulsar's, as in 'ledger show'), so --by application needs the cluster; all others need files only. Exit
-    code 7: a log is damaged; entries before the damage are counted.
+    --by gives a row for each bookie, log, scope, ledger or application. Every copy of an entry counts, with its size
+    field, as in 'entrylog show'. Applications come from ledgers' custom metadata (Pulsar's, as in 'ledger show'), so
+    --by application needs the cluster; all others need files only. Exit code 7: a log is damaged; entries before the
+    damage are counted.
     """
     saves = check_saves(save)
     connection = connection_options(run) if by is InventoryBy.APPLICATION else None
@@ -92,7 +101,7 @@ def inventory(
         found = InventoryResult(session, bookies, ledgers, connection)
         sums = Sums()
         frame_rows(run, found.totals(by), INVENTORY_COLUMNS[by], saves, sums.add)
-        run.note(f"bkctl: {size_text(sums.of('size'))} in {sums.of('entryCount'):,} entries")
+        run.note(f"bkctl: {size_text(sums.of('size'))} in {counted(sums.of('entryCount'), 'entry', 'entries')}")
         write_pages(run, saves, "Inventory", found.sections, bookies)
     raise_problems(run, [(row.reason, Corrupt.exit_code) for row in found.damages])
 

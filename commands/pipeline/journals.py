@@ -81,7 +81,7 @@ AUDIT_COLUMNS = {
 }
 
 
-@command(app, "journal-audit", connects=True)
+@command(app, "journal-audit", connects=True, examples=("bkctl pipeline journal-audit",))
 def journal_audit(
     run: Run,
     ledgers: LedgersToScan,
@@ -92,7 +92,7 @@ def journal_audit(
     ] = AuditBy.JOURNAL,
     save: SaveOption = None,
 ) -> None:
-    """Show the records of all bookies' journals that nothing else holds.
+    """Show records that only the bookies' journals hold.
 
     REPLAYED: records that a crash now would replay. UNLOGGED: entries that no entry log of the bookie holds; if they
     are before the byte where a replay begins, they are lost to the bookie. BEHIND: records behind a torn or damaged
@@ -115,7 +115,7 @@ def journal_audit(
         run.note(f"bkctl: {line}")
     if damaged:
         raise Corrupt(damaged[0])
-    run.finish_with(findings, "findings")
+    run.finish_with(findings, "finding", "findings")
 
 
 class JournalAuditResult:

@@ -107,7 +107,7 @@ COPY_COLUMNS = Columns(
 )  # fmt: skip
 
 
-@command(app, "export", connects=True)
+@command(app, "export", connects=True, examples=("bkctl pipeline export ledgers.export 12 13",))
 def export(
     run: Run,
     path: Annotated[
@@ -123,11 +123,12 @@ def export(
     ] = False,
     save: SaveRows = None,
 ) -> None:
-    """Export the payloads of ledgers to Parquet, partitioned by scope: the named ledgers, or a scope, or all.
+    """Export the payloads of ledgers to Parquet.
 
-    Entries are read from the bookies and checked. Ledgers are not fenced or recovered; one that is not closed is
-    exported up to its last add confirmed. Passwords are neither needed nor exported. At the end the entries in the
-    files are counted and compared with the metadata (exit code 7 if they differ).
+    Exports the named ledgers, the ledgers of --ledger-scope-id, or all, partitioned by scope. Entries are read from the
+    bookies and checked. Ledgers are not fenced or recovered; one that is not closed is exported up to its last add
+    confirmed. Passwords are neither needed nor exported. At the end the entries in the files are counted and compared
+    with the metadata (exit code 7 if they differ).
     """
     saves = check_saves(save, _FORMS)
     options = connection_options(run)
@@ -145,7 +146,7 @@ def export(
         frame_rows(run, rows, EXPORT_COLUMNS, saves)
 
 
-@command(app, "import", connects=True, changes=True)
+@command(app, "import", connects=True, changes=True, examples=("bkctl pipeline import ledgers.export --to-scope 7",))
 def import_(
     run: Run,
     path: Annotated[str, typer.Argument(metavar="PATH", help="A directory that 'pipeline export' created.")],
@@ -165,10 +166,11 @@ def import_(
     dry_run: DryRun = False,
     save: SaveRows = None,
 ) -> None:
-    """Create the ledgers of an export, under their own ids or in another scope; each is read back and compared.
+    """Create the ledgers of an export.
 
-    Run an interrupted import again to finish it: intact ledgers that this command created are skipped (present). Exit
-    code 3: some ledgers were not created (failed).
+    They keep their ids, or move to another scope. Each ledger is read back and compared. Run an interrupted import
+    again to finish it: intact ledgers that this command created are skipped (present). Exit code 3: some ledgers were
+    not created (failed).
     """
     saves = check_saves(save, _FORMS)
     options = {**connection_options(run), **sizes}
@@ -186,7 +188,7 @@ def import_(
         _show_copies(run, rows, saves)
 
 
-@command(app, "migrate-scope", connects=True, changes=True)
+@command(app, "migrate-scope", connects=True, changes=True, examples=("bkctl pipeline migrate-scope 12 --to-scope 7",))
 def migrate_scope(
     run: Run,
     ledgers: Annotated[LedgersToCopy, LEDGERS_TO_COPY],
@@ -196,17 +198,18 @@ def migrate_scope(
     dry_run: DryRun = False,
     save: SaveRows = None,
 ) -> None:
-    """Copy ledgers to another scope, under the same ledger ids: the named ledgers, or all of --ledger-scope-id.
+    """Copy ledgers to another scope, under the same ids.
 
-    Each copy has its source's password, shape and custom metadata, and is read back and compared. The sources stay.
-    Run an interrupted migration again to finish it: verified copies are skipped (present). Exit code 3: some ledgers
-    were not copied (failed), or are not closed (open; 'ledger recover' closes one).
+    Copies the named ledgers, or all ledgers of --ledger-scope-id. Each copy has its source's password, shape and custom
+    metadata, and is read back and compared. The sources stay. Run an interrupted migration again to finish it: verified
+    copies are skipped (present). Exit code 3: some ledgers were not copied (failed), or are not closed (open; 'ledger
+    recover' closes one).
     """
     saves = check_saves(save, _FORMS)
     if to_scope_id is None:
         raise UsageError("No scope to copy into is given", hint="add --to-scope SCOPE")
     if not ledgers.ledgers and ledgers.scope_id is None:
-        raise UsageError("Nothing says which ledgers to copy", hint="name ledgers, or add --ledger-scope-id SCOPE")
+        raise UsageError("No ledgers to copy are given", hint="name ledgers, or add --ledger-scope-id SCOPE")
     options = {**connection_options(run), **sizes}
     check_cluster(run)
     with spark_job(run, spark, "migrate-scope") as session:
@@ -231,7 +234,7 @@ def _show_copies(run: Run, rows: DataFrame, saves: list[str]) -> None:
         failed += row.state in ("open", "failed")
 
     frame_rows(run, rows, COPY_COLUMNS, saves, count)
-    run.finish_with(failed, "ledgers were not copied" if failed != 1 else "ledger was not copied")
+    run.finish_with(failed, "ledger was not copied", "ledgers were not copied")
 
 
 def _place(path: str) -> str:

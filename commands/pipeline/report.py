@@ -47,7 +47,7 @@ REPORT_COLUMNS = Columns(
 )
 
 
-@command(app, "report", connects=True)
+@command(app, "report", connects=True, examples=("bkctl pipeline report --save report.html",))
 def report(
     run: Run,
     thresholds: ThresholdOptions,
@@ -55,10 +55,10 @@ def report(
     places: Places = None,
     save: SaveOption = None,
 ) -> None:
-    """Write one HTML page with plots of inventory, integrity, garbage and journal-audit: --save NAME.html.
+    """Write the results of the jobs as one HTML page.
 
-    The page needs no other file: scripts, pictures and styles are not loaded from elsewhere. The jobs' totals are
-    printed too. Exit code 3: there are findings.
+    The page has plots of inventory, integrity, garbage and journal-audit, and loads nothing from elsewhere. --save
+    names the file. The jobs' totals are printed too. Exit code 3: there are findings.
     """
     saves = check_saves(save, (".html",))
     if not saves:
@@ -87,4 +87,4 @@ def report(
     for path in saves:
         write_page(path, "Report", sections, [bookie.bookie_id for bookie in bookies])
     run.render(parts, REPORT_COLUMNS)
-    run.finish_with(sum(part.findings for part in parts), "findings")
+    run.finish_with(sum(part.findings for part in parts), "finding", "findings")

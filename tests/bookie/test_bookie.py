@@ -345,7 +345,7 @@ def test_restart_after_stop_or_kill_restores_every_ledger(tmp_path: Path, cluste
         on_a_bookie(tmp_path, cluster, read)
 
 
-def test_clean_stop_leaves_only_what_apaches_bookie_reads(tmp_path: Path, cluster: Cluster) -> None:
+def test_clean_stop_leaves_only_files_that_apaches_bookie_reads(tmp_path: Path, cluster: Cluster) -> None:
     async def body(bookie: Bookie, connection: BookieConnection) -> None:
         await statuses(connection, *(add(ledger, 0) for ledger in LEDGERS))
 

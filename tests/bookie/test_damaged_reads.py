@@ -106,7 +106,7 @@ def test_damaged_last_entry_leaves_other_entries_readable(
     on_bookies(tmp_path, cluster, storage_class, first, between, then)
 
 
-def test_ledgers_in_limbo_give_no_negative_answer(tmp_path: Path, cluster: Cluster) -> None:
+def test_ledgers_awaiting_an_integrity_check_give_no_negative_answer(tmp_path: Path, cluster: Cluster) -> None:
     async def first(connection: BookieConnection) -> None:
         assert set(await statuses(connection, *(add(PLAIN, number) for number in range(3)))) == {Status.EOK}
 

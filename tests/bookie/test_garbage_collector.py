@@ -271,7 +271,7 @@ def test_unindexed_ledgers_are_looked_up_once_a_round(cluster: Cluster, monkeypa
     assert collector.stats.unindexed_ledgers == 0, "no log has them"
 
 
-def test_id_that_no_ledger_can_have_is_left_alone(cluster: Cluster) -> None:
+def test_impossible_ledger_id_is_ignored(cluster: Cluster) -> None:
     impossible = LedgerId(0, 1 << 63)
     bookie = Bookie(cluster, Storage(impossible))
     bookie.collector.run_round()

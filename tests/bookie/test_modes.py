@@ -394,7 +394,7 @@ def full(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tup
     return request.param, files
 
 
-def test_bookie_that_starts_on_a_full_disk_serves_what_it_has_and_takes_entries_when_there_is_space(
+def test_bookie_starts_on_a_full_disk_read_only_until_there_is_space(
     tmp_path: Path, cluster: Cluster, full: tuple[str, FullFiles]
 ) -> None:
     storage_class, files = full

@@ -138,7 +138,7 @@ def test_a_torn_record_must_begin_like_a_record(verify) -> None:
     assert (check.state, check.good_end) == (LogState.DAMAGED, len(data))
 
 
-def test_which_log_of_a_directory_is_the_newest(tmp_path: Path) -> None:
+def test_newest_log_of_a_directory_may_end_torn(tmp_path: Path) -> None:
     data, offsets = log(closed=False)
     for name in ("1.log", "a.log"):
         (tmp_path / name).write_bytes(data[: offsets[-1] + 9])
@@ -166,7 +166,7 @@ def test_records_behind_a_damaged_size_are_found(verify, ledgers, size) -> None:
     assert check.behind.entries_size_bytes == offsets[-1] + len(entry(19, ledgers[1])) - offsets[11]
 
 
-def test_several_damaged_places_leave_what_is_between_them(verify) -> None:
+def test_records_between_damaged_places_are_found(verify) -> None:
     data, offsets = log()
     for number in (5, 20):
         data[offsets[number] : offsets[number] + 40] = bytes(40)

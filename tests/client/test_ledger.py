@@ -423,7 +423,7 @@ async def test_a_bookie_that_is_nowhere_fails_at_once_and_is_tried_again_later(f
                     await asyncio.sleep(0.05)
 
 
-async def test_where_a_bookie_is_can_be_overridden(fake_cluster):
+async def test_address_of_a_bookie_can_be_overridden(fake_cluster):
     async with fake_cluster(1) as cluster:
         async with cluster.client() as client:
             writer = await write(client, ensemble_size=1, write_quorum_size=1, ack_quorum_size=1)

@@ -362,7 +362,7 @@ async def test_a_ledger_closed_meanwhile_by_another_stays_as_it_was_closed(fake_
         assert (reader.last_add_confirmed, reader.length) == (1, 2)
 
 
-async def test_a_bookie_that_lost_scopes_is_no_vote_for_the_end(fake_cluster):
+async def test_bookie_that_lost_scopes_does_not_vote_for_the_end(fake_cluster):
     """Its "no such entry" would be about scope 0; taken as an answer it would drop acknowledged entries."""
 
     async with fake_cluster(4) as cluster, cluster.client() as client:

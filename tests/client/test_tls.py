@@ -124,7 +124,7 @@ async def test_a_bookie_without_tls_is_unavailable_to_a_client_that_wants_it(fak
         assert cluster.bookies[0].received == []
 
 
-def test_files_that_are_no_pem_are_refused(authority, tmp_path):
+def test_files_that_are_not_pem_are_refused(authority, tmp_path):
     nonsense = tmp_path / "nonsense.pem"
     nonsense.write_text("nothing")
     for arguments in (

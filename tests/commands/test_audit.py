@@ -36,7 +36,7 @@ def lines(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def test_a_change_is_logged_with_who_when_where_and_how_it_went(uri: str, cli: Cli, log: Path, tmp_path: Path) -> None:
+def test_audit_log_has_user_time_host_and_result_of_a_change(uri: str, cli: Cli, log: Path, tmp_path: Path) -> None:
     assert cli("cookie", "create", "b1", "-f", tmp_path / "cookie", "--undo", tmp_path / "undo").code == 0
     begin, end = lines(log)
     assert (begin["event"], end["event"]) == ("begin", "end")
@@ -62,7 +62,7 @@ def test_failures_and_refusals_are_logged(uri: str, cli: Cli, log: Path, tmp_pat
     assert failed.err == f"bkctl: {ends[1]['error']}\n"
 
 
-def test_what_changes_nothing_is_not_logged(uri: str, cli: Cli, log: Path, tmp_path: Path) -> None:
+def test_commands_that_change_nothing_are_not_logged(uri: str, cli: Cli, log: Path, tmp_path: Path) -> None:
     for words in (
         ("cookie", "list"), ("ledger", "list"), ("cookie", "create", "b1", "-f", tmp_path / "cookie", "--dry-run"),
         ("cookie", "create", "b1"), ("cookie", "create", "b1", "-f", tmp_path / "cookie", "-u", "nonsense"),

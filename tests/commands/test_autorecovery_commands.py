@@ -35,7 +35,7 @@ def marks(store: Cluster) -> LedgerUnderreplicationManager:
     return LedgerUnderreplicationManager(store.store)
 
 
-def test_a_store_without_a_cluster_is_no_healthy_one(cli: Cli, tmp_path: Path) -> None:
+def test_missing_store_is_not_found_and_not_created(cli: Cli, tmp_path: Path) -> None:
     for words in (["status"], ["list"], ["enable"], ["disable"], ["workers"], ["auditor"], ["delay", "5"]):
         result = cli("autorecovery", *words, "-u", f"sqlite://{tmp_path}/none.db")
         assert (result.code, result.out) == (4, "")
@@ -85,7 +85,7 @@ def test_nothing_is_marked_where_one_ledger_cannot_be(cli: Cli, marks: LedgerUnd
     assert not marks.any()
 
 
-def test_a_damaged_mark_is_told_and_can_be_taken_away(cli: Cli, store: Cluster) -> None:
+def test_damaged_mark_is_reported_and_can_be_removed(cli: Cli, store: Cluster) -> None:
     store.store.put(mark_path(LEDGERS[0]), b"\xff damage", -1)
     result = cli("autorecovery", "list")
     assert result.code == 7
@@ -94,7 +94,7 @@ def test_a_damaged_mark_is_told_and_can_be_taken_away(cli: Cli, store: Cluster) 
     assert cli("autorecovery", "list", "-o", "json").json == []
 
 
-def test_workers_are_named_with_what_they_replicate(cli: Cli, store: Cluster) -> None:
+def test_workers_lists_each_worker_with_its_ledgers(cli: Cli, store: Cluster) -> None:
     manager = LedgerUnderreplicationManager(store.store)
     manager.mark(LEDGERS[2], ["b0:1"])
     manager.lock(LEDGERS[2], "host-1")

@@ -90,9 +90,7 @@ def test_check_with_a_damaged_index(cli: Cli, healthy: Path) -> None:
         (("--digest-type", "MD5"), "MD5"),
     ],
 )
-def test_check_refuses_what_it_does_not_understand(
-    cli: Cli, healthy: Path, arguments: tuple[str, ...], problem: str
-) -> None:
+def test_check_refuses_malformed_options(cli: Cli, healthy: Path, arguments: tuple[str, ...], problem: str) -> None:
     answer = cli("bookie", "check", "--dir", healthy / "ledgers", *arguments)
     assert answer.code == 2
     assert problem in answer.err

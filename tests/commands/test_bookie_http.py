@@ -129,7 +129,7 @@ def test_readonly_shows_and_switches_the_state(cli: Cli, fake: FakeServer) -> No
     on = cli("bookie", "readonly", "on", "-o", "json")
     assert (on.code, on.json["readOnly"]) == (0, True)
     assert fake.bodies() == [{"readOnly": True}]
-    assert "takes no more entries and serves reads" in on.err
+    assert "accepts no more entries and serves reads" in on.err
     assert "persistBookieStatusEnabled=true" in on.err
     already = cli("bookie", "readonly", "off")
     assert (already.code, fake.bodies()[1:]) == (1, [{"readOnly": False}])  # The fake says readOnly all the same.
@@ -221,7 +221,7 @@ def test_gc_status_has_a_row_for_each_collector(cli: Cli, fake: FakeServer) -> N
     ],
     ids=str,
 )
-def test_gc_asks_for_what_its_options_say(
+def test_gc_sends_its_options(
     cli: Cli, fake: FakeServer, options: list[str], bodies: list[dict[str, bool] | None]
 ) -> None:
     answer = cli("bookie", "gc", *options, "-o", "ndjson")
@@ -370,7 +370,7 @@ def test_settings_are_changed_in_memory(cli: Cli, fake: FakeServer) -> None:
     assert answer.code == 0
     assert fake.bodies() == [{"bookiePort": "3182", "a": "b=c"}]
     assert answer.rows == [{"name": "bookiePort", "value": "3181"}, {"name": "a", "value": None}]
-    assert "forgets this when it stops" in answer.err
+    assert "loses this change when it stops" in answer.err
 
 
 # --- metrics --------------------------------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ def test_metrics_names_the_setting_that_a_bookie_without_metrics_lacks(cli: Cli,
 # --- api ------------------------------------------------------------------------------------------------------------
 
 
-def test_raw_calls_print_what_the_server_sent(cli: Cli, fake: FakeServer) -> None:
+def test_raw_calls_print_the_response_unchanged(cli: Cli, fake: FakeServer) -> None:
     assert json.loads(cli("api", "get", "bookie/state").out) == STATE
     assert cli("api", "get", "/heartbeat").out == "OK\n"
     assert cli("api", "get", "/heartbeat?a=b").out == "OK\n"
@@ -483,9 +483,7 @@ def test_a_configuration_names_its_bookies_server(
     assert (answer.code, "--bookie BOOKIE" in answer.err) == (2, True)
 
 
-def test_the_token_goes_along_and_a_missing_one_is_told(
-    cli: Cli, fake: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_token_is_sent_and_a_missing_one_reported(cli: Cli, fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.replies[f"GET {API}/state"] = Reply({"error": "No token"}, 401)
     answer = cli("bookie", "state")
     assert answer.code == 1

@@ -44,7 +44,7 @@ def snapshot(directory: Path) -> dict[str, bytes]:
 # --- rebuild and regenerate -------------------------------------------------------------------------------------------
 
 
-def test_rebuild_says_what_it_did(cli: Cli, db: Path) -> None:
+def test_rebuild_reports_its_counts(cli: Cli, db: Path) -> None:
     result = cli(
         "bookie",
         "index",
@@ -95,7 +95,7 @@ def test_rebuild_reports_damage_and_ends_with_findings(cli: Cli, db: Path) -> No
     assert result.rows[0]["entriesSaved"] > 0
     assert result.rows[0]["entries"] == result.rows[0]["entriesBefore"] - 1
     assert f"{log}: Record has length 2147483647" in result.err
-    assert result.err.splitlines()[-1].startswith("bkctl: 1 damaged files")
+    assert result.err.splitlines()[-1].startswith("bkctl: 1 damaged file;")
 
 
 def test_rebuild_without_a_choice_and_on_another_storage_class(cli: Cli, bookie: Path) -> None:
@@ -141,7 +141,7 @@ def test_regenerate_with_a_password_file(cli: Cli, bookie: Path) -> None:
     assert base64.b64decode(meta.json[0]["masterKey"]) == master_key(b"other")
 
 
-def test_regenerate_needs_to_be_told_which(cli: Cli, bookie: Path) -> None:
+def test_regenerate_requires_ledgers_or_all(cli: Cli, bookie: Path) -> None:
     for arguments in ((), ("--all", "5")):
         result = cli("bookie", "index", "regenerate", *arguments, "--dir", bookie / "ledgers")
         assert result.code == 2
@@ -297,7 +297,7 @@ def test_init_names_all_that_is_in_the_way(cli: Cli, conf: Path, tmp_path: Path)
     assert not (tmp_path / "journal").exists()
 
 
-def test_init_goes_on_where_it_was_killed(cli: Cli, conf: Path, tmp_path: Path) -> None:
+def test_init_continues_after_a_kill(cli: Cli, conf: Path, tmp_path: Path) -> None:
     cli("bookie", "init", "--conf", conf)
     assert cli("cookie", "delete", "bookie-1", "--yes", "--conf", conf).code == 0
     (tmp_path / "index" / "current" / "VERSION").unlink()
@@ -317,7 +317,7 @@ def full(conf: Path, tmp_path: Path, cli: Cli) -> Path:
     return conf
 
 
-def test_format_lists_what_is_lost_and_needs_a_yes(cli: Cli, full: Path, tmp_path: Path) -> None:
+def test_format_lists_the_losses_and_requires_yes(cli: Cli, full: Path, tmp_path: Path) -> None:
     before = snapshot(tmp_path / "index")
     dry = cli("bookie", "format", "--dry-run", "--conf", full, "-o", "json")
     assert [(row["roles"], row["files"], row["ledgers"], row["scopedLedgers"]) for row in dry.json] == [
@@ -329,7 +329,7 @@ def test_format_lists_what_is_lost_and_needs_a_yes(cli: Cli, full: Path, tmp_pat
     refused = cli("bookie", "format", "--conf", full)
     assert (refused.code, refused.out) == (2, "")
     assert "Bookie bookie-1 would lose" in refused.err
-    assert "with 2 ledgers" in refused.err
+    assert "in 2 ledgers" in refused.err
     assert snapshot(tmp_path / "index") == before
 
 
@@ -356,7 +356,7 @@ def test_format_on_a_terminal_wants_the_bookies_id(full: Path, tmp_path: Path, t
     assert (tmp_path / "journal" / "current").exists() == (code != 0)
 
 
-def test_format_of_somebody_elses_directories(cli: Cli, full: Path, tmp_path: Path) -> None:
+def test_format_refuses_directories_of_another_bookie(cli: Cli, full: Path, tmp_path: Path) -> None:
     full.write_text(full.read_text().replace("bookie-1", "bookie-2"))
     result = cli("bookie", "format", "--yes", "--conf", full)
     assert result.code == 5

@@ -31,7 +31,7 @@ def odd_cluster(tmp_path: Path) -> str:
     return uri
 
 
-def test_show_says_all_that_is_known(cli: Cli, cluster: LocalCluster) -> None:
+def test_show_prints_every_known_field(cli: Cli, cluster: LocalCluster) -> None:
     bookie = cluster.bookies()[0]
     shown = cli("bookies", "show", bookie.bookie_id, "-o", "json").json
     assert (shown["bookieId"], shown["state"], shown["ledgerScopes"]) == (bookie.bookie_id, "rw", True)
@@ -58,7 +58,7 @@ def test_show_counts_ledgers_of_every_scope(cli: Cli, tmp_path: Path) -> None:
     assert cli("bookies", "show", "bookie-0", "--ledgers", "-o", "json").json["openLedgerCount"] == 0
 
 
-def test_show_of_what_is_down_damaged_or_not_there(cli: Cli, odd_cluster: str) -> None:
+def test_show_reports_down_damaged_and_unknown_bookies(cli: Cli, odd_cluster: str) -> None:
     down = cli("bookies", "show", "down:1", "-u", odd_cluster, "-o", "json").json
     assert (down["state"], down["endpoints"], down["cookie"]["instanceId"]) == ("down", [], "i")
     bad = cli("bookies", "show", "bad:1", "-u", odd_cluster, "-o", "json").json

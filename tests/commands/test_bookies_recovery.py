@@ -46,7 +46,7 @@ def metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluste
         yield cluster
 
 
-def test_query_shows_what_is_on_bookies_by_the_metadata(cli: Cli, metadata: Cluster) -> None:
+def test_query_shows_the_fragments_on_bookies(cli: Cli, metadata: Cluster) -> None:
     rows = cli("bookies", "recover", "b,d", "--query", "-o", "ndjson").rows
     assert [(row["ledgerScopeId"], row["firstEntryId"], row["lastEntryId"], row["bookies"]) for row in rows] == [
         ("0", 0, 9, ["b"]), ("0", 10, 29, ["d"]), ("7", 0, 9, ["b"]), ("7", 10, 29, ["d"]),
@@ -75,7 +75,7 @@ def test_query_shows_what_is_on_bookies_by_the_metadata(cli: Cli, metadata: Clus
         ("decommission", "e", "--deadline", "soon"), ("decommission", "e", "--watch=0"),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_a_usage_error(cli: Cli, metadata: Cluster, words: tuple[str, ...]) -> None:
+def test_contradicting_arguments_are_a_usage_error(cli: Cli, metadata: Cluster, words: tuple[str, ...]) -> None:
     result = cli("bookies", *words)
     assert result.code == 2, result.err
     assert result.out == ""
@@ -98,7 +98,7 @@ def test_a_cookie_is_not_deleted_while_its_bookie_is_up(cli: Cli, metadata: Clus
     assert "registered" in result.err
 
 
-def test_a_table_of_moves_has_room_for_what_comes_later() -> None:
+def test_table_of_moves_has_room_for_later_rows() -> None:
     ledgers = [*(LedgerId(0, number) for number in range(SAMPLE_ROWS)), LedgerId(7, 1)]
     stream = io.StringIO()
     with RowWriter(_move_columns(MovePlan(ledgers)), Output.TABLE, stream=stream) as writer:
@@ -116,7 +116,7 @@ def test_recover_refuses_to_delete_cookies_if_scopes_are_of_a_formatted_cluster(
     monkeypatch.setattr("bkctl.metadata.ledgers.LedgerManager.scopes_state", lambda _: "foreign")
     result = cli("bookies", "recover", "e", "--delete-cookie", "--yes")
     assert (result.code, result.out) == (5, "")
-    assert "formatted away" in result.err
+    assert "belong to a cluster that was formatted" in result.err
     assert metadata.cookies.list() == ["e"]
 
 

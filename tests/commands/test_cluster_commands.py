@@ -36,7 +36,7 @@ def store(uri: str) -> Iterator[Cluster]:
         yield cluster
 
 
-def test_a_cluster_is_made_once_and_audited_before(
+def test_cluster_is_created_once_and_audited_before(
     cli: Cli, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = tmp_path / "audit"
@@ -96,7 +96,7 @@ def test_nuke_requires_the_instance_id_no_registered_bookie_and_yes(cli: Cli, st
     assert cli(*words, "--dry-run", "-o", "json").json == plan
     refused = cli(*words)
     assert refused.code == 2
-    assert "2 ledgers, 1 cookies" in refused.err
+    assert "2 ledgers, 1 cookie" in refused.err
     with open_cluster(store.uri) as bookie:
         bookie.bookies.register("b0:1", BookieServiceInfo())
         for more in ([], ["--dry-run"], ["--yes"]):
@@ -138,7 +138,7 @@ def test_nuke_asks_on_a_terminal(store: Cluster) -> None:
     words = ("cluster", "nuke", "--instance-id", store.instance_id())
     code, seen = cli.terminal(*words, type_in="n\n")
     assert code == 1
-    assert "2 ledgers, 1 cookies, without a backup" in seen
+    assert "2 ledgers, 1 cookie, without a backup" in seen
     assert "nothing was changed" in seen
     assert cli("ledger", "list", "--all-scopes", "--count", "-o", "ndjson").rows == [{"count": 2}]
     code, seen = cli.terminal(*words, type_in="y\n")

@@ -178,7 +178,7 @@ def test_every_form_of_toml_is_changed_and_all_else_stays(file: Path, text: str)
     assert os.listdir(file.parent) == [file.name]
 
 
-def test_what_cannot_be_changed_is_left_alone(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_cannot_be_edited_stays_unchanged(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = contexts(file)
     monkeypatch.setattr("tomlkit.TOMLDocument.as_string", lambda self: 'current-context = "prod"\n')
     with pytest.raises(Conflict, match="by hand"):
@@ -198,7 +198,7 @@ def test_what_cannot_be_changed_is_left_alone(file: Path, monkeypatch: pytest.Mo
         ("bookie-address = [1]", "wrong kind"),
     ],
 )
-def test_secrets_and_what_is_no_setting_are_refused(file: Path, setting: str, words: str) -> None:
+def test_secrets_and_unknown_settings_are_refused(file: Path, setting: str, words: str) -> None:
     file.write_text(f'[contexts.a]\nmetadata-uri = "zk://a:1/x"\n{setting}\n')
     with pytest.raises(UsageError, match=words):
         contexts(file).get("a")

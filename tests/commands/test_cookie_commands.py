@@ -167,7 +167,7 @@ def test_delete_takes_local_cookies_along_and_undo_brings_them_back(place: Place
     assert (place.local("l1").read_bytes(), place.stored("b1")) == (before, before)
 
 
-def test_what_a_running_bookie_knows_is_not_changed(place: Place, cli: Cli, tmp_path: Path) -> None:
+def test_cookies_of_a_running_bookie_cannot_be_changed(place: Place, cli: Cli, tmp_path: Path) -> None:
     with open_cluster(place.uri) as cluster:
         cluster.bookies.register("b1", BookieServiceInfo(()))
         for words in (
@@ -196,7 +196,7 @@ def test_expand_takes_new_empty_directories_in(place: Place, cli: Cli, tmp_path:
     assert cli("cookie", "verify", "-c", place.conf).code == 0
 
 
-def test_expand_refuses_what_is_not_new_and_empty(place: Place, cli: Cli, tmp_path: Path) -> None:
+def test_expand_refuses_directories_that_are_not_empty(place: Place, cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "l3" / "current").mkdir(parents=True)
     (tmp_path / "l3" / "current" / "0.log").write_bytes(b"")
     dirs = ",".join(str(tmp_path / name) for name in ("l1", "l2", "l3"))
@@ -231,7 +231,7 @@ def test_rename_changes_the_store_and_the_directories_and_can_be_undone(place: P
     assert {place.local(name).read_bytes() for name in names} == {before}
 
 
-def test_a_rename_that_was_broken_off_is_completed(place: Place, cli: Cli, tmp_path: Path) -> None:
+def test_interrupted_rename_is_completed(place: Place, cli: Cli, tmp_path: Path) -> None:
     before = place.stored("b1")
     assert before is not None
     after = before.replace(b'"b1"', b'"b2"')

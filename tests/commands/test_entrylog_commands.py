@@ -77,7 +77,7 @@ def test_list(cli: Cli, bookie: Path) -> None:
     assert cli("entrylog", "list", bookie / "ledgers", "-o", "id").out == "31\nscoped/31\n"
 
 
-def test_list_shows_what_is_empty_and_what_compactions_left(cli: Cli, bookie: Path, current: Path) -> None:
+def test_list_shows_empty_logs_and_unfinished_compactions(cli: Cli, bookie: Path, current: Path) -> None:
     (current / "21.log").touch()
     os.link(current / "1f.log", current / "22.log.1f.compacted")
     begun = entry_log.write_header() + (current / "1f.log").read_bytes()[1024:1100]
@@ -233,7 +233,7 @@ def test_show_counts_again_where_the_map_is_damaged(cli: Cli, bookie: Path, curr
     assert "edgers map" in result.err
 
 
-def test_show_counts_what_stands_before_damage(cli: Cli, bookie: Path, current: Path) -> None:
+def test_show_counts_records_before_damage(cli: Cli, bookie: Path, current: Path) -> None:
     path = current / "scoped" / "1f.log"
     data = bytearray(path.read_bytes())
     data[1125:1129] = b"\x7f\xff\xff\xff"
@@ -294,7 +294,7 @@ def test_the_files_of_another_cluster_are_refused(cli: Cli, bookie: Path, curren
         assert "another" in result.err
 
 
-def test_no_answer_is_no_dead_ledger(cli: Cli, bookie: Path) -> None:
+def test_unreachable_store_prints_no_states(cli: Cli, bookie: Path) -> None:
     arguments = ("--dir", bookie / "ledgers", "-u", "zk+hierarchical://127.0.0.1:1/ledgers", "--timeout", "1s")
     for command in ("active", "garbage"):
         result = cli("entrylog", command, *arguments)
@@ -378,7 +378,7 @@ def test_extract_replaces_files_only(cli: Cli, bookie: Path) -> None:
     assert (bookie / "pipe").is_fifo()
 
 
-def test_extract_says_what_is_missing(cli: Cli, bookie: Path, current: Path) -> None:
+def test_extract_reports_missing_entries(cli: Cli, bookie: Path, current: Path) -> None:
     (current / "1f.log").unlink()
     second_log(current)
     arguments = ("entrylog", "extract", bookie / "ledgers", "--ledger", "9", "--to", "4")

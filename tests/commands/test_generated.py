@@ -53,15 +53,22 @@ def test_every_command_has_help_and_stands_in_the_documents(cli: Cli, page: obje
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name or "bkctl")
 def test_help_begins_with_a_line_and_its_examples_are_commands(page: Page) -> None:
-    if page.path[:1] != ("pipeline",) and page.name != "bookie start":
-        summary = page.help.split("\n")[0]
-        assert len(summary) <= 60
-        assert summary.endswith(".")
+    summary = page.help.split("\n")[0]
+    assert len(summary) <= 60
+    assert summary.endswith(".")
     names = {name for option in page.options for name in option.names}
     for example in page.examples:
         words = example[example.index("bkctl ") :].split()
         assert tuple(words[1 : 1 + len(page.path)]) == page.path
         assert {word.split("=")[0] for word in words if word.startswith("-")} <= names, example
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name or "bkctl")
+def test_help_fits_a_terminal_of_80_columns(page: Page, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = cli(*page.path, "--help").out.splitlines()
+    assert [line for line in lines if len(line) > 80] == []
+    assert [line for line in lines if line.endswith("...") and not line.startswith("Usage:")] == []
 
 
 def test_exit_codes_come_from_the_error_tree() -> None:

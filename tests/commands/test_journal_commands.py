@@ -55,7 +55,7 @@ def test_verify_finds_nothing_in_good_directories(cli: Cli, bookie: Path) -> Non
         (1 << 40, "behind its end"),
     ],
 )
-def test_verify_says_where_a_mark_points(cli: Cli, bookie: Path, offset: int, problem: str | None) -> None:
+def test_verify_shows_the_position_of_a_mark(cli: Cli, bookie: Path, offset: int, problem: str | None) -> None:
     mark(bookie, 10, offset)
     result = cli("journal", "verify", "--dir", bookie / "journal", "--dir", bookie / "ledgers", "-o", "json")
     row = result.json[0]
@@ -72,24 +72,24 @@ def test_verify_takes_the_marks_that_javas_replay_leaves(cli: Cli, bookie: Path)
     assert cli("journal", "verify", bookie / "journal", bookie / "ledgers").code == 0
 
 
-def test_verify_finds_what_is_missing(cli: Cli, bookie: Path) -> None:
+def test_verify_finds_missing_journals(cli: Cli, bookie: Path) -> None:
     mark(bookie, 9, 600)
     result = cli("journal", "verify", bookie / "journal", bookie / "ledgers", "-o", "json")
     assert result.code == 3
     assert [(row["journalId"], row["state"]) for row in result.json] == [
         (9, "missing"), (10, "endOfFile"), (11, "endOfFile")
     ]  # fmt: skip
-    assert "lastMark points at it, byte 600" in result.json[0]["problem"]
+    assert "lastMark points at its byte 600" in result.json[0]["problem"]
     mark(bookie, 10, 512)
     (bookie / "journal/current/b.txn").rename(bookie / "journal/current/e.txn")
     result = cli("journal", "verify", bookie / "journal", bookie / "ledgers", "-o", "json")
     assert result.code == 3
-    assert "b.txn to d.txn are not there, although a.txn and e.txn are" in result.out
+    assert "b.txn to d.txn are missing between a.txn and e.txn" in result.out
     mark(bookie, 14, 512)
     assert cli("journal", "verify", bookie / "journal", bookie / "ledgers", "-o", "json").code == 0
 
 
-def test_verify_tells_damage_and_what_lies_behind_it(cli: Cli, bookie: Path) -> None:
+def test_verify_reports_damage_and_the_records_behind_it(cli: Cli, bookie: Path) -> None:
     path = bookie / "journal/current/a.txn"
     data = bytearray(path.read_bytes())
     data[556:560] = (-7).to_bytes(4, "big", signed=True)
@@ -173,4 +173,4 @@ def test_a_check_of_nothing_does_not_pass(cli: Cli, tmp_path: Path, words: tuple
     (tmp_path / "empty").mkdir()
     result = cli(*words, "--dir", tmp_path / "empty")
     assert (result.code, result.out) == (4, "")
-    assert "nothing of a bookie in" in result.err
+    assert "No files of a bookie in" in result.err

@@ -168,7 +168,7 @@ def test_passwords(cli: Cli, write: object, tmp_path: Path, monkeypatch: pytest.
     assert "secret" not in cli("ledger", "show", ledger, "-o", "json").out
 
 
-def test_what_is_written_can_be_tailed_at_once(cluster: LocalCluster) -> None:
+def test_lines_can_be_tailed_while_they_are_written(cluster: LocalCluster) -> None:
     environment = {**os.environ, "BKCTL_METADATA_URI": cluster.metadata_uri}
     writer = subprocess.Popen(
         [sys.executable, "-m", "bkctl", "ledger", "write", "--uuid", "-o", "id"],
@@ -228,7 +228,7 @@ def test_verify_finds_a_damaged_replica(cli: Cli, write: object, cluster: LocalC
     assert payloads(cli, ledger) == [b"needle-a", b"needle-b"]
 
 
-def test_recover_closes_what_its_writer_left(cli: Cli, cluster: LocalCluster) -> None:
+def test_recover_closes_a_ledger_whose_writer_died(cli: Cli, cluster: LocalCluster) -> None:
     environment = {**os.environ, "BKCTL_METADATA_URI": cluster.metadata_uri}
     writer = subprocess.Popen(
         [sys.executable, "-m", "bkctl", "ledger", "write", "--uuid"],
@@ -252,7 +252,7 @@ def test_recover_closes_what_its_writer_left(cli: Cli, cluster: LocalCluster) ->
     assert payloads(cli, ledger) == [b"kept"]
 
 
-def test_recover_gives_up_only_what_is_accepted(cli: Cli, cluster: LocalCluster, write: object) -> None:
+def test_recover_loses_entries_only_with_accept_loss(cli: Cli, cluster: LocalCluster, write: object) -> None:
     """Entry 2 is on bookies that are gone, and the last fragment, on one of these and a live one, is empty."""
     two = ("--ensemble-size", 2, "--write-quorum", 2, "--ack-quorum", 2)
     ledger = write(b"ab\ncd\nef\n", *two)  # type: ignore[operator]
@@ -378,7 +378,7 @@ def test_show_of_several(cli: Cli, three: list[str]) -> None:
     assert (missing.code, missing.out) == (4, f"{three[0]}\n")
 
 
-def test_locate_tells_each_fragment_and_each_entry(cli: Cli, write: object, cluster: LocalCluster) -> None:
+def test_locate_shows_each_fragment_and_each_entry(cli: Cli, write: object, cluster: LocalCluster) -> None:
     ledger = write(b"".join(b"%d\n" % number for number in range(10)))  # type: ignore[operator]
     [(first, ensemble)] = cli("ledger", "show", ledger, "-o", "json").json["ensembles"].items()
     rows = cli("ledger", "locate", ledger, "-o", "json").json

@@ -93,7 +93,7 @@ def test_a_copy_goes_to_another_cluster_and_back(cli: Cli, written: str, tmp_pat
         other.down()
 
 
-def test_what_cannot_be_copied_is_said_in_one_line(cli: Cli, written: str) -> None:
+def test_refused_copy_is_reported_in_one_line(cli: Cli, written: str) -> None:
     for arguments, code in (
         ((written,), 2),
         ((written, "--to-scope", "x"), 2),

@@ -21,7 +21,7 @@ def cookie(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_a_zookeeper_user_creates_is_that_users(
+def test_nodes_with_creator_acl_are_readable_by_their_user_only(
     zookeeper: ZooKeeperServer, cookie: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri = zookeeper.metadata_uri(zookeeper.new_root())

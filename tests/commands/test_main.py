@@ -184,7 +184,7 @@ def test_connection_order(tmp_path: Path) -> None:
         uri(nothing)
 
 
-def test_no_cluster_is_named_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cluster_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="No cluster is named"):
         connect_to([("", GlobalOptions())], {"BKCTL_CONFIG": "/nonexistent/config"})
 

@@ -295,7 +295,7 @@ def test_a_hostile_export_changes_nothing(
     assert not (tmp_path / "copy.db").exists()
 
 
-def test_what_was_stopped_halfway_is_finished(cli: Cli, store: Cluster, tmp_path: Path) -> None:
+def test_interrupted_migration_and_nuke_are_finished(cli: Cli, store: Cluster, tmp_path: Path) -> None:
     target = f"sqlite://{tmp_path}/copy.db"
     # An import that made the cluster and came no further than its instance id.
     with open_cluster(target, create_store=True) as begun:
@@ -321,7 +321,7 @@ def _remove(cluster: Cluster, path: str) -> None:
     cluster.store.delete(path)
 
 
-def test_the_second_store_is_not_made_by_looking_at_it(cli: Cli, store: Cluster, tmp_path: Path) -> None:
+def test_reading_a_missing_second_store_does_not_create_it(cli: Cli, store: Cluster, tmp_path: Path) -> None:
     target = f"sqlite://{tmp_path}/copy.db"
     assert cli("metadata", "diff", target).code == 4
     planned = cli("metadata", "migrate", "--to", target, "--live", "--dry-run", "-o", "ndjson")
@@ -384,7 +384,7 @@ def test_check_and_orphans_find_and_remove(cli: Cli, store: Cluster, tmp_path: P
     assert cli("metadata", "orphans", "-o", "json").json[0]["ledgerId"] == "6"
 
 
-def test_replace_bookie_refuses_what_would_lose_data_and_is_undone(cli: Cli, store: Cluster, tmp_path: Path) -> None:
+def test_replace_bookie_refuses_data_loss_and_can_be_undone(cli: Cli, store: Cluster, tmp_path: Path) -> None:
     old, new, undo = BOOKIES[2], "named", tmp_path / "undo"
     words = ("metadata", "replace-bookie", "--from", old, "--to", new)
     assert cli("metadata", "replace-bookie", "--from", old).code == 2

@@ -31,7 +31,7 @@ def test_journal_list(cli: Cli, bookie: Path) -> None:
     assert cli("journal", "list", bookie / "journal", "-o", "id").out == "10\n11\n"
 
 
-def test_journal_list_shows_all_and_then_what_is_wrong(cli: Cli, bookie: Path) -> None:
+def test_journal_list_prints_all_rows_then_the_errors(cli: Cli, bookie: Path) -> None:
     (bookie / "journal/current/9.txn").write_bytes(b"BKLG\x00\x00\x00\x63" + bytes(504))
     result = cli("journal", "list", bookie / "journal", "-o", "json")
     assert [row["version"] for row in result.json] == [None, 6, 7]
@@ -126,7 +126,7 @@ def test_payloads_cannot_steer_the_terminal(cli: Cli, bookie: Path) -> None:
     assert "\x1b" not in cli("journal", "read", "11", "--dir", bookie / "journal", "--body").out
 
 
-def test_what_stands_before_damage_is_printed(cli: Cli, bookie: Path) -> None:
+def test_records_before_damage_are_printed(cli: Cli, bookie: Path) -> None:
     path = bookie / "journal/current/a.txn"
     data = bytearray(path.read_bytes())
     data[556:560] = (-7).to_bytes(4, "big", signed=True)
@@ -142,7 +142,7 @@ def test_what_stands_before_damage_is_printed(cli: Cli, bookie: Path) -> None:
     assert cli("journal", "read", path).code == 0
 
 
-def test_a_file_that_is_none_does_not_hide_the_others(cli: Cli, bookie: Path) -> None:
+def test_unknown_file_does_not_hide_the_others(cli: Cli, bookie: Path) -> None:
     (bookie / "ledgers/current/1e.log").write_bytes(b"nonsense" * 200)
     (bookie / "ledgers/current/20.log").write_bytes(b"")
     for command in ("read", "show", "list"):

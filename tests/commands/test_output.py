@@ -201,7 +201,7 @@ def test_id_prints_the_key_a_line() -> None:
     assert written(Output.ID).splitlines() == ["00000000000000070000000000000001", "-", "12"]
 
 
-def test_id_of_what_has_none_is_a_usage_error() -> None:
+def test_output_id_without_ids_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="-o id"):
         written(Output.ID, columns=Columns(Column("A", "a", "number")))
 
@@ -214,7 +214,7 @@ def test_table_aligns_and_escapes() -> None:
     assert len({line.index(word) for line, word in ((lines[0], "FLAG"), (lines[1], "no "), (lines[3], "yes"))}) == 1
 
 
-def test_table_widths_are_those_of_the_first_hundred_rows() -> None:
+def test_table_widths_come_from_the_first_hundred_rows() -> None:
     columns = Columns(Column("A", "a", "number", Kind.INTEGER), Column("B", "b", "text"))
     rows = [Row(None, index, "t") for index in range(100)] + [Row(None, 12345, "long text")]
     lines = written(Output.TABLE, rows, columns).splitlines()
@@ -278,14 +278,14 @@ def test_large_rows_are_printed_few_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a", " a ", 'a"b', "a,b", "a\nb", "a\r", "\r\n", "\0", "ä", "'", ";", "\t", '"'])
-def test_csv_cells_are_those_of_the_csv_module(text: str) -> None:
+def test_csv_cells_match_the_csv_module(text: str) -> None:
     rows = io.StringIO()
     csv.writer(rows, lineterminator="\r\n").writerow([1, text])
     columns = Columns(Column("N", "n", "number", Kind.INTEGER), Column("T", "t", "text"))
     assert written(Output.CSV, [Row(None, 1, text)], columns) == "n,t\n" + rows.getvalue().removesuffix("\r\n") + "\n"
 
 
-def test_what_fails_before_its_first_row_prints_nothing() -> None:
+def test_failure_before_the_first_row_prints_nothing() -> None:
     for output in Output:
         stream = io.StringIO()
         with pytest.raises(KeyError), RowWriter(COLUMNS, output, stream=stream) as writer:
@@ -454,7 +454,7 @@ def test_text_helpers() -> None:
     assert cut("abcdef", 4) == "abc…"
 
 
-def test_a_reader_that_is_gone_is_no_error_of_ours() -> None:
+def test_broken_pipe_raises_closed_output() -> None:
     class Broken(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError
@@ -463,7 +463,7 @@ def test_a_reader_that_is_gone_is_no_error_of_ours() -> None:
         emit("x", Broken())
 
 
-def test_activity_is_drawn_on_a_terminal_and_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activity_is_drawn_on_a_terminal_and_erased(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Activity, "DELAY_S", 0.0)
     monkeypatch.setattr(Activity, "PERIOD_S", 0.001)
     stream = Terminal()

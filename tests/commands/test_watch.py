@@ -45,7 +45,7 @@ def watching(uri: str) -> Iterator[object]:
         assert (process.returncode, err) == (130, b"bkctl: Interrupted\n")
 
 
-def test_ndjson_tells_rows_that_come_change_and_go(uri: str, watching: object) -> None:
+def test_ndjson_reports_added_changed_and_removed_rows(uri: str, watching: object) -> None:
     # A bookie that comes and goes is seen by the store's watches, long before the minute is over.
     out = watching("bookies", "list", "--watch", "60", "-o", "ndjson")  # type: ignore[operator]
     assert json.loads(out.readline())["bookieId"] == "b1"
@@ -75,7 +75,7 @@ def test_a_table_is_printed_again_below(uri: str, watching: object) -> None:
         assert out.readline().split()[:2] == [b"b1", b"rw"]
 
 
-def test_watch_is_for_forms_that_go_on(cli: Cli, uri: str) -> None:
+def test_watch_requires_a_form_without_an_end(cli: Cli, uri: str) -> None:
     assert "-o ndjson" in cli("bookies", "list", "--watch", "-o", "json", "-u", uri).err
     assert cli("bookies", "list", "--watch=0", "-u", uri).code == 2
     assert cli("bookies", "list", "--watch=soon", "-u", uri).code == 2

@@ -166,5 +166,5 @@ def test_directories_without_bookie_files_are_refused(bookie):
     assert BookieDirectories.at(bookie).of_a_bookie().ledger_dirs
     (bookie / "other").mkdir()
     (bookie / "other/notes.txt").touch()
-    with pytest.raises(NotFound, match=r"nothing of a bookie in .*other"):
+    with pytest.raises(NotFound, match=r"No files of a bookie in .*other"):
         BookieDirectories.at(bookie / "other").of_a_bookie()

@@ -107,7 +107,7 @@ def test_refuses_entries_of_other_ids(ledger, digest_type):
     manager = DigestManager(ledger, digest_type, PASSWORD)
     blob = manager.seal(3, 1, 5, b"hello") + b"hello"
     assert manager.open(blob, None).entry_id == 3
-    with pytest.raises(DigestMismatch, match="entry 3 came where entry 4"):
+    with pytest.raises(DigestMismatch, match="got entry 3 instead of entry 4"):
         manager.open(blob, 4)
     for other in (LedgerId(ledger.scope_id, 2), LedgerId(9, 1), LedgerId(0, 3)):
         with pytest.raises(DigestMismatch):

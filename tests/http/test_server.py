@@ -43,9 +43,9 @@ def settings(**changes: Any) -> HttpSettings:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", ""])
 def test_a_server_beyond_loopback_without_authentication_is_refused(host: str, pem: Path) -> None:
-    with pytest.raises(UsageError, match="open to everybody"):
+    with pytest.raises(UsageError, match="open to everyone"):
         settings(http_server_host=host)
-    with pytest.raises(UsageError, match="open to everybody"):  # TLS alone asks nobody who they are
+    with pytest.raises(UsageError, match="open to everyone"):  # TLS alone asks nobody who they are
         settings(http_server_host=host, http_server_tls_enable=True, http_server_key_store_path=str(pem))
     assert settings(http_server_host=host, http_server_token=TOKEN).authenticates
     with_certificates = settings(
@@ -66,7 +66,7 @@ def test_bookie_without_authentication_does_not_start_on_public_host(http_bookie
     bookie = http_bookie(httpServerHost="0.0.0.0")
     done = subprocess.run(bookie._arguments(), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert "open to everybody" in done.stderr
+    assert "open to everyone" in done.stderr
     assert "httpServerTokenFile" in done.stderr
 
 

@@ -91,7 +91,7 @@ def test_a_bookie_is_made_read_only_and_writable_again(place: Place) -> None:
     on = place.ask("bookie", "readonly", "on")
     try:
         assert on.rows[0]["readOnly"] is True
-        assert "takes no more entries and serves reads" in on.err
+        assert "accepts no more entries and serves reads" in on.err
         assert place.row("bookie", "state")["readOnly"] is True
         wait_for(lambda: registered() == "ro", "the bookie registered as read-only")
         refused = place.ask("bookie", "sanity")
@@ -152,7 +152,7 @@ def test_settings_are_shown_and_changed(place: Place) -> None:
     assert place.ask("bookie", "config", "noSuchSetting").code == 4
 
 
-def test_metrics_are_rows_or_say_what_is_missing(place: Place) -> None:
+def test_metrics_are_rows_or_name_the_missing_provider(place: Place) -> None:
     place.row("bookie", "sanity")
     answer = place.ask("bookie", "metrics", "--match", "bookkeeper_server_ADD_ENTRY_count")
     if place.is_ours:
@@ -185,7 +185,7 @@ def test_raw_calls_read_change_and_delete(place: Place, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_a_bookie_refuses_is_one_error(place: Place, arguments: list[str], code: set[int]) -> None:
+def test_request_that_a_bookie_refuses_is_one_error(place: Place, arguments: list[str], code: set[int]) -> None:
     answer = place.ask("api", *arguments)
     assert answer.code in code
     assert place.url in answer.problem

@@ -140,7 +140,7 @@ def test_every_known_ledger_of_java_is_read_alike(
     scenario(body())
 
 
-def test_java_reads_in_full_what_we_write(cluster: Cluster, apache_cluster: ApacheCluster, java: Java) -> None:
+def test_java_reads_every_ledger_that_we_write(cluster: Cluster, apache_cluster: ApacheCluster, java: Java) -> None:
     async def body(protocol: Protocol, digest_type: DigestType) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         async with BookKeeper(cluster, protocol=protocol) as client:
             writer = await client.create_ledger(

@@ -109,7 +109,7 @@ FORMS = "accepted are a decimal or 0x ledger id, SCOPE:ID, 32 hex digits (the qu
     ],
     ids=lambda text: repr(text)[:40],
 )  # fmt: skip
-def test_texts_that_are_no_ledger_id(cli: CommandLine, text: str) -> None:
+def test_malformed_ledger_ids_are_refused(cli: CommandLine, text: str) -> None:
     for arguments in ((text,), ("--ledger-id", text)):
         check(cli("ledger", "show", *arguments), 2, "Not a ledger id: ", FORMS)
     check(cli("ledger", "list", "--after", text), 2, "Not a ledger id: ", FORMS)
@@ -209,7 +209,7 @@ def test_forms_that_disagree_or_name_no_ledger(
     ],
     ids=lambda value: " ".join(map(str, value))[:60] if isinstance(value, tuple) else None,
 )
-def test_what_makes_no_sense_is_refused_before_anything_is_done(
+def test_contradicting_arguments_change_nothing(
     cli: CommandLine, arguments: tuple[object, ...], code: int, words: tuple[str, ...]
 ) -> None:
     before = cli("ledger", "list", "-o", "id").ids
@@ -241,8 +241,8 @@ def test_an_id_that_is_taken_is_a_conflict(cli: CommandLine, ledger: str) -> Non
         ("", 2, ("The metadata URI is empty",)),
         ("foo", 2, ("'foo'", "no scheme", "zk+hierarchical://HOST:2181/ledgers")),
         ("127.0.0.1:2181/ledgers", 2, ("no scheme",)),
-        ("foo://x", 8, ("the store 'foo', which bkctl does not have",)),
-        ("ms://x:1", 8, ("the store 'ms', which bkctl does not have",)),
+        ("foo://x", 8, ("the store 'foo', which bkctl does not support",)),
+        ("ms://x:1", 8, ("the store 'ms', which bkctl does not support",)),
         ("metadata-store:rocksdb:/x", 8, ("rocksdb",)),
         ("etcd://127.0.0.1:1/x", 6, ("127.0.0.1:1", "refused")),
         ("zk:", 2, ("not followed by '://'",)),

@@ -381,7 +381,7 @@ def cli_count(log: Path) -> int:
     return len(cli("show", log))
 
 
-def test_apache_reads_what_extract_writes(place: Any, java: Java, tmp_path: Path) -> None:
+def test_apache_reads_extracted_entry_logs(place: Any, java: Java, tmp_path: Path) -> None:
     here = place(INTERLEAVED)
     here.bookie.start()
     ledger, *_ = here.write(2)

@@ -62,7 +62,7 @@ def test_entry_logs_have_the_records_that_readlog_lists(bookie: GoldenBookie) ->
             assert {str(ledger.ledger_id): size for ledger, size in reader.ledgers().items()} == ledgers
 
 
-def test_the_ledgers_maps_of_rolled_logs_say_what_readlogmetadata_says() -> None:
+def test_ledgers_maps_match_readlogmetadata() -> None:
     maps = []
     for bookie in BOOKIES:
         for path, (_, ledgers) in bookie.entry_logs.items():
@@ -100,7 +100,7 @@ def records_of(paths: Iterable[Path]) -> Iterable[Record]:
             yield from reader.records()
 
 
-def test_every_entry_in_the_logs_opens_with_its_digest_and_is_what_was_written(bookie: GoldenBookie) -> None:
+def test_every_entry_in_the_logs_matches_its_digest_and_payload(bookie: GoldenBookie) -> None:
     ledgers = {int(ledger["ledgerId"]): ledger for ledger in golden.ledgers(bookie.version)}
     managers = {
         ledger_id: DigestManager(

@@ -140,7 +140,7 @@ def one(
     return apache_cluster.bookies[request.param]
 
 
-def test_the_index_at_one_moment_is_what_the_shell_lists(
+def test_snapshot_of_an_index_matches_apaches_shell(
     one: ApacheBookie, java: Java, apache_ledgers: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     journal, ledgers = tmp_path / "journal", tmp_path / "ledgers"

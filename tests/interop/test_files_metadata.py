@@ -47,7 +47,7 @@ def test_every_version_of_ledger_metadata_is_read_as_apache_reads_it_and_written
 
 
 @versions
-def test_the_clusters_ledger_nodes_say_what_the_client_saw(version: str) -> None:
+def test_parsed_ledger_nodes_match_the_metadata_of_javas_client(version: str) -> None:
     nodes = golden.zookeeper_nodes(version)
     ledgers = {ledger["ledgerId"]: ledger for ledger in golden.ledgers(version) if not ledger["deleted"]}
     seen = set()

@@ -92,7 +92,7 @@ def check_files(bookie: OwnBookie) -> None:
 
 
 @pytest.mark.releases
-def test_what_javas_client_deletes_leaves_the_logs_and_the_rest_stays(
+def test_bookies_remove_ledgers_that_javas_client_deleted_and_keep_the_rest(
     java: Java, own_cluster: Callable[..., OwnCluster]
 ) -> None:
     cluster = own_cluster(STORAGES, COLLECTING)

@@ -75,7 +75,7 @@ def test_list_gives_exactly_the_ledgers_of_apaches_shell(
     assert cli("ledger", "list", "--after", ids[4], "--limit", 2, "-o", "ndjson").rows[0]["ledgerId"] == ids[5]
 
 
-def test_list_finds_ledgers_by_what_their_metadata_says(cli: CommandLine, apache_ledgers: Ledgers) -> None:
+def test_list_filters_ledgers_by_their_metadata(cli: CommandLine, apache_ledgers: Ledgers) -> None:
     rows = cli("ledger", "list", "-o", "ndjson").rows
 
     def ids(*options: object) -> list[str]:
@@ -97,7 +97,7 @@ def test_list_finds_ledgers_by_what_their_metadata_says(cli: CommandLine, apache
 
 
 @pytest.mark.releases
-def test_show_says_of_every_ledger_what_apaches_client_says(cli: CommandLine, apache_ledgers: Ledgers) -> None:
+def test_show_prints_the_metadata_that_apaches_client_reads(cli: CommandLine, apache_ledgers: Ledgers) -> None:
     for known in apache_ledgers:
         answer = cli("ledger", "show", known["ledgerId"], "-o", "json")
         if known["deleted"]:
@@ -237,7 +237,7 @@ BINARY = bytes(range(256)) * 2500
 
 
 @pytest.mark.releases
-def test_apaches_client_reads_in_full_what_write_wrote(
+def test_apaches_client_reads_every_ledger_of_write(
     cli: CommandLine, apache_cluster: ApacheCluster, java: Java, tmp_path: Path
 ) -> None:
     files = {"text": b"l1\nl2", "more": b"l3\n\n", "binary": BINARY, "nothing": b""}
@@ -372,7 +372,7 @@ def test_each_line_is_seen_by_tails_and_by_java_while_the_writer_is_at_work_and_
         assert (seen["state"], len(seen["entries"])) == ("CLOSED", 4)
 
 
-def test_an_interrupted_writer_closes_its_ledger_at_what_was_acknowledged(cli: CommandLine) -> None:
+def test_interrupted_writer_closes_its_ledger_at_the_last_acknowledged_entry(cli: CommandLine) -> None:
     writer = cli.process("ledger", "write")
     with processes(writer):
         ledger = first_line(writer).split()[1]
@@ -413,7 +413,7 @@ def test_recover_fences_a_java_writer_at_work(
     assert cli("ledger", "verify", ledger, "-o", "ndjson").rows == []
 
 
-def test_tail_begins_where_it_is_told_and_ends_with_a_closed_ledger(
+def test_tail_begins_at_from_or_last_and_ends_with_a_closed_ledger(
     cli: CommandLine, written: Callable[..., str]
 ) -> None:
     ledger = written(lines=b"".join(b"%d\n" % number for number in range(15)))
@@ -499,7 +499,7 @@ def flip(bookie: ApacheBookie, payload: bytes) -> None:
 
 
 @pytest.mark.releases
-def test_verify_tells_unreachable_damaged_and_missing_replicas_apart(
+def test_verify_distinguishes_unreachable_damaged_and_missing_replicas(
     cli: CommandLine, apache_cluster: ApacheCluster, written: Callable[..., str]
 ) -> None:
     marks = [b"verify me: %d" % number for number in range(9)]
@@ -647,7 +647,7 @@ def test_a_reader_that_goes_away_ends_a_command_quietly(cli: CommandLine, apache
     assert answer.out.split() == [b"0"] * len(lines)
 
 
-def test_streams_that_are_closed_or_full_are_told_in_one_line(cli: CommandLine, apache_ledgers: Ledgers) -> None:
+def test_closed_or_full_streams_are_reported_in_one_line(cli: CommandLine, apache_ledgers: Ledgers) -> None:
     ledger = next(one["ledgerId"] for one in apache_ledgers if one["name"] == "closed-CRC32C")
     answer = cli.shell(f"$bkctl ledger show {ledger} >&-")
     assert (answer.code, answer.out, answer.err) == (0, b"", "")

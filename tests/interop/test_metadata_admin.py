@@ -147,7 +147,7 @@ def test_apache_generates_no_id_again_on_an_imported_root(
         assert int(ask("id")["ledgerId"]) > max(taken)
 
 
-def test_what_went_to_etcd_and_back_is_apaches_byte_for_byte(
+def test_metadata_migrated_to_etcd_and_back_is_unchanged(
     source: CommandLine, zookeeper: ZooKeeperServer, etcd: Any, java: Java, tmp_path: Path
 ) -> None:
     middle, back = CommandLine(etcd.metadata_uri(etcd.new_root())), new_place(zookeeper)

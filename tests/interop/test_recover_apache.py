@@ -92,7 +92,7 @@ def verified(bkctl: CommandLine, ledgers: Iterable[LedgerId]) -> None:
     assert answer.code == 0, answer.out.decode() + answer.err
 
 
-def test_what_apaches_recover_does_ours_does_too(cluster: ApacheCluster, java: Java) -> None:
+def test_recover_moves_the_same_fragments_as_apaches(cluster: ApacheCluster, java: Java) -> None:
     cluster.ensure_up()
     lost, *others = cluster.bookies
     bkctl = CommandLine(cluster.metadata_uri)

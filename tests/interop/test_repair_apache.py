@@ -169,7 +169,7 @@ async def answers_to_adds(
     return found
 
 
-def test_apaches_bookies_serve_from_indexes_that_were_made_anew(
+def test_apaches_bookies_serve_from_rebuilt_indexes(
     cluster: ApacheCluster, ledgers: list[dict[str, Any]], java: Java
 ) -> None:
     ledger, bookies = run(left_open(cluster))
@@ -292,7 +292,7 @@ def without(rows: dict[str, dict[str, Any]], *names: str) -> dict[str, dict[str,
     return {ledger: {name: row[name] for name in row if name not in names} for ledger, row in rows.items()}
 
 
-def test_what_apache_converted_to_databases_reads_alike(java: Java, tmp_path: Path) -> None:
+def test_databases_converted_by_apache_read_like_the_index_files(java: Java, tmp_path: Path) -> None:
     copy = Copy(java, "sorted", tmp_path)
     copy.shell("convert-to-db-storage")
     assert [path.stem for path in (copy.ledger_dir / "current").glob("*/*/*.idx")] == [f"{int(FORGOTTEN):x}"]
@@ -301,7 +301,7 @@ def test_what_apache_converted_to_databases_reads_alike(java: Java, tmp_path: Pa
     assert copy.read_locations() == copy.locations
 
 
-def test_what_apache_converted_to_index_files_reads_alike(java: Java, tmp_path: Path) -> None:
+def test_index_files_converted_by_apache_read_like_the_databases(java: Java, tmp_path: Path) -> None:
     copy = Copy(java, "db", tmp_path)
     copy.shell("convert-to-interleaved-storage")
     assert not (copy.ledger_dir / "current" / "ledgers").exists()

@@ -76,7 +76,7 @@ def test_the_same_marks_are_the_same_bytes_in_the_same_places(zookeeper: Any, ja
     assert nodes(cluster) == theirs
 
 
-def test_marks_of_either_are_seen_and_taken_away_by_the_other(
+def test_apache_and_bkctl_see_and_remove_each_others_marks(
     apache: Ask, cluster: Cluster, ours: LedgerUnderreplicationManager
 ) -> None:
     for index, ledger_id in enumerate(IDS):
@@ -184,7 +184,7 @@ def test_the_auditor_that_apache_elects_is_ours(apache: Ask, ours: LedgerUnderre
     assert ours.auditor(scoped=True) is None
 
 
-def test_apaches_shell_sees_and_changes_what_we_do(
+def test_apaches_shell_reads_and_changes_our_marks_and_switches(
     java: Any, uri: str, ours: LedgerUnderreplicationManager, tmp_path: Path
 ) -> None:
     conf = servers.write_conf(tmp_path / "shell.conf", {"metadataServiceUri": uri})

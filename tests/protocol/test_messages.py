@@ -32,7 +32,7 @@ from bkctl.protocol.messages import (
 LEDGER = LedgerId(7, 1)
 
 
-def test_v2_codes_are_those_of_bookie_protocol() -> None:
+def test_v2_codes_match_bookie_protocol() -> None:
     assert {status.name: status.v2 for status in Status} == {
         "EOK": 0,
         "ENOLEDGER": 1,

@@ -185,7 +185,7 @@ def test_a_response_finds_its_request_by_operation_ledger_and_entry() -> None:
     ],
     ids=repr,
 )
-def test_what_v2_cannot_carry_is_refused_with_nothing_written(request_: Request) -> None:
+def test_v2_refuses_requests_of_v3_and_writes_nothing(request_: Request) -> None:
     out: list[BytesLike] = []
     with pytest.raises(IllegalOperation):
         v2.encode_request(request_, out)

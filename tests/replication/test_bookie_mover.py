@@ -400,7 +400,7 @@ async def test_delete_cookies_refuses_foreign_scoped_ledgers(fake_cluster, monke
         cookies.write("b0", Cookie("b0", ("/j",), ("/l",), "i"), NEW)
         await lose(cluster, "b0")
         monkeypatch.setattr(cluster.cluster.ledgers, "scopes_state", lambda: "foreign")
-        with pytest.raises(Conflict, match="formatted away"):
+        with pytest.raises(Conflict, match="belong to a cluster that was formatted"):
             await BookieMover(client, ["b0"]).delete_cookies()
         assert cookies.list() == ["b0"]
 

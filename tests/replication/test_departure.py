@@ -77,7 +77,7 @@ async def test_decommission_keeps_cookie_on_request_and_accepts_missing_one(fake
         assert "b0" in cluster.cluster.cookies.list()
         assert results(await steps(decommission(cluster, client).run())) == {StepKind.COOKIE: StepResult.DELETED}
         assert results(await steps(decommission(cluster, client).run())) == {StepKind.COOKIE: StepResult.OK}
-        with pytest.raises(NotFound, match="decommissioned already"):
+        with pytest.raises(NotFound, match="it was decommissioned, or never belonged to this cluster"):
             await steps(decommission(cluster, client).check(probe=False))
 
 
@@ -101,7 +101,7 @@ async def test_decommission_check_reports_foreign_scopes(fake_cluster, monkeypat
         departure = decommission(cluster, client)
         (step,) = [each for each in await steps(departure.check(probe=False)) if each.kind is StepKind.COOKIE]
         assert (step.result, departure.forbidden) == (StepResult.BLOCKED, True)
-        assert "formatted away" in step.message
+        assert "belong to a cluster that was formatted" in step.message
         # With the cookie nothing is lost.
         keeping = decommission(cluster, client, keep_cookie=True)
         assert StepKind.COOKIE not in results(await steps(keeping.check(probe=False)))

@@ -334,7 +334,7 @@ def test_missing_marked_journal_stops_the_start(tmp_path: Path) -> None:
     storage.run_checkpoint()
     for path in (tmp_path / "journal" / "current").glob("*.txn"):
         path.unlink()
-    with pytest.raises(Corrupt, match=r"is missing, which the last mark names"):
+    with pytest.raises(Corrupt, match=r"is missing, but the last mark names it"):
         open_storage(tmp_path)
 
 

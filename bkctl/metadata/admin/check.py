@@ -41,9 +41,7 @@ def check_metadata(
     manager = cluster.ledgers
     yield from _check_cookies(cluster)
     if manager.scopes_state() == "foreign":
-        yield MetadataFinding(
-            "foreign-scopes", SCOPES, None, "The scopes tree belongs to a cluster that was formatted away"
-        )
+        yield MetadataFinding("foreign-scopes", SCOPES, None, "The scopes tree belongs to a cluster that was formatted")
     bookies = _BookieLookup(cluster)
     yield from _check_marks(cluster, scope_id)
     now_ms = time.time_ns() // 1_000_000

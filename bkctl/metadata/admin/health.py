@@ -113,7 +113,7 @@ def _of_scopes(cluster: Cluster, bookies: list[RegisteredBookie]) -> Iterator[He
     state = cluster.ledgers.scopes_state()
     if state == "foreign":
         yield HealthFinding(
-            "scopes-orphaned", Severity.ERROR, "", "The scoped ledgers belong to a cluster that was formatted away",
+            "scopes-orphaned", Severity.ERROR, "", "The scoped ledgers belong to a cluster that was formatted",
             "'bkctl metadata orphans' shows them",
         )  # fmt: skip
     if state == "ours" and next((scope for scope in cluster.ledgers.scopes() if scope), None) is not None:

@@ -77,7 +77,7 @@ def _refuse(cluster: Cluster) -> None:
     unknown = [name for name in names if not CLUSTER_NODE.fullmatch(name)]
     if unknown:
         raise Conflict(
-            f"{cluster.uri} also holds nodes of something else than a cluster: {_shorten(unknown)}",
+            f"{cluster.uri} also holds nodes that do not belong to a cluster: {_shorten(unknown)}",
             hint="check the path at the end of the metadata URI",
         )
 

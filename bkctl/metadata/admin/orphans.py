@@ -1,4 +1,4 @@
-"""Find nodes that belong to nothing any more, and remove those that are certainly unused."""
+"""Find nodes that no longer belong to anything, and remove the nodes that are certainly unused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def orphans(cluster: Cluster) -> Iterator[Orphan]:
     if manager.scopes_state() == "foreign":
         yield Orphan(
             "foreign-scopes", SCOPES, None, _count(store, SCOPES), True,
-            "Scoped ledgers of a cluster that was formatted away; this cluster cannot read their entries",
+            "Scoped ledgers of a cluster that was formatted; this cluster cannot read their entries",
         )  # fmt: skip
     marked = (ledger for ledger, _ in LedgerMarks(store).list(None))
     for ledger, found in manager.read_many(marked):

@@ -127,7 +127,7 @@ class UndoneChange(NamedTuple):
 def undo(cluster: Cluster, path: Path, *, dry_run: bool = False) -> Iterator[UndoneChange]:
     """Undo every change in the undo file at `path`, the last one first; with `dry_run` only report.
 
-    Nodes changed since stay as they are ("changed"). Memory grows by 8 bytes a change. Raises Conflict for an undo file
+    Nodes changed since stay unchanged ("changed"). Memory grows by 8 bytes a change. Raises Conflict for an undo file
     of another cluster, or with changes of files of another host; Corrupt for another kind of file, Unsupported for a
     later version, OSError, and the store's errors.
     """

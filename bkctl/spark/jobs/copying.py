@@ -182,7 +182,7 @@ class LedgerCopy:
         if (metadata.last_entry_id, metadata.length) != (hash.entry_count - 1, hash.length):
             raise Conflict(
                 f"Ledger {self.target} was closed after {metadata.last_entry_id + 1} entries "
-                f"({metadata.length} bytes), and is to have {hash.entry_count} ({hash.length} bytes)",
+                f"({metadata.length} bytes), but its source has {hash.entry_count} ({hash.length} bytes)",
                 hint="delete it, and run this again",
             )
         known = metadata.custom_metadata.get(HASH_KEY)
@@ -194,7 +194,7 @@ class LedgerCopy:
                     read.add(entry.payload)
             known = read.hex.encode()
         if known != hash.hex.encode():
-            raise Corrupt(f"Ledger {self.target} is not what ledger {self.source} is: its entries differ")
+            raise Corrupt(f"Ledger {self.target} differs from its source, ledger {self.source}")
         marked = partial(_with_hash, value=known)
         update_metadata(self._client.cluster.ledgers, self.target, found, marked)
         state = COPIED if self._handle is not None else PRESENT

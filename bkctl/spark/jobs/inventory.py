@@ -133,7 +133,7 @@ def _application_totals(
     from pyspark.sql import functions as F
 
     if connection is None:
-        raise UsageError("Applications are in the metadata store, and none is named", hint="add --metadata-uri")
+        raise UsageError("Applications are known from a metadata store, and none is named", hint="add --metadata-uri")
     check_clusters(bookies, connection)
     ledgers = shares.groupBy(QUALIFIED_NAME).agg(*_sums())
     rows = ledgers.join(applications(spark, connection), QUALIFIED_NAME, "left")

@@ -56,7 +56,7 @@ def migrate_scope(
     checked = SourceOptions("migrate-scope", options, (*CONNECTION_OPTIONS, *SHAPE_OPTIONS))
     connection = ClusterOptions(checked)
     if not ledgers and from_scope_id is None:
-        raise UsageError("Nothing says which ledgers to copy", hint="name ledgers, or the scope that they are in")
+        raise UsageError("No ledgers to copy are given", hint="name ledgers, or the scope that they are in")
     with connection.open() as cluster:
         listed = ledgers or cluster.ledgers.ledgers(from_scope_id)
         results, work = _plan(cluster, listed, to_scope_id, named=bool(ledgers), dry_run=dry_run)

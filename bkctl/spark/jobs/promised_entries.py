@@ -35,7 +35,7 @@ def promised_entries(
 ) -> tuple[DataFrame, DataFrame]:
     """Return the promised replicas on `bookies`, and the other bookies that ensembles name with their ledger counts.
 
-    `held` tells how far the ledgers go that are not closed.
+    `held` gives the last entries of ledgers that are not closed.
     """
     from pyspark.sql import functions as F
 

@@ -100,7 +100,7 @@ class _SecondLook:
         key = row["bookieId"], row["logId"], ledger.is_scoped
         # Each ledger directory has its own log ids, and an index does not name the directory.
         paths = [row["file"]] if row["file"] is not None else self._logs.get(key, [])
-        problem = _ProblemFound(Problem.MISSING, f"its index names log {row['logId']}, which is not there")
+        problem = _ProblemFound(Problem.MISSING, f"its index names log {row['logId']}, which does not exist")
         for path in paths:
             try:
                 record = self._reader(path).entry_at(row["offset"] + 4)

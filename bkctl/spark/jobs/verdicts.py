@@ -82,7 +82,7 @@ def _deciding_look() -> Column:
 
 
 def _other_looks() -> Column:
-    """Return looks at the copies that are not served and do not match by their columns."""
+    """Return the copies to check by their records: copies that are not served, and whose columns do not match."""
     from pyspark.sql import functions as F
 
     def is_doubtful(copy: Column) -> Column:

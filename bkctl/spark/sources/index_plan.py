@@ -130,7 +130,9 @@ class IndexPlanner:
             yield self._damage(path, error)
             return
         if ledger is None:
-            raise UsageError(f"{path} does not name its ledger", hint="an index file's path says whose it is")
+            raise UsageError(
+                f"{path} does not name its ledger", hint="the path of an index file contains its ledger's id"
+            )
         bookie_id = next((found for home in list(path.parents)[2:5] if (found := bookie_id_at(home))), None)
         if not (self._conditions.accepts_ledger(ledger) and self._accepts(path, bookie_id)):
             return

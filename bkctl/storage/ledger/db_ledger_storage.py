@@ -559,5 +559,5 @@ def _data_of(handle: DbLedgerHandle) -> LedgerData:
 
 def _absent(handle: DbLedgerHandle, entry_id: int) -> BkctlError:
     if handle.unknown:
-        return UnknownLedgerState(f"Ledger {handle.ledger} is in limbo: it may have had entry {entry_id}")
+        return UnknownLedgerState(f"Ledger {handle.ledger} awaits a data integrity check: entry {entry_id} may be lost")
     return EntryNotFound(f"No entry {entry_id} of ledger {handle.ledger} on this bookie")

@@ -82,9 +82,9 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
         return self._chance.choice([number for number in writable if number not in self._refused] or writable)
 
     def set_writable(self, numbers: list[int]) -> None:
-        """Let only these ledger directories take new files; an entry log in another one is completed as it is.
+        """Let only these ledger directories take new files; an open entry log in another one is completed there.
 
-        Without any, everything stays where it is. Source: EntryLogManagerForSingleEntryLog.
+        Without any, all files stay in place. Source: EntryLogManagerForSingleEntryLog.
         """
         self._writable = numbers
         self._refused.clear()

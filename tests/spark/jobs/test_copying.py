@@ -148,7 +148,7 @@ def test_scope_is_copied_through_spark(spark: SparkSession, live: Live) -> None:
     for problem, settings in {
         "already": {"ledgers": [LedgerId(to, 0)]},
         "both become": {"ledgers": [LedgerId(scope, 1), LedgerId(to + 1, 1)]},
-        "Nothing says": {},
+        "No ledgers to copy": {},
     }.items():
         with pytest.raises(UsageError, match=problem):
             migrate_scope(spark, options, to, **settings)

@@ -397,7 +397,7 @@ def test_oversized_record_does_not_hide_later_ones(tmp_path: Path, size: int) ->
 
 
 @pytest.mark.parametrize("data", [b"", b"BKLO", b"BKXX" + bytes(1020), write_header(1)[:4] + bytes([0, 0, 0, 9] * 255)])
-def test_files_that_are_no_logs(tmp_path: Path, data: bytes) -> None:
+def test_files_that_are_not_logs_fail_alike_in_both_modes(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "0.log"
     path.write_bytes(data)
     check_both_modes(path)

@@ -82,9 +82,7 @@ class ExportFile(DumpSource):
                 if fields.get("records") != count or fields.get("sha256") != digest.hexdigest():
                     raise self._changed(at)
                 if self._file.read(1):
-                    raise CorruptRecord(
-                        "Something follows the export's last line", offset=at + len(line), where=self.name
-                    )
+                    raise CorruptRecord("Data follows the export's last line", offset=at + len(line), where=self.name)
                 return
             record = self._record(fields, at)
             if last is not None and record.place <= last:

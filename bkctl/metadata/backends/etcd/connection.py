@@ -230,7 +230,7 @@ class EtcdConnection:
                 code, details = status_of(error)
                 if code is _Status.INVALID_ARGUMENT:
                     raise Unauthorized(
-                        f"etcd at {self.address} does not let the user {user!r} in: {shorten(details)}",
+                        f"etcd at {self.address} refuses the user {user!r}: {shorten(details)}",
                         hint="check the user and the password",
                     ) from error
                 if code is not _Status.FAILED_PRECONDITION:

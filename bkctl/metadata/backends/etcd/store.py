@@ -168,7 +168,7 @@ class EtcdStore(MetadataStore):
             return
         found = [kv for response in answer.responses if (kv := first_key(response)) is not None]
         if not found:
-            raise NotFound(f"{', '.join(key.decode() for key in outside)} is not there in {self.name}")
+            raise NotFound(f"{', '.join(key.decode() for key in outside)} does not exist in {self.name}")
         is_one_write = {(kv.create_revision, kv.version) for kv in found} == {(found[0].create_revision, 1)}
         if repeated and is_one_write and {kv.key: kv.value for kv in found} == values:
             return

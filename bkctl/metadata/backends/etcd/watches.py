@@ -158,13 +158,13 @@ class EtcdWatches:
             self._client = client
 
     def _leave(self, client: Any) -> None:
-        """End the stream on this client: its server failed, or answers no more."""
+        """End the stream on this client, whose server failed or no longer answers."""
         with self._lock:
             if self._client is client and client is not None:
                 self._stream.cancel()
 
     def _handle(self, answer: Any) -> None:
-        """Handle one answer of the stream; the lock is held."""
+        """Handle one answer of the stream. The caller holds the lock."""
         number = answer.watch_id
         if answer.created:
             self._handle_created(answer)
