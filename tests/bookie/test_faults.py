@@ -310,7 +310,7 @@ def counts(bookie: Bookie) -> dict[str, int]:
         "bytes in flight": server.in_flight_bytes,
         "reads waiting": server.reads_waiting,
         "requests in flight": sum(each._in_flight for each in server.connections),
-        "reads in progress": sum(each.reads._in_progress_count for each in server.connections),
+        "reads in progress": server.reads.in_progress_count,
         "entries of journals": sum(each._count for each in bookie.commits.journals),
         "long polls": len(bookie.processor.polls),
     }

@@ -65,7 +65,6 @@ class EtcdStore(MetadataStore):
         security: StoreSecurity = NO_SECURITY,
     ) -> None:
         self.root = root
-        self.timeout_s = timeout_s
         self._connection = EtcdConnection(hosts, root, timeout_s=timeout_s, security=security)
         self.name = f"{root} of etcd at {self._connection.address}"
         self._nodes = EtcdNodes(self._connection, root, self.name)
@@ -85,6 +84,15 @@ class EtcdStore(MetadataStore):
             raise
 
     # values
+
+    @property
+    def timeout_s(self) -> float:
+        """The longest wait for an answer, in seconds."""
+        return self._connection.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        self._connection.timeout_s = seconds
 
     def get(self, path: str) -> Versioned[bytes] | None:
         """See MetadataStore.get."""
