@@ -87,7 +87,7 @@ def test_checker_finds_a_layer_that_forgets_databases(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS[:1])
 def test_full_disk_corrupts_nothing(tmp_path: Path, seed: int) -> None:
-    crash.test_a_full_disk_corrupts_nothing(tmp_path, seed)
+    crash.test_full_disk_corrupts_nothing(tmp_path, seed)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
