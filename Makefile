@@ -4,8 +4,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 EXTENSIONS := bkctl/protocol/_add_runs.c bkctl/files/_scan.c commands/kit/_rows.c
-# How many processes share the tests; WORKERS=0 runs them in one.
-WORKERS ?= 2
+# How many processes share the tests, which wait more than they compute; WORKERS=0 runs them in one.
+WORKERS ?= 4
 
 # `make fast`: the parts of the tests that start no server of Java's, a process for each core. What needs Java is skipped.
 FAST := tests/test_*.py tests/formats tests/protocol tests/client tests/files tests/checks tests/repair tests/storage tests/commands

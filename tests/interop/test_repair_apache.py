@@ -233,6 +233,7 @@ def test_apaches_bookies_serve_from_converted_indexes(
     assert {answer.get("code") for answer in answers} == {-102}  # UnauthorizedAccessException
 
 
+@pytest.mark.usefixtures("ledgers")
 def test_a_formatted_bookie_is_initialised_and_starts(cluster: ApacheCluster, java: Java) -> None:
     bookie = cluster.bookies[0]
     bookie.stop()
