@@ -69,7 +69,7 @@ class Site(NamedTuple):
 
 
 def may_give_up(site: Site) -> bool:
-    """Whether the bookie cannot know after the fault what the disk holds, and so may give up.
+    """Return True if the fault leaves unknown what the disk holds, so that the bookie may give up.
 
     It knows after a read, a write to the journal (which is cut again), and for what the metadata store does.
     """
@@ -304,7 +304,7 @@ def metadata_of(bookie_id: str) -> LedgerMetadata:
 
 
 def counts(bookie: Bookie) -> dict[str, int]:
-    """What counts requests under way."""
+    """Return the counts of requests under way, by name."""
     server = bookie.server
     return {
         "bytes in flight": server.in_flight_bytes,

@@ -1,4 +1,4 @@
-"""What a bookie and a local cluster leave on disk is not for every user of the machine, under the usual umask."""
+"""Files of a bookie and of a local cluster are closed to other users of the machine, under the usual umask."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ SCOPED = (LedgerId(7, 1), LedgerId(2**64 - 1, 2**64 - 1))
 
 
 class Seen(NamedTuple):
-    """What one reader makes of a log: the entries' offsets, where they end, and the error that says why."""
+    """The result of one reader: the entries' offsets, where they end, and the error that says why."""
 
     offsets: list[int] | None
     good_end: int | None

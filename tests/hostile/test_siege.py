@@ -71,7 +71,7 @@ def memory_bytes(bookie: OwnBookie, name: str) -> int:
 
 
 def payload_of(ledger_id: str, entry_id: int) -> bytes:
-    """What SteadyWriter.java writes."""
+    """The entries that SteadyWriter.java writes."""
     word = f"{ledger_id} {entry_id} ".encode()
     size = 1 + entry_id * 37 % 1500
     return (word * (size // len(word) + 1))[:size]
