@@ -247,7 +247,8 @@ class EtcdConnection:
 
     def _check_endpoints(self, details: str, deadline: float) -> None:
         """Before the first answer of any endpoint: raise Unreachable where waiting cannot help."""
-        if "handshake" in details.lower():
+        # gRPC says "tcp handshaker shutdown" of a plain connection that is only late: TLS alone says "Ssl handshake".
+        if "ssl handshake" in details.lower():
             raise Unreachable(
                 f"No TLS connection to etcd at {self.address}: {shorten(details)}",
                 hint="check the TLS files, and whether the server speaks TLS",

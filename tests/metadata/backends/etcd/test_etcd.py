@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -35,7 +36,7 @@ from bkctl.errors import (
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo
 from bkctl.ids import LedgerId
 from bkctl.metadata.backends.etcd import etcdrpc
-from bkctl.metadata.backends.etcd.connection import etcd3
+from bkctl.metadata.backends.etcd.connection import EtcdConnection, etcd3
 from bkctl.metadata.backends.etcd.etcdrpc import kv_pb2
 from bkctl.metadata.backends.etcd.store import TRANSACTION_SIZE_MAX, EtcdStore
 from bkctl.metadata.cluster import open_cluster
@@ -544,6 +545,16 @@ def test_tls_with_certificates_of_both_sides(
             open_cluster(uri, timeout_s=5, security=security)
         assert "secret" not in str(wrong.value)
     assert capfd.readouterr().err == ""
+
+
+def test_a_late_plain_connection_is_asked_again() -> None:
+    """gRPC says so of a connection that ended while it was made: the server may be busy, TLS is not at fault."""
+    details = "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: tcp handshaker shutdown"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connection = EtcdConnection([server.getsockname()], "/", timeout_s=20, security=StoreSecurity())
+        connection._check_endpoints(details, time.monotonic() + 20)
+        with pytest.raises(Unreachable, match="No TLS connection"):
+            connection._check_endpoints(details.replace("tcp handshaker shutdown", "Ssl handshake failed"), 0)
 
 
 def call_gateway(server: EtcdServer, path: str, **body: Any) -> None:
