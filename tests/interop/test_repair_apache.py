@@ -50,9 +50,7 @@ def bkctl(*arguments: object, code: int = 0) -> Rows:
 
 
 @pytest.fixture(scope="module")
-def cluster(
-    java: Java, zookeeper: ZooKeeperServer, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ApacheCluster]:
+def whole(java: Java, zookeeper: ZooKeeperServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApacheCluster]:
     """Apache bookies of the three storage classes, and one with several directories of each kind, to be repaired."""
     base, storages = tmp_path_factory.mktemp("repair"), (SORTED, INTERLEAVED, DB, DB)
     made = ApacheCluster(java, zookeeper, base, root=zookeeper.new_root(), storages=storages)
@@ -69,14 +67,29 @@ def cluster(
 
 
 @pytest.fixture(scope="module")
-def ledgers(cluster: ApacheCluster, java: Java) -> list[dict[str, Any]]:
+def ledgers(whole: ApacheCluster, java: Java) -> list[dict[str, Any]]:
     """Known ledgers on it: closed, fenced by a recovery, open, with an explicit LAC."""
-    written = servers.write_ledgers(java, cluster.metadata_uri, "v3", small=True)
+    written = servers.write_ledgers(java, whole.metadata_uri, "v3", small=True)
     # Then all is in entry logs; what comes later is in the journals of killed bookies.
-    for bookie in cluster.bookies:
+    for bookie in whole.bookies:
         bookie.stop()
-    cluster.ensure_up()
     return [one for one in written if not one["deleted"]]
+
+
+@pytest.fixture
+def cluster(whole: ApacheCluster, ledgers: list[dict[str, Any]], tmp_path: Path) -> Iterator[ApacheCluster]:
+    """The cluster with its ledgers; what a test does to the bookies is undone after it, so that any may come first."""
+    before = [(dict(bookie.settings), bookie.storage) for bookie in whole.bookies]
+    for bookie in whole.bookies:
+        bookie.stop()
+        shutil.copytree(bookie.directory, tmp_path / bookie.directory.name)
+    whole.ensure_up()
+    yield whole
+    for bookie, (settings, storage) in zip(whole.bookies, before, strict=True):
+        bookie.kill()
+        bookie.settings, bookie.storage = settings, storage
+        shutil.rmtree(bookie.directory)
+        shutil.copytree(tmp_path / bookie.directory.name, bookie.directory)
 
 
 def entries(ledger: dict[str, Any]) -> list[tuple[int, int, str]]:
@@ -188,8 +201,7 @@ def test_apaches_bookies_serve_from_rebuilt_indexes(
     assert (found["state"], found["lastEntryId"], len(found["ensembles"])) == ("CLOSED", 5, 1)
 
 
-def test_running_bookies_are_left_alone(cluster: ApacheCluster, ledgers: list[dict[str, Any]]) -> None:
-    cluster.ensure_up()
+def test_running_bookies_are_left_alone(cluster: ApacheCluster) -> None:
     sorted_, _, db, spread = cluster.bookies
     for arguments in (
         ("bookie", "index", "regenerate", "--all", "--conf", sorted_.conf),
@@ -208,7 +220,6 @@ def test_running_bookies_are_left_alone(cluster: ApacheCluster, ledgers: list[di
 def test_apaches_bookies_serve_from_converted_indexes(
     cluster: ApacheCluster, ledgers: list[dict[str, Any]], java: Java
 ) -> None:
-    cluster.ensure_up()
     first, second, db, spread = cluster.bookies
     # The first leaves entries in its journal alone, the others stop cleanly.
     first.kill()
@@ -233,7 +244,6 @@ def test_apaches_bookies_serve_from_converted_indexes(
     assert {answer.get("code") for answer in answers} == {-102}  # UnauthorizedAccessException
 
 
-@pytest.mark.usefixtures("ledgers")
 def test_a_formatted_bookie_is_initialised_and_starts(cluster: ApacheCluster, java: Java) -> None:
     bookie = cluster.bookies[0]
     bookie.stop()
@@ -248,7 +258,6 @@ def test_a_formatted_bookie_is_initialised_and_starts(cluster: ApacheCluster, ja
     bkctl("bookie", "init", "--conf", bookie.conf)
     assert bkctl("cookie", "verify", "--conf", bookie.conf) == []
     bookie.start()
-    bookie.stop()
 
 
 # --- Apache's shell repairs, bkctl reads ------------------------------------------------------------------------------
