@@ -24,15 +24,11 @@ HTTP = {"httpServerEnabled": "true", "httpServerHost": "127.0.0.1", "httpServerP
 SHAPES = ((3, 2, True, 40), (2, 2, True, 25), (3, 3, True, 10), (3, 2, True, 0), (3, 2, False, 20))
 
 
-@pytest.fixture(scope="module")
-def cluster(
-    java: Java, zookeeper: ZooKeeperServer, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ApacheCluster]:
-    """Four bookies of Apache's, for the tests of this module."""
-    found = ApacheCluster(
-        java, zookeeper, tmp_path_factory.mktemp("four"), root=zookeeper.new_root(),
-        storages=(SORTED, INTERLEAVED, DB, SORTED),
-    )  # fmt: skip
+@pytest.fixture
+def cluster(java: Java, zookeeper: ZooKeeperServer, tmp_path: Path) -> Iterator[ApacheCluster]:
+    """Four bookies of Apache's without a ledger: the tests recover all of a bookie's, and decommission one."""
+    storages = (SORTED, INTERLEAVED, DB, SORTED)
+    found = ApacheCluster(java, zookeeper, tmp_path / "four", root=zookeeper.new_root(), storages=storages)
     try:
         found.start()
         yield found
@@ -93,7 +89,6 @@ def verified(bkctl: CommandLine, ledgers: Iterable[LedgerId]) -> None:
 
 
 def test_recover_moves_the_same_fragments_as_apaches(cluster: ApacheCluster, java: Java) -> None:
-    cluster.ensure_up()
     lost, *others = cluster.bookies
     bkctl = CommandLine(cluster.metadata_uri)
     with open_cluster(cluster.metadata_uri, timeout_s=30) as opened:
@@ -133,7 +128,6 @@ def test_recover_moves_the_same_fragments_as_apaches(cluster: ApacheCluster, jav
 
 
 def test_a_decommission_that_cannot_be_finished_names_why_and_succeeds_later(cluster: ApacheCluster) -> None:
-    cluster.ensure_up()
     lost, other, *rest = cluster.bookies
     bkctl = CommandLine(cluster.metadata_uri)
     with open_cluster(cluster.metadata_uri, timeout_s=30) as opened:

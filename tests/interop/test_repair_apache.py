@@ -83,8 +83,13 @@ def cluster(whole: ApacheCluster, ledgers: list[dict[str, Any]], tmp_path: Path)
     for bookie in whole.bookies:
         bookie.stop()
         shutil.copytree(bookie.directory, tmp_path / bookie.directory.name)
+    with open_cluster(whole.metadata_uri, timeout_s=60) as store:
+        known = [(ledger, store.ledgers.read(ledger).metadata) for ledger in store.ledgers.ledgers(None)]
     whole.ensure_up()
     yield whole
+    with open_cluster(whole.metadata_uri, timeout_s=60) as store:
+        for ledger, metadata in known:
+            store.ledgers.write(ledger, metadata, store.ledgers.read(ledger).version)
     for bookie, (settings, storage) in zip(whole.bookies, before, strict=True):
         bookie.kill()
         bookie.settings, bookie.storage = settings, storage
