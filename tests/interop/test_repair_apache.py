@@ -163,7 +163,9 @@ async def left_open(cluster: ApacheCluster) -> tuple[LedgerId, list[ApacheBookie
     """A ledger of five entries whose writer went away, and its bookies."""
     with open_cluster(cluster.metadata_uri) as store:
         async with BookKeeper(store) as client:
-            handle = await client.create_ledger(ensemble_size=3, write_quorum_size=3, password=OPEN_PASSWORD)
+            handle = await client.create_ledger(
+                ensemble_size=3, write_quorum_size=3, ack_quorum_size=3, password=OPEN_PASSWORD
+            )
             for number in range(5):
                 await handle.add(b"%d" % number)
             return handle.ledger, [cluster.by_id(each) for each in handle.metadata.last_fragment.bookies]
