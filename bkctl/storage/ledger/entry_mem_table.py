@@ -5,6 +5,7 @@ Source: EntryMemTable, EntryKey; BP-35.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
@@ -51,6 +52,7 @@ class EntryMemTable:
     def __init__(self) -> None:
         self.current = Snapshot()
         self.snapshots: tuple[Snapshot, ...] = ()
+        self._lock = threading.Lock()
 
     @property
     def size(self) -> int:
@@ -90,7 +92,8 @@ class EntryMemTable:
         """Freeze the entries added so far for writing, and start a new table; return False if there were none."""
         if not self.current.ledgers:
             return False
-        self.snapshots = (*self.snapshots, self.current)
+        with self._lock:
+            self.snapshots = (*self.snapshots, self.current)
         self.current = Snapshot()
         return True
 
@@ -109,4 +112,5 @@ class EntryMemTable:
 
     def drop(self, snapshot: Snapshot) -> None:
         """Drop a snapshot; all its entries can be read from the logs now."""
-        self.snapshots = tuple(kept for kept in self.snapshots if kept is not snapshot)
+        with self._lock:
+            self.snapshots = tuple(kept for kept in self.snapshots if kept is not snapshot)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import functools
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -97,6 +99,32 @@ def test_memtable_sorts_entries_and_keeps_the_newest_copy(tmp_path: Path) -> Non
     assert table.holds(one)
     assert not table.holds(other)
     assert table.size == 5 + ENTRY_OVERHEAD_BYTES
+
+
+def test_no_snapshot_is_lost_while_another_thread_drops_one(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """A lost one would never be written, and the next mark would pass its acknowledged entries."""
+    request.addfinalizer(functools.partial(sys.setswitchinterval, sys.getswitchinterval()))
+    sys.setswitchinterval(1e-6)
+    table = EntryMemTable()
+    handle = IndexedHandle(PLAIN, KEY, tmp_path)
+    count = 2000
+    seen: set[int] = set()
+    is_over = threading.Event()
+
+    def drop() -> None:
+        while not is_over.is_set() or table.snapshots:
+            for snapshot in table.snapshots:
+                seen.update(snapshot.ledgers[handle])
+                table.drop(snapshot)
+
+    with ThreadPoolExecutor(1) as pool:
+        dropping = pool.submit(drop)
+        for entry_id in range(count):
+            table.add(handle, [entry_id], [b"entry"], 5)
+            table.snapshot()
+        is_over.set()
+        dropping.result()
+    assert len(seen) == count
 
 
 def test_writes_sorted_entries_to_plain_and_scoped_logs(tmp_path: Path) -> None:
