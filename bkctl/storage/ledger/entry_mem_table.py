@@ -27,7 +27,7 @@ class EntryKey(NamedTuple):
 class Snapshot:
     """The entries of one memtable, current or being written: records by entry id, by ledger."""
 
-    __slots__ = ("is_sorted", "ledgers", "placed", "size", "todo")
+    __slots__ = ("is_sorted", "ledgers", "placed", "size", "todo", "unplaced")
 
     def __init__(self) -> None:
         self.ledgers: dict[IndexedHandle, dict[int, bytes]] = {}
@@ -38,6 +38,8 @@ class Snapshot:
         self.todo: list[tuple[IndexedHandle, list[int]]] = []
         #: Runs that the entry loggers have, perhaps not in files yet.
         self.placed: list[tuple[IndexedHandle, list[int]]] = []
+        #: Runs whose index page the disk refuses; the next write tries them again.
+        self.unplaced: list[tuple[IndexedHandle, list[int]]] = []
 
     def keys(self) -> Iterator[EntryKey]:
         """Yield the keys of all entries, in order."""
@@ -111,6 +113,10 @@ class EntryMemTable:
         snapshot.placed = []
 
     def drop(self, snapshot: Snapshot) -> None:
-        """Drop a snapshot; all its entries can be read from the logs now."""
+        """Drop a snapshot, whose placed entries can be read from the logs now; it stays while any are `unplaced`."""
+        if snapshot.unplaced:
+            entries = snapshot.ledgers.values()
+            snapshot.size = sum(len(record) + ENTRY_OVERHEAD_BYTES for each in entries for record in each.values())
+            return
         with self._lock:
             self.snapshots = tuple(kept for kept in self.snapshots if kept is not snapshot)
