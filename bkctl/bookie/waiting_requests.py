@@ -20,7 +20,7 @@ from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.errors import BkctlError
 from bkctl.ids import LedgerId
 from bkctl.protocol.handler import Responder
-from bkctl.protocol.messages import AddRequest, Request, Status, refusal, status_of
+from bkctl.protocol.messages import AddRequest, ForceLedgerRequest, Request, Status, refusal, status_of
 from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.ledger.ledger_storage import NeedsDisk
 
@@ -81,10 +81,11 @@ class WaitingRequests:
             request = request._replace(body=bytes(request.body))  # it is in the connection's buffer
 
         def serve(error: BaseException | None) -> None:
-            if error is not None:
-                self.refuse(request, respond, error)
-            else:
+            # A force asks about the journal alone: a ledger that cannot be opened has nothing that is not on disk.
+            if error is None or (isinstance(request, ForceLedgerRequest) and not self._state.is_stopping):
                 self.serve(handler, request, respond)
+            else:
+                self.refuse(request, respond, error)
 
         if need is None:
             self.by_ledger[request.ledger].append(serve)

@@ -49,6 +49,15 @@ class BoundedProtocol(H11Protocol):
         self._looking.cancel()
         super().connection_lost(exc)
 
+    @property
+    def is_mute(self) -> bool:
+        """True until the client has sent the whole head of a request."""
+        return self.cycle is None
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self.transport.abort()
+
     def _look(self) -> None:
         """Abort the connection if its client neither sends a request nor reads its answer."""
         now_s = self.loop.time()
@@ -101,7 +110,7 @@ class BoundedServer(uvicorn.Server):
         await self.lifespan.startup()
         config = self.config
 
-        def serve() -> asyncio.Protocol:
+        def serve() -> BoundedProtocol:
             return BoundedProtocol(config=config, server_state=self.server_state, app_state=self.lifespan.state)
 
         acceptor = Acceptor(

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import logging
 import resource
 import socket
 import ssl
 import traceback
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol, cast
 
 #: Longest TLS handshake. Source: Netty's SslHandler.
 TLS_HANDSHAKE_TIMEOUT_S: Final = 10.0
 #: Connections accepted in one turn of the event loop, so that open connections get their turn, too.
 ACCEPTS_AT_ONCE: Final = 64
 BACKLOG: Final = 1024
+#: One in so many places may have a connection that ends and the one that takes its place at the same time.
+_LEAVING_SHARE: Final = 32
 #: Pause after accept failed for lack of resources.
 ACCEPT_PAUSE_S: Final = 0.5
 #: The process or the system has no resources for another socket.
@@ -69,20 +72,33 @@ class _Accepted(socket.socket):
         return super().detach()
 
 
+class ClientProtocol(Protocol):
+    """An asyncio protocol that serves one client."""
+
+    @property
+    def is_mute(self) -> bool:
+        """Return True until the client has sent a whole request."""
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+
+
 class Acceptor:
     """Accepts connections on listening sockets and hands each to a protocol that `serve` creates.
 
-    At most `connections_max` (0: any number) sockets are open at once, those in a TLS handshake included: further
-    connections are closed as they are accepted. `tls` encrypts from the first byte; a handshake ends after
-    `handshake_timeout_s`. `ended` counts, by reason, connections that ended for another reason than a client's wish:
-    `connections` (over the bound), `descriptors` (attempts to accept without a free descriptor) and `handshake`.
+    At most `connections_max` (0: any number) sockets are open at once, those in a TLS handshake included: one more
+    takes the place of the oldest mute one, whose socket may close a moment later, and is closed as it is accepted where
+    none is mute. `tls` encrypts from the
+    first byte; a handshake ends after `handshake_timeout_s`. `ended` counts, by reason, connections that ended for
+    another reason than a client's wish: `connections` (over the bound, mute ones that made room included),
+    `descriptors` (attempts to accept without a free descriptor) and `handshake`.
     `close` and `wait_closed` work as asyncio.Server's.
     """
 
     def __init__(
         self,
         listeners: Sequence[socket.socket],
-        serve: Callable[[], asyncio.BaseProtocol],
+        serve: Callable[[], ClientProtocol],
         *,
         connections_max: int,
         ended: Counter[str],
@@ -98,11 +114,16 @@ class Acceptor:
         self.ended = ended
         #: Sockets of clients that are open.
         self.open = 0
+        #: Those that `_make_room` ended, and whose sockets are not closed yet: the descriptors above the bound.
+        self._leaving: set[_Accepted] = set()
+        self._leaving_max = max(1, connections_max // _LEAVING_SHARE)
         self._is_crowded = False
         self._is_exhausted = False
         self._pause: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        #: Open connections, the oldest first, without those that `_make_room` found not to be mute.
+        self._newcomers: OrderedDict[_Accepted, tuple[asyncio.Task[None], ClientProtocol]] = OrderedDict()
         for listener in self._listeners:
             listener.setblocking(False)
         self._resume()
@@ -112,7 +133,7 @@ class Acceptor:
         cls,
         host: str,
         port: int,
-        serve: Callable[[], asyncio.BaseProtocol],
+        serve: Callable[[], ClientProtocol],
         *,
         connections_max: int,
         ended: Counter[str],
@@ -148,6 +169,8 @@ class Acceptor:
 
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(ACCEPTS_AT_ONCE):
+            if len(self._leaving) >= self._leaving_max:
+                return  # the next turn, once their sockets are closed
             try:
                 plain, _ = listener.accept()
             except OSError as error:
@@ -156,22 +179,26 @@ class Acceptor:
                     self._wait_for_descriptors(error)
                 return
             self._is_exhausted = False
-            if self._connections_max and self.open >= self._connections_max:
-                plain.close()
-                self._turn_away()
-                continue
+            if self._connections_max and self.open - len(self._leaving) >= self._connections_max:
+                self._count_surplus()
+                if not self._make_room():
+                    plain.close()
+                    continue
             accepted = _Accepted(plain.family, plain.type, plain.proto, fileno=plain.detach())
             accepted.setblocking(False)
-            accepted.on_closed = self._closed
+            accepted.on_closed = functools.partial(self._closed, accepted)
             self.open += 1
-            task = self._loop.create_task(self._begin(accepted))
+            client = self._serve()
+            task = self._loop.create_task(self._begin(accepted, client))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(functools.partial(self._begun, accepted))
+            self._newcomers[accepted] = task, client
 
-    async def _begin(self, accepted: _Accepted) -> None:
-        """Hand `accepted` to a protocol, after the TLS handshake where there is one."""
+    async def _begin(self, accepted: _Accepted, client: ClientProtocol) -> None:
+        """Connect `accepted` with `client`, after the TLS handshake where there is one."""
         try:
-            await self._loop.connect_accepted_socket(self._serve, accepted, **self._tls)
+            protocol = cast("asyncio.BaseProtocol", client)
+            await self._loop.connect_accepted_socket(lambda: protocol, accepted, **self._tls)
         except OSError as error:
             self.ended["handshake"] += 1
             log.debug("A client's connection ended before it was served: %s", error)
@@ -181,16 +208,34 @@ class Acceptor:
             accepted.close()
             raise
 
-    def _closed(self) -> None:
+    def _begun(self, accepted: _Accepted, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():  # perhaps before its first step
+            accepted.close()
+
+    def _make_room(self) -> bool:
+        """End the oldest connection whose client has sent no whole request; return False if there is none."""
+        while self._newcomers:
+            accepted, (task, client) = self._newcomers.popitem(last=False)
+            if not task.done() or client.is_mute:
+                self._leaving.add(accepted)
+                if not task.cancel():
+                    client.abort()
+                return True
+        return False
+
+    def _closed(self, accepted: _Accepted) -> None:
         self.open -= 1
+        self._newcomers.pop(accepted, None)
+        self._leaving.discard(accepted)
         self._is_crowded = self._is_crowded and self.open * 10 > self._connections_max * 9
 
-    def _turn_away(self) -> None:
+    def _count_surplus(self) -> None:
         self.ended["connections"] += 1
         if not self._is_crowded:
             log.warning(
-                "Port %d has %d clients, as many as it serves: more are turned away until some leave", self.port,
-                self.open,
+                "Port %d has %d clients, as many as it serves: further ones take the places of clients that sent no "
+                "request, or are turned away", self.port, self.open,
             )  # fmt: skip
         self._is_crowded = True
 

@@ -16,6 +16,11 @@ class Deadlines:
         self._unfinished_since_s: float | None = None
         self._heard_s = now_s
 
+    @property
+    def awaits_first(self) -> bool:
+        """True until the first request has arrived."""
+        return self._first_since_s is not None
+
     def restart(self, now_s: float) -> None:
         """Restart the wait for the first request, because TLS begins."""
         self._first_since_s = now_s

@@ -128,6 +128,11 @@ class ServedConnection(FramedProtocol):
         server.in_flight.count(self)
 
     @property
+    def is_mute(self) -> bool:
+        """True until the client has sent a whole request; where TLS is required, one after TLS began."""
+        return self._deadlines.awaits_first
+
+    @property
     def has_input(self) -> bool:
         """True if input is left in the buffer."""
         return self._start != self._end

@@ -136,7 +136,8 @@ def _stop_cleanly(config: BookieConfig, rows: list[Downgraded]) -> None:
     # Only an empty journal is written in each directory, so nothing is preallocated.
     storage = BookieStorage(config.with_changes(journal_pre_alloc_size_mb=0), files=files)
     storage.open()
-    for ledger, error in storage.set_aside.items():
+    refused = dict.fromkeys(storage.ledgers.unwritten, BkctlError("the disk refuses its index"))
+    for ledger, error in (refused | storage.set_aside).items():
         storage.ledgers.close()
         raise Corrupt(
             f"Ledger {ledger} has records to replay, but its state cannot be read: {error.message}",

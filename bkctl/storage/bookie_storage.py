@@ -27,6 +27,7 @@ from bkctl.disk import Files
 from bkctl.errors import (
     BadRequest,
     BkctlError,
+    BookieIOError,
     Corrupt,
     LedgerFenced,
     LedgerNotFound,
@@ -89,7 +90,7 @@ class BookieStorage:
         #: (entries, records skipped for want of a ledger key) of the replay at start.
         self.replayed = (0, 0)
         #: Ledgers whose state `open` could not read, so that it could not replay their records, and why.
-        self.set_aside: dict[LedgerId, BkctlError] = {}
+        self.set_aside = self._open_ledgers.set_aside
         #: By journal number: the place before the first record of a set-aside ledger. The mark stays there.
         self._pins: dict[int, journal_formats.LogMark] = {}
         #: Why `open` left replayed entries in memory, and perhaps a journal without a file: a disk is full.
@@ -154,7 +155,7 @@ class BookieStorage:
         replay = JournalReplay(self.config, self.ledgers, self._open_ledgers)
         marks = replay.run(self.journal_directories, self._last_marks)
         self.replayed = (replay.entry_count, replay.skipped_count)
-        self.set_aside, self._pins, self.no_space = replay.set_aside, replay.pins, replay.no_space
+        self._pins, self.no_space = replay.pins, replay.no_space
         if replay.has_records:
             # What a killed process wrote may be in the system's memory alone. Replay saw it and builds on it, and the
             # marks are about to pass it.
@@ -200,12 +201,14 @@ class BookieStorage:
     def close(self) -> None:
         """Stop cleanly: write everything into ledger storage, and make the directories fit for Apache's bookie.
 
-        A journal with records of a ledger that is `set_aside` stays unchanged for our next start. Every batch must have
-        been committed. Raises OSError: then the next start replays. Source: BP-35's downgrade.
+        A journal with records of a ledger that is `set_aside`, or whose index the disk refuses, stays unchanged for our
+        next start. Every batch must have been committed. Raises OSError: then the next start replays. Source: BP-35's
+        downgrade.
         """
         self.run_checkpoint()
+        held = self._checkpointer.held
         for number, journal in enumerate(self.journals):
-            if number not in self._pins:
+            if number not in held:
                 journal.make_downgradable(lambda mark, number=number: self._last_marks.write(number, mark))  # type: ignore[misc]
             journal.close()
         self.ledgers.close()
@@ -225,7 +228,8 @@ class BookieStorage:
 
         Raises Unauthorized (another master key), LedgerFenced (unless `recovery`; always if it is deleted too),
         BadRequest (ids or format of `body` are not the request's, or the master key is not 20 bytes),
-        UnknownLedgerState (a fence may be lost; unless `recovery`), OSError or Corrupt (the ledger's index).
+        UnknownLedgerState (a fence may be lost; unless `recovery`), OSError, BookieIOError or Corrupt (the ledger's
+        index).
         """
         try:
             if ledger[0]:
@@ -263,6 +267,8 @@ class BookieStorage:
                 handle = self._open_ledgers.open_to_write(ledger, master_key)
             except LedgerNotFound as error:
                 raise LedgerFenced(error.message) from error
+        if handle.index_error is not None:
+            raise BookieIOError(f"The disk refuses the index of ledger {ledger}: {handle.index_error}")
         if (handle.fenced or handle.unknown) and not recovery:
             if handle.fenced:
                 raise LedgerFenced(f"Ledger {ledger} is fenced")

@@ -72,7 +72,7 @@ class Checkpointer:
     """Runs the checkpoints of one bookie.
 
     `marks` are in the `lastMark` files at present. A journal in `pins` keeps its mark there, for records that the last
-    start could not replay.
+    start could not replay; so does a journal with records of a ledger that the last flush could not write.
     """
 
     def __init__(
@@ -89,6 +89,12 @@ class Checkpointer:
         self._marks_written = marks
         self._pins = pins
 
+    @property
+    def held(self) -> set[int]:
+        """Return the numbers of the journals that keep their mark."""
+        count = len(self._journals)
+        return {*self._pins, *(ledger.value % count for ledger in self._storage.unwritten)}
+
     def begin(self) -> Checkpoint | None:
         """Return the work of a checkpoint of this moment; None when nothing changed. `end` must follow."""
         marks = tuple(self._pins.get(number, journal.mark) for number, journal in enumerate(self._journals))
@@ -101,6 +107,11 @@ class Checkpointer:
         """Write `checkpoint` in the order that a crash at any moment needs. Raises OSError."""
         if checkpoint.flush is not None:
             self._storage.flush(checkpoint.flush)
+        held = self.held
+        checkpoint.marks = tuple(
+            written if number in held else mark
+            for number, (mark, written) in enumerate(zip(checkpoint.marks, self._marks_written, strict=True))
+        )
         for number, (mark, written) in enumerate(zip(checkpoint.marks, self._marks_written, strict=True)):
             if mark != written:
                 self._last_marks.write(number, mark)

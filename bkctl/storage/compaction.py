@@ -209,6 +209,8 @@ class EntryLogCompactor:
             # Newer entries in memory must be on disk too before the old log is removed.
             self._checkpoint()
         for source in target.sources:
+            if not self._storage.unwritten.isdisjoint(source.ledgers):
+                continue  # the index on disk of such a ledger may point to the old log: a later round removes it
             source.logger.remove_log(source.log_id)
             self._removed(source)
 

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-from bkctl.errors import BadRequest, LedgerNotFound, Unauthorized
+from bkctl.errors import BadRequest, BkctlError, Corrupt, LedgerNotFound, Unauthorized
 from bkctl.formats.entry import MASTER_KEY_SIZE
 from bkctl.formats.layout import Buffer
 from bkctl.ids import I64_MAX, LedgerId
@@ -67,6 +67,8 @@ class OpenLedgers:
         self._blanks: dict[LedgerId, LedgerHandle] = {}
         #: The bookie has a ledger of a scope other than 0.
         self.has_scoped = False
+        #: Ledgers whose records could not be replayed, and why: their requests fail until the next start.
+        self.set_aside: dict[LedgerId, BkctlError] = {}
 
     def look_up(self, ledger: LedgerId) -> LedgerHandle:
         """Return the ledger's handle; for a ledger that is not here, one that is not among `handles`.
@@ -75,6 +77,8 @@ class OpenLedgers:
         """
         handle = self.handles.get(ledger) or self._blanks.get(ledger)
         if handle is None:
+            if ledger in self.set_aside:
+                raise Corrupt(f"Ledger {ledger} is set aside: {self.set_aside[ledger].message}")
             read = functools.partial(self._storage.load, ledger)
             if not self._storage.waits_for_disk:
                 raise NeedsDisk(ledger, read)

@@ -62,7 +62,7 @@ class JournalReplay:
         self.skipped_count = 0
         self.has_records = False
         #: Ledgers whose state cannot be read, so that their records were not replayed, and why.
-        self.set_aside: dict[LedgerId, BkctlError] = {}
+        self.set_aside = ledgers.set_aside
         #: By journal number: the place before the first record of a set-aside ledger.
         self.pins: dict[int, LogMark] = {}
         #: Why replayed entries remain in memory: a disk is full.
@@ -171,6 +171,7 @@ class JournalReplay:
             except BkctlError as error:
                 # Damage of one ledger's index must not pass for damage of the journal.
                 self.set_aside[ledger] = error
+                self._ledgers.handles.pop(ledger, None)
                 return
             if has_zero_header and not is_here:
                 raise CorruptRecord(problem, offset=record.offset, where=reader.name)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import struct
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from support.served_bookies import PLAIN, SCOPED, add, config_for, connected, di
 from support.servers import DB, INTERLEAVED, SORTED
 
 from bkctl.bookie.bookie import Bookie
+from bkctl.client.ledger import BookKeeper
+from bkctl.config import BookieConfig
 from bkctl.disk import Files, StorageFile
 from bkctl.files.rocksdb import LedgersDatabase
 from bkctl.formats.availability import Availability
@@ -31,6 +35,7 @@ from bkctl.protocol.messages import (
     ReadRequest,
     Status,
 )
+from bkctl.replication.replicator import LedgerFragmentReplicator, Outcome
 from bkctl.storage.ledger.index_persistence import IndexPersistenceMgr
 
 
@@ -255,3 +260,47 @@ def test_recovery_add_is_answered_after_the_sync_although_it_asks_for_a_deferred
         assert (await connection.send(ForceLedgerRequest(PLAIN))).status is Status.EOK
 
     on_a_bookie(tmp_path, cluster, body, files=HeldJournal())
+
+
+def test_replicator_reads_a_replica_whose_last_entry_is_damaged(
+    tmp_path: Path, cluster: Cluster, storage_class: str
+) -> None:
+    """Entries 0 and 3 are on that replica alone, once another bookie is lost; entry 4 has a second replica."""
+    configs = [config_for(tmp_path / str(number), ledger_storage_class=storage_class) for number in range(5)]
+    by_id: dict[str, BookieConfig] = {}
+
+    async def start(stack: contextlib.AsyncExitStack, *configs: BookieConfig) -> None:
+        for config in configs:
+            by_id[(await stack.enter_async_context(serving(config, cluster))).bookie_id] = config
+
+    async def write() -> LedgerId:
+        async with contextlib.AsyncExitStack() as stack:
+            await start(stack, *configs[:3])
+            client = await stack.enter_async_context(BookKeeper(cluster, timeout_s=60))
+            writer = await client.create_ledger_adv(
+                ensemble_size=3, write_quorum_size=2, ack_quorum_size=2, password=b"secret"
+            )
+            for number in range(5):
+                writer.add(b"%d" % number)
+            await writer.flush()
+            await writer.force()
+            await writer.close()
+            return writer.ledger
+
+    async def replicate(ledger: LedgerId, survivors: Sequence[str]) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            await start(stack, *(by_id[each] for each in survivors), *configs[3:])
+            client = await stack.enter_async_context(BookKeeper(cluster, timeout_s=60))
+            result = await LedgerFragmentReplicator(client).replicate_ledger(ledger)
+            assert {each.outcome for each in result.fragments} == {Outcome.REPLICATED}
+            assert result.done
+            reader = await client.open_ledger(ledger.ledger_id, password=b"secret")
+            assert [bytes(entry.payload) async for entry in reader.read(0, 4)] == [b"%d" % each for each in range(5)]
+
+    ledger = asyncio.run(write())
+    _, damaged, other = cluster.ledgers.read(ledger).metadata.ensembles[0].bookies
+    (log,) = Path(by_id[damaged].ledger_directories[0]).rglob("0.log")
+    data = bytearray(log.read_bytes())
+    data[data.index(struct.pack(">qq", ledger.ledger_id, 4))] = 0xFF
+    log.write_bytes(data)
+    asyncio.run(replicate(ledger, (damaged, other)))

@@ -68,12 +68,17 @@ class Site(NamedTuple):
     number: int
 
 
-def may_give_up(site: Site) -> bool:
+#: Calls that write one ledger's index.
+INDEX_WRITES = {(operation, target) for operation in ("write", "sync") for target in (".idx", ".idx.new")}
+
+
+def may_give_up(site: Site, error: Exception) -> bool:
     """Return True if the fault leaves unknown what the disk holds, so that the bookie may give up.
 
-    It knows after a read, a write to the journal (which is cut again), and for what the metadata store does.
+    It knows after a read, a write to the journal (which is cut again), for what the metadata store does, and where the
+    disk refuses the index of one ledger: the journal keeps that ledger's entries.
     """
-    if site.target == "store":
+    if site.target == "store" or (isinstance(error, OSError) and (site.operation, site.target) in INDEX_WRITES):
         return False
     if site.operation in ("read", "read_cached", "open_to_read"):
         return False
@@ -106,7 +111,7 @@ class Seams:
 
 
 def kind_of(path: Path) -> str:
-    return path.suffix or path.name
+    return ".idx.new" if path.name.endswith(".idx.new") else path.suffix or path.name
 
 
 class SeamFiles(Files):
@@ -340,7 +345,7 @@ async def run(root: Path, storage: str, seams: Seams, patch: pytest.MonkeyPatch)
                     left = {name: count for name, count in counts(bookie).items() if count}
                     if left:
                         return f"still counted: {left}"
-                elif seams.site is not None and not may_give_up(seams.site):
+                elif seams.site is not None and not may_give_up(seams.site, seams.error()):
                     return f"the bookie gave up: {bookie.failure}"
             try:
                 await asyncio.wait_for(bookie.stop(), TIMEOUT_S)
@@ -467,6 +472,20 @@ def test_single_fault_harms_only_its_own_request(
     assert fired * 2 > len(picked)
 
 
+@pytest.mark.parametrize("storage", ["sorted", "interleaved"])
+def test_bookie_serves_on_where_the_disk_refuses_one_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sites_of: Callable[..., list[Site]], storage: str
+) -> None:
+    chance = random.Random(storage)
+    for operation, target in sorted(INDEX_WRITES):
+        sites = [site for site in sites_of(storage) if (site.operation, site.target) == (operation, target)]
+        for number, site in enumerate(sites if IS_LONG else [chance.choice(sites)]):
+            root = tmp_path / f"{operation}{target}{number}"
+            root.mkdir()
+            seams = Seams(site, ERRORS["OSError"])
+            assert asyncio.run(run(root, STORAGES[storage], seams, monkeypatch)) == "", site
+
+
 def test_recorded_run_passes_every_seam(sites_of: Callable[[str], list[Site]]) -> None:
     for storage in STORAGES:
         kinds = {(site.operation, site.target) for site in sites_of(storage)}
@@ -476,4 +495,4 @@ def test_recorded_run_passes_every_seam(sites_of: Callable[[str], list[Site]]) -
             ("get", "store"), ("ephemeral", "store"), ("delete", "store"), ("disk_usage", "directory"),
         } <= kinds  # fmt: skip
         if storage != "db":
-            assert {("write", ".new"), ("read", ".idx"), ("write", ".idx"), ("sync", ".idx")} <= kinds
+            assert {("write", ".idx.new"), ("read", ".idx"), ("write", ".idx"), ("sync", ".idx")} <= kinds

@@ -19,7 +19,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.backends.sqlite import SqliteStore, _end_session
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.protocol.connection import BookieConnection
-from bkctl.protocol.messages import Protocol, ReadRequest, Status, WriteLacRequest
+from bkctl.protocol.messages import ForceLedgerRequest, Protocol, ReadRequest, Status, WriteLacRequest
 
 PLAIN, OTHER, SCOPED = LedgerId(0, 5), LedgerId(0, 6), LedgerId(7, 5)
 STORAGES = pytest.mark.parametrize("storage", [SORTED, INTERLEAVED, DB], ids=["sorted", "interleaved", "db"])
@@ -206,6 +206,26 @@ def test_exception_of_one_answer_leaves_the_other_answers(tmp_path: Path, cluste
     on_a_bookie(tmp_path, cluster, body)
 
 
+@STORAGES
+def test_force_of_an_unreadable_ledger_has_one_answer(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, storage: str
+) -> None:
+    """Alone, and behind requests that wait for the ledger to be opened; as Apache's, which asks the journal alone."""
+
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        def unreadable(ledger: LedgerId) -> Any:
+            raise Corrupt("damage")
+
+        monkeypatch.setattr(bookie.storage.ledgers, "load", unreadable)
+        force = ForceLedgerRequest(PLAIN)
+        assert await statuses(connection, force) == [Status.EOK]
+        found = await statuses(connection, add(PLAIN, 0), force, ReadRequest(PLAIN, 0), force)
+        assert found == [Status.EIO, Status.EOK, Status.EIO, Status.EOK]
+        assert in_flight(bookie) == 0
+
+    on_a_bookie(tmp_path, cluster, body, ledger_storage_class=storage)
+
+
 # --- stops -----------------------------------------------------------------------------------------------------------
 
 
@@ -227,6 +247,42 @@ def test_stop_leaves_the_list_of_bookies_before_it_writes(
 
     on_a_bookie(tmp_path, cluster, body)
     assert listed == [False]
+
+
+def test_stopping_bookie_serves_until_it_has_left_the_list_of_bookies(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_leaving, may_leave = threading.Event(), threading.Event()
+    listed: list[bool] = []
+
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        def is_listed() -> bool:
+            found = cluster.bookies.get(bookie.bookie_id)
+            return found is not None and found.state != "down"
+
+        def unregister(bookie_id: str) -> None:
+            is_leaving.set()
+            assert may_leave.wait(60)
+            plain_unregister(bookie_id)
+
+        async def close(grace_s: float = 5.0) -> None:
+            listed.append(is_listed())
+            await plain_close(grace_s)
+
+        plain_unregister, plain_close = cluster.bookies.unregister, bookie.server.close
+        monkeypatch.setattr(cluster.bookies, "unregister", unregister)
+        monkeypatch.setattr(bookie.server, "close", close)
+        monkeypatch.setattr("bkctl.bookie.bookie.STOP_GRACE_S", 60.0)
+        stopping = asyncio.create_task(bookie.stop())
+        assert await asyncio.to_thread(is_leaving.wait, 60)
+        assert is_listed()
+        assert await statuses(connection, add(PLAIN, 0), ReadRequest(PLAIN, 0)) == [Status.EOK] * 2
+        may_leave.set()
+        await stopping
+
+    on_a_bookie(tmp_path, cluster, body)
+    assert listed
+    assert not any(listed)
 
 
 class HangingFiles(Files):

@@ -28,11 +28,17 @@ Runner = Callable[[Coroutine[Any, Any, None]], None]
 class Echo(asyncio.Protocol):
     """Sends back what comes."""
 
+    is_mute = True
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:
+        self.is_mute = False
         self.transport.write(data)  # type: ignore[attr-defined]
+
+    def abort(self) -> None:
+        self.transport.abort()  # type: ignore[attr-defined]
 
 
 def tls_of(pem: Path) -> ssl.SSLContext:
@@ -93,6 +99,57 @@ def test_connections_beyond_the_bound_are_closed_and_leave_room_again(
 
     runner(main())
     assert len([each for each in caplog.records if "turned away" in each.getMessage()]) == 1
+
+
+def test_mute_connections_leave_their_places_to_others_the_oldest_first(
+    runner: Runner, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with accepting(4) as acceptor:
+            spoke = await connect(acceptor)
+            assert await echoes(spoke)
+            mute = [await connect(acceptor) for _ in range(3)]
+            await until(lambda: acceptor.open == 4)
+            for count in (1, 2):
+                other = await connect(acceptor)
+                assert await echoes(other)
+                assert await mute[count - 1][0].read() == b""
+                other[1].close()
+                await until(lambda: acceptor.open == 3)
+                assert acceptor.ended == {"connections": count}
+                spare = await connect(acceptor)
+                assert await echoes(spare)
+                mute.append(spare)
+                await until(lambda: acceptor.open == 4)
+            assert await echoes(spoke)
+            assert await echoes(mute[2])
+            refused = await connect(acceptor)
+            assert not await echoes(refused), "none is mute"
+            for _, writer in (spoke, refused, *mute):
+                writer.close()
+            await until(lambda: acceptor.open == 0)
+            assert not acceptor._newcomers
+
+    runner(main())
+
+
+def test_handshakes_leave_their_places_to_others(runner: Runner, pem: Path) -> None:
+    async def main() -> None:
+        wrong: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
+        async with accepting(3, tls=tls_of(pem), handshake_timeout_s=3600) as acceptor:
+            mute = [await connect(acceptor) for _ in range(20)]
+            await until(lambda: acceptor.ended["connections"] == 17)
+            served = [await connect(acceptor, ssl.create_default_context(cafile=pem)) for _ in range(3)]
+            assert [await echoes(each) for each in served] == [True] * 3
+            assert [await each[0].read() for each in mute] == [b""] * 20
+            assert acceptor.ended == {"connections": 20}
+            for _, writer in (*mute, *served):
+                writer.close()
+            await until(lambda: acceptor.open == 0)
+        assert not wrong
+
+    runner(main())
 
 
 def test_connections_in_a_handshake_count_and_end_soon(

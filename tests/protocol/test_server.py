@@ -230,6 +230,27 @@ async def test_clients_that_do_not_finish_a_request_are_disconnected(
         assert {each.status for each in await asyncio.gather(*adds(client, 1))} == {Status.EOK}, "a quiet client"
 
 
+@pytest.mark.parametrize("protocol", Protocol)
+async def test_client_with_a_request_takes_the_place_of_a_mute_one(protocol: Protocol) -> None:
+    sent = [sent for reason, sent in first_bytes_of_requests().values() if reason == "mute"]
+    count = 6
+    async with serving(Prompt(), connections=count) as server:
+        mute = [await asyncio.open_connection(HOST, server.port) for _ in range(2 * count)]
+        for number, (_, writer) in enumerate(mute):
+            writer.write(sent[number % len(sent)])
+        async with clients(server, count, protocol) as opened:
+            for client in opened:
+                assert {each.status for each in await asyncio.gather(*adds(client, 2))} == {Status.EOK}
+            for reader, _ in mute:
+                with contextlib.suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+            assert server.ended == {"connections": 2 * count}
+            for client in opened:
+                assert {each.status for each in await asyncio.gather(*adds(client, 2))} == {Status.EOK}
+        for _, writer in mute:
+            writer.close()
+
+
 async def test_a_request_that_comes_by_the_byte_has_one_deadline_for_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "STALL_CHECK_S", 0.05)
     out: list[Any] = []
@@ -281,8 +302,10 @@ async def test_large_requests_of_many_clients_wait_their_turn(monkeypatch: pytes
 
 
 async def test_clients_beyond_the_limit_are_turned_away_until_others_leave() -> None:
-    async with serving(Holding(), connections=3) as server:
-        async with clients(server, 3):
+    async with serving(Prompt(), connections=3) as server:
+        async with clients(server, 3) as opened:
+            for client in opened:
+                assert {each.status for each in await asyncio.gather(*adds(client, 1))} == {Status.EOK}
             reader, writer = await asyncio.open_connection(HOST, server.port)
             with contextlib.suppress(ConnectionResetError):
                 assert await reader.read() == b""

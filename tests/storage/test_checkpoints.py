@@ -12,17 +12,18 @@ from support.simulated_disk import Fault, SimulatedFiles
 
 from bkctl.config import BookieConfig
 from bkctl.disk import Files, StorageFile
-from bkctl.errors import BadRequest, Corrupt
+from bkctl.errors import BadRequest, BookieIOError, Corrupt
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.formats import journal as journal_formats
 from bkctl.formats.entry import DigestManager, DigestType
-from bkctl.formats.index import write_header
+from bkctl.formats.index import HEADER_SIZE, write_header
 from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
 from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.entry_logger import Move
 
 SETTINGS: dict[str, Any] = {}
+Bodies = dict[tuple[LedgerId, int], bytes]
 
 
 @pytest.fixture(params=[SORTED, INTERLEAVED], ids=["sorted", "interleaved"], autouse=True)
@@ -32,14 +33,18 @@ def storage_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 
 def open_storage(
-    root: Path, files: Files | None = None, log_size_limit: int = 1 << 20, ledgers: tuple[str, ...] = ("ledgers",)
+    root: Path,
+    files: Files | None = None,
+    log_size_limit: int = 1 << 20,
+    ledgers: tuple[str, ...] = ("ledgers",),
+    page_limit: int = 16,
 ) -> BookieStorage:
     config = BookieConfig(
         journal_directories=(str(root / "journal"),),
         ledger_directories=tuple(str(root / each) for each in ledgers),
         journal_pre_alloc_size_mb=0,
         page_size=64,
-        page_limit=4,
+        page_limit=page_limit,
         log_size_limit=log_size_limit,
         entry_log_file_preallocation_enabled=False,
     ).with_changes(**SETTINGS)
@@ -48,12 +53,12 @@ def open_storage(
     return storage
 
 
-def add(storage: BookieStorage, ledger_id: int, entry_id: int) -> bytes:
-    ledger = LedgerId(0, ledger_id)
+def add(storage: BookieStorage, ledger_id: int | LedgerId, entry_id: int, *, recovery: bool = False) -> bytes:
+    ledger = ledger_id if isinstance(ledger_id, LedgerId) else LedgerId(0, ledger_id)
     digests = DigestManager(ledger, DigestType.CRC32C, b"secret")
     payload = f"entry {entry_id} of {ledger_id}".encode()
     body = digests.seal(entry_id, entry_id - 1, 100 * (entry_id + 1), payload) + payload
-    storage.add(ledger, entry_id, digests.master_key, body, None)
+    storage.add(ledger, entry_id, digests.master_key, body, None, recovery)
     return body
 
 
@@ -128,6 +133,132 @@ def test_failed_entry_log_sync_fails_every_later_sync(tmp_path: Path, code: int)
             storage.run_checkpoint()
         assert failure.value.errno == errno.EIO
     assert (tmp_path / "ledgers/current/lastMark").read_bytes() == mark
+
+
+MARK = "ledgers/current/lastMark"
+ONE = LedgerId(0, 1)
+
+
+def with_two_ledgers(root: Path, ledger: LedgerId = ONE, **changes: Any) -> tuple[BookieStorage, Any, Bodies]:
+    """A storage with entries of `ledger` and of ledger 2, some in their indexes, some in the journal alone."""
+    root.mkdir(exist_ok=True)
+    files = SimulatedFiles(root)
+    storage = open_storage(root, files, **changes)
+    bodies: Bodies = {}
+    for entry_ids in (range(5), range(5, 12)):
+        for entry_id in entry_ids:
+            for each in (ledger, LedgerId(0, 2)):
+                bodies[each, entry_id] = add(storage, each, entry_id)
+        storage.flush_journals()
+        if entry_ids[0] == 0:
+            storage.run_checkpoint()
+    return storage, files, bodies
+
+
+def missing(storage: BookieStorage, bodies: Bodies) -> list[tuple[LedgerId, int]]:
+    return [key for key, body in bodies.items() if bytes(storage.read_entry(*key)) != body]
+
+
+@pytest.mark.parametrize("kind", ["write", "sync"])
+@pytest.mark.parametrize("ledger", [LedgerId(0, 1), LedgerId(7, 1)], ids=str)
+def test_index_that_the_disk_refuses_stays_with_its_ledger(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, ledger: LedgerId
+) -> None:
+    storage, files, bodies = with_two_ledgers(tmp_path / "work", ledger)
+    mark = (tmp_path / "work" / MARK).read_bytes()
+    files.faults.append(Fault(kind, "1.idx", errno.EIO, times=3))
+    for round_number in range(3):
+        storage.run_checkpoint()
+        assert caplog.text.count(f"Ledger {ledger} accepts no entries") == 1
+        assert storage.ledgers.unwritten == {ledger}
+        for recovery in (False, True):
+            with pytest.raises(BookieIOError, match="refuses the index"):
+                add(storage, ledger, 12, recovery=recovery)
+        bodies[LedgerId(0, 2), 12 + round_number] = add(storage, 2, 12 + round_number)
+        storage.flush_journals()
+        assert missing(storage, bodies) == [], "from memory and logs"
+        assert (tmp_path / "work" / MARK).read_bytes() == mark, "the journal has the only copy of what the index lacks"
+        for keep in (0.0, 0.5, 1.0):
+            again = open_storage(files.crash(tmp_path / "image", keep=keep))
+            assert missing(again, bodies) == []
+    assert not files.faults
+    storage.run_checkpoint()
+    assert "accepts entries again" in caplog.text
+    assert not storage.ledgers.unwritten
+    bodies[ledger, 12] = add(storage, ledger, 12)
+    storage.flush_journals()
+    storage.run_checkpoint()
+    again = open_storage(files.crash(tmp_path / "image"))
+    assert again.replayed == (0, 0)
+    assert missing(again, bodies) == []
+
+
+@pytest.mark.parametrize("ledger", [LedgerId(0, 1), LedgerId(7, 1)], ids=str)
+def test_close_keeps_the_journals_of_a_ledger_whose_index_the_disk_refuses(tmp_path: Path, ledger: LedgerId) -> None:
+    storage, files, bodies = with_two_ledgers(tmp_path / "work", ledger)
+    files.faults.append(Fault("write", "1.idx", errno.EIO, times=9))
+    storage.close()
+    assert files.faults
+    image = files.crash(tmp_path / "image")
+    assert list((image / "journal").rglob("*.txn"))
+    again = open_storage(image)
+    assert again.replayed[0] > 0
+    assert missing(again, bodies) == []
+    again.close()
+    assert open_storage(image).replayed == (0, 0)
+
+
+def test_deleted_ledger_holds_no_mark_though_the_disk_refuses_its_index(tmp_path: Path) -> None:
+    storage, files, bodies = with_two_ledgers(tmp_path)
+    files.faults.append(Fault("sync", "1.idx", errno.EIO, times=99))
+    storage.run_checkpoint()
+    storage.delete_ledger(LedgerId(0, 1))
+    storage.run_checkpoint()
+    assert not storage.ledgers.unwritten
+    body = add(storage, 1, 0)
+    storage.flush_journals()
+    files.faults.clear()
+    storage.run_checkpoint()
+    again = open_storage(tmp_path)
+    assert again.replayed == (0, 0)
+    assert stored(again, 1, 0) == body
+    del bodies[LedgerId(0, 1), 0]
+    assert missing(again, {key: body for key, body in bodies.items() if key[0] != LedgerId(0, 1)}) == []
+
+
+@pytest.mark.parametrize("path", ["disk.check", "2.idx", "0.log", "ledgers/current/000/000"])
+def test_checkpoint_fails_where_more_fails_than_one_index(tmp_path: Path, path: str) -> None:
+    """A disk that takes no writes at all, the second ledger of two at most, an entry log, a directory."""
+    storage, files, bodies = with_two_ledgers(tmp_path / "work", page_limit=4)
+    mark = (tmp_path / "work" / MARK).read_bytes()
+    kinds = ("write", "sync") if path != "ledgers/current/000/000" else ("sync",)
+    faults = [Fault("sync", "1.idx", errno.EIO, times=99)]
+    faults += [Fault(kind, path, errno.EIO, times=99) for kind in kinds]
+    files.faults += faults
+    with pytest.raises(OSError, match=r"Input/output|cannot be synced"):
+        storage.run_checkpoint()
+    assert (tmp_path / "work" / MARK).read_bytes() == mark
+    files.faults.clear()
+    assert missing(open_storage(files.crash(tmp_path / "image")), bodies) == []
+
+
+def test_replay_sets_aside_a_ledger_with_an_unreadable_index_page(tmp_path: Path) -> None:
+    """The disk fails behind the header, and only later: what was not replayed must not count as absent."""
+    _, files, bodies = with_two_ledgers(tmp_path / "work", page_limit=99)
+    image = files.crash(tmp_path / "image")
+    files = SimulatedFiles(image)
+    files.bad_bytes["1.idx"] = HEADER_SIZE + 5
+    again = open_storage(image, files)
+    assert list(again.set_aside) == [LedgerId(0, 1)]
+    files.bad_bytes.clear()
+    for entry_id in (0, 7, 11):
+        assert stored(again, 2, entry_id) == bodies[LedgerId(0, 2), entry_id]
+        with pytest.raises(Corrupt, match="set aside"):
+            stored(again, 1, entry_id)
+    with pytest.raises(Corrupt, match="set aside"):
+        add(again, 1, 12)
+    again.close()
+    assert missing(open_storage(image), bodies) == []
 
 
 def test_entry_log_completed_during_a_sync_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

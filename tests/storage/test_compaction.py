@@ -427,6 +427,34 @@ def test_failing_disk_leaves_logs_unchanged(tmp_path: Path, kind: str) -> None:
     check_alive(storage)
 
 
+@pytest.mark.parametrize("storage_class", ["interleaved", "sorted"])
+def test_compacted_log_stays_while_the_disk_refuses_an_index_that_points_to_it(
+    tmp_path: Path, storage_class: str
+) -> None:
+    root = tmp_path / "bookie"
+    root.mkdir()
+    files = SimulatedFiles(root)
+    storage = open_storage(config_for(root, storage_class), files)
+    fill(storage)
+    delete_dead(storage)
+    kept = {log.path for log in logs_of(storage) if ALIVE[0] in log.ledgers}
+    files.faults.append(Fault("sync", index_path(ALIVE[0]), errno.EIO, times=1000))
+    gone = set()
+    for _ in range(2):
+        gone.update(compact(storage))
+        check_alive(storage)
+        for keep in (0.0, 1.0):
+            image = files.crash(tmp_path / "image", keep=keep)
+            check_alive(open_storage(config_for(image, storage_class)))
+    assert storage.ledgers.unwritten == {ALIVE[0]}
+    assert gone
+    assert kept.isdisjoint(gone)
+    files.faults.clear()
+    assert kept.issubset(compact(storage))
+    check_alive(storage)
+    check_alive(open_storage(config_for(files.crash(tmp_path / "image"), storage_class)))
+
+
 def test_compaction_needs_free_space(storage: BookieStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     delete_dead(storage)
     before = [each.path for each in logs_of(storage)]

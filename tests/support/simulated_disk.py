@@ -83,6 +83,7 @@ class SimulatedFiles(Files):
         self.capacity_bytes = capacity_bytes
         self.short_writes = short_writes
         self.faults: list[Fault] = []
+        self.bad_bytes: dict[str, int] = {}
         self.random = random.Random(seed)
         self._top = self._scan(root)
 
@@ -106,6 +107,12 @@ class SimulatedFiles(Files):
                 if fault.times <= 1:
                     del self.faults[index]
                 raise OSError(fault.code, os.strerror(fault.code), str(path))
+
+    def fail_read(self, path: Path, offset: int, size: int) -> None:
+        """Raise OSError (EIO) if the bytes include one that `bad_bytes` has for a part of this path."""
+        for part, at in self.bad_bytes.items():
+            if part in str(path) and offset <= at < offset + size:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     def _directory(self, path: Path) -> _Directory:
         found = self._top
@@ -255,8 +262,17 @@ class SimulatedFile(StorageFile):
 
     def sync(self) -> None:
         self._cut = False
-        self._files.step("sync", self.path)
+        try:
+            self._files.step("sync", self.path)
+        except OSError as error:
+            if error.errno == errno.EIO:
+                self._inode.pending.clear()  # as Linux does: the next sync succeeds without them
+            raise
         self._inode.sync()
+
+    def read(self, offset: int, size: int) -> Buffer:
+        self._files.fail_read(self.path, offset, size)
+        return super().read(offset, size)
 
     def allocate(self, end: int) -> None:
         size = self.size()

@@ -5,6 +5,7 @@ Source: EntryMemTable, EntryKey; BP-35.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
@@ -26,7 +27,7 @@ class EntryKey(NamedTuple):
 class Snapshot:
     """The entries of one memtable, current or being written: records by entry id, by ledger."""
 
-    __slots__ = ("is_sorted", "ledgers", "placed", "size", "todo")
+    __slots__ = ("is_sorted", "ledgers", "placed", "size", "todo", "unplaced")
 
     def __init__(self) -> None:
         self.ledgers: dict[IndexedHandle, dict[int, bytes]] = {}
@@ -37,6 +38,8 @@ class Snapshot:
         self.todo: list[tuple[IndexedHandle, list[int]]] = []
         #: Runs that the entry loggers have, perhaps not in files yet.
         self.placed: list[tuple[IndexedHandle, list[int]]] = []
+        #: Runs whose index page the disk refuses; the next write tries them again.
+        self.unplaced: list[tuple[IndexedHandle, list[int]]] = []
 
     def keys(self) -> Iterator[EntryKey]:
         """Yield the keys of all entries, in order."""
@@ -51,6 +54,7 @@ class EntryMemTable:
     def __init__(self) -> None:
         self.current = Snapshot()
         self.snapshots: tuple[Snapshot, ...] = ()
+        self._lock = threading.Lock()
 
     @property
     def size(self) -> int:
@@ -90,7 +94,8 @@ class EntryMemTable:
         """Freeze the entries added so far for writing, and start a new table; return False if there were none."""
         if not self.current.ledgers:
             return False
-        self.snapshots = (*self.snapshots, self.current)
+        with self._lock:
+            self.snapshots = (*self.snapshots, self.current)
         self.current = Snapshot()
         return True
 
@@ -108,5 +113,10 @@ class EntryMemTable:
         snapshot.placed = []
 
     def drop(self, snapshot: Snapshot) -> None:
-        """Drop a snapshot; all its entries can be read from the logs now."""
-        self.snapshots = tuple(kept for kept in self.snapshots if kept is not snapshot)
+        """Drop a snapshot, whose placed entries can be read from the logs now; it stays while any are `unplaced`."""
+        if snapshot.unplaced:
+            entries = snapshot.ledgers.values()
+            snapshot.size = sum(len(record) + ENTRY_OVERHEAD_BYTES for each in entries for record in each.values())
+            return
+        with self._lock:
+            self.snapshots = tuple(kept for kept in self.snapshots if kept is not snapshot)

@@ -12,7 +12,7 @@ import heapq
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Final
 
@@ -47,6 +47,8 @@ class IndexInMemPageMgr:
         self._flushing: dict[PageKey, IndexedHandle] = {}
         #: Pages that changed, or that a flush is writing, or both.
         self._waiting = 0
+        #: Those among them that the last flush could not write.
+        self._kept: set[PageKey] = set()
         #: A page read from a file before this counter changed may be out of date.
         self._generation = 0
         self._lock = threading.Lock()
@@ -60,6 +62,11 @@ class IndexInMemPageMgr:
         return len(self._changed)
 
     @property
+    def kept_count(self) -> int:
+        """Return the number of pages that the last flush could not write. They make no flush due."""
+        return len(self._kept)
+
+    @property
     def is_clean(self) -> bool:
         """Return whether all changes are in files."""
         with self._lock:
@@ -68,12 +75,12 @@ class IndexInMemPageMgr:
     @property
     def is_full(self) -> bool:
         """Return whether a flush must come before more pages change: three quarters of the limit wait for one."""
-        return self._waiting >= max(1, self.limit * 3 // 4)
+        return self._waiting - len(self._kept) >= max(1, self.limit * 3 // 4)
 
     @property
     def is_flush_due(self) -> bool:
         """Return whether a flush should begin, so that it ends before `is_full`."""
-        return len(self._changed) >= max(1, self.limit // 4)
+        return len(self._changed) - len(self._kept) >= max(1, self.limit // 4)
 
     @property
     def surplus_bytes(self) -> int:
@@ -102,17 +109,18 @@ class IndexInMemPageMgr:
         if last > handle.indexed_last:
             handle.indexed_last = last
 
-    def prepare(self, handle: IndexedHandle, entry_ids: Sequence[int]) -> None:
-        """Mark the pages of entries, which must be in memory, as changed, so that `put` need not wait for the disk.
+    def prepare(self, handle: IndexedHandle, entry_ids: Sequence[int], *, waits: bool = False) -> None:
+        """Mark the pages of entries as changed, so that `put` need not wait for the disk.
 
-        Raises NeedsDisk for a page that has to be read from the ledger's file.
+        Raises NeedsDisk for a page that has to be read from the ledger's file; reads it if `waits`, and raises OSError,
+        Corrupt.
         """
         number = entry_ids[0] // self._slots
         if len(entry_ids) > 1 and not min(entry_ids) // self._slots == number == max(entry_ids) // self._slots:
             for number in dict.fromkeys(map(self.page_number, entry_ids)):
-                self._page_to_change(handle, number, waits=False)
+                self._page_to_change(handle, number, waits=waits)
         elif number != handle.page_number:
-            handle.page = self._page_to_change(handle, number, waits=False)
+            handle.page = self._page_to_change(handle, number, waits=waits)
             handle.page_number = number
 
     def _put_in_page(
@@ -251,6 +259,7 @@ class IndexInMemPageMgr:
         with self._lock:
             for key in [key for key in self._pages if key[0] == ledger]:
                 del self._pages[key]
+                self._kept.discard(key)
                 if self._changed.pop(key, None) is not None and key not in self._flushing:
                     self._waiting -= 1
             self._generation += 1
@@ -303,15 +312,19 @@ class IndexInMemPageMgr:
             self._waiting = len(self._flushing)
         return taken
 
-    def finish(self, *, written: bool) -> None:
-        """Record that the taken pages are in files; unless `written`, mark them as changed again."""
+    def finish(self, *, written: bool, failed: Container[LedgerId] = ()) -> None:
+        """Record that the taken pages are in files; unless `written`, mark them as changed again.
+
+        Pages of the ledgers in `failed` stay changed in any case.
+        """
         with self._lock:
             flushing, self._flushing = self._flushing, {}
             self._generation += 1
-            if not written:
-                for key, handle in flushing.items():
-                    if key in self._pages:
-                        self._changed.setdefault(key, handle)
+            kept = {key for key in flushing if key in self._pages and (not written or key[0] in failed)}
+            for key in kept:
+                self._changed.setdefault(key, flushing[key])
+            if written:
+                self._kept = kept
             self._waiting = len(self._changed)
             if written:
                 self._evict()

@@ -37,6 +37,10 @@ _COPIED_BYTES: Final = 1 << 20
 _RELOCATED: Final = ".rloc"
 
 
+class IndexFileFailed(OSError):
+    """The disk refuses the content of one index file (EIO); other files of its directory may be writable."""
+
+
 class IndexedHandle(LedgerHandle):
     """A ledger whose index file is, or will be, at `index_path`. `indexed_last` is the highest entry id in its pages.
 
@@ -123,12 +127,7 @@ class IndexPersistenceMgr:
         if path is None:
             return None
         file = self._file_at(ledger, path, generation)
-        try:
-            data = file.read(0, formats.HEADER_SIZE)
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            raise Corrupt(f"{path}: the disk fails at byte 0: {error.strerror}") from error
+        data = _read(file, 0, formats.HEADER_SIZE)
         if len(data) < _HEADER_SIZE_MIN or data[:4] == bytes(4):
             self._forget(ledger)
             return None  # a crash came before the first header was on disk: replay has the key and writes it again
@@ -143,18 +142,16 @@ class IndexPersistenceMgr:
         return handle
 
     def load_pages(self, ledger: LedgerId) -> IndexedHandle | None:
-        """Return a handle to move entries of a ledger whose header may be damaged, None without a file. Raises OSError.
+        """Return a handle to move entries of a ledger, None without a file; reads none of it. Raises OSError.
 
         Only its pages may be written; the header stays unchanged.
         """
-        generation = self._generation
         path = self._find(ledger)
         if path is None:
             return None
         handle = IndexedHandle(ledger, b"", path)
         handle.is_on_disk = True
         handle.header_changed = False
-        handle.last_entry = handle.indexed_last = self._last_entry(self._file_at(ledger, path, generation))
         return handle
 
     def create(self, ledger: LedgerId, master_key: bytes = b"") -> IndexedHandle:
@@ -324,7 +321,7 @@ class IndexPersistenceMgr:
         return range(first, last + 1)
 
     def read_page(self, ledger: LedgerId, number: int) -> array[int]:
-        """Return one page of locations; 0 beyond the end of the file, or without a file. Raises OSError."""
+        """Return one page of locations; 0 beyond the end of the file, or without a file. Raises OSError, Corrupt."""
         file = self._file_of(ledger)
         page = array("Q") if file is None else self._page_in(file, number)
         page.frombytes(bytes(self._page_size - len(page) * 8))
@@ -336,7 +333,7 @@ class IndexPersistenceMgr:
         return iter(()) if file is None else self._pages_of(file)
 
     def _page_in(self, file: StorageFile, number: int) -> array[int]:
-        return _decode(file.read(formats.HEADER_SIZE + number * self._page_size, self._page_size))
+        return _decode(_read(file, formats.HEADER_SIZE + number * self._page_size, self._page_size))
 
     def header_of(self, handle: IndexedHandle) -> bytes:
         """Return the ledger's current header in bytes, without the explicit LAC if a long master key leaves no room.
@@ -372,7 +369,7 @@ class IndexPersistenceMgr:
         """Write a header and pages by number, durably; create a missing file, with its header.
 
         Pages may lack zeros at their ends. A file in a full directory moves to another one. A deleted ledger is
-        ignored. Raises OSError.
+        ignored. Raises OSError; IndexFileFailed if the disk fails within this file: then write all of them again.
         """
         try:
             self._write(handle, header, pages)
@@ -403,7 +400,12 @@ class IndexPersistenceMgr:
                 file.truncate(0)
         if not handle.is_on_disk:
             header = header or self.header_of(handle)
-        self._write_to(file, header, pages)
+        try:
+            self._write_to(file, header, pages)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise IndexFileFailed(errno.EIO, error.strerror, str(file.path)) from error
         if known is None:
             with self._names_lock:
                 if handle.deleted or ledger in self._doomed:
@@ -431,6 +433,16 @@ class IndexPersistenceMgr:
                 file.write(formats.HEADER_SIZE + numbers[start] * self._page_size, run)
                 start = end
         file.sync()
+
+    def check_disk(self, handle: IndexedHandle) -> None:
+        """Write, sync and remove a small file beside the ledger's. Raises OSError: the disk fails, not one file."""
+        path = handle.index_path.with_name("disk.check")
+        try:
+            with self._files.open(path, create=True) as file:
+                file.write(0, (self._padding,))
+                file.sync()
+        finally:
+            self._files.remove(path)
 
     def _elsewhere(self, path: Path) -> Path | None:
         for number, directory in enumerate(self.directories):
@@ -469,6 +481,16 @@ class IndexPersistenceMgr:
             self._files.rename(relocated, target)
             self._files.sync_directory(target.parent)
             handle.index_path = target
+
+
+def _read(file: StorageFile, offset: int, size: int) -> Buffer:
+    """Return bytes of an index file. Raises OSError; Corrupt if the disk fails there: only this ledger is affected."""
+    try:
+        return file.read(offset, size)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        raise Corrupt(f"{file.path}: the disk fails at byte {offset}: {error.strerror}") from error
 
 
 def _new_name(path: Path) -> Path:

@@ -6,8 +6,9 @@ An index file only ever points into synced entry logs. Entries of scoped ledgers
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -21,11 +22,15 @@ from bkctl.formats.names import CURRENT, SCOPED_DIRECTORY
 from bkctl.ids import LedgerId
 from bkctl.storage.entry_logger import EntryLogger, Move
 from bkctl.storage.ledger.index_pages import ChangedPages, IndexInMemPageMgr
-from bkctl.storage.ledger.index_persistence import IndexedHandle, IndexPersistenceMgr
+from bkctl.storage.ledger.index_persistence import IndexedHandle, IndexFileFailed, IndexPersistenceMgr
 from bkctl.storage.ledger.ledger_storage import CHUNK_SIZE_BYTES, IsWanted, LedgerStorage, always
+
+log: Final = logging.getLogger("bkctl.bookie")
 
 #: Changed index pages that make a flush due before the flush interval ends.
 CHANGED_PAGES_MAX: Final = 4096
+#: A flush that cannot write the index of more ledgers fails: the disk is damaged, not single files.
+UNWRITTEN_LEDGERS_MAX: Final = 100
 
 
 @dataclass(slots=True)
@@ -71,6 +76,8 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
         self._changed_headers: dict[IndexedHandle, None] = {}
         #: Handles of ledgers that only the garbage collector's thread uses.
         self._borrowed: dict[LedgerId, IndexedHandle] = {}
+        #: Ledgers whose index the disk refuses, and why.
+        self._refused_ledgers: dict[LedgerId, Exception] = {}
         self._is_flushing = False
         self._must_leave = self._has_left = False
 
@@ -250,10 +257,8 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
         for ledger, ledger_moves in by_ledger.items():
             handle = self.handles.get(ledger) or self._borrowed.get(ledger)
             if handle is None:
-                try:
-                    handle = self.persistence.load(ledger)
-                except (Corrupt, Unsupported):  # the other ledgers of the log must still be compacted
-                    handle = self.persistence.load_pages(ledger)
+                # Without its header and its other pages, which may be damaged: the log must still be compacted.
+                handle = self.persistence.load_pages(ledger)
                 if handle is None:
                     continue
                 self._borrowed[ledger] = handle
@@ -273,7 +278,7 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
 
     @property
     def is_flush_due(self) -> bool:
-        return self.pages.changed_count >= CHANGED_PAGES_MAX or self.pages.is_full
+        return self.pages.changed_count - self.pages.kept_count >= CHANGED_PAGES_MAX or self.pages.is_full
 
     def seal_entries(self, least: int = CHUNK_SIZE_BYTES) -> bool:
         sealed = False
@@ -304,34 +309,70 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
     def flush(self, flush: IndexFlush) -> None:
         self.write_entries()
         self._sync_logs()
-        self._write_index(flush.headers, flush.pages)
+        self._note_unwritten(self._write_index(flush.headers, flush.pages))
 
     def _sync_logs(self) -> None:
         for logger in self.entry_loggers:
             logger.sync()
 
-    def _write_index(self, headers: dict[IndexedHandle, bytes], pages: ChangedPages) -> None:
+    def _write_index(self, headers: dict[IndexedHandle, bytes], pages: ChangedPages) -> dict[LedgerId, Exception]:
+        """Write headers and pages; return the ledgers whose file the disk refuses, and why.
+
+        Raises OSError, also where the disk refuses a new file beside such a file: then the whole disk fails.
+        """
         handles = {**headers, **pages}
         self.persistence.make_directories(handles)
+        failed: dict[LedgerId, Exception] = {}
+        kept = 0
         for handle in handles:
-            self.persistence.write(handle, headers.get(handle), pages.get(handle, {}))
+            try:
+                self.persistence.write(handle, headers.get(handle), pages.get(handle, {}))
+            except IndexFileFailed as error:
+                self.persistence.check_disk(handle)
+                failed[handle.ledger] = error
+                self._refuse_entries(handle, error)
+                kept += len(pages.get(handle, {}))
+                if len(failed) > UNWRITTEN_LEDGERS_MAX or kept > max(1, self.pages.limit // 4):
+                    raise
         self.persistence.remove_doomed()
+        return failed
+
+    def _refuse_entries(self, handle: IndexedHandle, error: Exception) -> None:
+        """Let the ledger accept no entries, because the disk refuses its index: memory could not hold them for long."""
+        ledger = handle.ledger
+        (self.handles.get(ledger) or handle).index_error = error
+        if ledger not in self._refused_ledgers:
+            log.error(
+                "Ledger %s accepts no entries: the disk refuses its index (%s). Other ledgers are served, and the "
+                "journals with its records stay until the disk takes the index, or the ledger is deleted: replicate "
+                "it to another bookie, and look at the disk", ledger, error,
+            )  # fmt: skip
+        self._refused_ledgers[ledger] = error
+
+    def _note_unwritten(self, failed: Collection[LedgerId]) -> None:
+        """Record that the disk refused these ledgers in a flush, and no others: those accept entries again."""
+        self.unwritten = frozenset(failed)
+        for ledger in [ledger for ledger in list(self._refused_ledgers) if ledger not in self.unwritten]:
+            del self._refused_ledgers[ledger]
+            handle = self.handles.get(ledger)
+            if handle is not None:
+                handle.index_error = None
+                log.warning("Ledger %s accepts entries again: the disk took its index", ledger)
 
     def end_flush(self, flush: IndexFlush, *, written: bool) -> None:
         self._is_flushing = False
-        self.pages.finish(written=written)
+        self.pages.finish(written=written, failed=self.unwritten)
         self._finish_headers(flush, written=written)
         if self._must_leave:
             self._must_leave = False
             self._has_left = self._relocate()
 
     def _finish_headers(self, flush: IndexFlush, *, written: bool) -> None:
+        for handle in flush.headers:
+            if not handle.deleted and (not written or handle.ledger in self.unwritten):
+                self.change_header(handle)
         if written:
             self._evict_handles()
-            return
-        for handle in flush.headers:
-            if not handle.deleted:
-                self.change_header(handle)
 
 
 def _not_found(handle: IndexedHandle, entry_id: int) -> EntryNotFound:

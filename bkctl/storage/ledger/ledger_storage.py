@@ -51,6 +51,7 @@ class LedgerHandle:
         "explicit_lac",
         "fence_recorded",
         "fenced",
+        "index_error",
         "is_on_disk",
         "journal",
         "key_recorded",
@@ -73,6 +74,8 @@ class LedgerHandle:
         #: The bookie may have lost entries or the fence, so that it must not deny having an entry.
         self.unknown = False
         self.explicit_lac = b""
+        #: Why the disk refuses the ledger's index: entries are refused until a flush has written it.
+        self.index_error: Exception | None = None
         self.last_entry = -1
         #: Highest LAC seen; unless `lac_is_known`, entries on disk may have a higher one.
         self.lac = -1
@@ -106,6 +109,9 @@ class LedgerStorage(ABC, Generic[Handle]):
     waits_for_disk: bool = True
     #: The bookie may have lost whole ledgers, until Apache's bookie has finished its data integrity check.
     needs_integrity_check: bool = False
+    #: Ledgers that the last flush could not write: the journals must keep their records, and no entry log with entries
+    #: of them may be removed, since their index on disk may point there.
+    unwritten: frozenset[LedgerId] = frozenset()
     #: The handles in memory, for the hot path.
     handles: dict[LedgerId, Handle]
     #: All id spaces of entry logs.
@@ -232,7 +238,10 @@ class LedgerStorage(ABC, Generic[Handle]):
 
     @abstractmethod
     def flush(self, flush: Any) -> None:
-        """Write and sync the entry logs, then the index (C). Raises OSError; then the next flush repeats everything."""
+        """Write and sync the entry logs, then the index (C). Raises OSError; then the next flush repeats everything.
+
+        A ledger whose own files the disk refuses is `unwritten` afterwards; the next flush writes it again.
+        """
 
     @abstractmethod
     def end_flush(self, flush: Any, *, written: bool) -> None:

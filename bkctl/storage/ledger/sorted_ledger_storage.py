@@ -17,8 +17,10 @@ from operator import itemgetter
 
 from bkctl.config import BookieConfig
 from bkctl.disk import NO_SPACE, Files
+from bkctl.errors import BkctlError, BookieIOError
 from bkctl.formats.layout import Buffer
 from bkctl.formats.record import body_of
+from bkctl.ids import LedgerId
 from bkctl.storage.entry_logger import EntryLogger, Move
 from bkctl.storage.ledger.entry_mem_table import EntryMemTable, Snapshot
 from bkctl.storage.ledger.index_persistence import IndexedHandle
@@ -88,17 +90,23 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
         if self._directories_to_stay_in:
             super()._stay_in(self._directories_to_stay_in)
             self._directories_to_stay_in = []
+        refused: set[IndexedHandle] = set()
         for snapshot in self.table.snapshots:
             if not snapshot.is_sorted:
                 snapshot.todo = list(self._runs(snapshot))
                 snapshot.todo.reverse()
                 snapshot.is_sorted = True
+            snapshot.todo += snapshot.unplaced
+            snapshot.unplaced = []
             while snapshot.todo:
                 handle, entry_ids = snapshot.todo[-1]
                 logger = self._scoped_logger if handle.ledger[0] else self._logger
-                if not handle.deleted:
-                    self._place_run(logger, handle, entry_ids, snapshot.ledgers[handle])
-                snapshot.placed.append(snapshot.todo.pop())
+                is_placed = handle.deleted or (
+                    handle not in refused and self._place_run(logger, handle, entry_ids, snapshot.ledgers[handle])
+                )
+                if not is_placed:
+                    refused.add(handle)  # its newer entries must not precede older ones
+                (snapshot.placed if is_placed else snapshot.unplaced).append(snapshot.todo.pop())
                 if logger.buffered_bytes >= CHUNK_SIZE_BYTES:
                     self._write_logs()
                     self.table.forget_placed(snapshot)
@@ -106,6 +114,9 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
             self.table.forget_placed(snapshot)
             self.table.drop(snapshot)
         self._write_logs()
+        unplaced_bytes = sum(snapshot.size for snapshot in self.table.snapshots if snapshot.unplaced)
+        if unplaced_bytes > self._size_limit:
+            raise BookieIOError(f"The disk refuses the index of entries of {unplaced_bytes} bytes")
 
     def _runs(self, snapshot: Snapshot) -> Iterator[tuple[IndexedHandle, list[int]]]:
         """Yield the snapshot's entries in order, one run a ledger and index page."""
@@ -120,13 +131,22 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
 
     def _place_run(
         self, logger: EntryLogger, handle: IndexedHandle, entry_ids: list[int], entries: dict[int, bytes]
-    ) -> None:
+    ) -> bool:
+        """Add entries of one page to the log and the index; return False if the disk refuses that page."""
         if self.pages.is_full:
             self._write_logs()
             self._sync_logs()
             self._write_pages()
+        try:
+            self.pages.prepare(handle, entry_ids, waits=True)
+        except (OSError, BkctlError) as error:
+            if isinstance(error, OSError) and error.errno in NO_SPACE:
+                raise
+            self._refuse_entries(handle, error)
+            return False
         records = list(map(entries.__getitem__, entry_ids))
         self.pages.put(handle, entry_ids, logger.add_all(handle.ledger, records))
+        return True
 
     def _write_logs(self) -> None:
         for logger in self.entry_loggers:
@@ -146,12 +166,11 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
     def _write_pages(self) -> None:
         """Write the changed index pages; all their entries must be in synced logs."""
         with self._index_lock:
-            written = False
+            failed: dict[LedgerId, Exception] | None = None
             try:
-                self._write_index({}, self.pages.take_changes())
-                written = True
+                failed = self._write_index({}, self.pages.take_changes())
             finally:
-                self.pages.finish(written=written)
+                self.pages.finish(written=failed is not None, failed=failed or ())
 
     def _stay_in(self, numbers: list[int]) -> None:
         self._directories_to_stay_in = numbers
@@ -185,15 +204,16 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
     def flush(self, flush: IndexFlush) -> None:
         with self._place_lock:
             self._write_snapshots()
+            unplaced = {handle.ledger for snapshot in self.table.snapshots for handle, _ in snapshot.unplaced}
             self._index_lock.acquire()
             pages = self.pages.take_changes()
-        written = False
+        failed: dict[LedgerId, Exception] | None = None
         try:
             self._sync_logs()
-            self._write_index(flush.headers, pages)
-            written = True
+            failed = self._write_index(flush.headers, pages)
+            self._note_unwritten(unplaced.union(failed))
         finally:
-            self.pages.finish(written=written)
+            self.pages.finish(written=failed is not None, failed=failed or ())
             self._index_lock.release()
 
     def end_flush(self, flush: IndexFlush, *, written: bool) -> None:

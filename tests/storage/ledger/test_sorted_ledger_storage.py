@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import functools
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +17,10 @@ from support.simulated_disk import Fault, SimulatedFiles
 
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
-from bkctl.errors import EntryNotFound, LedgerNotFound, Unsupported
+from bkctl.errors import BookieIOError, EntryNotFound, LedgerNotFound, Unsupported
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.formats.entry import DigestManager, DigestType
+from bkctl.formats.index import HEADER_SIZE
 from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
 from bkctl.storage.bookie_storage import BookieStorage
@@ -27,6 +30,7 @@ from bkctl.storage.ledger.index_persistence import IndexedHandle
 from bkctl.storage.ledger.sorted_ledger_storage import SortedLedgerStorage
 
 PLAIN, SCOPED = LedgerId(0, 0x1234), LedgerId(7, 0x1234)
+OTHER = LedgerId(0, 9)
 KEY = DigestManager(PLAIN, DigestType.CRC32C, b"secret").master_key
 
 
@@ -99,6 +103,32 @@ def test_memtable_sorts_entries_and_keeps_the_newest_copy(tmp_path: Path) -> Non
     assert table.size == 5 + ENTRY_OVERHEAD_BYTES
 
 
+def test_no_snapshot_is_lost_while_another_thread_drops_one(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """A lost one would never be written, and the next mark would pass its acknowledged entries."""
+    request.addfinalizer(functools.partial(sys.setswitchinterval, sys.getswitchinterval()))
+    sys.setswitchinterval(1e-6)
+    table = EntryMemTable()
+    handle = IndexedHandle(PLAIN, KEY, tmp_path)
+    count = 2000
+    seen: set[int] = set()
+    is_over = threading.Event()
+
+    def drop() -> None:
+        while not is_over.is_set() or table.snapshots:
+            for snapshot in table.snapshots:
+                seen.update(snapshot.ledgers[handle])
+                table.drop(snapshot)
+
+    with ThreadPoolExecutor(1) as pool:
+        dropping = pool.submit(drop)
+        for entry_id in range(count):
+            table.add(handle, [entry_id], [b"entry"], 5)
+            table.snapshot()
+        is_over.set()
+        dropping.result()
+    assert len(seen) == count
+
+
 def test_writes_sorted_entries_to_plain_and_scoped_logs(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     other = LedgerId(0, 5)
@@ -154,6 +184,79 @@ def test_writing_entries_writes_full_index_pages(tmp_path: Path) -> None:
     assert again.replayed == (0, 0)
     for ledger in ledgers:
         assert stored(again, ledger) == [0, 100]
+
+
+def with_an_unreadable_page(root: Path, **changes: Any) -> tuple[BookieStorage, SimulatedFiles]:
+    """A storage whose index of PLAIN has a page that is not in memory, and that the disk does not read."""
+    first = open_storage(root)
+    add(first, PLAIN, 0, 1, 2)
+    first.flush_journals()
+    first.close()
+    files = SimulatedFiles(root)
+    storage = open_storage(root, files, **changes)
+    assert storage.get(PLAIN) is not None
+    files.bad_bytes["1234.idx"] = HEADER_SIZE
+    return storage, files
+
+
+def test_unreadable_index_page_keeps_only_its_ledger_in_memory_and_journal(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    storage, files = with_an_unreadable_page(tmp_path / "work")
+    newer = DigestManager(PLAIN, DigestType.CRC32C, b"secret").seal(3, 0, 400, b"newer") + b"newer"
+    add(storage, PLAIN, 3, 4, 9)
+    assert storage.seal_entries(1)
+    storage.add(PLAIN, 3, KEY, newer, None, True)
+    add(storage, OTHER, 0, 1)
+    storage.flush_journals()
+    marks = [path.read_bytes() for path in sorted((tmp_path / "work").rglob("lastMark"))]
+    for entry_id in (2, 3):
+        storage.seal_entries(1)
+        storage.write_entries()
+        storage.run_checkpoint()
+        assert storage.ledgers.unwritten == {PLAIN}
+        with pytest.raises(BookieIOError, match="the disk fails at byte 1024"):
+            add(storage, PLAIN, 5)
+        add(storage, OTHER, entry_id)
+        storage.flush_journals()
+        assert bytes(storage.read_entry(PLAIN, 3)) == newer
+        assert bytes(storage.read_entry(PLAIN, 9)) == body_of(PLAIN, 9)
+        assert stored(storage, OTHER) == [*range(entry_id + 1)]
+        assert [path.read_bytes() for path in sorted((tmp_path / "work").rglob("lastMark"))] == marks
+        again = open_storage(files.crash(tmp_path / "image"))
+        assert bytes(again.read_entry(PLAIN, 3)) == newer
+        for other_id in (0, 1, 2, 4, 9):
+            assert bytes(again.read_entry(PLAIN, other_id)) == body_of(PLAIN, other_id)
+        assert stored(again, OTHER) == [*range(entry_id + 1)]
+    assert logged(tmp_path / "work").count(("current", PLAIN, 3)) == 0, "each try would leave garbage"
+    files.bad_bytes.clear()
+    storage.run_checkpoint()
+    assert not storage.ledgers.table.snapshots
+    add(storage, PLAIN, 5)
+    storage.flush_journals()
+    storage.run_checkpoint()
+    last = open_storage(files.crash(tmp_path / "image"))
+    assert last.replayed == (0, 0)
+    assert bytes(last.read_entry(PLAIN, 3)) == newer, "the order of its copies is kept"
+    assert bytes(last.read_entry(PLAIN, 5)) == body_of(PLAIN, 5)
+
+
+def test_deleted_ledger_leaves_memory_though_its_index_page_is_unreadable(tmp_path: Path) -> None:
+    storage, _ = with_an_unreadable_page(tmp_path)
+    add(storage, PLAIN, 3)
+    storage.flush_journals()
+    storage.run_checkpoint()
+    assert storage.ledgers.unwritten == {PLAIN}
+    storage.delete_ledger(PLAIN)
+    storage.run_checkpoint()
+    assert not storage.ledgers.unwritten
+    assert storage.ledgers.unwritten_bytes == 0
+
+
+def test_entries_that_wait_for_unreadable_index_pages_have_a_bound(tmp_path: Path) -> None:
+    storage, _ = with_an_unreadable_page(tmp_path, skip_list_size_limit=1000)
+    add(storage, PLAIN, *range(3, 8), size=300)
+    with pytest.raises(BookieIOError, match="index of entries of"):
+        storage.run_checkpoint()
 
 
 @pytest.mark.parametrize("storage_class", [SORTED, INTERLEAVED])
