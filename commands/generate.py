@@ -164,9 +164,7 @@ def man_page(tree: Page, group: Page | None, version: str) -> str:
             lines.append(f".SS {_troff(leaf.usage)}")
             lines.extend(_man_paragraphs(leaf.help))
             lines.extend(_man_options(leaf.arguments))
-            own = tuple(
-                option for option in leaf.options if option.panel != GLOBAL_PANEL and option.names != ("--help",)
-            )
+            own, _ = _split(leaf)
             lines.extend(_man_options(own))
             if leaf.examples:
                 lines.append(".PP\nExamples:\n.PP\n.nf")
@@ -226,9 +224,7 @@ def markdown(tree: Page) -> str:
             lines += [f"### bkctl {leaf.name}", "", f"    {leaf.usage}", ""]
             for paragraph in leaf.help.split("\n\n"):
                 lines += [" ".join(paragraph.split()), ""]
-            own = tuple(
-                option for option in leaf.options if option.panel != GLOBAL_PANEL and option.names != ("--help",)
-            )
+            own, _ = _split(leaf)
             if leaf.arguments or own:
                 lines += ["| option | |", "| --- | --- |"]
                 lines += [*_markdown_options(leaf.arguments), *_markdown_options(own), ""]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from bkctl.files.journal_check import JournalCheck
     from bkctl.files.journal_statistics import JournalStatistics
     from bkctl.files.journals import JournalSummary
-    from bkctl.files.listing import RecordFilter
+    from bkctl.files.record_filter import RecordFilter
 
 app = group()
 

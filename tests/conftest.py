@@ -12,6 +12,7 @@ from typing import Any
 import hypothesis
 import pytest
 from support import servers
+from support.own_bookies import OwnBookie
 from support.servers import ApacheBookie, ApacheCluster, EtcdServer, Java, JavaOnEtcd, ZooKeeperServer
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -108,6 +109,20 @@ def etcd_server(tmp_path: Path) -> Iterator[Callable[..., EtcdServer]]:
     yield make
     for server in made:
         server.kill()
+
+
+@pytest.fixture
+def own_bookie(tmp_path: Path) -> Iterator[Callable[..., OwnBookie]]:
+    """Makes bookies of our own as child processes, not started: `own_bookie(metadata_uri, storage=…, settings=…)`."""
+    made: list[OwnBookie] = []
+
+    def make(metadata_uri: str, **options: Any) -> OwnBookie:
+        made.append(OwnBookie(metadata_uri, tmp_path / f"own-{len(made)}", **options))
+        return made[-1]
+
+    yield make
+    for bookie in made:
+        bookie.kill()
 
 
 @pytest.fixture(scope="session")

@@ -65,10 +65,6 @@ class LogUse(NamedTuple):
         """Return the bytes of the ledgers in these states."""
         return sum(use.size_bytes for use in self.ledgers if use.state in states)
 
-    def count_of(self, state: LedgerLiveness) -> int:
-        """Return the number of ledgers in this state."""
-        return sum(use.state is state for use in self.ledgers)
-
     @property
     def total_size_bytes(self) -> int:
         """Return the bytes of all entries with their size fields, as a bookie counts them: no header, no map."""

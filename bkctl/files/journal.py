@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from struct import Struct
 from typing import Final, NamedTuple, TypeVar
@@ -54,18 +55,22 @@ _GAP_HINT: Final = (
 _ROW_V1: Final = Struct(">iQqqq")
 _ROW_V2: Final = Struct(">iBQQqqq")
 _HEAD_SIZE: Final = _ROW_V2.size
-#: The common start of all records: a size from 16 bytes to 256 MiB, ids below plausible limits, an entry's LAC and
-#: length.
-_HEAD: Final = re.compile(
-    rb"(?!\x00{3}[\x00-\x0f])[\x00-\x0f].{3}"
-    rb"(?:[\x00-\x7f].{7}|[\xa0-\xa4].{16})"
-    rb"(?:(?P<entry>\x00\x00.{6}(?:\x00\x00.{6}|\xff{8})\x00\x00.{6})|\xff{6}[\x80\xc0\xe0\xf0]\x00)",
-    re.DOTALL,
-)
 
 _PADDING_HEADER: Final = Struct(">ii")
 _Row = TypeVar("_Row", Record, RecordBatch)
 _Take = Callable[[bytes, int], tuple[Sequence[int], int]]
+
+
+@cache
+def _head_pattern() -> re.Pattern[bytes]:
+    """Return the common start of all records, to search behind damage: a size from 16 bytes to 256 MiB, ids below
+    plausible limits, an entry's LAC and length."""
+    return re.compile(
+        rb"(?!\x00{3}[\x00-\x0f])[\x00-\x0f].{3}"
+        rb"(?:[\x00-\x7f].{7}|[\xa0-\xa4].{16})"
+        rb"(?:(?P<entry>\x00\x00.{6}(?:\x00\x00.{6}|\xff{8})\x00\x00.{6})|\xff{6}[\x80\xc0\xe0\xf0]\x00)",
+        re.DOTALL,
+    )
 
 
 class JournalEnd(StrEnum):
@@ -333,7 +338,7 @@ class JournalReader(FileReader):
         """
         for begin in range(-at % SECTOR_SIZE_BYTES, len(window), SECTOR_SIZE_BYTES):
             border = at + begin
-            if border - SECTOR_SIZE_BYTES < start or not _HEAD.match(window, begin):
+            if border - SECTOR_SIZE_BYTES < start or not _head_pattern().match(window, begin):
                 continue
             (size,) = RECORD_SIZE.unpack_from(window, begin)
             if size <= self.size() - border - 4 and _ends_group(self.read(border - _TAIL_SIZE, _TAIL_SIZE)):
@@ -471,7 +476,7 @@ class JournalReader(FileReader):
                 if window and not filled and at + len(window) < self.size():
                     begin = len(window)
                     continue
-            match = _HEAD.search(window, begin)
+            match = _head_pattern().search(window, begin)
             if match is None:
                 if not window or at + len(window) >= self.size():
                     return Behind(data_end - start, record_count, entry_count, resumes_at)
@@ -510,7 +515,7 @@ class JournalReader(FileReader):
                 ended = True
                 at += PADDING_HEADER_SIZE + count
                 continue
-            match = _HEAD.match(head)
+            match = _head_pattern().match(head)
             if match is None or at + 4 + size > size_bytes:
                 if not ended:
                     rest = self.read(at, ALIGNMENT_DEFAULT)
@@ -554,7 +559,7 @@ class JournalReader(FileReader):
         if size == 0:
             is_flushed = self.version < VERSION_PADDING or at % ALIGNMENT_DEFAULT == 0
             return is_flushed and self.read(at - 1, 1) != b"\0" and self.next_data(at) is None
-        return _HEAD.match(head) is not None and size <= self.size() - at - 4
+        return _head_pattern().match(head) is not None and size <= self.size() - at - 4
 
     def _is_end(self, at: int) -> bool:
         """Return True if only zeros follow from `at`, where one was; False if a bookie has written there meanwhile."""

@@ -9,12 +9,14 @@ Source: BookkeeperProtocol.proto, RequestEnDecoderV3 and ResponseEnDecoderV3; fi
 from __future__ import annotations
 
 import struct
-from typing import Any, Final, NamedTuple, cast
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
 
 from google.protobuf.message import DecodeError
 
 from bkctl.errors import IllegalOperation, ProtocolError
-from bkctl.ids import LedgerId, to_signed, to_unsigned
+from bkctl.ids import U64_MAX, LedgerId, to_signed
 from bkctl.protocol import bookkeeper_protocol_pb2 as pb
 from bkctl.protocol import v3_hot
 from bkctl.protocol.messages import (
@@ -58,104 +60,75 @@ _EOK: Final = Status.EOK
 _new = tuple.__new__
 
 
-class _Field:
-    """A value's place in a protobuf message: one field that is always set."""
+class _Field(NamedTuple):
+    """A value's place in a protobuf message. None and False leave the field out."""
 
-    def __init__(self, name: str = "") -> None:
-        self.name = name
-
-    def write(self, message: Any, value: Any) -> None:
-        """Set `value` in `message`."""
-        setattr(message, self.name, value)
-
-    def read(self, message: Any) -> Any:
-        """Return the value that `message` has."""
-        return getattr(message, self.name)
+    name: str
+    #: Return the value that a message has.
+    read: Callable[[Any], Any]
+    #: Return what the field takes for a value; None: the value as it is.
+    convert: Callable[[Any], Any] | None = None
 
 
-class _Optional(_Field):
-    """A field that is left out for None."""
-
-    def write(self, message: Any, value: Any) -> None:
-        if value is not None:
-            setattr(message, self.name, value)
-
-    def read(self, message: Any) -> Any:
-        return getattr(message, self.name) if message.HasField(self.name) else None
+def _plain(name: str) -> _Field:
+    """Return a field that is always set."""
+    return _Field(name, attrgetter(name))
 
 
-class _Bytes(_Field):
-    """An entry or packet, which may be given in pieces."""
-
-    def write(self, message: Any, value: Any) -> None:
-        setattr(message, self.name, b"".join(value) if isinstance(value, tuple) else bytes(value))
+def _optional(name: str, convert: Callable[[Any], Any] | None = None) -> _Field:
+    """Return a field that reads as None where it is not set."""
+    return _Field(name, lambda message: getattr(message, name) if message.HasField(name) else None, convert)
 
 
-class _View(_Bytes):
-    """An entry that is received as a view."""
-
-    def read(self, message: Any) -> memoryview:
-        return memoryview(getattr(message, self.name))
+def _choice(name: str, number: int) -> _Field:
+    """Return a field for a boolean that is one value of an enumeration."""
+    return _Field(name, lambda message: getattr(message, name) == number, lambda _: number)
 
 
-class _OptionalBytes(_Optional):
-    """An entry or packet that is left out for None."""
-
-    def write(self, message: Any, value: Any) -> None:
-        if value is not None:
-            setattr(message, self.name, bytes(value))
+def _join(entry: BytesLike | tuple[BytesLike, ...]) -> bytes:
+    return b"".join(entry) if isinstance(entry, tuple) else bytes(entry)
 
 
-class _Choice(_Field):
-    """A boolean that is one of the values of an enumeration; at most one of them can be set."""
-
-    def __init__(self, name: str, number: int) -> None:
-        super().__init__(name)
-        self.number = number
-
-    def write(self, message: Any, value: bool) -> None:
-        if value:
-            if message.HasField(self.name):
-                raise IllegalOperation("A read can fence or piggyback, not both: v3 has one flag")
-            setattr(message, self.name, self.number)
-
-    def read(self, message: Any) -> bool:
-        return bool(getattr(message, self.name) == self.number)
+def _read_ledger(message: Any) -> LedgerId:
+    # Both halves are in range, so that LedgerId need not check them.
+    return _new(LedgerId, (message.ledgerScopeId & U64_MAX, message.ledgerId & U64_MAX))
 
 
-class _Bit(_Choice):
-    """A boolean that is one bit of a number."""
-
-    def read(self, message: Any) -> bool:
-        return bool(getattr(message, self.name) & self.number)
-
-
-class _Ledger(_Field):
-    """A ledger id in two signed fields; the scope is left out in scope 0."""
-
-    def write(self, message: Any, value: tuple[int, int]) -> None:
-        message.ledgerId = to_signed(value[1])
-        if value[0]:
-            message.ledgerScopeId = to_signed(value[0])
-
-    def read(self, message: Any) -> LedgerId:
-        return LedgerId(to_unsigned(message.ledgerScopeId), to_unsigned(message.ledgerId))
-
-
-_LEDGER: Final = _Ledger()
+#: A ledger id in two signed fields; the scope is left out in scope 0. The first value of requests, the second of
+#: responses.
+_LEDGER: Final = _Field("ledgerId", _read_ledger)
 #: The priority of an add or read stands in the packet's header.
-_PRIORITY: Final = _Field("priority")
-#: The status of a response: in its nested message too, except where the row says otherwise.
-_STATUS: Final = _Field("status")
-_ENTRY_ID: Final = _Field("entryId")
+_PRIORITY: Final = _Field("priority", lambda message: False)
+#: The status of a response, its first value, stands before its nested message, and in the nested message too.
+_STATUS: Final = _plain("status")
+#: The status of a response whose nested message has none.
+_OUTER_STATUS: Final = _plain("status")
+_ENTRY_ID: Final = _plain("entryId")
+#: The entry of an add, which a client may give in pieces, and a bookie receives as a view.
+_BODY: Final = _Field("body", lambda message: memoryview(message.body), _join)
+#: One bit of the flags of an add.
+_DEFERRED_SYNC: Final = _choice("writeFlags", DEFERRED_SYNC)._replace(
+    read=lambda message: message.writeFlags & DEFERRED_SYNC != 0
+)
 
 
-class _Form(NamedTuple):
+class _Form:
     """One of our values in protobuf: its type, its nested message, and its fields in the order of the type's."""
 
-    kind: type
-    nested: str
-    fields: tuple[_Field, ...]
+    def __init__(self, kind: type[Any], nested: str, fields: tuple[_Field, ...]) -> None:
+        self.kind = kind
+        self.nested: Any = nested
+        self.has_ledger = _LEDGER in fields
+        self.has_status = _STATUS in fields
+        self.priority_at = fields.index(_PRIORITY) if _PRIORITY in fields else None
+        #: Readers of the values, in their order, without a response's status.
+        self.readers = tuple(field.read for field in fields if field not in (_STATUS, _OUTER_STATUS))
+        #: Places, names and conversions of the values of the nested message, without status and ledger.
+        self.writers = tuple(
+            (at, field.name, field.convert)
+            for at, field in enumerate(fields)
+            if field not in (_LEDGER, _PRIORITY, _STATUS, _OUTER_STATUS)
+        )
 
 
 class _Operation(NamedTuple):
@@ -166,55 +139,57 @@ class _Operation(NamedTuple):
     response: _Form
 
 
-#: Every operation of v3. A response's first field, the status, is written to the nested message of all but AUTH and
-#: START_TLS, which have none there.
+#: Every operation of v3.
 MESSAGES: Final = (
     _Operation(
         READ_ENTRY,
         _Form(ReadRequest, "readRequest", (
-            _LEDGER, _ENTRY_ID, _Optional("masterKey"), _Choice("flag", FENCE_LEDGER), _PRIORITY,
-            _Optional("previousLAC"), _Optional("timeOut"), _Choice("flag", ENTRY_PIGGYBACK),
+            _LEDGER, _ENTRY_ID, _optional("masterKey"), _choice("flag", FENCE_LEDGER), _PRIORITY,
+            _optional("previousLAC"), _optional("timeOut"), _choice("flag", ENTRY_PIGGYBACK),
         )),
         _Form(ReadResponse, "readResponse", (
-            _STATUS, _LEDGER, _ENTRY_ID, _OptionalBytes("body"), _Optional("maxLAC"), _Optional("lacUpdateTimestamp"),
+            _STATUS, _LEDGER, _ENTRY_ID,
+            _optional("body", bytes), _optional("maxLAC"), _optional("lacUpdateTimestamp"),
         )),
     ),
     _Operation(
         ADD_ENTRY,
         _Form(AddRequest, "addRequest", (
-            _LEDGER, _ENTRY_ID, _Field("masterKey"), _View("body"), _Choice("flag", RECOVERY_ADD), _PRIORITY,
-            _Bit("writeFlags", DEFERRED_SYNC),
+            _LEDGER, _ENTRY_ID, _plain("masterKey"), _BODY, _choice("flag", RECOVERY_ADD), _PRIORITY,
+            _DEFERRED_SYNC,
         )),
         _Form(AddResponse, "addResponse", (_STATUS, _LEDGER, _ENTRY_ID)),
     ),
     _Operation(
         AUTH,
-        _Form(AuthMessage, "authRequest", (_Field("authPluginName"), _Field("payload"))),
-        _Form(AuthResponse, "authResponse", (_STATUS, _Field("authPluginName"), _Field("payload"))),
+        _Form(AuthMessage, "authRequest", (_plain("authPluginName"), _plain("payload"))),
+        _Form(AuthResponse, "authResponse", (_OUTER_STATUS, _plain("authPluginName"), _plain("payload"))),
     ),
     _Operation(
         WRITE_LAC,
-        _Form(WriteLacRequest, "writeLacRequest", (_LEDGER, _Field("lac"), _Field("masterKey"), _Bytes("body"))),
+        _Form(WriteLacRequest, "writeLacRequest", (
+            _LEDGER, _plain("lac"), _plain("masterKey"), _Field("body", attrgetter("body"), bytes),
+        )),
         _Form(WriteLacResponse, "writeLacResponse", (_STATUS, _LEDGER)),
     ),
     _Operation(
         READ_LAC,
         _Form(ReadLacRequest, "readLacRequest", (_LEDGER,)),
         _Form(ReadLacResponse, "readLacResponse", (
-            _STATUS, _LEDGER, _OptionalBytes("lacBody"), _OptionalBytes("lastEntryBody"),
+            _STATUS, _LEDGER, _optional("lacBody", bytes), _optional("lastEntryBody", bytes),
         )),
     ),
     _Operation(
         GET_BOOKIE_INFO,
-        _Form(BookieInfoRequest, "getBookieInfoRequest", (_Field("requested"),)),
+        _Form(BookieInfoRequest, "getBookieInfoRequest", (_plain("requested"),)),
         _Form(BookieInfoResponse, "getBookieInfoResponse", (
-            _STATUS, _Optional("totalDiskCapacity"), _Optional("freeDiskSpace"),
+            _STATUS, _optional("totalDiskCapacity"), _optional("freeDiskSpace"),
         )),
     ),
     _Operation(
         START_TLS,
         _Form(StartTlsRequest, "startTLSRequest", ()),
-        _Form(StartTlsResponse, "startTLSResponse", (_STATUS,)),
+        _Form(StartTlsResponse, "startTLSResponse", (_OUTER_STATUS,)),
     ),
     _Operation(
         FORCE_LEDGER,
@@ -225,7 +200,7 @@ MESSAGES: Final = (
         LIST_ENTRIES,
         _Form(ListEntriesRequest, "getListOfEntriesOfLedgerRequest", (_LEDGER,)),
         _Form(ListEntriesResponse, "getListOfEntriesOfLedgerResponse", (
-            _STATUS, _LEDGER, _OptionalBytes("availabilityOfEntriesOfLedger"),
+            _STATUS, _LEDGER, _optional("availabilityOfEntriesOfLedger", bytes),
         )),
     ),
 )  # fmt: skip
@@ -234,8 +209,6 @@ OPERATIONS: Final[dict[type, int]] = {row.request.kind: row.number for row in ME
 _BY_REQUEST: Final = {row.request.kind: row for row in MESSAGES}
 _BY_RESPONSE: Final = {row.response.kind: row for row in MESSAGES}
 _BY_NUMBER: Final = {row.number: row for row in MESSAGES}
-#: Operations whose responses carry their status outside of the nested message only.
-_OUTER_STATUS: Final = frozenset({AUTH, START_TLS})
 
 
 def encode_request(txn_id: int, request: Request, out: list[BytesLike]) -> int:
@@ -256,18 +229,35 @@ def encode_request_protobuf(txn_id: int, request: Request, out: list[BytesLike])
     row = _BY_REQUEST.get(type(request))
     if row is None:
         raise IllegalOperation("Protocol v3 has no batch read", hint="use v2, or pipelined reads")
+    if type(request) is ReadRequest and request.fence and request.piggyback:
+        raise IllegalOperation("A read can fence or piggyback, not both: v3 has one flag")
+    form = row.request
+    values: tuple[Any, ...] = request
     message = pb.Request()
     header = message.header
     header.version, header.operation, header.txnId = VERSION, row.number, txn_id
-    nested = getattr(message, row.request.nested)
-    if row.number == START_TLS:  # its messages have no fields, so they are set as such
+    if form.priority_at is not None and values[form.priority_at]:
+        header.priority = HIGH_PRIORITY
+    nested = getattr(message, form.nested)
+    if form.has_ledger:
+        _write_ledger(nested, *values[0])
+    elif row.number == START_TLS:  # its messages have no fields, so they are set as such
         nested.SetInParent()
-    for field, value in zip(row.request.fields, request, strict=True):
-        if field is not _PRIORITY:
-            field.write(nested, value)
-        elif value:
-            header.priority = HIGH_PRIORITY
+    _write(nested, form, values)
     return _append(message, out)
+
+
+def _write_ledger(nested: Any, scope_id: int, ledger_id: int) -> None:
+    nested.ledgerId = to_signed(ledger_id)
+    if scope_id:
+        nested.ledgerScopeId = to_signed(scope_id)
+
+
+def _write(nested: Any, form: _Form, values: tuple[Any, ...]) -> None:
+    for at, name, convert in form.writers:
+        value = values[at]
+        if value is not None and value is not False:
+            setattr(nested, name, value if convert is None else convert(value))
 
 
 class Answer(NamedTuple):
@@ -301,16 +291,16 @@ def decode_response_protobuf(buffer: memoryview, at: int, end: int) -> Answer:
         raise ProtocolError("a v3 response without its required fields")
     txn_id, operation, number = message.header.txnId, message.header.operation, message.status
     row = _BY_NUMBER.get(operation)
-    form = None if row is None or not message.HasField(cast("Any", row.response.nested)) else row.response
-    nested = None if form is None else getattr(message, form.nested)
-    if nested is not None and operation not in _OUTER_STATUS:
+    form = None if row is None or not message.HasField(row.response.nested) else row.response
+    nested: Any = None if form is None else getattr(message, form.nested)
+    if form is not None and form.has_status:
         number = number or nested.status
     status = _STATUSES.get(number)
     if status is None:
         return Answer(txn_id, operation, None, f"status {number} is unknown")
     if form is not None:
-        fields = [field.read(nested) for field in form.fields[1:]]
-        return Answer(txn_id, operation, form.kind(status, *fields))
+        response = _new(form.kind, (status, *[read(nested) for read in form.readers]))
+        return _new(Answer, (txn_id, operation, response, ""))
     if status is not _EOK:
         return Answer(txn_id, operation, BareResponse(status))
     if operation == START_TLS:
@@ -356,13 +346,17 @@ def decode_request_protobuf(buffer: memoryview, at: int, end: int) -> Call | Non
     if not message.IsInitialized():
         return None
     head = message.header
-    header = Header(head.txnId, head.operation, head.version, head.priority)
-    row = _BY_NUMBER.get(header.operation)
-    if row is None or not message.HasField(cast("Any", row.request.nested)):
+    operation, priority = head.operation, head.priority
+    header = _new(Header, (head.txnId, operation, head.version, priority))
+    row = _BY_NUMBER.get(operation)
+    if row is None or not message.HasField(row.request.nested):
         return Call(header, None)
-    nested, is_high = getattr(message, row.request.nested), header.priority > 0
-    fields = [is_high if field is _PRIORITY else field.read(nested) for field in row.request.fields]
-    return Call(header, row.request.kind(*fields))
+    form = row.request
+    nested = getattr(message, form.nested)
+    values = [read(nested) for read in form.readers]
+    if form.priority_at is not None:
+        values[form.priority_at] = priority > 0
+    return _new(Call, (header, _new(form.kind, values)))
 
 
 def encode_response(header: Header, response: Response, scope_id: int, out: list[BytesLike]) -> int:
@@ -384,24 +378,25 @@ def encode_response_protobuf(header: Header, response: Response, scope_id: int, 
     head = message.header
     head.version, head.operation, head.txnId = VERSION, header.operation, header.txn_id
     message.status = response.status
-    if type(response) in (AuthResponse, BareResponse):
+    values: tuple[Any, ...] = response
+    row = _BY_RESPONSE.get(type(response))
+    if type(response) is BareResponse or type(response) is AuthResponse:
         # These two copy the request's header whole.
         head.version = header.version
         if header.priority:
             head.priority = header.priority
-        if type(response) is BareResponse:
-            return _append(message, out)
-    row = _BY_RESPONSE.get(type(response))
-    if row is None:
+    if row is not None:
+        form = row.response
+        nested = getattr(message, form.nested)
+        if form.has_ledger:
+            _write_ledger(nested, scope_id, values[1][1])
+        elif row.number == START_TLS:
+            nested.SetInParent()
+        if form.has_status:
+            nested.status = response.status
+        _write(nested, form, values)
+    elif type(response) is not BareResponse:
         raise IllegalOperation("Protocol v3 has no batch read")
-    nested = getattr(message, row.response.nested)
-    if row.number == START_TLS:
-        nested.SetInParent()
-    for field, value in zip(row.response.fields, response, strict=True):
-        if field is _LEDGER:
-            field.write(nested, (scope_id, cast("LedgerId", value)[1]))
-        elif field is not _STATUS or row.number not in _OUTER_STATUS:
-            field.write(nested, value)
     return _append(message, out)
 
 

@@ -18,7 +18,6 @@ import re
 import time
 from collections.abc import Collection
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 from bkctl.errors import Conflict, Corrupt, Unsupported
@@ -87,9 +86,7 @@ class ResumeFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _lock(self) -> None:

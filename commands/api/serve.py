@@ -15,6 +15,8 @@ from ..kit.command import Run, command, group
 from ..kit.values import parse_number
 
 if TYPE_CHECKING:
+    import threading
+
     from bkctl.http.server_settings import HttpSettings
 
 app = group()
@@ -77,9 +79,6 @@ def serve(
     commands find. Its own token is never sent to a bookie; that of --bookie-token-file only to loopback, or over https
     with --tls-ca. --tls-ca, --tls-cert and --tls-key apply to connections to bookies. /openapi.json describes the API.
     """
-    import signal
-    import threading
-
     from bkctl.http import load_server
     from bkctl.http.server_settings import read_token
 
@@ -93,9 +92,7 @@ def serve(
     run.log()
     server = http.HttpServer(settings)
     port_number = server.bind()
-    stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
+    stopped = _stop_signal()
     server.start(
         lambda: http.Service(connection.uri, security=security, timeout_s=run.timeout_s, tls=tls, addresses=addresses),
         upstream=upstream,
@@ -106,6 +103,17 @@ def serve(
         stopped.wait()
     finally:
         server.stop()
+
+
+def _stop_signal() -> threading.Event:
+    """Return an event that SIGTERM or Ctrl-C sets."""
+    import signal
+    import threading
+
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    return stopped
 
 
 def _settings(

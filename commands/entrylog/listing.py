@@ -29,7 +29,8 @@ from .logs import (
 
 if TYPE_CHECKING:
     from bkctl.checks.garbage import LogUse
-    from bkctl.files.listing import EntryLogSummary, LogContents, RecordFilter
+    from bkctl.files.listing import EntryLogSummary, LogContents
+    from bkctl.files.record_filter import RecordFilter
     from bkctl.ids import LedgerId
 
 app = group()

@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from bkctl.disk import make_private_directory
 from bkctl.redaction import SECRET_WORDS, without_secret_values, without_user_info
 
 SIZE_BYTES_MAX: Final = 8 << 20
@@ -130,6 +129,8 @@ class Audit:
 
 def _append(path: Path, line: bytes) -> None:
     """Append a line in one write, so that lines of several processes stay whole."""
+    from bkctl.disk import make_private_directory
+
     make_private_directory(path.parent)
     # A pipe without a reader must not hold up the command.
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)

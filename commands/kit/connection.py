@@ -13,7 +13,6 @@ import typer
 from bkctl.errors import UsageError
 from bkctl.ids import parse_bookie_address
 
-from .contexts import Contexts
 from .options import Composite, parameter, read_password_file
 from .settings import GlobalOptions
 
@@ -41,13 +40,13 @@ def connect_to(levels: list[tuple[str, GlobalOptions]], environment: Mapping[str
     Within a level, a URI takes precedence over a configuration file, and that over a context.
     Raises UsageError when nothing names a cluster, NotFound for a context or file that is not there.
     """
-    from bkctl.config import read_properties
-
     without: Path | None = None
     for source, options in levels:
         if options.metadata_uri is not None:
             return Connection(options.metadata_uri, f"--metadata-uri {source}")
         if options.conf is not None:
+            from bkctl.config import read_properties
+
             uri = read_properties(options.conf).metadata_service_uri
             if uri is not None:
                 return Connection(uri, str(options.conf))
@@ -56,6 +55,8 @@ def connect_to(levels: list[tuple[str, GlobalOptions]], environment: Mapping[str
             return _context(options.context, environment)
     if without is not None:
         raise UsageError(f"{without}: no metadataServiceUri and no zkServers", hint="add --metadata-uri")
+    from .contexts import Contexts
+
     current = Contexts.read(environment).current
     if current is not None:
         return _context(current, environment)
@@ -119,6 +120,8 @@ LoginOfTarget = Annotated[
 
 
 def _context(name: str, environment: Mapping[str, str]) -> Connection:
+    from .contexts import Contexts
+
     settings = Contexts.read(environment).get(name)
     assert settings.metadata_uri is not None
     return Connection(settings.metadata_uri, f"context {name}", name, replace(settings, metadata_uri=None))

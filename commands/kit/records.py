@@ -29,7 +29,7 @@ from .output import RowWriter
 from .texts import NULL, counted
 
 if TYPE_CHECKING:
-    from bkctl.files.listing import RecordFilter
+    from bkctl.files.record_filter import RecordFilter
     from bkctl.files.scan import RecordBatch
     from bkctl.formats.entry import DigestType
     from bkctl.formats.record import Record
@@ -69,7 +69,7 @@ class RecordOptions(NamedTuple):
 
     def filter(self) -> RecordFilter:
         """Return the domain's filter."""
-        from bkctl.files.listing import RecordFilter
+        from bkctl.files.record_filter import RecordFilter
         from bkctl.formats.record import RecordType
 
         types = None if not self.types else frozenset(RecordType(name.value) for name in self.types)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum, auto
 from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
@@ -55,8 +55,7 @@ _OPTION_TYPES: Final[dict[ValueType, Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(NamedTuple):
     """One connection or output setting. `field` is its name in GlobalOptions; `flag` gives all its other names."""
 
     field: str

@@ -105,7 +105,7 @@ def migrate(
     unchanged. A second run finishes an interrupted one. Refused while bookies are registered on either side, since
     their clients would continue to change the first store.
     """
-    from bkctl.metadata.admin.dump import ClusterSource, compare, import_records, prepare_target
+    from bkctl.metadata.admin.dump import ClusterSource, import_records, prepare_target
 
     if to is None:
         raise UsageError("No target is named", hint="add --to URI")
@@ -135,18 +135,25 @@ def migrate(
                 source.records(), target, overwrite=overwrite, dry_run=dry_run,
                 record_change=record.record if overwrite else lambda *_: None, progress=activity.update,
             )  # fmt: skip
-        differences = 0
-        if not dry_run:
-            with run.working("Comparing") as activity:
-                for difference in compare(source.records(), ClusterSource(target).records(), progress=activity.update):
-                    differences += 1
-                    if differences <= NAMES_SHOWN_MAX:
-                        name = difference.key if difference.ledger is None else str(difference.ledger)
-                        run.note(f"{difference.kind} {name}: {_WHERE[difference.what]}")
+        differences = 0 if dry_run else _note_differences(run, source, ClusterSource(target))
     show_imported(run, imported)
     note_ids(run, imported)
     between = f"between {source_cluster.uri} and {target.uri}"
     run.finish_with(differences, f"difference {between}", f"differences {between}")
+
+
+def _note_differences(run: Run, source: ClusterSource, target: ClusterSource) -> int:
+    """Compare both stores and print the first differences; return the number of all."""
+    from bkctl.metadata.admin.dump import compare
+
+    count = 0
+    with run.working("Comparing") as activity:
+        for difference in compare(source.records(), target.records(), progress=activity.update):
+            count += 1
+            if count <= NAMES_SHOWN_MAX:
+                name = difference.key if difference.ledger is None else str(difference.ledger)
+                run.note(f"{difference.kind} {name}: {_WHERE[difference.what]}")
+    return count
 
 
 def _refuse_registered(cluster: Cluster, live: bool) -> None:

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.own_bookies import OwnBookie
 from support.servers import Java, ZooKeeperServer, format_cluster
 
 from bkctl.metadata.cluster import Cluster, open_cluster
-
-
-@pytest.fixture
-def own_bookie(tmp_path: Path) -> Iterator[Callable[..., OwnBookie]]:
-    """Makes bookies of our own as child processes, not started: `own_bookie(metadata_uri, port=…, settings=…)`."""
-    made: list[OwnBookie] = []
-
-    def make(metadata_uri: str, **options: Any) -> OwnBookie:
-        made.append(OwnBookie(metadata_uri, tmp_path / f"own-{len(made)}", **options))
-        return made[-1]
-
-    yield make
-    for bookie in made:
-        bookie.kill()
 
 
 @pytest.fixture

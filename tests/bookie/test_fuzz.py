@@ -7,12 +7,12 @@ import contextlib
 import gc
 import logging
 import random
-import struct
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.mutation import mutated
 
 from bkctl.bookie.bookie import Bookie
 from bkctl.config import BookieConfig
@@ -44,9 +44,6 @@ DURATION_S = 10.0
 CASES_MAX = 4000
 #: A buffer kept for each connection would pass this.
 RSS_GROWTH_BYTES_MAX = 60 << 20
-
-LENGTHS = (-(1 << 31), -1, 0, 1, 3, 4, 5 << 20, (5 << 20) + 1, 1 << 30, (1 << 31) - 1)
-NUMBERS = (0, 1, 2, 5, 127, 128, 255, (1 << 31) - 1, 1 << 31, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
 
 
 def by(ledger: LedgerId) -> DigestManager:
@@ -96,36 +93,6 @@ def seeds() -> list[bytes]:
     return frames
 
 
-def mutated(frame: bytes, others: list[bytes], chance: random.Random) -> bytes:
-    """`frame` with some of its bits, bytes, numbers or its length changed."""
-    data = bytearray(frame)
-    for _ in range(chance.choice((0, 1, 1, 1, 2, 5))):
-        at = chance.randrange(len(data)) if data else 0
-        match chance.randrange(9):
-            case 0 if data:
-                data[at] ^= 1 << chance.randrange(8)
-            case 1 if data:
-                data[at] = chance.choice((0, 0x7F, 0x80, 0xA0, 0xA3, 0xFF, chance.randrange(256)))
-            case 2:
-                del data[at : at + chance.choice((1, 4, 8, 100))]
-            case 3:
-                data[at:at] = chance.randbytes(chance.choice((1, 4, 8, 100)))
-            case 4:
-                data[at : at + 8] = struct.pack(">Q", chance.choice(NUMBERS))
-            case 5:
-                other = chance.choice(others)
-                data[at:] = other[chance.randrange(len(other)) :]
-            case 6:
-                data[:4] = struct.pack(">i", chance.choice(LENGTHS))
-            case 7:
-                data[at:at] = data[max(0, at - chance.randrange(1, 200)) : at]
-            case _:
-                data = data[:at]
-    if chance.random() < 0.7 and len(data) >= 4:
-        data[:4] = struct.pack(">i", len(data) - 4)  # so that what is wrong is behind the length
-    return bytes(data)
-
-
 def resident_bytes() -> int:
     pages = Path("/proc/self/statm").read_text().split()[1]
     return int(pages) * 4096
@@ -135,7 +102,7 @@ async def attack(port: int, frames: list[bytes], chance: random.Random) -> None:
     """One client's connection: some frames, cut anywhere, and whatever comes back."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     count = chance.choice((1, 1, 2, 5, 20))
-    data = b"".join(mutated(chance.choice(frames), frames, chance) for _ in range(count))
+    data = b"".join(mutated(chance.choice(frames), lambda: chance.choice(frames), chance) for _ in range(count))
     with contextlib.suppress(OSError, RuntimeError):  # uvloop says so when the bookie closed it
         while data:
             size = chance.choice((len(data), 1 + chance.randrange(len(data))))

@@ -11,6 +11,8 @@ import struct
 from collections import Counter
 from typing import Any, Final
 
+from support.mutation import FRAME_SIZE_BYTES_MAX, NUMBERS, mutated
+
 from bkctl.errors import ProtocolError
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.ids import LedgerId
@@ -35,15 +37,6 @@ HOSTILE_LEDGER_MIN: Final = 1 << 32
 LEDGERS: Final = [LedgerId(scope, HOSTILE_LEDGER_MIN + number) for scope in (0, 7, (1 << 64) - 1) for number in (1, 2)]
 MASTER_KEY: Final = DigestManager(LEDGERS[0], DigestType.CRC32C, b"secret").master_key
 ENTRY_IDS: Final = (1 << 20, (1 << 40) - 1, 1 << 40, (1 << 62) + 1, (1 << 63) - 1)
-FRAME_SIZE_BYTES_MAX: Final = 5 << 20
-
-NUMBERS: Final = (
-    0, 1, 2, 3, 127, 128, 255, 256, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, HOSTILE_LEDGER_MIN, (1 << 40) - 1, 1 << 40,
-    (1 << 62) + 1, (1 << 63) - 1, 1 << 63, (1 << 63) + 1, (1 << 64) - 2, (1 << 64) - 1,
-)  # fmt: skip
-LENGTHS: Final = (
-    -(1 << 31), -1, 0, 1, 3, 4, 23, 24, 44, FRAME_SIZE_BYTES_MAX - 4, FRAME_SIZE_BYTES_MAX, 1 << 30, (1 << 31) - 1,
-)  # fmt: skip
 KEY_SIZES: Final = (0, 1, 19, 20, 21, 255, 1000, 1100, 5000, 70_000)
 BODY_SIZES: Final = (0, 1, 7, 8, 15, 16, 31, 32, 100, 1000, 20_000)
 #: Rare, and as large as a frame may be.
@@ -234,31 +227,8 @@ class Frames:
         return self.chance.randbytes(min(size, 64)) + bytes(max(0, size - 64))
 
     def _mutated(self) -> bytes:
-        chance = self.chance
-        data = bytearray(self._valid() if chance.random() < 0.7 else self._fields())
-        for _ in range(chance.choice((1, 1, 2, 5))):
-            at = chance.randrange(len(data)) if data else 0
-            match chance.randrange(8):
-                case 0 if data:
-                    data[at] ^= 1 << chance.randrange(8)
-                case 1 if data:
-                    data[at] = chance.choice((0, 0x7F, 0x80, 0xA0, 0xA3, 0xFF, chance.randrange(256)))
-                case 2:
-                    del data[at : at + chance.choice((1, 4, 8, 100))]
-                case 3:
-                    data[at:at] = chance.randbytes(chance.choice((1, 4, 8, 100)))
-                case 4:
-                    data[at : at + 8] = struct.pack(">Q", chance.choice(NUMBERS))
-                case 5:
-                    other = self._valid()
-                    data[at:] = other[chance.randrange(len(other)) :]
-                case 6:
-                    data[:4] = struct.pack(">i", chance.choice(LENGTHS))
-                case _:
-                    data[at:at] = data[max(0, at - chance.randrange(1, 200)) : at]
-        if chance.random() < 0.7 and len(data) >= 4:
-            data[:4] = struct.pack(">i", len(data) - 4)  # so that what is wrong is behind the length
-        return bytes(data)
+        frame = self._valid() if self.chance.random() < 0.7 else self._fields()
+        return mutated(frame, self._valid, self.chance)
 
     def _truncated(self) -> bytes:
         data = self._valid() if self.chance.random() < 0.5 else self._fields()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hashlib
 import json
 import subprocess
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import pytest
+from support.entries import described, read_all
 from support.servers import ApacheCluster, Java, ZooKeeperServer, read_ledgers, wait_for, write_ledgers
 
 from bkctl.client.ledger import BookKeeper
@@ -63,19 +63,6 @@ def scenario(body: Coroutine[Any, Any, Any]) -> Any:
 
 def payload(entry_id: int, size: int) -> bytes:
     return (b"%d " % entry_id * (size // 2 + 1))[:size]
-
-
-def described(entry_id: int, data: bytes, length: int) -> dict[str, Any]:
-    return {"entryId": entry_id, "size": len(data), "length": length, "sha256": hashlib.sha256(data).hexdigest()}
-
-
-async def read_all(reader: ReadHandle) -> list[dict[str, Any]]:
-    if reader.last_add_confirmed < 0:
-        return []
-    return [
-        described(entry.entry_id, entry.payload, entry.length)
-        async for entry in reader.read(0, reader.last_add_confirmed)
-    ]
 
 
 async def write_all(

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 from support import apache_shell
 from support.command_line import CommandLine
+from support.entries import described, read_all
 from support.own_bookies import OwnBookie
 from support.own_cluster import STORAGES, OwnCluster, journal_version, start_all, stop_all
 from support.servers import (
@@ -106,19 +107,6 @@ def payload_of(ledger: LedgerId | int | str, entry_id: int) -> bytes:
     word = f"{ledger} {entry_id} ".encode()
     size = 1 + entry_id * 37 % 1500
     return (word * (size // len(word) + 1))[:size]
-
-
-def described(entry_id: int, data: bytes, length: int) -> dict[str, Any]:
-    return {"entryId": entry_id, "size": len(data), "length": length, "sha256": hashlib.sha256(data).hexdigest()}
-
-
-async def read_all(reader: ReadHandle) -> list[dict[str, Any]]:
-    if reader.last_add_confirmed < 0:
-        return []
-    return [
-        described(entry.entry_id, entry.payload, entry.length)
-        async for entry in reader.read(0, reader.last_add_confirmed)
-    ]
 
 
 async def check_replicas(reader: ReadHandle, count: int | None = None) -> int:

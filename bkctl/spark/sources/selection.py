@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, NamedTuple
 
-from bkctl.files.listing import FILLER_TYPES
+from bkctl.files.record_filter import FILLER_TYPES
 from bkctl.files.scan import RecordBatch
 from bkctl.formats.record import NO_LEDGER, Record, RecordType
 from bkctl.ids import to_signed
