@@ -12,7 +12,7 @@ import math
 import os
 import re
 import ssl
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Final, TypeVar, cast
 
 from bkctl.errors import BkctlError, BookieUnavailable, ProtocolError, TimedOut, UsageError
@@ -37,7 +37,7 @@ from bkctl.protocol.messages import (
     Status,
     scope_of,
 )
-from bkctl.protocol.pending_packets import PendingPackets, PendingRequest
+from bkctl.protocol.pending_packets import Answered, FutureAnswer, PendingPackets, PendingRequest
 
 _T = TypeVar("_T")
 
@@ -173,49 +173,75 @@ class BookieConnection(FramedProtocol):
         connection is lost or closed, or for a scope other than 0 unless `supports_scopes` gave True; with
         ProtocolError when the bookie's answer makes no sense.
         """
-        future: asyncio.Future[Response] = self._loop.create_future()
-        out = self._out
-        count = len(out)
-        expiry = self._tick + _TICKS_PER_TIMEOUT + 1
-        if self._is_v2:
-            key, size = v2.encode_request(request, out)
-            if self._refused(future, size, count):
-                return future
-            packets, pending = self._packets, (future, request, expiry)
-            if (key in packets.sent or packets.owed) and packets.must_hold(key, request):
-                del out[count:]
-                size = 0
-                packets.hold(key, pending)
-            else:
-                packets.expect(key, pending)
-        else:
-            if not self._scopes and scope_of(request) and request is not _PROBE:
-                ledger = cast("ReadRequest", request).ledger
-                message = f"Bookie {self.bookie_id} cannot serve scopes, so not ledger {ledger}"
-                _fail(future, BookieUnavailable(message))
-                return future
-            txn_id = self._txn_id + 1
-            size = v3.encode_request(txn_id, request, out)
-            if self._refused(future, size, count):
-                return future
-            self._txn_id = txn_id
-            if type(request) is ReadRequest and request.timeout_ms is not None:
-                expiry += math.ceil(request.timeout_ms / 1000 / self._tick_s)
-            self._calls[txn_id] = (future, request, expiry)
+        answer = FutureAnswer()
+        self.send_run((request,), answer)
+        return answer.future
+
+    def send_run(self, requests: Sequence[Request], answered: Answered) -> None:
+        """Send requests of one kind about one ledger in one write; `answered` gets each of them with its outcome.
+
+        Outcomes come in any order: the responses of `send`, or the errors of its future. Raises as `send` does if the
+        first request cannot be carried; the error of a later one is its outcome.
+        """
+        problem = self._failure
+        if problem is None and not self._is_v2 and not self._scopes and scope_of(requests[0]):
+            problem = None if requests[0] is _PROBE else self._no_scopes(requests[0])
+        if problem is not None:
+            for request in requests:
+                answered(request, _copy(problem))
+            return
+        unsent = iter(requests)
+        try:
+            (self._queue_v2 if self._is_v2 else self._queue_v3)(unsent, answered)
+        except BkctlError as error:
+            sent_count = len(requests) - 1 - len(list(unsent))
+            if not sent_count:
+                raise
+            for request in requests[sent_count:]:
+                answered(request, _copy(error))
         if self._ticker is None:
             self._ticker = self._loop.call_later(self._tick_s, self._expire)
-        self._queued(size)
-        return future
+        self._queued(0)
 
-    def _refused(self, future: asyncio.Future[Response], size: int, count: int) -> bool:
-        """Take back the frame behind `count` pieces, and return True, if it is too large or the connection failed."""
-        if size <= self._frame_size_max and self._failure is None:
-            return False
+    def _queue_v2(self, requests: Iterable[Request], answered: Answered) -> None:
+        out, packets, expiry = self._out, self._packets, self._tick + _TICKS_PER_TIMEOUT + 1
+        sent, owed = packets.sent, packets.owed
+        for request in requests:
+            count = len(out)
+            key, size = v2.encode_request(request, out)
+            if size > self._frame_size_max:
+                self._take_back(count, size)
+            if (key in sent or owed) and packets.must_hold(key, request):
+                del out[count:]
+                packets.hold(key, (answered, request, expiry))
+            else:
+                self._out_size += size
+                packets.expect(key, (answered, request, expiry))
+
+    def _queue_v3(self, requests: Iterable[Request], answered: Answered) -> None:
+        out, calls, expiry = self._out, self._calls, self._tick + _TICKS_PER_TIMEOUT + 1
+        for request in requests:
+            count = len(out)
+            txn_id = self._txn_id + 1
+            size = v3.encode_request(txn_id, request, out)
+            if size > self._frame_size_max:
+                self._take_back(count, size)
+            self._out_size += size
+            self._txn_id = txn_id
+            if type(request) is ReadRequest and request.timeout_ms is not None:
+                wait = math.ceil(request.timeout_ms / 1000 / self._tick_s)
+                calls[txn_id] = answered, request, expiry + wait
+            else:
+                calls[txn_id] = answered, request, expiry
+
+    def _take_back(self, count: int, size: int) -> None:
+        """Drop the frame behind `count` pieces, and raise UsageError, because `size` bytes are too large."""
         del self._out[count:]
-        if self._failure is None:
-            raise UsageError(f"A request of {size} bytes does not fit in a frame of {self._frame_size_max}")
-        _fail(future, _copy(self._failure))
-        return True
+        raise UsageError(f"A request of {size} bytes does not fit in a frame of {self._frame_size_max}")
+
+    def _no_scopes(self, request: Request) -> BookieUnavailable:
+        ledger = cast("ReadRequest", request).ledger
+        return BookieUnavailable(f"Bookie {self.bookie_id} cannot serve scopes, so not ledger {ledger}")
 
     async def drain(self) -> None:
         """Wait while more is queued than the bookie takes. Raises BookieUnavailable when the connection is lost."""
@@ -258,9 +284,9 @@ class BookieConnection(FramedProtocol):
             key, response = v2.decode_response(buffer, at, end)
             packets = self._packets
             sent = packets.sent.pop(key, None)
-            future_or_none = sent[0] if isinstance(sent, tuple) else packets.first_of(key, sent)
-            if future_or_none is not None and not future_or_none.done():
-                future_or_none.set_result(response)
+            pending = sent if isinstance(sent, tuple) else packets.first_of(key, sent)
+            if pending is not None:
+                pending[0](pending[1], response)
             if key in packets.held:
                 packets.send_held(key)
             return
@@ -268,25 +294,23 @@ class BookieConnection(FramedProtocol):
         call = self._calls.pop(txn_id, None)
         if call is None:
             return
-        future, request, _ = call
+        answered, request, _ = call
         if self._upgrading:
             # Anything may have sent what follows in clear text.
             self._halted = True
-        if future.done():
-            return
         if operation != v3.OPERATIONS[type(request)]:
             problem = f"operation {operation} in answer to {type(request).__name__}"
         elif answer is None:
             problem = f"an answer to {type(request).__name__} that makes no sense: {problem}"
         elif type(answer) in LEDGER_RESPONSES and answer[1] != request[0]:  # type: ignore[misc]
-            asked, answered = cast("ReadRequest", request).ledger, cast("ReadResponse", answer).ledger
-            problem = f"an answer for ledger {answered!r} to {type(request).__name__} of {asked!r}"
-            if answered[0] != asked[0]:
+            asked, found = cast("ReadRequest", request).ledger, cast("ReadResponse", answer).ledger
+            problem = f"an answer for ledger {found!r} to {type(request).__name__} of {asked!r}"
+            if found[0] != asked[0]:
                 self._scopes = False
         else:
-            future.set_result(answer)
+            answered(request, answer)
             return
-        _fail(future, ProtocolError(f"Bookie {self.bookie_id} sent {problem}"))
+        answered(request, ProtocolError(f"Bookie {self.bookie_id} sent {problem}"))
 
     def _expire(self) -> None:
         self._tick = tick = self._tick + 1
@@ -306,10 +330,9 @@ class BookieConnection(FramedProtocol):
         self._ticker = self._loop.call_later(self._tick_s, self._expire) if more else None
 
     def _time_out(self, pending: PendingRequest) -> None:
-        future, request, _ = pending
-        if not future.done():
-            message = f"Bookie {self.bookie_id} gave no answer within {self._timeout_s:g} s to {_described(request)}"
-            _fail(future, TimedOut(message, hint="it may be overloaded or cut off; --timeout sets how long to wait"))
+        answered, request, _ = pending
+        message = f"Bookie {self.bookie_id} gave no answer within {self._timeout_s:g} s to {_described(request)}"
+        answered(request, TimedOut(message, hint="it may be overloaded or cut off; --timeout sets how long to wait"))
 
     # Life.
 
@@ -340,9 +363,8 @@ class BookieConnection(FramedProtocol):
             self._ticker = None
         unanswered = [*self._calls.values(), *self._packets.clear()]
         self._calls.clear()
-        for future, _, _ in unanswered:
-            if not future.done():
-                _fail(future, _copy(failure))
+        for answered, request, _ in unanswered:
+            answered(request, _copy(failure))
         self._wake_writers()
 
     def _abort(self) -> None:
@@ -371,12 +393,6 @@ def _described(request: Request) -> str:
     if isinstance(request, AddRequest | ReadRequest | BatchReadRequest):
         what += ", the last entry" if request.entry_id == LAST_ENTRY else f", entry {request.entry_id}"
     return what
-
-
-def _fail(future: asyncio.Future[Response], error: BkctlError) -> None:
-    """Fail `future`, without asyncio's complaint when its caller no longer looks at it."""
-    future.set_exception(error)
-    future.exception()
 
 
 def _copy(error: BkctlError) -> BkctlError:
