@@ -12,12 +12,13 @@ import math
 import os
 import re
 import ssl
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Final, TypeVar, cast
 
 from bkctl.errors import BkctlError, BookieUnavailable, ProtocolError, TimedOut, UsageError
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.protocol import v2, v3
+from bkctl.protocol.client_runs import RESPONSES, V2_OPCODES, Answers, answer_taker, encode_run
 from bkctl.protocol.framing import WRITE_BUFFER_BYTES_MAX, FramedProtocol
 from bkctl.protocol.messages import (
     FRAME_SIZE_BYTES_MAX,
@@ -25,6 +26,7 @@ from bkctl.protocol.messages import (
     LEDGER_REQUESTS,
     LEDGER_RESPONSES,
     AddRequest,
+    AddResponse,
     BatchReadRequest,
     Protocol,
     ReadLacRequest,
@@ -85,6 +87,7 @@ class BookieConnection(FramedProtocol):
         self._txn_id = 0
         self._calls: dict[int, PendingRequest] = {}
         self._packets = PendingPackets(lambda request: self._queued(v2.encode_request(request, self._out)[1]))
+        self._take_run: Callable[[memoryview, int, int], Answers | None] | None = None
         self._scopes: bool | None = None
         self._probe: asyncio.Future[Response] | None = None
         self._failure: BkctlError | None = None
@@ -133,7 +136,7 @@ class BookieConnection(FramedProtocol):
         except (ValueError, OverflowError) as error:  # the registered address is not a host name and port
             raise BookieUnavailable(f"{where} cannot be reached: {error}") from error
         else:
-            connection._is_v2 = protocol is Protocol.V2
+            connection._use_runs(protocol is Protocol.V2)
             made.clear()
             return connection
         finally:
@@ -156,6 +159,13 @@ class BookieConnection(FramedProtocol):
             raise BookieUnavailable(f"Bookie {self.bookie_id} closed the connection in the TLS handshake")
         self._use(transport)
         self._upgrading = self._halted = False
+
+    def _use_runs(self, is_v2: bool) -> None:
+        """Use the client's protocol from now on, and take answers in runs."""
+        self._is_v2 = is_v2
+        self._take_run = answer_taker(is_v2, self._body_size_max)
+        if self._take_run is not None:
+            self._take_frames = self._take_v2 if is_v2 else self._take_v3
 
     # Requests.
 
@@ -190,18 +200,45 @@ class BookieConnection(FramedProtocol):
             for request in requests:
                 answered(request, _copy(problem))
             return
-        unsent = iter(requests)
-        try:
-            (self._queue_v2 if self._is_v2 else self._queue_v3)(unsent, answered)
-        except BkctlError as error:
-            sent_count = len(requests) - 1 - len(list(unsent))
-            if not sent_count:
-                raise
-            for request in requests[sent_count:]:
-                answered(request, _copy(error))
+        if not self._queue_run(requests, answered):
+            unsent = iter(requests)
+            try:
+                (self._queue_v2 if self._is_v2 else self._queue_v3)(unsent, answered)
+            except BkctlError as error:
+                sent_count = len(requests) - 1 - len(list(unsent))
+                if not sent_count:
+                    raise
+                for request in requests[sent_count:]:
+                    answered(request, _copy(error))
         if self._ticker is None:
             self._ticker = self._loop.call_later(self._tick_s, self._expire)
         self._queued(0)
+
+    def _queue_run(self, requests: Sequence[Request], answered: Answered) -> bool:
+        """Queue plain adds or reads as one piece; return False, with nothing queued, for other requests."""
+        opcode = V2_OPCODES.get(type(requests[0]))
+        if opcode is None:
+            return False
+        expiry = self._tick + _TICKS_PER_TIMEOUT + 1
+        waiting = [(answered, request, expiry) for request in requests]
+        packets, txn_id = self._packets, self._txn_id + 1
+        fresh: dict[v2.Key, PendingRequest] = {}
+        if self._is_v2:
+            keys = [(opcode, request[0][1], request[1]) for request in cast("Sequence[ReadRequest]", requests)]
+            fresh = dict(zip(keys, waiting, strict=True))
+            if len(fresh) < len(waiting) or packets.owed or not packets.sent.keys().isdisjoint(fresh):
+                return False
+        frames = encode_run(self._is_v2, txn_id, requests, self._body_size_max)
+        if frames is None:
+            return False
+        if self._is_v2:
+            packets.sent.update(fresh)
+        else:
+            self._calls.update(enumerate(waiting, txn_id))
+            self._txn_id += len(waiting)
+        self._out.append(frames)
+        self._out_size += len(frames)
+        return True
 
     def _queue_v2(self, requests: Iterable[Request], answered: Answered) -> None:
         out, packets, expiry = self._out, self._packets, self._tick + _TICKS_PER_TIMEOUT + 1
@@ -279,25 +316,61 @@ class BookieConnection(FramedProtocol):
 
     # Answers.
 
+    def _take_v2(self, buffer: memoryview, at: int, end: int) -> int:
+        assert self._take_run is not None
+        found = self._take_run(buffer, at, end)
+        if found is None:
+            return at
+        stop, keys, responses = found
+        deliver = self._deliver_v2
+        for key, response in zip(keys, responses, strict=True):
+            deliver(key, response)
+        return stop
+
+    def _take_v3(self, buffer: memoryview, at: int, end: int) -> int:
+        assert self._take_run is not None
+        found = self._take_run(buffer, at, end)
+        if found is None:
+            return at
+        stop, txn_ids, responses = found
+        take_call = self._calls.pop
+        for txn_id, response in zip(txn_ids, responses, strict=True):
+            call = take_call(txn_id, None)
+            if call is None:
+                continue
+            answered, request, _ = call
+            kind = type(response)
+            if RESPONSES.get(type(request)) is kind and response[1] == request[0]:  # type: ignore[misc]
+                answered(request, response)
+            else:
+                self._deliver_v3(call, v3.OPERATIONS[AddRequest if kind is AddResponse else ReadRequest], response, "")
+        return stop
+
+    def _deliver_v2(self, key: v2.Key, response: Response) -> None:
+        packets = self._packets
+        sent = packets.sent.pop(key, None)
+        pending = sent if type(sent) is tuple else packets.first_of(key, sent)  # type: ignore[arg-type]
+        if pending is not None:
+            pending[0](pending[1], response)
+        if key in packets.held:
+            packets.send_held(key)
+
     def _frame(self, buffer: memoryview, at: int, end: int) -> None:
         if self._is_v2:
-            key, response = v2.decode_response(buffer, at, end)
-            packets = self._packets
-            sent = packets.sent.pop(key, None)
-            pending = sent if isinstance(sent, tuple) else packets.first_of(key, sent)
-            if pending is not None:
-                pending[0](pending[1], response)
-            if key in packets.held:
-                packets.send_held(key)
+            self._deliver_v2(*v2.decode_response(buffer, at, end))
             return
         txn_id, operation, answer, problem = v3.decode_response(buffer, at, end)
         call = self._calls.pop(txn_id, None)
         if call is None:
             return
-        answered, request, _ = call
         if self._upgrading:
             # Anything may have sent what follows in clear text.
             self._halted = True
+        self._deliver_v3(call, operation, answer, problem)
+
+    def _deliver_v3(self, call: PendingRequest, operation: int, answer: Response | None, problem: str) -> None:
+        """Give an answer to its request, or the error that it does not fit it."""
+        answered, request, _ = call
         if operation != v3.OPERATIONS[type(request)]:
             problem = f"operation {operation} in answer to {type(request).__name__}"
         elif answer is None:

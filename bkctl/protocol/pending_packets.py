@@ -79,7 +79,7 @@ class PendingPackets:
         return forces and key in self.owed
 
     def first_of(self, key: Key, queue: deque[PendingRequest] | None) -> PendingRequest | None:
-        """Return the request that an answer for `key` belongs to, of a `queue` taken out of `sent`; None without one."""
+        """Return the request of an answer for `key`, from a `queue` taken out of `sent`; None without one."""
         if queue is not None:
             pending = queue.popleft()
             if queue:
