@@ -151,9 +151,13 @@ class BookieChannel:
             self.failed()
             self._fail_waiting(error)
         finally:
-            self._attempt = None
-            if self._waiting:  # cancelled, or a defect: no request may wait for ever
-                self._fail_waiting(BookieUnavailable(f"Connecting to bookie {self.bookie_id} was cancelled"))
+            attempt, self._attempt = self._attempt, None
+            waiting, self._waiting = self._waiting, []
+            cancelled = BookieUnavailable(f"Connecting to bookie {self.bookie_id} was cancelled")
+            for requests, _, answered in waiting:  # cancelled, or a defect: no request may wait for ever
+                # Later, because a taker may start a task, and this one may be cancelled because its loop ends.
+                assert attempt is not None
+                attempt.get_loop().call_soon(_refuse, requests, answered, cancelled)
 
     def _forward(
         self, connection: BookieConnection, requests: Sequence[Request], scoped: bool, answered: Answered
