@@ -291,17 +291,17 @@ def commands(bench: Bench) -> Iterator[Figure | str]:
                 "id",
                 str(data),
             ]
-            # Both once to warm the bookies up; then in turn, and the median counts.
+            # Once to warm the bookies up; then in turn, and the median of all runs counts.
             bench.java_rate(uri, protocol, "add", count, ENTRY_SIZE_BYTES, 3, 2, 2)
             java, ours = [], []
-            for _ in range(max(bench.runs, 3)):
+            for _ in range(bench.runs):
                 java.append(bench.java_rate(uri, protocol, "add", count, ENTRY_SIZE_BYTES, 3, 2, 2))
                 ours.append(spent_by([*write, "--protocol", protocol]))
             yield from whole_command(f"ledger write, {protocol}", count, ours, java)
             ledger = java[-1]["ledgerId"]
             read = [*BKCTL, "-u", uri, "ledger", "read", ledger, "-o", "ndjson", "--protocol", protocol]
             java, ours = [], []
-            for _ in range(max(bench.runs, 3)):
+            for _ in range(bench.runs):
                 java.append(bench.java_rate(uri, protocol, "read", ledger))
                 ours.append(spent_by(read))
             yield from whole_command(f"ledger read -o ndjson, {protocol}", count, ours, java)
@@ -484,7 +484,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(("files", *BENCHMARKS)))
     parser.add_argument("--seconds", type=float, default=30, help="how long each adds run takes (30)")
     parser.add_argument("--storage", choices=STORAGES, default="sorted", help="of the adds, on both sides (sorted)")
-    parser.add_argument("--runs", type=int, default=1, help="how often each adds benchmark runs (1)")
+    parser.add_argument("--runs", type=int, default=1, help="how often adds and commands run (1)")
     parser.add_argument("--profile", action="store_true", help="show what one of our bookies does during the adds")
     parser.add_argument("--mib", type=int, nargs="+", default=[64, 1024], help="sizes of the files (64 1024)")
     arguments = parser.parse_args()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -229,7 +229,7 @@ class _RangeReader:
         now = time.monotonic()
         ensemble_size, ledger = access.schedule.ensemble_size, access.ledger
         entry_id, last = self._next_id, self._last
-        runs: dict[BookieChannel, list[ReadRequest]] = {}
+        runs: defaultdict[BookieChannel, list[ReadRequest]] = defaultdict(list)
         while entry_id <= last and len(window) < count_max:
             if entry_id >= self._fragment_end:
                 self._enter_fragment(entry_id)
@@ -244,8 +244,6 @@ class _RangeReader:
                 read.asked_count = 0
                 access.piggybacked = None
             else:
-                if channel not in runs:
-                    runs[channel] = []
                 request = _new(ReadRequest, (ledger, entry_id, None, False, False, None, None, False))
                 runs[channel].append(request)
             entry_id += 1

@@ -6,6 +6,7 @@ Source: LedgerHandle (add, ensemble change), PendingAddOp, ReadOnlyLedgerHandle.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -171,13 +172,11 @@ class AddPipeline:
 
     def _send(self, adds: Iterable[_PendingAdd], indexes: Collection[int] | None = None) -> None:
         """Send each bookie the adds that it is to store, in one run; with `indexes` only the bookies there."""
-        runs: dict[int, list[AddRequest]] = {}
+        runs: defaultdict[int, list[AddRequest]] = defaultdict(list)
         write_set = self.access.schedule.write_set
         for add in adds:
             for index in write_set(add.request[1]):
                 if indexes is None or index in indexes:
-                    if index not in runs:
-                        runs[index] = []
                     runs[index].append(add.request)
         for index, run in runs.items():
             self._channels[index].send_run(run, self._takers[index], self.access.scoped)

@@ -41,6 +41,8 @@ ENTRY_V2: Final = Struct(">BQQqqq")
 LAC_V1: Final = Struct(">Qq")
 LAC_V2: Final = Struct(">BQQq")
 _AFTER_LEDGER: Final = Struct(">qqq")
+# Creates an Entry in a third of the time of its own constructor.
+_new = tuple.__new__
 
 
 class DigestType(IntEnum):
@@ -296,7 +298,7 @@ class DigestManager:
                 f"Entry {_name(self.ledger, found_id)} does not match its {self.digest_type.name} digest",
                 hint="it is damaged, or sealed with another digest type or password",
             )
-        return Entry(found_id, last_add_confirmed, length, payload)
+        return _new(Entry, (found_id, last_add_confirmed, length, payload))
 
     def seal_lac(self, last_add_confirmed: int) -> bytes:
         """Return the whole LAC packet: 16 bytes and the digest in scope 0, else 25 and the digest."""
