@@ -135,10 +135,13 @@ class Bench:
             raise
 
     def java_rate(self, *arguments: object) -> dict[str, Any]:
-        """Run Bench.java with a fully optimising JVM; what it prints."""
+        """Run Bench.java with a fully optimising JVM; what it prints, and its processor time (`spent`)."""
+        before = os.times()
         with full_speed_java():
             done = self.java.run("Bench", *arguments, heap_mb=1024, timeout_s=1200)
-        return dict(json.loads(done.stdout.splitlines()[-1]))
+        after = os.times()
+        spent = after.children_user + after.children_system - before.children_user - before.children_system
+        return {**json.loads(done.stdout.splitlines()[-1]), "spent": spent}
 
     def close(self) -> None:
         if self._zookeeper is not None:
@@ -263,6 +266,70 @@ def our_rate(uri: str, protocol: str, what: str, argument: str) -> float:
     return float(done.stdout)
 
 
+def commands(bench: Bench) -> Iterator[Figure | str]:
+    """`ledger write` and `ledger read` against loops of Java's client, on three Apache bookies, E3 Wq2 Aq2.
+
+    Ours count from the start of the command to its end; Java's loop counts neither its JVM's start nor the creation of
+    the client, and does not print what it reads.
+    """
+    entries = 200_000
+    data = bench.directory / "entries"
+    data.write_bytes(os.urandom(1 << 20) * (entries * ENTRY_SIZE_BYTES >> 20))
+    count = data.stat().st_size // ENTRY_SIZE_BYTES
+    with bench.apache(3) as cluster:
+        uri = cluster.metadata_uri
+        for protocol in ("v3", "v2"):
+            write = [
+                *BKCTL,
+                "-u",
+                uri,
+                "ledger",
+                "write",
+                "--record-size",
+                str(ENTRY_SIZE_BYTES),
+                "-o",
+                "id",
+                str(data),
+            ]
+            # Once to warm the bookies up; then in turn, and the median of all runs counts.
+            bench.java_rate(uri, protocol, "add", count, ENTRY_SIZE_BYTES, 3, 2, 2)
+            java, ours = [], []
+            for _ in range(bench.runs):
+                java.append(bench.java_rate(uri, protocol, "add", count, ENTRY_SIZE_BYTES, 3, 2, 2))
+                ours.append(spent_by([*write, "--protocol", protocol]))
+            yield from whole_command(f"ledger write, {protocol}", count, ours, java)
+            ledger = java[-1]["ledgerId"]
+            read = [*BKCTL, "-u", uri, "ledger", "read", ledger, "-o", "ndjson", "--protocol", protocol]
+            java, ours = [], []
+            for _ in range(bench.runs):
+                java.append(bench.java_rate(uri, protocol, "read", ledger))
+                ours.append(spent_by(read))
+            yield from whole_command(f"ledger read -o ndjson, {protocol}", count, ours, java)
+    data.unlink()
+
+
+def spent_by(command: Sequence[str]) -> tuple[float, float]:
+    """The wall-clock and processor seconds of a command, its output thrown away."""
+    start, before = time.perf_counter(), os.times()
+    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, check=True)
+    seconds, after = time.perf_counter() - start, os.times()
+    spent = after.children_user + after.children_system - before.children_user - before.children_system
+    return seconds, spent
+
+
+def whole_command(
+    what: str, count: int, ours: Sequence[tuple[float, float]], java: Sequence[Mapping[str, Any]]
+) -> Iterator[Figure | str]:
+    """Compare the medians of a command's runs and a Java loop's, and say the processor time an entry of both."""
+    rate = count / statistics.median(seconds for seconds, _ in ours)
+    peer = statistics.median(done["perSecond"] for done in java)
+    yield Figure(f"{what}, {count:,} × 1 KiB", rate, peer, "Java client's loop", rate=True)
+    spent = statistics.median(seconds for _, seconds in ours), statistics.median(done["spent"] for done in java)
+    yield "  processor time an entry, start included: " + ", ".join(
+        f"{name} {seconds / count * 1e6:.1f} µs" for name, seconds in zip(("ours", "Java's"), spent, strict=True)
+    )
+
+
 def adds(bench: Bench, protocol: str) -> Iterator[Figure | str]:
     """Three of our bookies against three of Apache's under the same Java client; journal synced, log, index on."""
     amount = f"{int(bench.seconds)}s"
@@ -365,6 +432,7 @@ BENCHMARKS: dict[str, Callable[[Bench], Iterator[Figure | str]]] = {
     "startup": startup,
     "ledger-read": ledger_read,
     "client": client,
+    "commands": commands,
     "adds-v2": lambda bench: adds(bench, "v2"),
     "adds-v3": lambda bench: adds(bench, "v3"),
 }
@@ -416,7 +484,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(("files", *BENCHMARKS)))
     parser.add_argument("--seconds", type=float, default=30, help="how long each adds run takes (30)")
     parser.add_argument("--storage", choices=STORAGES, default="sorted", help="of the adds, on both sides (sorted)")
-    parser.add_argument("--runs", type=int, default=1, help="how often each adds benchmark runs (1)")
+    parser.add_argument("--runs", type=int, default=1, help="how often adds and commands run (1)")
     parser.add_argument("--profile", action="store_true", help="show what one of our bookies does during the adds")
     parser.add_argument("--mib", type=int, nargs="+", default=[64, 1024], help="sizes of the files (64 1024)")
     arguments = parser.parse_args()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from bkctl.errors import BkctlError, BookieUnavailable
@@ -22,6 +22,7 @@ from bkctl.protocol.messages import (
     Status,
     error_for,
 )
+from bkctl.protocol.pending_packets import Answered, FutureAnswer, is_abandoned
 
 if TYPE_CHECKING:
     import ssl
@@ -57,7 +58,7 @@ class BookieChannel:
         self._connection: BookieConnection | None = None
         self._scoped: bool | None = None
         self._attempt: asyncio.Task[None] | None = None
-        self._waiting: list[tuple[Request, bool, asyncio.Future[Response]]] = []
+        self._waiting: list[tuple[Sequence[Request], bool, Answered]] = []
         self._failures = 0
         self._retry_at = 0.0
         self._error: BkctlError | None = None
@@ -68,27 +69,40 @@ class BookieChannel:
         The future fails with BookieUnavailable (unreachable, or no scopes for a `scoped` request), TimedOut,
         ProtocolError, IllegalOperation. Its exception needs no retrieval.
         """
+        answer = FutureAnswer()
+        self.send_run((request,), answer, scoped)
+        return answer.future
+
+    def send_run(self, requests: Sequence[Request], answered: Answered, scoped: bool = False) -> None:
+        """Send requests of one kind about one ledger, now or once connected; `answered` gets each with its outcome.
+
+        Outcomes come in any order, and the ones known at once before this returns: the responses of `send`, or the
+        errors of its future.
+        """
         connection = self._connection
         if connection is not None and not connection.closed:
             # The hot path.
             if not scoped or self._scoped:
                 try:
-                    return connection.send(request)
+                    connection.send_run(requests, answered)
                 except BkctlError as error:
-                    return failed_future(error)
+                    _refuse(requests, answered, error)
+                return
             if self._scoped is False:
-                return failed_future(self._no_scopes())
+                _refuse(requests, answered, self._no_scopes())
+                return
         if self._pool.closed:
-            return failed_future(BookieUnavailable(f"The client is closed, so bookie {self.bookie_id} is not asked"))
+            closed = BookieUnavailable(f"The client is closed, so bookie {self.bookie_id} is not asked")
+            _refuse(requests, answered, closed)
+            return
         if self._attempt is None:
             if connection is not None and connection.closed:
                 self._connection = self._scoped = None
             if self._error is not None and time.monotonic() < self._retry_at:
-                return failed_future(BookieUnavailable(self._error.message, hint=self._error.hint))
+                _refuse(requests, answered, BookieUnavailable(self._error.message, hint=self._error.hint))
+                return
             self._attempt = asyncio.create_task(self._connect())
-        future: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-        self._waiting.append((request, scoped, future))
-        return future
+        self._waiting.append((requests, scoped, answered))
 
     def failed(self) -> None:
         """Prefer other bookies for a while, because this one did not serve a request."""
@@ -122,9 +136,9 @@ class BookieChannel:
                 if self._scoped is None and any(scoped for _, scoped, _ in self._waiting):
                     self._scoped = await connection.supports_scopes()
                 waiting, self._waiting = self._waiting, []
-                for request, scoped, future in waiting:
-                    if not future.done():
-                        self._forward(connection, request, scoped, future)
+                for requests, scoped, answered in waiting:
+                    if not is_abandoned(answered):
+                        self._forward(connection, requests, scoped, answered)
         except BkctlError as error:
             self._failures += 1
             back_off_s = min(BACK_OFF_S_MIN * 2 ** min(self._failures - 1, 10), BACK_OFF_S_MAX)
@@ -137,22 +151,24 @@ class BookieChannel:
             self.failed()
             self._fail_waiting(error)
         finally:
-            self._attempt = None
-            if self._waiting:  # cancelled, or a defect: no request may wait for ever
-                self._fail_waiting(BookieUnavailable(f"Connecting to bookie {self.bookie_id} was cancelled"))
+            attempt, self._attempt = self._attempt, None
+            waiting, self._waiting = self._waiting, []
+            cancelled = BookieUnavailable(f"Connecting to bookie {self.bookie_id} was cancelled")
+            for requests, _, answered in waiting:  # cancelled, or a defect: no request may wait for ever
+                # Later, because a taker may start a task, and this one may be cancelled because its loop ends.
+                assert attempt is not None
+                attempt.get_loop().call_soon(_refuse, requests, answered, cancelled)
 
     def _forward(
-        self, connection: BookieConnection, request: Request, scoped: bool, future: asyncio.Future[Response]
+        self, connection: BookieConnection, requests: Sequence[Request], scoped: bool, answered: Answered
     ) -> None:
         if scoped and not self._scoped:
-            fail(future, self._no_scopes())
+            _refuse(requests, answered, self._no_scopes())
             return
         try:
-            answer = connection.send(request)
+            connection.send_run(requests, answered)
         except BkctlError as error:
-            fail(future, error)
-            return
-        answer.add_done_callback(lambda done: _copy_outcome(done, future))
+            _refuse(requests, answered, error)
 
     def _no_scopes(self) -> BookieUnavailable:
         return BookieUnavailable(
@@ -161,8 +177,8 @@ class BookieChannel:
 
     def _fail_waiting(self, error: BkctlError) -> None:
         waiting, self._waiting = self._waiting, []
-        for _, _, future in waiting:
-            fail(future, error)
+        for requests, _, answered in waiting:
+            _refuse(requests, answered, error)
 
 
 class BookiePool:
@@ -284,22 +300,9 @@ def fail(future: asyncio.Future[Any], error: BaseException) -> None:
         future.exception()
 
 
-def failed_future(error: BaseException) -> asyncio.Future[Any]:
-    """Return a future that failed with `error`."""
-    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    fail(future, error)
-    return future
-
-
-def _copy_outcome(done: asyncio.Future[Response], future: asyncio.Future[Response]) -> None:
-    if future.done():
-        return
-    if done.cancelled():
-        future.cancel()
-    elif (error := done.exception()) is not None:
-        fail(future, error)
-    else:
-        future.set_result(done.result())
+def _refuse(requests: Iterable[Request], answered: Answered, error: BkctlError) -> None:
+    for request in requests:
+        answered(request, error)
 
 
 def failure(
@@ -309,11 +312,18 @@ def failure(
     if future.cancelled():
         return BookieUnavailable(f"Request to bookie {bookie_id} was cancelled")
     error = future.exception()
-    if error is not None:
-        if not isinstance(error, BkctlError):
-            raise error
-        return error
-    status = future.result().status
+    if error is not None and not isinstance(error, BkctlError):
+        raise error
+    return error_of(future.result() if error is None else error, ledger, entry_id, bookie_id)
+
+
+def error_of(
+    outcome: Response | BkctlError, ledger: LedgerId, entry_id: int | None, bookie_id: str
+) -> BkctlError | None:
+    """Return the error that the outcome of a request is; None when its status is EOK."""
+    if isinstance(outcome, BkctlError):
+        return outcome
+    status = outcome.status
     if status is Status.EOK:
         return None
     what = f"Ledger {ledger}" if entry_id is None or entry_id < 0 else f"Entry {entry_id} of ledger {ledger}"

@@ -19,6 +19,7 @@ from bkctl.client.reader import (
     long_poll,
     read_entries,
     read_last_confirmed,
+    read_runs,
 )
 from bkctl.client.writer import restated
 from bkctl.errors import (
@@ -84,19 +85,30 @@ class LedgerHandleBase:
         Raises UsageError for an invalid range or one beyond the last add confirmed, and when no replica returns an
         entry the gravest error: EntryNotFound, DigestMismatch, BookieUnavailable, ….
         """
+        self._check_confirmed(last)
+        return self.read_unconfirmed(first, last, verify=verify)
+
+    def read_runs(self, first: int, last: int, *, verify: bool = True) -> AsyncIterator[list[LedgerEntry]]:
+        """Yield the entries of `read` in runs, which costs less an entry: as many as have arrived, up to about 1 MiB.
+
+        Raises as `read` does, after a run of the entries before.
+        """
+        self._check_confirmed(last)
+        _check_range(first, last)
+        return read_runs(self._access, first, last, verify=verify)
+
+    def _check_confirmed(self, last: int) -> None:
         if last > self.last_add_confirmed:
             raise UsageError(
                 f"Entry {last} of ledger {self.ledger} is beyond its last add confirmed, {self.last_add_confirmed}"
             )
-        return self.read_unconfirmed(first, last, verify=verify)
 
     def read_unconfirmed(self, first: int, last: int, *, verify: bool = True) -> AsyncIterator[LedgerEntry]:
         """Yield entries as `read` does, also beyond the last add confirmed. Raises EntryNotFound after the last entry.
 
         Entries beyond the last add confirmed may be unacknowledged, and lost in a recovery.
         """
-        if not 0 <= first <= last <= I64_MAX:
-            raise UsageError(f"Entries {first} to {last} are not a range")
+        _check_range(first, last)
         return read_entries(self._access, first, last, verify=verify)
 
     async def read_from(self, bookie_id: str, entry_id: int, *, verify: bool = True) -> LedgerEntry:
@@ -108,6 +120,11 @@ class LedgerHandleBase:
         future = channel.send(ReadRequest(self.ledger, entry_id), self._access.scoped)
         await asyncio.wait([future])
         return entry_of(future, self._access, entry_id, bookie_id, verify=verify)
+
+
+def _check_range(first: int, last: int) -> None:
+    if not 0 <= first <= last <= I64_MAX:
+        raise UsageError(f"Entries {first} to {last} are not a range")
 
 
 def entry_of(

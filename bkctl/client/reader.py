@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from bkctl.client.bookies import BookieChannel, BookiePool, failure
+from bkctl.client.bookies import BookieChannel, BookiePool, error_of, failure
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.errors import (
     BkctlError,
@@ -33,18 +34,22 @@ from bkctl.protocol.messages import (
     ReadLacResponse,
     ReadRequest,
     ReadResponse,
+    Request,
     Response,
     Status,
 )
+from bkctl.protocol.pending_packets import Answered
 
 if TYPE_CHECKING:
     from bkctl.ids import LedgerId
     from bkctl.metadata.ledgers import VersionedMetadata
 
 #: Reads in flight of one range: at most this many, and about this many bytes.
-WINDOW_COUNT_MAX: Final = 512
+WINDOW_COUNT_MAX: Final = 1024
 WINDOW_COUNT_MIN: Final = 4
 WINDOW_BYTES: Final = 16 << 20
+#: Payload bytes above which a run of entries ends.
+RUN_BYTES: Final = 1 << 20
 #: Assumed size of an entry before the first one is read.
 ENTRY_SIZE_BYTES_GUESS: Final = 256 << 10
 #: Time without an answer after which the next replica is asked, too (speculative read).
@@ -55,6 +60,8 @@ LONG_POLL_S_MAX: Final = 10.0
 LONG_POLL_GRACE_S: Final = 1.0
 #: Pause before the next long poll when no bookie could wait (the ledger has no entry yet, or all are down).
 LONG_POLL_PAUSE_S: Final = 0.2
+
+_new = tuple.__new__
 
 
 class LedgerEntry(NamedTuple):
@@ -104,7 +111,7 @@ class LedgerAccess:
             raise ProtocolError(f"Entry {entry_id} of ledger {self.ledger} was answered without a body")
         if verify:
             found_id, last_add_confirmed, length, payload = self.digest.open(body, entry_id)
-            return LedgerEntry(found_id, last_add_confirmed, length, bytes(payload), self.format_version)
+            return _new(LedgerEntry, (found_id, last_add_confirmed, length, bytes(payload), self.format_version))
         header = read_entry_header(body)
         if header.ledger != self.ledger or header.entry_id != entry_id:
             raise DigestMismatch(
@@ -138,30 +145,30 @@ def restate(error: BkctlError, message: str, hint: str | None = None) -> BkctlEr
 
 
 class _Read:
-    """One entry being read: the replica asked last, and earlier ones that may still answer."""
+    """One entry being read: the replica asked last, and the first answer that is not rejected yet."""
 
-    __slots__ = ("channel", "earlier", "entry_id", "error", "first_error", "future", "problems", "replicas", "untried")
+    __slots__ = ("asked_count", "channel", "entry_id", "error", "first_error", "problems", "replicas", "response",
+                 "source", "spares", "untried")  # fmt: skip
 
-    def __init__(
-        self,
-        entry_id: int,
-        replicas: tuple[BookieChannel, ...],
-        channel: BookieChannel,
-        future: asyncio.Future[Response],
-    ) -> None:
+    def __init__(self, entry_id: int, replicas: tuple[BookieChannel, ...], channel: BookieChannel) -> None:
         self.entry_id = entry_id
         self.replicas = replicas
         self.channel = channel
-        self.future = future
+        #: Requests without an outcome.
+        self.asked_count = 1
+        self.response: ReadResponse | None = None
+        #: The replica that sent `response`.
+        self.source = channel
+        #: Answers of further replicas.
+        self.spares: list[tuple[BookieChannel, ReadResponse]] | None = None
         self.untried: list[BookieChannel] | None = None
-        self.earlier: list[tuple[BookieChannel, asyncio.Future[Response]]] | None = None
         self.first_error: BkctlError | None = None
         self.problems: list[str] | None = None
         self.error: BkctlError | None = None
 
 
 class _RangeReader:
-    """Pipelined reads of consecutive entries, yielded in order."""
+    """Pipelined reads of consecutive entries, taken in order and in runs."""
 
     def __init__(self, access: LedgerAccess, first: int, last: int, verify: bool) -> None:
         self._access = access
@@ -169,6 +176,12 @@ class _RangeReader:
         self._next_id = first
         self._last = last
         self._window: deque[_Read] = deque()
+        #: The reads of the window by entry id.
+        self._reads: dict[int, _Read] = {}
+        self._refill_at = 0
+        self._failures: deque[tuple[_Read, BookieChannel, Response | BkctlError]] = deque()
+        self._takers: dict[BookieChannel, Answered] = {}
+        self._waiter: asyncio.Future[None] | None = None
         self._fragment_end = first  # the first entry after the fragment of `_replicas`
         self._replicas: list[tuple[BookieChannel, ...]] = []
         metadata = access.metadata
@@ -179,27 +192,32 @@ class _RangeReader:
         self._size_seen = self._count_seen = 0
 
     async def entries(self) -> AsyncIterator[LedgerEntry]:
+        while run := await self._next_run():
+            for entry in run:
+                yield entry
+
+    async def runs(self) -> AsyncIterator[list[LedgerEntry]]:
+        while run := await self._next_run():
+            yield run
+
+    async def _next_run(self) -> list[LedgerEntry]:
+        """Return the next entries, as many as are there (at least one, at most about RUN_BYTES); none at the end."""
         window = self._window
-        refill_at = 0
         while True:
-            if len(window) <= refill_at and self._next_id <= self._last:
-                refill_at = self._fill() // 2
+            if len(window) <= self._refill_at and self._next_id <= self._last:
+                self._refill_at = self._fill() // 2
+                await asyncio.sleep(0)  # the requests leave before the caller works on the entries
+            self._retry_failures()
             if not window:
-                return
-            read = window[0]
-            if not read.future.done():
-                await self._settle(read)
-            entry = self._outcome(read)
-            if entry is None:
-                if read.error is not None:
-                    raise read.error
-                for other in window:
-                    # Ask other replicas for further failed reads now, not when their turn comes.
-                    if other is not read and other.future.done() and other.error is None and self._failed(other):
-                        self._try_next(other)
-                continue
-            window.popleft()
-            yield entry
+                return []
+            run = self._take_run()
+            if run:
+                return run
+            head = window[0]
+            if head.error is not None:
+                raise head.error
+            if head.response is None and not self._failures:
+                await self._wait_for(head)
 
     def _fill(self) -> int:
         """Send reads until the window is full, and return the number of reads in it."""
@@ -209,8 +227,9 @@ class _RangeReader:
             self._size_seen = self._count_seen = 0
         count_max = min(max(WINDOW_BYTES // (self._entry_size + 64), WINDOW_COUNT_MIN), WINDOW_COUNT_MAX)
         now = time.monotonic()
-        ensemble_size, ledger, scoped = access.schedule.ensemble_size, access.ledger, access.scoped
+        ensemble_size, ledger = access.schedule.ensemble_size, access.ledger
         entry_id, last = self._next_id, self._last
+        runs: defaultdict[BookieChannel, list[ReadRequest]] = defaultdict(list)
         while entry_id <= last and len(window) < count_max:
             if entry_id >= self._fragment_end:
                 self._enter_fragment(entry_id)
@@ -218,15 +237,19 @@ class _RangeReader:
             channel = replicas[0]
             if channel.suspect_until > now:
                 channel = next((replica for replica in replicas if replica.suspect_until <= now), channel)
+            read = self._reads[entry_id] = _Read(entry_id, replicas, channel)
+            window.append(read)
             if access.piggybacked is not None and access.piggybacked[0] == entry_id:
-                future: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-                future.set_result(ReadResponse(Status.EOK, ledger, entry_id, access.piggybacked[1]))
+                read.response = ReadResponse(Status.EOK, ledger, entry_id, access.piggybacked[1])
+                read.asked_count = 0
                 access.piggybacked = None
             else:
-                future = channel.send(ReadRequest(ledger, entry_id), scoped)
-            window.append(_Read(entry_id, replicas, channel, future))
+                request = _new(ReadRequest, (ledger, entry_id, None, False, False, None, None, False))
+                runs[channel].append(request)
             entry_id += 1
         self._next_id = entry_id
+        for channel, run in runs.items():
+            channel.send_run(run, self._taker(channel), access.scoped)
         return len(window)
 
     def _enter_fragment(self, entry_id: int) -> None:
@@ -237,94 +260,110 @@ class _RangeReader:
             self._last + 1,
         )
 
-    async def _settle(self, read: _Read) -> None:
-        """Wait until a replica answered for `read`; after SPECULATIVE_READ_S without an answer ask another one, too."""
-        while True:
-            futures = [read.future, *(future for _, future in read.earlier or ())]
-            can_ask = read.untried != [] and len(read.replicas) > 1
-            done, _ = await asyncio.wait(
-                futures, timeout=SPECULATIVE_READ_S if can_ask else None, return_when=asyncio.FIRST_COMPLETED
-            )
-            if done:
-                break
+    def _taker(self, channel: BookieChannel) -> Answered:
+        taker = self._takers.get(channel)
+        if taker is None:
+            taker = self._takers[channel] = partial(self._answered, channel)
+        return taker
+
+    def _answered(self, channel: BookieChannel, request: Request, outcome: Response | BkctlError) -> None:
+        read = self._reads.get(request[1])  # type: ignore[misc, arg-type]
+        if read is None:
+            return  # another replica gave the entry
+        read.asked_count -= 1
+        if type(outcome) is not ReadResponse or outcome[0] is not Status.EOK:
+            self._failures.append((read, channel, outcome))
+        elif read.response is None:
+            read.response, read.source = outcome, channel
+        else:
+            if read.spares is None:
+                read.spares = []
+            read.spares.append((channel, outcome))
+        waiter = self._waiter
+        if waiter is not None and (self._failures or read is self._window[0]) and not waiter.done():
+            waiter.set_result(None)
+
+    async def _wait_for(self, read: _Read) -> None:
+        """Wait until a replica answers for `read`, or another read fails.
+
+        After SPECULATIVE_READ_S without an answer, ask other replicas for all reads of that silent bookie.
+        """
+        can_ask = read.untried != [] and len(read.replicas) > 1
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            done, _ = await asyncio.wait([self._waiter], timeout=SPECULATIVE_READ_S if can_ask else None)
+        finally:
+            self._waiter = None
+        if not done:
             silent = read.channel
             silent.failed()
             for other in self._window:
-                if other.channel is silent and not other.future.done():
+                if other.channel is silent and other.response is None:
                     self._ask_another(other)
-        if not read.future.done() and read.earlier:
-            for at, (channel, future) in enumerate(read.earlier):
-                if future.done():
-                    read.earlier[at] = (read.channel, read.future)
-                    read.channel, read.future = channel, future
-                    return
 
-    def _outcome(self, read: _Read) -> LedgerEntry | None:
-        """Return the verified entry; None when its replica failed (the next one is asked, or `error` is set)."""
-        if read.error is not None:
-            return None
-        future = read.future
-        if not future.done():
-            return None
-        try:
-            response = future.result()
-        except (BkctlError, asyncio.CancelledError):
-            pass  # examined by `_failed`
-        else:
-            if type(response) is ReadResponse and response.status is Status.EOK:
-                try:
-                    entry = self._access.open_entry(response.body, read.entry_id, self._verify)
-                except BkctlError as error:
-                    self._record(read, error)
-                    self._try_next(read)
-                    return None
-                self._count_seen += 1
-                self._size_seen += len(entry.payload)
-                return entry
-        if self._failed(read):
-            self._try_next(read)
-        return None
+    def _take_run(self) -> list[LedgerEntry]:
+        """Take the entries at the start of the window that are there; ask another replica for a damaged one."""
+        window, open_entry, verify = self._window, self._access.open_entry, self._verify
+        run: list[LedgerEntry] = []
+        size = 0
+        while window and size < RUN_BYTES:
+            read = window[0]
+            if read.response is None:
+                break
+            try:
+                entry = open_entry(read.response.body, read.entry_id, verify)
+            except BkctlError as error:
+                read.response = None
+                self._record(read, read.source, error)
+                self._try_next(read)
+                break
+            window.popleft()
+            del self._reads[read.entry_id]
+            run.append(entry)
+            size += len(entry.payload)
+        self._count_seen += len(run)
+        self._size_seen += size
+        return run
 
-    def _failed(self, read: _Read) -> bool:
-        """Return True, and record the error, if the replica answered with one."""
-        error = failure(read.future, self._access.ledger, read.entry_id, read.channel.bookie_id)
-        if error is None:
-            response = read.future.result()
-            if type(response) is ReadResponse:
-                return False
-            error = ProtocolError(f"Bookie {read.channel.bookie_id} answered a read with another kind of response")
-        self._record(read, error)
-        return True
+    def _retry_failures(self) -> None:
+        """Ask other replicas for all reads that failed, wherever they are in the window."""
+        while self._failures:
+            read, channel, outcome = self._failures.popleft()
+            error = error_of(outcome, self._access.ledger, read.entry_id, channel.bookie_id)
+            if error is None:
+                error = ProtocolError(f"Bookie {channel.bookie_id} answered a read with another kind of response")
+            self._record(read, channel, error)
+            if read.response is None:
+                self._try_next(read)
 
-    def _record(self, read: _Read, error: BkctlError) -> None:
+    def _record(self, read: _Read, channel: BookieChannel, error: BkctlError) -> None:
         if not isinstance(error, NotFound):
-            read.channel.failed()
+            channel.failed()
         read.first_error = graver(read.first_error, error)
         if read.problems is None:
             read.problems = []
-        read.problems.append(f"{read.channel.bookie_id}: {error.message}")
+        read.problems.append(f"{channel.bookie_id}: {error.message}")
 
     def _ask_another(self, read: _Read) -> bool:
-        """Ask the next replica, while the present one may still answer; return False when none is left."""
+        """Ask the next replica, while others may still answer; return False when none is left."""
         if read.untried is None:
             now = time.monotonic()
             read.untried = [replica for replica in read.replicas if replica is not read.channel]
             read.untried.sort(key=lambda replica: replica.suspect_until > now)
         if not read.untried:
             return False
-        if not read.future.done():
-            if read.earlier is None:
-                read.earlier = []
-            read.earlier.append((read.channel, read.future))
         read.channel = read.untried.pop(0)
-        read.future = read.channel.send(ReadRequest(self._access.ledger, read.entry_id), self._access.scoped)
+        read.asked_count += 1
+        request = ReadRequest(self._access.ledger, read.entry_id)
+        read.channel.send_run((request,), self._taker(read.channel), self._access.scoped)
         return True
 
     def _try_next(self, read: _Read) -> None:
-        if self._ask_another(read):
+        """Use the answer of another replica, or ask one; with none left, give the entry up."""
+        if read.spares:
+            read.source, read.response = read.spares.pop()
             return
-        if read.earlier:
-            read.channel, read.future = read.earlier.pop()
+        if self._ask_another(read) or read.asked_count:
             return
         assert read.first_error is not None
         if len(read.problems or ()) < 2:
@@ -344,6 +383,11 @@ def read_entries(access: LedgerAccess, first: int, last: int, *, verify: bool = 
     entry, the entries before it are yielded, then the gravest error is raised.
     """
     return _RangeReader(access, first, last, verify).entries()
+
+
+def read_runs(access: LedgerAccess, first: int, last: int, *, verify: bool = True) -> AsyncIterator[list[LedgerEntry]]:
+    """Yield the entries of `read_entries` in runs: as many as have arrived, with about RUN_BYTES of payload at most."""
+    return _RangeReader(access, first, last, verify).runs()
 
 
 class LastConfirmed(NamedTuple):

@@ -17,7 +17,7 @@ from bkctl.protocol.messages import (
     FRAME_SIZE_BYTES_MAX,
 )
 
-CHUNK_SIZE_BYTES: Final = 1 << 15
+CHUNK_SIZE_BYTES: Final = 1 << 18
 #: Payload bytes that fit in a frame with the longest header and digest, rounded down.
 ENTRY_SIZE_BYTES_MAX: Final = FRAME_SIZE_BYTES_MAX - 256
 #: A tail asks the metadata store and the bookies at least this often.
@@ -104,19 +104,16 @@ async def write_stream(
     """Add the content of the open file descriptor `file`, pipelined, until its end.
 
     When no input waits, the function waits for all acknowledgements and writes an explicit LAC, so that a tail of the
-    ledger sees the entries at once. `progress` gets the bytes of each chunk. Raises the errors of `WriteHandle.add`.
+    ledger sees the entries at once. `progress` gets the bytes of each chunk.
+    Raises the errors of `WriteHandle.add_all`.
     """
     async for chunk, more_waits in _chunks(file):
-        for payload in splitter.feed(chunk):
-            await handle.ready()
-            handle.add(payload)
+        await handle.add_all(splitter.feed(chunk))
         progress(len(chunk))
         if not more_waits:
             await handle.flush()
             await handle.write_lac()
-    for payload in splitter.finish():
-        await handle.ready()
-        handle.add(payload)
+    await handle.add_all(splitter.finish())
     await handle.flush()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from typing import Self
 
 from bkctl.client.bookies import failure, in_thread
@@ -71,6 +72,14 @@ class WriteHandle(LedgerHandleBase):
                 "The client chooses the entry ids of this ledger", hint="create it with create_ledger_adv"
             )
         return self._pipeline.add(payload, entry_id=entry_id)
+
+    async def add_all(self, payloads: Sequence[Buffer]) -> None:
+        """Add entries one after the other, and wait while too many are in flight; `flush` waits for all of them.
+
+        Faster than `add`, because entries go out in runs and none has a future. Raises the error that ended writing,
+        and UsageError for a payload that does not fit a frame, after the entries before it were added.
+        """
+        await self._pipeline.add_all(payloads)
 
     async def ready(self) -> None:
         """Wait while too many adds are in flight. Raises the error that ended writing, if one did."""

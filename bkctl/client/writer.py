@@ -6,12 +6,13 @@ Source: LedgerHandle (add, ensemble change), PendingAddOp, ReadOnlyLedgerHandle.
 from __future__ import annotations
 
 import asyncio
-import contextvars
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Final
 
-from bkctl.client.bookies import BookieChannel, fail, failure, in_thread
+from bkctl.client.bookies import BookieChannel, error_of, fail, in_thread
 from bkctl.client.ensemble import (
     changed_indexes,
     replace_bookies,
@@ -31,7 +32,8 @@ from bkctl.errors import (
 )
 from bkctl.formats.layout import Buffer
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
-from bkctl.protocol.messages import FRAME_SIZE_BYTES_MAX, AddRequest, Response, Status
+from bkctl.protocol.messages import FRAME_SIZE_BYTES_MAX, AddRequest, AddResponse, Request, Response, Status
+from bkctl.protocol.pending_packets import Answered
 
 #: Adds in flight before `ready` waits. Source: ClientConfiguration.getThrottleValue.
 THROTTLE_COUNT: Final = 5000
@@ -40,14 +42,15 @@ PENDING_BYTES_MAX: Final = 64 << 20
 #: Largest size of a request without its entry (protobuf fields, master key, frame length).
 _REQUEST_OVERHEAD_BYTES: Final = 128
 
+_new = tuple.__new__
+
 
 class _PendingAdd:
     """One unacknowledged entry. `acks` has a bit for each ensemble index that stored it."""
 
-    __slots__ = ("acks", "entry_id", "future", "request", "size")
+    __slots__ = ("acks", "future", "request", "size")
 
-    def __init__(self, entry_id: int, request: AddRequest, size: int, future: asyncio.Future[int]) -> None:
-        self.entry_id = entry_id
+    def __init__(self, request: AddRequest, size: int, future: asyncio.Future[int] | None) -> None:
         self.request = request
         self.size = size
         self.future = future
@@ -94,12 +97,15 @@ class AddPipeline:
         self._waiter: asyncio.Future[None] | None = None
         self._wake_below = 0
         self._loop = asyncio.get_running_loop()
-        self._context = contextvars.copy_context()
+        self._completion_due = False
         self._channels: list[BookieChannel] = []
+        #: Take the answers of each channel.
+        self._takers: list[Answered] = []
         self._connect()
 
     def _connect(self) -> None:
         self._channels = [self.access.pool.channel(bookie_id) for bookie_id in self.ensemble]
+        self._takers = [partial(self._answered, index, channel) for index, channel in enumerate(self._channels)]
 
     # Adding.
 
@@ -117,51 +123,81 @@ class AddPipeline:
         """
         if self.error is not None:
             raise restated(self.error)
-        data = payload if type(payload) is bytes else bytes(payload)
-        size = len(data)
-        if size > self._payload_size_max:
-            raise UsageError(f"An entry of {size} bytes does not fit, at most {self._payload_size_max} do")
         if entry_id is None:
             entry_id = self._next_id
         elif entry_id <= self.last_add_confirmed or entry_id in self._pending:
             raise DuplicateEntryId(f"Entry {entry_id} of ledger {self.access.ledger} was added before")
-        self._next_id = max(self._next_id, entry_id + 1)
-        self.length = self.length + size if length is None else length
-        access = self.access
-        digest, ledger = access.digest, access.ledger
-        sealed = digest.seal(entry_id, self.last_add_confirmed, self.length, data)
-        request = AddRequest(ledger, entry_id, digest.master_key, (sealed, data), self._recovery, self._recovery)
         future: asyncio.Future[int] = self._loop.create_future()
-        add = _PendingAdd(entry_id, request, size, future)
-        self._pending[entry_id] = add
+        self._send([self._seal(entry_id, payload, length, future)])
+        return future
+
+    async def add_all(self, payloads: Sequence[Buffer]) -> None:
+        """Send the next entries in runs, without a future of each, waiting as `ready` does.
+
+        Raises the error that ended the pipeline, and UsageError for a payload larger than a frame, after the entries
+        before it were sent.
+        """
+        rest = iter(payloads)
+        unsent = len(payloads)
+        while unsent:
+            await self.ready()
+            run: list[_PendingAdd] = []
+            try:
+                for payload in islice(rest, self._throttle_count - len(self._pending)):
+                    run.append(self._seal(self._next_id, payload))
+                    if self._pending_bytes >= PENDING_BYTES_MAX:
+                        break
+            finally:
+                self._send(run)
+            unsent -= len(run)
+
+    def _seal(
+        self, entry_id: int, payload: Buffer, length: int | None = None, future: asyncio.Future[int] | None = None
+    ) -> _PendingAdd:
+        """Make an entry pending, and return it to be sent."""
+        data = payload if type(payload) is bytes else bytes(payload)
+        size = len(data)
+        if size > self._payload_size_max:
+            raise UsageError(f"An entry of {size} bytes does not fit, at most {self._payload_size_max} do")
+        if entry_id >= self._next_id:
+            self._next_id = entry_id + 1
+        self.length = self.length + size if length is None else length
+        access, recovery = self.access, self._recovery
+        digest = access.digest
+        body = (digest.seal(entry_id, self.last_add_confirmed, self.length, data), data)
+        request = _new(AddRequest, (access.ledger, entry_id, digest.master_key, body, recovery, recovery, False))
+        add = self._pending[entry_id] = _PendingAdd(request, size, future)
         self._pending_bytes += size
-        for index in access.schedule.write_set(entry_id):
-            self._send(add, index)
+        return add
+
+    def _send(self, adds: Iterable[_PendingAdd], indexes: Collection[int] | None = None) -> None:
+        """Send each bookie the adds that it is to store, in one run; with `indexes` only the bookies there."""
+        runs: defaultdict[int, list[AddRequest]] = defaultdict(list)
+        write_set = self.access.schedule.write_set
+        for add in adds:
+            for index in write_set(add.request[1]):
+                if indexes is None or index in indexes:
+                    runs[index].append(add.request)
+        for index, run in runs.items():
+            self._channels[index].send_run(run, self._takers[index], self.access.scoped)
         if self._failed_later and self._changing is None:
             # Replace a bookie that failed entries with a quorum without it, now that another entry comes.
             self._bookies_failed({})
-        return future
 
-    def _send(self, add: _PendingAdd, index: int) -> None:
-        channel = self._channels[index]
-        # One context for all callbacks: copying the current one costs as much as a callback.
-        channel.send(add.request, self.access.scoped).add_done_callback(
-            partial(self._answered, add, index, channel), context=self._context
-        )
-
-    def _answered(self, add: _PendingAdd, index: int, channel: BookieChannel, future: asyncio.Future[Response]) -> None:
+    def _answered(self, index: int, channel: BookieChannel, request: Request, outcome: Response | BkctlError) -> None:
         if self._channels[index] is not channel or self.error is not None:
             return  # the ensemble changed, so this bookie's answer does not count
-        try:
-            stored = future.result().status is Status.EOK
-        except (BkctlError, asyncio.CancelledError):
-            stored = False
-        if stored:
-            add.acks |= 1 << index
-            if add.entry_id == self.last_add_confirmed + 1:
-                self._complete()
+        entry_id: int = request[1]  # type: ignore[misc, assignment]
+        add = self._pending.get(entry_id)
+        if type(outcome) is AddResponse and outcome[0] is Status.EOK:
+            if add is not None:
+                add.acks |= 1 << index
+                if not self._completion_due and entry_id == self.last_add_confirmed + 1:
+                    self._completion_due = True
+                    self._loop.call_soon(self._complete)
             return
-        error = failure(future, self.access.ledger, add.entry_id, channel.bookie_id)
+        self._complete()
+        error = error_of(outcome, self.access.ledger, entry_id, channel.bookie_id)
         assert error is not None
         if self.access.pool.closed:
             self._end(error)
@@ -175,26 +211,28 @@ class AddPipeline:
             channel.failed()
             self._failed_since_progress.add(channel.bookie_id)
             self._problems[channel.bookie_id] = error.message
-            if add.acks.bit_count() >= self._ack_quorum_size:
+            if add is None or add.acks.bit_count() >= self._ack_quorum_size:
                 self._failed_later[index] = channel.bookie_id
             else:
                 self._bookies_failed({index: channel.bookie_id})
 
     def _complete(self) -> None:
         """Acknowledge, in order, entries with a quorum; not while the ensemble changes."""
+        self._completion_due = False
         if self._changing is not None:
             return
         pending, quorum = self._pending, self._ack_quorum_size
         while True:
-            add = pending.get(self.last_add_confirmed + 1)
+            entry_id = self.last_add_confirmed + 1
+            add = pending.get(entry_id)
             if add is None or add.acks.bit_count() < quorum:
                 break
-            del pending[add.entry_id]
-            self.last_add_confirmed = add.entry_id
+            del pending[entry_id]
+            self.last_add_confirmed = entry_id
             self.length_confirmed += add.size
             self._pending_bytes -= add.size
-            if not add.future.done():
-                add.future.set_result(add.entry_id)
+            if add.future is not None and not add.future.done():
+                add.future.set_result(entry_id)
             if self._failed_since_progress:
                 self._failed_since_progress.clear()
         if self._waiter is not None and not self._must_wait(self._wake_below):
@@ -275,12 +313,10 @@ class AddPipeline:
             return
         changed = changed_indexes(before, self.ensemble)
         self._connect()
-        for add in list(self._pending.values()):
-            write_set = self.access.schedule.write_set(add.entry_id)
-            for index in changed:
-                if index in write_set:
-                    add.acks &= ~(1 << index)
-                    self._send(add, index)
+        kept = ~sum(1 << index for index in changed)
+        for add in self._pending.values():
+            add.acks &= kept
+        self._send(list(self._pending.values()), changed)
         self._complete()
 
     async def _commit(self, failed: Mapping[int, str]) -> tuple[str, ...]:
@@ -314,7 +350,8 @@ class AddPipeline:
         pending, self._pending = self._pending, {}
         self.length, self._pending_bytes = self.length_confirmed, 0
         for add in pending.values():
-            fail(add.future, error)
+            if add.future is not None:
+                fail(add.future, error)
         self._wake()
         if self._on_end is not None:
             self._on_end(error)

@@ -41,6 +41,8 @@ ENTRY_V2: Final = Struct(">BQQqqq")
 LAC_V1: Final = Struct(">Qq")
 LAC_V2: Final = Struct(">BQQq")
 _AFTER_LEDGER: Final = Struct(">qqq")
+# Creates an Entry in a third of the time of its own constructor.
+_new = tuple.__new__
 
 
 class DigestType(IntEnum):
@@ -115,12 +117,15 @@ class LacHeader(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A verified entry; `length` is the ledger's payload bytes including this entry's, `payload` a view of the blob."""
+    """A verified entry; `length` is the ledger's payload bytes including this entry's.
+
+    `payload` is a view of the blob, or `bytes` if the blob was.
+    """
 
     entry_id: int
     last_add_confirmed: int
     length: int
-    payload: memoryview
+    payload: bytes | memoryview
 
 
 #: The flags bytes of entries of format V2: without a digest, or with one of the types.
@@ -287,14 +292,13 @@ class DigestManager:
         found_id, last_add_confirmed, length = _AFTER_LEDGER.unpack_from(header, self._prefix_size)
         if entry_id is not None and entry_id != found_id:
             raise DigestMismatch(f"Ledger {self.ledger}: got entry {found_id} instead of entry {entry_id}")
-        payload = memoryview(blob)[overhead_size:]
-        covered = blob[overhead_size:] if self._digest is _crc32c and type(blob) is bytes else payload
-        if self._digest(header, covered) != bytes(blob[header_size:overhead_size]):
+        payload = blob[overhead_size:] if type(blob) is bytes else memoryview(blob)[overhead_size:]
+        if self._digest(header, payload) != bytes(blob[header_size:overhead_size]):
             raise DigestMismatch(
                 f"Entry {_name(self.ledger, found_id)} does not match its {self.digest_type.name} digest",
                 hint="it is damaged, or sealed with another digest type or password",
             )
-        return Entry(found_id, last_add_confirmed, length, payload)
+        return _new(Entry, (found_id, last_add_confirmed, length, payload))
 
     def seal_lac(self, last_add_confirmed: int) -> bytes:
         """Return the whole LAC packet: 16 bytes and the digest in scope 0, else 25 and the digest."""

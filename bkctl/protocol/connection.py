@@ -12,12 +12,13 @@ import math
 import os
 import re
 import ssl
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Final, TypeVar, cast
 
 from bkctl.errors import BkctlError, BookieUnavailable, ProtocolError, TimedOut, UsageError
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.protocol import v2, v3
+from bkctl.protocol.client_runs import RESPONSES, V2_OPCODES, Answers, answer_taker, encode_run
 from bkctl.protocol.framing import WRITE_BUFFER_BYTES_MAX, FramedProtocol
 from bkctl.protocol.messages import (
     FRAME_SIZE_BYTES_MAX,
@@ -25,6 +26,7 @@ from bkctl.protocol.messages import (
     LEDGER_REQUESTS,
     LEDGER_RESPONSES,
     AddRequest,
+    AddResponse,
     BatchReadRequest,
     Protocol,
     ReadLacRequest,
@@ -37,7 +39,7 @@ from bkctl.protocol.messages import (
     Status,
     scope_of,
 )
-from bkctl.protocol.pending_packets import PendingPackets, PendingRequest
+from bkctl.protocol.pending_packets import Answered, FutureAnswer, PendingPackets, PendingRequest
 
 _T = TypeVar("_T")
 
@@ -85,6 +87,7 @@ class BookieConnection(FramedProtocol):
         self._txn_id = 0
         self._calls: dict[int, PendingRequest] = {}
         self._packets = PendingPackets(lambda request: self._queued(v2.encode_request(request, self._out)[1]))
+        self._take_run: Callable[[memoryview, int, int], Answers | None] | None = None
         self._scopes: bool | None = None
         self._probe: asyncio.Future[Response] | None = None
         self._failure: BkctlError | None = None
@@ -133,7 +136,7 @@ class BookieConnection(FramedProtocol):
         except (ValueError, OverflowError) as error:  # the registered address is not a host name and port
             raise BookieUnavailable(f"{where} cannot be reached: {error}") from error
         else:
-            connection._is_v2 = protocol is Protocol.V2
+            connection._use_runs(protocol is Protocol.V2)
             made.clear()
             return connection
         finally:
@@ -157,6 +160,13 @@ class BookieConnection(FramedProtocol):
         self._use(transport)
         self._upgrading = self._halted = False
 
+    def _use_runs(self, is_v2: bool) -> None:
+        """Use the client's protocol from now on, and take answers in runs."""
+        self._is_v2 = is_v2
+        self._take_run = answer_taker(is_v2, self._body_size_max)
+        if self._take_run is not None:
+            self._take_frames = self._take_v2 if is_v2 else self._take_v3
+
     # Requests.
 
     @property
@@ -173,49 +183,102 @@ class BookieConnection(FramedProtocol):
         connection is lost or closed, or for a scope other than 0 unless `supports_scopes` gave True; with
         ProtocolError when the bookie's answer makes no sense.
         """
-        future: asyncio.Future[Response] = self._loop.create_future()
-        out = self._out
-        count = len(out)
-        expiry = self._tick + _TICKS_PER_TIMEOUT + 1
-        if self._is_v2:
-            key, size = v2.encode_request(request, out)
-            if self._refused(future, size, count):
-                return future
-            packets, pending = self._packets, (future, request, expiry)
-            if (key in packets.sent or packets.owed) and packets.must_hold(key, request):
-                del out[count:]
-                size = 0
-                packets.hold(key, pending)
-            else:
-                packets.expect(key, pending)
-        else:
-            if not self._scopes and scope_of(request) and request is not _PROBE:
-                ledger = cast("ReadRequest", request).ledger
-                message = f"Bookie {self.bookie_id} cannot serve scopes, so not ledger {ledger}"
-                _fail(future, BookieUnavailable(message))
-                return future
-            txn_id = self._txn_id + 1
-            size = v3.encode_request(txn_id, request, out)
-            if self._refused(future, size, count):
-                return future
-            self._txn_id = txn_id
-            if type(request) is ReadRequest and request.timeout_ms is not None:
-                expiry += math.ceil(request.timeout_ms / 1000 / self._tick_s)
-            self._calls[txn_id] = (future, request, expiry)
+        answer = FutureAnswer()
+        self.send_run((request,), answer)
+        return answer.future
+
+    def send_run(self, requests: Sequence[Request], answered: Answered) -> None:
+        """Send requests of one kind about one ledger in one write; `answered` gets each of them with its outcome.
+
+        Outcomes come in any order: the responses of `send`, or the errors of its future. Raises as `send` does if the
+        first request cannot be carried; the error of a later one is its outcome.
+        """
+        problem = self._failure
+        if problem is None and not self._is_v2 and not self._scopes and scope_of(requests[0]):
+            problem = None if requests[0] is _PROBE else self._no_scopes(requests[0])
+        if problem is not None:
+            for request in requests:
+                answered(request, _copy(problem))
+            return
+        if not self._queue_run(requests, answered):
+            unsent = iter(requests)
+            try:
+                (self._queue_v2 if self._is_v2 else self._queue_v3)(unsent, answered)
+            except BkctlError as error:
+                sent_count = len(requests) - 1 - len(list(unsent))
+                if not sent_count:
+                    raise
+                for request in requests[sent_count:]:
+                    answered(request, _copy(error))
         if self._ticker is None:
             self._ticker = self._loop.call_later(self._tick_s, self._expire)
-        self._queued(size)
-        return future
+        self._queued(0)
 
-    def _refused(self, future: asyncio.Future[Response], size: int, count: int) -> bool:
-        """Take back the frame behind `count` pieces, and return True, if it is too large or the connection failed."""
-        if size <= self._frame_size_max and self._failure is None:
+    def _queue_run(self, requests: Sequence[Request], answered: Answered) -> bool:
+        """Queue plain adds or reads as one piece; return False, with nothing queued, for other requests."""
+        opcode = V2_OPCODES.get(type(requests[0]))
+        if opcode is None:
             return False
-        del self._out[count:]
-        if self._failure is None:
-            raise UsageError(f"A request of {size} bytes does not fit in a frame of {self._frame_size_max}")
-        _fail(future, _copy(self._failure))
+        expiry = self._tick + _TICKS_PER_TIMEOUT + 1
+        waiting = [(answered, request, expiry) for request in requests]
+        packets, txn_id = self._packets, self._txn_id + 1
+        fresh: dict[v2.Key, PendingRequest] = {}
+        if self._is_v2:
+            keys = [(opcode, request[0][1], request[1]) for request in cast("Sequence[ReadRequest]", requests)]
+            fresh = dict(zip(keys, waiting, strict=True))
+            if len(fresh) < len(waiting) or packets.owed or not packets.sent.keys().isdisjoint(fresh):
+                return False
+        frames = encode_run(self._is_v2, txn_id, requests, self._body_size_max)
+        if frames is None:
+            return False
+        if self._is_v2:
+            packets.sent.update(fresh)
+        else:
+            self._calls.update(enumerate(waiting, txn_id))
+            self._txn_id += len(waiting)
+        self._out.append(frames)
+        self._out_size += len(frames)
         return True
+
+    def _queue_v2(self, requests: Iterable[Request], answered: Answered) -> None:
+        out, packets, expiry = self._out, self._packets, self._tick + _TICKS_PER_TIMEOUT + 1
+        sent, owed = packets.sent, packets.owed
+        for request in requests:
+            count = len(out)
+            key, size = v2.encode_request(request, out)
+            if size > self._frame_size_max:
+                self._take_back(count, size)
+            if (key in sent or owed) and packets.must_hold(key, request):
+                del out[count:]
+                packets.hold(key, (answered, request, expiry))
+            else:
+                self._out_size += size
+                packets.expect(key, (answered, request, expiry))
+
+    def _queue_v3(self, requests: Iterable[Request], answered: Answered) -> None:
+        out, calls, expiry = self._out, self._calls, self._tick + _TICKS_PER_TIMEOUT + 1
+        for request in requests:
+            count = len(out)
+            txn_id = self._txn_id + 1
+            size = v3.encode_request(txn_id, request, out)
+            if size > self._frame_size_max:
+                self._take_back(count, size)
+            self._out_size += size
+            self._txn_id = txn_id
+            if type(request) is ReadRequest and request.timeout_ms is not None:
+                wait = math.ceil(request.timeout_ms / 1000 / self._tick_s)
+                calls[txn_id] = answered, request, expiry + wait
+            else:
+                calls[txn_id] = answered, request, expiry
+
+    def _take_back(self, count: int, size: int) -> None:
+        """Drop the frame behind `count` pieces, and raise UsageError, because `size` bytes are too large."""
+        del self._out[count:]
+        raise UsageError(f"A request of {size} bytes does not fit in a frame of {self._frame_size_max}")
+
+    def _no_scopes(self, request: Request) -> BookieUnavailable:
+        ledger = cast("ReadRequest", request).ledger
+        return BookieUnavailable(f"Bookie {self.bookie_id} cannot serve scopes, so not ledger {ledger}")
 
     async def drain(self) -> None:
         """Wait while more is queued than the bookie takes. Raises BookieUnavailable when the connection is lost."""
@@ -253,40 +316,74 @@ class BookieConnection(FramedProtocol):
 
     # Answers.
 
+    def _take_v2(self, buffer: memoryview, at: int, end: int) -> int:
+        assert self._take_run is not None
+        found = self._take_run(buffer, at, end)
+        if found is None:
+            return at
+        stop, keys, responses = found
+        deliver = self._deliver_v2
+        for key, response in zip(keys, responses, strict=True):
+            deliver(key, response)
+        return stop
+
+    def _take_v3(self, buffer: memoryview, at: int, end: int) -> int:
+        assert self._take_run is not None
+        found = self._take_run(buffer, at, end)
+        if found is None:
+            return at
+        stop, txn_ids, responses = found
+        take_call = self._calls.pop
+        for txn_id, response in zip(txn_ids, responses, strict=True):
+            call = take_call(txn_id, None)
+            if call is None:
+                continue
+            answered, request, _ = call
+            kind = type(response)
+            if RESPONSES.get(type(request)) is kind and response[1] == request[0]:  # type: ignore[misc]
+                answered(request, response)
+            else:
+                self._deliver_v3(call, v3.OPERATIONS[AddRequest if kind is AddResponse else ReadRequest], response, "")
+        return stop
+
+    def _deliver_v2(self, key: v2.Key, response: Response) -> None:
+        packets = self._packets
+        sent = packets.sent.pop(key, None)
+        pending = sent if type(sent) is tuple else packets.first_of(key, sent)  # type: ignore[arg-type]
+        if pending is not None:
+            pending[0](pending[1], response)
+        if key in packets.held:
+            packets.send_held(key)
+
     def _frame(self, buffer: memoryview, at: int, end: int) -> None:
         if self._is_v2:
-            key, response = v2.decode_response(buffer, at, end)
-            packets = self._packets
-            sent = packets.sent.pop(key, None)
-            future_or_none = sent[0] if isinstance(sent, tuple) else packets.first_of(key, sent)
-            if future_or_none is not None and not future_or_none.done():
-                future_or_none.set_result(response)
-            if key in packets.held:
-                packets.send_held(key)
+            self._deliver_v2(*v2.decode_response(buffer, at, end))
             return
         txn_id, operation, answer, problem = v3.decode_response(buffer, at, end)
         call = self._calls.pop(txn_id, None)
         if call is None:
             return
-        future, request, _ = call
         if self._upgrading:
             # Anything may have sent what follows in clear text.
             self._halted = True
-        if future.done():
-            return
+        self._deliver_v3(call, operation, answer, problem)
+
+    def _deliver_v3(self, call: PendingRequest, operation: int, answer: Response | None, problem: str) -> None:
+        """Give an answer to its request, or the error that it does not fit it."""
+        answered, request, _ = call
         if operation != v3.OPERATIONS[type(request)]:
             problem = f"operation {operation} in answer to {type(request).__name__}"
         elif answer is None:
             problem = f"an answer to {type(request).__name__} that makes no sense: {problem}"
         elif type(answer) in LEDGER_RESPONSES and answer[1] != request[0]:  # type: ignore[misc]
-            asked, answered = cast("ReadRequest", request).ledger, cast("ReadResponse", answer).ledger
-            problem = f"an answer for ledger {answered!r} to {type(request).__name__} of {asked!r}"
-            if answered[0] != asked[0]:
+            asked, found = cast("ReadRequest", request).ledger, cast("ReadResponse", answer).ledger
+            problem = f"an answer for ledger {found!r} to {type(request).__name__} of {asked!r}"
+            if found[0] != asked[0]:
                 self._scopes = False
         else:
-            future.set_result(answer)
+            answered(request, answer)
             return
-        _fail(future, ProtocolError(f"Bookie {self.bookie_id} sent {problem}"))
+        answered(request, ProtocolError(f"Bookie {self.bookie_id} sent {problem}"))
 
     def _expire(self) -> None:
         self._tick = tick = self._tick + 1
@@ -306,10 +403,9 @@ class BookieConnection(FramedProtocol):
         self._ticker = self._loop.call_later(self._tick_s, self._expire) if more else None
 
     def _time_out(self, pending: PendingRequest) -> None:
-        future, request, _ = pending
-        if not future.done():
-            message = f"Bookie {self.bookie_id} gave no answer within {self._timeout_s:g} s to {_described(request)}"
-            _fail(future, TimedOut(message, hint="it may be overloaded or cut off; --timeout sets how long to wait"))
+        answered, request, _ = pending
+        message = f"Bookie {self.bookie_id} gave no answer within {self._timeout_s:g} s to {_described(request)}"
+        answered(request, TimedOut(message, hint="it may be overloaded or cut off; --timeout sets how long to wait"))
 
     # Life.
 
@@ -340,9 +436,8 @@ class BookieConnection(FramedProtocol):
             self._ticker = None
         unanswered = [*self._calls.values(), *self._packets.clear()]
         self._calls.clear()
-        for future, _, _ in unanswered:
-            if not future.done():
-                _fail(future, _copy(failure))
+        for answered, request, _ in unanswered:
+            answered(request, _copy(failure))
         self._wake_writers()
 
     def _abort(self) -> None:
@@ -371,12 +466,6 @@ def _described(request: Request) -> str:
     if isinstance(request, AddRequest | ReadRequest | BatchReadRequest):
         what += ", the last entry" if request.entry_id == LAST_ENTRY else f", entry {request.entry_id}"
     return what
-
-
-def _fail(future: asyncio.Future[Response], error: BkctlError) -> None:
-    """Fail `future`, without asyncio's complaint when its caller no longer looks at it."""
-    future.set_exception(error)
-    future.exception()
 
 
 def _copy(error: BkctlError) -> BkctlError:

@@ -1,4 +1,4 @@
-"""Requests of protocol v2 on a client's connection that wait for their answers, by what v2 repeats of them.
+"""Requests on a client's connection that wait for their answers; in protocol v2, by what its answers repeat of them.
 
 v2 has no transaction id. Its answers repeat operation, ledger and entry, so equal requests are answered first in, first
 out. An answer does not distinguish a fencing read from a plain one, or a recovery add from another: a plain read's
@@ -13,11 +13,34 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
+from bkctl.errors import BkctlError
 from bkctl.protocol.messages import AddRequest, ReadRequest, Request, Response
 from bkctl.protocol.v2 import Key
 
-#: A request that waits for its answer: its future, itself, and the tick at which it times out.
-PendingRequest: TypeAlias = tuple["asyncio.Future[Response]", Request, int]
+#: Called once with a request and its outcome: the bookie's response, whatever its status, or the error without one.
+Answered: TypeAlias = Callable[[Request, Response | BkctlError], None]
+
+
+class FutureAnswer:
+    """Gives the outcome of one request to a future; an exception of the future needs no retrieval."""
+
+    __slots__ = ("future",)
+
+    def __init__(self) -> None:
+        self.future: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+
+    def __call__(self, request: Request, outcome: Response | BkctlError) -> None:
+        if self.future.done():
+            return
+        if isinstance(outcome, BkctlError):
+            self.future.set_exception(outcome)
+            self.future.exception()
+        else:
+            self.future.set_result(outcome)
+
+
+#: A request that waits for its answer: the taker of its outcome, itself, and the tick at which it times out.
+PendingRequest: TypeAlias = tuple[Answered, Request, int]
 
 
 class PendingPackets:
@@ -55,13 +78,13 @@ class PendingPackets:
             return True
         return forces and key in self.owed
 
-    def first_of(self, key: Key, queue: deque[PendingRequest] | None) -> asyncio.Future[Response] | None:
-        """Return the future that an answer for `key` belongs to, of a `queue` taken out of `sent`; None without one."""
+    def first_of(self, key: Key, queue: deque[PendingRequest] | None) -> PendingRequest | None:
+        """Return the request of an answer for `key`, from a `queue` taken out of `sent`; None without one."""
         if queue is not None:
             pending = queue.popleft()
             if queue:
                 self.sent[key] = queue
-            return pending[0]
+            return pending
         if key in self.owed:
             self.owed[key] -= 1
             if not self.owed[key]:
@@ -73,7 +96,7 @@ class PendingPackets:
         held = self.held.pop(key)
         while held:
             pending = held[0]
-            if not pending[0].done():
+            if not is_abandoned(pending[0]):
                 if self.must_hold(key, pending[1]):
                     self.held[key] = held
                     return
@@ -96,7 +119,7 @@ class PendingPackets:
         for key in list(self.held):
             self.send_held(key)
             for pending in self.held.get(key, ()):
-                if pending[2] <= tick and not pending[0].done():
+                if pending[2] <= tick and not is_abandoned(pending[0]):
                     return pending
         return None
 
@@ -109,6 +132,11 @@ class PendingPackets:
         self.sent.clear()
         self.held.clear()
         self.owed.clear()
+
+
+def is_abandoned(answered: Answered) -> bool:
+    """Return True if the caller of a request cancelled its future."""
+    return isinstance(answered, FutureAnswer) and answered.future.done()
 
 
 def _forces(request: Request) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +12,7 @@ import typer
 from bkctl.errors import EntryNotFound, UsageError
 from bkctl.ids import LedgerId
 
-from ..kit.columns import Column, Columns, Kind, Output, payload_column
+from ..kit.columns import Column, Columns, Constant, Kind, Output, payload_column
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import OneLedger
 from ..kit.options import (
@@ -32,7 +32,7 @@ app = group()
 
 def _entry_columns(ledger: LedgerId, body: bool, format: BinaryFormat | None) -> Columns:
     columns = [
-        Column("LEDGER", "ledger", lambda _: ledger, Kind.LEDGER),
+        Column("LEDGER", "ledger", Constant(ledger), Kind.LEDGER),
         Column("ENTRY", "entryId", "entry_id", Kind.INTEGER),
         Column("LAC", "lastAddConfirmed", "last_add_confirmed", Kind.INTEGER),
         Column("LENGTH", "length", "length", Kind.INTEGER),
@@ -50,18 +50,22 @@ def _check_format(run: Run, format: BinaryFormat | None) -> None:
 
 
 async def _print_entries(
-    run: Run, entries: AsyncIterator[Any], columns: Columns, *, raw: bool, live: bool = False
+    run: Run, runs: AsyncIterator[Sequence[Any]], columns: Columns, *, raw: bool, live: bool = False
 ) -> None:
     if raw:
-        async for entry in entries:
-            run.raw(entry.payload)
+        async for entries in runs:
+            run.raw(b"".join([entry.payload for entry in entries]))
             if live:
                 sys.stdout.flush()
         return
     with run.rows(columns, live=live) as writer:
-        row = writer.row
-        async for entry in entries:
-            row(entry)
+        async for entries in runs:
+            writer.rows(entries)
+
+
+async def _one_by_one(entries: AsyncIterator[Any]) -> AsyncIterator[Sequence[Any]]:
+    async for entry in entries:
+        yield (entry,)
 
 
 BodyOption = Annotated[bool, typer.Option("--body", help="Print the payloads, too.")]
@@ -119,9 +123,9 @@ def read(
                 if final < first:
                     found = _no_entries()
                 elif bookie is not None:
-                    found = read_replica(handle, bookie, first, final, verify=not no_verify)
+                    found = _one_by_one(read_replica(handle, bookie, first, final, verify=not no_verify))
                 else:
-                    found = handle.read(first, final, verify=not no_verify)
+                    found = handle.read_runs(first, final, verify=not no_verify)
                 await _print_entries(run, found, columns, raw=format is BinaryFormat.RAW)
 
     with run.cluster() as cluster, run.working(f"Reading ledger {ledger}"):
@@ -152,10 +156,10 @@ def _extent(handle: ReadHandle) -> str:
     return "is open and has no confirmed entries yet" if end < 0 else f"is open and confirmed up to entry {end}"
 
 
-async def _no_entries() -> AsyncIterator[Any]:
-    nothing: tuple[Any, ...] = ()
-    for entry in nothing:
-        yield entry
+async def _no_entries() -> AsyncIterator[Sequence[Any]]:
+    nothing: tuple[Sequence[Any], ...] = ()
+    for entries in nothing:
+        yield entries
 
 
 @command(app, "tail", connects=True, examples=("bkctl ledger tail 12 --body",))
@@ -188,7 +192,7 @@ def tail_ledger(
             handle = await bookkeeper.open_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=password)
             async with handle:
                 first = start if start is not None else max(0, handle.last_add_confirmed + 1 - (last or 10))
-                found = tail(handle, first, verify=not no_verify)
+                found = _one_by_one(tail(handle, first, verify=not no_verify))
                 await _print_entries(run, found, columns, raw=format is BinaryFormat.RAW, live=True)
 
     with run.cluster() as cluster, run.working(f"Waiting for entries of ledger {ledger}"):
