@@ -4,6 +4,7 @@
     python benchmarks/run.py startup adds-v2     what is named
     python benchmarks/run.py --seconds 120 adds-v2 adds-v3
     python benchmarks/run.py --storage db --runs 3 --profile adds-v2
+    python benchmarks/run.py --storage db --protocol v2 --size 100 1024 -- reads
     python benchmarks/run.py --mib 64 1024 -- files
 
 Needs Java 17 and Maven, like the tests, whose servers it uses. A ratio above 1 means that bkctl is faster. The
@@ -31,6 +32,7 @@ from typing import Any, NamedTuple
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT / "tests"))
 
+import reads as read_cases  # noqa: E402
 from files import compare as compare_files  # noqa: E402
 from support import servers  # noqa: E402
 from support.own_cluster import OwnCluster, start_all, stop_all  # noqa: E402
@@ -73,13 +75,22 @@ class Bench:
     """The servers that the benchmarks share, started when first used."""
 
     def __init__(
-        self, directory: Path, seconds: float, storage: str = "sorted", runs: int = 1, profile: bool = False
+        self,
+        directory: Path,
+        seconds: float,
+        storage: str = "sorted",
+        runs: int = 1,
+        profile: bool = False,
+        protocols: Sequence[str] = ("v2", "v3"),
+        sizes: Sequence[int] = (ENTRY_SIZE_BYTES,),
     ) -> None:
         self.directory = directory
         self.seconds = seconds
         self.storage = storage
         self.runs = runs
         self.profiler = find_profiler() if profile else None
+        #: What the reads are measured with.
+        self.protocols, self.sizes = protocols, sizes
         self.java = servers.Java()
         self._zookeeper: servers.ZooKeeperServer | None = None
         self._apache: dict[int, servers.ApacheCluster] = {}
@@ -353,6 +364,18 @@ def adds(bench: Bench, protocol: str) -> Iterator[Figure | str]:
         yield from lines
 
 
+def reads(bench: Bench) -> Iterator[Figure | str]:
+    """Every kind of read by a Java client from three of our bookies against three of Apache's."""
+    for protocol in bench.protocols:
+        for size in bench.sizes:
+            with full_speed_java(), read_cases.both_sides(bench, bench.storage, protocol) as (ours, theirs):
+                yield f"Java client reads from 3 bookies, {protocol}, E2 Wq2 Aq2, {size:,} bytes, {bench.storage}"
+                for what, own, peer in read_cases.compare(ours, theirs, protocol, size, bench.seconds):
+                    yield Figure(f"  {what}", own.rate, peer.rate, "Apache bookies", rate=True)
+                    yield f"    {own.line}"
+                    yield f"    {peer.line}"
+
+
 def processor_seconds(bookies: Sequence[servers.Server]) -> float:
     """User and system time of these processes so far."""
     return sum(stat_seconds(Path(f"/proc/{bookie.pid}/stat")) for bookie in bookies)
@@ -435,6 +458,7 @@ BENCHMARKS: dict[str, Callable[[Bench], Iterator[Figure | str]]] = {
     "commands": commands,
     "adds-v2": lambda bench: adds(bench, "v2"),
     "adds-v3": lambda bench: adds(bench, "v3"),
+    "reads": reads,
 }
 
 
@@ -482,8 +506,12 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(("files", *BENCHMARKS)))
-    parser.add_argument("--seconds", type=float, default=30, help="how long each adds run takes (30)")
-    parser.add_argument("--storage", choices=STORAGES, default="sorted", help="of the adds, on both sides (sorted)")
+    parser.add_argument("--seconds", type=float, default=30, help="how long each run of adds or reads takes (30)")
+    parser.add_argument("--storage", choices=STORAGES, default="sorted", help="of the bookies, on both sides (sorted)")
+    parser.add_argument("--protocol", choices=("v2", "v3"), nargs="+", default=["v2", "v3"], help="of the reads (both)")
+    parser.add_argument(
+        "--size", type=int, nargs="+", default=[ENTRY_SIZE_BYTES], help="bytes of the entries read (1024)"
+    )
     parser.add_argument("--runs", type=int, default=1, help="how often adds and commands run (1)")
     parser.add_argument("--profile", action="store_true", help="show what one of our bookies does during the adds")
     parser.add_argument("--mib", type=int, nargs="+", default=[64, 1024], help="sizes of the files (64 1024)")
@@ -494,7 +522,8 @@ def main() -> None:
     os.environ.setdefault("BKCTL_TEST_REQUIRE", "all")
     with tempfile.TemporaryDirectory(prefix="bkctl-bench-") as directory:
         bench = Bench(
-            Path(directory), arguments.seconds, arguments.storage, arguments.runs, arguments.profile
+            Path(directory), arguments.seconds, arguments.storage, arguments.runs, arguments.profile,
+            arguments.protocol, arguments.size,
         )  # fmt: skip
         try:
             if "files" in arguments.names or not arguments.names:

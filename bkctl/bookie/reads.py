@@ -6,11 +6,12 @@ Source: ReadEntryProcessor, ReadEntryProcessorV3, LongPollReadEntryProcessorV3, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from bkctl.bookie.commit_dispatcher import CommitDispatcher
 from bkctl.bookie.long_polls import LongPolls
@@ -20,7 +21,7 @@ from bkctl.bookie.waiting_requests import WaitingRequests
 from bkctl.errors import BadRequest, BkctlError, EntryNotFound, Unauthorized
 from bkctl.formats.layout import Buffer
 from bkctl.ids import LedgerId
-from bkctl.protocol.handler import Responder
+from bkctl.protocol.handler import ReadRunResponder, Responder
 from bkctl.protocol.messages import (
     LAST_ENTRY,
     BatchReadRequest,
@@ -31,14 +32,17 @@ from bkctl.protocol.messages import (
     Status,
     refusal,
 )
+from bkctl.protocol.read_runs import ReadRun
 from bkctl.storage.bookie_storage import BookieStorage
-from bkctl.storage.ledger.ledger_storage import LedgerHandle
+from bkctl.storage.ledger.ledger_storage import LedgerHandle, NeedsDisk
 
 #: Threads that read entries.
 READ_THREADS: Final = 4
 #: A batch read counts this much for the response itself, and 4 bytes an entry. Source: BatchedReadEntryProcessor.
 BATCH_READ_OVERHEAD_BYTES: Final = 36
 BATCH_READ_COUNT_MAX: Final = 10_000
+#: A part of a run of reads ends with the entry that brings it to this size: then other requests have their turn.
+RUN_BYTES_MAX: Final = 1 << 20
 
 _EOK: Final = Status.EOK
 
@@ -90,6 +94,113 @@ class EntryFetcher:
             take(body)
         else:
             self.in_thread(functools.partial(self._storage.read, handle, entry_id), request, respond, take, absent)
+
+    def read_run(self, handle: LedgerHandle, reads: ReadRun, respond: ReadRunResponder) -> None:
+        """Answer a run of reads: entries in memory at once, the others when a thread has read them."""
+        needs_lac = respond.carries_lac and not handle.lac_is_known and not handle.unknown
+        storage, metrics = self._storage, self._metrics
+        if max(reads.entry_ids) > handle.last_entry:
+            reads = self._refuse_absent(handle, reads, respond)
+        while reads.entry_ids and not needs_lac and not respond.is_congested:
+            found = storage.find_all(handle, reads.entry_ids, RUN_BYTES_MAX)
+            part, reads = reads.split(len(found))
+            bodies = [body for body in found if body is not None]
+            missing = []
+            if len(bodies) < len(found):
+                missing = [number for number, body in enumerate(found) if body is None]
+                unread = part.part(missing)
+                part = part.part([number for number, body in enumerate(found) if body is not None])
+            if bodies:
+                metrics.reads_from_memory += len(bodies)
+                metrics.read_bytes += sum(map(len, bodies))
+                respond.answer(part, bodies, handle.lac if handle.lac_is_known else None)
+            if missing:
+                self._run_in_thread(handle, unread, respond)
+        if reads.entry_ids:
+            self._run_in_thread(handle, reads, respond)
+
+    def _refuse_absent(self, handle: LedgerHandle, reads: ReadRun, respond: ReadRunResponder) -> ReadRun:
+        """Refuse reads behind the ledger's last entry, without waiting for the disk; return the others."""
+        others: list[int] = []
+        for number, entry_id in enumerate(reads.entry_ids):
+            if entry_id <= handle.last_entry:
+                others.append(number)
+                continue
+            try:
+                self._storage.find(handle, entry_id)
+            except BkctlError as error:
+                respond.refuse(reads.part([number]), self._requests.status_after(ReadRequest.__name__, error))
+            else:
+                others.append(number)
+        return reads.part(others)
+
+    def _run_in_thread(self, handle: LedgerHandle, reads: ReadRun, respond: ReadRunResponder) -> None:
+        """Answer a run of reads by the entries that a thread reads, part by part."""
+        while reads.entry_ids:
+            part, reads = reads.split(respond.room)
+            if not part.entry_ids:
+                respond.refuse(reads, Status.ETOOMANYREQUESTS)
+                return
+            start = functools.partial(self._start_run, handle, part, respond)
+            if not respond.read(len(part.entry_ids), start):
+                respond.refuse(part, Status.ETOOMANYREQUESTS)
+
+    def _start_run(self, handle: LedgerHandle, reads: ReadRun, respond: ReadRunResponder) -> asyncio.Future[Any]:
+        began_s = time.monotonic()
+        reads_lac = respond.carries_lac and not handle.lac_is_known and not handle.unknown
+
+        def done(future: asyncio.Future[tuple[list[Buffer | Exception], int | None]]) -> None:
+            error = future.exception()
+            if error is not None:
+                self._metrics.read_entry.observe(time.monotonic() - began_s, len(reads.entry_ids), ok=False)
+                respond.refuse(reads, self._requests.status_after(ReadRequest.__name__, error))
+                return
+            found, lac = future.result()
+            if lac is not None:
+                self._storage.learn_lac(handle, lac)
+            part, rest = reads.split(len(found))
+            failed = [number for number, body in enumerate(found) if isinstance(body, Exception)]
+            if failed:
+                self._refuse_some(part, found, failed, respond, began_s)
+                read = [number for number, body in enumerate(found) if not isinstance(body, Exception)]
+                part, found = part.part(read), [found[number] for number in read]
+            if found:
+                self._metrics.read_entry.observe(time.monotonic() - began_s, len(found))
+                respond.answer(part, cast("list[Buffer]", found), handle.lac if handle.lac_is_known else None)
+            if respond.is_lost:
+                respond.refuse(rest, Status.EIO)  # takes them out of flight
+            else:
+                self._run_in_thread(handle, rest, respond)
+
+        read = functools.partial(self._read_run, handle, reads.entry_ids, reads_lac)
+        future = asyncio.get_running_loop().run_in_executor(self._threads, read)
+        future.add_done_callback(done)
+        return future
+
+    def _read_run(
+        self, handle: LedgerHandle, entry_ids: Sequence[int], reads_lac: bool
+    ) -> tuple[list[Buffer | Exception], int | None]:
+        """Return entries in order, or the error of each, and the LAC if `reads_lac`; None if it cannot be read."""
+        found = self._storage.read_all(handle, entry_ids, RUN_BYTES_MAX)
+        if reads_lac:
+            with contextlib.suppress(OSError, BkctlError):
+                return found, self._storage.read_lac(handle)
+        return found, None
+
+    def _refuse_some(
+        self,
+        reads: ReadRun,
+        found: Sequence[Buffer | Exception],
+        failed: Sequence[int],
+        respond: ReadRunResponder,
+        began_s: float,
+    ) -> None:
+        """Refuse the reads at the places `failed`, whose errors are in `found`, each with its own status."""
+        self._metrics.read_entry.observe(time.monotonic() - began_s, len(failed), ok=False)
+        for number in failed:
+            error = found[number]
+            assert isinstance(error, Exception)
+            respond.refuse(reads.part([number]), self._requests.status_after(ReadRequest.__name__, error))
 
     def in_thread(
         self,
@@ -150,6 +261,28 @@ class ReadHandler:
             self._requests.serve_timed("READ_ENTRY_LONG_POLL", self._long_poll, request, respond)
         else:
             self._read_plain(request, respond)
+
+    def read_run(self, reads: ReadRun, respond: ReadRunResponder) -> None:
+        """Serve a run of plain reads."""
+        waiting = self._requests.by_ledger
+        if waiting and reads.ledger in waiting:
+            waiting[reads.ledger].append(functools.partial(self._read_run_later, reads, respond))
+            return
+        try:
+            handle = self._reader.handle(reads.ledger)
+        except NeedsDisk as need:
+            self._requests.once_read(need, functools.partial(self._read_run_later, reads, respond))
+        except Exception as error:  # noqa: BLE001 - answered, logged and counted
+            respond.refuse(reads, self._requests.status_after(ReadRequest.__name__, error))
+        else:
+            self._reader.read_run(handle, reads, respond)
+
+    def _read_run_later(self, reads: ReadRun, respond: ReadRunResponder, error: BaseException | None) -> None:
+        """Serve a run of reads that waited for its ledger."""
+        if error is not None:
+            respond.refuse(reads, self._requests.status_after(ReadRequest.__name__, error))
+        else:
+            self.read_run(reads, respond)
 
     def _entry_id(self, handle: LedgerHandle, entry_id: int) -> int:
         """Return the entry that a request means. Raises UnknownLedgerState if the last entry may be lost."""

@@ -15,7 +15,7 @@ from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.bookie.waiting_requests import Handler, WaitingRequests
 from bkctl.disk import Files
 from bkctl.protocol.add_runs import AddRun, AnswerAdds
-from bkctl.protocol.handler import Responder
+from bkctl.protocol.handler import ReadRunResponder, Responder
 from bkctl.protocol.messages import (
     AddRequest,
     BatchReadRequest,
@@ -27,6 +27,7 @@ from bkctl.protocol.messages import (
     Request,
     WriteLacRequest,
 )
+from bkctl.protocol.read_runs import ReadRun
 from bkctl.protocol.server import BookieServer
 from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.ledger.ledger_storage import NeedsDisk
@@ -71,6 +72,8 @@ class RequestProcessor:
         # AddRunHandler's methods.
         self.handle_adds: Callable[[AddRun, AnswerAdds], None] = adds.add_run
         self.adds_at_once: Callable[[], int] = commits.adds_at_once
+        # ReadRunHandler's method.
+        self.handle_reads: Callable[[ReadRun, ReadRunResponder], None] = self._reads.read_run
 
     def handle(self, request: Request, respond: Responder) -> None:
         """Serve one request: `respond` is called once, now or later."""

@@ -1,7 +1,7 @@
-/* The inner loop of add_runs.py, compiled: the same results, several times as fast.
+/* The inner loops of add_runs.py and read_runs.py, compiled: the same results, several times as fast.
  *
- * Optional: without a compiler at installation, add_runs.py's own loops do the work. tests/protocol/test_add_runs.py
- * compares both with protobuf on arbitrary bytes. Nothing is read outside the given part of the buffer.
+ * Optional: without a compiler at installation, those modules' own loops do the work. tests/protocol/test_add_runs.py and
+ * test_read_runs.py compare both with protobuf on arbitrary bytes. Nothing is read outside the given part of the buffer.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -10,7 +10,7 @@
 #include <string.h>
 
 /* Version of the functions' arguments and results; add_runs.py accepts only its own. Raise both together. */
-#define API 1
+#define API 2
 
 enum {
     LENGTH = 4, /* of a frame, or of an entry in a record */
@@ -21,6 +21,9 @@ enum {
     V2_HEAD = 2 << 24 | 1 << 16,
     V2_ANSWER = 24, /* of an answer behind its length: header, code, ledger, entry */
     V3_ANSWER_MAX = 80,
+    V2_READ = 20, /* of a v2 read behind its length: header, ledger, entry */
+    V2_READ_HEAD = 2 << 24 | 2 << 16,
+    V3_READ_ANSWER_MAX = 128, /* of an answer to a read, beside its body */
 };
 
 static const int64_t ENTRY_ID_MAX = ((int64_t)1 << 40) - 1;
@@ -276,6 +279,213 @@ failed:
     return found;
 }
 
+/* One read, as a frame says it. */
+typedef struct {
+    uint64_t txn_id, scope, ledger;
+    int64_t entry;
+} Read;
+
+static int read_v2_read(const unsigned char *at, Py_ssize_t size, Read *read) {
+    if (size != V2_READ || read_u32(at) != V2_READ_HEAD) {
+        return 0;
+    }
+    read->txn_id = read->scope = 0;
+    read->ledger = read_u64(at + 4);
+    read->entry = (int64_t)read_u64(at + 12);
+    return read->entry >= 0;
+}
+
+/* The form is that of v3_hot.py's read request. */
+static int read_v3_read(const unsigned char *at, Py_ssize_t size, Read *read) {
+    Reader in = {at, at + size, 0};
+    take(&in, 1, "\x0a", 1);
+    const unsigned char *header_size = take(&in, 1, "", 0);
+    take(&in, 5, "\x08\x03\x10\x01\x18", 5);
+    if (in.failed) {
+        return 0;
+    }
+    read->txn_id = take_varint(&in);
+    if (in.at != header_size + 1 + *header_size) {
+        return 0;
+    }
+    take(&in, 2, "\xa2\x06", 2);
+    const uint64_t nested = take_varint(&in);
+    if (in.failed || nested != (uint64_t)(in.end - in.at)) {
+        return 0;
+    }
+    take(&in, 1, "\x08", 1);
+    read->ledger = take_varint(&in);
+    take(&in, 1, "\x10", 1);
+    read->entry = (int64_t)take_varint(&in);
+    read->scope = 0;
+    if (in.at != in.end) {
+        take(&in, 1, "\x78", 1);
+        read->scope = take_varint(&in);
+    }
+    return !in.failed && in.at == in.end && read->entry >= 0;
+}
+
+static PyObject *take_reads(PyObject *args, int is_v2) {
+    Py_buffer buffer;
+    Py_ssize_t at, end, size_max, count_max;
+    if (!PyArg_ParseTuple(args, "y*nnnn", &buffer, &at, &end, &size_max, &count_max)) {
+        return NULL;
+    }
+    if (at < 0 || end > buffer.len) {
+        PyBuffer_Release(&buffer);
+        PyErr_SetString(PyExc_ValueError, "what is to be read is not in the buffer");
+        return NULL;
+    }
+    const unsigned char *bytes = buffer.buf;
+    Read first = {0}, read;
+    Py_ssize_t count = 0;
+    PyObject *entries = NULL, *txns = NULL, *found = NULL;
+    for (; count < count_max && end - at >= LENGTH; count++) {
+        const int64_t frame = (int32_t)read_u32(bytes + at);
+        if (frame < 0 || frame > size_max || frame > end - at - LENGTH) {
+            break;
+        }
+        if (!(is_v2 ? read_v2_read : read_v3_read)(bytes + at + LENGTH, (Py_ssize_t)frame, &read)) {
+            break;
+        }
+        if (count == 0) {
+            first = read;
+            entries = PyList_New(0);
+            txns = PyList_New(0);
+            if (entries == NULL || txns == NULL) {
+                goto failed;
+            }
+        } else if (read.ledger != first.ledger || read.scope != first.scope) {
+            break;
+        }
+        if (append(entries, PyLong_FromLongLong(read.entry)) < 0
+            || (!is_v2 && append(txns, PyLong_FromUnsignedLongLong(read.txn_id)) < 0)) {
+            goto failed;
+        }
+        at += LENGTH + (Py_ssize_t)frame;
+    }
+    if (count == 0) {
+        found = Py_NewRef(Py_None);
+    } else {
+        found = Py_BuildValue(
+            "n(KK)OO", at, (unsigned long long)first.scope, (unsigned long long)first.ledger, entries, txns);
+    }
+failed:
+    Py_XDECREF(entries);
+    Py_XDECREF(txns);
+    PyBuffer_Release(&buffer);
+    return found;
+}
+
+static size_t varint_size(uint64_t value) {
+    size_t size = 1;
+    for (; value > 127; value >>= 7) {
+        size++;
+    }
+    return size;
+}
+
+static unsigned char *front_v2(unsigned char *at, const Read *read, Py_ssize_t size) {
+    at = write_u32(write_u32(write_u32(at, (uint32_t)(V2_ANSWER + size)), V2_READ_HEAD), 0);
+    return write_u64(write_u64(at, read->ledger), (uint64_t)read->entry);
+}
+
+/* The fields behind the body, and their size; `lac` NULL: without one. */
+static unsigned char *write_tail(unsigned char *at, uint64_t scope, const uint64_t *lac) {
+    if (lac != NULL) {
+        *at++ = 0x28;
+        at = write_varint(at, *lac);
+    }
+    if (scope) {
+        *at++ = 0x78;
+        at = write_varint(at, scope);
+    }
+    return at;
+}
+
+/* The form is that of v3_hot.py's read response. */
+static unsigned char *front_v3(unsigned char *frame, const Read *read, Py_ssize_t size, size_t tail) {
+    unsigned char *at = frame + LENGTH;
+    *at++ = 0x0A;
+    unsigned char *header = at++;
+    memcpy(at, "\x08\x03\x10\x01\x18", 5);
+    at = write_varint(at + 5, read->txn_id);
+    *header = (unsigned char)(at - header - 1);
+    memcpy(at, "\x10\x00\xa2\x06", 4);
+    const size_t nested = 5 + varint_size(read->ledger) + varint_size((uint64_t)read->entry)
+        + varint_size((uint64_t)size) + (size_t)size + tail;
+    at = write_varint(at + 4, nested);
+    const size_t frame_size = (size_t)(at - frame - LENGTH) + nested;
+    write_u32(frame, (uint32_t)frame_size);
+    memcpy(at, "\x08\x00\x10", 3);
+    at = write_varint(at + 3, read->ledger);
+    *at++ = 0x18;
+    at = write_varint(at, (uint64_t)read->entry);
+    *at++ = 0x22;
+    return write_varint(at, (uint64_t)size);
+}
+
+/* Answers with `bodies` to reads of one ledger; `txns` NULL: of v2. */
+static PyObject *answer_reads(
+    uint64_t scope, uint64_t ledger, PyObject *entries, PyObject *txns, PyObject *bodies, const uint64_t *lac) {
+    PyObject *answers = NULL, *body_list = NULL, *entry_list = NULL, *txn_list = NULL;
+    Py_buffer *views = NULL;
+    Py_ssize_t viewed = 0, count = 0, size = 0;
+    unsigned char tail[32];
+    const size_t tail_size = txns == NULL ? 0 : (size_t)(write_tail(tail, scope, lac) - tail);
+    body_list = PySequence_Fast(bodies, "bodies");
+    entry_list = PySequence_Fast(entries, "entry ids");
+    txn_list = txns == NULL ? Py_NewRef(Py_None) : PySequence_Fast(txns, "transaction ids");
+    if (body_list == NULL || entry_list == NULL || txn_list == NULL) {
+        goto failed;
+    }
+    count = PySequence_Fast_GET_SIZE(body_list);
+    if (PySequence_Fast_GET_SIZE(entry_list) != count || (txns != NULL && PySequence_Fast_GET_SIZE(txn_list) != count)) {
+        PyErr_SetString(PyExc_ValueError, "as many bodies as reads are needed");
+        goto failed;
+    }
+    views = PyMem_Calloc((size_t)count + 1, sizeof(Py_buffer));
+    if (views == NULL) {
+        PyErr_NoMemory();
+        goto failed;
+    }
+    for (; viewed < count; viewed++) {
+        if (PyObject_GetBuffer(PySequence_Fast_GET_ITEM(body_list, viewed), &views[viewed], PyBUF_SIMPLE) < 0) {
+            goto failed;
+        }
+        size += V3_READ_ANSWER_MAX + views[viewed].len;
+    }
+    answers = PyBytes_FromStringAndSize(NULL, size);
+    if (answers == NULL) {
+        goto failed;
+    }
+    unsigned char *begin = (unsigned char *)PyBytes_AS_STRING(answers), *at = begin;
+    for (Py_ssize_t index = 0; index < count; index++) {
+        Read read = {0, scope, ledger, PyLong_AsLongLong(PySequence_Fast_GET_ITEM(entry_list, index))};
+        if (txns != NULL) {
+            read.txn_id = PyLong_AsUnsignedLongLong(PySequence_Fast_GET_ITEM(txn_list, index));
+        }
+        if (PyErr_Occurred()) {
+            Py_CLEAR(answers);
+            goto failed;
+        }
+        at = txns == NULL ? front_v2(at, &read, views[index].len) : front_v3(at, &read, views[index].len, tail_size);
+        memcpy(at, views[index].buf, (size_t)views[index].len);
+        memcpy(at + views[index].len, tail, tail_size);
+        at += views[index].len + (Py_ssize_t)tail_size;
+    }
+    _PyBytes_Resize(&answers, at - begin);
+failed:
+    while (viewed > 0) {
+        PyBuffer_Release(&views[--viewed]);
+    }
+    PyMem_Free(views);
+    Py_XDECREF(body_list);
+    Py_XDECREF(entry_list);
+    Py_XDECREF(txn_list);
+    return answers;
+}
+
 PyDoc_STRVAR(take_v2_doc,
 "take_v2(buffer, at, end, size_max, count_max)\n--\n\n"
 "Where the run of v2 adds that begins at `at` ends, and the fields of its AddRun; None where none begins there.");
@@ -292,14 +502,67 @@ static PyObject *take_v3(PyObject *module, PyObject *args) {
     return take_run(args, 0);
 }
 
+PyDoc_STRVAR(take_reads_v2_doc,
+"take_reads_v2(buffer, at, end, size_max, count_max)\n--\n\n"
+"Where the run of v2 reads that begins at `at` ends, and the fields of its ReadRun; None where none begins there.");
+
+static PyObject *take_reads_v2(PyObject *module, PyObject *args) {
+    return take_reads(args, 1);
+}
+
+PyDoc_STRVAR(take_reads_v3_doc,
+"take_reads_v3(buffer, at, end, size_max, count_max)\n--\n\n"
+"take_reads_v2 for frames of protocol v3.");
+
+static PyObject *take_reads_v3(PyObject *module, PyObject *args) {
+    return take_reads(args, 0);
+}
+
+PyDoc_STRVAR(answers_v2_doc,
+"answers_v2(ledger_id, entry_ids, bodies)\n--\n\n"
+"The response frames of v2 with these entries.");
+
+static PyObject *answers_v2(PyObject *module, PyObject *args) {
+    unsigned long long ledger;
+    PyObject *entries, *bodies;
+    if (!PyArg_ParseTuple(args, "KOO", &ledger, &entries, &bodies)) {
+        return NULL;
+    }
+    return answer_reads(0, ledger, entries, NULL, bodies, NULL);
+}
+
+PyDoc_STRVAR(answers_v3_doc,
+"answers_v3(ledger, entry_ids, txn_ids, bodies, max_lac)\n--\n\n"
+"The response frames of v3 with these entries; `max_lac` None: without one.");
+
+static PyObject *answers_v3(PyObject *module, PyObject *args) {
+    unsigned long long scope, ledger;
+    PyObject *entries, *txns, *bodies, *max_lac;
+    if (!PyArg_ParseTuple(args, "(KK)OOOO", &scope, &ledger, &entries, &txns, &bodies, &max_lac)) {
+        return NULL;
+    }
+    uint64_t lac = 0;
+    if (max_lac != Py_None) {
+        lac = (uint64_t)PyLong_AsLongLong(max_lac);
+        if (PyErr_Occurred()) {
+            return NULL;
+        }
+    }
+    return answer_reads(scope, ledger, entries, txns, bodies, max_lac == Py_None ? NULL : &lac);
+}
+
 static PyMethodDef methods[] = {
     {"take_v2", take_v2, METH_VARARGS, take_v2_doc},
     {"take_v3", take_v3, METH_VARARGS, take_v3_doc},
+    {"take_reads_v2", take_reads_v2, METH_VARARGS, take_reads_v2_doc},
+    {"take_reads_v3", take_reads_v3, METH_VARARGS, take_reads_v3_doc},
+    {"answers_v2", answers_v2, METH_VARARGS, answers_v2_doc},
+    {"answers_v3", answers_v3, METH_VARARGS, answers_v3_doc},
     {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef module_definition = {
-    PyModuleDef_HEAD_INIT, "bkctl.protocol._add_runs", "The inner loop of add_runs.py, compiled.", 0, methods,
+    PyModuleDef_HEAD_INIT, "bkctl.protocol._add_runs", "The inner loops of add_runs.py and read_runs.py, compiled.", 0, methods,
     NULL, NULL, NULL, NULL,
 };
 

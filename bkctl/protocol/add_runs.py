@@ -23,7 +23,7 @@ from bkctl.protocol import v2, v3, v3_hot
 from bkctl.protocol.messages import AddResponse, BytesLike, Status
 
 #: Version of `_add_runs` that fits; a module that was built from other sources is not used.
-COMPILED_API: Final = 1
+COMPILED_API: Final = 2
 try:
     from bkctl.protocol import _add_runs as compiled
 except ImportError:  # installed without a compiler
@@ -37,13 +37,14 @@ _V2_HEAD: Final = v2.VERSION << 24 | v2.ADD_ENTRY << 16
 _V2_FRAME: Final = struct.Struct(">iI20sQqq")
 _V2_BODY_AT: Final = 28
 _V2_BODY_MIN: Final = HEADER_SIZE_V1
-_VARINT: Final = rb"([\x80-\xff]{0,8}[\x00-\x7f]|[\x80-\xff]{9}[\x00\x01])"
+#: A varint of up to 64 bits, as protobuf writes it or longer.
+VARINT: Final = rb"([\x80-\xff]{0,8}[\x00-\x7f]|[\x80-\xff]{9}[\x00\x01])"
 #: An add as in v3_hot.py, up to its body; the groups are header size, transaction id, nested size,
 #: ledger, entry, master key and body size.
 _V3_ADD: Final = re.compile(
-    rb"\x0a(.)\x08\x03\x10\x02\x18%b\xaa\x06%b\x08%b\x10%b\x1a\x14(.{20})\x22%b" % ((_VARINT,) * 5), re.DOTALL
+    rb"\x0a(.)\x08\x03\x10\x02\x18%b\xaa\x06%b\x08%b\x10%b\x1a\x14(.{20})\x22%b" % ((VARINT,) * 5), re.DOTALL
 )
-_V3_SCOPE: Final = re.compile(b"\x78" + _VARINT)
+_V3_SCOPE: Final = re.compile(b"\x78" + VARINT)
 #: Frame length, header size, transaction id, nested size, nested message in three parts.
 _V3_ANSWER: Final = b"%b\x0a%c\x08\x03\x10\x02\x18%b\x10\x00\xaa\x06%c%b%b%b"
 _V2_ANSWER: Final = struct.Struct(">iIiQq")
@@ -139,19 +140,19 @@ def take_v3(buffer: memoryview, at: int, end: int, size_max: int, count_max: int
             break
         header_size, txn, nested_size, ledger_field, entry_field, key, body_field = found.groups()
         body_at = found.end()
-        body_size = _number(body_field)
+        body_size = number_of(body_field)
         body_end = body_at + body_size
         scope_id = 0 if body_end == stop else _scope_of(bytes(buffer[body_end:stop]))
-        if header_size[0] != 5 + len(txn) or _number(nested_size) != stop - found.end(3) or scope_id is None:
+        if header_size[0] != 5 + len(txn) or number_of(nested_size) != stop - found.end(3) or scope_id is None:
             break
-        ledger = scope_id, _number(ledger_field)
+        ledger = scope_id, number_of(ledger_field)
         body = buffer[body_at:body_end]
         ids = _ids_of(body, ledger)
         if ids is None:
             break
         entry_id, lac = ids
         entry = v3_hot.varint(entry_id)
-        if entry_field != entry and _number(entry_field) != entry_id:
+        if entry_field != entry and number_of(entry_field) != entry_id:
             break
         if not records:
             run_ledger, run_key = ledger, key
@@ -161,7 +162,7 @@ def take_v3(buffer: memoryview, at: int, end: int, size_max: int, count_max: int
         elif ledger != run_ledger or key != run_key:
             break
         if not txn[-1] and len(txn) > 1:  # a longer form of the number than ours
-            txn = v3_hot.varint(_number(txn))
+            txn = v3_hot.varint(number_of(txn))
         sizes = 12 + len(txn) + nested_rest + len(entry), 5 + len(txn), nested_rest + len(entry)
         answers.append(_V3_ANSWER % (pack_size(sizes[0]), sizes[1], txn, sizes[2], nested, entry, tail))
         if lac > highest:
@@ -176,7 +177,7 @@ def take_v3(buffer: memoryview, at: int, end: int, size_max: int, count_max: int
 
 
 @functools.lru_cache(1024)
-def _number(field: bytes) -> int:
+def number_of(field: bytes) -> int:
     """Return the number that a varint stands for; most numbers of a run repeat."""
     return v3_hot.read_varint(memoryview(field + bytes(8)), 0)[0]
 
@@ -185,7 +186,7 @@ def _number(field: bytes) -> int:
 def _scope_of(tail: bytes) -> int | None:
     """Return the scope that the field behind an add's body says; None for another field, or a body cut short."""
     found = _V3_SCOPE.fullmatch(tail)
-    return None if found is None else _number(found[1])
+    return None if found is None else number_of(found[1])
 
 
 def _ids_of(body: memoryview, ledger: tuple[int, int]) -> tuple[int, int] | None:

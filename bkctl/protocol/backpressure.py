@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.protocol.limits import ServerLimits
-from bkctl.protocol.messages import AddRequest, BareResponse, BatchReadRequest, ReadRequest, Status
+from bkctl.protocol.messages import AddRequest, BareResponse, BatchReadRequest, ReadRequest, Response, Status
 
 if TYPE_CHECKING:
-    from bkctl.protocol.handler import Responder
     from bkctl.protocol.served_connection import ServedConnection
 
 #: Reads that a bookie's disks work on at once, for all connections: each may give as many bytes as a frame holds.
@@ -186,6 +186,11 @@ class ReadTurns:
         #: Queues (the keys) with reads that may begin, in the order of their turns.
         self._queues: dict[ReadQueue, None] = {}
 
+    @property
+    def room(self) -> int:
+        """Return how many more reads may wait."""
+        return max(0, self.count_max - self.count) if self.count_max else sys.maxsize
+
     def add(self, queue: ReadQueue) -> None:
         """Give `queue` a turn behind the others, unless it waits for one."""
         self._queues.setdefault(queue)
@@ -210,17 +215,24 @@ class ReadQueue:
     def __init__(self, connection: ServedConnection, turns: ReadTurns) -> None:
         self._connection = connection
         self._turns = turns
-        self._queue: deque[tuple[Responder, Callable[[], asyncio.Future[Any]]]] = deque()
+        self._queue: deque[tuple[Callable[[Response], None], Callable[[], asyncio.Future[Any]], int]] = deque()
 
-    def add(self, respond: Responder, start: Callable[[], asyncio.Future[Any]]) -> bool:
-        """Queue a read; see Responder.read."""
+    def add(
+        self, respond: Callable[[Response], None], start: Callable[[], asyncio.Future[Any]], count: int = 1
+    ) -> bool:
+        """Queue a read for `count` requests; see Responder.read."""
         turns = self._turns
-        if turns.count_max and turns.count >= turns.count_max:
+        if count > turns.room:
             return False
-        self._queue.append((respond, start))
-        turns.count += 1
+        self._queue.append((respond, start, count))
+        turns.count += count
         turns.add(self)
         return True
+
+    @property
+    def room(self) -> int:
+        """Return how many more reads may wait, of all connections together."""
+        return self._turns.room
 
     def begin(self) -> None:
         """Begin reads as far as there is room: the client caught up."""
@@ -233,9 +245,10 @@ class ReadQueue:
         """Begin a read unless the client is behind; return whether another one may begin."""
         if not self._queue or self._connection.is_congested:
             return False
-        self._turns.count -= 1
+        _, start, count = self._queue.popleft()
+        self._turns.count -= count
         self._turns.in_progress_count += 1
-        self._queue.popleft()[1]().add_done_callback(self._finished)
+        start().add_done_callback(self._finished)
         return bool(self._queue)
 
     def _finished(self, _: asyncio.Future[Any]) -> None:
@@ -245,9 +258,10 @@ class ReadQueue:
     def abandon(self) -> None:
         """Drop the queued reads of a lost connection, and take their requests out of flight."""
         self._turns.drop(self)
-        self._turns.count -= len(self._queue)
         while self._queue:
-            self._queue.popleft()[0](BareResponse(Status.EIO))
+            respond, _, count = self._queue.popleft()
+            self._turns.count -= count
+            respond(BareResponse(Status.EIO))
         self._turns.begin()
 
 

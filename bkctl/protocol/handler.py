@@ -6,14 +6,15 @@ import asyncio
 import functools
 import time
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from bkctl.protocol import v3
-from bkctl.protocol.messages import Request, Response, Status
+from bkctl.protocol import read_runs, v3
+from bkctl.protocol.messages import BytesLike, Request, Response, Status
 
 if TYPE_CHECKING:
     from bkctl.protocol.add_runs import AddRun, AnswerAdds
+    from bkctl.protocol.read_runs import ReadRun
     from bkctl.protocol.served_connection import ServedConnection
 
 
@@ -71,6 +72,54 @@ class Responder(functools.partial[None]):
         return self.observed(lambda response: observe(time.monotonic() - began_s, response.status is Status.EOK))
 
 
+class ReadRunResponder:
+    """Sends the answers to a run of reads, part by part in any order. Every read of the run gets one answer.
+
+    Call it from the event loop's thread, at any time; its methods raise nothing.
+    """
+
+    __slots__ = ("_connection", "_is_v2")
+
+    def __init__(self, connection: ServedConnection, is_v2: bool) -> None:
+        self._connection = connection
+        self._is_v2 = is_v2
+
+    def answer(self, reads: ReadRun, bodies: Sequence[BytesLike], max_lac: int | None) -> None:
+        """Answer `reads` with their entries, and with the bookie's LAC in v3."""
+        encode = functools.partial(read_runs.answers, reads, bodies, max_lac, is_v2=self._is_v2)
+        self._connection.settle_reads(len(reads.entry_ids), encode)
+
+    def refuse(self, reads: ReadRun, status: Status) -> None:
+        """Answer `reads` with `status`."""
+        encode = functools.partial(read_runs.refusals, reads, status, is_v2=self._is_v2)
+        self._connection.settle_reads(len(reads.entry_ids), encode)
+
+    @property
+    def is_congested(self) -> bool:
+        """True while the client, or clients together, read their answers more slowly than they come."""
+        return self._connection.is_congested or self._connection.lacks_memory
+
+    @property
+    def carries_lac(self) -> bool:
+        """True if answers to reads carry the bookie's LAC, which v2's do not."""
+        return not self._is_v2
+
+    @property
+    def is_lost(self) -> bool:
+        """True once the client's connection is closed; any thread may ask."""
+        return self._connection.is_lost
+
+    @property
+    def room(self) -> int:
+        """Requests that may still wait for the disk; see `read`."""
+        return self._connection.reads.room
+
+    def read(self, count: int, start: Callable[[], asyncio.Future[Any]]) -> bool:
+        """Have `start` begin a read of the disk for `count` requests, at most `room`; see Responder.read."""
+        connection = self._connection
+        return connection.reads.add(lambda _: connection.settle_reads(count, bytes), start, count)
+
+
 def _answer_observed(
     connection: ServedConnection,
     header: v3.Header | int,
@@ -104,3 +153,10 @@ class AddRunHandler(RequestHandler, typing.Protocol):
 
     def adds_at_once(self) -> int:
         """Return the largest number of adds that a run may have now; 1 or more."""
+
+
+class ReadRunHandler(RequestHandler, typing.Protocol):
+    """A handler that takes many reads at once."""
+
+    def handle_reads(self, reads: ReadRun, respond: ReadRunResponder) -> None:
+        """Serve a run of plain reads. Raises as `handle` does, and then has answered none of them."""

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, cast
 
 from bkctl.errors import BkctlError, IllegalOperation, Unauthorized
-from bkctl.protocol import v2, v3
-from bkctl.protocol.add_runs import AddRun, refusals, take_run
+from bkctl.protocol import add_runs, read_runs, v2, v3
+from bkctl.protocol.add_runs import AddRun
 from bkctl.protocol.backpressure import UNFINISHED_BYTES_MIN, ReadQueue
 from bkctl.protocol.deadlines import Deadlines
 from bkctl.protocol.framing import FramedProtocol
-from bkctl.protocol.handler import AddRunHandler, RequestHandler, Responder
+from bkctl.protocol.handler import AddRunHandler, ReadRunHandler, ReadRunResponder, RequestHandler, Responder
 from bkctl.protocol.limits import ServerLimits
 from bkctl.protocol.messages import (
     AUTH_DISABLED_PLUGIN,
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 #: Requests, and bytes of requests, of one connection that a bookie works on before it stops reading more.
 IN_FLIGHT_REQUESTS_MAX: Final = 10_000
 IN_FLIGHT_BYTES_MAX: Final = 64 << 20
+#: Bytes that each read of a run counts in flight, about the size of its frame.
+READ_REQUEST_BYTES: Final = 32
 #: The largest frame before TLS where TLS is required: START_TLS takes some 20 bytes, an authentication before it more.
 PLAIN_FRAME_BYTES_MAX: Final = 1 << 12
 #: A client that broke the protocol has this long to read the answers to its earlier requests.
@@ -89,7 +91,7 @@ class ServedConnection(FramedProtocol):
         #: Bytes that the server counts for an unfinished request.
         self.frame_size = 0
         self._buffer_seen = 0  # the id of the buffer at the last look
-        self._take_frames = self._adds_of(self._handler)
+        self._take_frames = self._runs_of(self._handler)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -146,16 +148,25 @@ class ServedConnection(FramedProtocol):
         unfinished = self._end - self._start
         return min(len(self._buffer), 4 * unfinished) if unfinished > UNFINISHED_BYTES_MIN else 0
 
-    def _adds_of(self, handler: RequestHandler) -> Callable[[memoryview, int, int], int] | None:
-        """Return the function that takes adds in runs; None if `handler` takes them one by one."""
+    def _runs_of(self, handler: RequestHandler) -> Callable[[memoryview, int, int], int] | None:
+        """Return the function that takes adds and reads in runs; None if `handler` takes them one by one."""
         if not hasattr(handler, "handle_adds"):
             return None
-        return functools.partial(self._take_adds, cast("AddRunHandler", handler))
+        take_adds = functools.partial(self._take_adds, cast("AddRunHandler", handler))
+        if not hasattr(handler, "handle_reads"):
+            return take_adds
+        take_reads = functools.partial(self._take_reads, cast("ReadRunHandler", handler))
+
+        def take(buffer: memoryview, at: int, end: int) -> int:
+            stop = take_adds(buffer, at, end)
+            return stop if stop > at else take_reads(buffer, at, end)
+
+        return take
 
     def _take_adds(self, handler: AddRunHandler, buffer: memoryview, at: int, end: int) -> int:
         """Have `handler` serve the run of adds that begins at byte `at`, if one does; returns where it ends."""
         count_max = min(handler.adds_at_once(), IN_FLIGHT_REQUESTS_MAX - self._in_flight)
-        found = take_run(buffer, at, end, self._body_size_max, count_max, is_v2=self._is_v2)
+        found = add_runs.take_run(buffer, at, end, self._body_size_max, count_max, is_v2=self._is_v2)
         if found is None:
             return at
         stop, adds = found
@@ -174,6 +185,28 @@ class ServedConnection(FramedProtocol):
             self.abort()
             raise
         return stop
+
+    def _take_reads(self, handler: ReadRunHandler, buffer: memoryview, at: int, end: int) -> int:
+        """Have `handler` serve the run of reads that begins at byte `at`, if one does; returns where it ends."""
+        count_max = IN_FLIGHT_REQUESTS_MAX - self._in_flight
+        found = read_runs.take_run(buffer, at, end, self._body_size_max, count_max, is_v2=self._is_v2)
+        if found is None:
+            return at
+        self._start, reads = found
+        count = len(reads.entry_ids)
+        self._begin(count, count * READ_REQUEST_BYTES)
+        in_flight = self._in_flight
+        respond = ReadRunResponder(self, self._is_v2)
+        try:
+            handler.handle_reads(reads, respond)
+        except BkctlError as error:
+            respond.refuse(reads, status_of(error))
+        except Exception:
+            if self._in_flight == in_flight:
+                respond.refuse(reads, Status.EIO)
+            self.abort()
+            raise
+        return found[0]
 
     def _begin(self, count: int, size: int) -> None:
         """Count `count` more requests of `size` bytes in flight, and halt when there are too many."""
@@ -244,7 +277,7 @@ class ServedConnection(FramedProtocol):
         self._body_size_max = self._server.limits.frame_size_bytes - 4
         self._deadlines.restart(self._server.now_s)
         self._handler = self._server.handler
-        self._take_frames = self._adds_of(self._handler)
+        self._take_frames = self._runs_of(self._handler)
         self._continue()
 
     def tls_failed(self) -> None:
@@ -286,9 +319,22 @@ class ServedConnection(FramedProtocol):
             return
         answers = adds.answers
         if status is not Status.EOK:
-            answers = refusals(adds, status, is_v2=is_v2)
+            answers = add_runs.refusals(adds, status, is_v2=is_v2)
         self._out.append(answers)
         self._queued(len(answers))
+        if self._halted:
+            self.unblock()
+
+    def settle_reads(self, count: int, answers: Callable[[], bytes]) -> None:
+        """Send the answers to `count` reads of a run; they are encoded only while the client is there."""
+        self._in_flight -= count
+        self._in_flight_size -= count * READ_REQUEST_BYTES
+        if self._lost:
+            self._server.in_flight.count(self)
+            return
+        frames = answers()
+        self._out.append(frames)
+        self._queued(len(frames))
         if self._halted:
             self.unblock()
 
@@ -480,8 +526,8 @@ class LimitedConnection(ServedConnection):
             slots.waiting[self] = None
             self.halt()
 
-    def _adds_of(self, handler: RequestHandler) -> None:
-        return None  # each add waits for a slot of its own
+    def _runs_of(self, handler: RequestHandler) -> None:
+        return None  # each add and read waits for a slot of its own
 
     def _parse(self) -> None:
         if self._next is not None:

@@ -432,6 +432,14 @@ class BookieStorage:
         """Return the entry; for any thread. Raises EntryNotFound, OSError; Corrupt if the index is wrong."""
         return self.ledgers.read(handle, entry_id)
 
+    def find_all(self, handle: LedgerHandle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | None]:
+        """Return entries that are in memory, in order, None for others; the list may end early. See LedgerStorage."""
+        return self.ledgers.find_all(handle, entry_ids, size_max)
+
+    def read_all(self, handle: LedgerHandle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | Exception]:
+        """Return entries in order, or the error of each; the list may end early. For any thread. See LedgerStorage."""
+        return self.ledgers.read_all(handle, entry_ids, size_max)
+
     def read_entry(self, ledger: LedgerId, entry_id: int) -> Buffer:
         """Return the whole entry; −1 reads the last one. Raises LedgerNotFound, EntryNotFound, OSError, Corrupt."""
         handle = self.get(ledger)

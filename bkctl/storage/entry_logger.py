@@ -118,7 +118,7 @@ class EntryLogger:
         self._paths: dict[int, Path] = {}
         self._reader = LocationReader(files, self.directories, self._paths)
         self.path_of, self.read = self._reader.path_of, self._reader.read
-        self.read_following = self._reader.read_following
+        self.read_following, self.read_run = self._reader.read_following, self._reader.read_run
         self._unsynced: dict[int, OpenLog] = {}
         self._full: Path | None = None
         self._failed: OSError | None = None
@@ -480,6 +480,12 @@ class EntryLogger:
                 if record is not None:
                     break
         return None if record is None else body_of(record)
+
+    def find_all(self, locations: Sequence[int]) -> list[Buffer | None] | None:
+        """Return what `find` returns of each location; None if no entry is in memory."""
+        if not self._recent and not self._unwritten:
+            return None
+        return [self.find(location) for location in locations]
 
 
 class CompactionLog:

@@ -5,6 +5,7 @@ Source: DefaultEntryLogger.readEntry.
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,12 @@ ENTRY_SIZE_BYTES_MIN: Final = 16
 ENTRY_SIZE_BYTES_MAX: Final = 1 << 30
 #: Bytes that the first read of an entry of unknown size fetches.
 _READ_GUESS_BYTES: Final = 4096
+#: Entries that begin at most this many bytes after one another are read together, with what is between them.
+NEIGHBOURS_BYTES_MAX: Final = 1 << 15
+#: A run leaves larger entries to `LocationReader.read`.
+RUN_ENTRY_BYTES_MAX: Final = 1 << 24
+_IDS_V1: Final = struct.Struct(">iQq")
+_IDS_V2: Final = struct.Struct(">iBQQq")
 
 
 class LocationReader:
@@ -88,6 +95,63 @@ class LocationReader:
             raise CorruptRecord("The index points to another entry", offset=offset, where=where)
         return body
 
+    def read_run(
+        self,
+        ledger: LedgerId,
+        entry_ids: Sequence[int],
+        locations: Sequence[int],
+        size_max: int,
+        *,
+        cached: bool = False,
+    ) -> list[memoryview | None]:
+        """Return the entries at `locations`, each run of neighbours by one read; with `cached` without the disk.
+
+        None for an entry without a location (0), and for one that `read` does not return, or with `cached` not yet. The
+        list ends early, behind at least one entry, once it has `size_max` bytes. Raises nothing.
+        """
+        found: list[memoryview | None] = []
+        size = 0
+        while len(found) < len(locations) and size < size_max:
+            first = len(found)
+            begin = end = locations[first]
+            last = first + 1
+            gap = 0
+            while begin and last < len(locations) and 0 < locations[last] - end <= NEIGHBOURS_BYTES_MAX:
+                if locations[last] - begin > size_max - size:
+                    break
+                gap = locations[last] - end
+                end = locations[last]
+                last += 1
+            data = self._run_of(begin, end, gap, cached=cached) if begin else None
+            if data is None:
+                found += [None] * (last - first)
+            else:
+                found += _entries_in(data, begin, ledger, entry_ids[first:last], locations[first:last])
+                size += len(data)
+        return found
+
+    def _run_of(self, begin: int, end: int, size_guess: int, *, cached: bool) -> memoryview | None:
+        """Return the records from the one at location `begin` to that at `end`, of about `size_guess` bytes."""
+        log_id, offset = formats.unpack_location(begin)
+        try:
+            file = self._open.get(log_id) if cached else self._file(log_id)
+            if file is None or offset < formats.HEADER_SIZE + RECORD_SIZE.size or end >> 32 != begin >> 32:
+                return None
+            read = file.read_cached if cached else file.read
+            start, last = offset - RECORD_SIZE.size, end - begin
+            data = read(start, last + RECORD_SIZE.size + max(self._read_guess, size_guess))
+            if data is not None and len(data) >= last + RECORD_SIZE.size:
+                (size,) = RECORD_SIZE.unpack_from(data, last)
+                missing = last + RECORD_SIZE.size + size - len(data)
+                if 0 < missing <= RUN_ENTRY_BYTES_MAX:
+                    rest = read(start + len(data), missing)
+                    data = b"".join((data, rest or b""))
+                if ENTRY_SIZE_BYTES_MIN <= size <= RUN_ENTRY_BYTES_MAX:
+                    self._read_guess = min(max(size, 64), 1 << 16)
+        except OSError:
+            return None
+        return None if data is None else memoryview(data)
+
     def read_following(self, location: int, ledger: LedgerId, *, size_max: int) -> list[tuple[int, memoryview]]:
         """Return the entries (id, body) of `ledger` that follow each other from `location`, within `size_max` bytes.
 
@@ -128,3 +192,33 @@ class LocationReader:
         """Close a log; call it after the log left `paths`, so that it cannot be opened again."""
         with self._lock:
             self._open.pop(log_id, None)
+
+
+def _entries_in(
+    data: memoryview, begin: int, ledger: LedgerId, entry_ids: Sequence[int], locations: Sequence[int]
+) -> list[memoryview | None]:
+    """Return entries of `ledger` from `data`, which begins with the record at location `begin`.
+
+    None for an entry that is not whole, or not the one at its location.
+    """
+    found: list[memoryview | None] = []
+    unpack = (_IDS_V2 if ledger[0] else _IDS_V1).unpack_from
+    ledger_id = ledger[1]
+    present = len(data)
+    smallest = (_IDS_V2 if ledger[0] else _IDS_V1).size
+    for entry_id, location in zip(entry_ids, locations, strict=True):
+        at = location - begin
+        body = None
+        if at + smallest <= present:
+            size, *flags, found_ledger, found_id = unpack(data, at)
+            end = at + RECORD_SIZE.size + size
+            if (
+                found_id == entry_id
+                and found_ledger == ledger_id
+                and smallest - RECORD_SIZE.size <= size
+                and end <= present
+                and (not flags or (flags[0] in ENTRY_FLAGS_V2 and flags[1] == ledger[0]))
+            ):
+                body = data[at + RECORD_SIZE.size : end]
+        found.append(body)
+    return found

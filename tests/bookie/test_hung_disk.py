@@ -230,7 +230,8 @@ def test_deletion_keeps_its_place_among_the_requests_that_wait_for_the_ledger(
                 asyncio.ensure_future(connection.send(each))
                 for each in (ReadRequest(ledger, 0), add(ledger, 7), ReadRequest(ledger, 7), ReadRequest(ledger, 1))
             ]
-            while len(bookie.processor.requests.by_ledger[ledger]) < 7:
+            # Adjacent reads wait as one.
+            while len(bookie.processor.requests.by_ledger[ledger]) < 6:
                 await asyncio.sleep(0.001)
             disk.free()
             assert [each.status for each in await asyncio.gather(*early)] == [Status.EOK, Status.EOK]

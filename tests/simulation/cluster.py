@@ -8,10 +8,11 @@ import errno
 import functools
 import os
 import shutil
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from simulation.checker import Checker, Story
 from simulation.disk import WorldFiles
@@ -40,7 +41,9 @@ from bkctl.formats.record import body_of
 from bkctl.metadata.cluster import Cluster, init_cluster
 from bkctl.metadata.uri import parse_uri
 from bkctl.protocol.add_runs import AddRun, AnswerAdds
-from bkctl.protocol.messages import AddRequest, AddResponse, Protocol, Status
+from bkctl.protocol.handler import ReadRunResponder
+from bkctl.protocol.messages import AddRequest, AddResponse, Protocol, ReadRequest, ReadResponse, Status
+from bkctl.protocol.read_runs import ReadRun
 
 URI = "zk+longlonghierarchical://store/ledgers"
 PORT = 3181
@@ -78,6 +81,30 @@ class Plan:
     store_failure_rate: float = 0.01
 
 
+class WatchedReads:
+    """A ReadRunResponder that gives each read and its answer to the checker, too."""
+
+    def __init__(self, requests: WatchedRequests, reads: ReadRun, respond: ReadRunResponder) -> None:
+        self._respond = respond
+        self._seen: dict[int, deque[Callable[[Any], None]]] = {}
+        for entry_id in reads.entry_ids:
+            seen = requests._watch(ReadRequest(reads.ledger, entry_id))
+            self._seen.setdefault(entry_id, deque()).append(seen)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._respond, name)
+
+    def answer(self, reads: ReadRun, bodies: Sequence[Any], max_lac: int | None) -> None:
+        for entry_id, body in zip(reads.entry_ids, bodies, strict=True):
+            self._seen[entry_id].popleft()(ReadResponse(Status.EOK, reads.ledger, entry_id, body, max_lac))
+        self._respond.answer(reads, bodies, max_lac)
+
+    def refuse(self, reads: ReadRun, status: Status) -> None:
+        for entry_id in reads.entry_ids:
+            self._seen[entry_id].popleft()(ReadResponse(status, reads.ledger, entry_id))
+        self._respond.refuse(reads, status)
+
+
 class WatchedRequests:
     """Serves a bookie's requests as they are; requests and answers are also given to the checker."""
 
@@ -102,6 +129,9 @@ class WatchedRequests:
             answer(status)
 
         self._processor.handle_adds(adds, answered)
+
+    def handle_reads(self, reads: ReadRun, respond: ReadRunResponder) -> None:
+        self._processor.handle_reads(reads, cast("ReadRunResponder", WatchedReads(self, reads, respond)))
 
     def _watch(self, request: Any) -> Callable[[Any], None]:
         """Tell the checker of a request, and by what is returned of its answer."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import heapq
 import threading
 from array import array
@@ -29,11 +30,18 @@ from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.formats.index import LedgerData
 from bkctl.formats.layout import Buffer
 from bkctl.formats.names import CURRENT, SCOPED_DIRECTORY
-from bkctl.formats.record import body_of
+from bkctl.formats.record import RECORD_SIZE, body_of
 from bkctl.ids import LedgerId
 from bkctl.storage.entry_logger import EntryLogger, Move
 from bkctl.storage.ledger.db_indexes import EntryLocationIndex, LedgerMetadataIndex
-from bkctl.storage.ledger.ledger_storage import CHUNK_SIZE_BYTES, IsWanted, LedgerHandle, LedgerStorage, always
+from bkctl.storage.ledger.ledger_storage import (
+    CHUNK_SIZE_BYTES,
+    IsWanted,
+    LedgerHandle,
+    LedgerStorage,
+    always,
+    merge_found,
+)
 from bkctl.storage.ledger.read_cache import ReadCache
 from bkctl.storage.ledger.write_cache import Cached, WriteCache
 
@@ -238,26 +246,73 @@ class SingleDirectoryDbLedgerStorage:
             raise _absent(handle, entry_id)
         return body_of(record)
 
+    def find_all(self, handle: DbLedgerHandle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | None]:
+        """Return entries that are in memory; see LedgerStorage.find_all."""
+        cached = self.read_cache.get_all
+        if not handle.entries and not handle.flushing:
+            return cached(handle.ledger, entry_ids, size_max)
+        records = WriteCache.find_all(handle, entry_ids)
+        return merge_found(records, entry_ids, size_max, functools.partial(cached, handle.ledger))
+
+    def read_most(self, handle: DbLedgerHandle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | None]:
+        """Return entries, most of them; see LedgerStorage.read_most."""
+        found = self.find_all(handle, entry_ids, size_max)
+        missing = [number for number, body in enumerate(found) if body is None]
+        if len(missing) > 1 and handle.is_on_disk:
+            read = self._read_run(handle, [entry_ids[number] for number in missing], size_max)
+            for number, body in zip(missing, read, strict=False):
+                found[number] = body
+            if len(read) < len(missing):
+                del found[missing[len(read)] :]
+        return found
+
+    def _read_run(self, handle: DbLedgerHandle, entry_ids: Sequence[int], size_max: int) -> list[memoryview | None]:
+        ledger = handle.ledger
+        logger = self.logger_of(scoped=ledger.is_scoped)
+        try:
+            locations = self.locations.locations([(ledger, entry_id) for entry_id in entry_ids])
+        except BkctlError:
+            return [None] * len(entry_ids)
+        read = logger.read_run(ledger, entry_ids, locations, size_max)
+        last = read[-1]
+        if last is not None:
+            at = len(read) - 1
+            end = locations[at] + len(last) + RECORD_SIZE.size
+            self._read_ahead(handle, entry_ids[0], entry_ids[at], end, max(end - locations[0], 0), len(last))
+        return read
+
     def _read_at(self, handle: DbLedgerHandle, entry_id: int, location: int) -> Buffer:
         ledger = handle.ledger
         logger = self.logger_of(scoped=ledger.is_scoped)
         body = logger.read(location, ledger, entry_id)
         assert body is not None
-        reads_on = 0 <= entry_id - handle.read_to <= READ_ON_ENTRIES_MAX
-        handle.read_to = entry_id
-        if reads_on:
-            count, limit = self.config.db_storage_read_ahead_cache_batch_size, self.read_cache.capacity // 2
-            if self.config.db_storage_read_ahead_cache_batch_bytes_size > 0:
-                limit = min(limit, self.config.db_storage_read_ahead_cache_batch_bytes_size)
-            size = len(body) + 4
-            with contextlib.suppress(OSError, Corrupt):
-                ahead = logger.read_following(location + size, ledger, size_max=min(limit, count * size))
-                self.read_cache.put(ledger, ahead)
-                if ahead:
-                    handle.read_to = ahead[-1][0]
-            if handle.deleted:
-                self.read_cache.discard(ledger)
+        self._read_ahead(handle, entry_id, entry_id, location + len(body) + RECORD_SIZE.size, 0, len(body))
         return body
+
+    def _read_ahead(
+        self, handle: DbLedgerHandle, first: int, last: int, location: int, asked_bytes: int, entry_bytes: int
+    ) -> None:
+        """Cache what follows at `location` once a client has read entries `first` to `last`, if it reads on.
+
+        As much as it asked for, and at least dbStorage_readAheadCacheBatchSize entries as large as the last one.
+        """
+        ledger = handle.ledger
+        reads_on = 0 <= first - handle.read_to <= READ_ON_ENTRIES_MAX
+        handle.read_to = last
+        if not reads_on:
+            return
+        count, limit = self.config.db_storage_read_ahead_cache_batch_size, self.read_cache.capacity // 2
+        if self.config.db_storage_read_ahead_cache_batch_bytes_size > 0:
+            limit = min(limit, self.config.db_storage_read_ahead_cache_batch_bytes_size)
+        wanted = max(asked_bytes, count * (entry_bytes + RECORD_SIZE.size))
+        with contextlib.suppress(OSError, Corrupt):
+            logger = self.logger_of(scoped=ledger.is_scoped)
+            ahead = logger.read_following(location, ledger, size_max=min(limit, wanted))
+            self.read_cache.put(ledger, ahead)
+            if ahead:
+                handle.read_to = ahead[-1][0]
+        if handle.deleted:
+            self.read_cache.discard(ledger)
 
     def logger_of(self, *, scoped: bool) -> EntryLogger:
         """Return the entry logger of scope 0, or of all other scopes."""
@@ -467,6 +522,12 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
 
     def read(self, handle: DbLedgerHandle, entry_id: int) -> Buffer:
         return handle.directory.read(handle, entry_id)
+
+    def find_all(self, handle: DbLedgerHandle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | None]:
+        return handle.directory.find_all(handle, entry_ids, size_max)
+
+    def read_most(self, handle: DbLedgerHandle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | None]:
+        return handle.directory.read_most(handle, entry_ids, size_max)
 
     def entry_ids(self, handle: DbLedgerHandle, is_wanted: IsWanted = always) -> Callable[[], Iterator[int]]:
         return handle.directory.entry_ids(handle, is_wanted)

@@ -79,6 +79,20 @@ class EntryMemTable:
                 return record
         return None
 
+    def find_all(self, handle: IndexedHandle, entry_ids: Sequence[int]) -> list[bytes | None]:
+        """Return what `find` returns of each entry."""
+        # The newest first, and in the order of `find`.
+        held = [snapshot.ledgers.get(handle) for snapshot in (self.current, *reversed(self.snapshots))]
+        newest, *older = [entries for entries in held if entries is not None] or [{}]
+        found = list(map(newest.get, entry_ids))
+        for entries in older:
+            if None in found:
+                found = [
+                    entries.get(entry_id) if record is None else record
+                    for entry_id, record in zip(entry_ids, found, strict=True)
+                ]
+        return found
+
     def entry_ids(self, handle: IndexedHandle) -> set[int]:
         """Return the ids of the ledger's entries here."""
         found: set[int] = set()

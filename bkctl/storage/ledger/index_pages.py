@@ -12,7 +12,7 @@ import heapq
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Final
 
@@ -25,6 +25,8 @@ from bkctl.storage.ledger.ledger_storage import IsWanted, NeedsDisk, always
 PAGES_MAX: Final = 65_536
 #: Unchanged pages among them: the cache.
 UNCHANGED_PAGES_MAX: Final = 8192
+
+_NO_PAGE: Final = array("Q")
 
 PageKey = tuple[LedgerId, int]
 #: Copies of changed pages by number, as a ledger's file has them, but without zeros at their ends.
@@ -160,6 +162,26 @@ class IndexInMemPageMgr:
         number, slot = divmod(entry_id, self._slots)
         page = self._pages.get((ledger, number))
         return None if page is None else _location(page, slot)
+
+    def cached_locations(self, ledger: LedgerId, entry_ids: Sequence[int]) -> list[int]:
+        """Return the locations of entries of one ledger, 0 for none, and where that needs the disk."""
+        return self._locations_in(lambda number: self._pages.get((ledger, number), _NO_PAGE), entry_ids)
+
+    def locations(self, ledger: LedgerId, entry_ids: Sequence[int]) -> list[int]:
+        """Return the locations of entries of one ledger, 0 for none. Raises OSError."""
+        return self._locations_in(lambda number: self._load((ledger, number)), entry_ids)
+
+    def _locations_in(self, page_of: Callable[[int], array[int]], entry_ids: Sequence[int]) -> list[int]:
+        found: list[int] = []
+        slots, last = self._slots, -1
+        page = _NO_PAGE
+        for entry_id in entry_ids:
+            number = entry_id // slots
+            if number != last:
+                page, last = page_of(number), number
+            slot = entry_id - number * slots
+            found.append(page[slot] if slot < len(page) else 0)
+        return found
 
     def live(self, entries: Sequence[tuple[LedgerId, int, int]]) -> list[bool]:
         """Return of each (ledger, entry id, location) whether the index has it. Raises OSError."""

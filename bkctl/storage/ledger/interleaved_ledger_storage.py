@@ -244,6 +244,34 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
             assert body is not None
             return body
 
+    def find_all(self, handle: IndexedHandle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | None]:
+        locations = self.pages.cached_locations(handle.ledger, entry_ids)
+        return self._read_run(handle, entry_ids, locations, size_max, cached=True)
+
+    def read_most(self, handle: IndexedHandle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | None]:
+        try:
+            locations = self.pages.locations(handle.ledger, entry_ids)
+        except (OSError, Corrupt):
+            return [None] * len(entry_ids)
+        return self._read_run(handle, entry_ids, locations, size_max)
+
+    def _read_run(
+        self,
+        handle: IndexedHandle,
+        entry_ids: Sequence[int],
+        locations: Sequence[int],
+        size_max: int,
+        *,
+        cached: bool = False,
+    ) -> list[Buffer | None]:
+        logger = self._scoped_logger if handle.ledger[0] else self._logger
+        recent = logger.find_all(locations)
+        if recent is None:
+            return [*logger.read_run(handle.ledger, entry_ids, locations, size_max, cached=cached)]
+        unread = [0 if body is not None else location for body, location in zip(recent, locations, strict=True)]
+        read = logger.read_run(handle.ledger, entry_ids, unread, size_max, cached=cached)
+        return [body if body is not None else found for body, found in zip(recent, read, strict=False)]
+
     def entry_ids(self, handle: IndexedHandle, is_wanted: IsWanted = always) -> Callable[[], Iterator[int]]:
         in_memory = self.pages.copy_of(handle.ledger)
         return lambda: self.pages.entry_ids(handle.ledger, in_memory, is_wanted)

@@ -12,7 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from bkctl.disk import NO_SPACE
+from bkctl.errors import BkctlError
 from bkctl.formats.layout import Buffer
+from bkctl.formats.record import body_of
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.storage.entry_logger import EntryLogger, Move
 
@@ -201,6 +203,41 @@ class LedgerStorage(ABC, Generic[Handle]):
         """
 
     @abstractmethod
+    def find_all(self, handle: Handle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | None]:
+        """Return entries that are in memory, in order, None for others: then `read_all` them (E).
+
+        The list ends early, behind at least one entry, once its entries have `size_max` bytes.
+        """
+
+    def read_all(self, handle: Handle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | Exception]:
+        """Return entries in order; for any thread. An entry that `read` refuses is replaced by the error it raises.
+
+        The list ends early, behind at least one entry, once its entries have `size_max` bytes.
+        """
+        found: list[Buffer | Exception] = []
+        size = 0
+        for entry_id, body in zip(entry_ids, self.read_most(handle, entry_ids, size_max), strict=False):
+            entry: Buffer | Exception
+            try:
+                entry = self.read(handle, entry_id) if body is None else body
+            except (OSError, BkctlError) as error:
+                entry = error
+            else:
+                size += len(entry)
+            found.append(entry)
+            if size >= size_max:
+                break
+        return found
+
+    @abstractmethod
+    def read_most(self, handle: Handle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | None]:
+        """Return entries in order, read together as far as they are neighbours; for any thread. Raises nothing.
+
+        None for an entry that `read` must look for: missing, moved, damaged, or the disk failed. The list ends early as
+        `find_all`'s.
+        """
+
+    @abstractmethod
     def entry_ids(self, handle: Handle, is_wanted: IsWanted = always) -> Callable[[], Iterator[int]]:
         """Return a function that yields the ids of the ledger's entries, ascending (E); any thread may call it.
 
@@ -310,3 +347,27 @@ class LedgerStorage(ABC, Generic[Handle]):
     def location_compactions(self) -> dict[str, bool]:
         """Return the location databases by path, with True for one that is being compacted."""
         return {}
+
+
+def merge_found(
+    records: Sequence[bytes | None],
+    entry_ids: Sequence[int],
+    size_max: int,
+    read: Callable[[Sequence[int], int], list[Buffer | None]],
+) -> list[Buffer | None]:
+    """Return the entries in `records`, and for None what `read` returns of these entries, up to `size_max` bytes."""
+    found: list[Buffer | None] = []
+    size = 0
+    for record in records:
+        if size >= size_max:
+            break
+        found.append(None if record is None else body_of(record))
+        size += 0 if record is None else len(record)
+    missing = [number for number, body in enumerate(found) if body is None]
+    if missing:
+        others = read([entry_ids[number] for number in missing], size_max)
+        for number, body in zip(missing, others, strict=False):
+            found[number] = body
+        if len(others) < len(missing):
+            del found[missing[len(others)] :]
+    return found

@@ -29,6 +29,21 @@ class ReadCache:
         entries = self._ledgers.get(ledger)
         return None if entries is None else entries.get(entry_id)
 
+    def get_all(self, ledger: LedgerId, entry_ids: Sequence[int], size_max: int) -> list[Buffer | None]:
+        """Return what `get` returns of each entry. The list ends early once its entries have `size_max` bytes."""
+        entries = self._ledgers.get(ledger)
+        if entries is None:
+            return [None] * len(entry_ids)
+        found: list[Buffer | None] = []
+        size = 0
+        for body in map(entries.get, entry_ids):
+            found.append(body)
+            if body is not None:
+                size += len(body)
+                if size >= size_max:
+                    break
+        return found
+
     def put(self, ledger: LedgerId, entries: Sequence[tuple[int, Buffer]]) -> None:
         """Cache entries of one ledger, and evict the oldest to make room."""
         size = sum(len(body) for _, body in entries)

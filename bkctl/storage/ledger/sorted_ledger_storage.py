@@ -7,6 +7,7 @@ Source: SortedLedgerStorage, EntryMemTable; BP-35.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import random
 import threading
@@ -25,7 +26,13 @@ from bkctl.storage.entry_logger import EntryLogger, Move
 from bkctl.storage.ledger.entry_mem_table import EntryMemTable, Snapshot
 from bkctl.storage.ledger.index_persistence import IndexedHandle
 from bkctl.storage.ledger.interleaved_ledger_storage import IndexFlush, InterleavedLedgerStorage
-from bkctl.storage.ledger.ledger_storage import CHUNK_SIZE_BYTES, UNWRITTEN_BYTES_MAX, IsWanted, always
+from bkctl.storage.ledger.ledger_storage import (
+    CHUNK_SIZE_BYTES,
+    UNWRITTEN_BYTES_MAX,
+    IsWanted,
+    always,
+    merge_found,
+)
 
 
 class SortedLedgerStorage(InterleavedLedgerStorage):
@@ -59,6 +66,25 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
     def read(self, handle: IndexedHandle, entry_id: int) -> Buffer:
         record = self.table.find(handle, entry_id)
         return super().read(handle, entry_id) if record is None else body_of(record)
+
+    def find_all(self, handle: IndexedHandle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | None]:
+        return self._with_table(super().find_all, handle, entry_ids, size_max)
+
+    def read_most(self, handle: IndexedHandle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | None]:
+        return self._with_table(super().read_most, handle, entry_ids, size_max)
+
+    def _with_table(
+        self,
+        read: Callable[[IndexedHandle, Sequence[int], int], list[Buffer | None]],
+        handle: IndexedHandle,
+        entry_ids: Sequence[int],
+        size_max: int,
+    ) -> list[Buffer | None]:
+        """Return entries from the memtable, and what `read` returns of the others."""
+        if not self.table.holds(handle):
+            return read(handle, entry_ids, size_max)
+        records = self.table.find_all(handle, entry_ids)
+        return merge_found(records, entry_ids, size_max, functools.partial(read, handle))
 
     def entry_ids(self, handle: IndexedHandle, is_wanted: IsWanted = always) -> Callable[[], Iterator[int]]:
         recent = self.table.entry_ids(handle)

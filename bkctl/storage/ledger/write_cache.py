@@ -51,6 +51,18 @@ class WriteCache(Generic[Ledger]):
         record = ledger.entries.get(entry_id)
         return ledger.flushing.get(entry_id) if record is None else record
 
+    @staticmethod
+    def find_all(ledger: CachedLedger, entry_ids: Sequence[int]) -> list[bytes | None]:
+        """Return what `find` returns of each entry."""
+        newest, flushing = ledger.entries, ledger.flushing  # in this order, as `find`
+        found = list(map(newest.get, entry_ids))
+        if flushing and None in found:
+            return [
+                flushing.get(entry_id) if record is None else record
+                for entry_id, record in zip(entry_ids, found, strict=True)
+            ]
+        return found
+
     def remove(self, ledger: Ledger) -> None:
         """Remove the entries of a ledger that no flush has taken."""
         self.size -= sum(len(record) + ENTRY_OVERHEAD_BYTES for record in ledger.entries.values())

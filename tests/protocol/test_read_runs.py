@@ -1,0 +1,351 @@
+"""Runs of reads: what they take is what the decoders say frame by frame, compiled or not; and how they are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from bkctl.errors import LedgerNotFound
+from bkctl.ids import I64_MAX, LedgerId
+from bkctl.protocol import add_runs, read_runs, v2, v3
+from bkctl.protocol.connection import BookieConnection
+from bkctl.protocol.handler import ReadRunResponder
+from bkctl.protocol.messages import (
+    FRAME_SIZE_BYTES_MAX,
+    LAST_ENTRY,
+    AddRequest,
+    BytesLike,
+    Protocol,
+    ReadRequest,
+    ReadResponse,
+    Request,
+    Respond,
+    Status,
+    refusal,
+)
+from bkctl.protocol.read_runs import ReadRun, answers, refusals, take_run
+from bkctl.protocol.server import BookieServer
+
+Runner = Callable[[Coroutine[Any, Any, None]], None]
+Taken = tuple[int, ReadRun] | None
+
+PLAIN = (LedgerId(0, 0), LedgerId(0, 5), LedgerId(0, 2**63 - 1))
+SCOPED = (LedgerId(7, 1), LedgerId(2**64 - 1, 2**64 - 1))
+KEY = b"k" * 20
+SIZE_MAX = FRAME_SIZE_BYTES_MAX - 4
+needs_compiled = pytest.mark.skipif(add_runs.compiled is None, reason="bkctl was installed without a C compiler")
+protocols = pytest.mark.parametrize("is_v2", [True, False], ids=["v2", "v3"])
+
+
+def frame(request: Request, *, is_v2: bool, txn_id: int = 0) -> bytes:
+    out: list[BytesLike] = []
+    if is_v2:
+        v2.encode_request(request, out)
+    else:
+        v3.encode_request(txn_id, request, out)
+    return b"".join(out)
+
+
+def run_of(data: bytes, *, is_v2: bool, at: int = 0, count_max: int = 10_000, size_max: int = SIZE_MAX) -> Taken:
+    # What arrived stands in the middle of a larger buffer.
+    buffer = memoryview(bytearray(b"\xee" * 5 + data + b"\xee" * 20))
+    found = take_run(buffer, 5 + at, 5 + len(data), size_max, count_max, is_v2=is_v2)
+    return None if found is None else (found[0] - 5, found[1])
+
+
+def check(data: bytes, at: int, found: Taken, *, is_v2: bool) -> int:
+    """What a run says of its frames is what the decoders say; returns how many there are."""
+    if found is None:
+        return 0
+    stop, run = found
+    assert len(run.txn_ids) == (0 if is_v2 else len(run.entry_ids))
+    begin = at
+    for number, entry_id in enumerate(run.entry_ids):
+        end = begin + 4 + int.from_bytes(data[begin : begin + 4], "big")
+        if is_v2:
+            head, request = v2.decode_request(memoryview(data), begin + 4, end)
+            assert head == v2.VERSION << 24 | v2.READ_ENTRY << 16
+        else:
+            call = v3.decode_request_protobuf(memoryview(data), begin + 4, end)
+            assert call is not None
+            header, decoded = call
+            assert decoded is not None
+            request = decoded
+            assert (header.txn_id, header.operation, header.version) == (run.txn_ids[number], v3.READ_ENTRY, v3.VERSION)
+        assert request == ReadRequest(run.ledger, entry_id)
+        begin = end
+    assert begin == stop
+    return len(run.entry_ids)
+
+
+entry_ids = st.one_of(st.integers(0, 300), st.integers(0, I64_MAX))
+txn_ids = st.one_of(st.integers(0, 300), st.integers(0, 2**64 - 1))
+reads = st.tuples(st.sampled_from(PLAIN[:2]), entry_ids).map(lambda ids: ReadRequest(*ids))
+scoped_reads = st.tuples(st.sampled_from(SCOPED), entry_ids).map(lambda ids: ReadRequest(*ids))
+ODD = (
+    ReadRequest(PLAIN[1], LAST_ENTRY),
+    ReadRequest(PLAIN[1], 3, KEY, fence=True),
+    ReadRequest(PLAIN[1], 3, high_priority=True),
+    AddRequest(PLAIN[1], 3, KEY, bytes(40)),
+)
+ODD_V3 = (
+    ReadRequest(PLAIN[1], 3, KEY),
+    ReadRequest(PLAIN[1], 3, previous_lac=2, timeout_ms=5),
+    ReadRequest(SCOPED[0], LAST_ENTRY, previous_lac=2, piggyback=True),
+)
+v2_frames = st.builds(lambda each: frame(each, is_v2=True), st.one_of(reads, reads, reads, st.sampled_from(ODD)))
+v3_frames = st.builds(
+    lambda each, txn_id: frame(each, is_v2=False, txn_id=txn_id),
+    st.one_of(reads, reads, scoped_reads, st.sampled_from((*ODD, *ODD_V3))),
+    txn_ids,
+)
+#: Bytes that are changed: where (of 1,000), and to what.
+changes = st.lists(st.tuples(st.integers(0, 999), st.integers(0, 255)), max_size=3)
+
+
+def changed(data: bytes, where: list[tuple[int, int]]) -> bytes:
+    mutable = bytearray(data)
+    for at, value in where:
+        if mutable:
+            mutable[at * len(mutable) // 1000] = value
+    return bytes(mutable)
+
+
+@given(st.lists(v2_frames, max_size=12).map(b"".join), changes, st.integers(0, 40))
+def test_v2_run_equals_single_decoding(data: bytes, where: list[tuple[int, int]], cut: int) -> None:
+    data = changed(data, where)[: len(data) - cut if cut < 20 else None]
+    check(data, 0, run_of(data, is_v2=True), is_v2=True)
+
+
+@given(st.lists(v3_frames, max_size=12).map(b"".join), changes, st.integers(0, 40))
+def test_v3_run_equals_protobuf_decoding(data: bytes, where: list[tuple[int, int]], cut: int) -> None:
+    data = changed(data, where)[: len(data) - cut if cut < 20 else None]
+    check(data, 0, run_of(data, is_v2=False), is_v2=False)
+
+
+def with_txn(varint: bytes) -> bytes:
+    """Three frames of v3, the last with a transaction id that is written in another way than the ones before."""
+    txn_id = 1 << 7 * (len(varint) - 1)
+    frames = [frame(ReadRequest(PLAIN[1], entry_id), is_v2=False, txn_id=txn_id) for entry_id in range(3)]
+    return b"".join((*frames[:2], frames[2][:11] + varint + frames[2][11 + len(varint) :]))
+
+
+@needs_compiled
+@protocols
+def test_compiled_and_plain_decoding_agree(is_v2: bool) -> None:
+    compiled, plain = (add_runs.compiled.take_reads_v2, read_runs.take_v2) if is_v2 else (
+        add_runs.compiled.take_reads_v3, read_runs.take_v3
+    )  # fmt: skip
+
+    @given(
+        st.lists(st.one_of(v2_frames if is_v2 else v3_frames, st.binary(max_size=60)), max_size=10).map(b"".join),
+        changes,
+        st.integers(0, 30),
+        st.sampled_from((0, 1, 3, 10_000)),
+        st.sampled_from((19, 20, 30, SIZE_MAX)),
+    )
+    @example(with_txn(b"\x85\x00"), [], 0, 5, SIZE_MAX)
+    @example(with_txn(b"\xff" * 9 + b"\x7f"), [], 0, 5, SIZE_MAX)
+    @example(b"", [], 0, 5, SIZE_MAX)
+    @example(b"\xff" * 100, [], 0, 5, SIZE_MAX)
+    def compare(data: bytes, where: list[tuple[int, int]], at: int, count_max: int, size_max: int) -> None:
+        buffer = memoryview(changed(data, where) + bytes(20))
+        arguments = (buffer, min(at, len(data)), len(data), size_max, count_max)
+        assert compiled(*arguments) == plain(*arguments)
+
+    compare()
+    with pytest.raises(ValueError, match="not in the buffer"):
+        compiled(memoryview(bytes(10)), 0, 11, 100, 100)
+
+
+@protocols
+def test_run_ends_at_another_ledger(is_v2: bool) -> None:
+    ledgers = (*PLAIN, *(() if is_v2 else SCOPED))
+    requests = [ReadRequest(ledger, entry_id) for ledger in ledgers for entry_id in (0, 9, 3, I64_MAX)]
+    data = b"".join(frame(each, is_v2=is_v2, txn_id=2**63 + number) for number, each in enumerate(requests))
+    at = 0
+    for ledger in ledgers:
+        found = run_of(data, is_v2=is_v2, at=at)
+        assert found is not None
+        assert (found[1].ledger, found[1].entry_ids) == (ledger, [0, 9, 3, I64_MAX])
+        assert check(data, at, found, is_v2=is_v2) == 4
+        at = found[0]
+    assert at == len(data)
+
+
+@protocols
+def test_request_other_than_plain_read_ends_run(is_v2: bool) -> None:
+    plain = [frame(ReadRequest(PLAIN[1], entry_id), is_v2=is_v2) for entry_id in range(3)]
+    for request in (*ODD, *(() if is_v2 else ODD_V3)):
+        data = b"".join((*plain[:2], frame(request, is_v2=is_v2), plain[2]))
+        found = run_of(data, is_v2=is_v2)
+        assert found is not None
+        assert found[1].entry_ids == [0, 1]
+        assert run_of(data, is_v2=is_v2, at=found[0]) is None
+    data = b"".join(plain)
+    for end in range(len(data)):
+        found = run_of(data[:end], is_v2=is_v2)
+        assert (0 if found is None else len(found[1].entry_ids)) == end // len(plain[0])
+    found = run_of(data, is_v2=is_v2, count_max=2)
+    assert found is not None
+    assert found[1].entry_ids == [0, 1]
+    assert run_of(data, is_v2=is_v2, count_max=0) is None
+    assert run_of(data, is_v2=is_v2, size_max=len(plain[0]) - 5) is None
+
+
+runs = st.builds(
+    lambda ledger, ids: ReadRun(ledger, [entry_id for entry_id, _ in ids], [txn_id for _, txn_id in ids]),
+    st.sampled_from((*PLAIN, *SCOPED)),
+    st.lists(st.tuples(entry_ids, txn_ids), min_size=1, max_size=9),
+)
+
+
+def single_answers(run: ReadRun, responses: list[ReadResponse], *, is_v2: bool) -> bytes:
+    out: list[BytesLike] = []
+    for number, response in enumerate(responses):
+        if is_v2:
+            v2.encode_response(v2.VERSION << 24 | v2.READ_ENTRY << 16, response, out)
+        else:
+            header = v3.Header(run.txn_ids[number], v3.READ_ENTRY, v3.VERSION, 0)
+            v3.encode_response_protobuf(header, response, run.ledger[0], out)
+    return b"".join(out)
+
+
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_compiled), False], ids=["compiled", "plain"])
+def test_answers_of_a_run_equal_single_answers(compiled: bool) -> None:
+    source: Any = add_runs.compiled if compiled else read_runs
+
+    @given(runs, st.data(), st.one_of(st.none(), st.integers(-1, I64_MAX)))
+    def compare(run: ReadRun, data: st.DataObject, max_lac: int | None) -> None:
+        count = len(run.entry_ids)
+        sizes = data.draw(st.lists(st.sampled_from((0, 1, 90, 127, 128, 20_000)), min_size=count, max_size=count))
+        bodies: list[BytesLike] = [
+            kind(bytes([number]) * size)
+            for number, (kind, size) in enumerate(
+                zip(itertools.cycle((bytes, memoryview, bytearray)), sizes, strict=False)
+            )
+        ]
+        responses = [
+            ReadResponse(Status.EOK, run.ledger, entry_id, body, max_lac)
+            for entry_id, body in zip(run.entry_ids, bodies, strict=True)
+        ]
+        found = source.answers_v3(run.ledger, run.entry_ids, run.txn_ids, bodies, max_lac)
+        assert found == single_answers(run, responses, is_v2=False)
+        assert answers(run, bodies, max_lac, is_v2=False) == found
+        if not run.ledger.is_scoped:
+            found = source.answers_v2(run.ledger.ledger_id, run.entry_ids, bodies)
+            assert found == single_answers(run, responses, is_v2=True)
+
+    compare()
+    with pytest.raises(ValueError, match=r"bodies|zip"):
+        source.answers_v2(5, [1, 2], [b"only one"])
+
+
+@needs_compiled
+def test_compiled_answers_refuse_arguments_that_do_not_fit() -> None:
+    for arguments in ((5, [2**64], [b"x"]), (5, ["1"], [b"x"]), (5, [1], ["text"]), (5, None, [b"x"])):
+        with pytest.raises((TypeError, OverflowError)):
+            add_runs.compiled.answers_v2(*arguments)
+    with pytest.raises((TypeError, OverflowError)):
+        add_runs.compiled.answers_v3((0, 5), [1], [-1], [b"x"], None)
+    with pytest.raises((TypeError, OverflowError)):
+        add_runs.compiled.answers_v3((0, 5), [1], [1], [b"x"], 2**64)
+
+
+@given(runs)
+def test_refused_run_is_refused_read_by_read(run: ReadRun) -> None:
+    responses = [ReadResponse(Status.EUNKNOWNLEDGERSTATE, run.ledger, entry_id) for entry_id in run.entry_ids]
+    for is_v2 in (False,) if run.ledger.is_scoped else (False, True):
+        found = refusals(run, Status.EUNKNOWNLEDGERSTATE, is_v2=is_v2)
+        assert found == single_answers(run, responses, is_v2=is_v2)
+
+
+class Bookie:
+    """A handler that takes runs of reads; ledger 0 is missing, and odd entries of the others."""
+
+    def __init__(self) -> None:
+        self.runs: list[ReadRun] = []
+        self.responders: list[ReadRunResponder] = []
+        self.requests: list[Request] = []
+
+    def handle(self, request: Request, respond: Respond) -> None:
+        if isinstance(request, ReadRequest):
+            self.requests.append(request)
+        respond(refusal(request, Status.EIO))
+
+    def adds_at_once(self) -> int:
+        return 1
+
+    def handle_adds(self, adds: Any, answer: Callable[[Status], None]) -> None:
+        answer(Status.EIO)
+
+    def handle_reads(self, reads: ReadRun, respond: ReadRunResponder) -> None:
+        if reads.ledger == PLAIN[0]:
+            raise LedgerNotFound(f"No ledger {reads.ledger}")
+        self.runs.append(reads)
+        self.responders.append(respond)
+
+    def answer(self) -> None:
+        for run, respond in zip(self.runs, self.responders, strict=True):
+            even = run.part([number for number, entry_id in enumerate(run.entry_ids) if entry_id % 2 == 0])
+            odd = run.part([number for number, entry_id in enumerate(run.entry_ids) if entry_id % 2])
+            respond.refuse(odd, Status.ENOENTRY)
+            respond.answer(even, [b"entry %d" % entry_id for entry_id in even.entry_ids], 17)
+
+
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_compiled), False], ids=["compiled", "plain"])
+@pytest.mark.parametrize("protocol", [Protocol.V2, Protocol.V3])
+def test_server_takes_runs_and_each_read_has_its_answer(
+    runner: Runner, protocol: Protocol, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        for name in ("take_v2", "take_v3", "answers_v2", "answers_v3"):
+            monkeypatch.setattr(read_runs, f"_{name}", getattr(read_runs, name))
+    ledger = PLAIN[1] if protocol is Protocol.V2 else SCOPED[1]
+
+    async def main() -> None:
+        bookie = Bookie()
+        server = BookieServer(bookie)
+        await server.start("127.0.0.1")
+        client = await BookieConnection.open("127.0.0.1", server.port, bookie_id="b", protocol=protocol, timeout_s=60)
+        try:
+            assert await client.supports_scopes() is (protocol is Protocol.V3)
+            before = len(bookie.requests)
+            if protocol is Protocol.V2:
+                # A connection is taken for one of v3 until its first frame of v2, which therefore comes alone.
+                assert (await client.send(ReadRequest(ledger, 1000))).status is Status.EIO
+                before += 1
+            sent = [client.send(ReadRequest(ledger, entry_id)) for entry_id in range(200)]
+            missing = [client.send(ReadRequest(PLAIN[0], entry_id)) for entry_id in range(3)]
+            assert [await each for each in missing] == [
+                ReadResponse(Status.ENOLEDGER, PLAIN[0], entry_id) for entry_id in range(3)
+            ]
+            async with asyncio.timeout(60):
+                while sum(len(run.entry_ids) for run in bookie.runs) < 200:
+                    await asyncio.sleep(0.01)
+            assert server.in_flight_bytes > 0
+            assert len(bookie.requests) == before
+            bookie.answer()
+            for entry_id, each in enumerate(sent):
+                response = await each
+                assert isinstance(response, ReadResponse)
+                assert (response.ledger, response.entry_id) == (ledger, entry_id)
+                if entry_id % 2:
+                    assert response.status is Status.ENOENTRY
+                else:
+                    assert bytes(response.body or b"") == b"entry %d" % entry_id
+                    assert response.max_lac == (None if protocol is Protocol.V2 else 17)
+            await asyncio.sleep(0)
+            assert server.in_flight_bytes == 0
+        finally:
+            client.close()
+            await client.wait_closed()
+            await server.close(grace_s=0.1)
+
+    runner(main())
