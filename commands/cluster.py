@@ -1,9 +1,9 @@
-"""`bkctl cluster`: the cluster as a whole; local clusters."""
+"""`bkctl cluster`: the cluster as a whole."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
@@ -13,31 +13,18 @@ from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
 from .kit.options import DryRun, WatchOption
 from .kit.texts import GREEN, RED, YELLOW, counted
+from .local import down, up
 
 if TYPE_CHECKING:
-    from bkctl.bookie.local import LocalCluster
+    from bkctl.client.disk_space import BookieSpace
     from bkctl.metadata.cluster import Cluster
 
 app = group()
 healthcheck_app = group("Allow or forbid clients to quarantine failing bookies.")
 app.add_typer(healthcheck_app, name="healthcheck")
-
-LOCAL_COLUMNS = Columns(
-    Column("BOOKIE", "bookieId", "bookie.bookie_id"),
-    Column("STATE", "state", "state", style={"rw": GREEN, "ro": YELLOW, "starting": YELLOW, "down": RED}),
-    Column("ADDRESS", "address", lambda row: f"127.0.0.1:{row.bookie.port}"),
-    Column("PID", "pid", "bookie.pid", Kind.INTEGER),
-    Column("DIRECTORY", "directory", lambda row: str(row.bookie.directory), flexible=True),
-    Column(None, "httpUrl", "bookie.http_url"),
-    Column(None, "conf", lambda row: str(row.bookie.conf)),
-    Column(None, "log", lambda row: str(row.bookie.log)),
-    key="bookieId",
-)
-
-LocalDirectory = Annotated[
-    Path | None,
-    typer.Option("--dir", metavar="DIR", help="The local cluster's directory (default: the one that is up)."),
-]
+#: The names that 'local up' and 'local down' had before.
+command(app, "up", changes=True, hidden=True, examples=("bkctl local up",))(up)
+command(app, "down", changes=True, hidden=True, examples=("bkctl local down",))(down)
 
 INFO_COLUMNS = Columns(
     Column("METADATA URI", "metadataUri", "metadata_uri"),
@@ -65,6 +52,105 @@ def info(run: Run) -> None:
 
     with run.cluster() as cluster:
         run.show(cluster_info(cluster), INFO_COLUMNS)
+
+
+# --- status ---------------------------------------------------------------------------------------------------------
+
+#: Ledgers whose metadata `cluster status` reads without --count-ledgers.
+COUNTED_LEDGERS_MAX: Final = 10_000
+
+
+class MemberRow(NamedTuple):
+    """A bookie of the cluster; `ledger_count` is None where ledgers were not counted."""
+
+    space: BookieSpace
+    ledger_count: int | None
+    threshold: float
+
+    @property
+    def problem(self) -> str | None:
+        """The problem with the bookie, None without one."""
+        bookie, error = self.space.bookie, self.space.error
+        if bookie.state == "down":
+            return "has a cookie, but is not registered"
+        if error is not None:
+            return f"does not answer: {error.message}"
+        used = self.space.used_percent
+        return f"{used:.1f}% of its disks are used" if used is not None and used > self.threshold else None
+
+
+STATUS_COLUMNS = Columns(
+    Column("BOOKIE", "bookieId", "space.bookie.bookie_id"),
+    Column("STATE", "state", "space.bookie.state", style={"rw": GREEN, "ro": YELLOW, "down": RED}),
+    Column("LATENCY", "latencyMs", "space.latency_ms", Kind.INTEGER, text=lambda latency_ms: f"{latency_ms:.1f} ms"),
+    Column("VERSION", "version", "space.bookie.version"),
+    Column("TOTAL", "totalSpace", "space.total", Kind.SIZE),
+    Column("FREE", "freeSpace", "space.free", Kind.SIZE),
+    Column(
+        "USED %", "usedPercent", "space.used_percent", Kind.INTEGER, text=lambda percent: f"{percent:.1f}%"
+    ),
+    Column("LEDGERS", "ledgerCount", "ledger_count", Kind.INTEGER),
+    Column("PROBLEM", "problem", "problem"),
+    key="bookieId",
+)  # fmt: skip
+
+
+@command(app, "status", connects=True, examples=("bkctl cluster status",))
+def status(
+    run: Run,
+    threshold: Annotated[
+        float, typer.Option("--threshold", metavar="PERCENT", help="Percentage of used disk space that is too much.")
+    ] = 90.0,
+    count_ledgers: Annotated[
+        bool | None,
+        typer.Option(
+            "--count-ledgers/--no-count-ledgers",
+            help="Count the ledgers on each bookie (default: in clusters of up to 10,000 ledgers).",
+        ),
+    ] = None,
+) -> None:
+    """Show every bookie of the cluster: state, latency, version, space, ledgers.
+
+    Asks every registered bookie. The latency is that of one request on an open connection. Apache's bookies do not
+    publish their version. Exit code 3 if a bookie is down, does not answer or is too full, or if no bookie is writable.
+    'cluster health' says what to do.
+    """
+    from bkctl.metadata.admin.overview import count_ledgers_of_bookies
+
+    _check_percentage(threshold)
+
+    async def asked() -> list[BookieSpace]:
+        from bkctl.client.disk_space import member_space
+
+        async with run.bookkeeper(cluster) as bookkeeper:
+            return await member_space(bookkeeper, members)
+
+    with run.cluster() as cluster:
+        cluster.layout()
+        members = cluster.bookies.list()
+        with run.working("Asking the bookies"):
+            spaces = run.complete(asked())
+        counts = None
+        if count_ledgers is not False:
+            with run.working("Counting ledgers"):
+                counts = count_ledgers_of_bookies(cluster, None if count_ledgers else COUNTED_LEDGERS_MAX)
+    rows = [MemberRow(space, None if counts is None else counts[space.bookie.bookie_id], threshold) for space in spaces]
+    run.render(rows, STATUS_COLUMNS)
+    if counts is None and count_ledgers is None:
+        run.note(f"More than {COUNTED_LEDGERS_MAX:,} ledgers, which are not counted: add --count-ledgers")
+    problem_count = sum(row.problem is not None for row in rows)
+    if not any(row.space.bookie.state == "rw" for row in rows):
+        problem_count += 1
+        run.note("No bookie is writable: nothing can be written")
+    run.finish_with(
+        problem_count, "problem; 'bkctl cluster health' says what to do",
+        "problems; 'bkctl cluster health' says what to do",
+    )  # fmt: skip
+
+
+def _check_percentage(threshold: float) -> None:
+    if not 0 <= threshold <= 100:
+        raise UsageError(f"--threshold {threshold:g}: percent are 0 to 100")
 
 
 # --- health ---------------------------------------------------------------------------------------------------------
@@ -98,8 +184,7 @@ def health(
     """
     from bkctl.metadata.admin.health import HealthFinding, health_findings
 
-    if not 0 <= threshold <= 100:
-        raise UsageError(f"--threshold {threshold:g}: percent are 0 to 100")
+    _check_percentage(threshold)
 
     async def asked() -> list[HealthFinding]:
         from bkctl.client.disk_space import disk_findings
@@ -308,88 +393,3 @@ def nuke_cluster(
             count = nuke(cluster, progress=activity.update)
     run.show(plan, NUKE_COLUMNS)
     run.note(f"Removed {counted(count, 'node', 'nodes')}")
-
-
-# --- local clusters -------------------------------------------------------------------------------------------------
-
-
-def _local(directory: Path | None) -> LocalCluster:
-    from bkctl.bookie.local import LocalCluster, active_cluster
-
-    if directory is not None:
-        return LocalCluster(directory)
-    return active_cluster() or LocalCluster()
-
-
-@command(app, "up", changes=True, examples=("bkctl cluster up",))
-def up(
-    run: Run,
-    directory: LocalDirectory = None,
-    bookies: Annotated[
-        int | None,
-        typer.Option("--bookies", metavar="N", help="Number of bookies (default: 3, or as many as the cluster has)."),
-    ] = None,
-    storage: Annotated[
-        str | None,
-        typer.Option("--storage", metavar="CLASS", help="Ledger storage of new bookies: sorted, interleaved, db."),
-    ] = None,
-    http: Annotated[
-        bool | None,
-        typer.Option(
-            "--http/--no-http", help="Give new bookies an HTTP server (default: if bkctl[http] is installed)."
-        ),
-    ] = None,
-    autorecovery: Annotated[
-        bool,
-        typer.Option(
-            "--autorecovery", help="Run auto-recovery in new bookies, which replicates the ledgers of lost ones."
-        ),
-    ] = False,
-) -> None:
-    """Start a local cluster of our own bookies.
-
-    Commands use it until 'cluster down'.
-    """
-    from bkctl.http import has_server, load_server
-
-    if http:
-        load_server()
-    http = has_server() if http is None else http
-    cluster = _local(directory)
-    with run.working(f"Starting the local cluster at {cluster.directory}"):
-        cluster.up(
-            bookies, storage=storage, http=http, auto_recovery=autorecovery, timeout_s=run.timeout_s,
-            progress=run.detail,
-        )  # fmt: skip
-    run.render(cluster.status(run.timeout_s), LOCAL_COLUMNS)
-    run.note(f"Local cluster at {cluster.directory}; commands without --metadata-uri use it until 'bkctl cluster down'")
-
-
-@command(app, "down", changes=True, examples=("bkctl cluster down",))
-def down(
-    run: Run,
-    directory: LocalDirectory = None,
-    bookie: Annotated[
-        str | None, typer.Option("--bookie", metavar="ID", help="Stop this bookie only; the cluster stays up.")
-    ] = None,
-) -> None:
-    """Stop the local cluster cleanly.
-
-    Its data stays for the next 'cluster up'.
-    """
-    cluster = _local(directory)
-    with run.working(f"Stopping the local cluster at {cluster.directory}"):
-        stopped = cluster.down(bookie, timeout_s=run.timeout_s, progress=run.detail)
-    names = {one.bookie_id for one in stopped}
-    run.render((row for row in cluster.status(run.timeout_s) if row.bookie.bookie_id in names), LOCAL_COLUMNS)
-    if not stopped:
-        run.note("Nothing was running")
-
-
-@command(app, "status", examples=("bkctl cluster status",))
-def status(run: Run, directory: LocalDirectory = None) -> None:
-    """Show the bookies of the local cluster.
-
-    Shows state, address, process and directory.
-    """
-    run.render(_local(directory).status(run.timeout_s), LOCAL_COLUMNS)

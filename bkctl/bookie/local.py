@@ -117,6 +117,11 @@ class LocalCluster:
         """Return whether there is a cluster in the directory: `up` writes its description early."""
         return (self.directory / "cluster.json").is_file()
 
+    def is_active(self) -> bool:
+        """Return whether this is the cluster that is up, which commands use by default."""
+        active = active_cluster()
+        return active is not None and active.directory == self.directory
+
     def bookies(self) -> list[ClusterBookie]:
         """Return the cluster's bookies by index, running or not. Raises NotFound without a cluster here."""
         described = self._description()
@@ -223,7 +228,7 @@ class LocalCluster:
                 if not bookies:
                     raise NotFound(
                         f"No bookie {bookie_id!r} in the local cluster at {self.directory}",
-                        hint="'bkctl cluster status' lists them",
+                        hint="'bkctl local status' lists them",
                     )
             stopping = [bookie for bookie in bookies if bookie.pid is not None]
             for bookie in stopping:
@@ -263,7 +268,7 @@ class LocalCluster:
             if not isinstance(ports, list) or not all(isinstance(port, int) for port in ports):
                 raise ValueError("ports")
         except FileNotFoundError:
-            raise NotFound(f"No local cluster at {self.directory}", hint="'bkctl cluster up' starts one") from None
+            raise NotFound(f"No local cluster at {self.directory}", hint="'bkctl local up' starts one") from None
         except (ValueError, KeyError, TypeError) as error:
             raise BkctlError(f"{path} is not the description of a local cluster", hint="remove it") from error
         return {"ports": ports}
@@ -358,14 +363,13 @@ class LocalCluster:
             file.write(os.fsencode(self.directory) + b"\n")
 
     def _drop_active(self) -> None:
-        active = active_cluster()
-        if active is not None and active.directory == self.directory:
+        if self.is_active():
             (data_directory() / "local-cluster").unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
         if not self.directory.is_dir():
-            raise NotFound(f"No local cluster at {self.directory}", hint="'bkctl cluster up' starts one")
+            raise NotFound(f"No local cluster at {self.directory}", hint="'bkctl local up' starts one")
         with open(self.directory / "cluster.lock", "a", opener=_open_private) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,6 +29,8 @@ class BookieSpace(NamedTuple):
     total: int | None
     free: int | None
     error: BkctlError | None
+    #: Of one request on an open connection, where it was measured.
+    latency_ms: float | None = None
 
     @property
     def used(self) -> int | None:
@@ -59,6 +62,23 @@ async def disk_space(bookkeeper: BookKeeper, bookies: Iterable[RegisteredBookie]
             yield BookieSpace(bookie, None, None, problem)
             continue
         yield BookieSpace(bookie, response.total_disk_capacity, response.free_disk_space, None)
+
+
+async def member_space(bookkeeper: BookKeeper, bookies: Iterable[RegisteredBookie]) -> list[BookieSpace]:
+    """Return the disk space and the latency of bookies in their order, without numbers for those that are down."""
+    import asyncio
+
+    async def ask(bookie: RegisteredBookie) -> BookieSpace:
+        if bookie.state == "down":
+            return BookieSpace(bookie, None, None, None)
+        (space,) = [found async for found in disk_space(bookkeeper, [bookie])]
+        if space.error is not None:
+            return space
+        began = time.perf_counter()
+        (space,) = [found async for found in disk_space(bookkeeper, [bookie])]
+        return space._replace(latency_ms=round(1000 * (time.perf_counter() - began), 1))
+
+    return await asyncio.gather(*map(ask, bookies))
 
 
 async def disk_findings(

@@ -31,6 +31,7 @@ from .connection import (
     TIMEOUT_S_DEFAULT,
     Connection,
     Login,
+    NoClusterNamed,
     connect_to,
     other_connection,
     parse_bookie_addresses,
@@ -73,11 +74,11 @@ class Run:
 
     def __init__(self, session: Session, after: GlobalOptions) -> None:
         environment = read_environment(os.environ)
-        #: Nearest first, each with the words that name it in messages.
-        self._levels = [
+        #: Nearest first, each with the words that name it in messages; None for the environment.
+        self._levels: list[tuple[str | None, GlobalOptions]] = [
             ("after the command", after),
             ("before the group", session.globals),
-            ("in the environment", environment),
+            (None, environment),
         ]
         merged = self._options = after.over(session.globals).over(environment)
         self.output = merged.output or Output.TABLE
@@ -99,6 +100,10 @@ class Run:
             self._connection = connect_to(self._levels, os.environ)
         return self._connection
 
+    def standing_connection(self) -> Connection:
+        """Return the connection of commands without connection options. Raises as `connection`."""
+        return connect_to(self._levels[2:], os.environ)
+
     def given_options(self) -> GlobalOptions:
         """Return the options before the group and after the command, merged; nothing of the environment."""
         (_, after), (_, before), _ = self._levels
@@ -106,7 +111,9 @@ class Run:
 
     def given_connection(self) -> Connection:
         """Return the metadata URI that options name, a context's not. Raises UsageError when they name none."""
-        given = [(source, replace(options, context=None)) for source, options in self._levels[:2]]
+        given: list[tuple[str | None, GlobalOptions]] = [
+            (source, replace(options, context=None)) for source, options in self._levels[:2]
+        ]
         if all(options.metadata_uri is None and options.conf is None for _, options in given):
             raise UsageError("No cluster is named", hint="add --metadata-uri URI or --conf FILE")
         return connect_to(given, {})
@@ -117,8 +124,14 @@ class Run:
 
     @property
     def names_metadata(self) -> bool:
-        """True if a metadata URI or a context was given; for commands that can do without."""
-        return any(options.metadata_uri is not None or options.context is not None for _, options in self._levels)
+        """True if a metadata URI or a context counts; for commands that can do without."""
+        if all(options.metadata_uri is None and options.context is None for _, options in self._levels):
+            return False
+        try:
+            self.connection()
+        except NoClusterNamed:  # The --conf of a bookie without a cluster hides the environment's.
+            return False
+        return True
 
     def open_cluster(self, *, create: bool = False, create_store: bool = False) -> Cluster:
         """Return the cluster that the options name, for the caller to close; `create` creates a missing one.

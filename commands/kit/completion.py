@@ -92,7 +92,7 @@ def _cluster(options: dict[str, list[str]]) -> Cluster:
     conf = given.pop("conf", None)
     after = GlobalOptions(**given, conf=None if conf is None else Path(conf))
     environment = read_environment(os.environ)
-    connection = connect_to([("", after), ("", environment)], os.environ)
+    connection = connect_to([("", after), (None, environment)], os.environ)
     security = store_security(after.over(environment).over(connection.settings), os.environ)
     return open_cluster(connection.uri, timeout_s=TIME_LIMIT_S, security=security)
 
@@ -106,9 +106,13 @@ def _entry_logs(options: dict[str, list[str]]) -> Iterator[str]:
 
 
 def _contexts(options: dict[str, list[str]]) -> Iterator[str]:
+    from .connection import LOCAL_CONTEXT, local_uri
     from .contexts import Contexts
 
-    yield from Contexts.read(os.environ).names
+    names = Contexts.read(os.environ).names
+    yield from names
+    if LOCAL_CONTEXT not in names and local_uri() is not None:
+        yield LOCAL_CONTEXT
 
 
 def _file_name(file: BookieFile) -> str:

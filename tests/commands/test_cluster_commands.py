@@ -1,8 +1,9 @@
-"""`bkctl cluster` on a metadata store alone: id, init, health, the health check switch, nuke."""
+"""`bkctl cluster`: id, init, status, health, the health check switch, nuke; most on a metadata store alone."""
 
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 from support.command_line import CommandLine
 
+from bkctl import __version__
+from bkctl.bookie.local import LocalCluster
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
@@ -155,3 +158,54 @@ def test_init_writes_the_long_long_layout_on_request_only(cli: Cli, uri: str, zo
     usual = cli("cluster", "init", "-u", plain, "-o", "json").json
     assert usual["managerFactoryClass"].endswith(".LongHierarchicalLedgerManagerFactory")
     assert cli("cluster", "init", "--long-long-layout").code == 2
+
+
+def test_status_shows_one_row_for_each_member(cluster: LocalCluster) -> None:
+    shell = CommandLine(cluster.metadata_uri)
+    answer = shell("cluster", "status", "--threshold", 100, "-o", "ndjson")
+    assert [(row["bookieId"], row["state"], row["problem"]) for row in answer.rows] == [
+        (f"bookie-{index}", "rw", None) for index in range(3)
+    ]
+    for row in answer.rows:
+        assert row["latencyMs"] >= 0
+        assert row["version"] == f"bkctl {__version__}"
+        assert 0 <= row["freeSpace"] <= row["totalSpace"]
+        assert row["ledgerCount"] >= 0
+    code, seen = shell.terminal("--no-color", "cluster", "status", "--threshold", 100)
+    assert code == 0
+    assert [line.split()[0] for line in seen.splitlines()] == ["BOOKIE", "bookie-0", "bookie-1", "bookie-2"]
+
+
+def test_status_of_the_named_cluster_reports_members_that_are_down(cli: Cli, store: Cluster) -> None:
+    answer = cli("cluster", "status", "-o", "ndjson")
+    assert answer.code == 3
+    (row,) = answer.rows
+    assert (row["bookieId"], row["state"], row["ledgerCount"]) == ("b0:1", "down", 2)
+    assert row["problem"]
+    assert "No bookie is writable" in answer.err
+    assert cli("cluster", "status", "--no-count-ledgers", "-o", "ndjson").rows[0]["ledgerCount"] is None
+    assert cli("cluster", "status", "--threshold", "101").code == 2
+
+
+def test_status_counts_ledgers_up_to_a_limit(cli: Cli, store: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bkctl.commands.cluster.COUNTED_LEDGERS_MAX", 1)
+    short = cli("cluster", "status", "-o", "ndjson")
+    assert short.rows[0]["ledgerCount"] is None
+    assert "--count-ledgers" in short.err
+    assert cli("cluster", "status", "--count-ledgers", "-o", "ndjson").rows[0]["ledgerCount"] == 2
+
+
+def test_status_reports_members_that_do_not_answer(cli: Cli, store: Cluster) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with open_cluster(store.uri) as bookie:
+        bookie.bookies.register(f"127.0.0.1:{port}", BookieServiceInfo())
+        answer = cli("cluster", "status", "-o", "ndjson")
+    assert answer.code == 3
+    assert "does not answer" in next(row["problem"] for row in answer.rows if row["state"] == "rw")
+
+
+def test_the_former_names_of_local_commands_are_hidden(cli: Cli) -> None:
+    listed = cli("cluster", "--help").out
+    assert "  up " not in listed
+    assert "bkctl local up" in cli("cluster", "up", "--help").out
