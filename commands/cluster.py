@@ -8,18 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 import typer
 
 from bkctl.errors import AlreadyExists, Conflict, NotFound, UsageError
+from bkctl.metadata.admin.health_codes import HealthCode
 
-from .kit.columns import Column, Columns, Kind
+from .kit.audit import user_name
+from .kit.columns import Column, Columns, Kind, Output
 from .kit.command import Run, command, group
-from .kit.options import DryRun, WatchOption
+from .kit.options import DryRun, WatchOption, duration_option
 from .kit.texts import GREEN, RED, YELLOW, counted
 from .local import down, up
 
 if TYPE_CHECKING:
     from bkctl.client.disk_space import BookieSpace
+    from bkctl.metadata.admin.health import HealthFinding
+    from bkctl.metadata.admin.health_mutes import Mute
     from bkctl.metadata.cluster import Cluster
 
 app = group()
+health_app = group("Show what is wrong with the cluster, and mute findings.", default="show")
+app.add_typer(health_app, name="health")
 healthcheck_app = group("Allow or forbid clients to quarantine failing bookies.")
 app.add_typer(healthcheck_app, name="healthcheck")
 #: The names that 'local up' and 'local down' had before.
@@ -56,6 +62,9 @@ def info(run: Run) -> None:
 
 # --- status ---------------------------------------------------------------------------------------------------------
 
+Threshold = Annotated[
+    float, typer.Option("--threshold", metavar="PERCENT", help="Percentage of used disk space that is too much.")
+]
 #: Ledgers whose metadata `cluster status` reads without --count-ledgers.
 COUNTED_LEDGERS_MAX: Final = 10_000
 
@@ -98,9 +107,7 @@ STATUS_COLUMNS = Columns(
 @command(app, "status", connects=True, examples=("bkctl cluster status",))
 def status(
     run: Run,
-    threshold: Annotated[
-        float, typer.Option("--threshold", metavar="PERCENT", help="Percentage of used disk space that is too much.")
-    ] = 90.0,
+    threshold: Threshold = 90.0,
     count_ledgers: Annotated[
         bool | None,
         typer.Option(
@@ -166,25 +173,13 @@ HEALTH_COLUMNS = Columns(
 )
 
 
-@command(app, "health", connects=True, examples=("bkctl cluster health",))
-def health(
-    run: Run,
-    watch: WatchOption,
-    threshold: Annotated[
-        float, typer.Option("--threshold", metavar="PERCENT", help="Percentage of used disk space that is too much.")
-    ] = 90.0,
-    no_bookies: Annotated[
-        bool, typer.Option("--no-bookies", help="Read the metadata only, and ask no bookie.")
-    ] = False,
-) -> None:
-    """Show what is wrong with the cluster, and what to do.
+NoBookies = Annotated[bool, typer.Option("--no-bookies", help="Read the metadata only, and ask no bookie.")]
+Code = Annotated[HealthCode, typer.Argument(metavar="CODE", help="The code of the findings.")]
 
-    Covers bookies that are down, read-only, full or silent; cookies; under-replicated ledgers by scope and age;
-    auto-recovery; scopes. Exit code 3 if there are findings.
-    """
-    from bkctl.metadata.admin.health import HealthFinding, health_findings
 
-    _check_percentage(threshold)
+def _findings(run: Run, cluster: Cluster, threshold: float, *, no_bookies: bool) -> list[HealthFinding]:
+    """Return all findings, the most severe first."""
+    from bkctl.metadata.admin.health import health_findings
 
     async def asked() -> list[HealthFinding]:
         from bkctl.client.disk_space import disk_findings
@@ -192,11 +187,36 @@ def health(
         async with run.bookkeeper(cluster) as bookkeeper:
             return await disk_findings(bookkeeper, cluster.bookies.list(include_down=False), threshold)
 
+    of_bookies = [] if no_bookies else run.complete(asked())
+    known = {(each.code, each.subject) for each in of_bookies}
+    found = [each for each in health_findings(cluster) if (each.code, each.subject) not in known]
+    return sorted(found + of_bookies, key=lambda each: (each.severity, each.code, each.subject))
+
+
+@command(
+    health_app,
+    "show",
+    connects=True,
+    examples=("bkctl cluster health", "bkctl cluster health --watch"),
+)
+def health(run: Run, watch: WatchOption, threshold: Threshold = 90.0, no_bookies: NoBookies = False) -> None:
+    """Show what is wrong with the cluster, and what to do.
+
+    Covers bookies that are down, read-only, full or silent; cookies; under-replicated ledgers by scope and age;
+    auto-recovery; scopes. Muted findings are left out. Exit code 3 if there are findings. `show` itself may be left
+    out: 'bkctl cluster health'.
+    """
+    from bkctl.metadata.admin.health_mutes import HealthMutes
+    from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+
+    _check_percentage(threshold)
+    muted: list[HealthFinding] = []
+
     def look() -> list[HealthFinding]:
-        found = list(health_findings(cluster))
-        if not no_bookies:
-            found += run.complete(asked())
-        return sorted(found, key=lambda each: (each.severity, each.code, each.subject))
+        found = _findings(run, cluster, threshold, no_bookies=no_bookies)
+        codes = {mute.code for mute in HealthMutes(cluster).active()}
+        muted[:] = [each for each in found if each.code in codes]
+        return [each for each in found if each.code not in codes]
 
     findings: list[HealthFinding] = []
     with run.cluster() as cluster:
@@ -205,10 +225,121 @@ def health(
             return
         with run.working("Asking the bookies"):
             findings = look()
-    run.render(findings, HEALTH_COLUMNS)
-    if not findings:
+        unguarded = not findings and LedgerUnderreplicationManager(cluster.store).auditor() is None
+    if findings or run.output is not Output.TABLE:
+        run.render(findings, HEALTH_COLUMNS)
+    if muted:
+        codes = ", ".join(dict.fromkeys(each.code.value for each in muted))
+        run.note(
+            f"{counted(len(muted), 'finding is', 'findings are')} muted ({codes}): 'bkctl cluster health detail' shows "
+            "everything"
+        )
+    elif unguarded:
+        run.note(
+            "No findings, but auto-recovery does not run: lost bookies would go unnoticed. 'bkctl autorecovery run' "
+            "starts it"
+        )
+    elif not findings:
         run.note("The cluster is healthy")
     run.finish_with(len(findings), "finding", "findings")
+
+
+class FindingDetail(NamedTuple):
+    """A finding, and the mute of its code, if there is one."""
+
+    finding: HealthFinding
+    mute: Mute | None
+
+
+DETAIL_COLUMNS = Columns(
+    Column("FINDING", "code", "finding.code"),
+    Column(
+        "SEVERITY", "severity", lambda row: row.finding.severity.value, style={"error": RED, "warning": YELLOW}
+    ),
+    Column("SUBJECT", "subject", lambda row: row.finding.subject or None, optional=True),
+    Column("WHAT", "message", "finding.message"),
+    Column("ADVICE", "advice", "finding.advice"),
+    Column("DETAILS", "details", "finding.details", Kind.NESTED, optional=True),
+    Column("MUTED BY", "mutedBy", lambda row: row.mute and row.mute.user, optional=True),
+    Column("MUTED UNTIL", "mutedUntil", lambda row: row.mute and row.mute.until_ms, Kind.TIME, optional=True),
+    key="code",
+)  # fmt: skip
+
+
+@command(health_app, "detail", connects=True, examples=("bkctl cluster health detail",))
+def health_detail(run: Run, threshold: Threshold = 90.0, no_bookies: NoBookies = False) -> None:
+    """Show each finding in full, muted ones too.
+
+    Exit code 3 if there are findings that are not muted.
+    """
+    from bkctl.metadata.admin.health_mutes import HealthMutes
+
+    _check_percentage(threshold)
+    with run.cluster() as cluster, run.working("Asking the bookies"):
+        mutes = {mute.code: mute for mute in HealthMutes(cluster).active()}
+        found = _findings(run, cluster, threshold, no_bookies=no_bookies)
+    rows = [FindingDetail(each, mutes.get(each.code)) for each in found]
+    if run.output is Output.TABLE:
+        for index, row in enumerate(rows):
+            run.text("\n" if index else "")
+            run.show(row, DETAIL_COLUMNS)
+    else:
+        run.render(rows, DETAIL_COLUMNS)
+    run.finish_with(sum(row.mute is None for row in rows), "finding", "findings")
+
+
+MUTE_COLUMNS = Columns(
+    Column("CODE", "code", "code"),
+    Column("SINCE", "since", "since_ms", Kind.TIME),
+    Column("UNTIL", "until", "until_ms", Kind.TIME),
+    Column("BY", "user", "user"),
+    key="code",
+)
+
+
+@command(
+    health_app,
+    "mute",
+    connects=True,
+    changes=True,
+    examples=("bkctl cluster health mute bookie-down --for 2h",),
+)
+def mute_health(
+    run: Run,
+    code: Code,
+    duration_s: Annotated[
+        float | None, duration_option("--for", "How long: 30m, 2h, 1d (default: until it is unmuted).")
+    ],
+) -> None:
+    """Leave findings of a code out of 'cluster health'.
+
+    Counts for every user of the cluster, and is kept in the metadata store. 'cluster health' says how many findings are
+    muted.
+    """
+    from bkctl.metadata.admin.health_mutes import HealthMutes
+
+    if duration_s == 0:
+        raise UsageError("--for 0: must be more than 0")
+    with run.cluster() as cluster:
+        run.show(HealthMutes(cluster).mute(code, duration_s=duration_s, user=user_name()), MUTE_COLUMNS)
+
+
+@command(health_app, "unmute", connects=True, changes=True, examples=("bkctl cluster health unmute bookie-down",))
+def unmute_health(run: Run, code: Code) -> None:
+    """Show findings of a muted code again."""
+    from bkctl.metadata.admin.health_mutes import HealthMutes
+
+    with run.cluster() as cluster:
+        run.show(HealthMutes(cluster).unmute(code), MUTE_COLUMNS)
+
+
+@command(health_app, "mutes", connects=True, examples=("bkctl cluster health mutes",))
+def list_mutes(run: Run) -> None:
+    """List the muted codes, with time and user."""
+    from bkctl.metadata.admin.health_mutes import HealthMutes
+
+    with run.cluster() as cluster:
+        run.render(HealthMutes(cluster).active(), MUTE_COLUMNS)
 
 
 class Check(NamedTuple):

@@ -84,8 +84,12 @@ async def member_space(bookkeeper: BookKeeper, bookies: Iterable[RegisteredBooki
 async def disk_findings(
     bookkeeper: BookKeeper, bookies: Iterable[RegisteredBookie], percent_max: float
 ) -> list[HealthFinding]:
-    """Return a finding for each bookie that does not answer, or uses more than `percent_max` of its disks."""
-    from bkctl.metadata.admin.health import HealthFinding, Severity
+    """Return findings: bookies that do not answer, are read-only, or use more than `percent_max` of their disks.
+
+    Those of read-only bookies replace the ones of the metadata, which do not know the reason.
+    """
+    from bkctl.metadata.admin.health import HealthFinding, Severity, read_only_finding
+    from bkctl.metadata.admin.health_codes import HealthCode
 
     findings = []
     async for space in disk_space(bookkeeper, bookies):
@@ -93,14 +97,18 @@ async def disk_findings(
         if space.error is not None:
             findings.append(
                 HealthFinding(
-                    "bookie-silent", Severity.ERROR, bookie_id, f"It is registered, but does not answer: {space.error}",
+                    HealthCode.BOOKIE_SILENT, Severity.ERROR, bookie_id,
+                    f"It is registered, but does not answer: {space.error}",
                     "check whether it hangs, or is behind a firewall",
                 )
             )  # fmt: skip
+        elif space.bookie.state == "ro":
+            findings.append(read_only_finding(bookie_id, space.used_percent, percent_max))
         elif space.used_percent is not None and space.used_percent > percent_max:
             findings.append(
                 HealthFinding(
-                    "disk-full", Severity.WARNING, bookie_id, f"{space.used_percent}% of its ledger disks are used",
+                    HealthCode.DISK_FULL, Severity.WARNING, bookie_id,
+                    f"{space.used_percent}% of its ledger disks are used",
                     "add disks or bookies, or delete ledgers",
                 )
             )  # fmt: skip

@@ -500,12 +500,14 @@ def _same_servers(uri: str, other: str) -> bool:
     return (one.driver, set(one.hosts)) == (two.driver, set(two.hosts))
 
 
-def group(help: str | None = None, *, parts: Iterable[typer.Typer] = ()) -> typer.Typer:
+def group(help: str | None = None, *, parts: Iterable[typer.Typer] = (), default: str | None = None) -> typer.Typer:
     """Return an app with the commands and sub-groups of `parts`, in order.
 
-    `help` is for sub-groups: the root command knows the help of the groups.
+    `help` is for sub-groups: the root command knows the help of the groups. `default` is the command that runs where
+    the words name none.
     """
-    app = typer.Typer(cls=Group, add_completion=False, rich_markup_mode=None, help=help)
+    kind = Group if default is None else type("GroupWithDefault", (Group,), {"default": default})
+    app = typer.Typer(cls=kind, add_completion=False, rich_markup_mode=None, help=help)
     for part in parts:
         app.registered_commands += part.registered_commands
         app.registered_groups += part.registered_groups

@@ -150,3 +150,12 @@ def _with_value(args: list[str], flags: Collection[str], values: Collection[str]
 
 class Group(_PlainHelp, TyperGroup):
     """A group of commands."""
+
+    #: The command that runs where the words name none.
+    default: str | None = None
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Parse `args`, which begin with the default command where they name none."""
+        if self.default is not None and (not args or (args[0].startswith("-") and args[0] != "--help")):
+            args = [self.default, *args]
+        return super().parse_args(ctx, args)

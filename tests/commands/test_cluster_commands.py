@@ -17,6 +17,7 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager
 
 from .conftest import Cli
 
@@ -73,6 +74,8 @@ def test_health_finds_and_advises(cli: Cli, store: Cluster) -> None:
     assert {(row["code"], row["severity"], row["subject"]) for row in result.rows} == {
         ("bookie-down", "error", "b0:1"),
         ("no-writable-bookie", "error", None),
+        ("no-auditor", "error", None),
+        ("no-auditor-of-scopes", "error", None),
         ("no-bookie-for-scopes", "error", None),
     }
     assert all(row["advice"] for row in result.rows)
@@ -209,3 +212,50 @@ def test_the_former_names_of_local_commands_are_hidden(cli: Cli) -> None:
     listed = cli("cluster", "--help").out
     assert "  up " not in listed
     assert "bkctl local up" in cli("cluster", "up", "--help").out
+
+
+def test_muted_findings_are_left_out_but_counted(cli: Cli, store: Cluster) -> None:
+    for code in ("bookie-down", "no-writable-bookie", "no-bookie-for-scopes"):
+        muted = cli("cluster", "health", "mute", code, "--for", "1h", "-o", "json").json
+        assert (muted["code"], muted["user"] != "") == (code, True)
+    left = cli("cluster", "health", "--no-bookies", "-o", "ndjson")
+    assert {row["code"] for row in map(json.loads, left.out.splitlines())} == {"no-auditor", "no-auditor-of-scopes"}
+    assert left.code == 3
+    assert "3 findings are muted" in left.err
+    for code in ("no-auditor", "no-auditor-of-scopes"):
+        assert cli("cluster", "health", "mute", code).code == 0
+    quiet = cli("cluster", "health", "--no-bookies")
+    assert (quiet.code, quiet.out) == (0, "")
+    assert "5 findings are muted" in quiet.err
+    assert "healthy" not in quiet.err
+    detail = cli("cluster", "health", "detail", "--no-bookies", "-o", "ndjson")
+    assert detail.code == 0
+    assert {row["code"]: "mutedUntil" in row for row in detail.rows} == {
+        "bookie-down": True, "no-writable-bookie": True, "no-bookie-for-scopes": True, "no-auditor": False,
+        "no-auditor-of-scopes": False,
+    }  # fmt: skip
+    assert len(cli("cluster", "health", "mutes", "-o", "ndjson").rows) == 5
+    assert cli("cluster", "health", "unmute", "bookie-down").code == 0
+    assert cli("cluster", "health", "unmute", "bookie-down").code == 4
+    assert cli("cluster", "health", "--no-bookies").code == 3
+    assert cli("cluster", "health", "mute", "bookie-gone").code == 2
+    assert cli("cluster", "health", "mute", "bookie-down", "--for", "0").code == 2
+
+
+def test_health_on_a_terminal_shows_findings_in_full(store: Cluster) -> None:
+    shell = CommandLine(store.uri)
+    code, seen = shell.terminal("--no-color", "cluster", "health", "detail", "--no-bookies")
+    assert code == 3
+    assert "FINDING   bookie-down" in seen
+    assert "'bkctl bookies decommission b0:1' if it is gone for good" in " ".join(seen.split())
+
+
+def test_a_cluster_without_an_auditor_is_not_called_healthy(cli: Cli, store: Cluster) -> None:
+    with open_cluster(store.uri) as bookie:
+        bookie.bookies.register("b0:1", BookieServiceInfo((), {"ledgerScopes": "1"}))
+        result = cli("cluster", "health", "--no-bookies")
+        assert (result.code, result.out) == (0, "")
+        assert "auto-recovery does not run" in result.err
+        LedgerUnderreplicationManager(bookie.store).vote("b0:1")
+        LedgerUnderreplicationManager(bookie.store).vote("b0:1", scoped=True)
+        assert cli("cluster", "health", "--no-bookies").err == "The cluster is healthy\n"
