@@ -13,7 +13,7 @@ from bkctl.metadata.admin.health_codes import HealthCode
 from .kit.audit import user_name
 from .kit.columns import Column, Columns, Kind, Output
 from .kit.command import Run, command, group
-from .kit.options import DryRun, WatchOption, duration_option
+from .kit.options import DryRun, WatchOption, YesReally, duration_option
 from .kit.texts import GREEN, RED, YELLOW, counted
 from .local import down, up
 
@@ -475,13 +475,14 @@ NUKE_COLUMNS = Columns(
     connects=True,
     changes=True,
     asks=True,
-    examples=('bkctl cluster nuke --instance-id "$(bkctl cluster id -o id)" --dry-run',),
+    examples=("bkctl cluster nuke --dry-run", "bkctl cluster nuke --backup metadata.ndjson"),
 )
 def nuke_cluster(
     run: Run,
+    yes_really: YesReally = None,
     instance_id: Annotated[
         str | None,
-        typer.Option("--instance-id", metavar="ID", help="The cluster's instance id, as a confirmation."),
+        typer.Option("--instance-id", metavar="ID", hidden=True, help="As --yes-really, which asks all the same."),
     ] = None,
     backup: Annotated[
         Path | None, typer.Option("--backup", metavar="FILE", help="Export all metadata to this new file first.")
@@ -490,18 +491,18 @@ def nuke_cluster(
 ) -> None:
     """Remove all metadata of a cluster, for good.
 
-    Refused while bookies are registered. The bookies' own files stay, but no bookie starts on them again. With
+    Refused while bookies are registered. On a terminal, asks for the cluster's instance id; elsewhere --yes-really with
+    that id is required. The bookies' own files stay, but no bookie starts on them again. With
     --backup, 'metadata import' restores the metadata.
     """
     from bkctl.metadata.admin.dump import ClusterSource, export_to_file
     from bkctl.metadata.admin.nuke import nuke, plan_nuke
 
-    if instance_id is None:
-        raise UsageError("--instance-id is required", hint="'bkctl cluster id' shows it")
     with run.cluster() as cluster:
         with run.working("Counting ledgers"):
             plan = plan_nuke(cluster)
-        if instance_id != plan.instance_id:
+        named = yes_really if instance_id is None else instance_id
+        if named not in (None, plan.instance_id):
             raise Conflict(
                 f"The cluster in {cluster.uri} has another instance id: {plan.instance_id}",
                 hint="check the metadata URI",
@@ -512,11 +513,15 @@ def nuke_cluster(
         if plan.foreign_scopes:
             run.note("The scoped ledgers of a formatted cluster would be lost, too: no backup holds them")
         kept = f"; {backup} will hold a copy" if backup is not None else ", without a backup"
-        run.confirm(
+        loss = (
             f"All metadata of the cluster {plan.instance_id} in {cluster.uri} would be lost: "
             f"{counted(plan.ledger_count, 'ledger', 'ledgers')}, "
             f"{counted(plan.cookie_count, 'cookie', 'cookies')}{kept}"
         )
+        if instance_id is not None:
+            run.confirm(loss)
+        else:
+            run.confirm_name(loss, plan.instance_id, yes_really)
         if backup is not None:
             with run.working(f"Exporting to {backup}") as activity:
                 export_to_file(ClusterSource(cluster), backup, progress=activity.update)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import typer
 
-from bkctl.errors import BkctlError, FindingsError, UsageError
+from bkctl.errors import BkctlError, Conflict, FindingsError, UsageError
 
 from . import interrupts
 from .audit import Audit, audit_file, shown_uri, state_directory, without_secrets
@@ -274,16 +274,19 @@ class Run:
     def directories(self, given: Iterable[Path] | None, *, needed: bool = True) -> BookieDirectories:
         """Return the directories to read: the given ones, else the directories in `--conf`.
 
-        Raises UsageError if there are none and they are `needed`.
+        Raises UsageError if there are none and they are `needed`, NotFound if they hold no file of a bookie.
         """
         from bkctl.files.directories import BookieDirectories
 
         places = list(given or ())
         if places:
-            return BookieDirectories.at(*places)
+            return BookieDirectories.at(*places).of_a_bookie()
         if self.conf is not None:
             config = self.config()
-            return BookieDirectories(config.journal_directories, config.ledger_directories, config.index_directories)
+            found = BookieDirectories(config.journal_directories, config.ledger_directories, config.index_directories)
+            # A missing directory concerns only the commands that read it.
+            exist = all(place.is_dir() for place in (*found.journal_dirs, *found.ledger_dirs, *found.index_dirs))
+            return found.of_a_bookie() if exist else found
         if needed:
             raise UsageError(
                 "No directory is given", hint="name the bookie's directories, or add --conf bk_server.conf"
@@ -432,20 +435,35 @@ class Run:
         if begun:
             audit.begin()
 
-    def confirm(self, loss: str, *, typed: str | None = None) -> None:
-        """Print the loss and ask on a terminal; `--yes` skips the question. The user must type `typed`, if given.
+    def confirm(self, loss: str) -> None:
+        """Print the loss and ask on a terminal; `--yes` skips the question.
 
         Raises Declined (exit 1) when the answer is no, UsageError without a terminal and without `--yes`.
         """
         if not self.yes:
-            self._ask(loss, typed)
+            self._ask(loss, "--yes", None)
+        self._accept(loss)
+
+    def confirm_name(self, loss: str, name: str, given: str | None) -> None:
+        """Print a loss that cannot be undone, and let the user type `name` on a terminal; `--yes` is not enough.
+
+        `given` is the value of --yes-really, which skips the question. Raises as `confirm`, and Conflict for another
+        name.
+        """
+        if given is None:
+            self._ask(loss, f"--yes-really {name}", name)
+        elif given != name:
+            raise Conflict(f"--yes-really {given}: {loss}", hint=f"add --yes-really {name} if that is meant")
+        self._accept(loss)
+
+    def _accept(self, loss: str) -> None:
         if self._session.audit is not None:
             self._session.audit.accepted(loss)
 
-    def _ask(self, loss: str, typed: str | None) -> None:
+    def _ask(self, loss: str, option: str, typed: str | None) -> None:
         if sys.stdin is None or not sys.stdin.isatty() or not sys.stderr.isatty():
             raise UsageError(
-                f"{loss}: not asked, since stdin or stderr is not a terminal", hint="add --yes to go ahead"
+                f"{loss}: not asked, since stdin or stderr is not a terminal", hint=f"add {option} to go ahead"
             )
         question = "Go ahead? [y/N]" if typed is None else f"Type {typed} to go ahead:"
         if self._connection is not None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bkctl.errors import BkctlError, UsageError
+from bkctl.errors import BkctlError, NotFound, UsageError
 from bkctl.ids import LedgerId
 
 from ..kit.columns import Column, Columns, Kind, Output
@@ -21,6 +21,9 @@ from ..kit.options import (
     size_option,
 )
 from .columns import LEDGER_COLUMNS, SECRET_COLUMNS, LedgerRow, ledger_row, list_columns
+
+if TYPE_CHECKING:
+    from bkctl.metadata.ledgers import VersionedMetadata
 
 app = group()
 
@@ -94,7 +97,16 @@ def print_ledgers(
             ids = islice(cluster.ledgers.ledgers(scope_id, start), limit)
             return (LedgerRow(ledger, {}) for ledger in ids)
         found = list_ledgers(cluster, scope_id, after=start, query=query, unreadable=skip if keep_going else None)
-        return (ledger_row(ledger, metadata) for ledger, metadata in islice(found, limit))
+        return (ledger_row(ledger, metadata) for ledger, metadata in known(islice(found, limit)))
+
+    def known(found: Iterator[tuple[LedgerId, VersionedMetadata]]) -> Iterator[tuple[LedgerId, VersionedMetadata]]:
+        """Yield `found`. Raises NotFound if there is none, since the bookie does not exist."""
+        first = next(found, None)
+        if first is not None:
+            yield first
+            yield from found
+        elif bookie is not None and cluster.bookies.get(bookie) is None:
+            raise NotFound(f"No bookie {bookie}, and no such ledger names it", hint="'bkctl bookies list' shows them")
 
     with run.cluster() as cluster, run.working("Listing ledgers", enabled=watch is None):
         if count:

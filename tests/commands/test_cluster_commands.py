@@ -96,7 +96,10 @@ def test_the_health_check_switch(cli: Cli, store: Cluster) -> None:
 def test_nuke_requires_the_instance_id_no_registered_bookie_and_yes(cli: Cli, store: Cluster, tmp_path: Path) -> None:
     instance_id = store.instance_id()
     words = ("cluster", "nuke", "--instance-id", instance_id)
-    assert cli("cluster", "nuke", "--yes").code == 2
+    bare = cli("cluster", "nuke", "--yes")
+    assert bare.code == 2
+    assert f"add --yes-really {instance_id} to go ahead" in bare.err
+    assert cli("cluster", "nuke", "--yes-really", "other").code == 5
     assert cli("cluster", "nuke", "--instance-id", "other", "--yes").code == 5
     plan = {"instanceId": instance_id, "ledgerCount": 2, "scopeCount": 1, "cookieCount": 1}
     assert cli(*words, "--dry-run", "-o", "json").json == plan
@@ -141,13 +144,14 @@ def test_nuke_reports_scoped_ledgers_of_another_cluster(cli: Cli, zookeeper: Any
 
 def test_nuke_asks_on_a_terminal(store: Cluster) -> None:
     cli = CommandLine(store.uri)
-    words = ("cluster", "nuke", "--instance-id", store.instance_id())
-    code, seen = cli.terminal(*words, type_in="n\n")
+    words = ("cluster", "nuke")
+    asks = f"Type {store.instance_id()} to go ahead:"
+    code, seen = cli.terminal(*words, "--yes", type_in="y\n", asks=asks, columns=200)
     assert code == 1
     assert "2 ledgers, 1 cookie, without a backup" in seen
     assert "nothing was changed" in seen
     assert cli("ledger", "list", "--all-scopes", "--count", "-o", "ndjson").rows == [{"count": 2}]
-    code, seen = cli.terminal(*words, type_in="y\n")
+    code, seen = cli.terminal(*words, type_in=f"{store.instance_id()}\n", asks=asks, columns=200)
     assert code == 0
     assert cli("cluster", "id").code == 4
 

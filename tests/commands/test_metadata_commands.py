@@ -413,3 +413,11 @@ def test_scopes_and_new_ids(cli: Cli, store: Cluster) -> None:
     assert store.ledgers.new_ledger_id() > LedgerId(0, taken[-1])
     assert cli("metadata", "idgen", "--ledger-scope-id", 0).code == 2
     assert cli("metadata", "idgen", "--ledger-scope-id", 7, "--sequence").code == 2
+
+
+def test_ledgers_of_an_unknown_bookie_are_not_found(cli: Cli, store: Cluster) -> None:
+    for more in ([], ["--count"], ["-o", "json"], ["-o", "id"]):
+        missing = cli("ledger", "list", "--bookie", "nowhere:1", *more)
+        assert (missing.code, missing.out) == (4, ""), missing
+        assert "No bookie nowhere:1" in missing.err
+    assert cli("ledger", "list", "--bookie", BOOKIES[2], "--state", "IN_RECOVERY", "-o", "json").json == []
