@@ -525,7 +525,7 @@ def nuke_cluster(
         if backup is not None:
             with run.working(f"Exporting to {backup}") as activity:
                 export_to_file(ClusterSource(cluster), backup, progress=activity.update)
-        with run.working("Removing nodes") as activity:
+        with run.working("Removing nodes", left="run the command again to remove the rest") as activity:
             count = nuke(cluster, progress=activity.update)
     run.show(plan, NUKE_COLUMNS)
     run.note(f"Removed {counted(count, 'node', 'nodes')}")

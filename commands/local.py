@@ -24,7 +24,9 @@ app = group()
 
 LOCAL_COLUMNS = Columns(
     Column("BOOKIE", "bookieId", "bookie.bookie_id"),
-    Column("STATE", "state", "state", style={"rw": GREEN, "ro": YELLOW, "starting": YELLOW, "down": RED}),
+    Column(
+        "STATE", "state", "state", style={"rw": GREEN, "ro": YELLOW, "starting": YELLOW, "left": YELLOW, "down": RED}
+    ),
     Column("ADDRESS", "address", lambda row: f"127.0.0.1:{row.bookie.port}"),
     Column("PID", "pid", "bookie.pid", Kind.INTEGER),
     Column("DIRECTORY", "directory", lambda row: str(row.bookie.directory), flexible=True),
@@ -91,12 +93,22 @@ def up(
         load_server()
     http = has_server() if http is None else http
     cluster = _local(run, directory)
-    with run.working(f"Starting the local cluster at {cluster.directory}"):
+    with run.working(
+        f"Starting the local cluster at {cluster.directory}",
+        left="started bookies keep running: 'bkctl local up' starts the rest, 'bkctl local down' stops all",
+    ):
         cluster.up(
             bookies, storage=storage, http=http, auto_recovery=autorecovery, timeout_s=run.timeout_s,
             progress=run.detail,
         )  # fmt: skip
-    run.render(cluster.status(run.timeout_s), LOCAL_COLUMNS)
+    rows = cluster.status(run.timeout_s)
+    run.render(rows, LOCAL_COLUMNS)
+    for row in rows:
+        if row.state == "left":
+            run.note(
+                f"{row.bookie.bookie_id} left the cluster and was not started: remove {row.bookie.directory} to let it "
+                "join again, empty"
+            )
     _note_target(run, cluster)
 
 
@@ -137,7 +149,9 @@ def down(
     Its data stays for the next 'local up'.
     """
     cluster = _local(run, directory)
-    with run.working(f"Stopping the local cluster at {cluster.directory}"):
+    with run.working(
+        f"Stopping the local cluster at {cluster.directory}", left="run the command again to stop the rest"
+    ):
         stopped = cluster.down(bookie, timeout_s=run.timeout_s, progress=run.detail)
     names = {one.bookie_id for one in stopped}
     run.render((row for row in cluster.status(run.timeout_s) if row.bookie.bookie_id in names), LOCAL_COLUMNS)

@@ -203,7 +203,7 @@ def run(arguments: list[str]) -> int:
     code = code if isinstance(code, int) else 0
     if code == interrupts.EXIT_CODE:
         interrupts.note_interrupt()
-        print("bkctl: Interrupted", file=sys.stderr)
+        print("bkctl: Interrupted" + (f": {session.interrupted}" if session.interrupted else ""), file=sys.stderr)
     _end_audit(session, code, error)
     return code
 

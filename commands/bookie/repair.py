@@ -125,7 +125,12 @@ def rebuild_databases(
     layout = _layout(run, [*(places or ()), *(directories or ())])
     with _held(run, layout, dry_run=dry_run), _metadata(run, layout) as metadata:
         size = size_to_read(layout, ledgers=ledgers, locations=locations)
-        with run.working("Rebuilding", total=size, unit="bytes") as activity:
+        with run.working(
+            "Rebuilding",
+            total=size,
+            unit="bytes",
+            left="a database is replaced as a whole or not at all: run the command again",
+        ) as activity:
             done = rebuild(
                 layout,
                 ledgers=ledgers,
@@ -233,7 +238,12 @@ def regenerate_files(
     with (
         _held(run, layout, dry_run=dry_run),
         _metadata(run, layout) as metadata,
-        run.working("Regenerating", total=size_to_read(layout), unit="bytes") as activity,
+        run.working(
+            "Regenerating",
+            total=size_to_read(layout),
+            unit="bytes",
+            left="run the command again: old files are backups",
+        ) as activity,
     ):
         done = regenerate(
             layout,
@@ -360,7 +370,10 @@ def convert_index(
     if discard_old and not dry_run:
         where = ", ".join(map(str, layout.index_dirs))
         run.confirm(f"The old index in {where} would be removed once the new one is verified")
-    with _held(run, layout, dry_run=dry_run), run.working("Converting", unit="entries") as activity:
+    with (
+        _held(run, layout, dry_run=dry_run),
+        run.working("Converting", unit="entries", left="run the command again to continue") as activity,
+    ):
         done = convert(layout, to.value, discard_old=discard_old, dry_run=dry_run, progress=activity.advance)
     run.render(done.directories, CONVERTED_COLUMNS)
     if done.resumed:
@@ -433,7 +446,10 @@ def format_bookie(
             run.confirm_name(loss, bookie_id, yes_really)
             if cluster is None:
                 run.start_audit(begun=True)
-            with run.working(f"Removing the files of bookie {bookie_id}"):
+            with run.working(
+                f"Removing the files of bookie {bookie_id}",
+                left="the bookie cannot start: run the command again to finish",
+            ):
                 wipe(config, Files())
         if cluster is not None and delete_cookie:
             stored = cluster.cookies.read(bookie_id)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import typer
 
-from bkctl.errors import BkctlError, Conflict, FindingsError, UsageError
+from bkctl.errors import BkctlError, Conflict, FindingsError, UsageError, is_interrupt
 
 from . import interrupts
 from .audit import Audit, audit_file, shown_uri, state_directory, without_secrets
@@ -408,15 +408,23 @@ class Run:
 
     @contextmanager
     def working(
-        self, label: str, *, total: int | None = None, unit: str = "", enabled: bool = True
+        self, label: str, *, total: int | None = None, unit: str = "", enabled: bool = True, left: str | None = None
     ) -> Iterator[Activity]:
-        """Show the progress of work on a terminal's stderr, while nothing else is printed."""
+        """Show the progress of work on a terminal's stderr, while nothing else is printed.
+
+        An interrupt of the work is reported with the progress and with `left`: the state that the work leaves, and how
+        to continue or to go back.
+        """
         outer = self._activity
         self._clear_activity()
         with Activity(label, total=total, unit=unit, enabled=enabled and not self.quiet) as activity:
             self._activity = activity
             try:
                 yield activity
+            except BaseException as error:
+                if self._session.interrupted is None and is_interrupt(error):
+                    self._session.interrupted = _interrupted_text(label, activity, left)
+                raise
             finally:
                 self._activity = outer
 
@@ -508,6 +516,11 @@ class Run:
         """Raise FindingsError (exit code 3) for `count` findings, if any; `one` and `many` as in `counted`."""
         if count:
             raise FindingsError(counted(count, one, many))
+
+
+def _interrupted_text(label: str, activity: Activity, left: str | None) -> str:
+    amount = activity.amount()
+    return "; ".join(filter(None, [f"{label}, {amount}" if amount else label, left]))
 
 
 def _same_servers(uri: str, other: str) -> bool:

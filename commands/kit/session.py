@@ -18,5 +18,7 @@ class Session:
     quiet: bool = False
     no_color: bool = False
     debug: bool = False
+    #: What an interrupted command had done, and how to continue.
+    interrupted: str | None = None
     #: Set for a command that changes something; `main` writes its end.
     audit: Audit | None = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,3 +90,48 @@ def test_a_given_file_without_a_cluster_hides_the_environment(
     # The files of that bookie are judged without another cluster's metadata.
     (tmp_path / "l" / "current").mkdir(parents=True)
     assert "names no cluster" not in cli("entrylog", "verify", "--conf", conf).err
+
+
+def test_an_interrupted_drain_says_what_is_left_and_how_to_go_back(shell: CommandLine, tmp_path: Path) -> None:
+    assert shell("local", "up", "--bookies", 3, "--http").code == 0
+    (tmp_path / "lines").write_text(f"{'x' * 1000}\n" * 2000)
+    (ledger,) = shell("ledger", "write", tmp_path / "lines", "--ensemble-size", 2, "-o", "id").ids
+    (ensemble,) = json.loads(shell("ledger", "show", ledger, "-o", "json").out)["ensembles"].values()
+    bookie = ensemble[0]
+    words = ("bookies", "drain", bookie, "--rate", "20KB")
+    code, seen = shell.terminal(*words, "--yes", type_in="\x03", asks="accepts no more entries", columns=400)
+    assert code == 130, seen
+    assert "Interrupted: Draining, " in seen
+    assert f"{bookie} stays read-only, and moved ledgers stay moved: run the command again to continue" in seen
+    assert f"'bkctl bookie readonly off --bookie {bookie}' to go back" in seen
+
+    def state() -> str:
+        (row,) = [row for row in shell("bookies", "list", "-o", "ndjson").rows if row["bookieId"] == bookie]
+        return str(row["state"])
+
+    assert state() == "ro"
+    findings = shell("cluster", "health", "--threshold", 100, "-o", "ndjson")
+    (finding,) = [row for row in map(json.loads, findings.out.splitlines()) if row["subject"] == bookie]
+    assert "by request" in finding["message"]
+    assert shell("bookie", "readonly", "off", "--bookie", bookie).code == 0
+
+
+def test_up_leaves_decommissioned_bookies_out(shell: CommandLine) -> None:
+    (_, gone) = shell("local", "up", "--bookies", 2, "-o", "ndjson").rows
+    assert shell("local", "down", "--bookie", 1).code == 0
+    assert shell("bookies", "decommission", gone["bookieId"], "--yes").code == 0
+    again = shell("local", "up", "-o", "ndjson")
+    assert [(row["bookieId"], row["state"]) for row in again.rows] == [("bookie-0", "rw"), ("bookie-1", "left")]
+    assert f"remove {gone['directory']} to let it join again" in again.err
+    shutil.rmtree(gone["directory"])
+    assert [row["state"] for row in shell("local", "up", "-o", "ndjson").rows] == ["rw", "rw"]
+
+
+def test_an_interrupted_start_says_how_to_continue(shell: CommandLine) -> None:
+    code, seen = shell.terminal(
+        "-v", "local", "up", "--bookies", 3, type_in="\x03", asks="starting bookie-0", columns=400
+    )
+    assert code == 130, seen
+    assert "Interrupted: Starting the local cluster" in seen
+    assert "'bkctl local down' stops all" in seen
+    shell("local", "down", "--dir", Path(os.environ["XDG_DATA_HOME"]) / "bkctl" / "cluster")
