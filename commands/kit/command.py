@@ -372,7 +372,9 @@ class Run:
     @contextmanager
     def rows(self, columns: Columns, *, live: bool = False) -> Iterator[RowWriter]:
         """Yield a writer to give rows to one by one; `live` prints each at once."""
-        with RowWriter(columns, self.output, color=self.color, live=live, before_write=self._clear_activity) as writer:
+        with RowWriter(
+            columns, self.output, color=self.color, live=live, before_write=self._clear_activity, note=self.note
+        ) as writer:
             yield writer
 
     def show(self, value: Any, columns: Columns) -> None:

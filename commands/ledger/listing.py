@@ -20,14 +20,18 @@ from ..kit.options import (
     duration_option,
     size_option,
 )
+from ..kit.texts import counted
 from .columns import LEDGER_COLUMNS, SECRET_COLUMNS, LedgerRow, ledger_row, list_columns
 
 if TYPE_CHECKING:
+    from bkctl.metadata.cluster import Cluster
     from bkctl.metadata.ledgers import VersionedMetadata
 
 app = group()
 
 
+#: Ledgers and scopes that are counted to say how many there are beside scope 0.
+OTHERS_COUNTED_MAX = 10_000
 COUNT_COLUMNS = Columns(Column("COUNT", "count", lambda count: count, Kind.INTEGER))
 
 
@@ -119,9 +123,25 @@ def print_ledgers(
                 run.text("\n".join(map(str, names)) + "\n")
         else:
             run.watch(watch, look, list_columns(run))
+        if scope_id == 0 and watch is None and next(cluster.ledgers.ledgers(0), None) is None:
+            _note_other_scopes(run, cluster)
     run.finish_with(
         len(unreadable), "ledger has metadata that cannot be read", "ledgers have metadata that cannot be read"
     )
+
+
+def _note_other_scopes(run: Run, cluster: Cluster) -> None:
+    """Say how many ledgers other scopes have, where scope 0 has none."""
+    from itertools import islice
+
+    scopes = sum(1 for scope in islice(cluster.ledgers.scopes(), OTHERS_COUNTED_MAX) if scope)
+    ledgers = sum(1 for _ in islice(cluster.ledgers.ledgers(None), OTHERS_COUNTED_MAX))
+    if ledgers:
+        at_least = "at least " if ledgers == OTHERS_COUNTED_MAX else ""
+        run.note(
+            f"No ledgers in scope 0; {counted(scopes, 'other scope', 'other scopes')} with {at_least}"
+            f"{counted(ledgers, 'ledger', 'ledgers')}: add --all-scopes, or --ledger-scope-id SCOPE"
+        )
 
 
 def _first_ledger(after: str | None, scope_id: int | None) -> LedgerId | None:
