@@ -116,11 +116,11 @@ def status(
         ),
     ] = None,
 ) -> None:
-    """Show every bookie of the cluster: state, latency, version, space, ledgers.
+    """Show every bookie of the cluster, one a row.
 
-    Asks every registered bookie. The latency is that of one request on an open connection. Apache's bookies do not
-    publish their version. Exit code 3 if a bookie is down, does not answer or is too full, or if no bookie is writable.
-    'cluster health' says what to do.
+    Shows state, latency, version, space and ledgers. Asks every registered bookie. The latency is that of one request
+    on an open connection. Apache's bookies do not publish their version. Exit code 3 if a bookie is down, does not
+    answer or is too full, or if no bookie is writable. 'cluster health' says what to do.
     """
     from bkctl.metadata.admin.overview import count_ledgers_of_bookies
 
@@ -197,7 +197,7 @@ def _findings(run: Run, cluster: Cluster, threshold: float, *, no_bookies: bool)
     health_app,
     "show",
     connects=True,
-    examples=("bkctl cluster health", "bkctl cluster health --watch"),
+    examples=("bkctl cluster health show", "bkctl cluster health show --watch"),
 )
 def health(run: Run, watch: WatchOption, threshold: Threshold = 90.0, no_bookies: NoBookies = False) -> None:
     """Show what is wrong with the cluster, and what to do.

@@ -18,7 +18,7 @@ from bkctl.errors import BkctlError, is_interrupt
 
 from .kit import interrupts
 from .kit.options import parameter
-from .kit.parser import Group
+from .kit.parser import CONNECTION_LINE, HELP_FLAGS, Command, Group
 from .kit.session import Session
 from .kit.settings import global_parameters, read_options
 from .kit.terminal import ClosedOutput, output_error
@@ -38,6 +38,13 @@ GROUPS: Final[dict[str, str]] = {
     "pipeline": "Run Spark jobs over all files, metadata and ledgers.",
     "api": "Call the REST API of bookies, or serve it.",
     "context": "Manage named connections in the configuration file.",
+}
+
+#: Commands of the program itself → their help; all are in the module `program`.
+PROGRAM: Final[dict[str, str]] = {
+    "help": "Show the help of a command, or of the connection options.",
+    "version": "Print the version.",
+    "completion": "Print the completion script of a shell.",
 }
 
 #: What an operating system error means for the exit code.
@@ -66,7 +73,16 @@ class RootGroup(Group):
         super().__init__(**settings)
         for name, text in GROUPS.items():
             self.commands[name] = Group(name=name, help=text, rich_markup_mode=None)
+        for name, text in PROGRAM.items():
+            self.commands[name] = Command(name=name, help=text, callback=None, rich_markup_mode=None)
         self._loaded: set[str] = set()
+
+    def load_program(self) -> None:
+        """Load the commands of the program itself."""
+        if not self._loaded >= PROGRAM.keys():
+            app: typer.Typer = import_module(".program", __package__).app
+            self.commands.update(typer.main.get_group(app).commands)
+            self._loaded |= PROGRAM.keys()
 
     def load(self, name: str) -> Group:
         """Return the group `name` with its commands."""
@@ -80,9 +96,11 @@ class RootGroup(Group):
         return group
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the group that `args` begin with, loaded."""
+        """Return the group or command that `args` begin with, loaded."""
         if args and args[0] in GROUPS:
             self.load(args[0])
+        elif args and args[0] in PROGRAM:
+            self.load_program()
         return super().resolve_command(ctx, args)
 
 
@@ -100,8 +118,8 @@ def _root(**values: Any) -> None:
     context: typer.Context = values["context"]
     session = context.obj = context.obj if isinstance(context.obj, Session) else Session()
     session.globals = read_options(values)
-    session.verbose, session.quiet = values["verbose"], values["quiet"]
-    session.no_color, session.debug = values["no_color"], values["debug"]
+    for name in ("verbose", "quiet", "no_color", "debug"):
+        setattr(session, name, getattr(session, name) or values[name])
 
 
 _root.__signature__ = Signature(  # type: ignore[attr-defined]
@@ -120,7 +138,7 @@ _root.__annotations__ = {}
 app = typer.Typer(name="bkctl", cls=RootGroup, add_completion=False, rich_markup_mode=None)
 app.callback(
     help="Administer Apache BookKeeper with 128-bit ledger ids.",
-    epilog="Connection and output options stand before the group or after the command; the later one counts.",
+    epilog=CONNECTION_LINE,
 )(_root)
 
 
@@ -130,7 +148,7 @@ def root() -> RootGroup:
     group = typer.main.get_group(app)
     assert isinstance(group, RootGroup)
     group.name = "bkctl"
-    group.context_settings = {"max_content_width": 100}
+    group.context_settings = {"max_content_width": 100, "help_option_names": list(HELP_FLAGS)}
     return group
 
 

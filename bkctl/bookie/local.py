@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError, Conflict, DirectoryInUse, NotFound, TimedOut, UsageError
 
 if TYPE_CHECKING:
@@ -65,6 +64,8 @@ class ClusterBookie:
     @property
     def http_url(self) -> str | None:
         """The URL of its HTTP server, or None."""
+        from bkctl.config import BookieConfig
+
         config = BookieConfig.load(self.conf)
         return f"http://127.0.0.1:{config.http_server_port}" if config.http_server_enabled else None
 

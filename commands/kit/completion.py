@@ -55,10 +55,13 @@ def complete(kind: str, words: list[str]) -> NoReturn:
 def candidates(kind: str, words: list[str]) -> Iterator[str]:
     """Yield the completions of the last of `words`; `kind` is one of `_SOURCES`."""
     prefix = words[-1] if words else ""
+    if prefix.startswith("--"):
+        prefix = prefix.partition("=")[2]
     options = _options(words[:-1])
     source = _SOURCES.get(kind)
     if source is not None:
-        yield from (text for text in source(options) if text.startswith(prefix))
+        given = set(words[:-1])
+        yield from (text for text in source(options) if text.startswith(prefix) and text not in given)
 
 
 def _options(words: list[str]) -> dict[str, list[str]]:
@@ -76,6 +79,11 @@ def _options(words: list[str]) -> dict[str, list[str]]:
 def _ledgers(options: dict[str, list[str]]) -> Iterator[str]:
     with _cluster(options) as cluster:
         yield from map(str, cluster.ledgers.ledgers(None))
+
+
+def _scopes(options: dict[str, list[str]]) -> Iterator[str]:
+    with _cluster(options) as cluster:
+        yield from map(str, cluster.ledgers.scopes())
 
 
 def _bookies(options: dict[str, list[str]]) -> Iterator[str]:
@@ -136,6 +144,7 @@ def _directories(options: dict[str, list[str]]) -> BookieDirectories:
 _SOURCES: Final[dict[str, Callable[[dict[str, list[str]]], Iterator[str]]]] = {
     "ledger": _ledgers,
     "bookie": _bookies,
+    "scope": _scopes,
     "journal": _journals,
     "entrylog": _entry_logs,
     "context": _contexts,

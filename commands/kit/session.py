@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from .audit import Audit
 from .settings import GlobalOptions
+
+#: Options of the program that may stand anywhere → the field of Session that they set.
+SESSION_FLAGS: Final = {
+    "-v": "verbose",
+    "--verbose": "verbose",
+    "-q": "quiet",
+    "--quiet": "quiet",
+    "--no-color": "no_color",
+    "--debug": "debug",
+}
 
 
 @dataclass
