@@ -1,4 +1,4 @@
-"""Writes `completions/`, `man/` and `docs/commands.md` from the commands: `python -m bkctl.commands.generate`.
+"""Writes completions, man pages and generated documents from the commands: `python -m bkctl.commands.generate`.
 
 A test holds the files in the repository equal to what this makes.
 """
@@ -16,6 +16,7 @@ from bkctl.bookie.local import STORAGE_CLASSES
 from bkctl.errors import EXIT_CODES
 from bkctl.files.directories import FileKind
 
+from . import translations
 from .kit.parser import Group
 from .kit.settings import GLOBAL_PANEL, SETTINGS
 from .main import GROUPS, RootGroup, root
@@ -699,6 +700,7 @@ def generated_files() -> dict[str, str]:
         "completions/_bkctl": zsh_completion(tree),
         "completions/bkctl.fish": fish_completion(tree),
         "docs/commands.md": markdown(tree),
+        "docs/from-the-shell.md": translations.markdown(),
         "man/bkctl.1": man_page(tree, None, __version__),
     }
     for group in tree.groups:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import re
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from inspect import Parameter, Signature
 from io import TextIOWrapper
@@ -178,12 +180,38 @@ def _parser_error_line(error: Any) -> str:
     if type(error).__name__ == "NoArgsIsHelpError":
         message = "Missing command"
     path = context.command_path if context is not None else "bkctl"
+    unknown = re.match(r"No such command '([^']+)'", message)
+    if unknown and (other := _other_command(path.split()[1:], unknown[1])):
+        return f"No such command '{unknown[1]}'; {other}"
     option = getattr(error, "option_name", "")
     if type(error).__name__ == "NoSuchOption" and option[1:2].isdigit():
         hint = "put a negative id after -- or in --ledger-id"
     else:
         hint = f"try '{path} --help'"
     return f"{message.strip().rstrip('.')}; {hint}"
+
+
+def _other_command(path: list[str], name: str) -> str | None:
+    """Return our command for `name` in the group `path`: of a name of Apache's tools, or of another group."""
+    from .translations import find_elsewhere, translate
+
+    ours = translate([*path, name])
+    if ours is not None:
+        return f"it is 'bkctl {ours}' here"
+    tree = root()
+    for group in GROUPS:
+        tree.load(group)
+    found = find_elsewhere(path, name, _command_names(tree, ()))
+    names = " or ".join(f"'bkctl {each}'" for each in found)
+    return f"did you mean {names}?" if found else None
+
+
+def _command_names(group: Group, path: tuple[str, ...]) -> Iterator[str]:
+    for name, each in group.commands.items():
+        if isinstance(each, Group):
+            yield from _command_names(each, (*path, name))
+        elif not each.hidden:
+            yield " ".join((*path, name))
 
 
 def one_line(text: str) -> str:
