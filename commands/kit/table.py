@@ -36,6 +36,8 @@ class Table:
         self._color = color
         self._room = terminal_width() if stream.isatty() else None
         self._widths: list[int] = []
+        #: For each column, True if its cells are cut where they do not fit: payloads, and paths.
+        self._flexible: list[bool] = [column.flexible for column in self._columns]
         #: Places of the columns that are printed, in order.
         self._kept = list(range(len(self._columns)))
         #: Plain rows are laid out by one % operation; terminals, colours and wide characters take the slower way.
@@ -103,6 +105,11 @@ class Table:
         assert self._sample is not None
         self._widths = [min(width, max(room, _NARROW)) for width in self._widths]
         sample = self._sample
+        given = [[row[at] for row in sample if row[at] != NULL] for at in range(len(self._columns))]
+        self._flexible = [
+            column.flexible or (bool(cells) and all(cell.startswith("/") for cell in cells))
+            for column, cells in zip(self._columns, given, strict=True)
+        ]
         least = [self._least(at, column, sample) for at, column in enumerate(self._columns)]
         comfort = [
             low if self._is_rigid(at) else max(low, min(width, _COMFORT))
@@ -110,8 +117,7 @@ class Table:
         ]
         kept = self._kept
         # More rows may come with values, unless the table is complete.
-        empty = {at for at in kept[1:] if complete and sample and all(row[at] == NULL for row in sample)}
-        full = [at for at in kept if at not in empty]
+        full = [at for at in kept if at == 0 or given[at] or not complete]
         last_first = [at for at in reversed(full[1:]) if self._is_rigid(at) and not self._columns[at].style]
         tries = [(kept, comfort), (full, comfort), (full, least)]
         tries += [
@@ -135,14 +141,14 @@ class Table:
     def _is_rigid(self, at: int) -> bool:
         """Return True for a column whose cells cannot be cut or wrapped."""
         column = self._columns[at]
-        if column.flexible:
+        if self._flexible[at]:
             return False
         return column.kind not in _WRAPPING or all(" " not in row[at] for row in self._sample or ())
 
     def _least(self, at: int, column: Column, sample: list[tuple[str, ...]]) -> int:
         """Return the width that a column needs at least."""
         title = max(map(len, (column.title or "").split()), default=0)
-        if column.flexible:
+        if self._flexible[at]:
             return max(title, min(self._widths[at], _NARROW))
         if self._is_rigid(at):
             return max([title, *(width_of(row[at]) for row in sample)])
@@ -157,7 +163,7 @@ class Table:
             spare = [at for at in kept if widths[at] > least[at]]
             if not spare:
                 return None
-            widest = max(spare, key=lambda at: (self._columns[at].flexible, widths[at]))
+            widest = max(spare, key=lambda at: (self._flexible[at], widths[at]))
             widths[widest] -= 1
             excess -= 1
         return widths
@@ -175,7 +181,7 @@ class Table:
         if self._room is None or (len(cell) <= width and cell.isascii()):
             return [cell]
         column = self._columns[at]
-        if column.flexible and not header:
+        if self._flexible[at] and not header:
             return [cut(cell, width)]
         return wrapped(cell, width) if header or column.kind in _WRAPPING else [cell]
 

@@ -178,6 +178,18 @@ def test_sentences_wrap_at_words_and_are_never_cut(width: int, monkeypatch: pyte
         assert column == (text + " " + text).split()
 
 
+def test_sentences_behind_the_sample_wrap_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    columns = Columns(
+        Column("PATH", "path", Constant("/a/long/path/to/a/file")), Column("PROBLEM", "problem", "text"),
+        Column("NUMBER", "number", "number", Kind.INTEGER),
+    )  # fmt: skip
+    with RowWriter(columns, Output.TABLE, stream=(terminal := Terminal())) as writer:
+        writer.rows([Row(None, each, None) for each in range(100)])
+        writer.row(Row(None, 100, ADVICE))
+    assert set(ADVICE.split()) <= set(terminal.getvalue().split())
+
+
 @pytest.mark.parametrize("width", [20, 40, 60, 80])
 def test_columns_that_do_not_fit_are_left_out_and_named(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
